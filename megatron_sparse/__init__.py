@@ -1,0 +1,50 @@
+"""Gradient compression for Megatron-LM: sparse, error-fed-back gradient synchronisation.
+
+The public API is `install`, `attach`, `detach` and `SparseConfig`. Nothing heavy (torch, megatron)
+is imported until one of them is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# `triton_kernels`, `cuda_ext` and `configs` stand at the top of the repository. In a wheel and in
+# an editable install setuptools maps them into this package; when the checkout itself is what
+# Python imports from, the package looks for them beside itself.
+_checkout = Path(__file__).resolve().parent.parent
+if (_checkout / "cuda_ext" / "csrc").is_dir() and not (Path(__file__).parent / "cuda_ext").exists():
+    __path__.append(str(_checkout))
+
+_EXPORTS = {
+    "SparseConfig": "megatron_sparse.config",
+    "CompressionConfig": "megatron_sparse.config",
+    "SchemeConfig": "megatron_sparse.config",
+    "TrackingConfig": "megatron_sparse.config",
+    "install": "megatron_sparse.megatron",
+    "attach": "megatron_sparse.megatron",
+    "detach": "megatron_sparse.megatron",
+}
+
+if TYPE_CHECKING:
+    from megatron_sparse.config import (
+        CompressionConfig,
+        SchemeConfig,
+        SparseConfig,
+        TrackingConfig,
+    )
+    from megatron_sparse.megatron import attach, detach, install
+
+__all__ = [
+    "CompressionConfig", "SchemeConfig", "SparseConfig", "TrackingConfig", "attach", "detach",
+    "install",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,198 @@
+"""The typed configuration: the only place where defaults live.
+
+Every section is a dataclass that checks itself when it is made, so a wrong value is one
+`ConfigError` that names the key, wherever it came from (Hydra, a YAML file, Python).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_sparse.errors import ConfigError
+
+DTYPES = ("fp32", "bf16", "fp16")
+SCHEMES = ("auto", "dense", "agsparse")
+
+
+def _one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"{key} is unknown", expected=" | ".join(choices), got=repr(value),
+            remedy=f"set {key} to one of these",
+        )
+
+
+def _in_range(
+    key: str, value: object, low: float, high: float, *, low_open: bool = False,
+    integer: bool = False,
+) -> None:
+    bracket = "<" if low_open else "<="
+    upper = "" if math.isinf(high) else f" <= {high:g}"
+    expected = f"{low:g} {bracket} {key}{upper}" + (", a whole number" if integer else "")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if (
+        not number
+        or not (low < value if low_open else low <= value)
+        or not value <= high
+        or (integer and int(value) != value)
+    ):
+        raise ConfigError(f"{key} is out of range", expected=expected, got=repr(value))
+
+
+@dataclass
+class CompressionConfig:
+    """What is selected from each gradient bucket, and what becomes of the rest.
+
+    Attributes:
+        enabled: False synchronises densely; what the residual still holds is sent first.
+        density: the fraction of each pruned range that is sent (nnz / numel), in (0, 1].
+        leak: factor on what was not sent when it enters the residual; 1 loses nothing.
+        samples: how many elements of a range are looked at for its threshold. The kept count's
+            relative error is about sqrt((1 - density) / (density * samples)).
+        threshold_scope: `parameter` (one threshold for each parameter: the same selection with
+            overlap on and off) or `bucket` (one for each bucket, whose cut depends on overlap).
+        residual_dtype: fp32 or bf16 (stochastically rounded; half the memory).
+        undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
+            repeated (fp16 loss scaling, Megatron's rerun mode); `always`, `never`.
+        warmup_iters: iterations synchronised densely at the start.
+        ramp_iters: iterations over which the density falls from `ramp_start_density` to `density`.
+        ramp_start_density: the first density of the ramp.
+        ramp_shape: `exponential` (equal factors) or `linear` (equal differences).
+        keep_below_numel: parameters with fewer elements are always sent whole; so are all
+            one-dimensional ones and those that tensor parallelism replicates.
+        keep_patterns: regular expressions; a parameter whose name one of them finds is kept whole.
+        residual_checkpoint: `full` saves each rank's residual with Megatron's checkpoint, `none`
+            drops it.
+        residual_alarm: warn when a rank's residual norm exceeds this many times the norm of the
+            gradient it sends; 0 turns the alarm off.
+        seed: of the sample positions and of stochastic rounding.
+    """
+
+    enabled: bool = True
+    density: float = 0.01
+    leak: float = 1.0
+    samples: int = 40_000
+    threshold_scope: str = "parameter"
+    residual_dtype: str = "fp32"
+    undo: str = "auto"
+    warmup_iters: int = 500
+    ramp_iters: int = 1000
+    ramp_start_density: float = 0.25
+    ramp_shape: str = "exponential"
+    keep_below_numel: int = 4096
+    keep_patterns: list[str] = field(default_factory=list)
+    residual_checkpoint: str = "full"
+    residual_alarm: float = 1000.0
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        _in_range("compression.density", self.density, 0, 1, low_open=True)
+        _in_range("compression.leak", self.leak, 0, 1)
+        _in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
+        _one_of("compression.threshold_scope", self.threshold_scope, ("parameter", "bucket"))
+        _one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
+        _one_of("compression.undo", self.undo, ("auto", "always", "never"))
+        _in_range("compression.warmup_iters", self.warmup_iters, 0, math.inf, integer=True)
+        _in_range("compression.ramp_iters", self.ramp_iters, 0, math.inf, integer=True)
+        _in_range(
+            "compression.ramp_start_density", self.ramp_start_density, 0, 1, low_open=True
+        )
+        _one_of("compression.ramp_shape", self.ramp_shape, ("exponential", "linear"))
+        _in_range("compression.keep_below_numel", self.keep_below_numel, 0, math.inf, integer=True)
+        _one_of("compression.residual_checkpoint", self.residual_checkpoint, ("full", "none"))
+        _in_range("compression.residual_alarm", self.residual_alarm, 0, math.inf)
+        _in_range("compression.seed", self.seed, 0, 2**63 - 1, integer=True)
+
+
+@dataclass
+class SchemeConfig:
+    """How the selected gradient is synchronised.
+
+    Attributes:
+        name: `auto` (the one that is predicted to send fewer bytes), `dense` (the backend's own
+            collective, uncompressed), `agsparse` (all-gather of every rank's sparse message).
+        wire_dtype: dtype in which values travel; null takes the gradient's own. A narrower one is
+            rounded stochastically and the rounding error goes to the residual.
+        timeout_s: seconds after which a collective that has not finished is an error.
+        deterministic: freeze every decision that would be taken from timing.
+    """
+
+    name: str = "auto"
+    wire_dtype: str | None = None
+    timeout_s: float = 300.0
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("scheme.name", self.name, SCHEMES)
+        if self.wire_dtype is not None:
+            _one_of("scheme.wire_dtype", self.wire_dtype, DTYPES)
+        _in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
+
+
+@dataclass
+class TrackingConfig:
+    """Where the measurements go.
+
+    Attributes:
+        console: print the breakdown table at the end of a run.
+        tensorboard: write scalars for TensorBoard into the run's folder.
+        wandb: `auto` (online with a key, offline without), `online`, `offline`, `disabled`.
+        wandb_project: project name for Weights & Biases.
+        wandb_entity: team or user; null takes the account's default.
+        flush_every: iterations between flushes of the JSON lines.
+    """
+
+    console: bool = True
+    tensorboard: bool = True
+    wandb: str = "auto"
+    wandb_project: str = "megatron_sparse"
+    wandb_entity: str | None = None
+    flush_every: int = 10
+
+    def __post_init__(self) -> None:
+        _one_of("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
+        _in_range("tracking.flush_every", self.flush_every, 1, math.inf, integer=True)
+
+
+@dataclass
+class SparseConfig:
+    """All that the plugin itself needs: what `install`, `attach` and `ddp_hook` take."""
+
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    scheme: SchemeConfig = field(default_factory=SchemeConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @classmethod
+    def from_overrides(cls, **overrides: Any) -> SparseConfig:
+        """Makes a configuration from flat keywords, e.g. `density=0.01, scheme="agsparse"`.
+
+        A keyword names a field of `CompressionConfig` or `SchemeConfig`; `scheme` is short for
+        `SchemeConfig.name`; `tracking` takes a `TrackingConfig`.
+
+        Raises:
+            ConfigError: a keyword names no field, or a value is refused.
+        """
+        compression = {f.name for f in dataclasses.fields(CompressionConfig)}
+        scheme = {f.name for f in dataclasses.fields(SchemeConfig)} - {"name"}
+        parts: dict[str, dict[str, Any]] = {"compression": {}, "scheme": {}}
+        tracking = overrides.pop("tracking", None) or TrackingConfig()
+        for key, value in overrides.items():
+            if key == "scheme":
+                parts["scheme"]["name"] = value
+            elif key in compression:
+                parts["compression"][key] = value
+            elif key in scheme:
+                parts["scheme"][key] = value
+            else:
+                raise ConfigError(
+                    f"unknown option {key!r}",
+                    expected=", ".join(sorted(compression | scheme | {"scheme", "tracking"})),
+                    got=key,
+                    remedy="see megatron_sparse/config.py for what each option does",
+                )
+        return cls(
+            CompressionConfig(**parts["compression"]), SchemeConfig(**parts["scheme"]), tracking
+        )

@@ -1,0 +1,87 @@
+"""Typed errors: every one says what was expected, what came, and what to do about it."""
+
+from __future__ import annotations
+
+
+class MegatronSparseError(Exception):
+    """Base of all errors that megatron_sparse raises on purpose.
+
+    Args:
+        what: one sentence naming the thing that is wrong.
+        expected: what would have been right.
+        got: what came instead.
+        remedy: what the user can do now.
+
+    Example:
+        >>> print(ConfigError("compression.density is out of range", expected="0 < density <= 1",
+        ...                   got="7", remedy="write a fraction: 0.01 keeps one element in 100"))
+        compression.density is out of range
+          expected: 0 < density <= 1
+          got:      7
+          remedy:   write a fraction: 0.01 keeps one element in 100
+    """
+
+    exit_code = 2
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: object = None,
+        got: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what = what
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        lines = [what]
+        if expected is not None:
+            lines.append(f"  expected: {expected}")
+        if got is not None:
+            lines.append(f"  got:      {got}")
+        if remedy is not None:
+            lines.append(f"  remedy:   {remedy}")
+        super().__init__("\n".join(lines))
+
+
+class ConfigError(MegatronSparseError):
+    """A configuration value is wrong, unknown, or contradicts another."""
+
+
+class DependencyError(MegatronSparseError):
+    """Something that must be installed is missing or has a version that does not fit."""
+
+
+class ExtensionError(MegatronSparseError):
+    """The compiled extension could not be built or loaded, or an op got arguments it refuses."""
+
+
+class HostError(MegatronSparseError):
+    """The host framework (Megatron, PyTorch DDP) lacks the door the plugin enters by."""
+
+
+class DatasetError(MegatronSparseError):
+    """A dataset or tokenizer is missing or unreadable."""
+
+
+class WireFormatError(MegatronSparseError):
+    """A message from a peer does not decode: names the sending rank and the header field."""
+
+    exit_code = 3
+
+
+class CommunicationError(MegatronSparseError):
+    """A collective failed or ran out of time: names operation, bucket and, if known, the peer."""
+
+    exit_code = 3
+
+
+class SelectionError(MegatronSparseError):
+    """Selections and optimizer steps came in an order that would corrupt the residual."""
+
+    exit_code = 3
+
+
+class CheckpointError(MegatronSparseError):
+    """The plugin's part of a checkpoint is missing, damaged, or belongs to another layout."""

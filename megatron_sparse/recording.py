@@ -1,0 +1,110 @@
+"""What the reducer tells about each bucket, and the interface through which it tells it.
+
+The reducer is handed a `Recorder`; it never imports telemetry. Stage names are the vocabulary of
+every table, JSON line and dashboard of the project.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+BUCKET_STAGES = ("threshold", "prune", "encode", "network", "decode")
+"""Stages that each bucket goes through, possibly while the backward pass goes on."""
+
+STEP_STAGES = ("forward_backward", "optimizer", "host_wait")
+"""Stages of the training thread; with nothing else running they add up to the iteration."""
+
+STAGES = STEP_STAGES + BUCKET_STAGES
+
+
+@dataclass
+class BucketRecord:
+    """What happened to one bucket in one step.
+
+    `dense_bytes` and `wire_bytes` are bytes sent by this rank: what a ring all-reduce (or
+    reduce-scatter) of the whole bucket would send, and what was sent. Times are microseconds.
+    `launched_s` and `finished_s` are `time.perf_counter` seconds of the host.
+    """
+
+    bucket: str
+    step: int
+    scheme: str
+    phase: str
+    density: float
+    numel: int
+    nnz: int = 0
+    dense_bytes: int = 0
+    wire_bytes: int = 0
+    launched_s: float = 0.0
+    finished_s: float = 0.0
+    watch: Stopwatch = field(default_factory=lambda: Stopwatch())
+
+    def stage_us(self) -> dict[str, float]:
+        """Microseconds of every stage in `BUCKET_STAGES`. On CUDA this waits for the events."""
+        return self.watch.times_us()
+
+
+class Stopwatch:
+    """Times stages with the host clock on CPU and with events on CUDA.
+
+    On CUDA `stage` only records events on the current stream, so timing adds no host
+    synchronisation; `times_us` waits for them and is meant for the end of an iteration.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._cuda = device is not None and device.type == "cuda"
+        self._host_us: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the time of the `with` body to stage `name`."""
+        if self._cuda:
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((name, begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self.add(name, (time.perf_counter() - start) * 1e6)
+
+    def add(self, name: str, time_us: float) -> None:
+        """Adds `time_us` microseconds of host time to stage `name`."""
+        self._host_us[name] = self._host_us.get(name, 0.0) + time_us
+
+    def times_us(self) -> dict[str, float]:
+        """Microseconds by stage; waits for the CUDA events if there are any."""
+        for name, begin, end in self._events:
+            end.synchronize()
+            self.add(name, begin.elapsed_time(end) * 1e3)
+        self._events.clear()
+        return {name: self._host_us.get(name, 0.0) for name in BUCKET_STAGES}
+
+
+class Recorder(Protocol):
+    """Receives what the reducer measured. Must not block and must not raise."""
+
+    def record_bucket(self, record: BucketRecord) -> None:
+        """Called once for each bucket and step, by the training thread, after its `wait()`."""
+
+    def record_stage(self, stage: str, seconds: float) -> None:
+        """Adds host seconds to one of `STEP_STAGES` of the current iteration."""
+
+
+class NullRecorder:
+    """A recorder that keeps nothing."""
+
+    def record_bucket(self, record: BucketRecord) -> None:
+        """Does nothing."""
+
+    def record_stage(self, stage: str, seconds: float) -> None:
+        """Does nothing."""
