@@ -27,8 +27,8 @@ STAGES = STEP_STAGES + BUCKET_STAGES
 class BucketRecord:
     """What happened to one bucket in one step.
 
-    `dense_bytes` and `wire_bytes` are bytes sent by this rank: what a ring all-reduce (or
-    reduce-scatter) of the whole bucket would send, and what was sent. Times are microseconds.
+    `dense_bytes` is what each rank of a ring all-reduce (or reduce-scatter) of the whole bucket
+    would send, `wire_bytes` what the busiest rank of the group sent. Times are microseconds.
     `launched_s` and `finished_s` are `time.perf_counter` seconds of the host.
     """
 
