@@ -1,0 +1,177 @@
+"""A gradient bucket and how it is cut: parameters, shards, wire segments, threshold ranges.
+
+Shape suffixes: N elements of the bucket, S wire segments, R threshold ranges (each inside one
+segment), P sampled parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+
+import torch
+
+from megatron_sparse.errors import ConfigError
+
+MAX_SEGMENT_NUMEL = 2**31 - 1
+"""A COO record holds int32 indices that restart in each segment."""
+
+
+class Form(StrEnum):
+    """What each rank holds afterwards: the whole sum, or its own shard of it."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """Where one parameter lies in its bucket.
+
+    `keep` marks a parameter that is always sent whole. `name` is stable across runs and
+    independent of how parameters are grouped into buckets.
+    """
+
+    name: str
+    start: int
+    stop: int
+    keep: bool = False
+
+
+@dataclass
+class Bucket:
+    """One contiguous gradient buffer that is synchronised in one piece.
+
+    Attributes:
+        name: unique in the process and the same on every rank of the group.
+        grad_N: 1-D contiguous gradients, fp32, bf16 or fp16; overwritten with the reduced sum.
+        parameters: slices in ascending order; elements between two of them are padding.
+        form: all-reduce, or reduce-scatter over `world_size` equal shards.
+        world_size: ranks in the group.
+    """
+
+    name: str
+    grad_N: torch.Tensor
+    parameters: Sequence[ParameterSlice]
+    form: Form
+    world_size: int
+    layouts: dict[bool, Layout] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.grad_N.dim() != 1 or not self.grad_N.is_contiguous():
+            raise ConfigError(
+                f"bucket {self.name}: the gradient buffer has the wrong shape",
+                expected="a contiguous 1-D tensor",
+                got=f"shape {tuple(self.grad_N.shape)}, strides {self.grad_N.stride()}",
+            )
+        if self.form is Form.REDUCE_SCATTER and self.numel % self.world_size:
+            raise ConfigError(
+                f"bucket {self.name} cannot be cut into equal shards",
+                expected=f"a multiple of {self.world_size} elements",
+                got=self.numel,
+                remedy="pad the bucket, as Megatron's distributed optimizer does",
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements in the bucket, padding included."""
+        return self.grad_N.numel()
+
+    def shard(self, rank: int) -> slice:
+        """The elements that `rank` owns after a reduce-scatter."""
+        shard_numel = self.numel // self.world_size
+        return slice(rank * shard_numel, (rank + 1) * shard_numel)
+
+    def layout(self, sharded: bool) -> Layout:
+        """The bucket's cut into segments and ranges; computed once for each kind."""
+        if sharded not in self.layouts:
+            self.layouts[sharded] = Layout.of(self, self.world_size if sharded else 1)
+        return self.layouts[sharded]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Cuts of a bucket; all offsets are elements from the bucket's start.
+
+    Attributes:
+        segment_offsets: S+1 offsets of the wire segments; a segment never crosses a shard's
+            border nor the border between kept and pruned elements.
+        segment_keep: for each segment, whether it is always sent whole.
+        shard_segments: n+1 indices into the segments: shard i is segments [i] to [i+1].
+        range_offsets: R+1 offsets; a refinement of the segments by parameter.
+        range_segment: the segment of each range.
+        range_parameter: the index into `Bucket.parameters` of each range.
+    """
+
+    segment_offsets: torch.Tensor
+    segment_keep: torch.Tensor
+    shard_segments: tuple[int, ...]
+    range_offsets: torch.Tensor
+    range_segment: torch.Tensor
+    range_parameter: torch.Tensor
+
+    @classmethod
+    def of(cls, bucket: Bucket, shards: int) -> Layout:
+        """Cuts `bucket` into `shards` equal shards, then by kept and pruned runs.
+
+        Padding belongs to the parameter before it (to the first one, at the very start).
+
+        Example:
+            >>> p = [ParameterSlice("w", 0, 6), ParameterSlice("b", 6, 8, keep=True)]
+            >>> b = Bucket("0", torch.zeros(8), p, Form.REDUCE_SCATTER, 2)
+            >>> Layout.of(b, 2).segment_offsets.tolist()
+            [0, 4, 6, 8]
+        """
+        numel = bucket.numel
+        shard_numel = numel // shards if shards else numel
+        shard_borders = {i * shard_numel for i in range(shards)} | {numel}
+        starts = [0] + [p.start for p in bucket.parameters[1:]] + [numel]
+        keeps = [p.keep for p in bucket.parameters] or [True]
+        if not bucket.parameters:
+            starts = [0, numel]
+        borders = set(shard_borders)
+        for index, (start, _) in enumerate(pairwise(starts)):
+            if index == 0 or keeps[index] != keeps[index - 1]:
+                borders.add(start)
+        segments = _split_long(sorted(borders))
+        cuts = sorted(set(segments) | set(starts))
+        parameter_of = _owner(starts, cuts)
+        segment_of = _owner(segments, cuts)
+        keep_of_segment = [keeps[i] for i in _owner(starts, segments)]
+        shard_starts = [i * shard_numel for i in range(shards)]
+        shard_segments = (
+            [segments.index(start) for start in shard_starts] if numel else [0] * shards
+        )
+        return cls(
+            segment_offsets=torch.tensor(segments, dtype=torch.int64),
+            segment_keep=torch.tensor(keep_of_segment, dtype=torch.uint8),
+            shard_segments=(*shard_segments, len(segments) - 1),
+            range_offsets=torch.tensor(cuts, dtype=torch.int64),
+            range_segment=torch.tensor(segment_of, dtype=torch.int64),
+            range_parameter=torch.tensor(parameter_of, dtype=torch.int64),
+        )
+
+    def shard_offsets(self, shard: int) -> torch.Tensor:
+        """Offsets of the segments that make up one shard."""
+        first, last = self.shard_segments[shard], self.shard_segments[shard + 1]
+        return self.segment_offsets[first : last + 1]
+
+
+def _split_long(borders: list[int]) -> list[int]:
+    """Adds borders so that no segment is longer than `MAX_SEGMENT_NUMEL`."""
+    result = []
+    for start, stop in pairwise(borders):
+        result.extend(range(start, stop, MAX_SEGMENT_NUMEL))
+    return [*result, borders[-1]]
+
+
+def _owner(starts: Sequence[int], cuts: Sequence[int]) -> list[int]:
+    """For each piece between two cuts, the index of the interval of `starts` that holds it."""
+    owners, index = [], 0
+    for start, _ in pairwise(cuts):
+        while index + 2 < len(starts) and starts[index + 1] <= start:
+            index += 1
+        owners.append(index)
+    return owners

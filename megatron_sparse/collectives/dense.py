@@ -1,0 +1,39 @@
+"""Dense: the backend's own all-reduce or reduce-scatter of the whole bucket.
+
+Bytes on the wire: 2 (n - 1) / n N b for a ring all-reduce, half of it for a reduce-scatter. This
+is also how Megatron synchronises, so on the same backend and ranks the sums are bit for bit its
+own. Where values travel in a narrower dtype, the backend adds in that dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives.base import POSTED, Steps
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+
+def dense(bucket: Bucket, values_N: torch.Tensor, transport: Transport, watch: Stopwatch) -> Steps:
+    """Sums `values_N` over all ranks into `bucket.grad_N`.
+
+    Args:
+        bucket: receives the sum: all of it, or this rank's shard for a reduce-scatter.
+        values_N: this rank's contribution: the gradient itself or a narrower copy. Overwritten.
+        transport: the group.
+        watch: receives the network and decode time.
+    """
+    own = slice(None)
+    if bucket.form is Form.ALL_REDUCE:
+        work = transport.all_reduce_(values_N)
+    else:
+        own = bucket.shard(transport.rank)
+        work = transport.reduce_scatter(values_N[own], values_N)
+    yield POSTED
+    yield work
+    if values_N is not bucket.grad_N:
+        with watch.stage("decode"):
+            bucket.grad_N[own].copy_(values_N[own])
+    ring = (transport.world_size - 1) * values_N.numel() * values_N.element_size()
+    return ring * (2 if bucket.form is Form.ALL_REDUCE else 1) // transport.world_size

@@ -1,0 +1,188 @@
+"""Residuals: what was not sent, kept until it is, and undone when a step does not count.
+
+Selection is provisional until the optimizer step is accepted. A store with `undo` copies each
+residual before the selection changes it, so a skipped step (fp16 overflow) or a repeated one
+(Megatron's rerun mode) leaves it as it was. Without `undo` there is one buffer for each bucket.
+
+Residuals are contributions to the *averaged* gradient, in units of the loss scale when there is
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+
+import torch
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.errors import CheckpointError, SelectionError
+
+RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Outcome(Enum):
+    """How the store learns that a selection counts."""
+
+    REPORTED = "reported"
+    """Someone calls `commit` or `rollback` after each step."""
+    ASSUMED = "assumed"
+    """Nobody does: every selection counts at once."""
+
+
+class ResidualStore:
+    """The residual of every bucket of one rank.
+
+    Not thread-safe by itself: between `commit` or `rollback` and the next `begin` all selections
+    must have finished, which `PendingReduction.wait` guarantees.
+
+    Args:
+        dtype: `torch.float32` or `torch.bfloat16`.
+        undo: keep an undo copy of each residual that a selection changes.
+        outcome: whether `commit` and `rollback` will be called.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, undo: bool, outcome: Outcome) -> None:
+        self.dtype = dtype
+        self.undo = undo
+        self.outcome = outcome
+        self._residuals: dict[str, torch.Tensor] = {}
+        self._undo_copies: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, bool] = {}
+        self._buckets: dict[str, Bucket] = {}
+
+    def __contains__(self, bucket: str) -> bool:
+        return bucket in self._residuals
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by residuals and undo copies."""
+        tensors = [*self._residuals.values(), *self._undo_copies.values()]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def undo_nbytes(self) -> int:
+        """Bytes held by undo copies alone."""
+        return sum(t.numel() * t.element_size() for t in self._undo_copies.values())
+
+    def begin(self, bucket: Bucket) -> torch.Tensor:
+        """The residual to select with, allocated as zeros on first use; a selection is now pending.
+
+        If one was pending already, the step is being repeated: its effect is undone first.
+
+        Raises:
+            SelectionError: a selection is pending and there is no undo copy to go back to.
+        """
+        name = bucket.name
+        self._buckets[name] = bucket
+        if name in self._pending:
+            if not self.undo:
+                raise SelectionError(
+                    f"bucket {name}: gradients were synchronised twice without an optimizer step",
+                    expected="one synchronisation for each optimizer.step()",
+                    got="a second one, with no undo copy of the residual",
+                    remedy="set compression.undo=always (one more buffer of the residual's size)",
+                )
+            self._restore(name)
+        existed = name in self._residuals
+        if not existed:
+            self._residuals[name] = torch.zeros(
+                bucket.numel, dtype=self.dtype, device=bucket.grad_N.device
+            )
+        residual_N = self._residuals[name]
+        if self.outcome is Outcome.REPORTED:
+            self._pending[name] = existed
+            if self.undo and existed:
+                if name not in self._undo_copies:
+                    self._undo_copies[name] = torch.empty_like(residual_N)
+                self._undo_copies[name].copy_(residual_N)
+        return residual_N
+
+    def commit(self) -> None:
+        """The optimizer took the step: every pending selection counts."""
+        self._pending.clear()
+
+    def rollback(self) -> None:
+        """The optimizer skipped the step: every residual is as it was before.
+
+        Raises:
+            SelectionError: selections are pending and there is no undo copy.
+        """
+        if self._pending and not self.undo:
+            raise SelectionError(
+                "the optimizer skipped a step and the residual cannot be restored",
+                expected="an undo copy of the residual",
+                got="compression.undo=never",
+                remedy="set compression.undo=auto or always",
+            )
+        for name in list(self._pending):
+            self._restore(name)
+
+    def _restore(self, name: str) -> None:
+        existed = self._pending.pop(name)
+        if existed:
+            self._residuals[name].copy_(self._undo_copies[name])
+        else:
+            self._residuals[name].zero_()
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies every residual by `factor`: the loss scale changed by it."""
+        for residual_N in self._residuals.values():
+            residual_N.mul_(factor)
+
+    def norm(self) -> torch.Tensor:
+        """The 2-norm over all residuals, fp32 scalar on their device; no host sync."""
+        if not self._residuals:
+            return torch.zeros(())
+        norms = [torch.linalg.vector_norm(r, dtype=torch.float32) for r in self.tensors()]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """The residuals, in the order in which buckets were first seen."""
+        return self._residuals.values()
+
+    def by_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of the residual of each parameter, for checkpoints.
+
+        Names and offsets within a parameter do not change with the bucket size, with overlap or
+        with the data-parallel size; bucket numbers and padding do.
+        """
+        for name, residual_N in self._residuals.items():
+            for piece in self._buckets[name].parameters:
+                yield piece.name, residual_N[piece.start : piece.stop]
+
+    def load(self, buckets: Iterable[Bucket], saved: dict[str, torch.Tensor]) -> set[str]:
+        """Sets residuals from `saved` (parameter name -> 1-D tensor); the others become zero.
+
+        Returns:
+            Names in `saved` that no bucket has.
+
+        Raises:
+            CheckpointError: a parameter's size differs from the saved one.
+        """
+        unused = set(saved)
+        self._pending.clear()
+        for bucket in buckets:
+            pieces = [p for p in bucket.parameters if p.name in saved]
+            if not pieces:
+                self._residuals.pop(bucket.name, None)
+                continue
+            self._buckets[bucket.name] = bucket
+            residual_N = self._residuals.setdefault(
+                bucket.name,
+                torch.zeros(bucket.numel, dtype=self.dtype, device=bucket.grad_N.device),
+            )
+            residual_N.zero_()
+            for piece in pieces:
+                value = saved[piece.name]
+                if value.numel() != piece.stop - piece.start:
+                    raise CheckpointError(
+                        f"the saved residual of {piece.name} does not fit the parameter",
+                        expected=f"{piece.stop - piece.start} elements",
+                        got=value.numel(),
+                        remedy="resume with the same model and tensor-parallel size, or set "
+                        "compression.residual_checkpoint=none",
+                    )
+                residual_N[piece.start : piece.stop].copy_(value)
+                unused.discard(piece.name)
+        return unused

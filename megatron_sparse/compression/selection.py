@@ -1,0 +1,130 @@
+"""Selection: gradient + residual -> encoded message + new residual.
+
+Leaky error feedback: `x = g + e`; what exceeds its range's threshold is sent, and the residual
+becomes `leak * x` where it does not and the rounding error where it does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.compression.keys import draw_key
+from megatron_sparse.compression.residual import ResidualStore
+from megatron_sparse.compression.threshold import KEEP_ALL, range_thresholds
+from megatron_sparse.config import CompressionConfig
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.formats.message import (
+    VALUE_DTYPES,
+    WIRE_CODES,
+    Message,
+    MessageBuffers,
+    encode,
+    wire_dtype_of,
+)
+from megatron_sparse.recording import Stopwatch
+
+
+class Selector:
+    """Selects from the buckets of one group of ranks.
+
+    Args:
+        config: what to select.
+        residuals: where the rest goes; mutated.
+        rank: keys the stochastic rounding, so that ranks do not round alike.
+        buffers: where messages live.
+    """
+
+    def __init__(
+        self,
+        config: CompressionConfig,
+        residuals: ResidualStore,
+        rank: int,
+        buffers: MessageBuffers,
+    ) -> None:
+        self.config = config
+        self.residuals = residuals
+        self.rank = rank
+        self.buffers = buffers
+
+    def select(
+        self,
+        bucket: Bucket,
+        density: float,
+        wire_dtype: str | None,
+        *,
+        sharded: bool,
+        step: int,
+        watch: Stopwatch,
+    ) -> Message:
+        """Prunes and encodes one bucket.
+
+        Mutates the bucket's gradient (zero wherever nothing is sent) and its residual. Reads the
+        record sizes on the host, which on CUDA is one synchronisation a bucket.
+
+        Args:
+            bucket: what to select from.
+            density: target density of its pruned parameters.
+            wire_dtype: dtype of the values on the wire, null for the gradient's own.
+            sharded: cut the message at the borders of the ranks' shards.
+            step: keys the random draws and is the message's epoch.
+            watch: receives the time of each stage.
+        """
+        layout = bucket.layout(sharded)
+        value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
+        residual_N = self.residuals.begin(bucket)
+        with watch.stage("threshold"):
+            thresholds_R = range_thresholds(bucket, layout, residual_N, density, step, self.config)
+        with watch.stage("prune"):
+            nnz_R = ops.prune_(
+                bucket.grad_N,
+                residual_N,
+                layout.range_offsets,
+                thresholds_R,
+                self.config.leak,
+                WIRE_CODES[value_dtype],
+                self._rounding_key(bucket, step),
+            )
+        with watch.stage("encode"):
+            return encode(bucket, layout, nnz_R, value_dtype, step, self.buffers)
+
+    def take_whole(
+        self, bucket: Bucket, wire_dtype: str | None, *, step: int, watch: Stopwatch
+    ) -> torch.Tensor:
+        """Adds the residual to the gradient and clears it: for dense plans, which select nothing.
+
+        Mutates the gradient. With a narrower `wire_dtype` the rounding error becomes the new
+        residual and the result is a copy in that dtype; else it is the gradient itself.
+        """
+        value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
+        narrow = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
+        if not narrow and bucket.name not in self.residuals:
+            return bucket.grad_N
+        layout = bucket.layout(sharded=False)
+        residual_N = self.residuals.begin(bucket)
+        with watch.stage("prune"):
+            thresholds_R = torch.full(
+                (layout.range_parameter.numel(),), KEEP_ALL, device=bucket.grad_N.device
+            )
+            ops.prune_(
+                bucket.grad_N,
+                residual_N,
+                layout.range_offsets,
+                thresholds_R,
+                self.config.leak,
+                WIRE_CODES[value_dtype],
+                self._rounding_key(bucket, step),
+            )
+        if not narrow:
+            return bucket.grad_N
+        with watch.stage("encode"):
+            values_N = self.buffers.take(
+                f"narrow:{bucket.name}",
+                bucket.numel,
+                bucket.grad_N.device,
+                VALUE_DTYPES[value_dtype],
+            )
+            return values_N.copy_(bucket.grad_N)
+
+    def _rounding_key(self, bucket: Bucket, step: int) -> int:
+        return draw_key(self.config.seed, step, "round", bucket.name, self.rank)

@@ -1,0 +1,85 @@
+"""Thresholds from samples: one for each parameter, or one for the pruned part of a bucket.
+
+Both look at `samples` elements by count, not by percentage, at positions that are a pure function
+of (seed, step, parameter or bucket): stratum j of s holds the elements floor(j n / s) to
+floor((j + 1) n / s), and a counter hash picks one of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Layout
+from megatron_sparse.compression.keys import draw_key
+from megatron_sparse.config import CompressionConfig
+from megatron_sparse.cuda_ext import ops
+
+KEEP_ALL = -1.0
+"""A threshold that no magnitude is at or under: everything is sent."""
+
+
+def range_thresholds(
+    bucket: Bucket,
+    layout: Layout,
+    residual_N: torch.Tensor,
+    density: float,
+    step: int,
+    config: CompressionConfig,
+) -> torch.Tensor:
+    """The threshold of every range of the layout.
+
+    Returns:
+        fp32 thresholds_R on the bucket's device; kept ranges, and all of them at density 1, hold
+        `KEEP_ALL`. No host synchronisation.
+    """
+    device = bucket.grad_N.device
+    range_count = layout.range_parameter.numel()
+    if density >= 1 or not bucket.parameters:
+        return torch.full((range_count,), KEEP_ALL, dtype=torch.float32, device=device)
+    if config.threshold_scope == "bucket":
+        return _bucket_threshold(bucket, layout, residual_N, density, step, config)
+    starts = [0] + [p.start for p in bucket.parameters[1:]] + [bucket.numel]
+    densities = [1.0 if p.keep else density for p in bucket.parameters]
+    keys = [draw_key(config.seed, step, "sample", p.name) for p in bucket.parameters]
+    thresholds_P = ops.sample_threshold(
+        bucket.grad_N,
+        residual_N,
+        torch.tensor(starts, dtype=torch.int64),
+        torch.tensor(densities, dtype=torch.float32),
+        config.samples,
+        torch.tensor(keys, dtype=torch.int64),
+    )
+    return thresholds_P[layout.range_parameter.to(device)]
+
+
+def _bucket_threshold(
+    bucket: Bucket,
+    layout: Layout,
+    residual_N: torch.Tensor,
+    density: float,
+    step: int,
+    config: CompressionConfig,
+) -> torch.Tensor:
+    """One threshold for all pruned parameters of the bucket, sampled as if they were adjacent."""
+    device = bucket.grad_N.device
+    pruned = [p for p in bucket.parameters if not p.keep]
+    thresholds_R = torch.full((layout.range_parameter.numel(),), KEEP_ALL, dtype=torch.float32)
+    if not pruned:
+        return thresholds_R.to(device)
+    starts = torch.tensor([p.start for p in pruned])
+    ends = torch.tensor([p.stop - p.start for p in pruned]).cumsum(0)
+    numel = int(ends[-1])
+    samples = min(numel, config.samples)
+    generator = torch.Generator().manual_seed(draw_key(config.seed, step, "sample", bucket.name))
+    inside = torch.rand(samples, generator=generator, dtype=torch.float64)
+    if samples == numel:
+        inside.zero_()
+    positions = ((torch.arange(samples) + inside) * (numel / samples)).long().clamp_(max=numel - 1)
+    owner = torch.searchsorted(ends, positions, right=True)
+    first = torch.cat([ends.new_zeros(1), ends[:-1]])
+    index = (positions - first[owner] + starts[owner]).to(device, non_blocking=True)
+    magnitudes = (bucket.grad_N[index].float() + residual_N[index].float()).abs()
+    threshold = ops.threshold_of_samples(magnitudes, density)
+    keep_P = torch.tensor([p.keep for p in bucket.parameters])
+    keep_R = keep_P[layout.range_parameter].to(device)
+    return torch.where(keep_R, KEEP_ALL, threshold)

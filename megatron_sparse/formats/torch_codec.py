@@ -1,0 +1,174 @@
+"""The message codec in plain torch operations, on any device; used for CUDA tensors.
+
+Byte for byte the same records as the compiled CPU codec. It synchronises with the host: once to
+encode (record sizes follow from the non-zero counts) and once for each record to decode (the
+walk reads every header). Both are part of the stages `encode` and `decode`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.formats.header import (
+    FORMAT_COO,
+    FORMAT_DENSE,
+    HEADER_BYTES,
+    Header,
+    payload_bytes,
+)
+
+DTYPE_OF_CODE = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
+
+
+def encode(
+    grad_N: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    nnz_S: torch.Tensor,
+    value_dtype: int,
+    epoch: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Writes one record for each segment into `out`; see `cuda_ext.ops.encode`.
+
+    Returns:
+        int64 record sizes on the CPU.
+
+    Raises:
+        ExtensionError: `out` is too small.
+    """
+    dtype = DTYPE_OF_CODE[value_dtype]
+    offsets, counts = segment_offsets.tolist(), nnz_S.tolist()
+    headers, sizes, sparse = [], [], []
+    for (start, stop), keep, nnz in zip(
+        pairwise(offsets), segment_dense.tolist(), counts, strict=True
+    ):
+        dense_payload = payload_bytes(FORMAT_DENSE, stop - start, nnz, value_dtype)
+        coo_payload = payload_bytes(FORMAT_COO, stop - start, nnz, value_dtype)
+        is_sparse = not keep and coo_payload < dense_payload
+        payload = coo_payload if is_sparse else dense_payload
+        header = Header(
+            format=FORMAT_COO if is_sparse else FORMAT_DENSE, dtype=value_dtype,
+            numel=stop - start, nnz=nnz, payload_bytes=payload, offset=start, epoch=epoch,
+        )  # fmt: skip
+        headers.append(header.pack())
+        sizes.append(HEADER_BYTES + payload)
+        sparse.append(is_sparse)
+    used = sum(sizes)
+    if used > out.numel():
+        raise ExtensionError(
+            "encode: the output buffer is too small",
+            expected=f"{used} bytes",
+            got=out.numel(),
+            remedy="size it with message_capacity",
+        )
+    out[:used].zero_()
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    _write_headers(out, starts, headers)
+    for (first, last), start, is_sparse in zip(pairwise(offsets), starts, sparse, strict=True):
+        if not is_sparse and last > first:
+            at = start + HEADER_BYTES
+            out[at : at + (last - first) * dtype.itemsize].view(dtype).copy_(grad_N[first:last])
+    _write_coo(out, grad_N, offsets, starts, counts, sparse, dtype)
+    return torch.tensor(sizes, dtype=torch.int64)
+
+
+def _write_headers(out: torch.Tensor, starts: list[int], headers: list[bytes]) -> None:
+    if not headers:
+        return
+    packed = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)
+    where = torch.tensor(starts).unsqueeze(1) + torch.arange(HEADER_BYTES)
+    out[where.view(-1).to(out.device)] = packed.to(out.device)
+
+
+def _write_coo(
+    out: torch.Tensor,
+    grad_N: torch.Tensor,
+    offsets: list[int],
+    starts: list[int],
+    counts: list[int],
+    sparse: list[bool],
+    dtype: torch.dtype,
+) -> None:
+    """Scatters indices and values of all sparse segments at once."""
+    if not any(sparse):
+        return
+    device = grad_N.device
+    kept_counts = [n if s else 0 for n, s in zip(counts, sparse, strict=True)]
+    ranks_before = torch.tensor([sum(kept_counts[:i]) for i in range(len(counts))], device=device)
+    borders = torch.tensor(offsets, device=device)
+    index_at, value_at = [], []
+    for start, nnz in zip(starts, counts, strict=True):
+        index_at.append((start + HEADER_BYTES) // 4)
+        value_at.append((start + HEADER_BYTES + _pad16(4 * nnz)) // dtype.itemsize)
+    position_K = grad_N.ne(0).nonzero().squeeze(1)
+    segment_K = torch.searchsorted(borders[1:], position_K, right=True)
+    chosen = torch.tensor(sparse, device=device)[segment_K]
+    position_K, segment_K = position_K[chosen], segment_K[chosen]
+    rank_K = torch.arange(position_K.numel(), device=device) - ranks_before[segment_K]
+    words = out.view(torch.int32)
+    words[torch.tensor(index_at, device=device)[segment_K] + rank_K] = (
+        position_K - borders[segment_K]
+    ).int()
+    values = out.view(dtype)
+    values[torch.tensor(value_at, device=device)[segment_K] + rank_K] = grad_N[position_K].to(dtype)
+
+
+def decode_add_(
+    acc_M: torch.Tensor,
+    message: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    value_dtype: int,
+    epoch: int,
+    base: int,
+    *,
+    rank: int,
+) -> None:
+    """Checks every record and index, then adds them to `acc_M`; see `cuda_ext.ops.decode_add_`.
+
+    Raises:
+        WireFormatError: names the rank and the field; `acc_M` is untouched.
+    """
+    dtype = DTYPE_OF_CODE[value_dtype]
+    position, pieces = 0, []
+    ordered = torch.ones((), dtype=torch.bool, device=acc_M.device)
+    for first, last in pairwise(segment_offsets.tolist()):
+        header = Header.unpack(bytes(message[position : position + HEADER_BYTES].cpu()), rank)
+        header.check(value_dtype, last - first, first, epoch, message.numel() - position, rank)
+        at = position + HEADER_BYTES
+        if header.format == FORMAT_COO:
+            index_K = message[at : at + 4 * header.nnz].view(torch.int32).long()
+            at += _pad16(4 * header.nnz)
+            if header.nnz:
+                ascending = (index_K[1:] > index_K[:-1]).all()
+                ordered &= ascending & (index_K[0] >= 0) & (index_K[-1] < last - first)
+            values_K = message[at : at + header.nnz * dtype.itemsize].view(dtype)
+            pieces.append((first - base, last - base, index_K, values_K))
+        else:
+            values = message[at : at + (last - first) * dtype.itemsize].view(dtype)
+            pieces.append((first - base, last - base, None, values))
+        position += HEADER_BYTES + header.payload_bytes
+    if position != message.numel():
+        raise WireFormatError(
+            f"rank {rank}: the message does not end with its last record",
+            expected=f"{position} bytes",
+            got=message.numel(),
+        )
+    if not ordered:
+        raise WireFormatError(
+            f"rank {rank}: field indices is wrong",
+            expected="strictly ascending indices inside the segment",
+            got="others",
+        )
+    for first, last, index_K, values in pieces:
+        if index_K is None:
+            acc_M[first:last].add_(values)
+        else:
+            acc_M[first:last].index_add_(0, index_K, values.float())
+
+
+def _pad16(nbytes: int) -> int:
+    return (nbytes + 15) // 16 * 16

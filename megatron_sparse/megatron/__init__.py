@@ -1,0 +1,31 @@
+"""The plugin's side of Megatron-LM; the only package of the project that imports megatron.
+
+`install` for scripts that run Megatron's own `pretrain`; `attach` for those that built a
+`DistributedDataParallel` themselves.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_sparse.megatron.attachment import Attachment, attach, detach
+    from megatron_sparse.megatron.install import Plugin, install
+
+_EXPORTS = {
+    "Attachment": "megatron_sparse.megatron.attachment",
+    "attach": "megatron_sparse.megatron.attachment",
+    "detach": "megatron_sparse.megatron.attachment",
+    "Plugin": "megatron_sparse.megatron.install",
+    "install": "megatron_sparse.megatron.install",
+}
+
+__all__ = ["Attachment", "Plugin", "attach", "detach", "install"]
+
+
+def __getattr__(name: str) -> object:
+    # Lazy, because cpu_mode must run before anything imports megatron.
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

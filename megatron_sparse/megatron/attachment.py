@@ -1,0 +1,381 @@
+"""`attach`: compressed gradient synchronisation for a model that Megatron wrapped in DDP.
+
+The class of each bucket group is swapped for a subclass that overrides one method,
+`start_grad_sync`. It lets Megatron's own method do its preparation (CUDA-graph events, extra main
+gradients, the NaN check, gradient scaling) over a group of one rank, where its collective changes
+nothing, and then starts the reducer in its place, whose handle Megatron waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.compression.parameters import ParameterFilter
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.config import SparseConfig
+from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.megatron.buckets import GroupBuckets, collect, group_attribute
+from megatron_sparse.megatron.doors import require_doors
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.progress import ProgressThread
+from megatron_sparse.recording import NullRecorder, Recorder
+from megatron_sparse.reducer import GradientReducer, PendingReduction
+from megatron_sparse.transport import ProcessGroupTransport
+
+logger = logging.getLogger("megatron_sparse")
+
+ALARM_INTERVAL = 100
+"""Steps between looks at the residual's norm, each of which reads the residual once."""
+
+
+class _Handle:
+    """What Megatron calls `wait()` on."""
+
+    def __init__(self, pending: list[PendingReduction]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Waits for every bucket of the group, in launch order."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+
+
+class CompressedBucketGroup(_ParamAndGradBucketGroup):
+    """Megatron's bucket group with one method replaced; never constructed, only swapped in."""
+
+    sparse_attachment: Attachment
+    sparse_group: GroupBuckets
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """See `_ParamAndGradBucketGroup.start_grad_sync`.
+
+        `force_all_reduce` (Megatron's --save-wgrads-interval) falls through to Megatron: the step
+        is dense and leaves the residual alone.
+        """
+        if force_all_reduce:
+            super().start_grad_sync(force_all_reduce=True)
+            return
+        if self.is_first_batch and self.grad_reduce_handle is not None:
+            return
+        self._prepare_alone()
+        handle = self.sparse_attachment.launch(self.sparse_group)
+        if self.ddp_config.overlap_grad_reduce:
+            self.grad_reduce_handle = handle
+        else:
+            handle.wait()
+
+    def _prepare_alone(self) -> None:
+        """Runs Megatron's method over a one-rank group, so that only its preparation counts."""
+        attribute = group_attribute(self)
+        group = getattr(self, attribute)
+        setattr(self, attribute, self.sparse_attachment.alone)
+        try:
+            # As an all-reduce: a reduce-scatter would cut the bucket by the real group's size.
+            # Megatron logs a line for each forced bucket, so it is forced only where needed.
+            super().start_grad_sync(force_all_reduce=self.ddp_config.use_distributed_optimizer)
+        finally:
+            setattr(self, attribute, group)
+        if self.grad_reduce_handle is not None:
+            self.grad_reduce_handle.wait()
+            self.grad_reduce_handle = None
+
+
+class Attachment:
+    """The plugin's state in one process. Made by `attach`; ended by `detach`.
+
+    Attributes:
+        config: as given.
+        step: optimizer steps seen so far, skipped ones included; drives warm-up and ramp.
+        residuals: error feedback of every bucket.
+        planner: holds the running switch, see `enabled`.
+        grad_norm: what the last optimizer step returned as the gradient's norm, if it did.
+        loss_scale: the loss scale that residuals are in units of, null without loss scaling.
+    """
+
+    def __init__(self, chunks: list[Any], config: SparseConfig, recorder: Recorder) -> None:
+        self.config = config
+        self.recorder = recorder
+        self.step = 0
+        self.grad_norm: float | None = None
+        self.planner = FixedPlanner(config.compression, config.scheme)
+        self.groups = collect(chunks, ParameterFilter(config.compression))
+        self._check_attachable()
+        self.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        device = self.buckets[0].grad_N.device if self.buckets else torch.device("cpu")
+        self.progress = ProgressThread(device, config.scheme.timeout_s)
+        self.residuals = ResidualStore(
+            RESIDUAL_DTYPES[config.compression.residual_dtype], undo=False,
+            outcome=Outcome.ASSUMED,
+        )  # fmt: skip
+        self._reducers: dict[int, GradientReducer] = {}
+        self._transports: list[ProcessGroupTransport] = []
+        self._launched: set[int] = set()
+        self._optimizer: Any = None
+        self.loss_scale: float | None = None
+        for group in self.groups:
+            self._reducer_of(group, device)
+            group.host.__class__ = CompressedBucketGroup
+            group.host.sparse_attachment = self
+            group.host.sparse_group = group
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Every bucket, in Megatron's order."""
+        return [bucket for group in self.groups for bucket in group.buckets]
+
+    @property
+    def enabled(self) -> bool:
+        """The running switch: off, buckets go dense and take what the residual holds with them.
+
+        Set it to the same value on every rank between two steps.
+        """
+        return self.planner.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self.planner.enabled = value
+        logger.info("step %d: compression switched %s", self.step, "on" if value else "off")
+
+    def _check_attachable(self) -> None:
+        for group in self.groups:
+            if type(group.host) is not _ParamAndGradBucketGroup:
+                raise HostError(
+                    "a bucket group is not Megatron's own",
+                    expected="_ParamAndGradBucketGroup",
+                    got=type(group.host).__qualname__,
+                    remedy="detach first; another plugin may have replaced it too",
+                )
+
+    def _reducer_of(self, group: GroupBuckets, device: torch.device) -> GradientReducer:
+        key = id(group.process_group)
+        if key not in self._reducers:
+            transport = ProcessGroupTransport(
+                group.process_group, self.config.scheme.timeout_s, device
+            )
+            self._transports.append(transport)
+            self._reducers[key] = GradientReducer(
+                self.config, transport, self.planner, self.residuals, self.recorder, self.progress
+            )
+        return self._reducers[key]
+
+    def bind_optimizer(self, optimizer: Any, *, undo: bool) -> None:
+        """Learns the outcome of each step from `optimizer.step()`, whose return value it reads.
+
+        Args:
+            optimizer: Megatron's (returns `(success, grad_norm, num_zeros)`), or any object with
+                `step()`; a result that is not a tuple counts as success.
+            undo: whether a step can be skipped or repeated, so that undo copies are needed.
+
+        Raises:
+            ConfigError: `compression.undo=never` with an optimizer that may skip steps.
+        """
+        wanted = self.config.compression.undo
+        if undo and wanted == "never":
+            raise ConfigError(
+                "compression.undo=never, but steps may be skipped or repeated",
+                expected="fp32 or bf16 training with --rerun-mode disabled",
+                got="fp16 loss scaling or Megatron's rerun mode",
+                remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
+            )
+        self.residuals.undo = undo or wanted == "always"
+        self.residuals.outcome = Outcome.REPORTED
+        self._optimizer = optimizer
+        self.loss_scale = self._read_loss_scale()
+        original = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            result = original(*args, **kwargs)
+            self.recorder.record_stage("optimizer", time.perf_counter() - start_s)
+            success, self.grad_norm = True, None
+            if isinstance(result, tuple):
+                success, self.grad_norm = bool(result[0]), result[1]
+            self._step_ended(success)
+            return result
+
+        optimizer.step = step
+
+    def launch(self, group: GroupBuckets) -> _Handle:
+        """Starts the synchronisation of one bucket group. Called by `start_grad_sync`."""
+        self._count_launch(group)
+        reducer = self._reducers[id(group.process_group)]
+        if group.host.ddp_config.average_in_collective:
+            # Residuals are contributions to the average, so divide before selecting.
+            for bucket in group.buckets:
+                bucket.grad_N.div_(bucket.world_size)
+        return _Handle([reducer.start(bucket, self.step) for bucket in group.buckets])
+
+    def _count_launch(self, group: GroupBuckets) -> None:
+        """Without an optimizer to tell, a group's second launch is what begins a new step."""
+        if self.residuals.outcome is Outcome.ASSUMED:
+            if id(group) in self._launched:
+                self._launched.clear()
+                self.step += 1
+            self._launched.add(id(group))
+
+    def restore(
+        self,
+        residuals: dict[str, torch.Tensor],
+        *,
+        step: int,
+        enabled: bool,
+        loss_scale: float | None,
+    ) -> set[str]:
+        """Takes over a checkpoint's state; returns names in `residuals` that no bucket has.
+
+        Args:
+            residuals: 1-D tensors by parameter name; parameters that are not named start at zero.
+            step: steps taken so far.
+            enabled: the running switch.
+            loss_scale: that the residuals are in units of.
+        """
+        unused = self.residuals.load(self.buckets, residuals)
+        self.step = step
+        self.planner.enabled = enabled
+        self.loss_scale = loss_scale or self._read_loss_scale()
+        self._follow_loss_scale()
+        return unused
+
+    def _step_ended(self, success: bool) -> None:
+        if success:
+            self.residuals.commit()
+        else:
+            self.residuals.rollback()
+        self.step += 1
+        self._follow_loss_scale()
+        if success and self.step % ALARM_INTERVAL == 0:
+            self._check_residual()
+
+    def _follow_loss_scale(self) -> None:
+        scale = self._read_loss_scale()
+        if scale and self.loss_scale and scale != self.loss_scale:
+            self.residuals.rescale(scale / self.loss_scale)
+        self.loss_scale = scale
+
+    def _read_loss_scale(self) -> float | None:
+        if not _is_fp16(self._optimizer):
+            return None
+        return float(self._optimizer.get_loss_scale())
+
+    def _check_residual(self) -> None:
+        limit = self.config.compression.residual_alarm
+        if not limit or not self.grad_norm:
+            return
+        norm = float(self.residuals.norm())
+        if not norm <= limit * self.grad_norm:
+            logger.warning(
+                "step %d: the residual's norm is %.3g, %.3g times the gradient's norm of %.3g; "
+                "lower the leak, raise the density, or lengthen the ramp "
+                "(compression.residual_alarm=%g)",
+                self.step, norm, norm / self.grad_norm, self.grad_norm, limit,
+            )  # fmt: skip
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes held on this rank: `residual`, `undo` and `messages` (encode and receive)."""
+        undo = self.residuals.undo_nbytes
+        return {
+            "residual": self.residuals.nbytes - undo,
+            "undo": undo,
+            "messages": sum(r.buffers.nbytes for r in self._reducers.values()),
+        }
+
+    def close(self) -> None:
+        """Gives Megatron its own classes and optimizer step back and ends the thread."""
+        for group in self.groups:
+            if type(group.host) is CompressedBucketGroup:
+                group.host.__class__ = _ParamAndGradBucketGroup
+                del group.host.sparse_attachment, group.host.sparse_group
+        if self._optimizer is not None:
+            self._optimizer.__dict__.pop("step", None)
+            self._optimizer = None
+        self.progress.close()
+        for transport in self._transports:
+            transport.close()
+        dist.destroy_process_group(self.alone)
+
+
+def _is_fp16(optimizer: Any) -> bool:
+    return bool(getattr(getattr(optimizer, "config", None), "fp16", False))
+
+
+def may_repeat_or_skip(optimizer: Any) -> bool:
+    """Whether steps can be skipped (fp16 loss scaling) or repeated (Megatron's rerun mode)."""
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+
+    reruns = get_rerun_state_machine().get_mode() is not RerunMode.DISABLED
+    return _is_fp16(optimizer) or reruns
+
+
+def attach(
+    model: Any,
+    optimizer: Any = None,
+    config: SparseConfig | None = None,
+    *,
+    recorder: Recorder | None = None,
+    **overrides: Any,
+) -> Attachment:
+    """Compresses the gradient synchronisation of a model that Megatron's DDP wraps.
+
+    Collective: every rank must call it, with the same configuration. Buffers are allocated when
+    they are first needed.
+
+    Args:
+        model: a `megatron.core.distributed.DistributedDataParallel` or a list of them.
+        optimizer: Megatron's optimizer, whose steps tell which selections count. Without it every
+            selection counts at once, so fp16 with loss scaling is refused.
+        config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
+        recorder: told the time and bytes of each bucket.
+        **overrides: see `SparseConfig.from_overrides`.
+
+    Returns:
+        The attachment; `detach` it, or switch it with `attachment.enabled`.
+
+    Raises:
+        HostError: Megatron lacks the door, or the model is of a kind that is refused.
+        ConfigError: a value is refused, or fp16 without the optimizer.
+
+    Example:
+        >>> attachment = attach(ddp_model, optimizer, density=0.01)  # doctest: +SKIP
+    """
+    require_doors("attach")
+    if config is not None and overrides:
+        raise ConfigError(
+            "attach got both a config and single options",
+            expected="one of them",
+            got=", ".join(overrides),
+            remedy="put the options into the SparseConfig",
+        )
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    if optimizer is None and any(_is_fp16_model(chunk) for chunk in chunks):
+        raise ConfigError(
+            "fp16 training needs the optimizer",
+            expected="attach(model, optimizer, ...)",
+            got="no optimizer",
+            remedy="pass Megatron's optimizer, whose loss scaling skips steps",
+        )
+    attachment = Attachment(
+        chunks, config or SparseConfig.from_overrides(**overrides), recorder or NullRecorder()
+    )
+    if optimizer is not None:
+        attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
+    return attachment
+
+
+def detach(attachment: Attachment) -> None:
+    """Undoes `attach`. What the residual holds is dropped; to send it first, set
+    `attachment.enabled = False` and train one more step.
+    """
+    attachment.close()
+
+
+def _is_fp16_model(chunk: Any) -> bool:
+    return bool(getattr(getattr(chunk, "config", None), "fp16", False))

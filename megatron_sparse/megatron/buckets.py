@@ -1,0 +1,125 @@
+"""Megatron's buckets as the reducer's: names, slices, shards, and which parameters stay dense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.compression.parameters import ParameterFilter
+from megatron_sparse.errors import HostError
+
+
+@dataclass
+class GroupBuckets:
+    """One Megatron bucket group and what the reducer needs of it."""
+
+    host: Any
+    process_group: torch.distributed.ProcessGroup
+    buckets: list[Bucket]
+
+
+def collect(chunks: list[Any], keep: ParameterFilter) -> list[GroupBuckets]:
+    """All bucket groups of the DDP-wrapped model chunks, in Megatron's order.
+
+    Raises:
+        HostError: a chunk is not Megatron's DistributedDataParallel, or uses a feature that the
+            plugin refuses.
+    """
+    result = []
+    for chunk_index, chunk in enumerate(chunks):
+        check_supported(chunk)
+        prefix = f"chunk{chunk_index}." if len(chunks) > 1 else ""
+        names = {p: prefix + name for name, p in chunk.module.named_parameters()}
+        index_of = {}
+        for buffer in [*chunk.buffers, *getattr(chunk, "expert_parallel_buffers", [])]:
+            index_of.update(buffer.param_index_map)
+        kinds = (
+            ("dense", chunk.bucket_groups),
+            ("expert", getattr(chunk, "expert_parallel_bucket_groups", [])),
+        )
+        for kind, groups in kinds:
+            for group_index, group in enumerate(groups):
+                process_group = group_of(group)
+                buckets = [
+                    _bucket(
+                        f"{prefix}{kind}{group_index}.{bucket_index}", bucket, names, index_of,
+                        keep, group.ddp_config, process_group.size(),
+                    )
+                    for bucket_index, bucket in enumerate(group.buckets)
+                ]  # fmt: skip
+                result.append(GroupBuckets(group, process_group, buckets))
+    return result
+
+
+def group_of(group: Any) -> torch.distributed.ProcessGroup:
+    """The process group that Megatron would reduce this bucket group over."""
+    return getattr(group, group_attribute(group))
+
+
+def group_attribute(group: Any) -> str:
+    """The attribute of a bucket group that holds the process group it reduces over."""
+    if group.ddp_config.use_distributed_optimizer:
+        return "intra_distributed_optimizer_instance_group"
+    return "data_parallel_group"
+
+
+def check_supported(chunk: Any) -> None:
+    """Refuses what the plugin cannot do right.
+
+    Raises:
+        HostError: says what was met and which setting to change.
+    """
+    if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "buffers"):
+        raise HostError(
+            "a model chunk cannot be attached to",
+            expected="megatron.core.distributed.DistributedDataParallel",
+            got=f"{type(chunk).__module__}.{type(chunk).__qualname__}",
+            remedy="attach after the DDP wrap, and without Megatron-FSDP or torch FSDP2",
+        )
+    if getattr(chunk.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
+        raise HostError(
+            "several distributed-optimizer instances are not supported",
+            expected="num_distributed_optimizer_instances=1",
+            got=chunk.ddp_config.num_distributed_optimizer_instances,
+            remedy="drop --num-distributed-optimizer-instances, or train without the plugin",
+        )
+
+
+def _bucket(
+    name: str,
+    host_bucket: Any,
+    names: dict[torch.nn.Parameter, str],
+    index_of: dict[torch.nn.Parameter, tuple[int, ...]],
+    keep: ParameterFilter,
+    ddp_config: Any,
+    world_size: int,
+) -> Bucket:
+    slices = []
+    for parameter in host_bucket.params_list:
+        start, stop = index_of[parameter][:2]
+        parameter_name = names[parameter]
+        slices.append(
+            ParameterSlice(
+                parameter_name,
+                start - host_bucket.offset,
+                stop - host_bucket.offset,
+                keep.keeps(parameter_name, parameter.shape, _replicated(parameter)),
+            )
+        )
+    slices.sort(key=lambda piece: piece.start)
+    form = Form.REDUCE_SCATTER if ddp_config.use_distributed_optimizer else Form.ALL_REDUCE
+    return Bucket(name, host_bucket.grad_data.view(-1), tuple(slices), form, world_size)
+
+
+def _replicated(parameter: torch.nn.Parameter) -> bool:
+    """Whether tensor parallelism holds a copy of the parameter on each of its ranks."""
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return False
+    expert = not getattr(parameter, "allreduce", True)
+    return not expert and not getattr(parameter, "tensor_model_parallel", False)

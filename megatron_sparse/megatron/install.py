@@ -1,0 +1,263 @@
+"""`install`: the plugin in a script that runs Megatron-LM's own `pretrain`.
+
+Four functions of `megatron.training.training` are wrapped, each for one reason:
+`get_megatron_optimizer` is where the DDP-wrapped chunks and the optimizer meet, before any
+checkpoint is loaded (`attach`); `train_step` is one iteration (breakdown, metrics);
+`save_checkpoint` and `load_checkpoint` carry the residual.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron.training.training as host
+import torch
+import torch.distributed as dist
+from megatron.training.checkpointing import get_checkpoint_name
+from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+from megatron_sparse.config import SparseConfig
+from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.megatron import checkpoint
+from megatron_sparse.megatron.attachment import Attachment, may_repeat_or_skip
+from megatron_sparse.megatron.doors import require_doors
+from megatron_sparse.planner.plan import predicted_bytes
+from megatron_sparse.recording import BucketRecord
+from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink, WandbSink
+
+logger = logging.getLogger("megatron_sparse")
+
+_installed: Plugin | None = None
+
+
+class Plugin:
+    """What `install` returns.
+
+    Attributes:
+        attachment: the attached model, once Megatron has built it.
+        telemetry: where measurements go, from then on.
+    """
+
+    def __init__(
+        self, config: SparseConfig, run_dir: Path | None, resolved_config: dict[str, Any] | None
+    ) -> None:
+        require_doors("install")
+        self.config = config
+        self.attachment: Attachment | None = None
+        self.telemetry: RunTelemetry | None = None
+        self._run_dir = run_dir
+        self._resolved_config = resolved_config
+        self._host_wait_s = 0.0
+        self._optimizer_bound = False
+        self._originals: dict[str, Callable[..., Any]] = {}
+        for name in ("get_megatron_optimizer", "train_step", "save_checkpoint", "load_checkpoint"):
+            self._originals[name] = getattr(host, name)
+            setattr(host, name, getattr(self, f"_{name}"))
+
+    def post_wrap_hook(self, chunks: list[Any]) -> list[Any]:
+        """For `GPTModelConfig.post_wrap_hooks`: attaches to the DDP-wrapped chunks."""
+        if self.attachment is None:
+            self.telemetry = self._make_telemetry()
+            self.attachment = Attachment(chunks, self.config, self)
+        return chunks
+
+    def close(self) -> None:
+        """Writes the run's summary and plan and gives Megatron its functions back. Idempotent."""
+        global _installed
+        for name, original in self._originals.items():
+            setattr(host, name, original)
+        self._originals.clear()
+        if self.telemetry is not None:
+            if _is_writer() and self._run_dir is not None:
+                self._write_plan(self._run_dir)
+            self.telemetry.close()
+            self.telemetry = None
+        if self.attachment is not None:
+            self.attachment.close()
+            self.attachment = None
+        if _installed is self:
+            _installed = None
+
+    # Recorder: passes on to telemetry, and remembers the waits inside forward-backward.
+
+    def record_bucket(self, record: BucketRecord) -> None:
+        """See `Recorder`."""
+        if self.telemetry is not None:
+            self.telemetry.record_bucket(record)
+
+    def record_stage(self, stage: str, seconds: float) -> None:
+        """See `Recorder`."""
+        if stage == "host_wait":
+            self._host_wait_s += seconds
+        if self.telemetry is not None:
+            self.telemetry.record_stage(stage, seconds)
+
+    def _make_telemetry(self) -> RunTelemetry:
+        sinks: list[ScalarSink] = []
+        if writer := get_tensorboard_writer():
+            sinks.append(TensorBoardSink(writer))
+        if run := get_wandb_writer():
+            sinks.append(WandbSink(run))
+        return RunTelemetry(
+            self._run_dir, self.config.tracking, is_writer=_is_writer(), sinks=sinks,
+            resolved_config=self._resolved_config,
+        )  # fmt: skip
+
+    def _get_megatron_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        original = self._originals["get_megatron_optimizer"]
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        self.post_wrap_hook(bound.arguments["model_chunks"])
+        optimizer = original(*args, **kwargs)
+        assert self.attachment is not None
+        self.attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
+        self._optimizer_bound = True
+        return optimizer
+
+    def _train_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._optimizer_bound:
+            raise HostError(
+                "the plugin is installed but not attached",
+                expected="install(...) before pretrain(...) builds model and optimizer",
+                got="a training step first",
+                remedy="call install earlier in the script",
+            )
+        original = self._originals["train_step"]
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        forward_backward = bound.arguments["forward_backward_func"]
+
+        def timed(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            start_s, self._host_wait_s = time.perf_counter(), 0.0
+            result = forward_backward(*inner_args, **inner_kwargs)
+            elapsed_s = time.perf_counter() - start_s
+            self.record_stage("forward_backward", elapsed_s - self._host_wait_s)
+            return result
+
+        bound.arguments["forward_backward_func"] = timed
+        start_s = time.perf_counter()
+        result = original(*bound.args, **bound.kwargs)
+        self._end_iteration(result, time.perf_counter() - start_s)
+        return result
+
+    def _end_iteration(self, result: tuple[Any, ...], iteration_s: float) -> None:
+        """Tells telemetry. Reads the loss on the host, after the optimizer has synchronised it."""
+        loss_dict, skipped = result[0], bool(result[1])
+        assert self.telemetry is not None
+        assert self.attachment is not None
+        loss = loss_dict.get("lm loss") if loss_dict else None
+        breakdown = self.telemetry.end_iteration(
+            get_args().curr_iteration + 1,
+            iteration_s=iteration_s,
+            loss=None if loss is None else float(loss),
+            grad_norm=self.attachment.grad_norm,
+            skipped=skipped,
+        )
+        if loss_dict and breakdown.dense_bytes:
+            ratio = breakdown.wire_bytes / breakdown.dense_bytes
+            loss_dict["wire ratio"] = torch.tensor(
+                [ratio], device=loss.device if loss is not None else None
+            )
+
+    def _save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        result = self._originals["save_checkpoint"](iteration, *args, **kwargs)
+        assert self.attachment is not None
+        arguments = get_args()
+        if kwargs.get("non_persistent_ckpt"):
+            logger.warning("non-persistent checkpoints do not hold the residual")
+            return result
+        folder = get_checkpoint_name(arguments.save, iteration, return_base_dir=True)
+        checkpoint.save(self.attachment, Path(folder))
+        # No rank goes on, and perhaps exits, before every rank's part is on disk.
+        dist.barrier()
+        return result
+
+    def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        original = self._originals["load_checkpoint"]
+        result = original(*args, **kwargs)
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        folder = getattr(get_args(), bound.arguments["load_arg"])
+        iteration = result[0]
+        if folder and iteration and self.attachment is not None:
+            name = get_checkpoint_name(folder, iteration, return_base_dir=True)
+            checkpoint.load(self.attachment, Path(name), iteration)
+        return result
+
+    def _write_plan(self, run_dir: Path) -> None:
+        """`plan.json`: what would be done with each bucket in the next step, and why."""
+        if self.attachment is None:
+            return
+        rows = []
+        for bucket in self.attachment.buckets:
+            plan = self.attachment.planner.plan_for(bucket, self.attachment.step)
+            dense, agsparse = predicted_bytes(bucket, plan.density, plan.wire_dtype)
+            rows.append({
+                "bucket": bucket.name, "numel": bucket.numel, "density": plan.density,
+                "predicted_bytes": {"dense": round(dense), "agsparse": round(agsparse)},
+                "chosen": plan.scheme, "reason": plan.reason,
+            })  # fmt: skip
+        text = json.dumps({"step": self.attachment.step, "buckets": rows}, indent=1)
+        part = run_dir / "plan.json.part"
+        part.write_text(text + "\n")
+        os.replace(part, run_dir / "plan.json")
+
+
+def _is_writer() -> bool:
+    """Megatron's own writers live on the last rank, which also has the loss."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def install(
+    config: SparseConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    resolved_config: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Plugin:
+    """Compresses the gradient synchronisation of the `pretrain` call that follows.
+
+    Args:
+        config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
+        run_dir: where summary, breakdown and plan are written; null writes no files.
+        resolved_config: kept with the summary.
+        **overrides: see `SparseConfig.from_overrides`.
+
+    Returns:
+        The plugin; call `close()` after `pretrain` to write the summary.
+
+    Raises:
+        HostError: this Megatron lacks a door (see `megatron-sparse doctor`).
+        ConfigError: a value is refused, or the plugin is installed already.
+
+    Example:
+        >>> plugin = install(density=0.01)          # doctest: +SKIP
+        >>> pretrain(...)                           # doctest: +SKIP
+        >>> plugin.close()                          # doctest: +SKIP
+    """
+    global _installed
+    if _installed is not None:
+        raise ConfigError(
+            "megatron_sparse is installed already",
+            expected="one install(...)",
+            got="a second",
+            remedy="close() the first plugin",
+        )
+    if config is not None and overrides:
+        raise ConfigError(
+            "install got both a config and single options",
+            expected="one of them",
+            got=", ".join(overrides),
+            remedy="put the options into the SparseConfig",
+        )
+    _installed = Plugin(
+        config or SparseConfig.from_overrides(**overrides),
+        Path(run_dir) if run_dir is not None else None,
+        resolved_config,
+    )
+    return _installed

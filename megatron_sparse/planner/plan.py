@@ -1,0 +1,115 @@
+"""The plan of a bucket, and the planner that takes it from the configuration.
+
+Bytes on the wire, by the busiest of n ranks, for a bucket of N elements of b bytes at density d:
+dense ring all-reduce 2 (n - 1) / n N b; AGsparse all-reduce (n - 1) d N (4 + b). Reduce-scatter
+halves the first and makes the second (n - 1) / n d N (4 + b). (SparCML, Renggli et al. 2019,
+section 5; ZEN table 3.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.compression.schedule import Phase, phase_and_density
+from megatron_sparse.config import CompressionConfig, SchemeConfig
+from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
+
+INDEX_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one bucket is synchronised.
+
+    Attributes:
+        scheme: name of a collective in `megatron_sparse.collectives`.
+        phase: the schedule's phase, or `off`.
+        density: target density of the pruned parameters; 1 for dense plans.
+        wire_dtype: dtype of the values on the wire, null for the gradient's own.
+        sharded: whether the message is cut at shard borders.
+        reason: why, in words.
+    """
+
+    scheme: str
+    phase: Phase
+    density: float
+    wire_dtype: str | None
+    sharded: bool
+    reason: str
+
+    def to_dict(self) -> dict[str, object]:
+        """For `plan.json`."""
+        return asdict(self)
+
+
+class Planner(Protocol):
+    """Takes the same decision on every rank: it never looks at what only one rank knows."""
+
+    enabled: bool
+
+    def plan_for(self, bucket: Bucket, step: int) -> Plan:
+        """The plan of `bucket` in step `step`."""
+        ...
+
+
+class FixedPlanner:
+    """Follows the configuration; `scheme=auto` compares bytes on the wire.
+
+    Attributes:
+        enabled: the running switch; False plans dense, which also empties the residual.
+    """
+
+    def __init__(self, compression: CompressionConfig, scheme: SchemeConfig) -> None:
+        self._compression = compression
+        self._scheme = scheme
+        self.enabled = compression.enabled
+
+    def plan_for(self, bucket: Bucket, step: int) -> Plan:
+        """See `Planner`."""
+        phase, density = phase_and_density(self._compression, step)
+        if not self.enabled:
+            return self._dense(Phase.OFF, "compression is switched off")
+        if phase in (Phase.WARMUP, Phase.OFF):
+            return self._dense(phase, f"phase {phase}")
+        if self._scheme.name == "dense":
+            return self._dense(phase, "scheme=dense")
+        if self._scheme.name == "auto":
+            dense_bytes, sparse_bytes = predicted_bytes(bucket, density, self._scheme.wire_dtype)
+            reason = f"agsparse {sparse_bytes:.0f} B against dense {dense_bytes:.0f} B"
+            if bucket.world_size == 1 or sparse_bytes >= dense_bytes:
+                return self._dense(phase, reason)
+        else:
+            reason = f"scheme={self._scheme.name}"
+        return Plan(
+            scheme="agsparse",
+            phase=phase,
+            density=density,
+            wire_dtype=self._scheme.wire_dtype,
+            sharded=bucket.form is Form.REDUCE_SCATTER,
+            reason=reason,
+        )
+
+    def _dense(self, phase: Phase, reason: str) -> Plan:
+        wire_dtype = None if phase is Phase.OFF else self._scheme.wire_dtype
+        return Plan("dense", phase, 1.0, wire_dtype, sharded=False, reason=reason)
+
+
+def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
+    """Bytes that each rank of a ring sends for the whole bucket at full density."""
+    ring = (bucket.world_size - 1) / bucket.world_size * bucket.numel * element_bytes
+    return ring if bucket.form is Form.REDUCE_SCATTER else 2 * ring
+
+
+def predicted_bytes(bucket: Bucket, density: float, wire_dtype: str | None) -> tuple[float, float]:
+    """Bytes on the wire of the busiest rank: (dense, agsparse), headers aside."""
+    element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)].itemsize
+    kept = sum(p.stop - p.start for p in bucket.parameters if p.keep)
+    pruned = sum(p.stop - p.start for p in bucket.parameters) - kept
+    message = kept * element_bytes
+    message += pruned * min(density * (INDEX_BYTES + element_bytes), element_bytes)
+    copies = bucket.world_size - 1
+    if bucket.form is Form.REDUCE_SCATTER:
+        copies /= bucket.world_size
+    return dense_wire_bytes(bucket, element_bytes), copies * message

@@ -1,0 +1,70 @@
+"""The interface that collectives are written against.
+
+Every operation is asynchronous and returns a `Work`. All ranks of a group post the same operations
+in the same order; a collective yields each `Work` whose result it needs before it can go on, and
+whoever drives it decides how to wait.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Work(Protocol):
+    """A posted operation."""
+
+    def ready(self) -> bool:
+        """Whether `finish` would return at once. Never blocks."""
+        ...
+
+    def finish(self) -> None:
+        """Makes the result usable: waits on the host (CPU) or orders the stream (CUDA).
+
+        Raises:
+            CommunicationError: the operation failed or ran out of time.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """Moves tensors between the ranks of one group.
+
+    Attributes:
+        rank: this rank in the group.
+        world_size: ranks in the group.
+        device: where tensors must live.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def all_reduce_(self, values_N: torch.Tensor) -> Work:
+        """Sums `values_N` over all ranks, in place, by the backend's own collective."""
+        ...
+
+    def reduce_scatter(self, shard_M: torch.Tensor, values_N: torch.Tensor) -> Work:
+        """Sums `values_N` (N = M * world_size) and leaves this rank's shard in `shard_M`.
+
+        `shard_M` may be a view of `values_N`.
+        """
+        ...
+
+    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:
+        """Gathers `own_M` (the same size on every rank) into `gathered` (world_size * M)."""
+        ...
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: list[int],
+        sent_sizes: list[int],
+    ) -> Work:
+        """Sends piece i of `sent` to rank i and puts rank i's piece at place i of `received`.
+
+        Sizes are elements and must agree pairwise; they are not checked here.
+        """
+        ...

@@ -1,0 +1,113 @@
+"""Transport over c10d's public operations: gloo on CPU, NCCL on CUDA, any group.
+
+Streams, watchdog, flight recorder and timeouts are c10d's. The group is one of its own: its
+operations cannot interleave with Megatron's on the same communicator, and its timeout is ours.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.errors import CommunicationError, ConfigError
+
+
+class ProcessGroupWork:
+    """A c10d work, whose failure becomes a `CommunicationError` that names the operation."""
+
+    def __init__(self, work: dist.Work | None, operation: str, on_cuda: bool) -> None:
+        self._work = work
+        self._operation = operation
+        self._on_cuda = on_cuda
+
+    def ready(self) -> bool:
+        """See `Work`. On CUDA always true: `finish` only orders the stream."""
+        return self._on_cuda or self._work is None or self._work.is_completed()
+
+    def finish(self) -> None:
+        """See `Work`."""
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise communication_error(self._operation, error) from error
+
+
+def communication_error(operation: str, error: Exception) -> CommunicationError:
+    """The typed form of a backend's exception."""
+    return CommunicationError(
+        f"{operation} failed",
+        expected="every rank of the group takes part within scheme.timeout_s",
+        got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        remedy="look at the other ranks' logs for the one that stopped first",
+    )
+
+
+class ProcessGroupTransport:
+    """See `Transport`.
+
+    Args:
+        group: the group whose ranks take part; a second group over the same ranks is made.
+        timeout_s: seconds after which an operation fails.
+        device: CPU for gloo, the current CUDA device for NCCL.
+
+    Raises:
+        ConfigError: the device does not fit the backend.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, device: torch.device) -> None:
+        backend = dist.get_backend(group)
+        if (backend == "nccl") != (device.type == "cuda"):
+            raise ConfigError(
+                "the gradients' device does not fit the group's backend",
+                expected="cuda with nccl, cpu with gloo",
+                got=f"{device.type} with {backend}",
+                remedy="choose --distributed-backend to match",
+            )
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.device = device
+        self.group = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=timeout_s),
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc="megatron_sparse",
+        )
+
+    def _work(self, operation: str, post: object) -> ProcessGroupWork:
+        return ProcessGroupWork(post, operation, self.device.type == "cuda")  # type: ignore[arg-type]
+
+    def all_reduce_(self, values_N: torch.Tensor) -> ProcessGroupWork:
+        """See `Transport`."""
+        return self._work("all_reduce", dist.all_reduce(values_N, group=self.group, async_op=True))
+
+    def reduce_scatter(self, shard_M: torch.Tensor, values_N: torch.Tensor) -> ProcessGroupWork:
+        """See `Transport`."""
+        work = dist.reduce_scatter_tensor(shard_M, values_N, group=self.group, async_op=True)
+        return self._work("reduce_scatter", work)
+
+    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> ProcessGroupWork:
+        """See `Transport`."""
+        work = dist.all_gather_into_tensor(gathered, own_M, group=self.group, async_op=True)
+        return self._work("all_gather", work)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: list[int],
+        sent_sizes: list[int],
+    ) -> ProcessGroupWork:
+        """See `Transport`."""
+        work = dist.all_to_all_single(
+            received, sent, received_sizes, sent_sizes, group=self.group, async_op=True
+        )
+        return self._work("all_to_all", work)
+
+    def close(self) -> None:
+        """Destroys the transport's own group."""
+        dist.destroy_process_group(self.group)

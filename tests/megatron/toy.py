@@ -1,0 +1,122 @@
+"""A small GPT trained with megatron.core alone, on CPU ranks; import it only inside a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 128, 32, 64, 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What varies between runs of the toy."""
+
+    overlap: bool = False
+    distributed_optimizer: bool = False
+    bf16: bool = False
+    fp16: bool = False
+    tensor_parallel: int = 1
+    average_in_collective: bool = False
+    bucket_size: int | None = 40_000
+
+
+class Toy:
+    """Model, DDP wrap, optimizer and data; the same weights on every rank and in every run."""
+
+    def __init__(self, setting: Setting, seed: int = 7) -> None:
+        from megatron_sparse.megatron import cpu_mode
+
+        cpu_mode.enable()
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(setting.tensor_parallel, 1)
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        dtype = torch.float32
+        if setting.bf16 or setting.fp16:
+            dtype = torch.bfloat16 if setting.bf16 else torch.float16
+        config = TransformerConfig(
+            num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=4, pipeline_dtype=dtype,
+            params_dtype=dtype, bf16=setting.bf16, fp16=setting.fp16, hidden_dropout=0.0,
+            attention_dropout=0.0, gradient_accumulation_fusion=False,
+            tensor_model_parallel_size=setting.tensor_parallel,
+        )  # fmt: skip
+        model: Any = GPTModel(
+            config=config, transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+        )  # fmt: skip
+        if dtype != torch.float32:
+            model = Float16Module(config, model)
+        self.ddp = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=setting.bf16 or setting.fp16,
+                overlap_grad_reduce=setting.overlap,
+                use_distributed_optimizer=setting.distributed_optimizer,
+                bucket_size=setting.bucket_size,
+                average_in_collective=setting.average_in_collective,
+            ),
+            model,
+        )
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                clip_grad=1.0,
+                bf16=setting.bf16,
+                fp16=setting.fp16,
+                params_dtype=dtype,
+                use_distributed_optimizer=setting.distributed_optimizer,
+                initial_loss_scale=2.0**10,
+                min_loss_scale=1.0,
+                hysteresis=1,
+                loss_scale_window=1000,
+            ),
+            [self.ddp],
+        )
+        data_rank = parallel_state.get_data_parallel_rank()
+        self.generator = torch.Generator().manual_seed(100 + data_rank)
+
+    def batch(self) -> torch.Tensor:
+        """Tokens whose odd positions follow from the even ones, so that there is a loss to gain."""
+        tokens = torch.randint(0, VOCABULARY, (4, SEQUENCE), generator=self.generator) % 17
+        tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % VOCABULARY
+        return tokens
+
+    def gradients(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Forward, backward and gradient synchronisation; returns the local loss."""
+        from megatron.core.distributed import finalize_model_grads
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        positions = torch.arange(SEQUENCE).expand(tokens.shape[0], SEQUENCE)
+        mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+        loss = self.ddp(tokens, positions, mask, labels=tokens).float().mean()
+        self.optimizer.scale_loss(loss).backward()
+        finalize_model_grads([self.ddp])
+        return loss.detach()
+
+    def step(self, tokens: torch.Tensor | None = None) -> tuple[float, bool]:
+        """One training step: the loss averaged over ranks, and whether the step was taken."""
+        loss = self.gradients(self.batch() if tokens is None else tokens)
+        taken = self.optimizer.step()[0]
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size(), bool(taken)
+
+    def weights(self) -> torch.Tensor:
+        """All weights, as one fp32 vector."""
+        return torch.cat([p.detach().float().view(-1) for p in self.ddp.parameters()])

@@ -1,0 +1,97 @@
+"""Runs a function on several gloo ranks, each a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+START_METHOD = "spawn"
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
+    """Calls `function(rank, world_size, *args)` on every rank, inside a gloo world.
+
+    Returns:
+        The ranks' results, in rank order; they must pickle.
+
+    Raises:
+        AssertionError: with the traceback of the first rank that failed, or on a timeout.
+    """
+    context = mp.get_context(START_METHOD)
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        processes = [
+            context.Process(
+                target=_rank_main, args=(function, rank, world_size, store, results, args)
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(processes, results, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
+    collected: dict[int, Any] = {}
+    while len(collected) < len(processes):
+        try:
+            rank, value, error = results.get(timeout=0.2)
+        except queue.Empty:
+            late = time.monotonic() > deadline
+            dead = [
+                i for i, p in enumerate(processes)
+                if p.exitcode not in (None, 0) and i not in collected
+            ]  # fmt: skip
+            if late or dead:
+                missing = sorted(set(range(len(processes))) - set(collected))
+                codes = [p.exitcode for p in processes]
+                raise AssertionError(
+                    f"no answer from ranks {missing}; exit codes {codes}"
+                ) from None
+            continue
+        if error is not None:
+            raise AssertionError(f"rank {rank} failed:\n{error}")
+        collected[rank] = value
+    return [collected[rank] for rank in range(len(processes))]
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    results: Any,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCHDYNAMO_DISABLE="1")
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+        results.put((rank, function(rank, world_size, *args), None))
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
