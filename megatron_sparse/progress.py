@@ -126,6 +126,11 @@ class ProgressThread:
             self._wake.notify()
         return pending
 
+    @property
+    def broken(self) -> bool:
+        """Whether an operation has failed, after which nothing is synchronised any more."""
+        return self._broken is not None
+
     def close(self) -> None:
         """Ends the thread after the jobs that are under way."""
         with self._wake:

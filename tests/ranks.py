@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -69,7 +70,7 @@ def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
             continue
         if error is not None:
             raise AssertionError(f"rank {rank} failed:\n{error}")
-        collected[rank] = value
+        collected[rank] = pickle.loads(value)
     return [collected[rank] for rank in range(len(processes))]
 
 
@@ -91,7 +92,8 @@ def _rank_main(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
             timeout=timedelta(seconds=60),
         )  # fmt: skip
-        results.put((rank, function(rank, world_size, *args), None))
+        # Bytes, not tensors: a queue shares a tensor's memory, which dies with the rank.
+        results.put((rank, pickle.dumps(function(rank, world_size, *args)), None))
         dist.destroy_process_group()
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

@@ -1,0 +1,1 @@
+"""What is selected from a gradient, and what becomes of the rest."""

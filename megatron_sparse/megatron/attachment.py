@@ -29,6 +29,7 @@ from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import NullRecorder, Recorder
 from megatron_sparse.reducer import GradientReducer, PendingReduction
 from megatron_sparse.transport import ProcessGroupTransport
+from megatron_sparse.transport.groups import borrow_group, return_group
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -109,7 +110,9 @@ class Attachment:
         self.planner = FixedPlanner(config.compression, config.scheme)
         self.groups = collect(chunks, ParameterFilter(config.compression))
         self._check_attachable()
-        self.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self.alone = borrow_group(
+            [dist.get_rank()], dist.get_backend(), config.scheme.timeout_s
+        )
         device = self.buckets[0].grad_N.device if self.buckets else torch.device("cpu")
         self.progress = ProgressThread(device, config.scheme.timeout_s)
         self.residuals = ResidualStore(
@@ -299,8 +302,8 @@ class Attachment:
             self._optimizer = None
         self.progress.close()
         for transport in self._transports:
-            transport.close()
-        dist.destroy_process_group(self.alone)
+            transport.close(broken=self.progress.broken)
+        return_group(self.alone)
 
 
 def _is_fp16(optimizer: Any) -> bool:

@@ -6,12 +6,21 @@ operations cannot interleave with Megatron's on the same communicator, and its t
 
 from __future__ import annotations
 
-from datetime import timedelta
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 
 from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.transport.groups import borrow_group, return_group
+
+
+# torch 2.13 renamed these two; older ones only have the first name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+WAITERS = 8
+"""Threads that wait for works that gloo does not let one poll."""
 
 
 class ProcessGroupWork:
@@ -32,6 +41,25 @@ class ProcessGroupWork:
             return
         try:
             self._work.wait()
+        except RuntimeError as error:
+            raise communication_error(self._operation, error) from error
+
+
+class WaitedWork:
+    """A gloo work that completes only inside `wait()`, which a thread of its own calls."""
+
+    def __init__(self, waiting: Future[None], operation: str) -> None:
+        self._waiting = waiting
+        self._operation = operation
+
+    def ready(self) -> bool:
+        """See `Work`."""
+        return self._waiting.done()
+
+    def finish(self) -> None:
+        """See `Work`."""
+        try:
+            self._waiting.result()
         except RuntimeError as error:
             raise communication_error(self._operation, error) from error
 
@@ -70,13 +98,8 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.device = device
-        self.group = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc="megatron_sparse",
-        )
+        self.group = borrow_group(dist.get_process_group_ranks(group), backend, timeout_s)
+        self._waiters = ThreadPoolExecutor(WAITERS, thread_name_prefix="megatron_sparse_wait")
 
     def _work(self, operation: str, post: object) -> ProcessGroupWork:
         return ProcessGroupWork(post, operation, self.device.type == "cuda")  # type: ignore[arg-type]
@@ -85,14 +108,20 @@ class ProcessGroupTransport:
         """See `Transport`."""
         return self._work("all_reduce", dist.all_reduce(values_N, group=self.group, async_op=True))
 
-    def reduce_scatter(self, shard_M: torch.Tensor, values_N: torch.Tensor) -> ProcessGroupWork:
+    def reduce_scatter(
+        self, shard_M: torch.Tensor, values_N: torch.Tensor
+    ) -> ProcessGroupWork | WaitedWork:
         """See `Transport`."""
-        work = dist.reduce_scatter_tensor(shard_M, values_N, group=self.group, async_op=True)
+        work = _reduce_scatter(shard_M, values_N, group=self.group, async_op=True)
+        if self.device.type == "cpu":
+            # gloo reduces everything and copies the shard out in wait(): it is never "completed"
+            # before somebody waits.
+            return WaitedWork(self._waiters.submit(work.wait), "reduce_scatter")
         return self._work("reduce_scatter", work)
 
     def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> ProcessGroupWork:
         """See `Transport`."""
-        work = dist.all_gather_into_tensor(gathered, own_M, group=self.group, async_op=True)
+        work = _all_gather(gathered, own_M, group=self.group, async_op=True)
         return self._work("all_gather", work)
 
     def all_to_all(
@@ -108,6 +137,7 @@ class ProcessGroupTransport:
         )
         return self._work("all_to_all", work)
 
-    def close(self) -> None:
-        """Destroys the transport's own group."""
-        dist.destroy_process_group(self.group)
+    def close(self, *, broken: bool = False) -> None:
+        """Gives the transport's own group back; `broken` if an operation of it failed."""
+        self._waiters.shutdown(wait=not broken)
+        return_group(self.group, broken=broken)

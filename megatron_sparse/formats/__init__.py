@@ -1,0 +1,1 @@
+"""The wire message: headers, records, and the codecs that make and read them."""

@@ -1,0 +1,223 @@
+"""One iteration in numbers: where its time went and what it sent.
+
+Everything here is a pure function of what the reducer recorded. Two kinds of time must not be
+added up: the step stages are disjoint parts of the training thread's iteration, the bucket stages
+are summed over buckets and may run beside it (and beside each other).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES, BucketRecord
+
+# allow_nan=False: `NaN` is not JSON, and half of the readers refuse the file for one such word.
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass
+class IterationBreakdown:
+    """What one iteration cost and sent, on the rank that recorded it.
+
+    Attributes:
+        iteration: number of the iteration, as the training loop counts.
+        phase: `off`, `warmup`, `ramp` or `target`; `off` when no bucket was synchronised.
+        iteration_ms: wall-clock milliseconds.
+        stage_ms: milliseconds of every stage in `recording.STAGES`; stages of buckets are summed
+            over the buckets.
+        exposed_ms: milliseconds for which the training thread waited for synchronisation
+            (`stage_ms["host_wait"]`).
+        overlapped_ms: milliseconds for which a bucket was in flight and the thread did not wait.
+        dense_bytes: what a dense ring would have sent, summed over buckets.
+        wire_bytes: what the busiest rank sent, summed over buckets.
+        nnz: elements sent, summed over buckets.
+        numel: elements in the buckets.
+        density: nnz / numel; None when there was no bucket.
+        schemes: number of buckets by scheme.
+        loss: loss of the iteration; None when it was not logged or not finite.
+        grad_norm: norm of the gradient; None like `loss`.
+        learning_rate: None when the caller gave none.
+        skipped: the optimizer refused the step.
+        extra: further numbers of the caller; a value that is not finite is None.
+    """
+
+    iteration: int
+    phase: str
+    iteration_ms: float
+    stage_ms: dict[str, float]
+    exposed_ms: float
+    overlapped_ms: float
+    dense_bytes: int
+    wire_bytes: int
+    nnz: int
+    numel: int
+    density: float | None
+    schemes: dict[str, int]
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    skipped: bool = False
+    extra: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def wire_ratio(self) -> float | None:
+        """wire_bytes / dense_bytes; None where dense would send nothing (a single rank)."""
+        return self.wire_bytes / self.dense_bytes if self.dense_bytes else None
+
+    def scalars(self) -> dict[str, float]:
+        """The breakdown as flat names for a dashboard; what is None is left out.
+
+        `time_ms/*` are milliseconds, `sparse/*_bytes` bytes of the iteration, ratios lie in
+        [0, 1] (`sparse/wire_ratio` may exceed 1 where compression loses).
+        """
+        named: dict[str, float | None] = {
+            "sparse/dense_bytes": self.dense_bytes,
+            "sparse/wire_bytes": self.wire_bytes,
+            "sparse/wire_ratio": self.wire_ratio,
+            "sparse/density": self.density,
+            "time_ms/iteration": self.iteration_ms,
+            **{f"time_ms/{stage}": time_ms for stage, time_ms in self.stage_ms.items()},
+            "time_ms/exposed": self.exposed_ms,
+            "time_ms/overlapped": self.overlapped_ms,
+            "train/loss": self.loss,
+            "train/grad_norm": self.grad_norm,
+            "train/learning_rate": self.learning_rate,
+            "train/skipped": self.skipped,
+        }
+        for name, value in self.extra.items():
+            named[name if "/" in name else f"extra/{name}"] = value
+        return {name: float(value) for name, value in named.items() if value is not None}
+
+    def line(self) -> str:
+        """The line of `breakdown.jsonl`; `IterationBreakdown(**json.loads(line))` is its inverse.
+
+        Raises:
+            ValueError: a time is not finite, which JSON cannot say.
+        """
+        return _encode(self.__dict__)
+
+
+def in_flight_s(records: Sequence[BucketRecord]) -> float:
+    """Seconds in which at least one bucket was between its launch and its end.
+
+    Example:
+        Two buckets in flight from 1.0 to 3.0 s and from 2.0 to 4.0 s give 3.0, not 4.0.
+    """
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted((r.launched_s, r.finished_s) for r in records):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def finite(value: float | None) -> float | None:
+    """`value` as a Python float, None if it is NaN or infinite: JSON has no word for those.
+
+    A CUDA tensor would be synchronised here; callers pass numbers that are on the host.
+    """
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def iteration_breakdown(
+    iteration: int,
+    records: Sequence[BucketRecord],
+    step_s: Mapping[str, float],
+    *,
+    iteration_s: float,
+    loss: float | None = None,
+    grad_norm: float | None = None,
+    skipped: bool = False,
+    extra: Mapping[str, float] | None = None,
+) -> IterationBreakdown:
+    """Adds the buckets of an iteration up.
+
+    Args:
+        iteration: number of the iteration.
+        records: one record for each bucket of the iteration, in any order.
+        step_s: host seconds of each of `STEP_STAGES`; a missing one counts as 0.
+        iteration_s: wall-clock seconds of the whole iteration.
+        loss: a number on the host, or None.
+        grad_norm: a number on the host, or None.
+        skipped: the optimizer refused the step.
+        extra: further numbers; `learning_rate` becomes the field of that name.
+
+    Returns:
+        The breakdown. The phase is that of the most elements. On CUDA this waits for the stages'
+        events: call it at the end of an iteration, never inside it.
+    """
+    stage_us: dict[str, float] = dict.fromkeys(BUCKET_STAGES, 0.0)
+    numel_by_phase: dict[str, int] = {}
+    schemes: dict[str, int] = {}
+    dense_bytes = wire_bytes = nnz = numel = 0
+    for record in records:
+        for stage, time_us in record.stage_us().items():
+            stage_us[stage] += time_us
+        # str(): a StrEnum reads back from JSON as the plain string that it is here.
+        phase, scheme = str(record.phase), str(record.scheme)
+        numel_by_phase[phase] = numel_by_phase.get(phase, 0) + record.numel
+        schemes[scheme] = schemes.get(scheme, 0) + 1
+        dense_bytes += record.dense_bytes
+        wire_bytes += record.wire_bytes
+        nnz += record.nnz
+        numel += record.numel
+    exposed_ms = step_s.get("host_wait", 0.0) * 1e3
+    numbers = {name: finite(value) for name, value in (extra or {}).items()}
+    return IterationBreakdown(
+        iteration=iteration,
+        phase=max(numel_by_phase, key=numel_by_phase.__getitem__) if records else "off",
+        iteration_ms=iteration_s * 1e3,
+        stage_ms={stage: step_s.get(stage, 0.0) * 1e3 for stage in STEP_STAGES}
+        | {stage: time_us / 1e3 for stage, time_us in stage_us.items()},
+        exposed_ms=exposed_ms,
+        overlapped_ms=max(0.0, in_flight_s(records) * 1e3 - exposed_ms),
+        dense_bytes=dense_bytes,
+        wire_bytes=wire_bytes,
+        nnz=nnz,
+        numel=numel,
+        density=nnz / numel if numel else None,
+        schemes=schemes,
+        loss=finite(loss),
+        grad_norm=finite(grad_norm),
+        learning_rate=numbers.pop("learning_rate", None),
+        skipped=bool(skipped),
+        extra=numbers,
+    )
+
+
+def bucket_line(record: BucketRecord, iteration: int, origin_s: float) -> str:
+    """The line of `buckets.jsonl` for one bucket.
+
+    Formatted by hand: the general encoder takes three times as long, and there are hundreds of
+    buckets in an iteration of a large model. The tests read every line back.
+
+    Args:
+        record: the bucket's record.
+        iteration: number of the iteration.
+        origin_s: `time.perf_counter` seconds that `launched_us` and `finished_us` count from.
+
+    Returns:
+        JSON; `density` is what was sent (nnz / numel), `planned_density` what was asked for.
+    """
+    density = repr(record.nnz / record.numel) if record.numel else "null"
+    stages = ",".join([f'"{stage}":{us:.1f}' for stage, us in record.stage_us().items()])
+    return (
+        f'{{"iteration":{iteration},"bucket":{_quoted(record.bucket)},"step":{record.step},'
+        f'"scheme":{_quoted(record.scheme)},"phase":{_quoted(record.phase)},'
+        f'"planned_density":{float(record.density)!r},"density":{density},'
+        f'"numel":{record.numel},"nnz":{record.nnz},'
+        f'"dense_bytes":{record.dense_bytes},"wire_bytes":{record.wire_bytes},'
+        f'"launched_us":{(record.launched_s - origin_s) * 1e6:.1f},'
+        f'"finished_us":{(record.finished_s - origin_s) * 1e6:.1f},"stage_us":{{{stages}}}}}'
+    )
+
+
+@lru_cache(maxsize=4096)
+def _quoted(text: str) -> str:
+    return json.dumps(str(text))

@@ -1,0 +1,166 @@
+"""The table at the end of a run, and the summary of a finished one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
+
+_SUMMARY_FILE = "summary.json"
+
+# Short enough for the last column of a table that is 80 wide.
+_MEANING = {
+    "forward_backward": "passes; launching buckets is in them",
+    "optimizer": "clipping and step",
+    "host_wait": "exposed: waits for synchronisation",
+    "other": "data, logging, checkpoints",
+    "threshold": "sample and threshold",
+    "prune": "error feedback and selection",
+    "encode": "building the message",
+    "network": "bytes under way, peers waited for",
+    "decode": "adding up what came",
+}
+
+
+def load_summary(run_dir: Path) -> dict[str, Any]:
+    """Reads `summary.json` of a finished run.
+
+    Raises:
+        ConfigError: there is none, or it is not JSON.
+    """
+    path = Path(run_dir) / _SUMMARY_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir} holds no summary of a run",
+            expected=f"a run's folder with {_SUMMARY_FILE}",
+            got=error.strerror,
+            remedy="name a folder whose run has ended; a run that was killed writes it on resume",
+        ) from None
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is damaged", expected="a JSON object", got=error, remedy="resume the run"
+        ) from None
+
+
+def print_summary(
+    summary: dict[str, Any], file: IO[str] | None = None, *, width: int | None = None
+) -> None:
+    """Prints the summary of a run as tables.
+
+    Args:
+        summary: what `RunTelemetry.close` returned or `load_summary` read.
+        file: where to; standard output if None. Without a terminal the text is plain: no colour,
+            no control characters.
+        width: columns; None takes the terminal's, 80 without one. Lines are never longer.
+    """
+    console = Console(file=file, width=width, highlight=False)
+    skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
+    name = "run" if summary["name"] is None else f"run {summary['name']}"
+    ranks = "1 rank" if summary["world_size"] == 1 else f"{summary['world_size']} ranks"
+    head = f"{name}: {summary['iterations']} iterations{skipped}, {ranks}, {summary['device']}"
+    # markup=False: a run's name may hold brackets.
+    console.print(head, style="bold", markup=False)
+    if summary["loss_first"] is not None:
+        console.print(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
+    console.print(
+        f"density: target {_percent(summary['target_density'])}, "
+        f"sent {_percent(_reached_density(summary))}"
+    )
+    console.print()
+    console.print(_traffic_table(summary))
+    console.print()
+    iteration_ms = summary["iteration_ms"]
+    title = f"an iteration of the training thread: {_ms(iteration_ms)} ms (median)"
+    console.print(_stage_table(title, _step_stages(summary), iteration_ms))
+    console.print()
+    title = "its buckets, added up; beside the thread's stages or inside them"
+    parts = {stage: summary["stage_ms"][stage] for stage in BUCKET_STAGES}
+    console.print(_stage_table(title, parts, iteration_ms))
+    console.print()
+    console.print(
+        f"synchronisation: {_ms(summary['exposed_ms'])} ms exposed, "
+        f"{_ms(summary['overlapped_ms'])} ms overlapped with compute"
+    )
+
+
+def _reached_density(summary: dict[str, Any]) -> float | None:
+    """What was sent at the target: the ramp's densities would only blur the comparison."""
+    return summary["phases"].get("target", summary)["density"]
+
+
+def _traffic_table(summary: dict[str, Any]) -> Table:
+    table = _table("gradient bytes of the busiest rank")
+    table.add_column("phase")
+    for header in ("iterations", "dense", "wire", "wire/dense", "density", "ms/iter"):
+        table.add_column(header, justify="right")
+    rows = dict(summary["phases"])
+    if len(rows) != 1:
+        rows["all"] = summary
+    for phase, row in rows.items():
+        table.add_row(
+            phase,
+            str(row["iterations"]),
+            _size(row["dense_bytes"]),
+            _size(row["wire_bytes"]),
+            _percent(row["wire_ratio"]),
+            _percent(row["density"]),
+            _ms(row["iteration_ms"]),
+            style="bold" if phase == "all" else None,
+        )
+    return table
+
+
+def _stage_table(
+    title: str, stage_ms: dict[str, float | None], iteration_ms: float | None
+) -> Table:
+    table = _table(title)
+    # The same widths in both tables, so that their columns stand below each other.
+    table.add_column("stage", min_width=max(map(len, _MEANING)))
+    table.add_column("ms", justify="right", min_width=10)
+    table.add_column("share", justify="right", min_width=7)
+    table.add_column("", no_wrap=True, overflow="ellipsis")
+    for stage, time_ms in stage_ms.items():
+        share = time_ms / iteration_ms if iteration_ms and time_ms is not None else None
+        table.add_row(stage, _ms(time_ms), _percent(share), _MEANING[stage])
+    return table
+
+
+def _step_stages(summary: dict[str, Any]) -> dict[str, float | None]:
+    """The training thread's stages and, as `other`, what no stage accounts for."""
+    parts = {stage: summary["stage_ms"][stage] for stage in STEP_STAGES}
+    if summary["iteration_ms"] is None:
+        return parts
+    # Medians of parts need not add up to the median of the whole: never below nothing.
+    return parts | {"other": max(0.0, summary["iteration_ms"] - sum(parts.values()))}
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=None, pad_edge=False)
+
+
+def _ms(time_ms: float | None) -> str:
+    return "-" if time_ms is None else f"{time_ms:.2f}"
+
+
+def _percent(ratio: float | None) -> str:
+    """Two decimals, or as many as a smaller share needs to show two digits."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2%}" if ratio == 0 or ratio >= 0.001 else f"{100 * ratio:.2g}%"
+
+
+def _size(count: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"

@@ -1,0 +1,103 @@
+"""JSON lines that survive a kill: append, read back, cut off what a resumed run repeats."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The object of one line, None when the line is damaged (cut off, overwritten, not ours)."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("iteration"), int) else None
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSON lines file in order; a damaged line is left out with a warning.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            value = _parse(line)
+            if value is None:
+                logger.warning("%s: line %d is damaged and left out", path.name, number)
+            else:
+                yield value
+
+
+class JsonLines:
+    """A JSON lines file whose lines carry an ascending `iteration`.
+
+    Lines are kept until `flush`, so that an iteration costs no system call.
+
+    Args:
+        path: the file; `repair` makes it and comes first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pending: list[str] = []
+
+    def append(self, line: str) -> None:
+        """Keeps `line`, a JSON object without a line break, for the next flush."""
+        self._pending.append(line)
+
+    def flush(self) -> None:
+        """Writes what is pending and hands it to the operating system.
+
+        Raises:
+            OSError: the file cannot be written; the pending lines are dropped.
+        """
+        pending, self._pending = self._pending, []
+        if pending:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("\n".join(pending) + "\n")
+
+    def repair(self) -> None:
+        """Makes the file if there is none; drops a damaged end (a kill while writing), warning.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._path.open("a").close()
+        self.cut(math.inf)
+
+    def cut(self, iteration: float) -> None:
+        """Drops every line at or after `iteration`, and a damaged end of the file with a warning.
+
+        Reads backwards, so that the cost is that of what is dropped, not of the file.
+
+        Raises:
+            OSError: the file cannot be changed.
+        """
+        self.flush()
+        if not self._path.stat().st_size:
+            return  # mmap refuses an empty file
+        with self._path.open("r+b") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                size = len(content)
+                keep = size
+                while keep:
+                    start = content.rfind(b"\n", 0, keep - 1) + 1
+                    line = _parse(content[start:keep])
+                    if line is None:
+                        logger.warning("%s: dropped a damaged line at its end", self._path.name)
+                    elif line["iteration"] < iteration:
+                        break
+                    keep = start
+            if keep < size:
+                file.truncate(keep)

@@ -1,0 +1,275 @@
+"""The recorder of a training run: collects, adds up, writes files and feeds the dashboards."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_sparse
+from megatron_sparse.config import TrackingConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.recording import STEP_STAGES, BucketRecord
+from megatron_sparse.telemetry.breakdown import IterationBreakdown, bucket_line, iteration_breakdown
+from megatron_sparse.telemetry.console import print_summary
+from megatron_sparse.telemetry.history import RunHistory
+from megatron_sparse.telemetry.lines import JsonLines, read_lines
+from megatron_sparse.telemetry.sinks import IsolatedSink, ScalarSink
+
+logger = logging.getLogger(__name__)
+
+BREAKDOWN_FILE = "breakdown.jsonl"
+BUCKETS_FILE = "buckets.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+class RunTelemetry:
+    """Implements `recording.Recorder` for one process of a training run.
+
+    Every rank may have one and gets breakdowns from it; files, dashboards and the table are the
+    writer's alone. All methods belong to the training thread.
+
+    While training goes on nothing here raises because of the outside world: a sink or a disk that
+    fails is reported once in the log and left alone from then on.
+
+    Args:
+        run_dir: folder for the files, made if needed; None writes none.
+        tracking: console table and flush interval.
+        is_writer: whether this rank writes.
+        sinks: dashboards, closed by `close`.
+        resolved_config: for the summary: `name` and `compression.density` are looked up in it.
+
+    Raises:
+        ConfigError: the writer cannot write to `run_dir`.
+
+    Example:
+        >>> telemetry = RunTelemetry(None, TrackingConfig(console=False), is_writer=False)
+        >>> telemetry.record_stage("host_wait", 0.002)
+        >>> telemetry.end_iteration(1, iteration_s=0.1).exposed_ms
+        2.0
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        tracking: TrackingConfig,
+        *,
+        is_writer: bool,
+        sinks: Sequence[ScalarSink] = (),
+        resolved_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._run_dir = Path(run_dir) if run_dir is not None and is_writer else None
+        self._tracking = tracking
+        self._is_writer = is_writer
+        self._sinks = [IsolatedSink(sink) for sink in sinks]
+        self._config = resolved_config or {}
+        self._name = self._config.get("name") or (Path(run_dir).name if run_dir else None)
+        self._records: list[BucketRecord] = []
+        self._step_s: dict[str, float] = {}
+        self._history = RunHistory()
+        self._last: IterationBreakdown | None = None
+        self._since_flush = 0
+        self._machine: dict[str, Any] | None = None
+        self._closed: dict[str, Any] | None = None
+        self._files: tuple[JsonLines, ...] = ()
+        if self._run_dir is not None:
+            self._open_files(self._run_dir)
+
+    def _open_files(self, run_dir: Path) -> None:
+        files = (JsonLines(run_dir / BREAKDOWN_FILE), JsonLines(run_dir / BUCKETS_FILE))
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                file.repair()
+            for line in read_lines(run_dir / BREAKDOWN_FILE):
+                self._history.append(IterationBreakdown(**line))
+        except OSError as error:
+            raise ConfigError(
+                "the run's folder cannot be used",
+                expected="a folder that can be made, read and written",
+                got=error,
+                remedy="choose another run folder or free the disk",
+            ) from None
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{run_dir / BREAKDOWN_FILE} was not written by this version of megatron_sparse",
+                expected="lines with the fields of IterationBreakdown",
+                got=f"{type(error).__name__}: {error}",
+                remedy="resume with the version that started the run, or choose another run folder",
+            ) from None
+        self._files = files
+        atexit.register(self.flush)
+
+    def record_bucket(self, record: BucketRecord) -> None:
+        """Keeps `record` for the running iteration; its times are not read before its end."""
+        self._records.append(record)
+
+    def record_stage(self, stage: str, seconds: float) -> None:
+        """Adds host seconds to one of `STEP_STAGES` of the running iteration."""
+        assert stage in STEP_STAGES, f"{stage!r} is not one of {STEP_STAGES}"
+        self._step_s[stage] = self._step_s.get(stage, 0.0) + seconds
+
+    def end_iteration(
+        self,
+        iteration: int,
+        *,
+        iteration_s: float,
+        loss: float | None = None,
+        grad_norm: float | None = None,
+        skipped: bool = False,
+        extra: Mapping[str, float] | None = None,
+    ) -> IterationBreakdown:
+        """Ends the running iteration: adds up, appends to the files, feeds the sinks.
+
+        An iteration that is at or before the last one (a resumed run, a repeated step) replaces
+        what is there from it on. On CUDA this waits for the events of the iteration's stages, so
+        it belongs after the optimizer step, where the losses are read anyway.
+
+        Args:
+            iteration: number of the iteration, as the training loop counts.
+            iteration_s: wall-clock seconds of the iteration.
+            loss: a number on the host; None when not known.
+            grad_norm: a number on the host; None when not known.
+            skipped: the optimizer refused the step.
+            extra: further numbers; `learning_rate` has a field of its own.
+
+        Returns:
+            The breakdown, on every rank.
+        """
+        assert self._closed is None, "end_iteration after close"
+        records, self._records = self._records, []
+        step_s, self._step_s = self._step_s, {}
+        breakdown = iteration_breakdown(
+            iteration,
+            records,
+            step_s,
+            iteration_s=iteration_s,
+            loss=loss,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            extra=extra,
+        )
+        if self._last is None or iteration <= self._last.iteration:
+            self._begin_at(iteration)
+        self._last = breakdown
+        self._history.append(breakdown)
+        if self._machine is None:
+            # Now, because at the end of the run the process group may be gone.
+            self._machine = _machine()
+        if self._files:
+            self._write(breakdown, records)
+        if self._is_writer:
+            scalars = breakdown.scalars()
+            for sink in self._sinks:
+                sink.log(scalars, iteration)
+        return breakdown
+
+    def scalars(self) -> dict[str, float]:
+        """The last iteration under the names that the dashboards show; empty before the first."""
+        return {} if self._last is None else self._last.scalars()
+
+    def flush(self) -> None:
+        """Writes pending lines to the files; also called when the interpreter exits."""
+        self._since_flush = 0
+        self._on_files(JsonLines.flush)
+
+    def close(self) -> dict[str, Any]:
+        """Writes `summary.json`, closes the sinks, prints the table; once, however often called.
+
+        Buckets of an iteration that did not end are dropped. Belongs into a `finally`.
+
+        Returns:
+            The summary: of the whole run on the writer, earlier parts of a resumed one included;
+            elsewhere of what this process saw.
+        """
+        if self._closed is not None:
+            return self._closed
+        self.flush()
+        atexit.unregister(self.flush)
+        summary = self._closed = self._summary()
+        for sink in self._sinks:
+            sink.close()
+        if self._run_dir is not None:
+            try:
+                _write_whole(self._run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+            except OSError as error:
+                logger.error("%s cannot be written: %s", SUMMARY_FILE, error)
+        if self._is_writer and self._tracking.console:
+            print_summary(summary)
+        return summary
+
+    def _begin_at(self, iteration: int) -> None:
+        """Drops everything that `iteration` and what follows it will write again."""
+        self._history.cut(iteration)
+        self._on_files(lambda file: file.cut(iteration))
+
+    def _write(self, breakdown: IterationBreakdown, records: Sequence[BucketRecord]) -> None:
+        breakdowns, buckets = self._files
+        breakdowns.append(breakdown.line())
+        origin_s = min((record.launched_s for record in records), default=0.0)
+        for record in records:
+            buckets.append(bucket_line(record, breakdown.iteration, origin_s))
+        self._since_flush += 1
+        if self._since_flush >= self._tracking.flush_every:
+            self.flush()
+
+    def _on_files(self, act: Callable[[JsonLines], None]) -> None:
+        try:
+            for file in self._files:
+                act(file)
+        except OSError as error:
+            self._files = ()
+            logger.error("the run's JSON lines are off for the rest of the run: %s", error)
+
+    def _summary(self) -> dict[str, Any]:
+        compression = self._config.get("compression") or {}
+        return {
+            "name": self._name,
+            **self._history.summary(),
+            "target_density": compression.get("density"),
+            **(self._machine or _machine()),
+            "versions": _versions(),
+        }
+
+
+def _machine() -> dict[str, Any]:
+    # is_initialized: asking for the device's name must not make a CUDA context on a CPU run.
+    cuda = torch.cuda.is_initialized()
+    distributed = dist.is_available() and dist.is_initialized()
+    return {
+        "world_size": dist.get_world_size() if distributed else 1,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    try:
+        megatron = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        megatron = None
+    return {
+        "megatron_sparse": megatron_sparse.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if torch.cuda.is_initialized() else None,
+        "megatron_core": megatron,
+        "python": platform.python_version(),
+    }
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes `path` so that a reader, or a kill, never finds half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,266 @@
+"""Dashboards: TensorBoard and Weights & Biases behind one small interface."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_sparse.config import TrackingConfig
+from megatron_sparse.errors import ConfigError, DependencyError
+
+logger = logging.getLogger(__name__)
+
+
+class ScalarSink(Protocol):
+    """Takes the named numbers of each iteration."""
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Writes `scalars` for iteration `step`; called in ascending order of `step`."""
+
+    def close(self) -> None:
+        """Writes what is buffered; called once."""
+
+
+class IsolatedSink:
+    """Keeps the failures of a sink away from the training loop.
+
+    The first exception is logged and turns the sink off: a full disk or a lost network must not
+    end a run of days. Failures when a sink is *opened* are errors, see `open_sinks`.
+    """
+
+    def __init__(self, sink: ScalarSink) -> None:
+        self._sink = sink
+        self._works = True
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Passes on to the sink; does nothing once it has failed."""
+        if self._works:
+            try:
+                self._sink.log(scalars, step)
+            except Exception as error:
+                self._turn_off(error)
+
+    def close(self) -> None:
+        """Closes the sink, one that has failed too: it may hold files and threads."""
+        try:
+            self._sink.close()
+        except Exception as error:
+            if self._works:
+                self._turn_off(error)
+
+    def _turn_off(self, error: Exception) -> None:
+        self._works = False
+        logger.error(
+            "%s failed and is off for the rest of the run: %s: %s",
+            type(self._sink).__name__,
+            type(error).__name__,
+            error,
+        )
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard.
+
+    Args:
+        writer: anything with `SummaryWriter`'s `add_scalar`, `flush` and `close`, for example the
+            one that Megatron has. It stays the caller's: `close` only flushes it.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._owned = False
+
+    @classmethod
+    def open(cls, directory: Path, *, first_iteration: int | None = None) -> TensorBoardSink:
+        """Opens a writer of our own in `directory`.
+
+        Args:
+            directory: made if it does not exist.
+            first_iteration: of a resumed run; TensorBoard then hides what an earlier attempt wrote
+                at or after it.
+
+        Raises:
+            DependencyError: TensorBoard is not installed.
+            ConfigError: the folder cannot be written.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise DependencyError(
+                "TensorBoard is not installed",
+                expected="an importable `tensorboard`",
+                got=error,
+                remedy="pip install 'megatron-sparse[train]', or set tracking.tensorboard=false",
+            ) from None
+        try:
+            writer = SummaryWriter(log_dir=str(directory), purge_step=first_iteration)
+        except OSError as error:
+            raise ConfigError(
+                "the TensorBoard folder cannot be written",
+                expected="a folder that can be made and written",
+                got=error,
+                remedy="choose another run folder, or set tracking.tensorboard=false",
+            ) from None
+        sink = cls(writer)
+        sink._owned = True
+        return sink
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Adds one point to each curve."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes the events; closes the writer if `open` made it."""
+        self._writer.flush()
+        if self._owned:
+            self._writer.close()
+
+
+class WandbSink:
+    """Scalars for Weights & Biases.
+
+    Args:
+        run: a run, or the `wandb` module while it has one (Megatron's writer). It stays the
+            caller's: `close` does not finish it.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._owned = False
+
+    @classmethod
+    def open(
+        cls, run_dir: Path, tracking: TrackingConfig, config: Mapping[str, Any] | None
+    ) -> WandbSink:
+        """Starts a run of our own whose files lie in `run_dir/wandb`.
+
+        The run's id is kept in the folder, so that a resumed training goes on in the same run.
+
+        Args:
+            run_dir: the run's folder.
+            tracking: chooses the mode, see `wandb_mode`.
+            config: resolved configuration, shown beside the curves.
+
+        Raises:
+            DependencyError: wandb is not installed.
+            ConfigError: the run could not be started (no network, key refused, ...).
+        """
+        wandb = _import_wandb()
+        try:
+            mode = wandb_mode(tracking)
+            run = wandb.init(
+                mode=mode,
+                dir=str(run_dir),
+                project=tracking.wandb_project,
+                entity=tracking.wandb_entity,
+                name=run_dir.name,
+                id=_run_id(run_dir / "wandb"),
+                # Offline, wandb has nobody to ask whether the run exists and warns about it.
+                resume="allow" if mode == "online" else None,
+                config=dict(config or {}),
+            )
+        except (wandb.Error, OSError) as error:
+            raise ConfigError(
+                f"W&B did not start (tracking.wandb={tracking.wandb})",
+                expected="a run folder that can be written and, online, a server that answers",
+                got=f"{type(error).__name__}: {error}",
+                remedy="set tracking.wandb=offline and upload later with `wandb sync`",
+            ) from None
+        sink = cls(run)
+        sink._owned = True
+        return sink
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Logs one row of history at `step`."""
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        """Finishes the run if `open` started it, which waits for a running upload."""
+        if self._owned:
+            self._run.finish()
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise DependencyError(
+            "wandb is not installed",
+            expected="an importable `wandb`",
+            got=error,
+            remedy="pip install 'megatron-sparse[train]', or set tracking.wandb=disabled",
+        ) from None
+    return wandb
+
+
+def _run_id(wandb_dir: Path) -> str:
+    """The id kept in `wandb_dir`; makes one the first time."""
+    path = wandb_dir / "run-id.txt"
+    if not path.exists():
+        wandb_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex(4) + "\n")
+    return path.read_text().strip()
+
+
+def wandb_mode(tracking: TrackingConfig) -> str:
+    """The mode that W&B runs in: `online`, `offline` or `disabled`.
+
+    `tracking.wandb` decides; for `auto`, WANDB_MODE if the user set it, else `online` with
+    credentials and `offline` without. Talks to no server.
+
+    Raises:
+        DependencyError: wandb is not installed.
+    """
+    if tracking.wandb != "auto":
+        return tracking.wandb
+    return os.environ.get("WANDB_MODE") or ("online" if _has_credentials() else "offline")
+
+
+def _has_credentials() -> bool:
+    """Whether wandb would find a key or token without asking; neither is kept or printed.
+
+    `wandb.login(prompt=False)` would tell too, but prints, and asks the server.
+    """
+    wandb = _import_wandb()
+    settings = wandb.setup().settings
+    if os.environ.get("WANDB_API_KEY") or settings.api_key or settings.identity_token_file:
+        return True
+    try:
+        from wandb.sdk.lib.wbauth import read_netrc_auth
+    except ImportError:
+        # Up to 0.22 the lookup in netrc was elsewhere; its public face is deprecated since.
+        return bool(wandb.api.api_key)
+    return bool(read_netrc_auth(host=settings.base_url))
+
+
+def open_sinks(
+    run_dir: Path,
+    tracking: TrackingConfig,
+    config: Mapping[str, Any] | None = None,
+    *,
+    first_iteration: int | None = None,
+) -> list[ScalarSink]:
+    """Opens the dashboards that `tracking` asks for; call it on the writer rank only.
+
+    Args:
+        run_dir: the run's folder; TensorBoard writes to `tensorboard/`, W&B to `wandb/` in it.
+        tracking: which dashboards.
+        config: resolved configuration for W&B.
+        first_iteration: of a resumed run, see `TensorBoardSink.open`.
+
+    Raises:
+        DependencyError: a dashboard is asked for and not installed.
+        ConfigError: a dashboard cannot be opened.
+    """
+    sinks: list[ScalarSink] = []
+    if tracking.tensorboard:
+        directory = run_dir / "tensorboard"
+        sinks.append(TensorBoardSink.open(directory, first_iteration=first_iteration))
+    if tracking.wandb != "disabled":
+        sinks.append(WandbSink.open(run_dir, tracking, config))
+    return sinks

@@ -1,0 +1,158 @@
+"""The breakdown of an iteration: sums, overlap, and what JSON cannot say."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from megatron_sparse.compression.schedule import Phase
+from megatron_sparse.recording import BUCKET_STAGES, STAGES, BucketRecord
+from megatron_sparse.telemetry.breakdown import (
+    IterationBreakdown,
+    bucket_line,
+    in_flight_s,
+    iteration_breakdown,
+)
+
+
+def record(name="b0", *, launched_s=0.0, finished_s=0.0, stage_us=None, **fields) -> BucketRecord:
+    values = {"scheme": "agsparse", "phase": "target", "density": 0.01, "numel": 1000, "nnz": 10}
+    result = BucketRecord(
+        name, step=3, launched_s=launched_s, finished_s=finished_s, **(values | fields)
+    )
+    for stage, time_us in (stage_us or {}).items():
+        result.watch.add(stage, time_us)
+    return result
+
+
+def test_sums_over_buckets():
+    records = [
+        record("a", numel=1000, nnz=10, dense_bytes=6000, wire_bytes=200, scheme="agsparse",
+               stage_us={"prune": 1500.0, "network": 250.0}),
+        record("b", numel=3000, nnz=90, dense_bytes=18000, wire_bytes=18000, scheme="dense",
+               stage_us={"network": 750.0}),
+    ]  # fmt: skip
+    b = iteration_breakdown(
+        7,
+        records,
+        {"forward_backward": 0.04, "host_wait": 0.005},
+        iteration_s=0.05,
+        loss=2.5,
+        grad_norm=1.25,
+        extra={"learning_rate": 1e-3, "residual_norm": 4.0},
+    )
+    assert set(b.stage_ms) == set(STAGES)
+    assert b.stage_ms["prune"] == 1.5
+    assert b.stage_ms["network"] == 1.0
+    assert b.stage_ms["forward_backward"] == 40.0
+    assert b.stage_ms["optimizer"] == 0.0
+    assert (b.iteration_ms, b.exposed_ms) == (50.0, 5.0)
+    assert (b.dense_bytes, b.wire_bytes, b.nnz, b.numel) == (24000, 18200, 100, 4000)
+    assert b.density == 0.025
+    assert b.schemes == {"agsparse": 1, "dense": 1}
+    assert (b.loss, b.grad_norm, b.learning_rate, b.skipped) == (2.5, 1.25, 1e-3, False)
+    assert b.extra == {"residual_norm": 4.0}
+
+
+def test_overlap_counts_time_in_flight_once_and_without_the_wait():
+    records = [
+        record("a", launched_s=1.0, finished_s=3.0),
+        record("b", launched_s=2.0, finished_s=4.0),
+        record("c", launched_s=2.5, finished_s=2.75),
+        record("d", launched_s=10.0, finished_s=10.5),
+    ]
+    assert in_flight_s(records) == 3.5
+    assert in_flight_s(records[::-1]) == 3.5
+    b = iteration_breakdown(1, records, {"host_wait": 1.5}, iteration_s=12.0)
+    assert b.overlapped_ms == 2000.0
+    # A thread that waits longer than anything was in flight overlapped nothing, not less.
+    assert iteration_breakdown(1, records, {"host_wait": 9.0}, iteration_s=12.0).overlapped_ms == 0
+    assert in_flight_s([]) == 0.0
+
+
+def test_phase_is_that_of_most_elements():
+    records = [
+        record("a", phase=Phase.OFF, numel=10),
+        record("b", phase=Phase.OFF, numel=10),
+        record("c", phase=Phase.RAMP, numel=100),
+    ]
+    phase = iteration_breakdown(1, records, {}, iteration_s=1.0).phase
+    assert phase == "ramp"
+    assert type(phase) is str
+
+
+def test_iteration_without_buckets():
+    b = iteration_breakdown(1, [], {}, iteration_s=0.25, skipped=True)
+    assert (b.phase, b.density, b.wire_ratio, b.schemes) == ("off", None, None, {})
+    assert b.scalars() == {
+        "sparse/dense_bytes": 0.0,
+        "sparse/wire_bytes": 0.0,
+        "time_ms/iteration": 250.0,
+        **{f"time_ms/{stage}": 0.0 for stage in STAGES},
+        "time_ms/exposed": 0.0,
+        "time_ms/overlapped": 0.0,
+        "train/skipped": 1.0,
+    }
+
+
+def test_scalars_have_units_and_names():
+    b = iteration_breakdown(
+        1,
+        [record(dense_bytes=1000, wire_bytes=250, stage_us={"prune": 2000.0})],
+        {"optimizer": 0.01},
+        iteration_s=0.1,
+        loss=3.0,
+        extra={"learning_rate": 0.5, "residual_norm": 2.0, "cluster/rtt_ms": 1.0},
+    )
+    scalars = b.scalars()
+    assert scalars["sparse/wire_bytes"] == 250.0
+    assert scalars["sparse/wire_ratio"] == 0.25
+    assert scalars["sparse/density"] == 0.01
+    assert scalars["time_ms/prune"] == 2.0
+    assert scalars["time_ms/optimizer"] == 10.0
+    assert scalars["train/loss"] == 3.0
+    assert scalars["train/learning_rate"] == 0.5
+    assert scalars["extra/residual_norm"] == 2.0
+    assert scalars["cluster/rtt_ms"] == 1.0
+    assert "train/grad_norm" not in scalars
+    assert all(type(value) is float for value in scalars.values())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_becomes_null(value):
+    b = iteration_breakdown(
+        1, [record()], {}, iteration_s=0.1, loss=value, grad_norm=value, extra={"x": value}
+    )
+    assert (b.loss, b.grad_norm, b.extra) == (None, None, {"x": None})
+    assert IterationBreakdown(**json.loads(b.line())) == b
+    assert not {"train/loss", "train/grad_norm", "extra/x"} & set(b.scalars())
+
+
+def test_lines_read_back():
+    r = record('odd "name"\n\\', launched_s=5.25, finished_s=5.5, dense_bytes=8, wire_bytes=4,
+               phase=Phase.TARGET, stage_us={"prune": 12.345})  # fmt: skip
+    b = iteration_breakdown(9, [r], {"optimizer": 0.1}, iteration_s=1.0, loss=0.1)
+    assert "\n" not in b.line()
+    assert IterationBreakdown(**json.loads(b.line())) == b
+    line = bucket_line(r, 9, origin_s=5.0)
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "iteration": 9,
+        "bucket": 'odd "name"\n\\',
+        "step": 3,
+        "scheme": "agsparse",
+        "phase": "target",
+        "planned_density": 0.01,
+        "density": 0.01,
+        "numel": 1000,
+        "nnz": 10,
+        "dense_bytes": 8,
+        "wire_bytes": 4,
+        "launched_us": 250_000.0,
+        "finished_us": 500_000.0,
+        # rounded to a tenth of a microsecond: the clock is no better
+        "stage_us": dict.fromkeys(BUCKET_STAGES, 0.0) | {"prune": 12.3},
+    }
+    assert json.loads(bucket_line(record(numel=0, nnz=0, density=1), 9, 0.0))["density"] is None

@@ -1,0 +1,147 @@
+"""The final table, at the widths that people have."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse.recording import STAGES
+from megatron_sparse.telemetry import print_summary
+
+
+def traffic(iterations, dense_bytes, wire_bytes, density, iteration_ms):
+    return {
+        "iterations": iterations,
+        "dense_bytes": dense_bytes,
+        "wire_bytes": wire_bytes,
+        "wire_ratio": wire_bytes / dense_bytes,
+        "density": density,
+        "iteration_ms": iteration_ms,
+    }
+
+
+STAGE_MS = dict(zip(STAGES, (70.0, 10.0, 15.0, 1.5, 2.0, 0.5, 40.0, 6.0), strict=True))
+SUMMARY = {
+    "name": "demo [1]",
+    **traffic(100, 100 * 2**20, 30 * 2**20, 0.25, 100.0),
+    "skipped": 2,
+    "loss_first": 9.25,
+    "loss_last": 4.5,
+    "phases": {
+        "warmup": traffic(20, 20 * 2**20, 20 * 2**20, 1.0, 120.0),
+        "ramp": traffic(30, 30 * 2**20, 8 * 2**20, 0.125, 110.5),
+        "target": traffic(50, 50 * 2**20, 2 * 2**20, 0.0103, 95.25),
+    },
+    "exposed_ms": 15.0,
+    "overlapped_ms": 31.25,
+    "stage_ms": STAGE_MS,
+    "stage_ms_total": {stage: 100 * time_ms for stage, time_ms in STAGE_MS.items()},
+    "target_density": 0.01,
+    "world_size": 4,
+    "device": "cpu",
+    "versions": {},
+}
+EXPECTED = """\
+run demo [1]: 100 iterations, 2 skipped, 4 ranks, cpu
+loss 9.2500 -> 4.5000
+density: target 1.00%, sent 1.03%
+
+gradient bytes of the busiest rank
+phase   iterations       dense       wire  wire/dense  density  ms/iter
+warmup          20   20.00 MiB  20.00 MiB     100.00%  100.00%   120.00
+ramp            30   30.00 MiB   8.00 MiB      26.67%   12.50%   110.50
+target          50   50.00 MiB   2.00 MiB       4.00%    1.03%    95.25
+all            100  100.00 MiB  30.00 MiB      30.00%   25.00%   100.00
+
+an iteration of the training thread: 100.00 ms (median)
+stage                     ms    share
+forward_backward       70.00   70.00%  passes; launching buckets is in them
+optimizer              10.00   10.00%  clipping and step
+host_wait              15.00   15.00%  exposed: waits for synchronisation
+other                   5.00    5.00%  data, logging, checkpoints
+
+its buckets, added up; beside the thread's stages or inside them
+stage                     ms    share
+threshold               1.50    1.50%  sample and threshold
+prune                   2.00    2.00%  error feedback and selection
+encode                  0.50    0.50%  building the message
+network                40.00   40.00%  bytes under way, peers waited for
+decode                  6.00    6.00%  adding up what came
+
+synchronisation: 15.00 ms exposed, 31.25 ms overlapped with compute
+"""
+
+
+def printed(summary, width):
+    file = io.StringIO()
+    print_summary(summary, file, width=width)
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def edited(**changes):
+    return copy.deepcopy(SUMMARY) | changes
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_snapshot(width):
+    assert printed(SUMMARY, width) == EXPECTED.splitlines()
+
+
+def test_the_guide_shows_the_table_as_it_is():
+    guide = Path(__file__).parents[2] / "docs" / "reading-the-breakdown.md"
+    assert EXPECTED.replace(" [1]", "") in guide.read_text(encoding="utf-8")
+
+
+def test_plain_text_without_a_terminal():
+    file = io.StringIO()
+    print_summary(SUMMARY, file)
+    assert file.getvalue().isascii()
+    assert "\x1b" not in file.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 40, 60])
+def test_narrow_lines_fit_and_keep_the_verdict(width):
+    lines = printed(SUMMARY, width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    assert "loss 9.2500 -> 4.5000" in text
+    assert "15.00 ms exposed, 31.25 ms overlapped with compute" in text
+
+
+def test_one_phase_needs_no_total():
+    only = {"target": SUMMARY["phases"]["target"]}
+    lines = printed(edited(phases=only), 80)
+    assert not [line for line in lines if line.startswith("all")]
+
+
+def test_a_run_that_was_never_at_its_target_shows_what_it_sent():
+    phases = {"warmup": SUMMARY["phases"]["warmup"], "ramp": SUMMARY["phases"]["ramp"]}
+    assert "density: target 1.00%, sent 25.00%" in printed(edited(phases=phases), 80)
+
+
+def test_small_densities_keep_two_digits():
+    assert "density: target 0.01%, sent 1.03%" in printed(edited(target_density=1e-4), 80)
+    assert "density: target 0.0012%, sent 1.03%" in printed(edited(target_density=1.2e-5), 80)
+
+
+def test_sizes_beyond_the_largest_unit():
+    lines = printed(edited(dense_bytes=3 * 2**50, wire_bytes=512), 100)
+    (total,) = (line for line in lines if line.startswith("all"))
+    assert "3072.00 TiB" in total
+    assert "512 B" in total
+
+
+def test_a_run_without_an_iteration():
+    nothing = dict.fromkeys(
+        ("name", "loss_first", "loss_last", "wire_ratio", "density", "iteration_ms",
+         "exposed_ms", "overlapped_ms", "target_density"),
+    )  # fmt: skip
+    zero = {"iterations": 0, "skipped": 0, "dense_bytes": 0, "wire_bytes": 0, "world_size": 1}
+    lines = printed(
+        edited(**nothing, **zero, phases={}, stage_ms=dict.fromkeys(STAGES)), 80
+    )  # fmt: skip
+    assert lines[:2] == ["run: 0 iterations, 1 rank, cpu", "density: target -, sent -"]
+    assert "other" not in " ".join(line.split(" ")[0] for line in lines)
