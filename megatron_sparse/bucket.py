@@ -100,9 +100,11 @@ class Layout:
             border nor the border between kept and pruned elements.
         segment_keep: for each segment, whether it is always sent whole.
         shard_segments: n+1 indices into the segments: shard i is segments [i] to [i+1].
-        range_offsets: R+1 offsets; a refinement of the segments by parameter.
+        range_offsets: R+1 offsets; a refinement of the segments by piece.
         range_segment: the segment of each range.
-        range_parameter: the index into `Bucket.parameters` of each range.
+        range_piece: the piece of each range.
+        piece_offsets: P+1 offsets of the pieces: parameters and the padding between them.
+        piece_parameter: for each piece the index into `Bucket.parameters`, -1 for padding.
     """
 
     segment_offsets: torch.Tensor
@@ -110,13 +112,16 @@ class Layout:
     shard_segments: tuple[int, ...]
     range_offsets: torch.Tensor
     range_segment: torch.Tensor
-    range_parameter: torch.Tensor
+    range_piece: torch.Tensor
+    piece_offsets: torch.Tensor
+    piece_parameter: tuple[int, ...]
 
     @classmethod
     def of(cls, bucket: Bucket, shards: int) -> Layout:
         """Cuts `bucket` into `shards` equal shards, then by kept and pruned runs.
 
-        Padding belongs to the parameter before it (to the first one, at the very start).
+        Padding is sent with the parameter before it, but is a piece of its own, so that how much
+        of it a bucket has does not change what is sampled.
 
         Example:
             >>> p = [ParameterSlice("w", 0, 6), ParameterSlice("b", 6, 8, keep=True)]
@@ -125,38 +130,60 @@ class Layout:
             [0, 4, 6, 8]
         """
         numel = bucket.numel
-        shard_numel = numel // shards if shards else numel
-        shard_borders = {i * shard_numel for i in range(shards)} | {numel}
-        starts = [0] + [p.start for p in bucket.parameters[1:]] + [numel]
-        keeps = [p.keep for p in bucket.parameters] or [True]
-        if not bucket.parameters:
-            starts = [0, numel]
-        borders = set(shard_borders)
-        for index, (start, _) in enumerate(pairwise(starts)):
-            if index == 0 or keeps[index] != keeps[index - 1]:
-                borders.add(start)
-        segments = _split_long(sorted(borders))
-        cuts = sorted(set(segments) | set(starts))
-        parameter_of = _owner(starts, cuts)
-        segment_of = _owner(segments, cuts)
-        keep_of_segment = [keeps[i] for i in _owner(starts, segments)]
-        shard_starts = [i * shard_numel for i in range(shards)]
-        shard_segments = (
-            [segments.index(start) for start in shard_starts] if numel else [0] * shards
-        )
+        shard_starts = [shard * (numel // shards) for shard in range(shards)]
+        pieces, owners = _pieces(bucket)
+        keeps = _piece_keeps(bucket, owners)
+        kind_borders = {
+            start
+            for index, start in enumerate(pieces[:-1])
+            if index == 0 or keeps[index] != keeps[index - 1]
+        }
+        segments = _split_long(sorted({*shard_starts, numel, *kind_borders}))
+        cuts = sorted({*segments, *pieces})
+        keep_of_segment = [keeps[piece] for piece in _owner(pieces, segments)]
+        firsts = [segments.index(start) for start in shard_starts] if numel else [0] * shards
         return cls(
             segment_offsets=torch.tensor(segments, dtype=torch.int64),
             segment_keep=torch.tensor(keep_of_segment, dtype=torch.uint8),
-            shard_segments=(*shard_segments, len(segments) - 1),
+            shard_segments=(*firsts, len(segments) - 1),
             range_offsets=torch.tensor(cuts, dtype=torch.int64),
-            range_segment=torch.tensor(segment_of, dtype=torch.int64),
-            range_parameter=torch.tensor(parameter_of, dtype=torch.int64),
+            range_segment=torch.tensor(_owner(segments, cuts), dtype=torch.int64),
+            range_piece=torch.tensor(_owner(pieces, cuts), dtype=torch.int64),
+            piece_offsets=torch.tensor(pieces, dtype=torch.int64),
+            piece_parameter=tuple(owners),
         )
 
     def shard_offsets(self, shard: int) -> torch.Tensor:
         """Offsets of the segments that make up one shard."""
         first, last = self.shard_segments[shard], self.shard_segments[shard + 1]
         return self.segment_offsets[first : last + 1]
+
+
+def _pieces(bucket: Bucket) -> tuple[list[int], list[int]]:
+    """Offsets of parameters and paddings, and each one's parameter (-1 for padding)."""
+    offsets, owners = [0], []
+    for index, parameter in enumerate(bucket.parameters):
+        if parameter.start > offsets[-1]:
+            offsets.append(parameter.start)
+            owners.append(-1)
+        if parameter.stop > parameter.start:
+            offsets.append(parameter.stop)
+            owners.append(index)
+    if bucket.numel > offsets[-1]:
+        offsets.append(bucket.numel)
+        owners.append(-1)
+    return offsets, owners
+
+
+def _piece_keeps(bucket: Bucket, owners: Sequence[int]) -> list[bool]:
+    """Whether each piece is always sent whole; padding follows the parameter before it."""
+    keeps: list[bool] = []
+    for owner in owners:
+        if owner >= 0:
+            keeps.append(bucket.parameters[owner].keep)
+        else:
+            keeps.append(keeps[-1] if keeps else True)
+    return keeps
 
 
 def _split_long(borders: list[int]) -> list[int]:

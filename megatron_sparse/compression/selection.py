@@ -104,7 +104,7 @@ class Selector:
         residual_N = self.residuals.begin(bucket)
         with watch.stage("prune"):
             thresholds_R = torch.full(
-                (layout.range_parameter.numel(),), KEEP_ALL, device=bucket.grad_N.device
+                layout.range_piece.shape, KEEP_ALL, device=bucket.grad_N.device
             )
             ops.prune_(
                 bucket.grad_N,

@@ -33,28 +33,30 @@ def range_thresholds(
         `KEEP_ALL`. No host synchronisation.
     """
     device = bucket.grad_N.device
-    range_count = layout.range_parameter.numel()
-    if density >= 1 or not bucket.parameters:
-        return torch.full((range_count,), KEEP_ALL, dtype=torch.float32, device=device)
+    if density >= 1:
+        return torch.full(layout.range_piece.shape, KEEP_ALL, device=device)
+    pruned_P = [
+        owner >= 0 and not bucket.parameters[owner].keep for owner in layout.piece_parameter
+    ]
     if config.threshold_scope == "bucket":
-        return _bucket_threshold(bucket, layout, residual_N, density, step, config)
-    starts = [0] + [p.start for p in bucket.parameters[1:]] + [bucket.numel]
-    densities = [1.0 if p.keep else density for p in bucket.parameters]
-    keys = [draw_key(config.seed, step, "sample", p.name) for p in bucket.parameters]
-    thresholds_P = ops.sample_threshold(
-        bucket.grad_N,
-        residual_N,
-        torch.tensor(starts, dtype=torch.int64),
-        torch.tensor(densities, dtype=torch.float32),
-        config.samples,
-        torch.tensor(keys, dtype=torch.int64),
-    )
-    return thresholds_P[layout.range_parameter.to(device)]
+        threshold = _bucket_threshold(bucket, residual_N, density, step, config)
+        thresholds_P = torch.where(torch.tensor(pruned_P, device=device), threshold, KEEP_ALL)
+    else:
+        names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
+        keys = [draw_key(config.seed, step, "sample", name) for name in names]
+        thresholds_P = ops.sample_threshold(
+            bucket.grad_N,
+            residual_N,
+            layout.piece_offsets,
+            torch.tensor([density if pruned else 1.0 for pruned in pruned_P]),
+            config.samples,
+            torch.tensor(keys, dtype=torch.int64),
+        )
+    return thresholds_P[layout.range_piece.to(device)]
 
 
 def _bucket_threshold(
     bucket: Bucket,
-    layout: Layout,
     residual_N: torch.Tensor,
     density: float,
     step: int,
@@ -63,9 +65,8 @@ def _bucket_threshold(
     """One threshold for all pruned parameters of the bucket, sampled as if they were adjacent."""
     device = bucket.grad_N.device
     pruned = [p for p in bucket.parameters if not p.keep]
-    thresholds_R = torch.full((layout.range_parameter.numel(),), KEEP_ALL, dtype=torch.float32)
     if not pruned:
-        return thresholds_R.to(device)
+        return torch.full((), KEEP_ALL, device=device)
     starts = torch.tensor([p.start for p in pruned])
     ends = torch.tensor([p.stop - p.start for p in pruned]).cumsum(0)
     numel = int(ends[-1])
@@ -79,7 +80,4 @@ def _bucket_threshold(
     first = torch.cat([ends.new_zeros(1), ends[:-1]])
     index = (positions - first[owner] + starts[owner]).to(device, non_blocking=True)
     magnitudes = (bucket.grad_N[index].float() + residual_N[index].float()).abs()
-    threshold = ops.threshold_of_samples(magnitudes, density)
-    keep_P = torch.tensor([p.keep for p in bucket.parameters])
-    keep_R = keep_P[layout.range_parameter].to(device)
-    return torch.where(keep_R, KEEP_ALL, threshold)
+    return ops.threshold_of_samples(magnitudes, density)

@@ -41,6 +41,7 @@ def _matrix(rank, world_size):
             "whole": _train(setting, scheme="agsparse", density=1.0, **AT_TARGET),
             "sparse": _train(setting, scheme="agsparse", density=0.05, **AT_TARGET),
             "again": _train(setting, scheme="agsparse", density=0.05, **AT_TARGET),
+            "one": _train(setting, steps=1, scheme="agsparse", density=0.05, **AT_TARGET),
             "bf16 wire": _train(
                 setting, scheme="agsparse", density=0.05, wire_dtype="bf16", **AT_TARGET
             ),
@@ -87,12 +88,17 @@ class TestMatrix:
             assert all(torch.equal(first[2][name], again[2][name]) for name in first[2])
 
 
-def test_selection_is_the_same_with_overlap_on_and_off(matrix):
-    """threshold_scope=parameter: the cut into buckets does not change what is sent."""
-    for distributed in (False, True):
-        off, on = matrix[0][False, distributed]["sparse"], matrix[0][True, distributed]["sparse"]
-        assert off[0] == on[0]
-        assert all(torch.equal(off[2][name], on[2][name]) for name in off[2])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_selection_is_the_same_with_overlap_on_and_off(matrix, distributed):
+    """threshold_scope=parameter: the cut into buckets does not change what is sent.
+
+    One step, because with the distributed optimizer Megatron itself adds up the gradient norm in
+    another order when the buckets change, and the weights of later steps differ in the last bit.
+    """
+    off, on = matrix[0][False, distributed]["one"], matrix[0][True, distributed]["one"]
+    assert off[0] == on[0]
+    assert off[2].keys() == on[2].keys()
+    assert all(torch.equal(off[2][name], on[2][name]) for name in off[2])
 
 
 def _events(rank, world_size):

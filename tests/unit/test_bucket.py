@@ -38,24 +38,30 @@ def test_segments_and_ranges_tile_the_bucket(parameters, world_size, padding):
     assert set(segments) <= set(ranges)
     shards = {r * bucket.numel // world_size for r in range(world_size)}
     assert shards <= set(segments)
+    pieces = layout.piece_offsets.tolist()
     for index in range(len(ranges) - 1):
-        segment = int(layout.range_segment[index])
-        piece = bucket.parameters[int(layout.range_parameter[index])]
+        segment, piece = int(layout.range_segment[index]), int(layout.range_piece[index])
         assert segments[segment] <= ranges[index] < ranges[index + 1] <= segments[segment + 1]
-        assert bool(layout.segment_keep[segment]) == piece.keep
-    for element, owner in _owners(bucket).items():
-        index = max(i for i, start in enumerate(ranges[:-1]) if start <= element)
-        assert int(layout.range_parameter[index]) == owner
+        assert pieces[piece] <= ranges[index] < ranges[index + 1] <= pieces[piece + 1]
+    owners = _owners(bucket)
+    for element in range(bucket.numel):
+        piece = max(i for i, start in enumerate(pieces[:-1]) if start <= element)
+        segment = max(i for i, start in enumerate(segments[:-1]) if start <= element)
+        inside, before = owners[element]
+        assert layout.piece_parameter[piece] == inside
+        assert bool(layout.segment_keep[segment]) == bucket.parameters[before].keep
 
 
 def _owners(bucket):
-    """Element -> parameter index by brute force; padding belongs to the parameter before it."""
-    owners, owner = {}, 0
+    """Element -> (parameter that holds it or -1, last parameter at or before it), brute force."""
+    owners, before = {}, 0
     for element in range(bucket.numel):
+        inside = -1
         for index, piece in enumerate(bucket.parameters):
             if piece.start <= element:
-                owner = index
-        owners[element] = owner
+                before = index
+                inside = index if element < piece.stop else -1
+        owners[element] = inside, before
     return owners
 
 
