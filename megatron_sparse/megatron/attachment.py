@@ -110,9 +110,7 @@ class Attachment:
         self.planner = FixedPlanner(config.compression, config.scheme)
         self.groups = collect(chunks, ParameterFilter(config.compression))
         self._check_attachable()
-        self.alone = borrow_group(
-            [dist.get_rank()], dist.get_backend(), config.scheme.timeout_s
-        )
+        self.alone = borrow_group([dist.get_rank()], dist.get_backend(), config.scheme.timeout_s)
         device = self.buckets[0].grad_N.device if self.buckets else torch.device("cpu")
         self.progress = ProgressThread(device, config.scheme.timeout_s)
         self.residuals = ResidualStore(

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tests.megatron.toy import Setting, Toy
+from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
 from tests.ranks import run_ranks
 
 STEPS = 5
@@ -18,7 +18,7 @@ AT_TARGET = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 256}
 def _train(setting, steps=STEPS, **plugin):
     from megatron_sparse.megatron import attach, detach
 
-    toy = Toy(setting)
+    toy = SmallGPT(setting)
     attachment = attach(toy.ddp, toy.optimizer, **plugin) if plugin else None
     losses = [toy.step()[0] for _ in range(steps)]
     weights = toy.weights()
@@ -33,7 +33,7 @@ def _train(setting, steps=STEPS, **plugin):
 def _matrix(rank, world_size):
     results = {}
     for overlap, distributed in COMBINATIONS:
-        setting = Setting(overlap=overlap, distributed_optimizer=distributed)
+        setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
         runs = {
             "megatron": _train(setting),
             "dense": _train(setting, scheme="dense", **AT_TARGET),
@@ -112,8 +112,8 @@ def _events(rank, world_size):
 
     # fp16: an Inf in one rank's gradient skips the step on every rank and leaves the residual.
     for distributed in (False, True):
-        plain = Toy(Setting(fp16=True, distributed_optimizer=distributed))
-        toy = Toy(Setting(fp16=True, distributed_optimizer=distributed))
+        plain = SmallGPT(SmallGPTConfig(fp16=True, distributed_optimizer=distributed))
+        toy = SmallGPT(SmallGPTConfig(fp16=True, distributed_optimizer=distributed))
         attachment = attach(toy.ddp, toy.optimizer, density=0.05, scheme="agsparse", **AT_TARGET)
         toy.step(), plain.step()
         before, weights = snapshot(attachment), toy.weights()
@@ -134,7 +134,7 @@ def _events(rank, world_size):
         detach(attachment)
 
     # fp32 without a NaN check: the NaN travels, as Megatron's would.
-    toy = Toy(Setting())
+    toy = SmallGPT(SmallGPTConfig())
     attachment = attach(toy.ddp, toy.optimizer, density=0.05, scheme="agsparse", **AT_TARGET)
     _poison(toy, rank, float("nan"))
     toy.step()
@@ -143,7 +143,7 @@ def _events(rank, world_size):
     detach(attachment)
 
     # A repeated step: same gradients, same residual, as if the first had not been.
-    toy = Toy(Setting())
+    toy = SmallGPT(SmallGPTConfig())
     attachment = attach(
         toy.ddp, toy.optimizer, density=0.05, scheme="agsparse", undo="always", **AT_TARGET
     )
@@ -168,7 +168,7 @@ def _events(rank, world_size):
     report["detached"] = "step" not in toy.optimizer.__dict__ and toy.step()[1]
 
     # Without an undo copy a repeated synchronisation is an error, not a wrong residual.
-    toy = Toy(Setting())
+    toy = SmallGPT(SmallGPTConfig())
     attachment = attach(toy.ddp, toy.optimizer, density=0.05, scheme="agsparse", **AT_TARGET)
     toy.step()
     toy.gradients(toy.batch())

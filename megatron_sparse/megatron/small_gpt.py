@@ -1,4 +1,7 @@
-"""A small GPT trained with megatron.core alone, on CPU ranks; import it only inside a rank."""
+"""A small GPT trained with megatron.core alone: for tests and for measuring the plugin's overhead.
+
+It is built without `megatron.training`, so many of them fit into one process, side by side.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 128, 32, 64, 2
-
 
 @dataclass(frozen=True)
-class Setting:
-    """What varies between runs of the toy."""
+class SmallGPTConfig:
+    """Sizes and the Megatron settings that matter to gradient synchronisation."""
 
+    layers: int = 2
+    hidden: int = 64
+    sequence: int = 32
+    vocabulary: int = 128
+    micro_batch: int = 4
     overlap: bool = False
     distributed_optimizer: bool = False
     bf16: bool = False
@@ -24,13 +30,17 @@ class Setting:
     bucket_size: int | None = 40_000
 
 
-class Toy:
-    """Model, DDP wrap, optimizer and data; the same weights on every rank and in every run."""
+class SmallGPT:
+    """Model, DDP wrap, optimizer and data; the same weights on every rank and in every run.
 
-    def __init__(self, setting: Setting, seed: int = 7) -> None:
-        from megatron_sparse.megatron import cpu_mode
+    Needs an initialised process group. Turns on the CPU mode where there is no GPU.
+    """
 
-        cpu_mode.enable()
+    def __init__(self, setting: SmallGPTConfig, seed: int = 7) -> None:
+        if not torch.cuda.is_available():
+            from megatron_sparse.megatron import cpu_mode
+
+            cpu_mode.enable()
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -50,14 +60,14 @@ class Toy:
         if setting.bf16 or setting.fp16:
             dtype = torch.bfloat16 if setting.bf16 else torch.float16
         config = TransformerConfig(
-            num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=4, pipeline_dtype=dtype,
+            num_layers=setting.layers, hidden_size=setting.hidden, num_attention_heads=4, pipeline_dtype=dtype,
             params_dtype=dtype, bf16=setting.bf16, fp16=setting.fp16, hidden_dropout=0.0,
             attention_dropout=0.0, gradient_accumulation_fusion=False,
             tensor_model_parallel_size=setting.tensor_parallel,
         )  # fmt: skip
         model: Any = GPTModel(
             config=config, transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+            vocab_size=setting.vocabulary, max_sequence_length=setting.sequence,
         )  # fmt: skip
         if dtype != torch.float32:
             model = Float16Module(config, model)
@@ -88,13 +98,15 @@ class Toy:
             ),
             [self.ddp],
         )
+        self.setting = setting
         data_rank = parallel_state.get_data_parallel_rank()
         self.generator = torch.Generator().manual_seed(100 + data_rank)
 
     def batch(self) -> torch.Tensor:
         """Tokens whose odd positions follow from the even ones, so that there is a loss to gain."""
-        tokens = torch.randint(0, VOCABULARY, (4, SEQUENCE), generator=self.generator) % 17
-        tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % VOCABULARY
+        shape = (self.setting.micro_batch, self.setting.sequence)
+        tokens = torch.randint(0, self.setting.vocabulary, shape, generator=self.generator) % 17
+        tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % self.setting.vocabulary
         return tokens
 
     def gradients(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -103,8 +115,9 @@ class Toy:
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        positions = torch.arange(SEQUENCE).expand(tokens.shape[0], SEQUENCE)
-        mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+        length = tokens.shape[1]
+        positions = torch.arange(length).expand_as(tokens)
+        mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
         loss = self.ddp(tokens, positions, mask, labels=tokens).float().mean()
         self.optimizer.scale_loss(loss).backward()
         finalize_model_grads([self.ddp])

@@ -1,0 +1,168 @@
+"""The text of the two corpora: which files are read, and what of them is kept.
+
+Code is the standard library's modules as they are. Prose is every string of a module that reads as
+English (docstrings, the topics of `pydoc_data`, what `add_docstr` is given), with package
+descriptions and licences; a paragraph is kept the first time it comes up only.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+type Document = tuple[str, str]
+"""Name and text."""
+
+type Track = Callable[[Iterable[Any], str], Iterable[Any]]
+"""Passes a list through and shows how far it has come: `track(items, description)`."""
+
+_REVISION = 1  # raise it when the same sources would give another corpus
+_MIN_DOCUMENT_CHARS = 200
+_MIN_STRING_CHARS = 80
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib", "__pycache__"}
+)
+# Tables written as Python, and prose.
+_NOT_CODE = ("encodings/", "pydoc_data/", "html/entities.py")
+# How code, reStructuredText directives and field lists, and commands begin.
+_NOT_PROSE = (">>>", "..", ":", "$", "#")
+# Distribution -> the folders of it that hold prose. All of them come with torch and megatron-core;
+# one that a future release no longer brings is left out, and the fingerprint says so.
+_PROSE_FOLDERS = {
+    "megatron-core": ("megatron",),
+    "networkx": ("networkx",),
+    "numpy": ("numpy",),
+    "sympy": ("sympy",),
+    "torch": ("torch/nn", "torch/optim", "torch/distributions", "torch/utils/data"),
+}
+
+
+def code(track: Track) -> Iterator[Document]:
+    """The standard library's modules as they are; data tables written as Python are left out."""
+    root = _stdlib()
+    for path in track(_python_files(root), "read the standard library"):
+        name = path.relative_to(root).as_posix()
+        text = path.read_text("utf-8", errors="replace")
+        if len(text) >= _MIN_DOCUMENT_CHARS and not name.startswith(_NOT_CODE):
+            yield name, text
+
+
+def prose(track: Track) -> Iterator[Document]:
+    """Paragraphs of English, each the first time it comes up; one document for each file."""
+    sources: list[tuple[str, Callable[[], list[str]]]] = []
+    root = _stdlib()
+    for path in _python_files(root):
+        sources.append((f"python/{path.relative_to(root).as_posix()}", _strings_of(path)))
+    for distribution, folders in _PROSE_FOLDERS.items():
+        installed = _installed(distribution)
+        if installed is None:
+            continue
+        sources.append((f"{distribution}/description", _description_of(installed)))
+        for file in sorted(installed.files or [], key=str):
+            name, path = file.as_posix(), Path(str(installed.locate_file(file)))
+            if ".dist-info/" in name and re.search("licen[cs]e|notice|copying", file.name.lower()):
+                sources.append((f"{distribution}/{name}", _whole(path)))
+            elif (
+                name.endswith(".py")
+                and name.startswith(tuple(f"{folder}/" for folder in folders))
+                and _SKIPPED_FOLDERS.isdisjoint(file.parts)
+            ):
+                sources.append((name, _strings_of(path)))
+
+    seen: set[bytes] = set()
+    for name, read in track(sources, "read documentation"):
+        kept = []
+        for text in read():
+            for paragraph in paragraphs(text):
+                key = hashlib.sha256(paragraph.encode()).digest()[:16]
+                if key not in seen:
+                    seen.add(key)
+                    kept.append(paragraph)
+        document = "\n\n".join(kept)
+        if len(document) >= _MIN_DOCUMENT_CHARS:
+            yield name, document
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs of `text` that read as English, each on one line.
+
+    A paragraph counts as English when it has eight words or more, ends as a sentence does, and
+    letters, spaces and plain punctuation make up nearly all of it: that drops code, tables,
+    formulas, lists of names and reStructuredText directives.
+    """
+    for block in re.split(r"\n\s*\n", text):
+        paragraph = " ".join(block.split())
+        if (
+            len(re.findall(r"\b[A-Za-z]{2,}\b", paragraph)) >= 8
+            and paragraph[-1] in ".:!?"
+            and not paragraph.startswith(_NOT_PROSE)
+            and len(re.findall(r"[A-Za-z ,.]", paragraph)) >= 0.92 * len(paragraph)
+        ):
+            yield paragraph
+
+
+def _strings_of(path: Path) -> Callable[[], list[str]]:
+    """Reads the long string constants of a module in source order, docstrings among them."""
+
+    def read() -> list[str]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in the modules that are read
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            return []  # templates and examples of wrong Python carry the suffix .py too
+        strings = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and len(node.value) >= _MIN_STRING_CHARS
+        ]
+        strings.sort(key=lambda node: (node.lineno, node.col_offset))
+        return [str(node.value) for node in strings]
+
+    return read
+
+
+def _description_of(installed: importlib.metadata.Distribution) -> Callable[[], list[str]]:
+    return lambda: [str(installed.metadata.get_payload() or "")]  # type: ignore[attr-defined]
+
+
+def _whole(path: Path) -> Callable[[], list[str]]:
+    return lambda: [path.read_text("utf-8", errors="replace")]
+
+
+def _installed(distribution: str) -> importlib.metadata.Distribution | None:
+    try:
+        return importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _python_files(root: Path) -> list[Path]:
+    files = (path for path in root.rglob("*.py") if path.is_file())
+    return sorted(p for p in files if _SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts))
+
+
+def fingerprint(kind: str) -> str:
+    """Names everything that decides the text of a corpus; costs one listing of the library."""
+    root = _stdlib()
+    facts: list[Any] = [_REVISION, kind, platform.python_version()]
+    facts += [(p.relative_to(root).as_posix(), p.stat().st_size) for p in _python_files(root)]
+    for name in _PROSE_FOLDERS if kind == "prose" else ():
+        installed = _installed(name)
+        facts.append((name, installed.version if installed else None))
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

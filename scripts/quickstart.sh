@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Trains a small model with compressed gradients on this machine, from nothing: makes an
+# environment, prepares a real corpus from what is installed, runs two ranks (gloo on CPU, NCCL on
+# GPUs) and prints what was sent against what dense synchronisation would have sent.
+#
+#   bash scripts/quickstart.sh [starcoder|gpt] [HYDRA-OVERRIDE...]
+#
+# starcoder (the default) learns the Python standard library's source, gpt English documentation.
+# A second run reuses the environment and the corpus. Example of an override:
+#   bash scripts/quickstart.sh gpt compression.density=0.02
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source-path=SCRIPTDIR source=env.sh
+. scripts/env.sh
+
+family=starcoder
+case ${1:-} in
+  starcoder | gpt)
+    family=$1
+    shift
+    ;;
+  "" | *=*) ;; # overrides for Hydra
+  *)
+    fail "the model is unknown" "starcoder | gpt" "$1" "bash scripts/quickstart.sh starcoder"
+    ;;
+esac
+case $family in
+  starcoder) kind=code name=quickstart ;;
+  gpt) kind=prose name=quickstart_gpt ;;
+esac
+
+extras=(train)
+# nvcc, for the CUDA part of the extension, only where there is something to run it on.
+if nvidia-smi --list-gpus >/dev/null 2>&1; then extras+=(cuda); fi
+setup_environment "${extras[@]}"
+
+say "corpus: data/$kind"
+"$PYTHON" -W ignore -m megatron_sparse.megatron.corpus --kind "$kind" --out "data/$kind"
+
+say "training"
+"$PYTHON" scripts/train.py "model=${family}_tiny" experiment=quickstart "data=$kind" "name=$name" "$@"
+say "done: the run is in runs/$name"

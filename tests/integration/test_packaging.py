@@ -1,0 +1,147 @@
+"""The package imports whole from a checkout, an editable install and a wheel.
+
+`configs`, `cuda_ext` and `triton_kernels` stand at the top of the repository and are mapped into
+the package, so each way of importing finds them by other means.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = (
+    "megatron_sparse",
+    "megatron_sparse.configs",
+    "megatron_sparse.cuda_ext",
+    "megatron_sparse.triton_kernels",
+)
+IMPORT = "; ".join(
+    ("import importlib", f"ms = [importlib.import_module(m) for m in {MODULES}]",
+     "[print(list(m.__path__)[0]) for m in ms]")
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout as it comes from git: builds write into it."""
+    folder = tmp_path_factory.mktemp("source") / "checkout"
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv", "runs", "data", "build", "dist", "*.egg-info", "__pycache__", "*.so",
+        "outputs", "wandb", ".*_cache",
+    )  # fmt: skip
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel built from the copy."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, source)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def pip(*arguments: object, python: Path | None = None) -> None:
+    target = ["--python", str(python)] if python else []
+    command = [sys.executable, "-m", "pip", *target, "--no-input", *map(str, arguments)]
+    done = subprocess.run(command, env=environment(), text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment without a PYTHONPATH that would find the checkout."""
+    found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return found | more
+
+
+def imported_from(python: Path | str, cwd: Path, **env: str) -> list[Path]:
+    """Imports MODULES in a process of its own; where each one lies."""
+    done = subprocess.run(
+        [str(python), "-c", IMPORT], cwd=cwd, env=environment(**env), text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [Path(line) for line in done.stdout.splitlines()]
+
+
+def test_from_the_root_of_the_repository(source: Path) -> None:
+    """As in `python scripts/train.py` with nothing installed."""
+    found = imported_from(sys.executable, source, PYTHONPATH=str(source))
+    assert found == [
+        source / "megatron_sparse", source / "configs", source / "cuda_ext",
+        source / "triton_kernels",
+    ]  # fmt: skip
+
+
+def test_from_an_editable_install(source: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "env"
+    venv.create(prefix, symlinks=True)
+    python = prefix / "bin" / "python"
+    # torch and setuptools of this environment, which the build uses, seen from the new one.
+    site = next(prefix.glob("lib/python*/site-packages"))
+    (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    pip("install", "--no-build-isolation", "--no-deps", "-e", source, python=python)
+    found = imported_from(python, tmp_path)
+    assert found[:2] == [source / "megatron_sparse", source / "configs"]
+    assert found[2:] == [source / "cuda_ext", source / "triton_kernels"]
+    assert (prefix / "bin" / "megatron-sparse").is_file()
+
+
+def test_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    pip("install", "--no-deps", "--target", target, wheel)
+    found = imported_from(sys.executable, tmp_path, PYTHONPATH=str(target))
+    assert found == [
+        target.joinpath("megatron_sparse", name)
+        for name in ("", "configs", "cuda_ext", "triton_kernels")
+    ]
+
+
+def test_wheel_holds_everything(wheel: Path, source: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for folder, pattern in (
+        ("megatron_sparse", "**/*.py"), ("configs", "**/*"), ("triton_kernels", "**/*.py"),
+        ("cuda_ext", "**/*.py"), ("cuda_ext", "csrc/*"),
+    ):  # fmt: skip
+        files = [
+            p.relative_to(source)
+            for p in (source / folder).glob(pattern)
+            if p.is_file() and "__pycache__" not in p.parts
+        ]
+        assert files, f"{folder}/{pattern} is empty"
+        inside = {
+            str(p if folder == "megatron_sparse" else Path("megatron_sparse") / p) for p in files
+        }
+        assert inside <= names, f"missing from the wheel: {sorted(inside - names)}"
+    assert any(
+        name.startswith("megatron_sparse/cuda_ext/_lib/") and name.endswith(".so") for name in names
+    ), "the extension is not in the wheel"
+    assert not any(name.startswith(("configs/", "cuda_ext/", "tests/")) for name in names)
+
+
+def test_wheel_fits_every_python_of_the_platform(wheel: Path) -> None:
+    """The extension uses torch's stable ABI and no Python symbol: one wheel for all versions."""
+    assert "-py3-none-" in wheel.name
+    assert not wheel.name.endswith("-any.whl"), "it holds compiled code"
+
+
+def test_wheel_finds_its_extension(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    pip("install", "--no-deps", "--target", target, wheel)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c",
+         "from megatron_sparse import cuda_ext; s = cuda_ext.status()['cpu']; print(s['path'])"],
+        cwd=tmp_path, env=environment(PYTHONPATH=str(target)), text=True, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(target)

@@ -1,0 +1,124 @@
+"""Provisional selections: commit, rollback, repeat; residuals by parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.errors import CheckpointError, SelectionError
+
+
+def _bucket(name="b", sizes=(4, 6), padding=2, prefix="w"):
+    pieces, start = [], 0
+    for index, size in enumerate(sizes):
+        pieces.append(ParameterSlice(f"{prefix}{index}", start, start + size))
+        start += size + padding
+    return Bucket(name, torch.zeros(start), pieces, Form.ALL_REDUCE, 1)
+
+
+def _store(undo=True, outcome=Outcome.REPORTED, dtype=torch.float32):
+    return ResidualStore(dtype, undo=undo, outcome=outcome)
+
+
+def test_rollback_restores_what_was_there_before_the_selection():
+    store, bucket = _store(), _bucket()
+    store.begin(bucket).fill_(1.0)
+    store.commit()
+    store.begin(bucket).fill_(2.0)
+    store.rollback()
+    assert torch.equal(store.begin(bucket), torch.ones(bucket.numel))
+
+
+def test_rollback_of_the_very_first_selection_leaves_zero():
+    store, bucket = _store(), _bucket()
+    store.begin(bucket).fill_(3.0)
+    store.rollback()
+    assert not store.begin(bucket).any()
+
+
+def test_a_second_begin_undoes_the_first():
+    store, bucket = _store(), _bucket()
+    store.begin(bucket).fill_(1.0)
+    store.commit()
+    store.begin(bucket).fill_(2.0)
+    assert torch.equal(store.begin(bucket), torch.ones(bucket.numel))
+
+
+def test_without_undo_a_second_begin_is_an_error_and_changes_nothing():
+    store, bucket = _store(undo=False), _bucket()
+    residual = store.begin(bucket)
+    residual.fill_(1.0)
+    with pytest.raises(SelectionError, match="undo=always"):
+        store.begin(bucket)
+    assert torch.equal(residual, torch.ones(bucket.numel))
+
+
+def test_without_undo_a_skipped_step_is_an_error():
+    store = _store(undo=False)
+    store.begin(_bucket())
+    with pytest.raises(SelectionError, match="skipped"):
+        store.rollback()
+
+
+def test_assumed_outcome_accepts_every_selection():
+    store, bucket = _store(undo=False, outcome=Outcome.ASSUMED), _bucket()
+    store.begin(bucket).fill_(1.0)
+    assert torch.equal(store.begin(bucket), torch.ones(bucket.numel))
+
+
+def test_one_buffer_without_undo_and_two_with_it():
+    bucket = _bucket(sizes=(1000,), padding=0)
+    single, double = _store(undo=False), _store(undo=True)
+    for store in (single, double):
+        for _ in range(2):
+            store.begin(bucket)
+            store.commit()
+    assert single.nbytes == 4000
+    assert double.nbytes == 8000
+    assert double.undo_nbytes == 4000
+
+
+def test_bf16_residuals_take_half_the_memory():
+    store = _store(undo=False, dtype=torch.bfloat16)
+    store.begin(_bucket(sizes=(1000,), padding=0))
+    assert store.nbytes == 2000
+
+
+def test_state_moves_between_bucket_layouts_by_parameter_name():
+    store = _store()
+    first = _bucket("one", (4, 6), padding=2)
+    residual = store.begin(first)
+    residual[:] = torch.arange(first.numel, dtype=torch.float32)
+    store.commit()
+    saved = {name: view.clone() for name, view in store.by_parameter()}
+    other = _store()
+    pieces = [ParameterSlice("w1", 0, 6), ParameterSlice("w0", 8, 12)]
+    bucket = Bucket("two", torch.zeros(16), pieces, Form.ALL_REDUCE, 1)
+    assert other.load([bucket], saved | {"gone": torch.ones(3)}) == {"gone"}
+    moved = other.begin(bucket)
+    assert torch.equal(moved[0:6], saved["w1"])
+    assert torch.equal(moved[8:12], saved["w0"])
+    assert not moved[6:8].any()
+
+
+def test_a_saved_residual_of_another_size_is_refused():
+    store = _store()
+    with pytest.raises(CheckpointError, match="does not fit"):
+        store.load([_bucket()], {"w0": torch.zeros(5)})
+
+
+def test_loading_forgets_what_was_there_and_what_was_pending():
+    store, bucket = _store(), _bucket()
+    store.begin(bucket).fill_(1.0)
+    store.load([bucket], {})
+    assert not store.begin(bucket).any()
+
+
+def test_rescale_and_norm():
+    store, bucket = _store(), _bucket(sizes=(4,), padding=0)
+    store.begin(bucket).fill_(3.0)
+    assert float(store.norm()) == 6.0
+    store.rescale(0.5)
+    assert float(store.norm()) == 3.0
