@@ -11,13 +11,15 @@ from itertools import pairwise
 
 import torch
 
-from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import (
     FORMAT_COO,
     FORMAT_DENSE,
     HEADER_BYTES,
     Header,
+    pad16,
     payload_bytes,
+    wrong_field,
 )
 
 DTYPE_OF_CODE = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
@@ -103,7 +105,7 @@ def _write_coo(
     index_at, value_at = [], []
     for start, nnz in zip(starts, counts, strict=True):
         index_at.append((start + HEADER_BYTES) // 4)
-        value_at.append((start + HEADER_BYTES + _pad16(4 * nnz)) // dtype.itemsize)
+        value_at.append((start + HEADER_BYTES + pad16(4 * nnz)) // dtype.itemsize)
     position_K = grad_N.ne(0).nonzero().squeeze(1)
     segment_K = torch.searchsorted(borders[1:], position_K, right=True)
     chosen = torch.tensor(sparse, device=device)[segment_K]
@@ -141,7 +143,7 @@ def decode_add_(
         at = position + HEADER_BYTES
         if header.format == FORMAT_COO:
             index_K = message[at : at + 4 * header.nnz].view(torch.int32).long()
-            at += _pad16(4 * header.nnz)
+            at += pad16(4 * header.nnz)
             if header.nnz:
                 ascending = (index_K[1:] > index_K[:-1]).all()
                 ordered &= ascending & (index_K[0] >= 0) & (index_K[-1] < last - first)
@@ -152,23 +154,12 @@ def decode_add_(
             pieces.append((first - base, last - base, None, values))
         position += HEADER_BYTES + header.payload_bytes
     if position != message.numel():
-        raise WireFormatError(
-            f"rank {rank}: the message does not end with its last record",
-            expected=f"{position} bytes",
-            got=message.numel(),
-        )
+        raise wrong_field(rank, "size", f"{position} bytes", message.numel())
     if not ordered:
-        raise WireFormatError(
-            f"rank {rank}: field indices is wrong",
-            expected="strictly ascending indices inside the segment",
-            got="others",
-        )
+        expected = "strictly ascending indices inside the segment"
+        raise wrong_field(rank, "indices", expected, "others")
     for first, last, index_K, values in pieces:
         if index_K is None:
             acc_M[first:last].add_(values)
         else:
             acc_M[first:last].index_add_(0, index_K, values.float())
-
-
-def _pad16(nbytes: int) -> int:
-    return (nbytes + 15) // 16 * 16

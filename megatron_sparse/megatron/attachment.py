@@ -292,9 +292,10 @@ class Attachment:
     def close(self) -> None:
         """Gives Megatron its own classes and optimizer step back and ends the thread."""
         for group in self.groups:
-            if type(group.host) is CompressedBucketGroup:
-                group.host.__class__ = _ParamAndGradBucketGroup
-                del group.host.sparse_attachment, group.host.sparse_group
+            host: Any = group.host
+            if type(host) is CompressedBucketGroup:
+                host.__class__ = _ParamAndGradBucketGroup
+                del host.sparse_attachment, host.sparse_group
         if self._optimizer is not None:
             self._optimizer.__dict__.pop("step", None)
             self._optimizer = None

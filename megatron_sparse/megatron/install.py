@@ -152,7 +152,7 @@ class Plugin:
         assert self.attachment is not None
         loss = loss_dict.get("lm loss") if loss_dict else None
         breakdown = self.telemetry.end_iteration(
-            get_args().curr_iteration + 1,
+            _arguments().curr_iteration + 1,
             iteration_s=iteration_s,
             loss=None if loss is None else float(loss),
             grad_norm=self.attachment.grad_norm,
@@ -167,7 +167,7 @@ class Plugin:
     def _save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
         result = self._originals["save_checkpoint"](iteration, *args, **kwargs)
         assert self.attachment is not None
-        arguments = get_args()
+        arguments = _arguments()
         if kwargs.get("non_persistent_ckpt"):
             logger.warning("non-persistent checkpoints do not hold the residual")
             return result
@@ -182,7 +182,7 @@ class Plugin:
         result = original(*args, **kwargs)
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
-        folder = getattr(get_args(), bound.arguments["load_arg"])
+        folder = getattr(_arguments(), bound.arguments["load_arg"])
         iteration = result[0]
         if folder and iteration and self.attachment is not None:
             name = get_checkpoint_name(folder, iteration, return_base_dir=True)
@@ -206,6 +206,11 @@ class Plugin:
         part = run_dir / "plan.json.part"
         part.write_text(text + "\n")
         os.replace(part, run_dir / "plan.json")
+
+
+def _arguments() -> Any:
+    """Megatron's parsed arguments; its getter is not annotated."""
+    return get_args()
 
 
 def _is_writer() -> bool:

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_sparse.megatron import cpu_mode
+
 
 def measure(iterations: int, warmup: int, *, overlap: bool) -> dict[str, float]:
     """Times pairs of iterations. Collective; needs an initialised process group.
@@ -69,6 +71,8 @@ def main() -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        cpu_mode.enable()
     dist.init_process_group(backend, timeout=timedelta(seconds=120))
     rows = []
     for overlap in (False, True):

@@ -33,14 +33,10 @@ class SmallGPTConfig:
 class SmallGPT:
     """Model, DDP wrap, optimizer and data; the same weights on every rank and in every run.
 
-    Needs an initialised process group. Turns on the CPU mode where there is no GPU.
+    Needs an initialised process group and, where there is no GPU, the CPU mode.
     """
 
     def __init__(self, setting: SmallGPTConfig, seed: int = 7) -> None:
-        if not torch.cuda.is_available():
-            from megatron_sparse.megatron import cpu_mode
-
-            cpu_mode.enable()
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -60,7 +56,8 @@ class SmallGPT:
         if setting.bf16 or setting.fp16:
             dtype = torch.bfloat16 if setting.bf16 else torch.float16
         config = TransformerConfig(
-            num_layers=setting.layers, hidden_size=setting.hidden, num_attention_heads=4, pipeline_dtype=dtype,
+            num_layers=setting.layers, hidden_size=setting.hidden, num_attention_heads=4,
+            pipeline_dtype=dtype,
             params_dtype=dtype, bf16=setting.bf16, fp16=setting.fp16, hidden_dropout=0.0,
             attention_dropout=0.0, gradient_accumulation_fusion=False,
             tensor_model_parallel_size=setting.tensor_parallel,
@@ -126,9 +123,9 @@ class SmallGPT:
     def step(self, tokens: torch.Tensor | None = None) -> tuple[float, bool]:
         """One training step: the loss averaged over ranks, and whether the step was taken."""
         loss = self.gradients(self.batch() if tokens is None else tokens)
-        taken = self.optimizer.step()[0]
+        result: Any = self.optimizer.step()
         dist.all_reduce(loss)
-        return loss.item() / dist.get_world_size(), bool(taken)
+        return loss.item() / dist.get_world_size(), bool(result[0])
 
     def weights(self) -> torch.Tensor:
         """All weights, as one fp32 vector."""

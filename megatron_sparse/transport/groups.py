@@ -25,13 +25,15 @@ def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.Proce
     if _free[key]:
         group = _free[key].pop()
     else:
-        group = dist.new_group(
+        made = dist.new_group(
             ranks,
             timeout=timedelta(seconds=timeout_s),
             backend=backend,
             use_local_synchronization=True,
             group_desc="megatron_sparse",
         )
+        assert isinstance(made, dist.ProcessGroup), "only members ask for a group"
+        group = made
     _lent[group] = key
     return group
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.groups import borrow_group, return_group
 
-
 # torch 2.13 renamed these two; older ones only have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -48,7 +47,7 @@ class ProcessGroupWork:
 class WaitedWork:
     """A gloo work that completes only inside `wait()`, which a thread of its own calls."""
 
-    def __init__(self, waiting: Future[None], operation: str) -> None:
+    def __init__(self, waiting: Future[bool], operation: str) -> None:
         self._waiting = waiting
         self._operation = operation
 
@@ -113,7 +112,7 @@ class ProcessGroupTransport:
     ) -> ProcessGroupWork | WaitedWork:
         """See `Transport`."""
         work = _reduce_scatter(shard_M, values_N, group=self.group, async_op=True)
-        if self.device.type == "cpu":
+        if work is not None and self.device.type == "cpu":
             # gloo reduces everything and copies the shard out in wait(): it is never "completed"
             # before somebody waits.
             return WaitedWork(self._waiters.submit(work.wait), "reduce_scatter")

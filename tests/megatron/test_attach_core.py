@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
+from megatron_sparse.megatron import cpu_mode
+from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from tests.ranks import run_ranks
 
 STEPS = 5
@@ -17,6 +18,7 @@ AT_TARGET = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 256}
 
 def _train(setting, steps=STEPS, **plugin):
     from megatron_sparse.megatron import attach, detach
+    from megatron_sparse.megatron.small_gpt import SmallGPT
 
     toy = SmallGPT(setting)
     attachment = attach(toy.ddp, toy.optimizer, **plugin) if plugin else None
@@ -31,6 +33,7 @@ def _train(setting, steps=STEPS, **plugin):
 
 
 def _matrix(rank, world_size):
+    cpu_mode.enable()
     results = {}
     for overlap, distributed in COMBINATIONS:
         setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
@@ -103,7 +106,9 @@ def test_selection_is_the_same_with_overlap_on_and_off(matrix, distributed):
 
 def _events(rank, world_size):
     """Skipped and repeated steps, NaN, the running switch, detach."""
+    cpu_mode.enable()
     from megatron_sparse.megatron import attach, detach
+    from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
 
     report = {}
 
