@@ -2,6 +2,7 @@
 
 Every section is a dataclass that checks itself when it is made, so a wrong value is one
 `ConfigError` that names the key, wherever it came from (Hydra, a YAML file, Python).
+Here is what the plugin itself takes; `run_config` adds what a whole training run of ours takes.
 """
 
 from __future__ import annotations
@@ -11,35 +12,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_sparse.checks import in_range, is_flag, is_pattern, one_of
 from megatron_sparse.errors import ConfigError
 
 DTYPES = ("fp32", "bf16", "fp16")
 SCHEMES = ("auto", "dense", "agsparse")
-
-
-def _one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"{key} is unknown", expected=" | ".join(choices), got=repr(value),
-            remedy=f"set {key} to one of these",
-        )
-
-
-def _in_range(
-    key: str, value: object, low: float, high: float, *, low_open: bool = False,
-    integer: bool = False,
-) -> None:
-    bracket = "<" if low_open else "<="
-    upper = "" if math.isinf(high) else f" <= {high:g}"
-    expected = f"{low:g} {bracket} {key}{upper}" + (", a whole number" if integer else "")
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if (
-        not number
-        or not (low < value if low_open else low <= value)
-        or not value <= high
-        or (integer and int(value) != value)
-    ):
-        raise ConfigError(f"{key} is out of range", expected=expected, got=repr(value))
 
 
 @dataclass
@@ -89,22 +66,23 @@ class CompressionConfig:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        _in_range("compression.density", self.density, 0, 1, low_open=True)
-        _in_range("compression.leak", self.leak, 0, 1)
-        _in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
-        _one_of("compression.threshold_scope", self.threshold_scope, ("parameter", "bucket"))
-        _one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
-        _one_of("compression.undo", self.undo, ("auto", "always", "never"))
-        _in_range("compression.warmup_iters", self.warmup_iters, 0, math.inf, integer=True)
-        _in_range("compression.ramp_iters", self.ramp_iters, 0, math.inf, integer=True)
-        _in_range(
-            "compression.ramp_start_density", self.ramp_start_density, 0, 1, low_open=True
-        )
-        _one_of("compression.ramp_shape", self.ramp_shape, ("exponential", "linear"))
-        _in_range("compression.keep_below_numel", self.keep_below_numel, 0, math.inf, integer=True)
-        _one_of("compression.residual_checkpoint", self.residual_checkpoint, ("full", "none"))
-        _in_range("compression.residual_alarm", self.residual_alarm, 0, math.inf)
-        _in_range("compression.seed", self.seed, 0, 2**63 - 1, integer=True)
+        is_flag("compression.enabled", self.enabled)
+        in_range("compression.density", self.density, 0, 1, low_open=True)
+        in_range("compression.leak", self.leak, 0, 1)
+        in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
+        one_of("compression.threshold_scope", self.threshold_scope, ("parameter", "bucket"))
+        one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
+        one_of("compression.undo", self.undo, ("auto", "always", "never"))
+        in_range("compression.warmup_iters", self.warmup_iters, 0, math.inf, integer=True)
+        in_range("compression.ramp_iters", self.ramp_iters, 0, math.inf, integer=True)
+        in_range("compression.ramp_start_density", self.ramp_start_density, 0, 1, low_open=True)
+        one_of("compression.ramp_shape", self.ramp_shape, ("exponential", "linear"))
+        in_range("compression.keep_below_numel", self.keep_below_numel, 0, math.inf, integer=True)
+        one_of("compression.residual_checkpoint", self.residual_checkpoint, ("full", "none"))
+        in_range("compression.residual_alarm", self.residual_alarm, 0, math.inf)
+        in_range("compression.seed", self.seed, 0, 2**63 - 1, integer=True)
+        for pattern in self.keep_patterns:
+            is_pattern("compression.keep_patterns", pattern)
 
 
 @dataclass
@@ -126,10 +104,11 @@ class SchemeConfig:
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        _one_of("scheme.name", self.name, SCHEMES)
+        one_of("scheme.name", self.name, SCHEMES)
         if self.wire_dtype is not None:
-            _one_of("scheme.wire_dtype", self.wire_dtype, DTYPES)
-        _in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
+            one_of("scheme.wire_dtype", self.wire_dtype, DTYPES)
+        is_flag("scheme.deterministic", self.deterministic)
+        in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
 
 
 @dataclass
@@ -153,8 +132,10 @@ class TrackingConfig:
     flush_every: int = 10
 
     def __post_init__(self) -> None:
-        _one_of("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
-        _in_range("tracking.flush_every", self.flush_every, 1, math.inf, integer=True)
+        is_flag("tracking.console", self.console)
+        is_flag("tracking.tensorboard", self.tensorboard)
+        one_of("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
+        in_range("tracking.flush_every", self.flush_every, 1, math.inf, integer=True)
 
 
 @dataclass

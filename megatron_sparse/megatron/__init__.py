@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_sparse.megatron.attachment import Attachment, attach, detach
-    from megatron_sparse.megatron.install import Plugin, install
+    from megatron_sparse.megatron.plugin import Plugin, install
 
 _EXPORTS = {
     "Attachment": "megatron_sparse.megatron.attachment",
     "attach": "megatron_sparse.megatron.attachment",
     "detach": "megatron_sparse.megatron.attachment",
-    "Plugin": "megatron_sparse.megatron.install",
-    "install": "megatron_sparse.megatron.install",
+    "Plugin": "megatron_sparse.megatron.plugin",
+    "install": "megatron_sparse.megatron.plugin",
 }
 
 __all__ = ["Attachment", "Plugin", "attach", "detach", "install"]

@@ -1,0 +1,1 @@
+"""Hydra's groups: `megatron-sparse train GROUP=OPTION ...`, see `train.yaml`."""

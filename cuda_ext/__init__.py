@@ -1,0 +1,93 @@
+"""The compiled extension: ops of the namespace `megatron_sparse`, loaded on first use.
+
+Nothing is imported or loaded until `load` is called; `ops` calls it. The libraries are built by
+`setup.py` at install time or, where one is missing or older than its sources, by the first use.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal
+
+_lock = threading.Lock()
+_loaded: set[str] = set()
+
+
+def load(part: Literal["cpu", "cuda"] = "cpu") -> None:
+    """Loads the library, building it first if it is missing or older than its sources.
+
+    Thread-safe; ranks that start together wait for the first one's build. Calling it again costs a
+    set look-up. Loading the CUDA library loads the CPU one, which holds the schemas.
+
+    Raises:
+        DependencyError: it must be built, and a compiler (or torch's headers) is missing.
+        ExtensionError: it cannot be built or loaded.
+    """
+    if part in _loaded:
+        return
+    with _lock:
+        for name in ("cpu", "cuda"):
+            if name not in _loaded:
+                _build_if_needed(name)
+                _load_library(name)
+            if name == part:
+                return
+
+
+def status() -> dict[str, dict[str, object]]:
+    """What there is of each part, for `doctor`. Loads what is built; builds nothing.
+
+    Returns:
+        For `cpu` and `cuda`: `path` (str), `built` (current with its sources), `loaded`, and
+        `reason` (why it is not loaded, else empty).
+    """
+    from megatron_sparse.cuda_ext import build
+    from megatron_sparse.errors import ExtensionError
+
+    found: dict[str, dict[str, object]] = {}
+    with _lock:
+        for name in ("cpu", "cuda"):
+            path = build.library_path(name)
+            built = build.is_current(name)
+            reason = ""
+            if name not in _loaded:
+                if built:
+                    try:
+                        _load_library(name)
+                    except ExtensionError as error:
+                        reason = f"{error.what}: {error.got}"
+                else:
+                    reason = "older than its sources" if path.is_file() else "not built"
+            found[name] = {
+                "path": str(path), "built": built, "loaded": name in _loaded, "reason": reason,
+            }  # fmt: skip
+    return found
+
+
+def _build_if_needed(name: str) -> None:
+    from megatron_sparse.cuda_ext import build
+
+    if not build.is_current(name):
+        build.build("on" if name == "cuda" else "off", parts=(name,))
+
+
+def _load_library(name: str) -> None:
+    import torch
+
+    from megatron_sparse.cuda_ext import build
+    from megatron_sparse.errors import ExtensionError
+
+    path = build.library_path(name)
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise ExtensionError(
+            f"the {name} library cannot be loaded", expected=f"a library that fits {path.name}",
+            got=error.__cause__ or error,
+            remedy="remove it and run python -m megatron_sparse.cuda_ext.build",
+        ) from error  # fmt: skip
+    if name == "cpu":
+        from megatron_sparse.cuda_ext import fakes
+
+        fakes.register()
+    _loaded.add(name)

@@ -1,0 +1,84 @@
+// Argument checks of the bindings. The message is "what | expected | got", which the Python
+// wrappers turn into an ExtensionError.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+
+#include "dtypes.h"
+
+#define MS_CHECK(condition, what, expected, got)            \
+  do {                                                      \
+    if (!(condition)) {                                     \
+      std::ostringstream message;                           \
+      message << what << " | " << expected << " | " << got; \
+      throw std::runtime_error(message.str());              \
+    }                                                       \
+  } while (0)
+
+namespace megatron_sparse {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline constexpr int64_t kMaxNumel = int64_t{1} << 40;  // of a bucket
+
+inline int dtype_code(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return kFp32;
+    case ScalarType::BFloat16:
+      return kBf16;
+    case ScalarType::Half:
+      return kFp16;
+    default:
+      MS_CHECK(false, name << " has the wrong dtype", "float32, bfloat16 or float16",
+               "scalar type " << static_cast<int>(tensor.scalar_type()));
+  }
+  return -1;
+}
+
+inline void check_flat(const Tensor& tensor, const char* name) {
+  MS_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), name << " has the wrong shape",
+           "a contiguous 1-D tensor", "a tensor of " << tensor.dim() << " dimensions");
+}
+
+inline void check_vector(const Tensor& tensor, const char* name, ScalarType dtype, int64_t numel) {
+  check_flat(tensor, name);
+  MS_CHECK(tensor.scalar_type() == dtype, name << " has the wrong dtype",
+           "scalar type " << static_cast<int>(dtype),
+           "scalar type " << static_cast<int>(tensor.scalar_type()));
+  MS_CHECK(numel < 0 || tensor.numel() == numel, name << " has the wrong length", numel,
+           tensor.numel());
+}
+
+inline void check_dtype_code(int64_t code, const char* name) {
+  MS_CHECK(code >= kFp32 && code <= kFp16, name << " is unknown", "0 (fp32), 1 (bf16) or 2 (fp16)",
+           code);
+}
+
+// Offsets that cut [first, last) into consecutive pieces; a CPU tensor.
+inline const int64_t* check_offsets(const Tensor& offsets, const char* name) {
+  check_vector(offsets, name, ScalarType::Long, -1);
+  MS_CHECK(offsets.is_cpu(), name << " is on the wrong device", "cpu", "another");
+  MS_CHECK(offsets.numel() >= 1, name << " is empty", "at least one offset", 0);
+  const int64_t* at = static_cast<const int64_t*>(offsets.const_data_ptr());
+  MS_CHECK(at[0] >= 0 && at[offsets.numel() - 1] <= kMaxNumel, name << " is out of range",
+           "offsets in [0, 2^40]", at[0] << " to " << at[offsets.numel() - 1]);
+  for (int64_t i = 1; i < offsets.numel(); ++i) {
+    MS_CHECK(at[i - 1] <= at[i], name << " is not ascending",
+             "at least " << at[i - 1] << " at position " << i, at[i]);
+  }
+  return at;
+}
+
+inline void check_cut(const int64_t* at, int64_t pieces, int64_t numel, const char* name) {
+  MS_CHECK(at[0] == 0 && at[pieces] == numel, name << " does not cut the whole bucket",
+           "0 to " << numel, at[0] << " to " << at[pieces]);
+}
+
+}  // namespace megatron_sparse

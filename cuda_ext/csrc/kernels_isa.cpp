@@ -1,0 +1,26 @@
+// Compiled once for each instruction set, with -DMS_ISA=<name> -DMS_WIDTH=<fp32 lanes> and the
+// compiler flags that go with them (build.py). Nothing here may be inlined into another file.
+#include "codec_cpu.h"
+#include "kernels.h"
+#include "prune_cpu.h"
+
+#define MS_GETTER_NAME(isa) kernels_##isa
+#define MS_GETTER(isa) MS_GETTER_NAME(isa)
+
+namespace megatron_sparse {
+
+const Kernels& MS_GETTER(MS_ISA)() {
+  static const Kernels kernels = [] {
+    Kernels filled = {};
+    MS_ISA::fill_prune<kFp32>(filled);
+    MS_ISA::fill_prune<kBf16>(filled);
+    MS_ISA::fill_prune<kFp16>(filled);
+    MS_ISA::fill_codec<kFp32>(filled);
+    MS_ISA::fill_codec<kBf16>(filled);
+    MS_ISA::fill_codec<kFp16>(filled);
+    return filled;
+  }();
+  return kernels;
+}
+
+}  // namespace megatron_sparse

@@ -1,0 +1,26 @@
+// The schemas of all ops; each op's file registers its CPU implementation.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "isa.h"
+
+STABLE_TORCH_LIBRARY(megatron_sparse, m) {
+  m.def(
+      "prune_(Tensor(a!) grad, Tensor(b!) residual, Tensor range_offsets, Tensor thresholds, "
+      "float leak, int wire_dtype, int key) -> Tensor");
+  m.def(
+      "sample_threshold(Tensor grad, Tensor? residual, Tensor range_offsets, Tensor densities, "
+      "int samples, Tensor keys) -> Tensor");
+  m.def(
+      "encode(Tensor grad, Tensor segment_offsets, Tensor segment_dense, Tensor nnz, "
+      "int value_dtype, int epoch, Tensor(a!) out) -> Tensor");
+  m.def(
+      "decode_add_(Tensor(a!) acc, Tensor message, Tensor segment_offsets, int value_dtype, "
+      "int epoch, int base) -> Tensor");
+  m.def("supported_isas() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CompositeExplicitAutograd, m) {
+  m.impl("supported_isas", TORCH_BOX(&megatron_sparse::supported_isas));
+}

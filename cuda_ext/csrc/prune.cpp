@@ -1,0 +1,77 @@
+// prune_ on the CPU: checks, threads, and the call of the kernel.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "check.h"
+#include "isa.h"
+#include "prune.h"
+
+namespace megatron_sparse {
+namespace {
+
+// Elements of one unit of work: two buffers of it fit a core's second-level cache, and it divides
+// 2^32, so that the upper half of the element's index is constant in it.
+constexpr int64_t kTile = int64_t{1} << 15;
+
+Tensor prune_cpu(const Tensor& grad, const Tensor& residual, const Tensor& range_offsets,
+                 const Tensor& thresholds, double leak, int64_t wire_dtype, int64_t key) {
+  const PruneTypes types = check_prune(grad, residual, thresholds, leak, wire_dtype);
+  MS_CHECK(grad.is_cpu() && residual.is_cpu() && thresholds.is_cpu(),
+           "prune_: a tensor is on the wrong device", "all on the CPU", "another");
+  const int64_t numel = grad.numel(), range_count = thresholds.numel();
+  check_vector(range_offsets, "prune_: range_offsets", ScalarType::Long, range_count + 1);
+  const int64_t* offsets = check_offsets(range_offsets, "prune_: range_offsets");
+  check_cut(offsets, range_count, numel, "prune_: range_offsets");
+
+  Tensor nnz = torch::stable::new_zeros(range_offsets, {range_count});
+  int64_t* counts = static_cast<int64_t*>(nnz.mutable_data_ptr());
+  const float* limits = static_cast<const float*>(thresholds.const_data_ptr());
+  char* grad_data = static_cast<char*>(grad.mutable_data_ptr());
+  char* residual_data = static_cast<char*>(residual.mutable_data_ptr());
+  const int64_t grad_bytes = dtype_bytes(types.grad), residual_bytes = dtype_bytes(types.residual);
+  const auto kernel = kernels().prune[types.grad][types.residual][wire_dtype][key >= 0];
+  const HashSeed value_seed = hash_seed(static_cast<uint64_t>(key), kDrawValue);
+  const HashSeed residual_seed = hash_seed(static_cast<uint64_t>(key), kDrawResidual);
+
+  torch::stable::parallel_for(0, (numel + kTile - 1) / kTile, 1, [&](int64_t begin, int64_t end) {
+    int64_t at = begin * kTile;
+    const int64_t stop = std::min(numel, end * kTile);
+    int64_t range = std::upper_bound(offsets, offsets + range_count + 1, at) - offsets - 1;
+    int64_t count = 0;
+    while (at < stop) {
+      const int64_t tile_stop = std::min(stop, (at / kTile + 1) * kTile);
+      const int64_t span_stop = std::min(tile_stop, offsets[range + 1]);
+      const float limit = limits[range];
+      const PruneCall call = {
+          grad_data + at * grad_bytes,
+          residual_data + at * residual_bytes,
+          span_stop - at,
+          static_cast<uint64_t>(at),
+          // Infinity is never dropped, whatever the threshold; a NaN threshold keeps everything.
+          limit > std::numeric_limits<float>::max() ? std::numeric_limits<float>::max() : limit,
+          static_cast<float>(leak),
+          value_seed,
+          residual_seed,
+      };
+      count += kernel(call);
+      at = span_stop;
+      if (at == offsets[range + 1] || at == stop) {
+        // Other threads may be at work in the same range. A sum of integers has no order.
+        __atomic_fetch_add(&counts[range], count, __ATOMIC_RELAXED);
+        count = 0;
+        while (at < stop && at == offsets[range + 1]) ++range;
+      }
+    }
+  });
+  return nnz;
+}
+
+}  // namespace
+}  // namespace megatron_sparse
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CPU, m) {
+  m.impl("prune_", TORCH_BOX(&megatron_sparse::prune_cpu));
+}

@@ -1,0 +1,67 @@
+// Pruning with error feedback, one span of one range; see elementwise.h for the arithmetic.
+// Memory traffic: each buffer is read and written once, in place.
+#pragma once
+
+#include "elementwise.h"
+#include "kernels.h"
+#include "vector_lanes.h"
+
+namespace megatron_sparse {
+namespace MS_ISA {
+
+template <int GRAD, int RESIDUAL, Grid G, bool STOCHASTIC>
+int64_t prune_span(const PruneCall& call) {
+  using L = VectorLanes;
+  constexpr int W = L::kWidth;
+  const uint32_t high = static_cast<uint32_t>(call.index >> 32);
+  const HashSeed value_seed = hash_seed_at(call.value_seed, high);
+  const HashSeed residual_seed = hash_seed_at(call.residual_seed, high);
+  L::U low = first_lanes() + static_cast<uint32_t>(call.index);
+  int64_t nnz = 0, i = 0;
+  while (i + W <= call.numel) {
+    // Lane counters are 32 bits wide: they are emptied long before they are full.
+    const int64_t stop = i + W * (int64_t{1} << 20);
+    L::M count = {};
+    for (; i + W <= call.numel && i < stop; i += W) {
+      const Pruned<L> done = prune_element<L, GRAD, RESIDUAL, G, STOCHASTIC>(
+          load_raw<GRAD>(call.grad, i), load_raw<RESIDUAL>(call.residual, i), call.threshold,
+          call.leak, value_seed, residual_seed, low);
+      store_raw<GRAD>(call.grad, i, done.grad);
+      store_raw<RESIDUAL>(call.residual, i, done.residual);
+      count -= done.nonzero;
+      low += W;
+    }
+    for (int lane = 0; lane < W; ++lane) nnz += count[lane];
+  }
+  if (const int64_t rest = call.numel - i; rest > 0) {
+    const Pruned<L> done = prune_element<L, GRAD, RESIDUAL, G, STOCHASTIC>(
+        load_raw_some<GRAD>(call.grad, i, rest), load_raw_some<RESIDUAL>(call.residual, i, rest),
+        call.threshold, call.leak, value_seed, residual_seed, low);
+    store_raw_some<GRAD>(call.grad, i, rest, done.grad);
+    store_raw_some<RESIDUAL>(call.residual, i, rest, done.residual);
+    for (int lane = 0; lane < rest; ++lane) nnz -= done.nonzero[lane];
+  }
+  return nnz;
+}
+
+template <int GRAD, int RESIDUAL, int WIRE>
+constexpr void fill_prune(Kernels& kernels) {
+  constexpr Grid grid = GRAD == kFp32                   ? static_cast<Grid>(WIRE)
+                        : WIRE == kFp32 || WIRE == GRAD ? static_cast<Grid>(GRAD)
+                                                        : Grid::kBf16AndFp16;
+  kernels.prune[GRAD][RESIDUAL][WIRE][0] = prune_span<GRAD, RESIDUAL, grid, false>;
+  kernels.prune[GRAD][RESIDUAL][WIRE][1] = prune_span<GRAD, RESIDUAL, grid, true>;
+}
+
+template <int GRAD>
+constexpr void fill_prune(Kernels& kernels) {
+  fill_prune<GRAD, kFp32, kFp32>(kernels);
+  fill_prune<GRAD, kFp32, kBf16>(kernels);
+  fill_prune<GRAD, kFp32, kFp16>(kernels);
+  fill_prune<GRAD, kBf16, kFp32>(kernels);
+  fill_prune<GRAD, kBf16, kBf16>(kernels);
+  fill_prune<GRAD, kBf16, kFp16>(kernels);
+}
+
+}  // namespace MS_ISA
+}  // namespace megatron_sparse

@@ -1,0 +1,85 @@
+// Vector lanes in the compilers' own vector extension: one source for SSE2/NEON, AVX2 and AVX-512.
+// The file that includes this is compiled once for each instruction set, with MS_WIDTH lanes and
+// inside a namespace of its own (MS_ISA).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "dtypes.h"
+#include "portability.h"
+
+namespace megatron_sparse {
+namespace MS_ISA {
+
+struct VectorLanes {
+  static constexpr int kWidth = MS_WIDTH;
+  typedef float F __attribute__((vector_size(4 * MS_WIDTH)));
+  typedef uint32_t U __attribute__((vector_size(4 * MS_WIDTH)));
+  typedef int32_t M __attribute__((vector_size(4 * MS_WIDTH)));
+  typedef uint16_t H __attribute__((vector_size(2 * MS_WIDTH)));
+
+  MS_INLINE_MEMBER static F as_float(U u) { return reinterpret_cast<F>(u); }
+  MS_INLINE_MEMBER static U as_bits(F f) { return reinterpret_cast<U>(f); }
+  // Through signed integers, for which every instruction set has a conversion; values < 2^31.
+  MS_INLINE_MEMBER static U to_integer(F f) {
+    return reinterpret_cast<U>(__builtin_convertvector(f, M));
+  }
+  MS_INLINE_MEMBER static F to_float(U u) {
+    return __builtin_convertvector(reinterpret_cast<M>(u), F);
+  }
+  template <class T>
+  MS_INLINE_MEMBER static T select(M mask, T yes, T no) {
+    return mask ? yes : no;
+  }
+};
+
+MS_INLINE VectorLanes::U first_lanes() {
+  VectorLanes::U u;
+  for (int i = 0; i < MS_WIDTH; ++i) u[i] = i;
+  return u;
+}
+
+// The raw bits of MS_WIDTH elements of dtype D, zero-extended; no alignment is assumed.
+template <int D>
+MS_INLINE VectorLanes::U load_raw(const void* base, int64_t element) {
+  if constexpr (D == kFp32) {
+    VectorLanes::U u;
+    std::memcpy(&u, static_cast<const uint32_t*>(base) + element, sizeof u);
+    return u;
+  } else {
+    VectorLanes::H h;
+    std::memcpy(&h, static_cast<const uint16_t*>(base) + element, sizeof h);
+    return __builtin_convertvector(h, VectorLanes::U);
+  }
+}
+
+template <int D>
+MS_INLINE void store_raw(void* base, int64_t element, VectorLanes::U u) {
+  if constexpr (D == kFp32) {
+    std::memcpy(static_cast<uint32_t*>(base) + element, &u, sizeof u);
+  } else {
+    const VectorLanes::H h = __builtin_convertvector(u, VectorLanes::H);
+    std::memcpy(static_cast<uint16_t*>(base) + element, &h, sizeof h);
+  }
+}
+
+// The same for the first `count` < MS_WIDTH elements; the other lanes are zero and not stored.
+template <int D>
+MS_INLINE VectorLanes::U load_raw_some(const void* base, int64_t element, int64_t count) {
+  alignas(64) char room[4 * MS_WIDTH] = {};
+  const int64_t bytes = dtype_bytes(D);
+  std::memcpy(room, static_cast<const char*>(base) + element * bytes, count * bytes);
+  return load_raw<D>(room, 0);
+}
+
+template <int D>
+MS_INLINE void store_raw_some(void* base, int64_t element, int64_t count, VectorLanes::U u) {
+  alignas(64) char room[4 * MS_WIDTH];
+  const int64_t bytes = dtype_bytes(D);
+  store_raw<D>(room, 0, u);
+  std::memcpy(static_cast<char*>(base) + element * bytes, room, count * bytes);
+}
+
+}  // namespace MS_ISA
+}  // namespace megatron_sparse

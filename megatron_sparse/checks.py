@@ -1,0 +1,100 @@
+"""Checks of single configuration values; each raises a `ConfigError` that names the key."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from megatron_sparse.errors import ConfigError
+
+
+def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuses a value that is not one of `choices`.
+
+    Raises:
+        ConfigError: lists the choices.
+    """
+    if value not in choices:
+        raise ConfigError(
+            f"{key} is unknown",
+            expected=" | ".join(choices),
+            got=repr(value),
+            remedy=f"set {key} to one of these",
+        )
+
+
+def in_range(
+    key: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    low_open: bool = False,
+    integer: bool = False,
+) -> None:
+    """Refuses what is not a finite number in [low, high], or in (low, high] with `low_open`.
+
+    Args:
+        key: how the user writes it.
+        value: what came; a bool is no number.
+        low: the smallest value, or its open bound.
+        high: the largest value; infinity for none.
+        low_open: leave `low` out.
+        integer: take whole numbers only.
+
+    Raises:
+        ConfigError: gives the range.
+    """
+    bracket = "<" if low_open else "<="
+    upper = "" if math.isinf(high) else f" <= {high:g}"
+    expected = f"{low:g} {bracket} {key}{upper}" + (", a whole number" if integer else "")
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or not (low < value if low_open else low <= value)
+        or not value <= high
+        or (integer and not float(value).is_integer())
+    ):
+        raise ConfigError(f"{key} is out of range", expected=expected, got=repr(value))
+
+
+def is_flag(key: str, value: object) -> None:
+    """Refuses what is neither True nor False.
+
+    Raises:
+        ConfigError: on anything else, such as the text "false", which would count as true.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} is not a flag", expected="true | false", got=repr(value))
+
+
+def is_pattern(key: str, value: str) -> None:
+    """Refuses what is not a regular expression.
+
+    Raises:
+        ConfigError: says where the expression breaks.
+    """
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ConfigError(
+            f"{key} holds no regular expression",
+            expected="a pattern of Python's re module",
+            got=f"{value!r}: {error}",
+        ) from None
+
+
+def divides(part_key: str, part: int, whole_key: str, whole: int) -> None:
+    """Refuses a whole that `part` does not divide.
+
+    Raises:
+        ConfigError: names both.
+    """
+    if whole % part:
+        raise ConfigError(
+            f"{part_key} does not divide {whole_key}",
+            expected=f"{whole_key} as a multiple of {part}",
+            got=whole,
+            remedy="change one of the two",
+        )

@@ -1,0 +1,181 @@
+"""The command line `megatron-sparse`.
+
+Commands import what they need when they run, so that `--help` answers at once. A typed error of any
+command ends here: its message on stderr, its exit code, no traceback.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import megatron_sparse
+from megatron_sparse.errors import ConfigError, MegatronSparseError
+
+app = typer.Typer(
+    help="Gradient compression for Megatron-LM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measures one part on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write one JSON object a line.")
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command and exits with its code.
+
+    Args:
+        arguments: without the program's name; None takes those of the process.
+    """
+    try:
+        app(None if arguments is None else list(arguments), prog_name="megatron-sparse")
+    except MegatronSparseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"megatron_sparse {megatron_sparse.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        # Eager: answered before a missing command is complained about.
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+    help="Train a model; `train --help` shows groups, options and every key.",
+)
+def train(context: typer.Context) -> None:
+    """Hands everything to Hydra."""
+    from megatron_sparse import application
+
+    application.train(context.args)
+
+
+@app.command(help="Say what this machine has of all that can be used, and what is missing.")
+def doctor(json: JsonFile = None) -> None:
+    """Exits with 1 when a part is missing that training needs."""
+    from megatron_sparse import doctor as report
+
+    raise typer.Exit(report.run(json))
+
+
+@app.command(help="Make a training corpus from what is installed.")
+def corpus(
+    kind: Annotated[str, typer.Option(help="code | prose")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="For example data/code.")],
+    vocab_size: Annotated[int, typer.Option(help="Token ids, end of document included.")] = 8192,
+) -> None:
+    """Prints what was made."""
+    from megatron_sparse.megatron import corpus as maker
+
+    made = maker.prepare(kind, out, vocab_size)  # type: ignore[arg-type] - checked there
+    print(f"{out}: {made.n_documents} documents, {made.n_tokens} tokens of {made.vocab_size}")
+
+
+@app.command(help="Rebuild the native libraries.")
+def build(
+    cuda: Annotated[str, typer.Option(help="auto | on | off")] = "auto",
+    verbose: Annotated[bool, typer.Option(help="Print every command.")] = False,
+) -> None:
+    """Exits with the build's code."""
+    from importlib import import_module
+
+    builder = import_module("megatron_sparse.cuda_ext.build")
+    raise typer.Exit(builder.main(["--cuda", cuda, *(["--verbose"] if verbose else [])]))
+
+
+@bench.command(help="Selection from a gradient: threshold, error feedback, pruning, encoding.")
+def prune(
+    min_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Such as 64K, 1M.")] = "1M",
+    max_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Such as 64M, 1G.")] = "1G",
+    density: Annotated[str, typer.Option(metavar="D,...", help="Fractions kept.")] = "0.001,0.01",
+    dtype: Annotated[str, typer.Option(help="fp32 | bf16 | fp16")] = "fp32",
+    residual_dtype: Annotated[str, typer.Option(help="fp32 | bf16")] = "fp32",
+    warmup: Annotated[int, typer.Option(min=0, help="Runs that are not timed.")] = 3,
+    iters: Annotated[int, typer.Option(min=1, help="Runs that are timed.")] = 20,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """Sizes are swept by doubling from `min_bytes` to `max_bytes`."""
+    from importlib import import_module
+
+    first, last = parse_size("--min-bytes", min_bytes), parse_size("--max-bytes", max_bytes)
+    if first > last:
+        raise ConfigError(
+            "the sizes are the wrong way round",
+            expected="--min-bytes <= --max-bytes",
+            got=f"{min_bytes} > {max_bytes}",
+        )
+    runner = import_module("megatron_sparse.bench.prune")
+    code = runner.run(
+        min_bytes=first,
+        max_bytes=last,
+        densities=parse_densities(density),
+        dtype=dtype,
+        residual_dtype=residual_dtype,
+        warmup=warmup,
+        iters=iters,
+        json_path=json,
+        threads=threads,
+    )
+    raise typer.Exit(code or 0)
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes of `64K`, `1M`, `1G` or a plain number; the units are powers of two.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    found = re.fullmatch(r"(\d+)([KMG]?)B?", text.upper())
+    if found is None or not int(found[1]):
+        raise ConfigError(
+            f"{option} is not a size", expected="a number, or one with K, M or G", got=repr(text)
+        )
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def parse_densities(text: str) -> list[float]:
+    """Fractions in (0, 1], separated by commas.
+
+    Raises:
+        ConfigError: one of them is not.
+    """
+    try:
+        densities = [float(part) for part in text.split(",")]
+    except ValueError:
+        densities = []
+    if not densities or not all(0 < density <= 1 for density in densities):
+        raise ConfigError(
+            "--density is not a list of fractions",
+            expected="numbers in (0, 1] with commas between them, such as 0.001,0.01",
+            got=repr(text),
+        )
+    return densities
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""From a `RunConfig` to the command line of Megatron-LM.
+
+Flags are held as a dict in the spelling of the `megatron:` section (`num_layers: 4`), where true is
+a bare flag. What our sections say comes first, what the user writes under `megatron:` overrides it;
+Megatron's own parser decides what a flag is called and what it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_sparse.errors import CheckpointError, ConfigError
+from megatron_sparse.megatron.models import model_flags
+from megatron_sparse.run_config import RunConfig
+
+PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+CHECKPOINTS = "checkpoints"
+"""Where a run keeps its checkpoints, in its folder."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron writes it when a checkpoint is complete."""
+
+
+def derived_flags(
+    config: RunConfig, run_dir: Path, *, vocab_size: int, data_prefix: Path | None
+) -> dict[str, object]:
+    """What our sections say, as Megatron's flags.
+
+    Args:
+        config: the run; `cluster.device` must be decided.
+        run_dir: where TensorBoard's, W&B's files and checkpoints go.
+        vocab_size: of the data.
+        data_prefix: of the indexed dataset; None takes Megatron's mock data.
+    """
+    training = config.training
+    flags = model_flags(config.model)
+    flags |= PRECISION_FLAGS[training.precision] | _kernel_flags(config.cluster.device)
+    flags |= {
+        "tensor_model_parallel_size": training.tensor_parallel,
+        "pipeline_model_parallel_size": training.pipeline_parallel,
+        "micro_batch_size": training.micro_batch_size,
+        "global_batch_size": config.global_batch_size,
+        "train_iters": training.iterations,
+        "lr": training.lr,
+        "min_lr": training.min_lr,
+        "lr_decay_style": "cosine",
+        "lr_decay_iters": training.iterations,
+        "lr_warmup_iters": training.lr_warmup_iters,
+        "weight_decay": training.weight_decay,
+        "clip_grad": training.clip_grad,
+        "seed": training.seed,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": vocab_size,
+        "split": config.data.split,
+        "num_workers": config.data.num_workers,
+        "log_interval": training.log_interval,
+        # A package of NVIDIA's that is not public; Megatron asks for it at every start.
+        "no_one_logger": True,
+        # Megatron has no switch for validation: its interval may not be 0, its iterations may.
+        "eval_interval": training.eval_interval or training.iterations,
+        "eval_iters": training.eval_iters if training.eval_interval else 0,
+    }
+    if data_prefix is None:
+        flags["mock_data"] = True
+    else:
+        flags["data_path"] = str(data_prefix)
+    for name in ("overlap_grad_reduce", "use_distributed_optimizer"):
+        if getattr(training, name):
+            flags[name] = True
+    return flags | _checkpoint_flags(config, run_dir) | _tracking_flags(config, run_dir)
+
+
+def _kernel_flags(device: str) -> dict[str, object]:
+    """Turns off what this machine has no kernels for."""
+    if device == "cpu":
+        return {
+            "distributed_backend": "gloo",
+            "transformer_impl": "local",
+            **dict.fromkeys(_OF_APEX_OR_TE, True),
+            "no_bias_gelu_fusion": True,
+            "no_bias_dropout_fusion": True,
+        }
+    flags: dict[str, object] = {"distributed_backend": "nccl"}
+    if find_spec("transformer_engine") is None:
+        flags["transformer_impl"] = "local"
+        if find_spec("apex") is None:
+            flags |= dict.fromkeys(_OF_APEX_OR_TE, True)
+    return flags
+
+
+_OF_APEX_OR_TE = (
+    "no_persist_layer_norm",
+    "no_gradient_accumulation_fusion",
+    "no_masked_softmax_fusion",
+    "no_rope_fusion",
+)
+
+
+def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
+    own = run_dir / CHECKPOINTS
+    flags: dict[str, object] = {}
+    if config.training.save_interval:
+        flags |= {"save": str(own), "save_interval": config.training.save_interval}
+    if has_checkpoint(own):
+        flags["load"] = str(own)
+    elif config.training.load is not None:
+        flags["load"] = config.training.load
+    return flags
+
+
+def check_load(config: RunConfig) -> None:
+    """Checks that there is something in `training.load`; Megatron would start from scratch.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    folder = config.training.load
+    if folder is not None and not has_checkpoint(Path(folder)):
+        raise CheckpointError(
+            "there is no checkpoint to load",
+            expected=f"{TRACKER} in {folder}",
+            got="no such file",
+            remedy="set training.load to a folder that Megatron saved to, or to null",
+        )
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether Megatron finished saving a checkpoint in this folder."""
+    return (folder / TRACKER).is_file()
+
+
+def _tracking_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
+    flags: dict[str, object] = {}
+    if config.tracking.tensorboard:
+        flags |= {"tensorboard_dir": str(run_dir / "tensorboard"), "tensorboard_log_interval": 1}
+    if config.tracking.wandb != "disabled":
+        flags |= {
+            "wandb_project": config.tracking.wandb_project,
+            "wandb_exp_name": config.name,
+            # wandb makes a folder `wandb` in it.
+            "wandb_save_dir": str(run_dir),
+        }
+        if config.tracking.wandb_entity is not None:
+            flags["wandb_entity"] = config.tracking.wandb_entity
+    return flags
+
+
+class _Parser(argparse.ArgumentParser):
+    """Megatron's parser, with a typed error in place of 1,500 lines of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            "Megatron refuses a flag",
+            expected="what the flag takes",
+            got=message,
+            remedy="correct the key of this name, most likely in the megatron: section",
+        )
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    """The parser that `megatron.training` reads its command line with. Imports megatron."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(_Parser(prog="megatron", allow_abbrev=False, add_help=False))
+
+
+def command_line(
+    derived: Mapping[str, object], passed: Mapping[str, Any], parser: argparse.ArgumentParser
+) -> list[str]:
+    """Merges the two and writes them as arguments that `parser` takes.
+
+    Args:
+        derived: from our sections.
+        passed: the `megatron:` section. Null takes back a derived flag, and so does a flag that
+            says the opposite of one (`rope_fusion: true`, `overlap_grad_reduce: false`).
+        parser: from `megatron_parser`.
+
+    Raises:
+        ConfigError: a key is no flag of Megatron's (names the closest), or its value is refused.
+    """
+    actions = _actions(parser)
+    chosen: dict[str, list[str]] = {}
+    for key, value in derived.items():
+        flag, action = _look_up(key, value, actions)
+        chosen[action.dest] = [flag, *_texts(key, value, action)]
+    for key, value in passed.items():
+        if not _takes_back(key, value, actions, chosen):
+            flag, action = _look_up(key, value, actions)
+            chosen[action.dest] = [flag, *_texts(key, value, action)]
+    arguments = [text for texts in chosen.values() for text in texts]
+    try:
+        parser.parse_args(arguments)
+    except (AssertionError, ValueError, KeyError) as error:  # what types of Megatron's own raise
+        parser.error(f"{type(error).__name__}: {error}")
+    return arguments
+
+
+def check_passed_flags(passed: Mapping[str, Any]) -> None:
+    """Checks a `megatron:` section alone, before any process is started. Imports megatron.
+
+    Raises:
+        ConfigError: see `command_line`.
+    """
+    command_line({}, passed, megatron_parser())
+
+
+def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {
+        option: action
+        for action in parser._actions  # argparse has no public list of its options
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+
+
+def _flag(key: str, prefix: str = "--") -> str:
+    return prefix + key.replace("_", "-")
+
+
+def _takes_back(
+    key: str,
+    value: object,
+    actions: Mapping[str, argparse.Action],
+    chosen: dict[str, list[str]],
+) -> bool:
+    """Removes from `chosen` what a null or an opposite takes back; whether that was all."""
+    action = actions.get(_flag(key))
+    if value is None and action is not None:
+        chosen.pop(action.dest, None)
+        return True
+    if value is False and action is not None and _flag(key, "--no-") not in actions:
+        return chosen.pop(action.dest, None) is not None
+    if value is True and action is None and _flag(key, "--no-") in actions:
+        chosen.pop(actions[_flag(key, "--no-")].dest, None)
+        return True
+    return False
+
+
+def _look_up(
+    key: str, value: object, actions: Mapping[str, argparse.Action]
+) -> tuple[str, argparse.Action]:
+    """The flag that says `key: value`, and what the parser does with it."""
+    flag = _flag(key, "--no-" if value is False else "--")
+    if flag in actions:
+        return flag, actions[flag]
+    if value is False and _flag(key) in actions:
+        raise ConfigError(
+            f"megatron.{key} cannot be false",
+            expected=f"a flag {flag}, which Megatron does not have",
+            got="false",
+            remedy="leave the key out: without the flag it is off",
+        )
+    names = [option.removeprefix("--").replace("-", "_") for option in actions]
+    close = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    raise ConfigError(
+        f"megatron.{key} is no flag of Megatron-LM",
+        expected="the name of a flag" + (f", such as {', '.join(close)}" if close else ""),
+        got=key,
+        remedy="write the flag without its dashes, with _ for -",
+    )
+
+
+def _texts(key: str, value: object, action: argparse.Action) -> list[str]:
+    """The words that follow the flag."""
+    bare = action.nargs == 0
+    if isinstance(value, bool) == bare and not isinstance(value, Mapping) and value is not None:
+        values = value if isinstance(value, list | tuple) else [value]
+        return [] if bare else [str(item) for item in values]
+    raise ConfigError(
+        f"megatron.{key} does not take this value",
+        expected="true or false" if bare else "a value, or a list of values",
+        got=repr(value),
+        remedy=f"see the help of {action.option_strings[0]}: {action.help or 'none'}",
+    )

@@ -1,0 +1,284 @@
+"""Megatron-LM on a machine without a GPU: CPU tensors, gloo, the same code paths.
+
+Megatron writes `device="cuda"`, `tensor.cuda()` and `torch.cuda.something()` throughout. `enable`
+answers all of it from the CPU: a `TorchFunctionMode` rewrites devices in every torch call, and the
+functions of `torch.cuda` that Megatron calls are replaced by ones that do what is left to do on a
+CPU (mostly nothing). `enable_training` adds what `megatron.training` needs. Nothing here runs where
+torch sees a GPU. A 2-rank training is slow, but it is Megatron's own: buckets, overlap, distributed
+optimizer, checkpoints.
+
+The mode belongs to the thread that enables it (torch keeps modes by thread); `torch.cuda` is
+patched for the process.
+
+Example:
+    >>> cpu_mode.enable()                               # doctest: +SKIP
+    >>> from megatron.core import parallel_state        # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_sparse.errors import HostError
+from megatron_sparse.megatron import repairs
+
+_CPU = torch.device("cpu")
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class CudaToCpu(TorchFunctionMode):
+    """Rewrites every CUDA device in a torch call to the CPU.
+
+    `tensor.type()` answers with CUDA's names, because Megatron's optimizers sort parameters by
+    `param.type() == "torch.cuda.FloatTensor"`.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """See `torch.overrides.TorchFunctionMode`."""
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = _CPU
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """The one stream of a CPU: everything on it has happened when the call returns."""
+
+    device = _CPU
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event:
+    """A moment of the host's clock."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._recorded_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end._recorded_s - self._recorded_s) * 1e3
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One symbol that is replaced.
+
+    Attributes:
+        symbol: dotted name.
+        replace: makes the replacement from the original.
+        needed_by: who calls it on the way of a training run, and what it would do there.
+    """
+
+    symbol: str
+    replace: Callable[[Any], Any]
+    needed_by: str
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    """A function of any arguments that returns `value`, in place of the original."""
+    return lambda original: lambda *args, **kwargs: value
+
+
+def _put(value: Any) -> Callable[[Any], Any]:
+    """`value` itself, in place of the original."""
+    return lambda original: value
+
+
+def _without_device_ids(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    def gloo_barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return barrier(group=group, async_op=async_op)
+
+    return gloo_barrier
+
+
+_STREAM = _Stream()
+_PROPERTIES = SimpleNamespace(
+    name="cpu", major=8, minor=0, total_memory=2**34, multi_processor_count=1
+)
+_AMPERE = "the oldest GPU that Megatron allows bf16 on"
+
+CORE_PATCHES = (
+    Patch("torch.cuda.device_count", _always(1),
+          "megatron.training.initialize: zero leaves model parallelism uninitialised"),
+    Patch("torch.cuda.current_device", _always(0),
+          "param_and_grad_buffer, tensor_parallel, optimizer: the device of new tensors"),
+    Patch("torch.cuda.random.current_device", _always(0),
+          "torch.cuda.get_rng_state, which tensor_parallel.random and checkpointing call"),
+    Patch("torch.cuda.set_device", _always(None),
+          "megatron.training.initialize and dist_checkpointing's writers"),
+    Patch("torch.cuda.synchronize", _always(None), "timers, pipeline schedules, checkpointing"),
+    Patch("torch.cuda.empty_cache", _always(None), "megatron.training after loading"),
+    Patch("torch.cuda.Stream", _put(_Stream),
+          "distributed_data_parallel: the streams of several optimizer instances"),
+    Patch("torch.cuda.Event", _put(_Event),
+          "param_and_grad_buffer and timers"),
+    Patch("torch.cuda.current_stream", _always(_STREAM), "param_and_grad_buffer: waits for it"),
+    Patch("torch.cuda.stream", _always(nullcontext()),
+          "param_and_grad_buffer: the stream that collectives are launched on"),
+    # With these two torch.cuda's own generator code works on the CPU's generator.
+    Patch("torch.cuda._initialized", _put(True),
+          "tensor_parallel.random: seeds are queued for ever while CUDA is not initialised"),
+    Patch("torch.cuda.default_generators", lambda original: (torch.default_generator,),
+          "tensor_parallel.random: the state of the default generator of a device"),
+    Patch("torch.cuda.memory_stats", lambda original: lambda *a, **k: defaultdict(int),
+          "megatron.training.training: --log-memory-to-tensorboard"),
+    Patch("torch.cuda.memory_allocated", _always(0), "megatron.training: report_memory"),
+    Patch("torch.cuda.max_memory_allocated", _always(0), "megatron.training: report_memory"),
+    Patch("torch.cuda.memory_reserved", _always(0), "megatron.training: report_memory"),
+    Patch("torch.cuda.max_memory_reserved", _always(0), "megatron.training: report_memory"),
+    Patch("torch.cuda.get_device_properties", _always(_PROPERTIES),
+          f"megatron.training.utils: get_device_arch_version; major 8 is {_AMPERE}"),
+    Patch("torch.cuda.get_device_capability", _always((8, 0)),
+          f"megatron.training.arguments: (8, 0) is {_AMPERE}"),
+    Patch("torch.distributed.barrier", _without_device_ids,
+          "timers and training pass device_ids, which gloo refuses"),
+)  # fmt: skip
+
+TRAINING_PATCHES = (
+    Patch("megatron.training.training.initialize_megatron",
+          lambda original: functools.partial(original, allow_no_cuda=True),
+          "pretrain calls it without allow_no_cuda and stops where there is no GPU"),
+)  # fmt: skip
+
+_mode: CudaToCpu | None = None
+_applied: set[str] = set()
+
+
+def enable() -> None:
+    """Lets `megatron.core` run on the CPU, in this thread. Idempotent.
+
+    Call it before anything imports megatron, which looks for GPUs and keeps functions of
+    `torch.cuda` under names of its own at import.
+
+    Raises:
+        HostError: megatron is imported already, torch sees a GPU, or torch lacks a symbol.
+    """
+    global _mode
+    if _mode is not None:
+        return
+    if torch.cuda.is_available():
+        raise HostError(
+            "CPU mode is for machines without a GPU",
+            expected="torch.cuda.is_available() to be False",
+            got=f"{torch.cuda.device_count()} GPU(s)",
+            remedy="hide them: CUDA_VISIBLE_DEVICES= (or cluster.device=cpu)",
+        )
+    loaded = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
+    if loaded:
+        raise HostError(
+            "CPU mode came too late",
+            expected="cpu_mode.enable() before anything imports megatron",
+            got=f"{loaded[-1]} is imported",
+            remedy="move the call to the top of the script",
+        )
+    _apply(CORE_PATCHES)
+    # Saving the state of the CUDA generator, which is the CPU's here, is what it warns about.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+    _mode = CudaToCpu()
+    _mode.__enter__()  # for the life of the process
+
+
+def enable_training() -> None:
+    """Lets `megatron.training` run on the CPU, after `enable`. Imports it. Idempotent.
+
+    Raises:
+        HostError: `enable` was not called, or Megatron lacks a symbol.
+    """
+    if _mode is None:
+        raise HostError(
+            "CPU mode is not enabled",
+            expected="cpu_mode.enable() first, before anything imports megatron",
+            got="cpu_mode.enable_training()",
+            remedy="call cpu_mode.enable() at the top of the script",
+        )
+    _apply(TRAINING_PATCHES)
+    repairs.apply()
+
+
+def _apply(patches: Sequence[Patch]) -> None:
+    """Replaces each symbol once.
+
+    Raises:
+        HostError: a symbol is missing; those before it stay replaced, the process cannot go on.
+    """
+    for patch in patches:
+        if patch.symbol in _applied:
+            continue
+        owner_name, _, attribute = patch.symbol.rpartition(".")
+        try:
+            owner = import_module(owner_name)
+            original = getattr(owner, attribute)
+        except (ImportError, AttributeError) as error:
+            raise HostError(
+                f"CPU mode cannot replace {patch.symbol}",
+                expected=f"the symbol that this needs: {patch.needed_by}",
+                got=error,
+                remedy="pip install 'megatron-core>=0.19,<0.20' 'torch>=2.11', or use a GPU",
+            ) from None
+        setattr(owner, attribute, patch.replace(original))
+        _applied.add(patch.symbol)

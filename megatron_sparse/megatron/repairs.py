@@ -1,0 +1,130 @@
+"""Repairs of megatron-core 0.19 as it comes from PyPI, on CPU and GPU alike.
+
+The wheel holds the compiled index builder of the datasets but not the Makefile that Megatron calls
+at every start. And without Transformer Engine and Apex the optimizer is `torch.optim.AdamW`, with
+which a run on the distributed optimizer fails to resume or, worse, resumes with other numbers. Each
+repair wraps one function; none changes what works without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sparse.errors import HostError
+
+_MARK = "_megatron_sparse_repaired"
+
+
+def apply() -> None:
+    """Applies the repairs that this installation needs. Imports megatron. Idempotent.
+
+    Raises:
+        HostError: Megatron lacks what is to be repaired.
+    """
+    try:
+        from megatron.core.datasets import utils as datasets
+        from megatron.core.optimizer import distrib_optimizer as optimizers
+
+        compile_helpers = datasets.compile_helpers
+        adam_is_torch = not optimizers.HAVE_APEX_OR_TE
+        optimizer: Any = optimizers.DistributedOptimizer
+        state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+    except (ImportError, AttributeError) as error:
+        raise HostError(
+            "this Megatron cannot be repaired",
+            expected="megatron.core.datasets.utils.compile_helpers and "
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+            got=error,
+            remedy="pip install 'megatron-core>=0.19,<0.20'",
+        ) from None
+    if not hasattr(compile_helpers, _MARK):
+        source = Path(datasets.__file__).parent
+        datasets.compile_helpers = _marked(unless_built(compile_helpers, source))
+    if adam_is_torch and not hasattr(load_state_dict, _MARK):
+        optimizer.state_dict = with_state(state_dict)
+        optimizer.load_state_dict = _marked(with_own_steps(without_grad(load_state_dict)))
+
+
+def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    setattr(function, _MARK, True)
+    return function
+
+
+def unless_built(compile_helpers: Callable[[], None], source: Path) -> Callable[[], None]:
+    """Compiles only where the source is, as in a checkout of Megatron-LM.
+
+    Args:
+        compile_helpers: runs `make` in `source`; exits the process when that fails.
+        source: folder of `megatron.core.datasets`.
+    """
+
+    @functools.wraps(compile_helpers)
+    def repaired() -> None:
+        if (source / "Makefile").is_file():
+            compile_helpers()
+        elif not list(source.glob("helpers_cpp*.so")):
+            raise HostError(
+                "Megatron's dataset index builder is not built",
+                expected=f"helpers_cpp*.so or a Makefile in {source}",
+                got="neither",
+                remedy="pip install --force-reinstall --no-deps 'megatron-core>=0.19,<0.20'",
+            )
+
+    return repaired
+
+
+def with_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes Adam's state before it is asked for.
+
+    `state_dict` asserts that all parameters are at one step, and a fresh torch Adam has no step
+    at all; loading a checkpoint begins with the state dict of a fresh optimizer.
+    """
+
+    @functools.wraps(state_dict)
+    def repaired(self: Any) -> Any:
+        adam = self.optimizer
+        if adam is not None and not adam.state:
+            for group in adam.param_groups:
+                for parameter in group["params"]:
+                    adam.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+        return state_dict(self)
+
+    return repaired
+
+
+def without_grad(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Loads without recording gradients.
+
+    In fp32 the main parameters are views of the model's leaves, which autograd does not let
+    anybody write to in place.
+    """
+    return torch.no_grad()(load_state_dict)
+
+
+def with_own_steps(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives each parameter the step of its group, in a tensor of its own.
+
+    `load_state_dict` gives all parameters one and the same tensor, to which torch's Adam then adds
+    one for each parameter; and the parameter state that is loaded afterwards overwrites it with
+    the step of the template, 0.
+    """
+
+    @functools.wraps(load_state_dict)
+    def repaired(self: Any, state_dict: Any) -> Any:
+        result = load_state_dict(self, state_dict)
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            if "step" in group:
+                for parameter in group["params"]:
+                    self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
+        return result
+
+    return repaired

@@ -1,0 +1,249 @@
+"""One rank of a training run: Megatron's own `pretrain`, with the plugin in its door.
+
+Imports megatron only when it trains, because on a CPU `cpu_mode` has to come first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_sparse.errors import (
+    CheckpointError,
+    ConfigError,
+    DatasetError,
+    DependencyError,
+)
+from megatron_sparse.megatron import arguments
+from megatron_sparse.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_KNOWN_NOISE = (
+    # What a machine without these packages hears a dozen times; `doctor` says it once.
+    r".*(Transformer Engine|Apex|transformer-engine).*",
+    # Megatron's own affairs, nothing that a user of it can mend.
+    r".* is experimental and still under active development.*",
+    r"'pin_memory' argument is set as true but no accelerator is found.*",
+    r".*torch\.distributed.*is deprecated.*",
+    r".*TypedStorage is deprecated.*",
+    r".*`torch\.jit\.\w+` is deprecated.*",
+)
+
+
+def train(config: RunConfig, run_dir: Path, store: Store | None = None) -> None:
+    """Trains on this rank until `training.iterations`; returns on every rank.
+
+    Reads RANK, WORLD_SIZE and LOCAL_RANK. Makes the process group and destroys it.
+
+    Args:
+        config: the run; `cluster.device` must be `cpu` or `cuda`.
+        run_dir: the run's folder, which exists.
+        store: where ranks meet; None takes MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        CheckpointError: Megatron cannot load the checkpoint.
+        ConfigError: Megatron refuses what the configuration asks for.
+        DatasetError: the corpus is missing or damaged.
+        DependencyError: megatron-core with its training loop is not installed.
+        HostError: Megatron lacks a door that the plugin enters by.
+    """
+    silence_known_noise()
+    vocab_size, data_prefix = find_data(config)
+    if config.tracking.wandb != "disabled":
+        _set_wandb_environment(config, run_dir)
+    _prepare_host(config.cluster.device)
+
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+
+    from megatron_sparse.megatron import batches
+
+    derived = arguments.derived_flags(
+        config, run_dir, vocab_size=vocab_size, data_prefix=data_prefix
+    )
+    megatron_args = _parse(
+        arguments.command_line(derived, config.megatron, arguments.megatron_parser())
+    )
+    model_config = gpt_config_from_args(megatron_args)
+    plugin = _install(config, run_dir, model_config) if config.plugin else None
+    try:
+        with _early_exit():
+            pretrain(
+                pretrain_cfg_container_from_args(megatron_args, model_config),
+                batches.datasets,
+                ModelType.encoder_or_decoder,
+                batches.forward_step,
+                store=store,
+            )
+    finally:
+        # Also when Megatron leaves early by sys.exit (--exit-interval, a signal).
+        if plugin is not None:
+            plugin.close()
+    _leave()
+
+
+def silence_known_noise() -> None:
+    """Ignores the warnings of Megatron's imports that a user can do nothing about."""
+    for message in _KNOWN_NOISE:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def find_data(config: RunConfig) -> tuple[int, Path | None]:
+    """Size of the model's vocabulary, and prefix of the dataset; None for mock data.
+
+    Raises:
+        ConfigError: the model's vocabulary is smaller than the data's, or there is no dataset.
+        DatasetError: the corpus is missing or damaged.
+    """
+    if config.data.dir is not None:
+        from megatron_sparse.megatron import corpus
+
+        found = corpus.load(config.data.dir)
+        vocab_size, prefix = found.vocab_size, found.prefix
+    else:
+        assert config.data.vocab_size is not None, "checked by DataConfig"
+        vocab_size = config.data.vocab_size
+        prefix = None if config.data.prefix is None else Path(config.data.prefix)
+        if prefix is not None and not prefix.with_name(f"{prefix.name}.idx").is_file():
+            raise DatasetError(
+                "there is no dataset in data.prefix",
+                expected=f"{prefix}.idx and {prefix}.bin",
+                got="no such file",
+                remedy="give the path without .bin, or choose data=code and make it: "
+                "megatron-sparse corpus --kind code --out data/code",
+            )
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < vocab_size:
+        raise ConfigError(
+            "the model's vocabulary is smaller than the data's",
+            expected=f"model.vocab_size >= {vocab_size}",
+            got=wanted,
+            remedy="set model.vocab_size=null to take the data's",
+        )
+    return wanted or vocab_size, prefix
+
+
+def _set_wandb_environment(config: RunConfig, run_dir: Path) -> None:
+    """Megatron calls `wandb.init` itself, on the last rank; what it leaves open is said here."""
+    if int(os.environ["RANK"]) != int(os.environ["WORLD_SIZE"]) - 1:
+        return
+    from megatron_sparse.telemetry.sinks import _run_id, wandb_mode
+
+    mode = wandb_mode(config.tracking)
+    os.environ |= {"WANDB_MODE": mode, "WANDB_RUN_ID": _run_id(run_dir / "wandb")}
+    os.environ.setdefault("WANDB_SILENT", "true")
+    if mode == "online":
+        os.environ["WANDB_RESUME"] = "allow"
+    import wandb
+
+    # Looking for a key has set wandb up, which reads the environment once.
+    wandb.teardown()
+
+
+def _prepare_host(device: str) -> None:
+    try:
+        if device == "cpu":
+            from megatron_sparse.megatron import cpu_mode
+
+            cpu_mode.enable()
+            import megatron.training  # noqa: F401 - so that a missing one is told apart
+
+            cpu_mode.enable_training()
+        else:
+            import megatron.training  # noqa: F401
+
+            from megatron_sparse.megatron import repairs
+
+            repairs.apply()
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            "Megatron's training loop is not installed",
+            expected="megatron-core >= 0.19 (needs Python >= 3.12)",
+            got=error,
+            remedy="pip install 'megatron-sparse[train]'",
+        ) from None
+
+
+def _parse(command_line: list[str]) -> Any:
+    """Megatron's parsed and validated arguments; it also makes its dashboards' writers here."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    # Megatron reads sys.argv and nothing else.
+    before, sys.argv = sys.argv, [sys.argv[0], *command_line]
+    try:
+        return parse_and_validate_args()
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(
+            "Megatron refuses these settings",
+            expected="settings that fit together",
+            got=str(error) or _assertion(error),
+            remedy="change the section or the key of megatron: that it speaks of",
+        ) from error
+    except Exception as error:
+        if "wandb" not in sys.modules or not isinstance(error, sys.modules["wandb"].Error):
+            raise
+        raise ConfigError(
+            "W&B did not start",
+            expected="a key, and a server that answers",
+            got=error,
+            remedy="wandb login, or set tracking.wandb=offline or disabled",
+        ) from None
+    finally:
+        sys.argv = before
+
+
+def _assertion(error: BaseException) -> str:
+    """The source line of an assertion without a message, which is all that Megatron says."""
+    import traceback
+
+    return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
+
+
+def _install(config: RunConfig, run_dir: Path, model_config: Any) -> Any:
+    from megatron_sparse.megatron import install
+
+    plugin = install(config.sparse, run_dir=run_dir, resolved_config=dataclasses.asdict(config))
+    model_config.post_wrap_hooks.append(plugin.post_wrap_hook)
+    return plugin
+
+
+@contextmanager
+def _early_exit() -> Iterator[None]:
+    """Tells Megatron's two ways to leave early apart.
+
+    With a code it ended in good order (--exit-interval, --exit-duration, a signal): the run goes
+    on to its summary. Without one it printed why it cannot go on, and would count as a success.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if error.code is None:
+            raise CheckpointError(
+                "Megatron gave up",
+                expected="a checkpoint that fits this configuration",
+                got="the last lines that rank 0 printed",
+                remedy="correct what they name; training.load=null starts from scratch",
+            ) from None
+        if error.code != 0:
+            raise
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        # A rank that goes while others still talk to it looks like a failure to them.
+        dist.barrier()
+        dist.destroy_process_group()

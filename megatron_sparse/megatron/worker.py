@@ -1,0 +1,130 @@
+"""The process of one rank: `python -m megatron_sparse.megatron.worker runs/NAME/config.yaml`.
+
+The launcher starts it so. `run_started` is the same for a process that torchrun or srun started,
+which has no launcher of ours before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse import composition, launch
+from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.run_config import RunConfig
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torch's agent wants to read why a rank failed."""
+_TYPED = "megatron_sparse"
+_MEETING_TIMEOUT = timedelta(minutes=10)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a rank that the launcher started.
+
+    Args:
+        argv: path of the run's `config.yaml`.
+
+    Returns:
+        The exit code. What went wrong is in the agent's error file, for the launcher to print.
+    """
+    (path,) = map(Path, sys.argv[1:] if argv is None else argv)
+    try:
+        from megatron_sparse.megatron import training
+
+        training.train(composition.load(path), path.parent)
+    except MegatronSparseError as error:
+        _tell_launcher(str(error), typed=True)
+        return error.exit_code
+    except Exception as error:
+        _tell_launcher(f"{type(error).__name__}: {error}", typed=False)
+        raise
+    return 0
+
+
+def run_started(config: RunConfig, command: str) -> int:
+    """Runs a rank that torchrun or srun started; rank 0 makes the run's folder.
+
+    Args:
+        config: as every rank composed it.
+        command: the command line, kept in `config.yaml`.
+
+    Returns:
+        0; or the exit code of an error that another rank has printed already.
+
+    Raises:
+        MegatronSparseError: on the first rank to fail.
+    """
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != config.cluster.world_size:
+        raise ConfigError(
+            "the number of ranks is not the configuration's",
+            expected=f"cluster.nodes * cluster.ranks_per_node = {config.cluster.world_size}",
+            got=f"{world_size} ranks were started",
+            remedy="set cluster.nodes and cluster.ranks_per_node to what was started",
+        )
+    config = launch.decide(config)
+    os.environ.update(launch.rank_environment(config))
+    from torch.distributed import rendezvous
+
+    store, rank, _ = next(rendezvous("env://", timeout=_MEETING_TIMEOUT))
+    try:
+        run_dir = _meet(config, command, store, rank)
+        from megatron_sparse.megatron import training
+
+        training.train(config, run_dir, store)
+    except MegatronSparseError as error:
+        # Most mistakes are found by every rank at once; one of them says so.
+        if store.add("megatron_sparse/failed", 1) > 1:
+            return error.exit_code
+        raise
+    return 0
+
+
+def _meet(config: RunConfig, command: str, store: Any, rank: int) -> Path:
+    """Rank 0 makes the run's folder, the others wait for it."""
+    key = "megatron_sparse/run_dir"
+    if rank == 0:
+        answer = ""
+        try:
+            vocab_size = launch.preflight(config)
+            run_dir = launch.make_run_dir(config, command)
+            print(launch.describe(config, vocab_size, run_dir), flush=True)
+            answer = str(run_dir)
+        finally:
+            store.set(key, answer)
+        return run_dir
+    answer = store.get(key).decode()
+    if not answer:
+        sys.exit(ConfigError.exit_code)  # rank 0 says why
+    run_dir = Path(answer)
+    run_dir.mkdir(parents=True, exist_ok=True)  # where nodes do not share a disk
+    return run_dir
+
+
+def _tell_launcher(message: str, *, typed: bool) -> None:
+    """Writes the agent's error file, in its format; a typed error is marked as one."""
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        print(f"error: {message}", file=sys.stderr)
+        return
+    info = {"timestamp": str(int(time.time())), "py_callstack": traceback.format_exc()}
+    report = {"message": {"message": message, "extraInfo": info}, _TYPED: typed}
+    Path(path).write_text(json.dumps(report), "utf-8")
+
+
+def read_report(report: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """Message, and whether it is a typed error's, from the agent's error file; None if empty."""
+    message = report.get("message")
+    return (message["message"], report[_TYPED]) if message else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Pruning with leaky error feedback, in float64: the oracle of `prune_`.
+
+`x = g + e; drop = |x| <= t; out = drop ? 0 : round(x); e' = drop ? leak x : x - out`, all in fp32.
+
+`round` goes to the values that both the gradient's dtype and the wire's can hold. Stochastic
+rounding goes up with the probability of the part cut off. Where a value is cut by d bits of its
+mantissa, it goes up when `fraction + (h mod 2^d) / 2^d >= 1`; under the smallest normal fp16, where
+the step is fixed at 2^-24, it goes up when `(h >> 8) / 2^24 < fraction`. h is the counter hash of
+the element's index in the bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, DRAW_VALUE, counter_hash
+
+FP32, BF16, FP16 = range(3)
+CODE_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+_NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A set of values: `precision` bits of mantissa, no step under 2^`least_step`, up to `limit`.
+
+    `fixed_step` says whether values under the smallest normal one use the other comparison.
+    """
+
+    precision: int
+    least_step: int
+    limit: float
+    fixed_step: bool
+
+
+_GRIDS = {
+    frozenset({FP32}): Grid(24, -149, float(torch.finfo(torch.float32).max), False),
+    frozenset({BF16}): Grid(8, -133, float(torch.finfo(torch.bfloat16).max), False),
+    frozenset({FP16}): Grid(11, -24, 65504.0, True),
+    frozenset({BF16, FP16}): Grid(8, -24, 65280.0, True),
+}
+
+
+def grid_of(*dtype_codes: int) -> Grid:
+    """The values that all of these dtypes hold; fp32 holds all of the others'."""
+    return _GRIDS[frozenset(dtype_codes) - {FP32} or frozenset({FP32})]
+
+
+def round_to(x_N: torch.Tensor, grid: Grid, random_N: torch.Tensor | None) -> torch.Tensor:
+    """Rounds finite fp32 values to `grid`, stochastically or (without bits) to nearest even.
+
+    Returns:
+        fp32, exactly on the grid, saturated at its limit.
+    """
+    magnitude = x_N.double().abs()
+    exponent = torch.frexp(magnitude).exponent.long() - 1
+    step_exponent = (exponent - (grid.precision - 1)).clamp(min=grid.least_step)
+    step = torch.ldexp(torch.ones_like(magnitude), step_exponent)
+    whole = (magnitude / step).floor()
+    fraction = magnitude / step - whole
+    if random_N is None:
+        up = (fraction > 0.5) | ((fraction == 0.5) & (whole % 2 == 1))
+    else:
+        bits = 2 ** (24 - grid.precision)
+        up = fraction + (random_N % bits).double() / bits >= 1
+        if grid.fixed_step:
+            smallest_normal = 2.0 ** (grid.least_step + grid.precision - 1)
+            chance = (random_N >> 8).double() / 2**24
+            up = torch.where(magnitude < smallest_normal, chance < fraction, up)
+    rounded = ((whole + up) * step).clamp(max=grid.limit)
+    return torch.copysign(rounded, x_N.double()).float()
+
+
+def prune(
+    grad_N: torch.Tensor,
+    residual_N: torch.Tensor,
+    range_offsets: torch.Tensor,
+    thresholds_R: torch.Tensor,
+    leak: float,
+    wire_dtype: int,
+    key: int,
+    first_index: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The new gradient, the new residual and the non-zero counts; mutates nothing.
+
+    Args and dtypes are those of `cuda_ext.ops.prune_`; `first_index` is the index in the bucket of
+    element 0, for looking at a part of one.
+    """
+    lengths = range_offsets.diff()
+    threshold_N = torch.repeat_interleave(thresholds_R, lengths)
+    # Clamped, so that infinity is never dropped; NaN keeps everything.
+    threshold_N = torch.where(
+        threshold_N > torch.finfo(torch.float32).max, torch.finfo(torch.float32).max, threshold_N
+    )
+    x_N = grad_N.float() + residual_N.float()
+    drop = x_N.abs() <= threshold_N
+    finite = x_N.isfinite()
+    index_N = torch.arange(grad_N.numel()) + first_index
+
+    finite_x = torch.where(finite, x_N, 0)
+    random = counter_hash(key, DRAW_VALUE, index_N) if key >= 0 else None
+    kept = round_to(finite_x, grid_of(CODE_OF[grad_N.dtype], wire_dtype), random)
+    out = torch.where(finite, kept, x_N)
+    out = torch.where(drop, 0, out)
+    remainder = torch.where(finite, x_N - kept, 0)
+    rest = torch.where(drop, x_N * torch.tensor(leak, dtype=torch.float32), remainder)
+    if residual_N.dtype == torch.bfloat16:
+        random = counter_hash(key, DRAW_RESIDUAL, index_N) if key >= 0 else None
+        rest = round_to(rest, grid_of(BF16), random)
+
+    nnz_R = torch.tensor(
+        [int((out[a:b] != 0).sum()) for a, b in pairwise(range_offsets.tolist())],
+        dtype=torch.int64,
+    )
+    return with_one_nan(out, grad_N.dtype), rest.to(residual_N.dtype), nnz_R
+
+
+def with_one_nan(x_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Converts to `dtype`, each NaN becoming the same quiet one: torch's own vary by machine."""
+    result = x_N.to(dtype, copy=True)
+    nan = x_N.isnan()
+    if dtype == torch.float32:
+        result.view(torch.int32)[nan] = 0x7FC00000
+    else:
+        result.view(torch.int16)[nan] = _NAN_BITS[dtype]
+    return result

@@ -1,0 +1,130 @@
+"""Megatron's own training loop on 2 ranks, started as a user would start it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "model=gpt_tiny", "data=mock", "tracking=off", "model.num_layers=2", "model.hidden_size=64",
+    "model.seq_length=32", "data.vocab_size=512", "training.micro_batch_size=2",
+    "training.global_batch_size=4", "training.log_interval=1", "data.num_workers=0",
+    "training.lr_warmup_iters=1", "megatron.ddp_bucket_size=40000", "compression.keep_below_numel=256",
+)  # fmt: skip
+AT_TARGET = (
+    "scheme=agsparse", "compression.warmup_iters=1", "compression.ramp_iters=1",
+    "compression.density=0.02",
+)  # fmt: skip
+ITERATIONS = 5
+
+
+def train(folder: Path, name: str, *overrides: str, check: bool = True) -> Path:
+    """Runs `scripts/train.py` in a process of its own; returns the run's folder."""
+    command = [
+        sys.executable, str(ROOT / "scripts" / "train.py"), *SMALL, f"name={name}",
+        f"runs_dir={folder}", f"training.iterations={ITERATIONS}", *overrides,
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    output = result.stdout + result.stderr
+    (folder / f"{name}.log").write_text(output)
+    assert (result.returncode == 0) is check, output[-6000:]
+    return folder / name
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Loss of every iteration, at full precision."""
+    lines = [json.loads(line) for line in (run / "breakdown.jsonl").read_text().splitlines()]
+    return {line["iteration"]: line["loss"] for line in lines}
+
+
+def _flags(overlap: bool, distributed: bool) -> tuple[str, str]:
+    return (
+        f"training.overlap_grad_reduce={str(overlap).lower()}",
+        f"training.use_distributed_optimizer={str(distributed).lower()}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("overlap", "distributed"), list(itertools.product((False, True), (False, True)))
+)
+def test_training_and_resuming_is_bit_exact(tmp_path, overlap, distributed):
+    """A run of five iterations, and one that stops after three and goes on from its checkpoint."""
+    flags = (*AT_TARGET, *_flags(overlap, distributed), "training.save_interval=3")
+    whole = train(tmp_path, "whole", *flags)
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["iterations"] == ITERATIONS
+    assert summary["phases"]["target"]["iterations"] == ITERATIONS - 2
+    target = summary["phases"]["target"]
+    assert 0 < target["wire_bytes"] < 0.25 * target["dense_bytes"]
+    assert all(summary["stage_ms_total"][s] > 0 for s in ("threshold", "prune", "encode", "decode"))
+    buckets = {json.loads(line)["bucket"] for line in (whole / "buckets.jsonl").open()}
+    assert len(buckets) == (len(json.loads((whole / "plan.json").read_text())["buckets"]))
+    assert (len(buckets) > 1) is overlap
+
+    part = train(tmp_path, "part", *flags, "megatron.exit_interval=3")
+    assert max(losses(part)) == 3
+    resumed = train(tmp_path, "part", *flags, "resume=must")
+    assert losses(resumed) == losses(whole)
+    for rank in range(2):
+        assert torch.equal(*(_residual(run, rank) for run in (whole, resumed)))
+
+
+def _residual(run: Path, rank: int) -> torch.Tensor:
+    """A rank's residual after the last iteration, from the checkpoint that Megatron saves there."""
+    path = run / f"checkpoints/iter_{ITERATIONS:07d}/megatron_sparse/rank_{rank:05d}.pt"
+    state = torch.load(path, weights_only=True)
+    assert state["step"] == ITERATIONS
+    values = torch.cat([state["residuals"][name] for name in sorted(state["residuals"])])
+    assert values.any()
+    return values
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_dense_through_the_plugin_is_bit_for_bit_megatron(tmp_path, overlap):
+    """Also with the distributed optimizer; compared by the weights that Megatron saves."""
+    flags = (*_flags(overlap, overlap), f"training.save_interval={ITERATIONS}")
+    plain = train(tmp_path, "plain", *flags, "plugin=false", "megatron.ckpt_format=torch")
+    dense = train(
+        tmp_path, "dense", *flags, "scheme=dense", "compression.warmup_iters=0",
+        "compression.ramp_iters=0", "megatron.ckpt_format=torch",
+    )  # fmt: skip
+    saved = [_weights(run) for run in (plain, dense)]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    summary = json.loads((dense / "summary.json").read_text())
+    assert summary["wire_bytes"] == summary["dense_bytes"] > 0
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    path = next((run / f"checkpoints/iter_{ITERATIONS:07d}").glob("mp_rank_00*/model_optim_rng.pt"))
+    state = torch.load(path, map_location="cpu", weights_only=False)
+    return {name: value for name, value in state["model"].items() if torch.is_tensor(value)}
+
+
+def test_a_checkpoint_without_plugin_state_starts_with_zero_residuals_and_says_so(tmp_path):
+    train(tmp_path, "plain", "plugin=false", "training.save_interval=3",
+          "megatron.exit_interval=3")  # fmt: skip
+    resumed = train(
+        tmp_path, "resumed", *AT_TARGET, f"training.load={tmp_path / 'plain' / 'checkpoints'}"
+    )
+    assert min(losses(resumed)) == 4
+    text = (tmp_path / "resumed.log").read_text()
+    assert "residuals start at zero, step 3" in text
+
+
+def test_nan_in_one_gradient_ends_in_megatrons_own_error(tmp_path):
+    """fp32 without loss scaling: Megatron raises; the plugin neither hides nor delays it."""
+    train(tmp_path, "nan", *AT_TARGET, "training.lr=1e30", "megatron.clip_grad=0", check=False)
+    text = (tmp_path / "nan.log").read_text()
+    assert "found NaN in local grad norm" in text

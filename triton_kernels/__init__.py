@@ -1,0 +1,1 @@
+"""Triton kernels, one file for each op: kernel and launcher. Imported only where Triton is used."""

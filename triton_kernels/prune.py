@@ -1,0 +1,224 @@
+"""Leaky error feedback and pruning in Triton: the same bits as the compiled op.
+
+One program prunes BLOCK consecutive elements in place and counts what it keeps for each range that
+it meets, which nearly always is one. Rounding and bf16 are integer arithmetic: it is what makes the
+result independent of the machine, and right in Triton's interpreter, whose bf16 is not.
+
+Shape suffixes: N elements of the bucket, R ranges, B elements of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_sparse.cuda_ext.counter_hash import DRAW_RESIDUAL, DRAW_VALUE, hash_seed
+
+BLOCK = 2048
+_CODE_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# A grid of values: mantissa bits cut from fp32, fp32 bits under which the step is fixed at 2^-24,
+# fp32 bits of the largest value. Keyed by the 16-bit dtypes that must hold them; see csrc/dtypes.h.
+_GRIDS = {
+    frozenset(): (0, 0, 0x7F7FFFFF),
+    frozenset({1}): (16, 0, 0x7F7F0000),
+    frozenset({2}): (13, 113 << 23, 0x477FE000),
+    frozenset({1, 2}): (16, 110 << 23, 0x477F0000),
+}
+
+
+def prune_(
+    grad_N: torch.Tensor,
+    residual_N: torch.Tensor,
+    range_offsets: torch.Tensor,
+    thresholds_R: torch.Tensor,
+    leak: float,
+    wire_dtype: int,
+    key: int,
+) -> torch.Tensor:
+    """See `cuda_ext.ops.prune_`, which checks the arguments; here all tensors are on one device.
+
+    Launches one kernel on the current stream; no host synchronisation.
+    """
+    numel, range_count = grad_N.numel(), thresholds_R.numel()
+    nnz_R = torch.zeros(range_count, dtype=torch.int64, device=grad_N.device)
+    if numel == 0:
+        return nnz_R
+    grad, residual = _CODE_OF[grad_N.dtype], _CODE_OF[residual_N.dtype]
+    cut, fixed_below, limit = _GRIDS[frozenset({grad, wire_dtype}) - {0}]
+    seeds = (*hash_seed(key, DRAW_VALUE), *hash_seed(key, DRAW_RESIDUAL))
+    kernel: Any = _prune_kernel  # Triton types a launch as the call of the Python function
+    with torch.cuda.device_of(grad_N):
+        kernel[(triton.cdiv(numel, BLOCK),)](
+            _raw(grad_N), _raw(residual_N), range_offsets, thresholds_R, nnz_R,
+            numel, range_count, leak, *map(_signed, seeds),
+            GRAD=grad, RESIDUAL=residual, CUT=cut, FIXED_BELOW=fixed_below, LIMIT=limit,
+            STOCHASTIC=key >= 0, BLOCK=BLOCK,
+        )  # fmt: skip
+    return nnz_R
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers of its width."""
+    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def _signed(word: int) -> int:
+    """A 32-bit word as the int32 of the same bits: Triton types larger integers as int64."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+@triton.jit
+def _hash_bits(a, b, low_B):
+    """The counter hash; `cuda_ext/csrc/counter_hash.h` is its definition."""
+    x = low_B ^ a
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x ^= x >> 15
+    x += b
+    x *= 0xD35A2D97
+    x ^= x >> 15
+    return x
+
+
+@triton.jit
+def _widen(raw_B, DTYPE: tl.constexpr):
+    """Raw bits of a dtype as fp32."""
+    if DTYPE == 0:
+        return raw_B.to(tl.float32, bitcast=True)
+    elif DTYPE == 1:
+        wide_B = raw_B.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return wide_B.to(tl.float32, bitcast=True)
+    else:
+        return raw_B.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _store_bits(bits_B, DTYPE: tl.constexpr):
+    """fp32 bits of a value that the dtype holds, as its raw bits."""
+    if DTYPE == 0:
+        return bits_B.to(tl.int32, bitcast=True)
+    elif DTYPE == 1:
+        return (bits_B >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+    else:
+        half_B = bits_B.to(tl.float32, bitcast=True).to(tl.float16).to(tl.uint16, bitcast=True)
+        # The hardware's conversion may give NaN any payload.
+        half_B = tl.where((bits_B & 0x7FFFFFFF) > 0x7F800000, 0x7E00, half_B.to(tl.uint32))
+        return half_B.to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def _round_magnitude(
+    u_B, random_B,
+    CUT: tl.constexpr, FIXED_BELOW: tl.constexpr, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Rounds fp32 bits of a finite magnitude to a grid, saturating; see `csrc/elementwise.h`."""
+    MASK: tl.constexpr = (1 << CUT) - 1  # pyright: ignore[reportOperatorIssue]
+    added_B = (random_B & MASK) if STOCHASTIC else ((u_B >> CUT) & 1) + (MASK >> 1)
+    rounded_B = u_B + added_B
+    rounded_B = (rounded_B >> CUT) << CUT
+    rounded_B = tl.where(rounded_B > LIMIT, LIMIT, rounded_B).to(tl.uint32)
+    if FIXED_BELOW != 0:
+        small_B = tl.where(u_B < FIXED_BELOW, u_B, 0).to(tl.uint32)
+        scaled_B = small_B.to(tl.float32, bitcast=True) * 16777216.0
+        whole_B = scaled_B.to(tl.int32)
+        rest_B = scaled_B - whole_B.to(tl.float32)
+        if STOCHASTIC:
+            chance_B = (random_B >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+            up_B = chance_B < rest_B
+        else:
+            up_B = (rest_B > 0.5) | ((rest_B == 0.5) & ((whole_B & 1) == 1))
+        fixed_B = (whole_B + up_B.to(tl.int32)).to(tl.float32) * (1.0 / 16777216.0)
+        rounded_B = tl.where(u_B < FIXED_BELOW, fixed_B.to(tl.uint32, bitcast=True), rounded_B)
+    return rounded_B
+
+
+@triton.jit
+def _find_range(range_offsets, range_count, at):
+    """The last range that begins at or before `at`; it is not empty."""
+    low = tl.zeros((), tl.int64)
+    high = low + range_count
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        begins_before = tl.load(range_offsets + middle) <= at
+        low = tl.where(begins_before, middle, low)
+        high = tl.where(begins_before, high, middle)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["range_count", "seed_a", "seed_b", "residual_seed_a", "residual_seed_b"]
+)
+def _prune_kernel(
+    grad, residual, range_offsets, thresholds, nnz,
+    numel, range_count, leak, seed_a, seed_b, residual_seed_a, residual_seed_b,
+    GRAD: tl.constexpr, RESIDUAL: tl.constexpr,
+    CUT: tl.constexpr, FIXED_BELOW: tl.constexpr, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Prunes BLOCK elements; `x = g + e`, see the module and `cuda_ext.ops.prune_`."""
+    block_begin = tl.program_id(0).to(tl.int64) * BLOCK
+    block_end = tl.minimum(block_begin + BLOCK, numel)
+    at_B = block_begin + tl.arange(0, BLOCK)
+    inside_B = at_B < numel
+    g_B = tl.load(grad + at_B, mask=inside_B, other=0)
+    e_B = tl.load(residual + at_B, mask=inside_B, other=0)
+
+    first_range = _find_range(range_offsets, range_count, block_begin)
+    threshold_B = tl.zeros((BLOCK,), tl.float32)
+    r = first_range
+    begin = block_begin
+    while begin < block_end:
+        end = tl.load(range_offsets + r + 1)
+        threshold_B = tl.where(at_B >= begin, tl.load(thresholds + r), threshold_B)
+        begin = end
+        r += 1
+    # Infinity is never dropped; a NaN threshold keeps everything.
+    threshold_B = tl.where(threshold_B > 3.4028234663852886e38, 3.4028234663852886e38, threshold_B)
+
+    x_B = _widen(g_B, GRAD) + _widen(e_B, RESIDUAL)
+    bits_B = x_B.to(tl.uint32, bitcast=True)
+    magnitude_B = bits_B & 0x7FFFFFFF
+    sign_B = bits_B ^ magnitude_B
+    drop_B = magnitude_B.to(tl.float32, bitcast=True) <= threshold_B
+    finite_B = magnitude_B < 0x7F800000
+
+    # BLOCK divides 2^32: the upper half of the index is constant in a block.
+    high = (block_begin >> 32).to(tl.uint32)
+    low_B = at_B.to(tl.uint32)
+    kept_B = magnitude_B
+    if CUT != 0:
+        a = seed_a.to(tl.uint32, bitcast=True) ^ (high * 0x85EBCA6B)
+        b = seed_b.to(tl.uint32, bitcast=True) + high * 0xC2B2AE35
+        random_B = _hash_bits(a, b, low_B)
+        kept_B = _round_magnitude(magnitude_B, random_B, CUT, FIXED_BELOW, LIMIT, STOCHASTIC)
+    special_B = tl.where(magnitude_B > 0x7F800000, 0x7FC00000, bits_B).to(tl.uint32)
+    kept_B = tl.where(finite_B, kept_B | sign_B, special_B)
+    out_B = tl.where(drop_B, 0, kept_B).to(tl.uint32)
+
+    remainder_B = tl.where(finite_B, x_B - kept_B.to(tl.float32, bitcast=True), 0.0)
+    rest_B = tl.where(drop_B, x_B * leak, remainder_B).to(tl.uint32, bitcast=True)
+    if RESIDUAL == 1:
+        a = residual_seed_a.to(tl.uint32, bitcast=True) ^ (high * 0x85EBCA6B)
+        b = residual_seed_b.to(tl.uint32, bitcast=True) + high * 0xC2B2AE35
+        rest_magnitude_B = rest_B & 0x7FFFFFFF
+        rest_B = (rest_B ^ rest_magnitude_B) | _round_magnitude(
+            rest_magnitude_B, _hash_bits(a, b, low_B), 16, 0, 0x7F7F0000, STOCHASTIC
+        )
+
+    tl.store(grad + at_B, _store_bits(out_B, GRAD), mask=inside_B)
+    tl.store(residual + at_B, _store_bits(rest_B, RESIDUAL), mask=inside_B)
+
+    nonzero_B = inside_B & ((out_B & 0x7FFFFFFF) != 0)
+    r = first_range
+    begin = block_begin
+    while begin < block_end:
+        end = tl.load(range_offsets + r + 1)
+        mine_B = nonzero_B & (at_B >= begin) & (at_B < end)
+        count = tl.sum(mine_B.to(tl.int32), axis=0)
+        if count > 0:
+            tl.atomic_add(nnz + r, count.to(tl.int64), sem="relaxed")
+        begin = end
+        r += 1
