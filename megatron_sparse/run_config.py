@@ -39,8 +39,8 @@ class ModelConfig:
         max_position_embeddings: rows of the learned position table; null takes `seq_length`.
         position_embedding_type: `learned_absolute` or `rope`.
         rotary_base: base of the rotary angles.
-        vocab_size: token ids; null takes as many as the data has. Megatron pads it to a multiple of 128 times
-            the tensor-parallel size.
+        vocab_size: token ids; null takes as many as the data has. Megatron pads it to a multiple of
+            128 times the tensor-parallel size.
         tied_embeddings: one matrix for the input embedding and the output layer.
         dropout: of hidden states and attention.
         init_std: standard deviation of the initial weights.
@@ -208,9 +208,9 @@ class TrainingConfig:
         clip_grad: largest global norm of the gradient; 0 does not clip.
         micro_batch_size: samples of one forward pass on one rank.
         global_batch_size: samples of an iteration on all ranks; null takes one micro-batch a rank.
-        precision: of weights and activations: `fp32`, `bf16`, `fp16` (with loss scaling), or `auto`:
-            bf16 on GPUs, fp32 on a CPU, where bf16 is two to three times slower; what was taken is
-            printed and kept in the run's `config.yaml`.
+        precision: of weights and activations: `fp32`, `bf16`, `fp16` (with loss scaling), or
+            `auto`: bf16 on GPUs, fp32 on a CPU, where bf16 is two to three times slower; what was
+            taken is printed and kept in the run's `config.yaml`.
         seed: of weights, dropout and the order of samples.
         overlap_grad_reduce: synchronise gradients while the backward pass goes on.
         use_distributed_optimizer: shard the optimizer's state (reduce-scatter of gradients).

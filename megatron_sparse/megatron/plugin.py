@@ -77,7 +77,8 @@ class Plugin:
         if self.telemetry is not None:
             if _is_writer() and self._run_dir is not None:
                 self._write_plan(self._run_dir)
-            self.telemetry.close()
+            memory = None if self.attachment is None else self.attachment.memory_report()
+            self.telemetry.close(memory)
             self.telemetry = None
         if self.attachment is not None:
             self.attachment.close()

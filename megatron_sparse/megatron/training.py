@@ -158,11 +158,11 @@ def _prepare_host(device: str) -> None:
             from megatron_sparse.megatron import cpu_mode
 
             cpu_mode.enable()
-            import megatron.training  # noqa: F401 - so that a missing one is told apart
+            import megatron.training
 
             cpu_mode.enable_training()
         else:
-            import megatron.training  # noqa: F401
+            import megatron.training
 
             from megatron_sparse.megatron import repairs
 

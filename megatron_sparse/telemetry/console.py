@@ -89,6 +89,9 @@ def print_summary(
         f"synchronisation: {_ms(summary['exposed_ms'])} ms exposed, "
         f"{_ms(summary['overlapped_ms'])} ms overlapped with compute"
     )
+    if memory := summary.get("memory_bytes"):
+        parts_text = ", ".join(f"{purpose} {_size(held)}" for purpose, held in memory.items())
+        console.print(f"memory of this rank: {parts_text}")
 
 
 def _reached_density(summary: dict[str, Any]) -> float | None:

@@ -182,10 +182,13 @@ class RunTelemetry:
         self._since_flush = 0
         self._on_files(JsonLines.flush)
 
-    def close(self) -> dict[str, Any]:
+    def close(self, memory: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Writes `summary.json`, closes the sinks, prints the table; once, however often called.
 
         Buckets of an iteration that did not end are dropped. Belongs into a `finally`.
+
+        Args:
+            memory: bytes that the plugin holds on this rank, by purpose; kept as `memory_bytes`.
 
         Returns:
             The summary: of the whole run on the writer, earlier parts of a resumed one included;
@@ -196,6 +199,7 @@ class RunTelemetry:
         self.flush()
         atexit.unregister(self.flush)
         summary = self._closed = self._summary()
+        summary["memory_bytes"] = dict(memory or {})
         for sink in self._sinks:
             sink.close()
         if self._run_dir is not None:

@@ -38,7 +38,10 @@ def test_the_error_is_less_than_a_step_and_goes_to_the_residual(wire, key):
     assert error.max() > 0
     dtype = cases.DTYPES[wire]
     cases.assert_same_bits(out, out.to(dtype).float(), "representable")
-    assert torch.equal((out + residual).double(), x.double())
+    # Where a tiny value was rounded up to the smallest step, the remainder is longer than fp32's
+    # mantissa and is itself rounded, to half a unit of its last place.
+    lost = (out.double() + residual.double() - x.double()).abs()
+    assert bool((lost <= error * 2**-24).all())
     if key < 0:
         assert torch.equal(out, x.to(dtype).float())
 

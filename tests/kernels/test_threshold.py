@@ -37,14 +37,14 @@ def single(values, density, samples=1000, key=0):
 def test_equals_the_oracle(dtype, residual_dtype):
     densities = torch.tensor([0.01, 0.5, 1.0, 1e-6, 0.999, 0.3, 2.0])
     keys = torch.tensor([0, 1, 2, 3, 2**62, 2**31, 7])
-    for numel in cases.SIZES[:-1]:
+    for numel in (0, 1, 16, 701, 4097):
         offsets = cases.cut(numel, 7, seed=numel)
         for kind in cases.KINDS:
             grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
             residual = None
             if residual_dtype is not None:
                 residual = cases.unaligned(cases.make(kind, numel, residual_dtype, seed=2))
-            for samples in (1, 100, 5000):
+            for samples in (1, 700):
                 what = f"{kind} {numel} {samples}"
                 check(grad, residual, offsets, densities, samples, keys, what)
 

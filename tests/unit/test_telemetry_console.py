@@ -37,6 +37,7 @@ SUMMARY = {
     },
     "exposed_ms": 15.0,
     "overlapped_ms": 31.25,
+    "memory_bytes": {"residual": 4 * 2**20, "undo": 4 * 2**20, "messages": 3 * 2**19},
     "stage_ms": STAGE_MS,
     "stage_ms_total": {stage: 100 * time_ms for stage, time_ms in STAGE_MS.items()},
     "target_density": 0.01,
@@ -72,6 +73,7 @@ network                40.00   40.00%  bytes under way, peers waited for
 decode                  6.00    6.00%  adding up what came
 
 synchronisation: 15.00 ms exposed, 31.25 ms overlapped with compute
+memory of this rank: residual 4.00 MiB, undo 4.00 MiB, messages 1.50 MiB
 """
 
 
