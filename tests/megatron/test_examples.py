@@ -1,0 +1,43 @@
+"""The scripts in examples/ run as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 "
+    "--lr 1e-3 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 512 --make-vocab-size-divisible-by 64 --log-interval 1 --eval-interval 1000 "
+    "--eval-iters 0 --num-workers 0 --split 90,5,5"
+)
+CPU = (
+    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion --no-rope-fusion"
+)
+
+
+def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+        str(ROOT / "examples" / "pretrain_gpt.py"), *MODEL.split(), *CPU.split(),
+    ]  # fmt: skip
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-5000:]
+    # The plugin's own metric in Megatron's log line, and its table at the end.
+    assert "iteration        4/       4" in output
+    assert "wire ratio" in output
+    assert "warmup" in output
