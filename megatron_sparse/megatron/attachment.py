@@ -211,8 +211,9 @@ class Attachment:
         reducer = self._reducers[id(group.process_group)]
         if group.host.ddp_config.average_in_collective:
             # Residuals are contributions to the average, so divide before selecting.
-            for bucket in group.buckets:
-                bucket.grad_N.div_(bucket.world_size)
+            with torch.no_grad():
+                for bucket in group.buckets:
+                    bucket.grad_N.div_(bucket.world_size)
         return _Handle([reducer.start(bucket, self.step) for bucket in group.buckets])
 
     def _count_launch(self, group: GroupBuckets) -> None:

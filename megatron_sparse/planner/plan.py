@@ -64,7 +64,7 @@ class FixedPlanner:
     def __init__(self, compression: CompressionConfig, scheme: SchemeConfig) -> None:
         self._compression = compression
         self._scheme = scheme
-        self.enabled = compression.enabled
+        self.enabled = True
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
         """See `Planner`."""

@@ -17,7 +17,8 @@ SMALL = (
     "model=gpt_tiny", "data=mock", "tracking=off", "model.num_layers=2", "model.hidden_size=64",
     "model.seq_length=32", "data.vocab_size=512", "training.micro_batch_size=2",
     "training.global_batch_size=4", "training.log_interval=1", "data.num_workers=0",
-    "training.lr_warmup_iters=1", "megatron.ddp_bucket_size=40000", "compression.keep_below_numel=256",
+    "training.lr_warmup_iters=1", "megatron.ddp_bucket_size=40000",
+    "compression.keep_below_numel=256",
 )  # fmt: skip
 AT_TARGET = (
     "scheme=agsparse", "compression.warmup_iters=1", "compression.ramp_iters=1",
