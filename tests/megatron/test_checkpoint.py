@@ -78,61 +78,73 @@ def _copy(folder, target):
     return target / "megatron_sparse"
 
 
-def test_the_same_size_gives_every_rank_its_own_back_whatever_the_buckets(saved):
-    folder, held = saved
-    results = run_ranks(_load, 2, str(folder), {"bucket_size": None})
-    for result, own in zip(results, held, strict=True):
+def _copy(folder, target):
+    (target / "megatron_sparse").mkdir(parents=True)
+    for path in (folder / "megatron_sparse").iterdir():
+        (target / "megatron_sparse" / path.name).write_bytes(path.read_bytes())
+    return target / "megatron_sparse"
+
+
+def _rewrite(folder, change):
+    for path in folder.iterdir():
+        state = torch.load(path, weights_only=True)
+        change(state)
+        torch.save(state, path)
+
+
+def _load_all(rank, world_size, cases):
+    return {name: _load(rank, world_size, *case) for name, case in cases.items()}
+
+
+REFUSED = {
+    "layout": "another model-parallel layout",
+    "version": "written by another version",
+    "size": "does not fit",
+    "damaged": "is damaged",
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(saved, tmp_path_factory):
+    """What two ranks get from the checkpoint, whole and spoilt in several ways."""
+    folder = tmp_path_factory.mktemp("spoilt")
+    for name in (*REFUSED, "missing"):
+        _copy(saved[0], folder / name)
+    (folder / "missing/megatron_sparse/rank_00001.pt").unlink()
+    _rewrite(folder / "layout/megatron_sparse", lambda s: s["place"].update(tensor_size=2))
+    _rewrite(folder / "version/megatron_sparse", lambda s: s.update(version=99))
+    _rewrite(
+        folder / "size/megatron_sparse",
+        lambda s: s["residuals"].update({n: v[:-1] for n, v in s["residuals"].items()}),
+    )
+    for path in (folder / "damaged/megatron_sparse").iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    cases = {name: (str(folder / name), {}) for name in (*REFUSED, "missing")}
+    cases["other buckets"] = (str(saved[0]), {"bucket_size": None})
+    return run_ranks(_load_all, 2, cases, timeout_s=200)
+
+
+def test_the_same_size_gives_every_rank_its_own_back_whatever_the_buckets(saved, loaded):
+    for results, own in zip(loaded, saved[1], strict=True):
+        result = results["other buckets"]
         assert result["step"] == STEPS
         assert result["residuals"].keys() == own.keys()
         assert all(torch.equal(result["residuals"][name], own[name]) for name in own)
         assert result["goes on"] is True
 
 
-def test_another_data_parallel_size_preserves_the_total(saved):
-    folder, held = saved
-    (result,) = run_ranks(_load, 1, str(folder), {})
-    for name in held[0]:
-        assert torch.equal(result["residuals"][name], held[0][name] + held[1][name])
-    assert any("data-parallel size was 2" in message for message in result["messages"])
-
-
-def test_a_missing_rank_starts_every_rank_at_zero_and_says_so(saved, tmp_path):
-    folder, _ = saved
-    (_copy(folder, tmp_path) / "rank_00001.pt").unlink()
-    for result in run_ranks(_load, 2, str(tmp_path), {}):
+def test_a_missing_rank_starts_every_rank_at_zero_and_says_so(loaded):
+    for results in loaded:
+        result = results["missing"]
         assert result["step"] == 77
         assert not any(view.any() for view in result["residuals"].values())
         assert any("residuals start at zero" in message for message in result["messages"])
 
 
-def _rewritten(folder, target, change):
-    for path in _copy(folder, target).iterdir():
-        state = torch.load(path, weights_only=True)
-        change(state)
-        torch.save(state, path)
-    return str(target)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda s: s["place"].update(tensor_size=2), "another model-parallel layout"),
-        (lambda s: s.update(version=99), "written by another version"),
-        (lambda s: s["residuals"].update({n: v[:-1] for n, v in s["residuals"].items()}),
-         "does not fit"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused(saved, tmp_path, change, expected):
-    folder = _rewritten(saved[0], tmp_path, change)
-    for result in run_ranks(_load, 2, folder, {}):
-        assert expected in result["error"]
-
-
-def test_a_damaged_file_is_refused(saved, tmp_path):
-    for path in _copy(saved[0], tmp_path).iterdir():
-        path.write_bytes(path.read_bytes()[:100])
-    for result in run_ranks(_load, 2, str(tmp_path), {}):
-        assert "is damaged" in result["error"]
+@pytest.mark.parametrize("spoilt", list(REFUSED))
+def test_what_does_not_fit_is_refused(loaded, spoilt):
+    for results in loaded:
+        assert REFUSED[spoilt] in results[spoilt]["error"]
 
 
 def _save_none(rank, world_size, folder):
@@ -140,9 +152,27 @@ def _save_none(rank, world_size, folder):
     return Path(folder, "megatron_sparse", f"rank_{rank:05d}.pt").stat().st_size
 
 
-def test_residual_checkpoint_none_keeps_the_step_and_drops_the_residual(tmp_path):
-    (size,) = run_ranks(_save_none, 1, str(tmp_path))
+def _alone(rank, world_size, folder, empty):
+    """One rank loads what two saved; then saves and loads without residuals."""
+    moved = _load(rank, world_size, folder, {})
+    size = _save_none(rank, world_size, empty)
+    return moved, size, _load(rank, world_size, empty, {"residual_checkpoint": "none"})
+
+
+@pytest.fixture(scope="module")
+def alone(saved, tmp_path_factory):
+    return run_ranks(_alone, 1, str(saved[0]), str(tmp_path_factory.mktemp("empty")))[0]
+
+
+def test_another_data_parallel_size_preserves_the_total(saved, alone):
+    result, held = alone[0], saved[1]
+    for name in held[0]:
+        assert torch.equal(result["residuals"][name], held[0][name] + held[1][name])
+    assert any("data-parallel size was 2" in message for message in result["messages"])
+
+
+def test_residual_checkpoint_none_keeps_the_step_and_drops_the_residual(alone):
+    _, size, result = alone
     assert size < 10_000
-    (result,) = run_ranks(_load, 1, str(tmp_path), {"residual_checkpoint": "none"})
     assert result["step"] == STEPS
     assert not any(view.any() for view in result["residuals"].values())
