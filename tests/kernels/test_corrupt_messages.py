@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import suppress
 
 import pytest
 import torch
@@ -38,26 +39,30 @@ def good_message():
     return bytearray(b"".join(moved))
 
 
-def decode(message):
-    """Both decoders refuse, or neither does; the compiled one must leave acc as it was."""
+def attempt(decoder, message):
+    """What the decoder made of the accumulator, and its error."""
     acc = torch.full((NUMEL,), 0.5)
-    tensor = torch.frombuffer(message, dtype=torch.uint8) if message else torch.empty(
-        0, dtype=torch.uint8
-    )  # fmt: skip
-    reference_error, reference = None, torch.full((NUMEL,), 0.5)
     try:
-        oracle.decode_add_(reference, bytes(message), OFFSETS, 0, EPOCH, BASE, rank=RANK)
+        decoder(acc, message, OFFSETS, 0, EPOCH, BASE, rank=RANK)
     except WireFormatError as error:
-        reference_error = error
-    try:
-        ops.decode_add_(acc, tensor, OFFSETS, 0, EPOCH, BASE, rank=RANK)
-    except WireFormatError as error:
-        assert reference_error is not None, "the oracle accepts what the op refuses"
-        assert error.what == reference_error.what
+        return acc, error
+    return acc, None
+
+
+def decode(message):
+    """Both decoders refuse, or neither does; the compiled one must leave acc as it was.
+
+    The oracle adds record by record, so of several faults it may name another.
+    """
+    expected, refusal = attempt(oracle.decode_add_, bytes(message))
+    # A tensor of its own: frombuffer refuses an empty buffer.
+    tensor = torch.tensor(list(message), dtype=torch.uint8)
+    acc, error = attempt(ops.decode_add_, tensor)
+    assert (error is None) == (refusal is None), f"op: {error}, oracle: {refusal}"
+    if error is not None:
         assert bool((acc == 0.5).all()), "a refused message changed the accumulator"
-        raise
-    assert reference_error is None, "the op accepts what the oracle refuses"
-    assert torch.equal(torch.nan_to_num(acc), torch.nan_to_num(reference))
+        raise error
+    assert torch.equal(torch.nan_to_num(acc), torch.nan_to_num(expected))
 
 
 def test_the_good_message_decodes():
@@ -149,14 +154,6 @@ def test_indices_must_ascend_across_the_chunks_of_threads():
     assert not acc.any()
 
 
-def accept_or_refuse(message):
-    """Anything may come back but a crash: `decode` checks that the oracle agrees."""
-    try:
-        decode(message)
-    except WireFormatError as error:
-        assert error.what.startswith(f"rank {RANK}: field ")
-
-
 @given(st.binary(max_size=300))
 @example(b"")
 @settings(deadline=None, max_examples=100)
@@ -174,4 +171,6 @@ def test_random_damage_under_valid_checksums(damage):
         message[at % len(message)] = value
     for record in (0, second):
         rewrite_checksum(message, record)
-    accept_or_refuse(message)
+    # Anything may come back but a crash: `decode` checks that the oracle agrees.
+    with suppress(WireFormatError):
+        decode(message)

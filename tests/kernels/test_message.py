@@ -113,8 +113,8 @@ def test_round_trip(values, segments, value_dtype, dense_mask):
 
 
 def test_dense_where_coo_is_not_smaller_and_never_larger_than_the_capacity():
-    # fp32 COO takes 8 bytes an entry, dense 4 an element: equal at half the elements.
-    for nnz, form in ((499, FORMAT_COO), (500, FORMAT_DENSE), (501, FORMAT_DENSE)):
+    # fp32 COO takes 8 bytes an entry, dense 4 an element; each section is padded to 16 bytes.
+    for nnz, form in ((496, FORMAT_COO), (497, FORMAT_DENSE), (501, FORMAT_DENSE)):
         grad = torch.zeros(1000)
         grad[:nnz] = 1
         offsets = torch.tensor([0, 1000])
@@ -142,9 +142,7 @@ def test_segments_far_into_a_bucket():
 
 def test_the_accumulator_may_begin_before_the_segments():
     grad, offsets = torch.ones(6), torch.tensor([0, 6])
-    message, _ = encode(
-        grad, offsets, torch.ones(1, dtype=torch.uint8), torch.tensor([6]), 0
-    )
+    message, _ = encode(grad, offsets, torch.ones(1, dtype=torch.uint8), torch.tensor([6]), 0)
     acc = torch.zeros(9)
     with pytest.raises(ExtensionError, match="do not lie in acc"):
         ops.decode_add_(acc[:5], message, offsets, 0, EPOCH, 0, rank=0)

@@ -20,13 +20,21 @@ def arguments_of(name):
         densities, keys = torch.tensor([0.1, 0.2]), torch.tensor([1, 2])
         return torch.randn(100), torch.zeros(100), offsets, densities, 30, keys
     dense = torch.tensor([0, 1], dtype=torch.uint8)
+    scratch = torch.zeros(ops.scratch_capacity(offsets, 0), dtype=torch.uint8)
     if name == "encode":
-        return grad, offsets, dense, nnz, 0, 5, out
+        return grad, offsets, dense, nnz, 0, 5, out, scratch, 1, 256
+    if name == "prune_encode":
+        return (
+            torch.randn(100), torch.zeros(100), offsets, torch.tensor([0.5, -1.0]), offsets, dense,
+            0.9, 0, 4, 5, out, scratch, -1, 256,
+        )  # fmt: skip
     used = int(ops.encode(grad, offsets, dense, nnz, 0, 5, out).sum())
     return torch.zeros(100), out[:used].clone(), offsets, 0, 5, 0
 
 
-@pytest.mark.parametrize("name", ["prune_", "sample_threshold", "encode", "decode_add_"])
+@pytest.mark.parametrize(
+    "name", ["prune_", "sample_threshold", "encode", "prune_encode", "decode_add_"]
+)
 def test_opcheck(name):
     arguments = arguments_of(name)
     torch.library.opcheck(getattr(torch.ops.megatron_sparse, name).default, arguments)

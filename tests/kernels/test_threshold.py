@@ -27,9 +27,7 @@ def check(grad, residual, offsets, densities, samples, keys, what=""):
 def single(values, density, samples=1000, key=0):
     grad = torch.as_tensor(values, dtype=torch.float32)
     offsets = torch.tensor([0, grad.numel()])
-    return float(
-        check(grad, None, offsets, torch.tensor([density]), samples, torch.tensor([key]))
-    )
+    return float(check(grad, None, offsets, torch.tensor([density]), samples, torch.tensor([key])))
 
 
 @pytest.mark.parametrize("residual_dtype", [None, *cases.DTYPES])
@@ -39,7 +37,7 @@ def test_equals_the_oracle(dtype, residual_dtype):
     keys = torch.tensor([0, 1, 2, 3, 2**62, 2**31, 7])
     for numel in (0, 1, 16, 701, 4097):
         offsets = cases.cut(numel, 7, seed=numel)
-        for kind in cases.KINDS:
+        for kind in cases.kinds(numel):
             grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
             residual = None
             if residual_dtype is not None:

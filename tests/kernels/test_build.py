@@ -1,0 +1,175 @@
+"""The build: what it makes, when it makes it again, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse import cuda_ext
+from megatron_sparse.cuda_ext import build
+from megatron_sparse.errors import DependencyError, ExtensionError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def has_nvcc():
+    try:
+        build.find_cuda()
+    except DependencyError:
+        return False
+    return True
+
+
+def command(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_sparse.cuda_ext.build", *map(str, arguments)],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """An environment whose PATH is empty."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+
+
+def test_status_of_what_is_built_here():
+    cuda_ext.load()
+    found = cuda_ext.status()
+    assert found["cpu"]["built"]
+    assert found["cpu"]["loaded"]
+    assert found["cpu"]["reason"] == ""
+    assert set(found) == {"cpu", "cuda"}
+    assert set(found["cuda"]) == {"path", "built", "loaded", "reason"}
+
+
+def test_no_compiler_says_what_to_install(no_compiler, tmp_path):
+    with pytest.raises(DependencyError, match="no C\\+\\+ compiler") as caught:
+        build.build("off", tmp_path / "lib")
+    assert "apt-get install g++" in str(caught.value.remedy)
+
+
+def test_no_compiler_is_one_message_on_the_command_line(tmp_path):
+    done = command("--out", tmp_path / "lib", PATH=str(tmp_path), CXX="no-such-compiler")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no C++ compiler")
+    assert "got:      CXX=no-such-compiler" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_install_goes_on_without_a_compiler_unless_strict(no_compiler, monkeypatch, tmp_path):
+    monkeypatch.delenv(build.STRICT, raising=False)
+    monkeypatch.delenv("MEGATRON_SPARSE_CUDA", raising=False)
+    monkeypatch.setattr(build, "find_cuda", _no_cuda)
+    parts = build.build_for_install(tmp_path / "lib")
+    assert [(p.name, p.state) for p in parts] == [("cpu", "left out"), ("cuda", "left out")]
+    assert "the first use builds it" in str(parts[0])
+    monkeypatch.setenv(build.STRICT, "1")
+    with pytest.raises(DependencyError):
+        build.build_for_install(tmp_path / "lib")
+
+
+def _no_cuda():
+    raise DependencyError("there is no nvcc", remedy="install it")
+
+
+def test_a_missing_nvcc_is_an_error_only_where_cuda_is_wanted(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "find_cuda", _no_cuda)
+    monkeypatch.delenv(build.STRICT, raising=False)
+    (part,) = build.build("auto", tmp_path, parts=("cuda",))
+    assert part.state == "left out"
+    assert "no nvcc" in part.reason
+    with pytest.raises(DependencyError):
+        build.build("on", tmp_path, parts=("cuda",))
+    monkeypatch.setenv(build.STRICT, "1")
+    with pytest.raises(DependencyError):
+        build.build("auto", tmp_path, parts=("cuda",))
+
+
+def test_a_compiler_error_names_the_command(monkeypatch, tmp_path):
+    broken = tmp_path / "csrc"
+    shutil.copytree(build.SOURCES, broken)
+    (broken / "isa.cpp").write_text("this is not C++;\n")
+    monkeypatch.setattr(build, "SOURCES", broken)
+    with pytest.raises(ExtensionError, match="failed with exit code 1") as caught:
+        build.build("off", tmp_path / "lib")
+    assert "isa.cpp" in str(caught.value.expected)
+    assert "error" in str(caught.value.got)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExtensionError, match="cannot be written"):
+        build.build("off", tmp_path / "file" / "lib")
+
+
+def test_it_builds_once_even_for_many_at_a_time_and_again_when_a_source_changes(
+    monkeypatch, tmp_path
+):
+    sources, out = tmp_path / "csrc", tmp_path / "lib"
+    shutil.copytree(build.SOURCES, sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    links = []
+
+    def fake_run(words, verbose):
+        if "-shared" in words:
+            links.append(words)
+        Path(words[list(words).index("-o") + 1]).write_bytes(b"library")
+        return ""
+
+    monkeypatch.setattr(build, "_run", fake_run)
+    threads = [threading.Thread(target=build.build, args=("off", out)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(links) == 1
+    assert build.is_current("cpu", out)
+    (sources / "isa.cpp").write_text("// changed\n")
+    assert not build.is_current("cpu", out)
+    (part, _) = build.build("off", out)
+    assert part.state == "built"
+    assert build.build("off", out)[0].state == "up to date"
+    # Another torch: the stable ABI lets the library load, a build makes it anew.
+    monkeypatch.setattr(build, "find_torch", lambda: (tmp_path, "2.99.0"))
+    assert build.is_current("cpu", out)
+    assert build.build("off", out)[0].state == "built"
+
+
+def test_torch_must_have_the_stable_abi(monkeypatch):
+    monkeypatch.setattr(build.metadata, "version", lambda name: "2.10.1+cpu")
+    with pytest.raises(DependencyError, match="torch does not fit"):
+        build.find_torch()
+
+
+def test_a_library_that_does_not_load_is_a_typed_error(monkeypatch, tmp_path):
+    broken = tmp_path / "megatron_sparse_cpu.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(build, "library_path", lambda name: broken)
+    with pytest.raises(ExtensionError, match="cpu library cannot be loaded"):
+        cuda_ext._load_library("cpu")
+
+
+@pytest.mark.skipif(not has_nvcc(), reason="nvcc is nowhere: not in CUDA_HOME, PATH or PyPI's")
+def test_the_cuda_library_compiles_without_spills(tmp_path):
+    # The build itself refuses kernels that spill registers. What is up to date is not built again.
+    (part,) = build.build("on", parts=("cuda",))
+    assert part.state in ("built", "up to date")
+    assert part.path.is_file()
+    data = part.path.read_bytes()
+    for arch in build.CUDA_ARCHS:
+        assert f"sm_{arch}".encode() in data
+    assert cuda_ext.status()["cuda"]["loaded"]
+
+
+def test_spills_are_refused():
+    with pytest.raises(ExtensionError, match="spills registers"):
+        build._refuse_spills("    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n")
+    build._refuse_spills("    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n")
