@@ -49,7 +49,11 @@ _TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # 2.11: a byte for eac
 _COMMON = ("-O3", "-std=c++17", "-DNDEBUG")
 # Without contraction: a fused multiply-add would round differently on each instruction set.
 _HOST = (*_COMMON, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
-_CPU_BINDINGS = ("library.cpp", "isa.cpp", "prune.cpp", "threshold.cpp", "encode.cpp", "decode.cpp")
+_CPU_BINDINGS = (
+    "library.cpp", "isa.cpp", "prune.cpp", "threshold.cpp", "encode.cpp", "prune_encode.cpp",
+    "place.cpp", "decode.cpp", "decode_records.cpp",
+    "hash_partition.cpp", "hash_partition_hierarchical.cpp", "hash_bitmap.cpp", "row_sparse.cpp",
+)  # fmt: skip
 # Instruction sets that kernels_isa.cpp is compiled for: fp32 lanes and flags.
 _ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
     "portable": (4, ()),
@@ -349,7 +353,12 @@ def _locked(out: Path) -> Iterator[None]:
 def _compile_all(jobs: Sequence[tuple[list[object], Path]], verbose: bool) -> list[str]:
     """Runs the compilers, two at a time: more would not fit the memory of small machines."""
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return list(pool.map(lambda job: _run([*job[0], "-o", job[1]], verbose), jobs))
+        running = [pool.submit(_run, [*words, "-o", path], verbose) for words, path in jobs]
+        try:
+            return [future.result() for future in running]
+        except ExtensionError:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _run(command: Sequence[object], verbose: bool) -> str:

@@ -11,6 +11,7 @@ def register() -> None:
         ("prune_", _prune),
         ("sample_threshold", _sample_threshold),
         ("encode", _encode),
+        ("prune_encode", _prune_encode),
         ("decode_add_", _decode_add),
     ):
         torch.library.register_fake(f"megatron_sparse::{name}", fake)
@@ -47,8 +48,31 @@ def _encode(
     value_dtype: int,
     epoch: int,
     out: torch.Tensor,
+    scratch: torch.Tensor,
+    kind: int,
+    block_size: int,
 ) -> torch.Tensor:
     return nnz.new_empty(nnz.shape)
+
+
+def _prune_encode(
+    grad: torch.Tensor,
+    residual: torch.Tensor,
+    range_offsets: torch.Tensor,
+    thresholds: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    leak: float,
+    wire_dtype: int,
+    key: int,
+    epoch: int,
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    kind: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = segment_offsets.new_empty(segment_dense.shape)
+    return sizes, segment_offsets.new_empty(segment_dense.shape)
 
 
 def _decode_add(
@@ -58,5 +82,6 @@ def _decode_add(
     value_dtype: int,
     epoch: int,
     base: int,
+    fresh: bool = False,
 ) -> torch.Tensor:
     return segment_offsets.new_empty(4)

@@ -110,7 +110,7 @@ def build(
 @bench.command(help="Selection from a gradient: threshold, error feedback, pruning, encoding.")
 def prune(
     min_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Such as 64K, 1M.")] = "1M",
-    max_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Such as 64M, 1G.")] = "1G",
+    max_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Such as 64M, 1G.")] = "256M",
     density: Annotated[str, typer.Option(metavar="D,...", help="Fractions kept.")] = "0.001,0.01",
     dtype: Annotated[str, typer.Option(help="fp32 | bf16 | fp16")] = "fp32",
     residual_dtype: Annotated[str, typer.Option(help="fp32 | bf16")] = "fp32",
@@ -119,7 +119,7 @@ def prune(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
     json: JsonFile = None,
 ) -> None:
-    """Sizes are swept by doubling from `min_bytes` to `max_bytes`."""
+    """Exits with 1 when a row is wrong."""
     from importlib import import_module
 
     first, last = parse_size("--min-bytes", min_bytes), parse_size("--max-bytes", max_bytes)
@@ -130,7 +130,7 @@ def prune(
             got=f"{min_bytes} > {max_bytes}",
         )
     runner = import_module("megatron_sparse.bench.prune")
-    code = runner.run(
+    rows = runner.run(
         min_bytes=first,
         max_bytes=last,
         densities=parse_densities(density),
@@ -141,7 +141,7 @@ def prune(
         json_path=json,
         threads=threads,
     )
-    raise typer.Exit(code or 0)
+    raise typer.Exit(1 if any(row["wrong"] for row in rows) else 0)
 
 
 def parse_size(option: str, text: str) -> int:

@@ -118,11 +118,11 @@ def load(path: Path) -> RunConfig:
         mapping = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # yaml's errors have no common base with those of the disk
         mapping = f"{type(error).__name__}: {error}"
-    if not isinstance(mapping, dict):
+    if not isinstance(mapping, dict) or not mapping:
         raise ConfigError(
             f"{path} cannot be read",
             expected="the configuration of a run, as YAML",
-            got=mapping,
+            got=mapping or "nothing in it",
             remedy="start the run anew; it writes this file",
         )
     return from_mapping(mapping)  # type: ignore[arg-type]
@@ -167,28 +167,28 @@ def config_error(error: Exception) -> ConfigError:
 
 def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
     group, _, option = name.removesuffix(".yaml").rpartition("/")
+    meant = _closest(option, options)
     return ConfigError(
         f"{group or 'the configuration'} has no option {option!r}",
         expected=" | ".join(options) or "a file of that name",
         got=f"{group}={option}",
-        remedy=_closest(option, options) or f"choose one, or add configs/{name}.yaml",
+        remedy=f"did you mean {meant}?" if meant else f"choose one, or add configs/{name}.yaml",
     )
 
 
 def _unknown_key(key: str) -> ConfigError:
-    keys = _keys(RunConfig)
-    last = key.rpartition(".")[2]
-    same = [known for known in keys if known.rpartition(".")[2] == last]
-    section = key.partition(".")[0]
-    inside = [known for known in keys if known.startswith(f"{section}.")]
-    # Choices of groups are no keys, but their names are what a user may have misspelt.
-    near = same or difflib.get_close_matches(key, [*keys, *GROUPS], n=3, cutoff=0.6)
-    expected = ", ".join(near or inside) or f"a group ({', '.join(GROUPS)}) or a key of a section"
+    keys = list(_keys(RunConfig))
+    section, _, last = key.rpartition(".")
+    inside = [known for known in keys if section and known.startswith(f"{section}.")]
+    elsewhere = [known for known in keys if known.rpartition(".")[2] == last]
+    # Groups are no keys, but their names may be what was misspelt.
+    meant = elsewhere[0] if elsewhere else _closest(key, [*keys, *GROUPS])
+    hint = f"did you mean {meant}? " if meant else ""
     return ConfigError(
         f"there is no key {key!r}",
-        expected=expected,
+        expected=", ".join(inside) or f"a group ({', '.join(GROUPS)}) or a key of a section",
         got=key,
-        remedy="megatron-sparse train --cfg job shows every key; Megatron's own flags go to "
+        remedy=f"{hint}megatron-sparse train --cfg job shows every key; Megatron's own flags go to "
         "megatron.FLAG=VALUE",
     )
 
@@ -216,8 +216,7 @@ def _keys(section: type, prefix: str = "") -> dict[str, str]:
 
 
 def _closest(word: str, words: Sequence[str]) -> str | None:
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else None
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6)), None)
 
 
 def _first_line(error: Exception) -> str:

@@ -16,7 +16,13 @@ from megatron_sparse.checks import in_range, is_flag, is_pattern, one_of
 from megatron_sparse.errors import ConfigError
 
 DTYPES = ("fp32", "bf16", "fp16")
-SCHEMES = ("auto", "dense", "agsparse")
+MESSAGE_FORMATS = ("auto", "coo", "pici", "dense")
+SCHEMES = (
+    "auto", "dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast",
+    "dense_hierarchical", "agsparse", "direct", "ssar_rd", "ssar_split_ag", "dsar_split_ag",
+    "sparse_ring", "sparse_ps",
+)  # fmt: skip
+"""`auto` and the names in `collectives.SCHEMES`."""
 
 
 @dataclass
@@ -90,16 +96,22 @@ class SchemeConfig:
     """How the selected gradient is synchronised.
 
     Attributes:
-        name: `auto` (the one that is predicted to send fewer bytes), `dense` (the backend's own
-            collective, uncompressed), `agsparse` (all-gather of every rank's sparse message).
+        name: `auto` (`dense` or `agsparse`, whichever is predicted to send fewer bytes), `dense`
+            (the backend's own collective, uncompressed), `agsparse` (all-gather of every rank's
+            sparse message), or another of `SCHEMES`; docs/collectives.md says what each costs.
         wire_dtype: dtype in which values travel; null takes the gradient's own. A narrower one is
             rounded stochastically and the rounding error goes to the residual.
+        format: of sparse messages: `coo` (4 bytes an entry beside its value; on CUDA devices the
+            only one), `pici` (a bitmap: 1/32 of fp32's dense size, whatever the density), `dense`,
+            or `auto` for the smallest in each segment. A sparse record that would not be smaller
+            than a dense one is sent dense.
         timeout_s: seconds after which a collective that has not finished is an error.
         deterministic: freeze every decision that would be taken from timing.
     """
 
     name: str = "auto"
     wire_dtype: str | None = None
+    format: str = "auto"
     timeout_s: float = 300.0
     deterministic: bool = True
 
@@ -107,6 +119,7 @@ class SchemeConfig:
         one_of("scheme.name", self.name, SCHEMES)
         if self.wire_dtype is not None:
             one_of("scheme.wire_dtype", self.wire_dtype, DTYPES)
+        one_of("scheme.format", self.format, MESSAGE_FORMATS)
         is_flag("scheme.deterministic", self.deterministic)
         in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
-from megatron_sparse import collectives
 from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config import SparseConfig
@@ -70,7 +70,9 @@ class GradientReducer:
         self.recorder = recorder
         self.progress = progress
         self.buffers = MessageBuffers()
-        self.selector = Selector(config.compression, residuals, transport.rank, self.buffers)
+        self.selector = Selector(
+            config.compression, residuals, transport.rank, self.buffers, config.scheme.format
+        )
 
     def start(self, bucket: Bucket, step: int) -> PendingReduction:
         """Launches the synchronisation of `bucket`, whose gradients must be final.
@@ -86,7 +88,7 @@ class GradientReducer:
             dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
             launched_s=time.perf_counter(),
         )  # fmt: skip
-        run = self._dense if plan.scheme == "dense" else self._sparse
+        run = self._dense if SCHEMES[plan.scheme].takes is Input.DENSE else self._sparse
         pending = self.progress.submit(bucket.name, lambda: run(bucket, plan, step, record), watch)
         return PendingReduction(pending, record, self.recorder)
 
@@ -99,7 +101,7 @@ class GradientReducer:
         )  # fmt: skip
         record.nnz = message.nnz
         yield GATE
-        record.wire_bytes = yield from collectives.agsparse(
+        record.wire_bytes = yield from SCHEMES[plan.scheme].run(
             bucket, message, self.transport, self.buffers, record.watch
         )
 
@@ -109,6 +111,6 @@ class GradientReducer:
         values_N = self.selector.take_whole(bucket, plan.wire_dtype, step=step, watch=record.watch)
         record.nnz = bucket.numel
         yield GATE
-        record.wire_bytes = yield from collectives.dense(
-            bucket, values_N, self.transport, record.watch
+        record.wire_bytes = yield from SCHEMES[plan.scheme].run(
+            bucket, values_N, step, self.transport, self.buffers, record.watch
         )

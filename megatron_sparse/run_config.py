@@ -179,7 +179,7 @@ class DataConfig:
             raise ConfigError(
                 "data.vocab_size does not fit the data",
                 expected="a number with data.prefix or data.mock, null with data.dir",
-                got=self.vocab_size,
+                got="null" if self.vocab_size is None else self.vocab_size,
                 remedy="give the number of token ids, the end of a document included",
             )
         if self.vocab_size is not None:

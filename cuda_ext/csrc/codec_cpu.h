@@ -1,118 +1,85 @@
-// The loops of the message codec: count, compress, convert, add.
+// The loops of the message codec: convert, list, expand, add. Staging has a file of its own.
 #pragma once
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 #include "elementwise.h"
 #include "kernels.h"
-#include "vector_lanes.h"
+#include "lane_masks.h"
 
 namespace megatron_sparse {
 namespace MS_ISA {
 
-template <int D>
-int64_t count_nonzero(const void* values, int64_t numel) {
+MS_INLINE uint64_t word_at(const void* words, int64_t k) {
+  uint64_t word;
+  std::memcpy(&word, static_cast<const char*>(words) + 8 * k, sizeof word);
+  return word;
+}
+
+inline int64_t count_bits(const void* words, int64_t word_count) {
+  int64_t bits = 0;
+  for (int64_t k = 0; k < word_count; ++k) bits += __builtin_popcountll(word_at(words, k));
+  return bits;
+}
+
+// Up to this many bits a word is listed bit by bit, without a branch for each.
+inline constexpr int kFewBits = 4;
+
+inline void list_bits(const void* words, int64_t word_count, int32_t first, int64_t count,
+                      void* indices) {
   using L = VectorLanes;
   constexpr int W = L::kWidth;
-  constexpr uint32_t magnitude = D == kFp32 ? 0x7fffffffu : 0x7fffu;
-  int64_t nnz = 0, i = 0;
-  while (i + W <= numel) {
-    const int64_t stop = i + W * (int64_t{1} << 20);
-    L::M count = {};
-    for (; i + W <= numel && i < stop; i += W) {
-      count -= (load_raw<D>(values, i) & magnitude) != 0u;
-    }
-    for (int lane = 0; lane < W; ++lane) nnz += count[lane];
-  }
-  for (; i < numel; ++i) {
-    nnz += (load_raw_some<D>(values, i, 1)[0] & magnitude) != 0u;
-  }
-  return nnz;
-}
-
-// One bit for each lane of `raw` that is not zero.
-MS_INLINE uint32_t nonzero_mask(VectorLanes::U raw, uint32_t magnitude) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(raw),
-                                _mm512_set1_epi32(static_cast<int>(magnitude)));
-#elif defined(__AVX2__)
-  const VectorLanes::M nonzero = (raw & magnitude) != 0u;
-  return _mm256_movemask_ps(reinterpret_cast<__m256>(nonzero));
-#else
-  uint32_t mask = 0;
-  for (int lane = 0; lane < MS_WIDTH; ++lane) {
-    mask |= static_cast<uint32_t>((raw[lane] & magnitude) != 0) << lane;
-  }
-  return mask;
-#endif
-}
-
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// Row m holds the positions of the set bits of m, packed to the left.
-struct CompressTable {
-  uint8_t row[256][8];
-  constexpr CompressTable() : row{} {
-    for (int mask = 0; mask < 256; ++mask) {
-      int count = 0;
-      for (int bit = 0; bit < 8; ++bit) {
-        if (mask >> bit & 1) row[mask][count++] = static_cast<uint8_t>(bit);
-      }
-    }
-  }
-};
-inline constexpr CompressTable kCompressTable;
-#endif
-
-// The lanes of `u` that `mask` names, packed to the left; what the other lanes hold is undefined.
-MS_INLINE VectorLanes::U pack_left(VectorLanes::U u, uint32_t mask) {
-#if defined(__AVX512F__)
-  // In a register: compressing straight into memory is microcoded, and slow, on some machines.
-  return reinterpret_cast<VectorLanes::U>(
-      _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), reinterpret_cast<__m512i>(u)));
-#elif defined(__AVX2__)
-  const __m128i row = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kCompressTable.row[mask]));
-  return reinterpret_cast<VectorLanes::U>(
-      _mm256_permutevar8x32_epi32(reinterpret_cast<__m256i>(u), _mm256_cvtepu8_epi32(row)));
-#else
-  VectorLanes::U packed = {};
-  int count = 0;
-  for (int lane = 0; lane < MS_WIDTH; ++lane) {
-    if (mask >> lane & 1) packed[count++] = u[lane];
-  }
-  return packed;
-#endif
-}
-
-template <int GRAD, int VALUE>
-void compress(const void* grad, int64_t numel, int32_t first, int64_t count, void* indices,
-              void* values) {
-  using L = VectorLanes;
-  constexpr int W = L::kWidth;
-  constexpr uint32_t magnitude = GRAD == kFp32 ? 0x7fffffffu : 0x7fffu;
-  L::U index = first_lanes() + static_cast<uint32_t>(first);
   int64_t written = 0;
-  for (int64_t i = 0; i < numel; i += W, index += W) {
-    const L::U raw =
-        i + W <= numel ? load_raw<GRAD>(grad, i) : load_raw_some<GRAD>(grad, i, numel - i);
-    const uint32_t mask = nonzero_mask(raw, magnitude);
-    if (mask == 0) continue;
-    const int found = __builtin_popcount(mask);
-    const L::U packed_index = pack_left(index, mask);
-    L::U packed_value = pack_left(raw, mask);
-    if constexpr (GRAD != VALUE) {
-      packed_value = convert_bits<L, VALUE>(L::as_bits(widen<L, GRAD>(packed_value)));
+  for (int64_t k = 0; k < word_count; ++k) {
+    uint64_t word = word_at(words, k);
+    const int found = __builtin_popcountll(word);
+    const int32_t base = first + 64 * static_cast<int32_t>(k);
+    // More is stored than was found where the room is ours: what lies behind is other threads'.
+    if (found <= kFewBits && written + kFewBits <= count) {
+      int32_t few[kFewBits];
+      for (int n = 0; n < kFewBits; ++n, word &= word - 1) {
+        few[n] = base + __builtin_ctzll(word | uint64_t{1} << 63);
+      }
+      std::memcpy(static_cast<int32_t*>(indices) + written, few, sizeof few);
+      written += found;
+      continue;
     }
-    // A whole vector is stored where the room is ours: what lies behind belongs to other threads.
-    if (written + W <= count) {
-      store_raw<kFp32>(indices, written, packed_index);
-      store_raw<VALUE>(values, written, packed_value);
+    L::U index = first_lanes() + static_cast<uint32_t>(base);
+    for (int shift = 0; shift < 64; shift += W, index += W) {
+      const uint32_t mask = static_cast<uint32_t>(word >> shift) & kAllLanes;
+      const int lanes = __builtin_popcount(mask);
+      const L::U packed = pack_left(index, mask);
+      if (written + W <= count) {
+        store_raw<kFp32>(indices, written, packed);
+      } else {
+        store_raw_some<kFp32>(indices, written, lanes, packed);
+      }
+      written += lanes;
+    }
+  }
+}
+
+template <int VALUE>
+void expand(const uint64_t* words, const uint64_t* signs, const void* values, int64_t numel,
+            void* out) {
+  using L = VectorLanes;
+  constexpr int W = L::kWidth;
+  constexpr uint32_t minus_zero = VALUE == kFp32 ? 0x80000000u : 0x8000u;
+  int64_t read = 0;
+  for (int64_t i = 0; i < numel; i += W) {
+    const uint32_t mask = static_cast<uint32_t>(words[i / 64] >> (i & 63)) & kAllLanes;
+    L::U raw = {};
+    if (mask != 0) {
+      raw = spread_right(load_raw<VALUE>(values, read), mask);
+      read += __builtin_popcount(mask);
+    }
+    if (signs != nullptr && signs[i / 64] != 0) {
+      const uint32_t negative = static_cast<uint32_t>(signs[i / 64] >> (i & 63)) & kAllLanes;
+      raw |= L::select(lanes_of(negative), L::U{} + minus_zero, L::U{});
+    }
+    if (i + W <= numel) {
+      store_raw<VALUE>(out, i, raw);
     } else {
-      store_raw_some<kFp32>(indices, written, found, packed_index);
-      store_raw_some<VALUE>(values, written, found, packed_value);
+      store_raw_some<VALUE>(out, i, numel - i, raw);
     }
-    written += found;
   }
 }
 
@@ -152,6 +119,9 @@ void add_dense(float* acc, const void* values, int64_t numel) {
   }
 }
 
+// Entries between the one that is added and the one that is fetched.
+inline constexpr int64_t kAhead = 64;
+
 template <int VALUE>
 void add_sparse(float* acc, const void* indices, const void* values, int64_t count) {
   using L = VectorLanes;
@@ -159,6 +129,11 @@ void add_sparse(float* acc, const void* indices, const void* values, int64_t cou
   for (int64_t k = 0; k < count; k += W) {
     const int64_t lanes = count - k < W ? count - k : W;
     const bool full = lanes == W;
+    // Sparse elements lie too far apart for the hardware to fetch them ahead.
+    if (k + kAhead + W <= count) {
+      const L::U ahead = load_raw<kFp32>(indices, k + kAhead);
+      for (int lane = 0; lane < W; ++lane) __builtin_prefetch(acc + ahead[lane], 1);
+    }
     const L::U index = full ? load_raw<kFp32>(indices, k) : load_raw_some<kFp32>(indices, k, lanes);
     const L::F value =
         widen<L, VALUE>(full ? load_raw<VALUE>(values, k) : load_raw_some<VALUE>(values, k, lanes));
@@ -167,17 +142,41 @@ void add_sparse(float* acc, const void* indices, const void* values, int64_t cou
   }
 }
 
+template <int VALUE>
+void add_bits(float* acc, const void* words, int64_t numel, const void* values, int64_t count) {
+  using L = VectorLanes;
+  constexpr int W = L::kWidth;
+  int64_t read = 0;
+  for (int64_t i = 0; i < numel; i += W) {
+    const uint32_t mask = static_cast<uint32_t>(word_at(words, i / 64) >> (i & 63)) & kAllLanes;
+    if (mask == 0) continue;
+    const int64_t left = count - read, rest = numel - i;
+    const L::U packed =
+        left >= W ? load_raw<VALUE>(values, read) : load_raw_some<VALUE>(values, read, left);
+    const L::F value = widen<L, VALUE>(spread_right(packed, mask));
+    read += __builtin_popcount(mask);
+    // Elements without a value keep their bits: adding 0 would turn -0.0 into 0.0.
+    if (rest >= W) {
+      const L::U old = load_raw<kFp32>(acc, i);
+      const L::U sum = L::as_bits(L::as_float(old) + value);
+      store_raw<kFp32>(acc, i, L::select(lanes_of(mask), sum, old));
+    } else {
+      const L::U old = load_raw_some<kFp32>(acc, i, rest);
+      const L::U sum = L::as_bits(L::as_float(old) + value);
+      store_raw_some<kFp32>(acc, i, rest, L::select(lanes_of(mask), sum, old));
+    }
+  }
+}
+
 template <int GRAD>
 constexpr void fill_codec(Kernels& kernels) {
-  kernels.count_nonzero[GRAD] = count_nonzero<GRAD>;
-  kernels.compress[GRAD][kFp32] = compress<GRAD, kFp32>;
-  kernels.compress[GRAD][kBf16] = compress<GRAD, kBf16>;
-  kernels.compress[GRAD][kFp16] = compress<GRAD, kFp16>;
   kernels.convert[GRAD][kFp32] = convert<GRAD, kFp32>;
   kernels.convert[GRAD][kBf16] = convert<GRAD, kBf16>;
   kernels.convert[GRAD][kFp16] = convert<GRAD, kFp16>;
   kernels.add_dense[GRAD] = add_dense<GRAD>;
   kernels.add_sparse[GRAD] = add_sparse<GRAD>;
+  kernels.add_bits[GRAD] = add_bits<GRAD>;
+  kernels.expand[GRAD] = expand<GRAD>;
 }
 
 }  // namespace MS_ISA

@@ -42,7 +42,7 @@ struct GridTraits<Grid::kBf16AndFp16> {
 };
 
 // The grid of values stored as `stored` and sent as `wire`.
-MS_INLINE Grid grid_of(int stored, int wire) {
+MS_INLINE constexpr Grid grid_of(int stored, int wire) {
   if (stored == kFp32) return static_cast<Grid>(wire);
   if (wire == kFp32 || wire == stored) return static_cast<Grid>(stored);
   return Grid::kBf16AndFp16;

@@ -123,11 +123,11 @@ MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual
   return {store_bits<L, GRAD>(out), store_bits<L, RESIDUAL>(rest), (out & kMagnitude) != 0u};
 }
 
-// fp32 value bits as the raw bits of dtype D, to nearest even, overflowing to Inf as torch does.
+// fp32 value bits as the raw bits of dtype D, to nearest even, overflowing to Inf as torch does;
+// every NaN becomes the same one.
 template <class L, int D>
 MS_INLINE typename L::U convert_bits(typename L::U bits) {
   using U = typename L::U;
-  if constexpr (D == kFp32) return bits;
   const U magnitude = bits & kMagnitude;
   const U rounded = round_magnitude<L, static_cast<Grid>(D), false, false>(magnitude, U{});
   const U sign = bits & ~kMagnitude;

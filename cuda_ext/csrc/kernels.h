@@ -19,18 +19,40 @@ struct PruneCall {
   HashSeed residual_seed;
 };
 
+// Where a run of elements is staged (stage.h): the first one's bit is `bit` of `words`, and of
+// `signs`, which may be null. Values may be stored up to a vector behind the last one.
+struct StagedSpan {
+  uint64_t* words;
+  uint64_t* signs;
+  int64_t bit;
+  void* values;
+};
+
 struct Kernels {
   // Prunes in place; returns how many stored values are not zero. [grad][residual is bf16][wire]
   // [stochastic].
   int64_t (*prune[3][2][3][2])(const PruneCall&);
 
-  // How many of `numel` elements are not zero (-0.0 is, NaN is not). [dtype]
-  int64_t (*count_nonzero[3])(const void* values, int64_t numel);
+  // Prunes likewise, but leaves the gradient alone and stages what it would become; wire is also
+  // the dtype of the staged values. [grad][residual is bf16][wire][stochastic]
+  int64_t (*prune_stage[3][2][3][2])(const PruneCall&, const StagedSpan&);
 
-  // Writes the `count` non-zero elements' indices, from `first` upwards, and their values, and not
-  // a byte more; `count` is what count_nonzero says. [grad dtype][value dtype]
-  void (*compress[3][3])(const void* grad, int64_t numel, int32_t first, int64_t count,
-                         void* indices, void* values);
+  // Stages a gradient as it is; returns how many elements are not zero (-0.0 is, NaN is not).
+  // [grad dtype][value dtype]
+  int64_t (*stage[3][3])(const void* grad, int64_t numel, const StagedSpan&);
+
+  // How many bits are set in 64-bit words of any alignment.
+  int64_t (*count_bits)(const void* words, int64_t word_count);
+
+  // Writes the positions of the set bits, from `first` upwards, and not a byte more; `count` is
+  // what count_bits says.
+  void (*list_bits)(const void* words, int64_t word_count, int32_t first, int64_t count,
+                    void* indices);
+
+  // The elements of which `words` names the non-zero ones, `values` holds them and `signs` (or null)
+  // names those that are -0.0. Reads up to a vector behind the last value. [value dtype]
+  void (*expand[3])(const uint64_t* words, const uint64_t* signs, const void* values,
+                    int64_t numel, void* out);
 
   // Converts to nearest even. [grad dtype][value dtype]
   void (*convert[3][3])(const void* grad, int64_t numel, void* values);
@@ -40,6 +62,11 @@ struct Kernels {
 
   // acc[indices[k]] += values[k]; the indices were checked. [value dtype]
   void (*add_sparse[3])(float* acc, const void* indices, const void* values, int64_t count);
+
+  // acc[i] += the next value for each set bit i of `words`, of which there are `count`; 64-bit
+  // words of any alignment, bits beyond numel are zero. [value dtype]
+  void (*add_bits[3])(float* acc, const void* words, int64_t numel, const void* values,
+                      int64_t count);
 };
 
 const Kernels& kernels_portable();

@@ -3,6 +3,7 @@
 #include "codec_cpu.h"
 #include "kernels.h"
 #include "prune_cpu.h"
+#include "stage_cpu.h"
 
 #define MS_GETTER_NAME(isa) kernels_##isa
 #define MS_GETTER(isa) MS_GETTER_NAME(isa)
@@ -15,6 +16,11 @@ const Kernels& MS_GETTER(MS_ISA)() {
     MS_ISA::fill_prune<kFp32>(filled);
     MS_ISA::fill_prune<kBf16>(filled);
     MS_ISA::fill_prune<kFp16>(filled);
+    filled.count_bits = MS_ISA::count_bits;
+    filled.list_bits = MS_ISA::list_bits;
+    MS_ISA::fill_stage<kFp32>(filled);
+    MS_ISA::fill_stage<kBf16>(filled);
+    MS_ISA::fill_stage<kFp16>(filled);
     MS_ISA::fill_codec<kFp32>(filled);
     MS_ISA::fill_codec<kBf16>(filled);
     MS_ISA::fill_codec<kFp16>(filled);

@@ -4,8 +4,8 @@ Every row is first checked against the oracle; `#wrong` counts elements (bytes, 
 differ, and a row that has any is not timed. Operation, copy and peer are measured in turn, in the
 same run, and medians are reported: what slows the machine down for a while slows all three.
 
-`copy` copies half the bytes that the operation moves: it reads as many as it writes. The peer is the
-same thing in plain torch operations, rounding to nearest where the gradient is narrow.
+`copy` copies half the bytes that the operation moves: it reads as many as it writes. The peer is
+the same thing in plain torch operations, rounding to nearest where the gradient is narrow.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ def _tasks(size: int, density: float, dtype: str, residual_dtype: str) -> Iterat
         lambda: _prune_in_torch(peer_grad_N, peer_residual_N, peer_sum_N, limit),
     )  # fmt: skip
 
+    nnz = torch.count_nonzero(grad_N).view(1)  # right, even where prune_'s own count is not
     dense = torch.zeros(1, dtype=torch.uint8)
     capacity = ops.message_capacity(offsets, code)
     out = torch.full((capacity,), 0xFF, dtype=torch.uint8)
@@ -183,9 +184,7 @@ def _prune_in_torch(
     residual_N.copy_(sum_N.sub_(grad_N))
 
 
-def _measure(
-    task: Task, size: int, density: float, dtype: str, warmup: int, iters: int
-) -> Row:
+def _measure(task: Task, size: int, density: float, dtype: str, warmup: int, iters: int) -> Row:
     row = Row(
         op=task.op, format=task.format, dtype=dtype, density=density,
         count=size // DTYPES[dtype].itemsize, bytes_moved=task.bytes_moved,
@@ -245,9 +244,10 @@ def _line(row: Row, size: int) -> str:
     def cell(value: float | None, width: int, digits: int) -> str:
         return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
 
-    timed = row.time_us is not None and row.copy_us is not None
-    ratio = row.time_us / row.copy_us if timed else None
-    bandwidth = row.bytes_moved / row.time_us / 1e3 if timed else None
+    ratio = bandwidth = None
+    if row.time_us is not None and row.copy_us is not None:
+        ratio = row.time_us / row.copy_us
+        bandwidth = row.bytes_moved / row.time_us / 1e3
     return (
         f"  {size:>12} {row.count:>12} {row.dtype:>5} {row.op:>11} {row.format:>6} "
         f"{row.density:>8g} {row.bytes_moved:>12} {cell(row.time_us, 10, 1)} "

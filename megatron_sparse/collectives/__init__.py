@@ -3,10 +3,11 @@
 Each is a function that yields the works it must wait for, so that one thread can drive many of
 them at once (`megatron_sparse.progress`). It yields `POSTED` as soon as it will post nothing more:
 from then on the next bucket may post, while this one still waits and decodes.
+
+`SCHEMES` lists them by the name that `scheme.name` takes.
 """
 
-from megatron_sparse.collectives.agsparse import agsparse
 from megatron_sparse.collectives.base import POSTED, Steps
-from megatron_sparse.collectives.dense import dense
+from megatron_sparse.collectives.schemes import SCHEMES, Input, Scheme
 
-__all__ = ["POSTED", "Steps", "agsparse", "dense"]
+__all__ = ["POSTED", "SCHEMES", "Input", "Scheme", "Steps"]

@@ -7,7 +7,7 @@ ranks. The reduce-scatter form sends each peer only the records of the peer's ow
 
 Phase 1: sizes (and the agreement of what is being synchronised), one small all-gather.
 Phase 2: the messages; an all-gather padded to the longest, or an uneven all-to-all.
-Then: zero, and add the messages in rank order, so that all ranks hold the same bits.
+Then: add the messages in rank order, the first one to zero, so that all ranks hold the same bits.
 """
 
 from __future__ import annotations
@@ -76,14 +76,15 @@ def agsparse(
     with watch.stage("decode"):
         target = bucket.grad_N[bucket.shard(transport.rank)] if scatter else bucket.grad_N
         if target.dtype == torch.float32:
-            sum_M = target.zero_()
+            sum_M = target
         else:
-            sum_M = buffers.take("sum", target.numel(), target.device, torch.float32).zero_()
+            sum_M = buffers.take("sum", target.numel(), target.device, torch.float32)
         for rank, (start, size) in enumerate(zip(starts, received_bytes, strict=True)):
             records = received[start : start + size]
             decode_add_(
-                sum_M, records, segment_offsets, message.value_dtype, message.epoch, rank=rank
-            )
+                sum_M, records, segment_offsets, message.value_dtype, message.epoch, rank=rank,
+                fresh=rank == 0,
+            )  # fmt: skip
         if sum_M is not target:
             target.copy_(sum_M)
     return sent_bytes

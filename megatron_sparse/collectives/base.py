@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from enum import Enum
 
 import torch
@@ -21,8 +21,19 @@ class Posted(Enum):
 
 POSTED = Posted.POSTED
 
-Steps = Generator[Work | Posted, None, int]
-"""Yields works to wait for; returns the bytes that the busiest rank sent."""
+Yielded = Work | Posted
+"""What a collective hands to whoever drives it."""
+
+Steps = Generator[Yielded, None, int]
+"""Yields works to wait for and, at most once, `POSTED`; returns a number of bytes.
+
+`dense` and `agsparse` return what the busiest rank sent, which every rank can compute. The others,
+which do not know what their peers sent, return what this rank sent in pairwise messages, sizes
+included. The all-gathers of the agreement are in neither.
+"""
+
+Phase = Generator[Yielded, None, None]
+"""A part of a collective."""
 
 HEADER_WORDS = 2
 
@@ -73,3 +84,82 @@ def exchange_sizes(
                 remedy="use the same configuration, model and step on every rank",
             )
     return [row[HEADER_WORDS:] for row in rows]
+
+
+class Subgroup:
+    """Some ranks of a transport, numbered from 0: what a phase of a collective runs on.
+
+    Attributes:
+        rank: this rank's number in the subgroup.
+        world_size: ranks in the subgroup.
+        ranks: the transport's number of each.
+        sent_bytes: what this rank has sent through the subgroup.
+
+    Args:
+        transport: moves the bytes.
+        ranks: the transport's ranks that take part; this rank is one of them.
+        tag: of the collective (`tag_of`).
+    """
+
+    def __init__(self, transport: Transport, ranks: Sequence[int], tag: int) -> None:
+        self.rank = ranks.index(transport.rank)
+        self.world_size = len(ranks)
+        self.sent_bytes = 0
+        self._transport = transport
+        self.ranks = ranks
+        self._tag = tag
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+        *,
+        last: bool = False,
+    ) -> Phase:
+        """`Transport.exchange` in the subgroup's numbers, waited for.
+
+        Args:
+            sends: (peer, contiguous tensor) each.
+            receives: (peer, contiguous tensor) each.
+            last: this rank will post nothing more in the whole collective.
+        """
+        work = self._transport.exchange(
+            [(self.ranks[peer], values) for peer, values in sends],
+            [(self.ranks[peer], values) for peer, values in receives],
+            self._tag,
+        )
+        self.sent_bytes += sum(values.nbytes for _, values in sends)
+        if last:
+            yield POSTED
+        yield work
+
+
+def whole_group(transport: Transport, tag: int) -> Subgroup:
+    """All ranks of a transport."""
+    return Subgroup(transport, range(transport.world_size), tag)
+
+
+def tag_of(bucket: Bucket, scheme: str, value_dtype: str, epoch: int) -> int:
+    """A tag for all pairwise messages of one collective.
+
+    Made from what the ranks must agree on: messages of ranks that disagree never meet, which is a
+    time-out with a name instead of a buffer overrun.
+    """
+    return fingerprint(bucket, scheme, value_dtype, epoch) & 0x7FFFFFFF
+
+
+def dense_tag(bucket: Bucket, scheme: str, values_N: torch.Tensor, epoch: int) -> int:
+    """`tag_of` for a dense collective."""
+    return tag_of(bucket, scheme, str(values_N.dtype), epoch)
+
+
+def even_cuts(numel: int, pieces: int) -> list[int]:
+    """Offsets that cut `numel` elements into pieces as even as can be.
+
+    Where they divide evenly these are the shards of a reduce-scatter.
+
+    Example:
+        >>> even_cuts(7, 3)
+        [0, 2, 4, 7]
+    """
+    return [numel * piece // pieces for piece in range(pieces + 1)]

@@ -11,17 +11,27 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Form
 from megatron_sparse.collectives.base import POSTED, Steps
+from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
 
 
-def dense(bucket: Bucket, values_N: torch.Tensor, transport: Transport, watch: Stopwatch) -> Steps:
+def dense(
+    bucket: Bucket,
+    values_N: torch.Tensor,
+    epoch: int,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+) -> Steps:
     """Sums `values_N` over all ranks into `bucket.grad_N`.
 
     Args:
         bucket: receives the sum: all of it, or this rank's shard for a reduce-scatter.
         values_N: this rank's contribution: the gradient itself or a narrower copy. Overwritten.
+        epoch: the step; the pairwise schemes keep their messages apart by it.
         transport: the group.
+        buffers: where those schemes keep partial sums and what they receive.
         watch: receives the network and decode time.
     """
     own = slice(None)

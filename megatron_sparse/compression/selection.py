@@ -20,6 +20,7 @@ from megatron_sparse.formats.message import (
     Message,
     MessageBuffers,
     encode,
+    prune_encode,
     wire_dtype_of,
 )
 from megatron_sparse.recording import Stopwatch
@@ -33,6 +34,7 @@ class Selector:
         residuals: where the rest goes; mutated.
         rank: keys the stochastic rounding, so that ranks do not round alike.
         buffers: where messages live.
+        form: format of messages, one of `SchemeConfig.format`.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class Selector:
         residuals: ResidualStore,
         rank: int,
         buffers: MessageBuffers,
+        form: str,
     ) -> None:
         self.config = config
         self.residuals = residuals
         self.rank = rank
         self.buffers = buffers
+        self.form = form
 
     def select(
         self,
@@ -59,8 +63,10 @@ class Selector:
     ) -> Message:
         """Prunes and encodes one bucket.
 
-        Mutates the bucket's gradient (zero wherever nothing is sent) and its residual. Reads the
-        record sizes on the host, which on CUDA is one synchronisation a bucket.
+        On the CPU that is one pass, whose time is the stage `prune`, and the gradient is left as it
+        was; on CUDA the gradient becomes what is sent, zero elsewhere. What it holds afterwards is
+        for no one to use: the collective overwrites it. Mutates the residual. Reads the record
+        sizes on the host, which on CUDA is one synchronisation a bucket.
 
         Args:
             bucket: what to select from.
@@ -75,6 +81,13 @@ class Selector:
         residual_N = self.residuals.begin(bucket)
         with watch.stage("threshold"):
             thresholds_R = range_thresholds(bucket, layout, residual_N, density, step, self.config)
+        key = self._rounding_key(bucket, step)
+        if bucket.grad_N.device.type == "cpu":
+            with watch.stage("prune"):
+                return prune_encode(
+                    bucket, layout, residual_N, thresholds_R, self.config.leak, value_dtype, key,
+                    step, self.buffers, self.form,
+                )  # fmt: skip
         with watch.stage("prune"):
             nnz_R = ops.prune_(
                 bucket.grad_N,
@@ -83,10 +96,10 @@ class Selector:
                 thresholds_R,
                 self.config.leak,
                 WIRE_CODES[value_dtype],
-                self._rounding_key(bucket, step),
+                key,
             )
         with watch.stage("encode"):
-            return encode(bucket, layout, nnz_R, value_dtype, step, self.buffers)
+            return encode(bucket, layout, nnz_R, value_dtype, step, self.buffers, self.form)
 
     def take_whole(
         self, bucket: Bucket, wire_dtype: str | None, *, step: int, watch: Stopwatch

@@ -17,7 +17,13 @@ MAGIC = b"MSPG"
 VERSION = 1
 
 FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS, FORMAT_HASH_BITMAP = range(5)
+FORMAT_ADAPTIVE = -1
+"""Not a format of a record: asks the encoder for the smallest of dense, COO and Pici."""
 FORMAT_NAMES = ("dense", "coo", "pici", "blocks", "hash_bitmap")
+FLAG_PICI_LINEAR = 1
+PICI_TILE = 4096
+BLOCKS_SUBHEADER = struct.Struct("<IIQ")
+"""Block size, number of blocks, zero."""
 VALUE_BYTES = (4, 2, 2)
 """Bytes of a value, by dtype code: fp32, bf16, fp16."""
 
@@ -36,7 +42,7 @@ class Header:
         payload_bytes: bytes of all sections, padding included.
         offset: the segment's first element in the bucket.
         epoch: the optimizer step, taken modulo 2^32.
-        flags: options of the format; 0 for dense and COO.
+        flags: options of the format; `FLAG_PICI_LINEAR` or 0.
 
     Example:
         >>> h = Header(FORMAT_COO, 0, numel=8, nnz=1, payload_bytes=32, offset=0, epoch=7)
@@ -105,16 +111,20 @@ class Header:
             epoch: the step.
             available: bytes from the header's first to the message's last.
             rank: the sender, for the error's text.
-            formats: what the caller can decode, out of dense and COO.
+            formats: what the caller can decode, out of dense, COO, Pici and blocks.
+
+        The size of a blocks record depends on its sub-header, which the caller must look at; here
+        it is only at least that of the sub-header.
 
         Raises:
             WireFormatError: names the rank and the first field that is wrong.
         """
         if self.format not in formats:
             raise wrong_field(rank, "format", " or ".join(map(str, formats)), self.format)
+        known_flags = FLAG_PICI_LINEAR if self.format == FORMAT_PICI else 0
         for field, expected, got in (
             ("dtype", value_dtype, self.dtype),
-            ("flags", 0, self.flags),
+            ("flags", self.flags & known_flags, self.flags),
             ("epoch", epoch % 2**32, self.epoch),
             ("offset", offset, self.offset),
             ("numel", numel, self.numel),
@@ -123,7 +133,10 @@ class Header:
                 raise wrong_field(rank, field, expected, got)
         if self.nnz > numel:
             raise wrong_field(rank, "nnz", f"at most {numel}", self.nnz)
-        demanded = payload_bytes(self.format, numel, self.nnz, value_dtype)
+        if self.format == FORMAT_BLOCKS:
+            demanded = max(self.payload_bytes, BLOCKS_SUBHEADER.size)
+        else:
+            demanded = payload_bytes(self.format, numel, self.nnz, value_dtype)
         if self.payload_bytes != demanded:
             raise wrong_field(rank, "payload_bytes", demanded, self.payload_bytes)
         if HEADER_BYTES + demanded > available:
@@ -147,7 +160,7 @@ def read_headers(message: bytes, rank: int) -> list[Header]:
 
 
 def payload_bytes(form: int, numel: int, nnz: int, value_dtype: int) -> int:
-    """Bytes of the sections of a dense or COO record, padding included.
+    """Bytes of the sections of a dense, COO or Pici record, padding included.
 
     Example:
         >>> payload_bytes(FORMAT_COO, 1000, 3, 1)  # 12 bytes of indices, 6 of values
@@ -156,8 +169,22 @@ def payload_bytes(form: int, numel: int, nnz: int, value_dtype: int) -> int:
     value_bytes = VALUE_BYTES[value_dtype]
     if form == FORMAT_DENSE:
         return pad16(numel * value_bytes)
-    assert form == FORMAT_COO, f"no size is known for format {form}"
+    if form == FORMAT_PICI:
+        tiles = -(-numel // PICI_TILE)
+        return tiles * PICI_TILE // 8 + pad16(4 * (tiles + 1)) + pad16(nnz * value_bytes)
+    assert form == FORMAT_COO, f"the size of format {form} depends on more"
     return pad16(nnz * 4) + pad16(nnz * value_bytes)
+
+
+def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> int:
+    """Bytes of the sections of a blocks record, padding included.
+
+    Example:
+        >>> blocks_payload_bytes(3, 64, 0)  # 16 of sub-header, 12 of indices, 768 of values
+        800
+    """
+    values = n_blocks * block_size * VALUE_BYTES[value_dtype]
+    return BLOCKS_SUBHEADER.size + pad16(4 * n_blocks) + pad16(values)
 
 
 def pad16(nbytes: int) -> int:

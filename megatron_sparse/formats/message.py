@@ -3,8 +3,9 @@
 A record is a 48-byte header and 16-byte aligned sections (`formats/header.py`). Records of one
 shard are adjacent, so a bucket is encoded once and each shard's bytes can be sent apart.
 
-On CPU tensors the compiled codec of `cuda_ext` does the work; on CUDA tensors `torch_codec`, which
-needs the record sizes on the host and therefore synchronises once for each bucket.
+On CPU tensors the compiled codec of `cuda_ext` does the work, and `prune_encode` selects and encodes
+in one pass; on CUDA tensors it is `torch_codec`, which writes dense and COO records only, needs
+their sizes on the host and therefore synchronises once for each bucket.
 """
 
 from __future__ import annotations
@@ -17,10 +18,20 @@ import torch
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.formats import torch_codec
+from megatron_sparse.formats.header import (
+    FORMAT_ADAPTIVE,
+    FORMAT_COO,
+    FORMAT_DENSE,
+    FORMAT_PICI,
+)
 
 VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAME_OF = {dtype: name for name, dtype in VALUE_DTYPES.items()}
 WIRE_CODES = {"fp32": 0, "bf16": 1, "fp16": 2}
+FORMAT_CODES = {
+    "auto": FORMAT_ADAPTIVE, "coo": FORMAT_COO, "pici": FORMAT_PICI, "dense": FORMAT_DENSE,
+}  # fmt: skip
+"""What `scheme.format` may name."""
 
 
 def wire_dtype_of(grad_dtype: torch.dtype, wire_dtype: str | None) -> str:
@@ -89,8 +100,9 @@ def encode(
     value_dtype: str,
     epoch: int,
     buffers: MessageBuffers,
+    form: str = "coo",
 ) -> Message:
-    """Encodes the pruned bucket, each segment as COO or, where that is not smaller, dense.
+    """Encodes the pruned bucket, each segment as asked for or, where that is not smaller, dense.
 
     Args:
         bucket: its gradient holds zeros wherever nothing is sent; it is only read.
@@ -99,24 +111,74 @@ def encode(
         value_dtype: dtype of the values in the message.
         epoch: the step.
         buffers: where the message's memory comes from.
+        form: one of `FORMAT_CODES`.
+
+    Raises:
+        ExtensionError: Pici on a CUDA device.
     """
     segment_count = layout.segment_keep.numel()
     range_segment = layout.range_segment.to(nnz_R.device)
     nnz_S = torch.zeros(segment_count, dtype=torch.int64, device=nnz_R.device)
     nnz_S.index_add_(0, range_segment, nnz_R)
-    capacity = ops.message_capacity(layout.segment_offsets, WIRE_CODES[value_dtype])
-    out = buffers.take(f"message:{bucket.name}", capacity, bucket.grad_N.device)
-    codec = ops.encode if bucket.grad_N.device.type == "cpu" else torch_codec.encode
-    sizes = codec(
-        bucket.grad_N,
-        layout.segment_offsets,
-        layout.segment_keep,
-        nnz_S,
-        WIRE_CODES[value_dtype],
-        epoch,
-        out,
-    )
+    out = _take_message(bucket, layout, value_dtype, buffers)
+    arguments = (
+        bucket.grad_N, layout.segment_offsets, layout.segment_keep, nnz_S, WIRE_CODES[value_dtype],
+        epoch, out,
+    )  # fmt: skip
+    if bucket.grad_N.device.type == "cpu":
+        scratch = _take_scratch(layout, value_dtype, buffers)
+        sizes = ops.encode(*arguments, scratch, form=FORMAT_CODES[form])
+    else:
+        sizes = torch_codec.encode(*arguments, form=FORMAT_CODES[form])
     return Message(out, layout, sizes.tolist(), value_dtype, epoch, int(nnz_S.sum()))
+
+
+def prune_encode(
+    bucket: Bucket,
+    layout: Layout,
+    residual_N: torch.Tensor,
+    thresholds_R: torch.Tensor,
+    leak: float,
+    value_dtype: str,
+    key: int,
+    epoch: int,
+    buffers: MessageBuffers,
+    form: str,
+) -> Message:
+    """Selects from a bucket on the CPU and encodes what was selected, in one pass.
+
+    Args:
+        bucket: its gradient is only read.
+        layout: the cut that the thresholds are of.
+        residual_N: fp32 or bf16. Mutated.
+        thresholds_R: fp32 thresholds of the layout's ranges.
+        leak: factor on what is not selected.
+        value_dtype: dtype of the values in the message.
+        key: of stochastic rounding.
+        epoch: the step.
+        buffers: where the message's memory comes from.
+        form: one of `FORMAT_CODES`.
+    """
+    out = _take_message(bucket, layout, value_dtype, buffers)
+    sizes, nnz_S = ops.prune_encode(
+        bucket.grad_N, residual_N, layout.range_offsets, thresholds_R, layout.segment_offsets,
+        layout.segment_keep, leak, WIRE_CODES[value_dtype], key, epoch, out,
+        _take_scratch(layout, value_dtype, buffers), form=FORMAT_CODES[form],
+    )  # fmt: skip
+    return Message(out, layout, sizes.tolist(), value_dtype, epoch, int(nnz_S.sum()))
+
+
+def _take_message(
+    bucket: Bucket, layout: Layout, value_dtype: str, buffers: MessageBuffers
+) -> torch.Tensor:
+    capacity = ops.message_capacity(layout.segment_offsets, WIRE_CODES[value_dtype])
+    return buffers.take(f"message:{bucket.name}", capacity, bucket.grad_N.device)
+
+
+def _take_scratch(layout: Layout, value_dtype: str, buffers: MessageBuffers) -> torch.Tensor:
+    """Shared by all buckets: it is free again when the encoder returns."""
+    needed = ops.scratch_capacity(layout.segment_offsets, WIRE_CODES[value_dtype])
+    return buffers.take("scratch", needed, torch.device("cpu"))
 
 
 def decode_add_(
@@ -127,6 +189,7 @@ def decode_add_(
     epoch: int,
     *,
     rank: int,
+    fresh: bool = False,
 ) -> None:
     """Adds one peer's records to `acc_M`.
 
@@ -137,17 +200,16 @@ def decode_add_(
         value_dtype: dtype of the values.
         epoch: the step.
         rank: the sender, for the error's text.
+        fresh: take the segments' part of `acc_M` for zero, whatever it holds.
 
     Raises:
         WireFormatError: the records are not what was announced; `acc_M` may be partly changed.
     """
-    codec = ops.decode_add_ if acc_M.device.type == "cpu" else torch_codec.decode_add_
-    codec(
-        acc_M,
-        records,
-        segment_offsets,
-        WIRE_CODES[value_dtype],
-        epoch,
-        int(segment_offsets[0]),
-        rank=rank,
-    )
+    base = int(segment_offsets[0])
+    arguments = (acc_M, records, segment_offsets, WIRE_CODES[value_dtype], epoch, base)
+    if acc_M.device.type == "cpu":
+        ops.decode_add_(*arguments, rank=rank, fresh=fresh)
+        return
+    if fresh:
+        acc_M[: int(segment_offsets[-1]) - base].zero_()
+    torch_codec.decode_add_(*arguments, rank=rank)

@@ -1,6 +1,6 @@
 """The message codec in plain torch operations, on any device; used for CUDA tensors.
 
-Byte for byte the same records as the compiled CPU codec. It synchronises with the host: once to
+Dense and COO records only, byte for byte those of the compiled CPU codec. It synchronises with the host: once to
 encode (record sizes follow from the non-zero counts) and once for each record to decode (the
 walk reads every header). Both are part of the stages `encode` and `decode`.
 """
@@ -13,6 +13,7 @@ import torch
 
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import (
+    FORMAT_ADAPTIVE,
     FORMAT_COO,
     FORMAT_DENSE,
     HEADER_BYTES,
@@ -33,15 +34,26 @@ def encode(
     value_dtype: int,
     epoch: int,
     out: torch.Tensor,
+    *,
+    form: int = FORMAT_COO,
 ) -> torch.Tensor:
     """Writes one record for each segment into `out`; see `cuda_ext.ops.encode`.
+
+    With `FORMAT_ADAPTIVE` the choice is between dense and COO.
 
     Returns:
         int64 record sizes on the CPU.
 
     Raises:
-        ExtensionError: `out` is too small.
+        ExtensionError: `out` is too small, or another format is asked for.
     """
+    if form not in (FORMAT_ADAPTIVE, FORMAT_DENSE, FORMAT_COO):
+        raise ExtensionError(
+            "encode: this format is written on CPU tensors only",
+            expected="-1 (adaptive), 0 (dense) or 1 (COO)",
+            got=form,
+            remedy="set scheme.format to auto, coo or dense",
+        )
     dtype = DTYPE_OF_CODE[value_dtype]
     offsets, counts = segment_offsets.tolist(), nnz_S.tolist()
     headers, sizes, sparse = [], [], []
@@ -50,7 +62,7 @@ def encode(
     ):
         dense_payload = payload_bytes(FORMAT_DENSE, stop - start, nnz, value_dtype)
         coo_payload = payload_bytes(FORMAT_COO, stop - start, nnz, value_dtype)
-        is_sparse = not keep and coo_payload < dense_payload
+        is_sparse = form != FORMAT_DENSE and not keep and coo_payload < dense_payload
         payload = coo_payload if is_sparse else dense_payload
         header = Header(
             format=FORMAT_COO if is_sparse else FORMAT_DENSE, dtype=value_dtype,

@@ -199,15 +199,6 @@ def command_line(
     return arguments
 
 
-def check_passed_flags(passed: Mapping[str, Any]) -> None:
-    """Checks a `megatron:` section alone, before any process is started. Imports megatron.
-
-    Raises:
-        ConfigError: see `command_line`.
-    """
-    command_line({}, passed, megatron_parser())
-
-
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {
         option: action

@@ -26,7 +26,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> list[Any]:
 
     Only the first tensor-parallel rank of each group reads data; the others get theirs from it.
     """
-    args = get_args()
+    args: Any = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -62,11 +62,12 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
         `BATCH_KEYS`, each of shape (micro-batch, sequence), the mask (micro-batch, 1, sequence,
         sequence). What this pipeline stage does not need is None, all of it on a middle stage.
     """
-    args = get_args()
+    args: Any = get_args()
     first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
     if not first and not last:
         return dict.fromkeys(BATCH_KEYS)
     tensor_rank = mpu.get_tensor_model_parallel_rank()
+    tensor_group: Any = mpu.get_tensor_model_parallel_group()
     batch: dict[str, Any] = {}
     if tensor_rank == 0:
         assert data_iterator is not None, "this rank has no data"
@@ -81,7 +82,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
-        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        broadcast_group=tensor_group,
         cp_size=args.context_parallel_size,
         tp_rank=tensor_rank,
         micro_batch_size=args.micro_batch_size,
@@ -92,10 +93,9 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
         is_pipeline_last_stage=last,
     )
     if args.context_parallel_size > 1:
+        context_group: Any = mpu.get_context_parallel_group()
         batch = get_batch_on_this_cp_rank(
-            batch | {"cu_seqlens": None},
-            is_hybrid_cp=False,
-            cp_group=mpu.get_context_parallel_group(),
+            batch | {"cu_seqlens": None}, is_hybrid_cp=False, cp_group=context_group
         )
     return batch
 
@@ -121,7 +121,7 @@ def loss_function(
 
 def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> Any:
     """One forward pass: the model's output, and how to make a loss of it."""
-    timers = get_timers()
+    timers: Any = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator)
     timers("batch-generator").stop()

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -38,7 +37,7 @@ from megatron_sparse.megatron import repairs
 _CPU = torch.device("cpu")
 
 
-def _is_cuda(device: object) -> bool:
+def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -88,39 +87,6 @@ class _Stream:
     def wait_event(self, event: Any) -> None:
         pass
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        event = event or _Event()
-        event.record()
-        return event
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-class _Event:
-    """A moment of the host's clock."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._recorded_s = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self._recorded_s = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: _Event) -> float:
-        return (end._recorded_s - self._recorded_s) * 1e3
-
 
 @dataclass(frozen=True)
 class Patch:
@@ -162,39 +128,37 @@ _AMPERE = "the oldest GPU that Megatron allows bf16 on"
 
 CORE_PATCHES = (
     Patch("torch.cuda.device_count", _always(1),
-          "megatron.training.initialize: zero leaves model parallelism uninitialised"),
+          "training.initialize: zero leaves the model-parallel groups unmade"),
     Patch("torch.cuda.current_device", _always(0),
-          "param_and_grad_buffer, tensor_parallel, optimizer: the device of new tensors"),
+          "core throughout: the device of new tensors, of gradient buffers, of the loss scale"),
     Patch("torch.cuda.random.current_device", _always(0),
           "torch.cuda.get_rng_state, which tensor_parallel.random and checkpointing call"),
-    Patch("torch.cuda.set_device", _always(None),
-          "megatron.training.initialize and dist_checkpointing's writers"),
-    Patch("torch.cuda.synchronize", _always(None), "timers, pipeline schedules, checkpointing"),
-    Patch("torch.cuda.empty_cache", _always(None), "megatron.training after loading"),
+    Patch("torch.cuda.set_device", _always(None), "training.initialize: the rank's GPU"),
+    Patch("torch.cuda.synchronize", _always(None), "core.timers, at every start and stop"),
     Patch("torch.cuda.Stream", _put(_Stream),
-          "distributed_data_parallel: the streams of several optimizer instances"),
-    Patch("torch.cuda.Event", _put(_Event),
-          "param_and_grad_buffer and timers"),
-    Patch("torch.cuda.current_stream", _always(_STREAM), "param_and_grad_buffer: waits for it"),
+          "core.distributed, where gradients of several optimizer instances are reduced, and the "
+          "annotations of tensor_parallel"),
+    Patch("torch.cuda.current_stream", _always(_STREAM),
+          "core.distributed.param_and_grad_buffer: lets it wait for CUDA graphs"),
     Patch("torch.cuda.stream", _always(nullcontext()),
-          "param_and_grad_buffer: the stream that collectives are launched on"),
+          "core.distributed.param_and_grad_buffer, with several optimizer instances"),
     # With these two torch.cuda's own generator code works on the CPU's generator.
     Patch("torch.cuda._initialized", _put(True),
-          "tensor_parallel.random: seeds are queued for ever while CUDA is not initialised"),
+          "core.tensor_parallel.random: otherwise it tries to initialise CUDA"),
     Patch("torch.cuda.default_generators", lambda original: (torch.default_generator,),
-          "tensor_parallel.random: the state of the default generator of a device"),
+          "core.tensor_parallel.random: the generator whose state it saves and sets"),
     Patch("torch.cuda.memory_stats", lambda original: lambda *a, **k: defaultdict(int),
-          "megatron.training.training: --log-memory-to-tensorboard"),
-    Patch("torch.cuda.memory_allocated", _always(0), "megatron.training: report_memory"),
-    Patch("torch.cuda.max_memory_allocated", _always(0), "megatron.training: report_memory"),
-    Patch("torch.cuda.memory_reserved", _always(0), "megatron.training: report_memory"),
-    Patch("torch.cuda.max_memory_reserved", _always(0), "megatron.training: report_memory"),
+          "training.training with --log-memory-to-tensorboard"),
+    Patch("torch.cuda.memory_allocated", _always(0), "training.utils.report_memory"),
+    Patch("torch.cuda.max_memory_allocated", _always(0), "training.utils.report_memory"),
+    Patch("torch.cuda.memory_reserved", _always(0), "training.utils.report_memory"),
+    Patch("torch.cuda.max_memory_reserved", _always(0), "training.utils.report_memory"),
     Patch("torch.cuda.get_device_properties", _always(_PROPERTIES),
-          f"megatron.training.utils: get_device_arch_version; major 8 is {_AMPERE}"),
+          f"training.utils.get_device_arch_version; major 8 is {_AMPERE}"),
     Patch("torch.cuda.get_device_capability", _always((8, 0)),
-          f"megatron.training.arguments: (8, 0) is {_AMPERE}"),
+          f"training.arguments with experts; (8, 0) is {_AMPERE}"),
     Patch("torch.distributed.barrier", _without_device_ids,
-          "timers and training pass device_ids, which gloo refuses"),
+          "core.timers and training: they pass device_ids, which gloo refuses"),
 )  # fmt: skip
 
 TRAINING_PATCHES = (
@@ -244,7 +208,9 @@ def enable() -> None:
 
 
 def enable_training() -> None:
-    """Lets `megatron.training` run on the CPU, after `enable`. Imports it. Idempotent.
+    """Lets `megatron.training` run on the CPU, after `enable`, with the repairs of `repairs`.
+
+    Imports it. Idempotent.
 
     Raises:
         HostError: `enable` was not called, or Megatron lacks a symbol.

@@ -121,10 +121,11 @@ def with_own_steps(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_state_dict)
     def repaired(self: Any, state_dict: Any) -> Any:
         result = load_state_dict(self, state_dict)
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            if "step" in group:
-                for parameter in group["params"]:
-                    self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"] if "step" in group else ():
+                    step = torch.tensor(float(group["step"]))
+                    self.optimizer.state[parameter]["step"] = step
         return result
 
     return repaired

@@ -11,8 +11,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_sparse.errors import (
     CheckpointError,
@@ -22,9 +23,6 @@ from megatron_sparse.errors import (
 )
 from megatron_sparse.megatron import arguments
 from megatron_sparse.run_config import RunConfig
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 _KNOWN_NOISE = (
     # What a machine without these packages hears a dozen times; `doctor` says it once.
@@ -38,7 +36,7 @@ _KNOWN_NOISE = (
 )
 
 
-def train(config: RunConfig, run_dir: Path, store: Store | None = None) -> None:
+def train(config: RunConfig, run_dir: Path, store: Any = None) -> None:
     """Trains on this rank until `training.iterations`; returns on every rank.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK. Makes the process group and destroys it.
@@ -46,7 +44,7 @@ def train(config: RunConfig, run_dir: Path, store: Store | None = None) -> None:
     Args:
         config: the run; `cluster.device` must be `cpu` or `cuda`.
         run_dir: the run's folder, which exists.
-        store: where ranks meet; None takes MASTER_ADDR and MASTER_PORT.
+        store: the `torch.distributed.Store` where ranks meet; None takes the one at MASTER_ADDR.
 
     Raises:
         CheckpointError: Megatron cannot load the checkpoint.
@@ -153,20 +151,13 @@ def _set_wandb_environment(config: RunConfig, run_dir: Path) -> None:
 
 
 def _prepare_host(device: str) -> None:
+    """Makes `megatron.training` importable and right, see `cpu_mode` and `repairs`."""
+    from megatron_sparse.megatron import cpu_mode, repairs
+
+    if device == "cpu":
+        cpu_mode.enable()
     try:
-        if device == "cpu":
-            from megatron_sparse.megatron import cpu_mode
-
-            cpu_mode.enable()
-            import megatron.training
-
-            cpu_mode.enable_training()
-        else:
-            import megatron.training
-
-            from megatron_sparse.megatron import repairs
-
-            repairs.apply()
+        import_module("megatron.training")
     except ModuleNotFoundError as error:
         raise DependencyError(
             "Megatron's training loop is not installed",
@@ -174,6 +165,9 @@ def _prepare_host(device: str) -> None:
             got=error,
             remedy="pip install 'megatron-sparse[train]'",
         ) from None
+    if device == "cpu":
+        cpu_mode.enable_training()
+    repairs.apply()
 
 
 def _parse(command_line: list[str]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     except MegatronSparseError as error:
         _tell_launcher(str(error), typed=True)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # the launcher passes Ctrl-C on, and says so itself
     except Exception as error:
         _tell_launcher(f"{type(error).__name__}: {error}", typed=False)
         raise
@@ -72,7 +75,7 @@ def run_started(config: RunConfig, command: str) -> int:
         )
     config = launch.decide(config)
     os.environ.update(launch.rank_environment(config))
-    from torch.distributed import rendezvous
+    from torch.distributed.rendezvous import rendezvous
 
     store, rank, _ = next(rendezvous("env://", timeout=_MEETING_TIMEOUT))
     try:
@@ -81,11 +84,18 @@ def run_started(config: RunConfig, command: str) -> int:
 
         training.train(config, run_dir, store)
     except MegatronSparseError as error:
-        # Most mistakes are found by every rank at once; one of them says so.
-        if store.add("megatron_sparse/failed", 1) > 1:
+        if _said_already(store):
             return error.exit_code
         raise
     return 0
+
+
+def _said_already(store: Any) -> bool:
+    """Most mistakes are found by every rank at once; the first one to come here says so."""
+    try:
+        return store.add("megatron_sparse/failed", 1) > 1
+    except RuntimeError:
+        return False  # the store went with rank 0
 
 
 def _meet(config: RunConfig, command: str, store: Any, rank: int) -> Path:
@@ -121,9 +131,11 @@ def _tell_launcher(message: str, *, typed: bool) -> None:
 
 
 def read_report(report: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """Message, and whether it is a typed error's, from the agent's error file; None if empty."""
-    message = report.get("message")
-    return (message["message"], report[_TYPED]) if message else None
+    """What `_tell_launcher` wrote: the message, and whether it is a typed error's.
+
+    None where a rank had no time to write, and the agent's own words stand in the report.
+    """
+    return (report["message"]["message"], report[_TYPED]) if _TYPED in report else None
 
 
 if __name__ == "__main__":

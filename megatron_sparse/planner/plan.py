@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config import CompressionConfig, SchemeConfig
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
 
 INDEX_BYTES = 4
@@ -67,33 +69,53 @@ class FixedPlanner:
         self.enabled = True
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
-        """See `Planner`."""
+        """See `Planner`.
+
+        Raises:
+            ConfigError: the configured scheme cannot do what the bucket needs.
+        """
+        self._check_form(bucket)
         phase, density = phase_and_density(self._compression, step)
         if not self.enabled:
             return self._dense(Phase.OFF, "compression is switched off")
         if phase in (Phase.WARMUP, Phase.OFF):
             return self._dense(phase, f"phase {phase}")
-        if self._scheme.name == "dense":
-            return self._dense(phase, "scheme=dense")
-        if self._scheme.name == "auto":
+        name = self._scheme.name
+        if name in SCHEMES and SCHEMES[name].takes is Input.DENSE:
+            return self._dense(phase, f"scheme={name}", name)
+        if name == "auto":
+            name = "agsparse"
             dense_bytes, sparse_bytes = predicted_bytes(bucket, density, self._scheme.wire_dtype)
             reason = f"agsparse {sparse_bytes:.0f} B against dense {dense_bytes:.0f} B"
             if bucket.world_size == 1 or sparse_bytes >= dense_bytes:
                 return self._dense(phase, reason)
         else:
-            reason = f"scheme={self._scheme.name}"
+            reason = f"scheme={name}"
         return Plan(
-            scheme="agsparse",
+            scheme=name,
             phase=phase,
             density=density,
             wire_dtype=self._scheme.wire_dtype,
-            sharded=bucket.form is Form.REDUCE_SCATTER,
+            sharded=SCHEMES[name].is_sharded(bucket.form),
             reason=reason,
         )
 
-    def _dense(self, phase: Phase, reason: str) -> Plan:
+    def _dense(self, phase: Phase, reason: str, name: str = "dense") -> Plan:
         wire_dtype = None if phase is Phase.OFF else self._scheme.wire_dtype
-        return Plan("dense", phase, 1.0, wire_dtype, sharded=False, reason=reason)
+        return Plan(name, phase, 1.0, wire_dtype, sharded=False, reason=reason)
+
+    def _check_form(self, bucket: Bucket) -> None:
+        """In the first step already, not only when the warm-up ends."""
+        name = self._scheme.name
+        if name == "auto" or bucket.form in SCHEMES[name].forms:
+            return
+        able = [scheme.name for scheme in SCHEMES.values() if bucket.form in scheme.forms]
+        raise ConfigError(
+            f"scheme.name={name} has no {bucket.form} form, which bucket {bucket.name} needs",
+            expected=" | ".join(["auto", *able]),
+            got=name,
+            remedy="choose another scheme, or train without Megatron's distributed optimizer",
+        )
 
 
 def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:

@@ -7,14 +7,21 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.formats.header import (
+    BLOCKS_SUBHEADER,
+    FLAG_PICI_LINEAR,
+    FORMAT_ADAPTIVE,
+    FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_DENSE,
+    FORMAT_PICI,
     HEADER_BYTES,
     Header,
+    blocks_payload_bytes,
     pad16,
     payload_bytes,
     wrong_field,
 )
+from megatron_sparse.reference import blocks, pici
 from megatron_sparse.reference.prune import with_one_nan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,30 +34,29 @@ def encode(
     nnz_S: torch.Tensor,
     value_dtype: int,
     epoch: int,
+    *,
+    form: int = FORMAT_COO,
+    paper_order: bool = False,
+    block_size: int = 256,
 ) -> list[bytes]:
     """The record of each segment; arguments as of `cuda_ext.ops.encode`."""
     records = []
     for (begin, end), keep, nnz in zip(
         pairwise(segment_offsets.tolist()), segment_dense.tolist(), nnz_S.tolist(), strict=True
     ):
-        numel = end - begin
-        sizes = {
-            form: payload_bytes(form, numel, nnz, value_dtype)
-            for form in (FORMAT_DENSE, FORMAT_COO)
-        }
-        sparse = not keep and sizes[FORMAT_COO] < sizes[FORMAT_DENSE]
-        form = FORMAT_COO if sparse else FORMAT_DENSE
-        header = Header(form, value_dtype, numel, nnz, sizes[form], begin, epoch)
-        values = grad_N[begin:end]
-        sections = []
-        if sparse:
-            index = values.ne(0).nonzero().squeeze(1)
-            sections.append(index.int())
-            values = values[index]
+        grad = grad_N[begin:end]
+        values, kept = grad, grad.ne(0)
         if values.dtype != DTYPES[value_dtype]:
             values = with_one_nan(values, DTYPES[value_dtype])
-        sections.append(values)
-        records.append(header.pack() + b"".join(map(_padded, sections)))
+        chosen, payload = FORMAT_DENSE, _padded(values)
+        wanted = (FORMAT_COO, FORMAT_PICI) if form == FORMAT_ADAPTIVE else (form,)
+        for sparse in wanted if not keep else ():
+            candidate = _sections(sparse, values, kept, paper_order, block_size)
+            if len(candidate) < len(payload):
+                chosen, payload = sparse, candidate
+        flags = FLAG_PICI_LINEAR if chosen == FORMAT_PICI and not paper_order else 0
+        header = Header(chosen, value_dtype, end - begin, nnz, len(payload), begin, epoch, flags)
+        records.append(header.pack() + payload)
     return records
 
 
@@ -70,23 +76,76 @@ def decode_add_(
         WireFormatError: names the rank and the field; `acc_M` may be partly changed.
     """
     dtype, position = DTYPES[value_dtype], 0
+    every_format = (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)
     for begin, end in pairwise(segment_offsets.tolist()):
         header = Header.unpack(message[position : position + HEADER_BYTES], rank)
-        header.check(value_dtype, end - begin, begin, epoch, len(message) - position, rank)
+        available = len(message) - position
+        header.check(value_dtype, end - begin, begin, epoch, available, rank, every_format)
         at = position + HEADER_BYTES
+        position = at + header.payload_bytes
+        payload = message[at:position]
         target = acc_M[begin - base : end - base]
         if header.format == FORMAT_DENSE:
-            target += _read(message, at, end - begin, dtype).float()
+            target += _read(payload, 0, end - begin, dtype).float()
         else:
-            index = _read(message, at, header.nnz, torch.int32).tolist()
-            for before, after in pairwise([-1, *index, end - begin]):
-                if before >= after:
-                    raise wrong_field(rank, "indices", f"above {before}", after)
-            values = _read(message, at + pad16(4 * header.nnz), header.nnz, dtype)
+            index, values = _entries(header, payload, dtype, rank)
             target[index] += values.float()
-        position += HEADER_BYTES + header.payload_bytes
     if position != len(message):
         raise wrong_field(rank, "size", f"{position} bytes", len(message))
+
+
+def _sections(
+    form: int, values: torch.Tensor, kept: torch.Tensor, paper_order: bool, block_size: int
+) -> bytes:
+    if form == FORMAT_PICI:
+        return pici.encode(values, kept, linear=not paper_order)
+    if form == FORMAT_BLOCKS:
+        return blocks.encode(values, kept, block_size)
+    if form == FORMAT_DENSE:
+        return _padded(values)
+    index = kept.nonzero().squeeze(1)
+    return _padded(index.int()) + _padded(values[index])
+
+
+def _entries(
+    header: Header, payload: bytes, dtype: torch.dtype, rank: int
+) -> tuple[list[int], torch.Tensor]:
+    """The elements that a sparse record holds, each once, and their values."""
+    if header.format == FORMAT_PICI:
+        linear = bool(header.flags & FLAG_PICI_LINEAR)
+        try:
+            return pici.decode(payload, header.numel, header.nnz, dtype, linear=linear)
+        except ValueError as error:
+            raise wrong_field(rank, "prefix or words", "those of its bits", error) from error
+    if header.format == FORMAT_BLOCKS:
+        return _blocks_entries(header, payload, dtype, rank)
+    index = _read(payload, 0, header.nnz, torch.int32).tolist()
+    for before, after in pairwise([-1, *index, header.numel]):
+        if before >= after:
+            raise wrong_field(rank, "indices", f"above {before}", after)
+    return index, _read(payload, pad16(4 * header.nnz), header.nnz, dtype)
+
+
+def _blocks_entries(
+    header: Header, payload: bytes, dtype: torch.dtype, rank: int
+) -> tuple[list[int], torch.Tensor]:
+    block_size, n_blocks, zero = BLOCKS_SUBHEADER.unpack_from(payload)
+    if not block_size or zero:
+        raise wrong_field(rank, "block_size", "above 0, then zeros", (block_size, zero))
+    if n_blocks > -(-header.numel // block_size) or header.nnz > n_blocks * block_size:
+        raise wrong_field(rank, "n_blocks", f"those of {header.numel} elements", n_blocks)
+    demanded = blocks_payload_bytes(n_blocks, block_size, header.dtype)
+    if header.payload_bytes != demanded:
+        raise wrong_field(rank, "payload_bytes", demanded, header.payload_bytes)
+    try:
+        index, values = blocks.decode(payload, header.numel, dtype)
+    except ValueError as error:
+        raise wrong_field(rank, "indices", "ascending, in range", error) from error
+    end = BLOCKS_SUBHEADER.size + pad16(4 * n_blocks) + n_blocks * block_size * dtype.itemsize
+    behind = n_blocks * block_size - len(index)
+    if any(payload[end - behind * dtype.itemsize : end]):
+        raise wrong_field(rank, "block padding", "zeros behind the segment", "others")
+    return index, values
 
 
 def _padded(section: torch.Tensor) -> bytes:
@@ -94,7 +153,7 @@ def _padded(section: torch.Tensor) -> bytes:
     return data.ljust(pad16(len(data)), b"\0")
 
 
-def _read(message: bytes, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def _read(data: bytes, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     if numel == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(message[at : at + numel * dtype.itemsize]), dtype=dtype)
+    return torch.frombuffer(bytearray(data[at : at + numel * dtype.itemsize]), dtype=dtype)

@@ -7,6 +7,7 @@ whoever drives it decides how to wait.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -35,11 +36,13 @@ class Transport(Protocol):
         rank: this rank in the group.
         world_size: ranks in the group.
         device: where tensors must live.
+        nodes: for each rank the node it is on; equal numbers share a host.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    nodes: tuple[int, ...]
 
     def all_reduce_(self, values_N: torch.Tensor) -> Work:
         """Sums `values_N` over all ranks, in place, by the backend's own collective."""
@@ -66,5 +69,24 @@ class Transport(Protocol):
         """Sends piece i of `sent` to rank i and puts rank i's piece at place i of `received`.
 
         Sizes are elements and must agree pairwise; they are not checked here.
+        """
+        ...
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> Work:
+        """Sends to and receives from single peers, all at once; others need not take part.
+
+        Messages between two ranks with the same tag meet in the order in which they were posted.
+        Tensors without elements are left out on both sides. The sent tensors must not change, and
+        the received ones must not be read, before the work is finished.
+
+        Args:
+            sends: (peer, contiguous tensor) each; never to oneself.
+            receives: (peer, contiguous tensor) each, exactly as long as what the peer sends.
+            tag: 0 to 2^31 - 1; keeps different collectives apart where the backend has tags.
         """
         ...

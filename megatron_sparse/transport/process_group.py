@@ -6,7 +6,11 @@ operations cannot interleave with Megatron's on the same communicator, and its t
 
 from __future__ import annotations
 
+import hashlib
+import socket
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,10 +48,35 @@ class ProcessGroupWork:
             raise communication_error(self._operation, error) from error
 
 
+class PairwiseWork:
+    """The works of one NCCL group call; `finish` orders the current stream after all of them."""
+
+    def __init__(self, works: list[dist.Work], operation: str) -> None:
+        self._works = works
+        self._operation = operation
+
+    def ready(self) -> bool:
+        """See `Work`. Always true: `finish` only orders the stream."""
+        return True
+
+    def finish(self) -> None:
+        """See `Work`."""
+        try:
+            _wait_all(self._works)
+        except RuntimeError as error:
+            raise communication_error(self._operation, error) from error
+
+
+def _wait_all(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "only members of the group exchange"
+        work.wait()
+
+
 class WaitedWork:
     """A gloo work that completes only inside `wait()`, which a thread of its own calls."""
 
-    def __init__(self, waiting: Future[bool], operation: str) -> None:
+    def __init__(self, waiting: Future[Any], operation: str) -> None:
         self._waiting = waiting
         self._operation = operation
 
@@ -99,6 +128,16 @@ class ProcessGroupTransport:
         self.device = device
         self.group = borrow_group(dist.get_process_group_ranks(group), backend, timeout_s)
         self._waiters = ThreadPoolExecutor(WAITERS, thread_name_prefix="megatron_sparse_wait")
+        self.nodes = self._find_nodes()
+
+    def _find_nodes(self) -> tuple[int, ...]:
+        """Compares host names: one small all-gather, waited for on the host."""
+        digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest()
+        own = torch.tensor([int.from_bytes(digest)], dtype=torch.int64, device=self.device)
+        gathered = own.new_empty(self.world_size)
+        self.all_gather(gathered, own).finish()
+        hosts = gathered.tolist()
+        return tuple(hosts.index(host) for host in hosts)
 
     def _work(self, operation: str, post: object) -> ProcessGroupWork:
         return ProcessGroupWork(post, operation, self.device.type == "cuda")  # type: ignore[arg-type]
@@ -135,6 +174,58 @@ class ProcessGroupTransport:
             received, sent, received_sizes, sent_sizes, group=self.group, async_op=True
         )
         return self._work("all_to_all", work)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> ProcessGroupWork | PairwiseWork | WaitedWork:
+        """See `Transport`. NCCL has no tags; there, the order of the posts tells them apart.
+
+        With gloo a message that is longer than what waits for it aborts the process: agree on
+        sizes first.
+        """
+        sends = [(peer, values) for peer, values in sends if values.numel()]
+        receives = [(peer, values) for peer, values in receives if values.numel()]
+        peers = {peer for peer, _ in [*sends, *receives]}
+        assert self.rank not in peers, "a rank exchanges nothing with itself"
+        operation = f"exchange with ranks {sorted(peers)}"
+        if not peers:
+            return self._work(operation, None)
+        try:
+            if self.device.type == "cuda":
+                posted = self._post_batch(sends, receives, tag)
+                return PairwiseWork(posted, operation)
+            # Receives first: what arrives before its buffer is known waits in the socket.
+            posted = [
+                dist.irecv(values.view(torch.uint8), group=self.group, group_src=peer, tag=tag)
+                for peer, values in receives
+            ]
+            posted += [
+                dist.isend(values.view(torch.uint8), group=self.group, group_dst=peer, tag=tag)
+                for peer, values in sends
+            ]
+        except RuntimeError as error:
+            raise communication_error(operation, error) from error
+        # gloo's pairwise works, too, complete only inside wait().
+        return WaitedWork(self._waiters.submit(_wait_all, posted), operation)
+
+    def _post_batch(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> list[dist.Work]:
+        """One NCCL group call, so that sends and receives cannot block one another."""
+        operations = [(dist.irecv, *item) for item in receives]
+        operations += [(dist.isend, *item) for item in sends]
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(post, values, group=self.group, tag=tag, group_peer=peer)
+                for post, peer, values in operations
+            ]
+        )
 
     def close(self, *, broken: bool = False) -> None:
         """Gives the transport's own group back; `broken` if an operation of it failed."""

@@ -1,0 +1,81 @@
+"""How the typed ops call the native ones: argument checks, and refusals as `ExtensionError`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from megatron_sparse.cuda_ext import load
+from megatron_sparse.errors import ExtensionError
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Calls an op; its refusal, "what | expected | got" in C++, becomes an `ExtensionError`."""
+    op = overload(name)
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        parts = str(error).split("\n", 1)[0].split(" | ")
+        if len(parts) != 3:
+            raise
+        raise ExtensionError(parts[0], expected=parts[1], got=parts[2]) from error
+
+
+@cache
+def overload(name: str) -> Callable[..., Any]:
+    """The op itself, past the look-up that costs as much as the call of a small one."""
+    load()
+    return getattr(torch.ops.megatron_sparse, name).default
+
+
+def refusal(op: str, what: str, expected: object, got: object) -> ExtensionError:
+    """The error of an op that refuses an argument."""
+    return ExtensionError(f"{op}: {what}", expected=expected, got=got)
+
+
+def check_flat(
+    op: str,
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    numel: int | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Refuses anything but a contiguous 1-D tensor of these dtypes, this length and device."""
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype) for dtype in dtypes)
+        raise refusal(op, f"{name} has the wrong dtype", names, tensor.dtype)
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        got = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        raise refusal(op, f"{name} has the wrong shape", "a contiguous 1-D tensor", got)
+    if numel is not None and tensor.numel() != numel:
+        raise refusal(op, f"{name} has the wrong length", numel, tensor.numel())
+    if device is not None and tensor.device != device:
+        raise refusal(op, f"{name} is on the wrong device", device, tensor.device)
+
+
+def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None:
+    """Refuses anything but ascending int64 offsets from 0 to `numel` on the CPU."""
+    check_flat(op, name, offsets, (torch.int64,), device=torch.device("cpu"))
+    if (
+        offsets.numel() == 0
+        or int(offsets[0]) != 0
+        or int(offsets[-1]) != numel
+        or bool((offsets.diff() < 0).any())
+    ):
+        raise refusal(
+            op, f"{name} does not cut the bucket", f"ascending offsets from 0 to {numel}",
+            offsets.tolist()[:8],
+        )  # fmt: skip
+
+
+def check_code(op: str, name: str, code: int) -> None:
+    """Refuses anything but a dtype code of the wire."""
+    if code not in (0, 1, 2):
+        raise refusal(op, f"{name} is unknown", "0 (fp32), 1 (bf16) or 2 (fp16)", code)

@@ -1,0 +1,288 @@
+"""The message codec's ops, typed and checked. `ops` passes them on; shape suffixes are its.
+
+A message is one record for each segment, back to back (docs/wire-format.md). What a record becomes
+is asked for by a format code of `formats.header`, `FORMAT_ADAPTIVE` among them; where the sparse
+form would not be smaller the record is dense, so a message never exceeds `message_capacity`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.cuda_ext.arguments import (
+    GRAD_DTYPES,
+    RESIDUAL_DTYPES,
+    call,
+    check_code,
+    check_flat,
+    check_offsets,
+    refusal,
+)
+from megatron_sparse.formats.header import (
+    FORMAT_ADAPTIVE,
+    FORMAT_COO,
+    FORMAT_HASH_BITMAP,
+    FORMAT_PICI,
+    HEADER_BYTES,
+    VALUE_BYTES,
+    wrong_field,
+)
+
+MESSAGE_FIELDS = (
+    "size", "magic", "version", "checksum", "format", "dtype", "flags", "epoch", "offset",
+    "numel", "nnz", "payload_bytes", "indices", "prefix", "words", "block_size", "n_blocks",
+    "block padding",
+)  # fmt: skip
+"""The field codes of `decode_add_`'s status (`csrc/decode_records.h`)."""
+
+DEFAULT_BLOCK_SIZE = 256
+"""Elements of a block; OmniReduce's own choice."""
+
+_CPU = torch.device("cpu")
+_TILE, _CHUNK = 4096, 8 * 4096
+_PAPER_ORDER = 16  # beside the format code, for the native op
+
+
+def message_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
+    """The most bytes that a message of these segments takes: dense values, headers, padding.
+
+    Example:
+        >>> message_capacity(torch.tensor([0, 5, 8]), 0)  # 48 + 32 and 48 + 16
+        144
+    """
+    check_code("message_capacity", "value_dtype", value_dtype)
+    padded = (segment_offsets.diff() * VALUE_BYTES[value_dtype] + 15) // 16 * 16
+    return int(padded.sum()) + HEADER_BYTES * padded.numel()
+
+
+def scratch_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
+    """Bytes of `encode`'s and `prune_encode`'s scratch on the CPU, whatever the density.
+
+    Two bitmaps and the packed values; memory is touched only where there are values.
+
+    Example:
+        >>> scratch_capacity(torch.tensor([0, 5, 8]), 0)  # twice 1024 + 64, and 20 + 12 of values
+        2208
+    """
+    check_code("scratch_capacity", "value_dtype", value_dtype)
+    numel_S = segment_offsets.diff()
+    bitmaps = (numel_S + _TILE - 1) // _TILE * (2 * _TILE // 8)
+    values = numel_S * VALUE_BYTES[value_dtype] + (numel_S + _CHUNK - 1) // _CHUNK * 64
+    return int((bitmaps + values).sum())
+
+
+def encode(
+    grad_N: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    nnz_S: torch.Tensor,
+    value_dtype: int,
+    epoch: int,
+    out: torch.Tensor,
+    scratch: torch.Tensor | None = None,
+    *,
+    form: int = FORMAT_COO,
+    paper_order: bool = False,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+) -> torch.Tensor:
+    """Writes the wire message of a pruned bucket, reading the gradient once.
+
+    Values are converted to `value_dtype`, to nearest even where they do not fit, which pruned ones
+    do. Wire cost: 48 bytes and the padding of each record; beside its values, COO takes 4 bytes an
+    entry, Pici 514 for each 4096 elements, blocks 4 and the zeros for each block.
+
+    Args:
+        grad_N: on the CPU; only read.
+        segment_offsets: S+1 offsets from 0 to N; a segment has fewer than 2^31 elements.
+        segment_dense: uint8, 1 for segments that are dense whatever they hold.
+        nnz_S: int64, the non-zero elements of each segment, as `prune_` counts them.
+        value_dtype: dtype code of the values.
+        epoch: the step; its lower 32 bits travel.
+        out: uint8, at least as long as the message (`message_capacity` always is). Mutated; what
+            lies behind the message is left alone.
+        scratch: uint8, `scratch_capacity` bytes, aligned to 8. Mutated. None allocates it, which
+            costs more than the encoding of a small bucket.
+        form: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI`, `FORMAT_BLOCKS`, or `FORMAT_ADAPTIVE` for
+            the smallest of dense, COO and Pici in each segment, where COO wins a tie.
+        paper_order: bits and values of Pici in the order of its paper instead of linear order.
+        block_size: elements of a block: a power of two from 64 to 4096.
+
+    Returns:
+        int64 bytes of each record, on the CPU. The bytes do not depend on the number of threads.
+
+    Raises:
+        ExtensionError: arguments that do not fit together, `out` too small, or counts that are not
+            what the gradient holds.
+    """
+    check_flat("encode", "grad", grad_N, GRAD_DTYPES, device=_CPU)
+    kind = _check_encode(
+        "encode", grad_N, segment_offsets, segment_dense, value_dtype, out, form, paper_order,
+        block_size,
+    )  # fmt: skip
+    check_flat("encode", "nnz", nnz_S, (torch.int64,), segment_dense.numel(), _CPU)
+    scratch = _check_scratch("encode", scratch, segment_offsets, value_dtype)
+    return call(
+        "encode", grad_N, segment_offsets, segment_dense, nnz_S, value_dtype, epoch, out, scratch,
+        kind, block_size,
+    )  # fmt: skip
+
+
+def prune_encode(
+    grad_N: torch.Tensor,
+    residual_N: torch.Tensor,
+    range_offsets: torch.Tensor,
+    thresholds_R: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    leak: float,
+    wire_dtype: int,
+    key: int,
+    epoch: int,
+    out: torch.Tensor,
+    scratch: torch.Tensor | None = None,
+    *,
+    form: int = FORMAT_COO,
+    paper_order: bool = False,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Error feedback, pruning and encoding in one pass, without a pruned gradient in between.
+
+    Message and residual are byte for byte those of `prune_` followed by `encode` (arguments as
+    there), but the gradient is left as it was. Gradient and residual are read once, residual and
+    message are written once.
+
+    Args:
+        grad_N: on the CPU; only read.
+        residual_N: fp32 or bf16. Mutated.
+        range_offsets: R+1 offsets of consecutive ranges from 0 to N.
+        thresholds_R: fp32; below 0 keeps all of a range, NaN too.
+        segment_offsets: S+1 offsets from 0 to N; a segment has fewer than 2^31 elements.
+        segment_dense: uint8, 1 for segments that are dense whatever they hold.
+        leak: factor on what is dropped, 0 to 1.
+        wire_dtype: dtype code in which values travel.
+        key: of the random bits of stochastic rounding; negative for rounding to nearest.
+        epoch: the step; its lower 32 bits travel.
+        out: uint8, `message_capacity` bytes. Mutated; what lies behind the message is left alone.
+        scratch: as in `encode`.
+        form: as in `encode`.
+        paper_order: as in `encode`.
+        block_size: as in `encode`.
+
+    Returns:
+        int64 bytes of each record and int64 nnz_S, on the CPU. Neither they nor the bytes depend on
+        the number of threads.
+
+    Raises:
+        ExtensionError: arguments that do not fit together; the residual is as it was.
+
+    Example:
+        >>> g, e, whole = torch.tensor([3.0, 1.0] * 8), torch.zeros(16), torch.tensor([0, 16])
+        >>> out, no = torch.zeros(112, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        >>> prune_encode(g, e, whole, torch.tensor([2.0]), whole, no, 1.0, 1, 0, 0, out)
+        (tensor([80]), tensor([8]))
+    """
+    check_flat("prune_encode", "grad", grad_N, GRAD_DTYPES, device=_CPU)
+    check_flat("prune_encode", "residual", residual_N, RESIDUAL_DTYPES, grad_N.numel(), _CPU)
+    check_offsets("prune_encode", "range_offsets", range_offsets, grad_N.numel())
+    ranges = range_offsets.numel() - 1
+    check_flat("prune_encode", "thresholds", thresholds_R, (torch.float32,), ranges, _CPU)
+    kind = _check_encode(
+        "prune_encode", grad_N, segment_offsets, segment_dense, wire_dtype, out, form, paper_order,
+        block_size,
+    )  # fmt: skip
+    scratch = _check_scratch("prune_encode", scratch, segment_offsets, wire_dtype)
+    return call(
+        "prune_encode", grad_N, residual_N, range_offsets, thresholds_R, segment_offsets,
+        segment_dense, leak, wire_dtype, key, epoch, out, scratch, kind, block_size,
+    )  # fmt: skip
+
+
+def decode_add_(
+    acc_M: torch.Tensor,
+    message: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    value_dtype: int,
+    epoch: int,
+    base: int,
+    *,
+    rank: int,
+    fresh: bool = False,
+) -> None:
+    """Adds the records of one peer's message to an fp32 accumulator, whatever their formats.
+
+    Nothing in the message is trusted: every header field, index, prefix sum and bit is checked
+    before the first addition, and a bad message leaves `acc_M` as it was.
+
+    Args:
+        acc_M: fp32 on the CPU; element 0 is the bucket's element `base`. Mutated.
+        message: uint8 on the CPU, exactly the records of these segments.
+        segment_offsets: offsets in the bucket of the segments that the message must hold.
+        value_dtype: dtype code that the values must have.
+        epoch: the step that the records must be of.
+        base: the bucket's element that `acc_M` begins with.
+        rank: the sender, for the error's text.
+        fresh: take the segments' part of `acc_M` for zero, whatever it holds: the first message
+            then needs no pass of its own that clears it.
+
+    Raises:
+        WireFormatError: names the rank and the field of the message that is wrong.
+        ExtensionError: the other arguments do not fit together.
+    """
+    check_flat("decode_add_", "acc", acc_M, (torch.float32,), device=_CPU)
+    check_flat("decode_add_", "message", message, (torch.uint8,), device=_CPU)
+    check_code("decode_add_", "value_dtype", value_dtype)
+    status = call("decode_add_", acc_M, message, segment_offsets, value_dtype, epoch, base, fresh)
+    code, segment, field, value = status.tolist()
+    if code == 0:
+        return
+    name = MESSAGE_FIELDS[field]
+    first, last = (*segment_offsets.tolist(), 0)[segment : segment + 2]
+    numel = last - first
+    expected: dict[str, object] = {
+        "size": "as many bytes as its records announce",
+        "magic": "MSPG", "version": 1, "checksum": "the CRC-32 of the header",
+        "format": "0 (dense), 1 (COO), 2 (Pici) or 3 (blocks)", "dtype": value_dtype,
+        "flags": "0, or 1 for Pici in linear order",
+        "epoch": epoch % 2**32, "offset": first, "numel": numel, "nnz": f"at most {numel}",
+        "payload_bytes": f"what its format, nnz and {numel} elements demand",
+        "indices": "strictly ascending, inside the segment",
+        "prefix": "sums of the bits set in each tile's words, from 0 to nnz",
+        "words": f"no bits behind element {numel - 1}",
+        "block_size": "above 0, with zeros behind n_blocks",
+        "n_blocks": f"enough for nnz and at most those of {numel} elements",
+        "block padding": f"zeros behind element {numel - 1}",
+    }  # fmt: skip
+    raise wrong_field(rank, name, expected[name], f"{value} in segment {segment}")
+
+
+def _check_encode(
+    op: str,
+    grad_N: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    value_dtype: int,
+    out: torch.Tensor,
+    form: int,
+    paper_order: bool,
+    block_size: int,
+) -> int:
+    """Checks what both encoders take; returns the native op's kind."""
+    check_offsets(op, "segment_offsets", segment_offsets, grad_N.numel())
+    segments = segment_offsets.numel() - 1
+    check_flat(op, "segment_dense", segment_dense, (torch.uint8,), segments, _CPU)
+    check_flat(op, "out", out, (torch.uint8,), device=_CPU)
+    check_code(op, "value_dtype", value_dtype)
+    if not FORMAT_ADAPTIVE <= form < FORMAT_HASH_BITMAP:
+        raise refusal(op, "form is unknown", "-1 (adaptive) or a format code from 0 to 3", form)
+    if not (64 <= block_size <= _TILE and block_size.bit_count() == 1):
+        raise refusal(op, "block_size does not fit", "a power of two from 64 to 4096", block_size)
+    return form | _PAPER_ORDER if form == FORMAT_PICI and paper_order else form
+
+
+def _check_scratch(
+    op: str, scratch: torch.Tensor | None, segment_offsets: torch.Tensor, value_dtype: int
+) -> torch.Tensor:
+    if scratch is None:
+        return torch.empty(scratch_capacity(segment_offsets, value_dtype), dtype=torch.uint8)
+    check_flat(op, "scratch", scratch, (torch.uint8,), device=_CPU)
+    return scratch

@@ -1,0 +1,58 @@
+// The launcher of decode_add_'s CUDA kernels, between nvcc (no torch) and the binding.
+#pragma once
+
+#include <cstdint>
+
+namespace megatron_sparse {
+
+// What a status names, in the order of decode_records.h.
+enum DecodeField : int64_t {
+  kDecodeSize,
+  kDecodeMagic,
+  kDecodeVersion,
+  kDecodeChecksum,
+  kDecodeFormat,
+  kDecodeDtype,
+  kDecodeFlags,
+  kDecodeEpoch,
+  kDecodeOffset,
+  kDecodeNumel,
+  kDecodeNnz,
+  kDecodePayloadBytes,
+  kDecodeIndices,
+  kDecodePrefix,  // does not fit the words' bit counts
+  kDecodeWords,   // bits beyond numel
+  kDecodeBlockSize,
+  kDecodeBlockCount,
+  kDecodePadding,  // the last block is not zero beyond numel
+};
+
+enum DecodeError : int64_t {
+  kDecodeOk = 0,
+  kDecodeMessage = 1,   // {1, segment, DecodeField, the value found}
+  kDecodeSegments = 2,  // the caller's segment_offsets do not lie in acc: {2, segment, 0, offset}
+};
+
+// All pointers are on the device.
+struct DecodeArguments {
+  float* acc;
+  int64_t acc_numel;
+  const uint8_t* message;  // 16-byte aligned
+  int64_t message_bytes;
+  const int64_t* segment_offsets;  // [segment_count + 1]
+  int64_t segment_count;
+  int64_t base;  // acc's first element in the bucket
+  int value_dtype;
+  uint32_t epoch;
+  bool fresh;       // take the segments' part of acc for zero, whatever it holds
+  void* workspace;  // 256-byte aligned
+  int64_t* status;  // [4], written
+};
+
+int64_t decode_workspace_bytes(int64_t segment_count);
+
+// Launches on `stream` (a cudaStream_t) and returns at once; the launches' error is the caller's to
+// read with cudaGetLastError.
+void launch_decode_add(const DecodeArguments& arguments, void* stream);
+
+}  // namespace megatron_sparse

@@ -1,0 +1,290 @@
+#include "decode_records.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "pici_order.h"
+
+namespace megatron_sparse {
+namespace {
+
+constexpr int64_t kDenseStep = int64_t{1} << 16;  // elements of a chunk, dense or in blocks
+constexpr int64_t kCooStep = int64_t{1} << 13;    // entries
+constexpr int64_t kTileStep = 8;                  // tiles
+// From this many elements a chunk on, going through all of it is faster than one by one.
+constexpr int64_t kCrowded = kTileStep * kPiciTile / 8;
+
+template <class T>
+T read_at(const uint8_t* from, int64_t k) {
+  T value;
+  std::memcpy(&value, from + static_cast<int64_t>(sizeof value) * k, sizeof value);
+  return value;
+}
+
+int64_t units_of(const DecodeChunk& record, int64_t blocks) {
+  switch (record.kind) {
+    case kKindDense:
+      return record.numel;
+    case kKindCoo:
+      return record.nnz;
+    case kKindBlocks:
+      return blocks;
+    default:
+      return tiles_of(record.numel);
+  }
+}
+
+int64_t step_of(const DecodeChunk& record) {
+  switch (record.kind) {
+    case kKindDense:
+      return kDenseStep;
+    case kKindCoo:
+      return kCooStep;
+    case kKindBlocks:
+      return std::max(kDenseStep / record.block_size, int64_t{1});
+    default:
+      return kTileStep;
+  }
+}
+
+// Checks one header and sub-header and sets what is the same in all of the record's chunks.
+Status check_record(const Header& header, const uint8_t* payload, int64_t available,
+                    const Expected& expected, DecodeChunk& record) {
+  const auto wrong = [&record](Field field, uint64_t value) {
+    return Status{true, record.segment, field, static_cast<int64_t>(value)};
+  };
+  const int64_t offset = expected.offsets[record.segment];
+  const int64_t numel = expected.offsets[record.segment + 1] - offset;
+  if (header.magic != kMagic) return wrong(kFieldMagic, header.magic);
+  if (header.version != kVersion) return wrong(kFieldVersion, header.version);
+  if (header.checksum != header_checksum(header)) return wrong(kFieldChecksum, header.checksum);
+  if (header.format > kFormatBlocks) return wrong(kFieldFormat, header.format);
+  if (header.dtype != expected.value_dtype) return wrong(kFieldDtype, header.dtype);
+  const uint8_t known_flags = header.format == kFormatPici ? kFlagLinear : 0;
+  if ((header.flags & ~known_flags) != 0) return wrong(kFieldFlags, header.flags);
+  if (header.epoch != expected.epoch) return wrong(kFieldEpoch, header.epoch);
+  if (header.offset != static_cast<uint64_t>(offset)) return wrong(kFieldOffset, header.offset);
+  if (header.numel != static_cast<uint64_t>(numel)) return wrong(kFieldNumel, header.numel);
+  if (header.nnz > header.numel) return wrong(kFieldNnz, header.nnz);
+  record.kind = header.format;
+  if (header.format == kFormatPici && header.flags == 0) record.kind = kKindPiciPaper;
+  record.numel = numel;
+  record.nnz = static_cast<int64_t>(header.nnz);
+  record.payload = payload;
+  record.acc_begin = offset - expected.base;
+  int64_t blocks = 0;
+  if (record.kind == kKindBlocks) {
+    if (header.payload_bytes < kBlocksSubheader) {
+      return wrong(kFieldPayloadBytes, header.payload_bytes);
+    }
+    if (available < kBlocksSubheader) return wrong(kFieldSize, available);
+    record.block_size = read_at<uint32_t>(payload, 0);
+    blocks = read_at<uint32_t>(payload, 1);
+    if (record.block_size == 0) return wrong(kFieldBlockSize, 0);
+    if (read_at<uint64_t>(payload, 1) != 0) {
+      return wrong(kFieldBlockSize, read_at<uint64_t>(payload, 1));
+    }
+    const int64_t most = (numel + record.block_size - 1) / record.block_size;
+    if (blocks > most || record.nnz > blocks * record.block_size) {
+      return wrong(kFieldBlockCount, blocks);
+    }
+  }
+  record.at = sections_of(record.kind, numel, record.nnz, blocks, record.block_size,
+                          dtype_bytes(expected.value_dtype));
+  if (header.payload_bytes != static_cast<uint64_t>(record.at.payload)) {
+    return wrong(kFieldPayloadBytes, header.payload_bytes);
+  }
+  if (record.at.payload > available) return wrong(kFieldSize, kHeaderBytes + available);
+  record.units = units_of(record, blocks);
+  return {};
+}
+
+// Indices of COO entries or blocks: strictly ascending, each below `limit`.
+Status check_indices(const DecodeChunk& chunk, int64_t limit) {
+  const uint8_t* indices = chunk.payload + chunk.at.indices;
+  int64_t previous = chunk.begin > 0 ? read_at<int32_t>(indices, chunk.begin - 1) : -1;
+  for (int64_t k = chunk.begin; k < chunk.end; ++k) {
+    const int64_t index = read_at<int32_t>(indices, k);
+    if (index <= previous || index < 0 || index >= limit) {
+      return {true, chunk.segment, kFieldIndices, index};
+    }
+    previous = index;
+  }
+  return {};
+}
+
+// Each tile's bits against its prefix sums. The chunks together make a chain from 0 to nnz, so no
+// value lies outside the record.
+Status check_tiles(const DecodeChunk& chunk, const Kernels& kernel) {
+  const uint8_t* prefix = chunk.payload + chunk.at.indices;
+  if (chunk.units == 0 && read_at<uint32_t>(prefix, 0) != 0) {
+    return {true, chunk.segment, kFieldPrefix, read_at<uint32_t>(prefix, 0)};
+  }
+  for (int64_t t = chunk.begin; t < chunk.end; ++t) {
+    const uint8_t* words = chunk.payload + t * (kPiciTile / 8);
+    const int64_t before = read_at<uint32_t>(prefix, t), after = read_at<uint32_t>(prefix, t + 1);
+    const bool last = t + 1 == chunk.units;
+    if ((t == 0 && before != 0) || (last && after != chunk.nnz) || after > chunk.nnz ||
+        after - before != kernel.count_bits(words, kTileSide)) {
+      return {true, chunk.segment, kFieldPrefix, after};
+    }
+    const int64_t inside = chunk.numel - t * kPiciTile;
+    if (!last || inside == kPiciTile) continue;
+    for (int64_t w = 0; w < kTileSide; ++w) {
+      // Linear: bit b is element 64 w + b. Paper: element 64 b + w.
+      const int64_t bits = chunk.kind == kKindPici ? inside - kTileSide * w
+                                                   : (inside - w + kTileSide - 1) / kTileSide;
+      const uint64_t allowed = bits >= 64 ? ~uint64_t{0}
+                               : bits > 0 ? (uint64_t{1} << bits) - 1
+                                          : 0;
+      const uint64_t word = read_at<uint64_t>(words, w);
+      if ((word & ~allowed) != 0) {
+        return {true, chunk.segment, kFieldWords, static_cast<int64_t>(word)};
+      }
+    }
+  }
+  return {};
+}
+
+Status check_blocks(const DecodeChunk& chunk, int64_t value_bytes) {
+  const int64_t limit = (chunk.numel + chunk.block_size - 1) / chunk.block_size;
+  const Status status = check_indices(chunk, limit);
+  if (status.wrong || chunk.end == chunk.begin) return status;
+  const int64_t k = chunk.end - 1;
+  const int64_t begin = read_at<int32_t>(chunk.payload + chunk.at.indices, k) * chunk.block_size;
+  const int64_t inside = std::min(chunk.block_size, chunk.numel - begin);
+  const uint8_t* block = chunk.payload + chunk.at.values + k * chunk.block_size * value_bytes;
+  for (int64_t i = inside * value_bytes; i < chunk.block_size * value_bytes; ++i) {
+    if (block[i] != 0) return {true, chunk.segment, kFieldBlockPadding, block[i]};
+  }
+  return {};
+}
+
+// The elements of the segment that the chunk answers for: up to the next chunk's first one.
+struct Span {
+  int64_t begin;
+  int64_t end;
+};
+
+Span span_of(const DecodeChunk& chunk) {
+  const bool indexed = chunk.kind == kKindCoo || chunk.kind == kKindBlocks;
+  const int64_t width = chunk.kind == kKindDense || chunk.kind == kKindCoo ? 1
+                        : chunk.kind == kKindBlocks                        ? chunk.block_size
+                                                                           : kPiciTile;
+  const uint8_t* indices = chunk.payload + chunk.at.indices;
+  const auto element = [&](int64_t unit) {
+    return width * (indexed ? read_at<int32_t>(indices, unit) : unit);
+  };
+  return {chunk.begin == 0 ? 0 : element(chunk.begin),
+          chunk.end == chunk.units ? chunk.numel : element(chunk.end)};
+}
+
+// In linear order a run of tiles is one long bitmap.
+void add_linear_tiles(const DecodeChunk& chunk, int value_dtype, float* target,
+                      const Kernels& kernel) {
+  const uint8_t* prefix = chunk.payload + chunk.at.indices;
+  const int64_t before = read_at<uint32_t>(prefix, chunk.begin);
+  const int64_t count = read_at<uint32_t>(prefix, chunk.end) - before;
+  const uint8_t* words = chunk.payload + chunk.begin * (kPiciTile / 8);
+  const uint8_t* values = chunk.payload + chunk.at.values + before * dtype_bytes(value_dtype);
+  const Span span = span_of(chunk);
+  if (count < kCrowded) {
+    int32_t indices[kCrowded];
+    kernel.list_bits(words, (chunk.end - chunk.begin) * kTileSide, 0, count, indices);
+    kernel.add_sparse[value_dtype](target + span.begin, indices, values, count);
+  } else {
+    kernel.add_bits[value_dtype](target + span.begin, words, span.end - span.begin, values, count);
+  }
+}
+
+void add_paper_tiles(const DecodeChunk& chunk, int value_dtype, float* target,
+                     const Kernels& kernel) {
+  const uint8_t* prefix = chunk.payload + chunk.at.indices;
+  const int64_t value_bytes = dtype_bytes(value_dtype);
+  for (int64_t t = chunk.begin; t < chunk.end; ++t) {
+    uint64_t columns[kTileSide];
+    std::memcpy(columns, chunk.payload + t * (kPiciTile / 8), sizeof columns);
+    int32_t indices[kPiciTile];
+    int32_t* next = indices;
+    for_each_in_columns(columns, [&](int r, int c) { *next++ = kTileSide * r + c; });
+    const uint8_t* values =
+        chunk.payload + chunk.at.values + read_at<uint32_t>(prefix, t) * value_bytes;
+    kernel.add_sparse[value_dtype](target + t * kPiciTile, indices, values, next - indices);
+  }
+}
+
+}  // namespace
+
+Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected& expected,
+                   std::vector<DecodeChunk>& chunks) {
+  int64_t at = 0;
+  for (int64_t s = 0; s < expected.segment_count; ++s) {
+    if (message_bytes - at < kHeaderBytes) return {true, s, kFieldSize, message_bytes};
+    Header header;
+    std::memcpy(&header, message + at, sizeof header);
+    at += kHeaderBytes;
+    DecodeChunk chunk = {};
+    chunk.segment = s;
+    const Status status = check_record(header, message + at, message_bytes - at, expected, chunk);
+    if (status.wrong) return status;
+    const int64_t step = step_of(chunk);
+    // A record without units has one chunk all the same, which answers for the whole segment.
+    do {
+      chunk.end = std::min(chunk.begin + step, chunk.units);
+      chunks.push_back(chunk);
+      chunk.begin = chunk.end;
+    } while (chunk.begin < chunk.units);
+    at += chunk.at.payload;
+  }
+  if (at != message_bytes) return {true, expected.segment_count, kFieldSize, message_bytes};
+  return {};
+}
+
+Status check_chunk(const DecodeChunk& chunk, int value_dtype, const Kernels& kernel) {
+  switch (chunk.kind) {
+    case kKindDense:
+      return {};
+    case kKindCoo:
+      return check_indices(chunk, chunk.numel);
+    case kKindBlocks:
+      return check_blocks(chunk, dtype_bytes(value_dtype));
+    default:
+      return check_tiles(chunk, kernel);
+  }
+}
+
+void add_chunk(const DecodeChunk& chunk, int value_dtype, bool fresh, float* acc,
+               const Kernels& kernel) {
+  float* target = acc + chunk.acc_begin;
+  if (fresh) {
+    const Span span = span_of(chunk);
+    std::fill(target + span.begin, target + span.end, 0.0f);
+  }
+  const int64_t value_bytes = dtype_bytes(value_dtype), count = chunk.end - chunk.begin;
+  const uint8_t* values = chunk.payload + chunk.at.values;
+  const uint8_t* indices = chunk.payload + chunk.at.indices;
+  switch (chunk.kind) {
+    case kKindDense:
+      kernel.add_dense[value_dtype](target + chunk.begin, values + chunk.begin * value_bytes,
+                                    count);
+      return;
+    case kKindCoo:
+      kernel.add_sparse[value_dtype](target, indices + 4 * chunk.begin,
+                                     values + chunk.begin * value_bytes, count);
+      return;
+    case kKindBlocks:
+      for (int64_t k = chunk.begin; k < chunk.end; ++k) {
+        const int64_t begin = read_at<int32_t>(indices, k) * chunk.block_size;
+        kernel.add_dense[value_dtype](target + begin, values + k * chunk.block_size * value_bytes,
+                                      std::min(chunk.block_size, chunk.numel - begin));
+      }
+      return;
+    case kKindPici:
+      add_linear_tiles(chunk, value_dtype, target, kernel);
+      return;
+    default:
+      add_paper_tiles(chunk, value_dtype, target, kernel);
+  }
+}
+
+}  // namespace megatron_sparse

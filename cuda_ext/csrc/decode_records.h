@@ -1,0 +1,112 @@
+// The decoder of wire messages on the CPU: checks a peer's message to the last bit, then adds it.
+//
+// Nothing in the message is trusted, and the accumulator is changed only if all of it is right.
+// Free of torch, so that a fuzzer can be built around it (scripts/fuzz.sh); the caller brings the
+// threads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+#include "record.h"
+
+namespace megatron_sparse {
+
+// Names and order are repeated in cuda_ext/codec_ops.py (MESSAGE_FIELDS) and, but for the last, in
+// decode_launch.h.
+enum Field : int64_t {
+  kFieldSize,
+  kFieldMagic,
+  kFieldVersion,
+  kFieldChecksum,
+  kFieldFormat,
+  kFieldDtype,
+  kFieldFlags,
+  kFieldEpoch,
+  kFieldOffset,
+  kFieldNumel,
+  kFieldNnz,
+  kFieldPayloadBytes,
+  kFieldIndices,
+  kFieldPrefix,      // does not fit the words' bit counts
+  kFieldWords,       // bits beyond numel
+  kFieldBlockSize,   // zero, or the sub-header's last word is not
+  kFieldBlockCount,
+  kFieldBlockPadding,  // not zero behind the segment's last element
+};
+
+struct Status {
+  bool wrong = false;
+  int64_t segment = 0;
+  int64_t field = 0;
+  int64_t value = 0;
+};
+
+// What the receiver expects; segment s is [offsets[s], offsets[s + 1]) of the bucket.
+struct Expected {
+  const int64_t* offsets;
+  int64_t segment_count;
+  int value_dtype;
+  uint32_t epoch;
+  int64_t base;  // the bucket's element that the accumulator begins with
+};
+
+// A run of one record's units: elements (dense), entries (COO), tiles (Pici) or blocks.
+struct DecodeChunk {
+  int64_t segment;
+  uint8_t kind;
+  int64_t numel;  // of the segment
+  int64_t nnz;
+  int64_t block_size;
+  const uint8_t* payload;
+  Sections at;
+  int64_t begin;
+  int64_t end;
+  int64_t units;  // of the record
+  int64_t acc_begin;  // of the segment
+};
+
+// Checks the headers and cuts the records into chunks.
+Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected& expected,
+                   std::vector<DecodeChunk>& chunks);
+
+// Checks what the headers do not say: indices, prefix sums, bits and padding.
+Status check_chunk(const DecodeChunk& chunk, int value_dtype, const Kernels& kernel);
+
+// Adds a checked chunk. With `fresh` the accumulator's content is ignored and becomes the chunk's,
+// zero included; the chunks of a record then cover its segment.
+void add_chunk(const DecodeChunk& chunk, int value_dtype, bool fresh, float* acc,
+               const Kernels& kernel);
+
+// parallel(n, work) calls work(begin, end) on parts of [0, n).
+template <class Parallel>
+Status decode_records(const uint8_t* message, int64_t message_bytes, const Expected& expected,
+                      bool fresh, float* acc, const Kernels& kernel, Parallel parallel) {
+  std::vector<DecodeChunk> chunks;
+  const Status status = find_chunks(message, message_bytes, expected, chunks);
+  if (status.wrong) return status;
+  const int64_t count = static_cast<int64_t>(chunks.size());
+  // The lowest bad chunk is reported, whichever thread saw one first.
+  std::atomic<int64_t> bad{count};
+  parallel(count, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      if (!check_chunk(chunks[c], expected.value_dtype, kernel).wrong) continue;
+      int64_t lowest = bad.load();
+      while (c < lowest && !bad.compare_exchange_weak(lowest, c)) {
+      }
+      return;
+    }
+  });
+  if (bad < count) return check_chunk(chunks[bad], expected.value_dtype, kernel);
+  // Indices ascend, so no two chunks touch the same element.
+  parallel(count, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      add_chunk(chunks[c], expected.value_dtype, fresh, acc, kernel);
+    }
+  });
+  return {};
+}
+
+}  // namespace megatron_sparse

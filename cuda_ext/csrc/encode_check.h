@@ -1,0 +1,93 @@
+// The checks and arguments that the bindings of encode_records and prune_encode_records share.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "check.h"
+#include "encode_launch.h"
+
+namespace megatron_sparse {
+
+struct EncodeRequest {
+  const Tensor& grad;
+  const Tensor& segment_offsets;
+  const Tensor& segment_formats;
+  int64_t value_dtype;
+  int64_t epoch;
+  int64_t block_size;
+  const Tensor& out;
+};
+
+// segment_bytes, nnz, status.
+using EncodeResult = std::tuple<Tensor, Tensor, Tensor>;
+
+inline void check_encode(const EncodeRequest& r) {
+  const auto device = r.grad.get_device_index();
+  const auto here = [device](const Tensor& tensor) {
+    return tensor.is_cuda() && tensor.get_device_index() == device;
+  };
+  check_flat(r.grad, "encode: grad");
+  MS_CHECK(here(r.grad) && here(r.segment_offsets) && here(r.segment_formats) && here(r.out),
+           "encode: a tensor is on the wrong device", "all on grad's CUDA device", "another");
+  dtype_code(r.grad, "encode: grad");
+  check_dtype_code(r.value_dtype, "encode: value_dtype");
+  const int64_t segment_count = r.segment_formats.numel();
+  // The contents of these two are on the device; the kernels check them and set the status.
+  check_vector(r.segment_formats, "encode: segment_formats", ScalarType::Byte, -1);
+  check_vector(r.segment_offsets, "encode: segment_offsets", ScalarType::Long, segment_count + 1);
+  check_vector(r.out, "encode: out", ScalarType::Byte, -1);
+  MS_CHECK(reinterpret_cast<uintptr_t>(r.out.const_data_ptr()) % 16 == 0,
+           "encode: out is not aligned", "an address that 16 divides", "another");
+  MS_CHECK(r.grad.numel() <= kMaxNumel, "encode: grad is too long", "at most 2^40 elements",
+           r.grad.numel());
+  MS_CHECK(segment_count > 0 || r.grad.numel() == 0, "encode: segment_formats is empty",
+           "one for each segment", 0);
+  MS_CHECK(segment_count < int64_t{1} << 31, "encode: there are too many segments",
+           "fewer than 2^31", segment_count);
+  const int64_t block = r.block_size;
+  MS_CHECK(block == 0 || (block >= 64 && block <= 4096 && (block & (block - 1)) == 0),
+           "encode: block_size is out of range", "0, or a power of two from 64 to 4096", block);
+}
+
+// Allocates results and workspace and calls `launch` with the arguments and the current stream;
+// the device guard is the caller's.
+template <class Launch>
+EncodeResult run_encoder(const EncodeRequest& r, Launch launch) {
+  const int64_t segment_count = r.segment_formats.numel();
+  Tensor segment_bytes = torch::stable::new_empty(r.segment_offsets, {segment_count});
+  Tensor nnz = torch::stable::new_empty(r.segment_offsets, {segment_count});
+  Tensor status = torch::stable::new_empty(r.segment_offsets, {4});
+  EncodeArguments arguments = {
+      r.grad.const_data_ptr(),
+      r.grad.numel(),
+      dtype_code(r.grad, "encode: grad"),
+      static_cast<int>(r.value_dtype),
+      static_cast<const int64_t*>(r.segment_offsets.const_data_ptr()),
+      static_cast<const uint8_t*>(r.segment_formats.const_data_ptr()),
+      segment_count,
+      static_cast<uint32_t>(r.epoch),
+      r.block_size,
+      static_cast<uint8_t*>(r.out.mutable_data_ptr()),
+      r.out.numel(),
+      nullptr,
+      static_cast<int64_t*>(segment_bytes.mutable_data_ptr()),
+      static_cast<int64_t*>(nnz.mutable_data_ptr()),
+      static_cast<int64_t*>(status.mutable_data_ptr()),
+  };
+  const Tensor workspace = torch::stable::new_empty(r.out, {encode_workspace_bytes(arguments)});
+  arguments.workspace = workspace.mutable_data_ptr();
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(r.grad.get_device_index(), &stream));
+  launch(arguments, stream);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {segment_bytes, nnz, status};
+}
+
+}  // namespace megatron_sparse

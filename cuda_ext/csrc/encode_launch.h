@@ -1,0 +1,48 @@
+// The launchers of the CUDA encoders, between nvcc (no torch) and the bindings.
+#pragma once
+
+#include <cstdint>
+
+#include "prune_launch.h"
+
+namespace megatron_sparse {
+
+// What goes wrong on the device: status[0].
+enum EncodeError : int64_t {
+  kEncodeOk = 0,
+  kEncodeCapacity = 1,  // status: {1, 0, bytes needed, bytes there}; nothing was written to `out`
+  kEncodeSegments = 2,  // segment_offsets do not cut the bucket: {2, segment, offset, numel}
+  kEncodeFormat = 3,    // an unknown format was asked for: {3, segment, format, 0}
+};
+
+// All pointers are on the device. `numel` elements of `grad_dtype` are cut by segment_offsets.
+struct EncodeArguments {
+  const void* grad;
+  int64_t numel;
+  int grad_dtype;
+  int value_dtype;
+  const int64_t* segment_offsets;  // [segment_count + 1]
+  const uint8_t* segment_kinds;    // [segment_count], RecordKind
+  int64_t segment_count;
+  uint32_t epoch;
+  int64_t block_size;      // of blocks: a power of two in [64, 4096]; 0 where none is asked for
+  uint8_t* out;            // 16-byte aligned
+  int64_t capacity;        // bytes of `out`
+  void* workspace;         // 256-byte aligned
+  int64_t* segment_bytes;  // [segment_count], written
+  int64_t* nnz;            // [segment_count], written
+  int64_t* status;         // [4], written
+};
+
+int64_t encode_workspace_bytes(const EncodeArguments& arguments);
+
+// Encode what is not zero in the gradient. Launches on `stream` (a cudaStream_t) and returns at
+// once; the launches' error is the caller's to read with cudaGetLastError.
+void launch_encode(const EncodeArguments& arguments, void* stream);
+
+// The same for the pruned gradient + residual: `prune` gives residual, ranges, thresholds, leak,
+// key and dtypes (its grad and nnz are not used); the gradient is left alone.
+void launch_prune_encode(const EncodeArguments& arguments, const PruneArguments& prune,
+                         void* stream);
+
+}  // namespace megatron_sparse

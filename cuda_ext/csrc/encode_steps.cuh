@@ -1,0 +1,44 @@
+// The steps that the encoders' launchers share: cut, compact, place.
+#pragma once
+
+#include "compact_kernel.cuh"
+
+namespace megatron_sparse {
+
+inline Workspace workspace_of(const EncodeArguments& a) {
+  return lay_out_workspace(a.workspace, a.numel, a.segment_count, dtype_bytes(a.value_dtype),
+                           a.capacity, a.block_size != 0);
+}
+
+inline int64_t multiprocessors() {
+  int device = 0, count = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+inline cudaLaunchConfig_t grid_for(int64_t blocks, int64_t most, int threads, cudaStream_t stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks < most ? blocks : most));
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  return config;
+}
+
+// Clears the workspace's counters and cuts the segments into tiles.
+void launch_cut(const EncodeArguments& arguments, const Workspace& work, cudaStream_t stream);
+
+template <class Source>
+void launch_compact(const EncodeArguments& a, const Source& source, const Workspace& work,
+                    cudaStream_t stream) {
+  const cudaLaunchConfig_t config =
+      grid_for(a.numel / kPiciTile + a.segment_count, multiprocessors() * kCompactBlocks,
+               kCompactThreads, stream);
+  cudaLaunchKernelEx(&config, compact_kernel<Source>, source, work, a.segment_offsets,
+                     a.segment_count, a.value_dtype, a.block_size);
+}
+
+// Plans the records and moves what was kept into them.
+void launch_place(const EncodeArguments& arguments, const Workspace& work, cudaStream_t stream);
+
+}  // namespace megatron_sparse

@@ -1,0 +1,60 @@
+// What the launches of an encoder share: arguments and scratch memory on the device.
+#pragma once
+
+#include "encode_launch.h"
+#include "record.h"
+#include "scan.cuh"
+
+namespace megatron_sparse {
+
+// A segment's record, once it is known what it will be.
+struct RecordPlan {
+  int64_t at;  // of its header in the message
+  Sections sections;
+  int64_t nnz_before;  // staged values of earlier segments
+  int64_t nnz;
+  int64_t blocks_before;
+  int64_t blocks;
+  uint8_t kind;
+};
+
+// Tiles of 4096 elements restart in each segment and are numbered through the bucket.
+struct Workspace {
+  ScanState* nnz_states;    // [tiles], zeroed; after compaction, inclusive prefixes
+  ScanState* block_states;  // likewise, of non-zero blocks; null where there can be none
+  unsigned int* ticket;     // zeroed
+  int64_t* tile_begin;      // [segments + 1]: first tile of each segment
+  RecordPlan* plans;        // [segments]
+  uint32_t* words;          // [128 * tiles]: bit b of word w says that element 32 w + b is kept
+  void* values;             // [value_capacity] kept values of all segments, back to back
+  int64_t value_capacity;
+  int64_t zeroed_bytes;  // from nnz_states on
+  int64_t bytes;
+};
+
+inline Workspace lay_out_workspace(void* base, int64_t numel, int64_t segment_count,
+                                   int64_t value_bytes, int64_t capacity, bool with_blocks) {
+  // Each segment can end in a partial tile.
+  const int64_t tiles = numel / kPiciTile + segment_count;
+  Workspace w = {};
+  // Values that do not fit the message need not fit here.
+  w.value_capacity = numel < capacity / value_bytes ? numel : capacity / value_bytes;
+  int64_t used = 0;
+  const auto take = [base, &used](int64_t bytes) {
+    char* at = static_cast<char*>(base) + used;
+    used += (bytes + 255) / 256 * 256;
+    return static_cast<void*>(at);
+  };
+  w.nnz_states = static_cast<ScanState*>(take(tiles * 8));
+  if (with_blocks) w.block_states = static_cast<ScanState*>(take(tiles * 8));
+  w.ticket = static_cast<unsigned int*>(take(4));
+  w.zeroed_bytes = used;
+  w.tile_begin = static_cast<int64_t*>(take((segment_count + 1) * 8));
+  w.plans = static_cast<RecordPlan*>(take(segment_count * int64_t{sizeof(RecordPlan)}));
+  w.words = static_cast<uint32_t*>(take(tiles * kPiciTile / 8));
+  w.values = take(w.value_capacity * value_bytes);
+  w.bytes = used;
+  return w;
+}
+
+}  // namespace megatron_sparse

@@ -1,0 +1,196 @@
+// hierarchical_hash on the CPU: ZEN's Algorithm 1.
+//
+// The memory x[n][r1 + r2] holds for each partition r1 slots that h_1 ... h_k address in parallel
+// and r2 that an atomic counter hands out. A slot holds the number of an entry, plus one: 0 is
+// free. From it follow index and value, so values need not lie in a dense tensor.
+//
+// The paper checks that a slot is free, writes it, and reads it back. Between two threads that is
+// not enough: both find it free, the first writes and reads its own number, then the second
+// overwrites it, and an entry is lost. Here check, write and read-back are one compare-and-swap.
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+#include "hash_partition_check.h"
+
+namespace megatron_sparse {
+namespace {
+
+using Slot = std::atomic<uint32_t>;
+
+constexpr int64_t kMaxSlots = int64_t{1} << 32;  // 16 GiB of memory x
+constexpr int64_t kMaxRehashes = 64;
+
+struct Waiting {  // an entry that found the serial memory of its partition full
+  int64_t partition;
+  int64_t ticket;
+  uint32_t entry;
+};
+
+// x and its counters. `place` may be called by many threads at once; every entry ends up in one
+// slot or in the caller's list.
+class HashMemory {
+ public:
+  HashMemory(int64_t partitions, int64_t parallel_slots, int64_t serial_slots, int64_t rehashes,
+             uint64_t seed)
+      : parallel_(parallel_slots),
+        stride_(parallel_slots + serial_slots),
+        slots_(partitions * stride_),
+        serial_(partitions) {
+    for (int64_t i = 0; i < rehashes; ++i) {
+      seeds_.push_back(hash_seed(seed, kDrawSlot + static_cast<uint64_t>(i)));
+    }
+  }
+
+  void place(int64_t partition, uint32_t index, uint32_t entry, std::vector<Waiting>& waiting) {
+    Slot* memory = slots_.data() + partition * stride_;
+    for (const HashSeed& seed : seeds_) {
+      Slot& slot = memory[scale_hash(hash_at(seed, index), static_cast<uint32_t>(parallel_))];
+      uint32_t found = slot.load(std::memory_order_relaxed);
+      if (found == 0 && slot.compare_exchange_strong(found, entry + 1, std::memory_order_relaxed)) {
+        return;
+      }
+    }
+    const int64_t ticket = serial_[partition].fetch_add(1, std::memory_order_relaxed);
+    if (ticket < stride_ - parallel_) {
+      memory[parallel_ + ticket].store(entry + 1, std::memory_order_relaxed);
+    } else {
+      waiting.push_back({partition, ticket, entry});
+    }
+  }
+
+  // Calls body(entry) for every used slot of a partition.
+  template <class Body>
+  void for_each_entry(int64_t partition, const Body& body) const {
+    const Slot* memory = slots_.data() + partition * stride_;
+    for (int64_t i = 0; i < stride_; ++i) {
+      const uint32_t found = memory[i].load(std::memory_order_relaxed);
+      if (found != 0) body(found - 1);
+    }
+  }
+
+  int64_t serial_count(int64_t partition) const {
+    return serial_[partition].load(std::memory_order_relaxed);
+  }
+
+ private:
+  int64_t parallel_;
+  int64_t stride_;
+  std::vector<Slot> slots_;
+  std::vector<std::atomic<int64_t>> serial_;
+  std::vector<HashSeed> seeds_;
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> hierarchical_hash_cpu(
+    const Tensor& indices, const Tensor& values, const Tensor& partition_of, int64_t numel,
+    int64_t partitions, int64_t parallel_slots, int64_t serial_slots, int64_t rehashes,
+    int64_t seed) {
+  check_hash(numel, partitions, "hierarchical_hash");
+  const int64_t count = indices.numel();
+  const int64_t* index = check_entries(indices, "hierarchical_hash: indices", numel);
+  const int64_t* partition =
+      check_entries(partition_of, "hierarchical_hash: partition_of", partitions);
+  check_flat(values, "hierarchical_hash: values");
+  MS_CHECK(values.is_cpu(), "hierarchical_hash: values is on the wrong device", "cpu", "another");
+  const int64_t value_bytes = dtype_bytes(dtype_code(values, "hierarchical_hash: values"));
+  MS_CHECK(count <= kMaxSegmentNumel, "hierarchical_hash: indices is too long", "below 2^31",
+           count);
+  MS_CHECK(values.numel() == count, "hierarchical_hash: values has the wrong length", count,
+           values.numel());
+  MS_CHECK(partition_of.numel() == count, "hierarchical_hash: partition_of has the wrong length",
+           count, partition_of.numel());
+  MS_CHECK(parallel_slots >= 1 && parallel_slots <= kMaxSegmentNumel && serial_slots >= 0 &&
+               serial_slots <= kMaxSegmentNumel &&
+               (parallel_slots + serial_slots) * partitions <= kMaxSlots,
+           "hierarchical_hash: the hash memory is out of range",
+           "r1 of 1 and more, r2 of 0 and more, at most 2^32 slots in all",
+           parallel_slots << " + " << serial_slots << " slots in " << partitions << " partitions");
+  MS_CHECK(rehashes >= 1 && rehashes <= kMaxRehashes, "hierarchical_hash: rehashes is out of range",
+           "1 to 64", rehashes);
+
+  HashMemory memory(partitions, parallel_slots, serial_slots, rehashes,
+                    static_cast<uint64_t>(seed));
+  const int64_t chunks = (count + kHashChunk - 1) / kHashChunk;
+  std::vector<std::vector<Waiting>> waiting(chunks);
+  for_each_chunk(count, kHashChunk, [&](int64_t chunk, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      memory.place(partition[i], static_cast<uint32_t>(index[i]), static_cast<uint32_t>(i),
+                   waiting[chunk]);
+    }
+  });
+
+  // The serial memory grows by exactly what the counters went beyond it.
+  std::vector<int64_t> grown_begin(partitions + 1, 0);
+  int64_t serial = 0;
+  for (int64_t p = 0; p < partitions; ++p) {
+    serial += memory.serial_count(p);
+    grown_begin[p + 1] =
+        grown_begin[p] + std::max<int64_t>(memory.serial_count(p) - serial_slots, 0);
+  }
+  std::vector<uint32_t> grown(grown_begin[partitions]);
+  for (const std::vector<Waiting>& list : waiting) {
+    for (const Waiting& one : list) {
+      grown[grown_begin[one.partition] + one.ticket - serial_slots] = one.entry;
+    }
+  }
+
+  // Extraction. Which slot an entry took depends on the threads; sorting forgets it. The keys are
+  // (index, entry), so even repeated indices come in the order in which they were given.
+  std::vector<std::vector<uint64_t>> extracted(partitions);
+  const auto key_of = [index](uint32_t entry) {
+    return static_cast<uint64_t>(index[entry]) << 32 | entry;
+  };
+  torch::stable::parallel_for(0, partitions, 1, [&](int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; ++p) {
+      std::vector<uint64_t>& keys = extracted[p];
+      memory.for_each_entry(p, [&](uint32_t entry) { keys.push_back(key_of(entry)); });
+      for (int64_t i = grown_begin[p]; i < grown_begin[p + 1]; ++i)
+        keys.push_back(key_of(grown[i]));
+      std::sort(keys.begin(), keys.end());
+    }
+  });
+
+  Tensor out_indices = torch::stable::new_empty(indices, {count});
+  Tensor out_values = torch::stable::new_empty(values, {count});
+  Tensor offsets = torch::stable::new_empty(indices, {partitions + 1});
+  Tensor statistics = torch::stable::new_empty(indices, {2});
+  int64_t* cut = static_cast<int64_t*>(offsets.mutable_data_ptr());
+  cut[0] = 0;
+  for (int64_t p = 0; p < partitions; ++p) {
+    cut[p + 1] = cut[p] + static_cast<int64_t>(extracted[p].size());
+  }
+  int64_t* to_index = static_cast<int64_t*>(out_indices.mutable_data_ptr());
+  char* to_value = static_cast<char*>(out_values.mutable_data_ptr());
+  const char* from_value = static_cast<const char*>(values.const_data_ptr());
+  torch::stable::parallel_for(0, partitions, 1, [&](int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; ++p) {
+      int64_t at = cut[p];
+      for (const uint64_t key : extracted[p]) {
+        to_index[at] = static_cast<int64_t>(key >> 32);
+        const int64_t entry = static_cast<uint32_t>(key);
+        std::memcpy(to_value + at * value_bytes, from_value + entry * value_bytes, value_bytes);
+        ++at;
+      }
+    }
+  });
+  int64_t* counts = static_cast<int64_t*>(statistics.mutable_data_ptr());
+  counts[0] = serial;
+  counts[1] = grown_begin[partitions];
+  return {out_indices, out_values, offsets, statistics};
+}
+
+}  // namespace
+}  // namespace megatron_sparse
+
+STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
+  m.def(
+      "hierarchical_hash(Tensor indices, Tensor values, Tensor partition_of, int numel, "
+      "int partitions, int parallel_slots, int serial_slots, int rehashes, int seed) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CPU, m) {
+  m.impl("hierarchical_hash", TORCH_BOX(&megatron_sparse::hierarchical_hash_cpu));
+}

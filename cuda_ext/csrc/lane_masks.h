@@ -1,0 +1,104 @@
+// One bit for each vector lane: from comparisons to bits, and moving lanes by them.
+// Included once for each instruction set, like vector_lanes.h.
+#pragma once
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "vector_lanes.h"
+
+namespace megatron_sparse {
+namespace MS_ISA {
+
+#if defined(__AVX2__)
+inline constexpr bool kPackIsCheap = true;
+#else
+inline constexpr bool kPackIsCheap = false;
+#endif
+
+inline constexpr uint32_t kAllLanes = (uint32_t{1} << MS_WIDTH) - 1;
+
+// One bit for each lane of `raw` that has any of `bits`.
+MS_INLINE uint32_t lanes_with(VectorLanes::U raw, uint32_t bits) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(raw),
+                                _mm512_set1_epi32(static_cast<int>(bits)));
+#elif defined(__AVX2__)
+  const VectorLanes::M any = (raw & bits) != 0u;
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(any));
+#else
+  uint32_t mask = 0;
+  for (int lane = 0; lane < MS_WIDTH; ++lane) {
+    mask |= static_cast<uint32_t>((raw[lane] & bits) != 0) << lane;
+  }
+  return mask;
+#endif
+}
+
+// All ones in the lanes that `mask` names, zero in the others.
+MS_INLINE VectorLanes::M lanes_of(uint32_t mask) {
+  using U = VectorLanes::U;
+  U bit;
+  for (int lane = 0; lane < MS_WIDTH; ++lane) bit[lane] = uint32_t{1} << lane;
+  return ((U{} + mask) & bit) != 0u;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Row m of `pack` holds the positions of the set bits of m; of `spread`, for each bit, how many set
+// bits are below it.
+struct PermuteTable {
+  uint8_t pack[256][8];
+  uint8_t spread[256][8];
+  constexpr PermuteTable() : pack{}, spread{} {
+    for (int mask = 0; mask < 256; ++mask) {
+      int count = 0;
+      for (int bit = 0; bit < 8; ++bit) {
+        spread[mask][bit] = static_cast<uint8_t>(count);
+        if (mask >> bit & 1) pack[mask][count++] = static_cast<uint8_t>(bit);
+      }
+    }
+  }
+};
+inline constexpr PermuteTable kPermute;
+
+MS_INLINE VectorLanes::U permute(VectorLanes::U u, const uint8_t* order) {
+  const __m128i row = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(order));
+  return reinterpret_cast<VectorLanes::U>(
+      _mm256_permutevar8x32_epi32(reinterpret_cast<__m256i>(u), _mm256_cvtepu8_epi32(row)));
+}
+#endif
+
+// The lanes of `u` that `mask` names, packed to the left; what the other lanes hold is undefined.
+MS_INLINE VectorLanes::U pack_left(VectorLanes::U u, uint32_t mask) {
+#if defined(__AVX512F__)
+  // In a register: compressing straight into memory is microcoded, and slow, on some machines.
+  return reinterpret_cast<VectorLanes::U>(
+      _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), reinterpret_cast<__m512i>(u)));
+#elif defined(__AVX2__)
+  return permute(u, kPermute.pack[mask]);
+#else
+  VectorLanes::U packed = {};
+  int count = 0;
+  for (; mask != 0; mask &= mask - 1) packed[count++] = u[__builtin_ctz(mask)];
+  return packed;
+#endif
+}
+
+// The inverse: the first lanes of `u` go to the lanes that `mask` names, the others become zero.
+MS_INLINE VectorLanes::U spread_right(VectorLanes::U u, uint32_t mask) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<VectorLanes::U>(
+      _mm512_maskz_expand_epi32(static_cast<__mmask16>(mask), reinterpret_cast<__m512i>(u)));
+#elif defined(__AVX2__)
+  return permute(u, kPermute.spread[mask]) & reinterpret_cast<VectorLanes::U>(lanes_of(mask));
+#else
+  VectorLanes::U spread = {};
+  int count = 0;
+  for (; mask != 0; mask &= mask - 1) spread[__builtin_ctz(mask)] = u[count++];
+  return spread;
+#endif
+}
+
+}  // namespace MS_ISA
+}  // namespace megatron_sparse

@@ -1,0 +1,43 @@
+// Records: their formats, sizes and places, and how a staged chunk is put into its record.
+// Free of torch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+#include "stage.h"
+
+namespace megatron_sparse {
+
+inline constexpr int64_t kAdaptive = -1;  // instead of a RecordKind: the smallest of dense, COO, Pici
+
+// A kind that can be asked for, and a block size that goes with it.
+bool is_kind(int64_t wanted);
+bool is_block_size(int64_t block_size);  // a power of two from 64 to 4096
+
+struct Record {
+  uint8_t kind;  // RecordKind
+  int64_t numel;
+  int64_t nnz;
+  int64_t blocks;
+  int64_t block_size;
+  int64_t offset;
+  Sections at;
+  uint8_t* payload;  // null until the records are started
+
+  int64_t bytes() const { return kHeaderBytes + at.payload; }
+};
+
+// The kind that is asked for, or dense where that is not larger. Ties of COO and Pici go to COO.
+Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t numel,
+                   SegmentCount count, int64_t block_size, int64_t value_bytes);
+
+// Writes header and padding of all records, back to back from `out` on, and sets their payloads.
+void start_records(std::vector<Record>& records, int value_dtype, uint32_t epoch, uint8_t* out);
+
+// Writes the chunk's part of its record from what was staged, and not a byte more.
+void place_chunk(const StageChunk& chunk, const Record& record, int value_dtype,
+                 const Kernels& kernel);
+
+}  // namespace megatron_sparse

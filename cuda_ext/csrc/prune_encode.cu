@@ -1,0 +1,64 @@
+// Instances of prune_encode's CUDA kernel and their launch.
+#include "encode_steps.cuh"
+#include "prune_encode_kernel.cuh"
+
+namespace megatron_sparse {
+namespace {
+
+template <int GRAD, int RESIDUAL, Grid G, bool STOCHASTIC>
+void launch(const EncodeArguments& a, const PruneArguments& p, const Workspace& work,
+            cudaStream_t stream) {
+  const uint64_t key = static_cast<uint64_t>(p.key);
+  const PruneSource<GRAD, RESIDUAL, G, STOCHASTIC> source = {a.grad,
+                                                             p.residual,
+                                                             p.range_offsets,
+                                                             p.thresholds,
+                                                             p.range_count,
+                                                             p.leak,
+                                                             hash_seed(key, kDrawValue),
+                                                             hash_seed(key, kDrawResidual)};
+  launch_compact(a, source, work, stream);
+}
+
+template <int GRAD, Grid G>
+void launch_types(const EncodeArguments& a, const PruneArguments& p, const Workspace& work,
+                  cudaStream_t stream) {
+  const bool stochastic = p.key >= 0;
+  if (p.residual_dtype == kBf16) {
+    if (stochastic) {
+      launch<GRAD, kBf16, G, true>(a, p, work, stream);
+    } else {
+      launch<GRAD, kBf16, G, false>(a, p, work, stream);
+    }
+  } else {
+    if (stochastic) {
+      launch<GRAD, kFp32, G, true>(a, p, work, stream);
+    } else {
+      launch<GRAD, kFp32, G, false>(a, p, work, stream);
+    }
+  }
+}
+
+}  // namespace
+
+void launch_prune_encode(const EncodeArguments& a, const PruneArguments& p, void* stream_pointer) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
+  const Workspace work = workspace_of(a);
+  launch_cut(a, work, stream);
+  if (a.segment_count == 0) return;
+  const Grid grid = grid_of(a.grad_dtype, a.value_dtype);
+  if (a.grad_dtype == kFp32) {
+    if (grid == Grid::kFp32) launch_types<kFp32, Grid::kFp32>(a, p, work, stream);
+    if (grid == Grid::kBf16) launch_types<kFp32, Grid::kBf16>(a, p, work, stream);
+    if (grid == Grid::kFp16) launch_types<kFp32, Grid::kFp16>(a, p, work, stream);
+  } else if (a.grad_dtype == kBf16) {
+    if (grid == Grid::kBf16) launch_types<kBf16, Grid::kBf16>(a, p, work, stream);
+    if (grid == Grid::kBf16AndFp16) launch_types<kBf16, Grid::kBf16AndFp16>(a, p, work, stream);
+  } else {
+    if (grid == Grid::kFp16) launch_types<kFp16, Grid::kFp16>(a, p, work, stream);
+    if (grid == Grid::kBf16AndFp16) launch_types<kFp16, Grid::kBf16AndFp16>(a, p, work, stream);
+  }
+  launch_place(a, work, stream);
+}
+
+}  // namespace megatron_sparse

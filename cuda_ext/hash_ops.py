@@ -1,0 +1,253 @@
+"""The ops of ZEN's hashing and of its hash bitmap, typed: what `formats` calls.
+
+Shape suffixes: K entries, P positions of a partition, M elements of a segment (below 2^31). All
+tensors are 1-D, contiguous and on the CPU; torch's thread pool does the work, and the results do
+not depend on its size. A seed is any int64. The compiled checks refuse what does not fit together,
+so every wrapper raises `ExtensionError` with what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_sparse.cuda_ext import load
+from megatron_sparse.cuda_ext.arguments import call
+
+BITMAP_FIELDS = ("", "nnz", "bitmap")
+"""The field codes of a bitmap's status (`csrc/hash_bitmap.cpp`); "" is for one that fits."""
+
+
+class OpFamily:
+    """Ops that come with their fakes, which are registered at the family's first call.
+
+    Registering needs the schemas, hence the loaded library; two threads may come first together.
+
+    Args:
+        fakes: by the op's name, what makes its results without data.
+    """
+
+    def __init__(self, fakes: Mapping[str, Callable[..., Any]]) -> None:
+        self._lock = threading.Lock()
+        self._fakes = fakes
+        self._registered = False
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Calls an op of the family; its refusal becomes an `ExtensionError`."""
+        if not self._registered:
+            self.register()
+        return call(name, *arguments)
+
+    def register(self) -> None:
+        """Loads the library and registers the fakes, once; for callers of `torch.ops`."""
+        load()
+        with self._lock:
+            if self._registered:
+                return
+            for name, fake in self._fakes.items():
+                torch.library.register_fake(f"megatron_sparse::{name}", fake)
+            self._registered = True
+
+
+def permute(elements_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
+    """The positions of elements under the keyed permutation of [0, numel).
+
+    Args:
+        elements_K: int64, in [0, numel).
+        numel: below 2^31.
+        seed: names the permutation; the same on all ranks.
+
+    Returns:
+        int64, in [0, numel). `unpermute` undoes it.
+    """
+    return _FAMILY.call("hash_permute", elements_K, numel, seed)
+
+
+def unpermute(positions_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
+    """The elements at positions of the keyed permutation; `permute` undoes it."""
+    return _FAMILY.call("hash_unpermute", positions_K, numel, seed)
+
+
+def partition_of(
+    elements_K: torch.Tensor, numel: int, partitions: int, seed: int, *, general: bool
+) -> torch.Tensor:
+    """The partition of each element.
+
+    Args:
+        elements_K: int64, in [0, numel).
+        numel: below 2^31.
+        partitions: 1 to 2^16.
+        seed: the same on all ranks.
+        general: False for equal blocks of the permutation, True for the paper's general hash.
+
+    Returns:
+        int64, in [0, partitions).
+    """
+    return _FAMILY.call("hash_partition_of", elements_K, numel, partitions, seed, general)
+
+
+def hierarchical_hash(
+    indices_K: torch.Tensor,
+    values_K: torch.Tensor,
+    partition_K: torch.Tensor,
+    numel: int,
+    partitions: int,
+    parallel_slots: int,
+    serial_slots: int,
+    rehashes: int,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Algorithm 1: sorts entries into partitions through a hash memory; nothing is lost.
+
+    Time O(K rehashes + partitions (r1 + r2) + K log K), memory 4 partitions (r1 + r2) + 8 K bytes.
+
+    Args:
+        indices_K: int64, in [0, numel); repeated ones are all kept.
+        values_K: fp32, bf16 or fp16; travel bit for bit.
+        partition_K: int64, in [0, partitions).
+        numel: elements of the segment, below 2^31.
+        partitions: n, 1 to 2^16.
+        parallel_slots: r1 of each partition, 1 and more.
+        serial_slots: r2 of each partition; what overflows it is kept in memory grown to fit.
+        rehashes: k, 1 to 64.
+        seed: of h_1 to h_k; may differ between ranks.
+
+    Returns:
+        The indices and values, partition by partition, each in ascending order of the index (then
+        of the entry); int64 offsets of the partitions, n + 1 of them; and int64 counts of entries
+        that went through the serial memory, and of those beyond it. The counts alone may vary from
+        run to run: they depend on which thread came first.
+    """
+    return _FAMILY.call(
+        "hierarchical_hash", indices_K, values_K, partition_K, numel, partitions,
+        parallel_slots, serial_slots, rehashes, seed,
+    )  # fmt: skip
+
+
+def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tensor) -> int:
+    """Writes which values are not zero (`-0.0` is, NaN and denormals are not), and those values.
+
+    Args:
+        values_P: fp32, bf16 or fp16. Only read.
+        words: uint8, 8 ceil(P / 64) bytes; bits beyond P become zero. Mutated.
+        packed: uint8, room for all P values; the first nnz are written. Mutated.
+
+    Returns:
+        nnz.
+    """
+    return int(_FAMILY.call("hash_bitmap_pack", values_P, words, packed))
+
+
+def bitmap_elements(
+    words: torch.Tensor,
+    nnz: int,
+    numel: int,
+    partition: int,
+    partitions: int,
+    seed: int,
+    index_set_P: torch.Tensor | None,
+) -> tuple[torch.Tensor, str, int]:
+    """The elements that a bitmap's set bits stand for, in the order of their positions.
+
+    Args:
+        words: uint8, 8 ceil(P / 64) bytes, not trusted.
+        nnz: how many bits must be set.
+        numel: elements of the segment.
+        partition: whose bitmap it is.
+        partitions: how many there are.
+        seed: of the permutation.
+        index_set_P: int32 ascending elements of the partition; None for the permutation.
+
+    Returns:
+        int64 elements; "" or the name of the field that is wrong; and what it was instead: the
+        number of set bits for `nnz`, the partition's size for a bit beyond it in `bitmap`.
+    """
+    elements, status = _FAMILY.call(
+        "hash_bitmap_elements", words, nnz, numel, partition, partitions, seed, index_set_P
+    )
+    code, found = status.tolist()
+    return elements, BITMAP_FIELDS[code], found
+
+
+def bitmap_add_(
+    acc_M: torch.Tensor,
+    words: torch.Tensor,
+    values: torch.Tensor,
+    value_dtype: int,
+    nnz: int,
+    partition: int,
+    partitions: int,
+    seed: int,
+    index_set_P: torch.Tensor | None,
+) -> tuple[str, int]:
+    """Adds a bitmap's values to their elements, without materialising the indices.
+
+    Args:
+        acc_M: fp32, the whole segment. Mutated only if the bitmap fits.
+        words: uint8, 8 ceil(P / 64) bytes, not trusted.
+        values: uint8, nnz values.
+        value_dtype: dtype code of the values.
+        nnz: how many bits must be set.
+        partition: whose bitmap it is.
+        partitions: how many there are.
+        seed: of the permutation.
+        index_set_P: int32 ascending elements of the partition; None for the permutation.
+
+    Returns:
+        "" or the name of the field that is wrong, and what it was, as of `bitmap_elements`.
+    """
+    status = _FAMILY.call(
+        "hash_bitmap_add_", acc_M, words, values, value_dtype, nnz, partition, partitions, seed,
+        index_set_P,
+    )  # fmt: skip
+    code, found = status.tolist()
+    return BITMAP_FIELDS[code], found
+
+
+def _fake_map(entries: torch.Tensor, *_: object) -> torch.Tensor:
+    return entries.new_empty(entries.shape)
+
+
+def _fake_hierarchical_hash(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    partition_of: torch.Tensor,
+    numel: int,
+    partitions: int,
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        indices.new_empty(indices.shape),
+        values.new_empty(values.shape),
+        indices.new_empty(partitions + 1),
+        indices.new_empty(2),
+    )
+
+
+def _fake_pack(values: torch.Tensor, words: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    return values.new_empty(1, dtype=torch.int64)
+
+
+def _fake_elements(words: torch.Tensor, nnz: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return words.new_empty(nnz, dtype=torch.int64), words.new_empty(2, dtype=torch.int64)
+
+
+def _fake_add(acc: torch.Tensor, words: torch.Tensor, *_: object) -> torch.Tensor:
+    return words.new_empty(2, dtype=torch.int64)
+
+
+_FAMILY = OpFamily(
+    {
+        "hash_permute": _fake_map,
+        "hash_unpermute": _fake_map,
+        "hash_partition_of": _fake_map,
+        "hierarchical_hash": _fake_hierarchical_hash,
+        "hash_bitmap_pack": _fake_pack,
+        "hash_bitmap_elements": _fake_elements,
+        "hash_bitmap_add_": _fake_add,
+    }
+)
+register_fakes = _FAMILY.register

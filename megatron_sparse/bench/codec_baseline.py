@@ -1,0 +1,116 @@
+"""The committed baseline of `bench codecs`: ratios to a plain copy, and the noise they come with.
+
+Ratios travel between machines better than seconds do, and a copy measured in the same rounds takes
+the machine's load with it. What noise is left is stated for each row, from repeated measurements.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_sparse.errors import ConfigError, MegatronSparseError
+
+LEAST_NOISE = 0.25
+"""Three runs on one machine cannot promise more: other machines' caches and cores differ."""
+
+_KEY = ("op", "format", "dtype", "density", "count")
+
+type Key = tuple[Any, ...]
+
+
+def save(path: Path, runs: Sequence[Sequence[dict[str, Any]]], header: str) -> None:
+    """Writes the median ratio of each row over several runs, and how far the worst was above it.
+
+    Raises:
+        ConfigError: a row is wrong, or the file cannot be written.
+    """
+    ratios: dict[Key, list[float]] = {}
+    for rows in runs:
+        for key, ratio in _ratios(rows).items():
+            ratios.setdefault(key, []).append(ratio)
+    rows = [
+        dict(zip(_KEY, key, strict=True))
+        | {
+            "ratio": round(median(found), 3),
+            "noise": round(max(LEAST_NOISE, max(found) / median(found) - 1), 3),
+        }
+        for key, found in ratios.items()
+    ]
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
+    write(path, f'{{\n  "measured": {json.dumps(header)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+def read(path: Path) -> dict[Key, tuple[float, float]]:
+    """The (ratio, noise) of each row of a baseline.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a baseline.
+    """
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        return {tuple(row[k] for k in _KEY): (row["ratio"], row["noise"]) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            "the baseline cannot be read", expected="a file that --save-baseline wrote",
+            got=f"{path}: {error!r}",
+        ) from error  # fmt: skip
+
+
+def compare(
+    rows: Sequence[dict[str, Any]], expected: dict[Key, tuple[float, float]], margin: float
+) -> None:
+    """Prints how many rows were compared; those without a baseline are not.
+
+    Raises:
+        MegatronSparseError: a ratio exceeds `ratio * (1 + noise * margin)` of the baseline.
+        ConfigError: no row has a baseline.
+    """
+    measured = _ratios(rows)
+    shared = [key for key in measured if key in expected]
+    if not shared:
+        raise ConfigError(
+            "nothing that was measured is in the baseline",
+            expected="sizes, densities, dtypes and formats that it holds",
+            got=f"{len(measured)} other rows", remedy="see the rows of the baseline's file",
+        )  # fmt: skip
+    slower = []
+    for key in shared:
+        ratio, noise = expected[key]
+        limit = ratio * (1 + noise * margin)
+        if measured[key] > limit:
+            slower.append(f"{' '.join(map(str, key))}: {measured[key]:.2f} > {limit:.2f}")
+    if slower:
+        raise MegatronSparseError(
+            f"{len(slower)} of {len(shared)} rows are slower than the baseline",
+            expected="time / copy within the baseline's noise", got="; ".join(slower),
+            remedy="measure again on a quiet machine; if it stays, find what made it slower",
+        )  # fmt: skip
+    print(f"# {len(shared)} rows are within the baseline")
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(
+            "the measurements cannot be written", expected="a file that can be written", got=error,
+            remedy="give another path",
+        ) from error  # fmt: skip
+
+
+def _ratios(rows: Sequence[dict[str, Any]]) -> dict[Key, float]:
+    wrong = [row for row in rows if row["ratio"] is None]
+    if wrong:
+        raise MegatronSparseError(
+            "a codec is wrong, so its speed means nothing", expected="#wrong 0", got=wrong[0]
+        )
+    return {tuple(row[k] for k in _KEY): row["ratio"] for row in rows}

@@ -1,0 +1,241 @@
+"""How fast messages are made and added up, next to a plain copy of the same bytes and to others.
+
+Every row is first checked against the oracle; `#wrong` counts bytes that differ, and a row that has
+any is not timed. Operation, copy and peers are measured in turn, in the same run, and medians are
+reported: what slows the machine down for a while slows all of them. `ratio` is the median of
+time / copy over the rounds.
+
+`copy` copies half the bytes that the operation moves: it reads as many as it writes. `stream` reads
+what an encoder reads, or writes what a scatter-add writes.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatron_sparse.bench import codec_baseline
+from megatron_sparse.bench.codec_cases import DTYPES, FORMS, Action, Task, make_tasks
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.errors import ConfigError
+
+SIZE_FACTOR = 4
+OPS = ("prune_encode", "encode", "decode_add")
+
+
+@dataclass
+class Row:
+    """One line of the table and one JSON object; times are medians in microseconds.
+
+    There is a row for each peer; the operation's own numbers are the same in all of them.
+    """
+
+    op: str
+    format: str
+    dtype: str
+    density: float
+    count: int
+    bytes_moved: int
+    time_us: float | None
+    copy_us: float | None
+    stream_us: float | None
+    ratio: float | None
+    peer: str | None
+    peer_us: float | None
+    device: str
+    wrong: int
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to measure.
+
+    Attributes:
+        min_bytes: size of the smallest gradient; each is four times the one before.
+        max_bytes: no gradient is larger.
+        densities: fractions that are sent, in (0, 1].
+        dtypes: of the gradient and of the values on the wire.
+        forms: names in `FORMS`.
+        ops: names in `OPS`.
+        warmup: rounds before the first that counts.
+        iters: rounds that count.
+        threads: torch's threads; None leaves them.
+        peers: whether to time them too.
+    """
+
+    min_bytes: int = 2**20
+    max_bytes: int = 2**26
+    densities: Sequence[float] = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
+    dtypes: Sequence[str] = ("fp32",)
+    forms: Sequence[str] = ("auto", "coo", "pici", "pici_paper", "blocks")
+    ops: Sequence[str] = OPS
+    warmup: int = 3
+    iters: int = 20
+    threads: int | None = None
+    peers: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, fits, expected in (
+            ("min_bytes", self.min_bytes, 4 <= self.min_bytes <= self.max_bytes,
+             f"4 to max_bytes ({self.max_bytes})"),
+            # One wire segment holds what is measured.
+            ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
+            ("density", self.densities, all(0 < d <= 1 for d in self.densities),
+             "above 0, at most 1"),
+            ("dtype", self.dtypes, set(self.dtypes) <= set(DTYPES), " | ".join(DTYPES)),
+            ("format", self.forms, set(self.forms) <= set(FORMS), " | ".join(FORMS)),
+            ("op", self.ops, set(self.ops) <= set(OPS), " | ".join(OPS)),
+            ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
+            ("iters", self.iters, self.iters >= 1, "1 or more"),
+            ("threads", self.threads, self.threads is None or self.threads >= 1, "1 or more"),
+        ):  # fmt: skip
+            if not fits:
+                raise ConfigError(
+                    f"bench codecs: {name} is out of range", expected=expected, got=value
+                )
+
+
+def run(
+    sweep: Sweep,
+    json_path: Path | None = None,
+    check: Path | None = None,
+    margin: float = 1.0,
+    save_baseline: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Prints the table and returns its rows; CPU only.
+
+    Args:
+        sweep: what to measure.
+        json_path: file for one JSON object a line; None writes none.
+        check: a baseline to compare with, as `save_baseline` writes it.
+        margin: how many times its stated noise a row may exceed the baseline by.
+        save_baseline: measures three times and writes ratios and noise to this file.
+
+    Returns:
+        A dictionary for each row, with the fields of `Row`.
+
+    Raises:
+        ConfigError: an argument is out of range, or a file cannot be read or written.
+        MegatronSparseError: a row is slower than the baseline allows.
+    """
+    expected = None if check is None else codec_baseline.read(check)
+    runs = [measure(sweep) for _ in range(1 if save_baseline is None else 3)]
+    rows = runs[-1]
+    if json_path is not None:
+        codec_baseline.write(json_path, "".join(json.dumps(row) + "\n" for row in rows))
+    if save_baseline is not None:
+        codec_baseline.save(save_baseline, runs, header(sweep))
+    if expected is not None:
+        codec_baseline.compare(rows, expected, margin)
+    return rows
+
+
+def measure(sweep: Sweep) -> list[dict[str, Any]]:
+    """Prints the table once and returns its rows."""
+    rows: list[Row] = []
+    with _threads(sweep.threads):
+        print(f"# {header(sweep)}")
+        print(
+            f"# {'size(B)':>11} {'count':>11} {'type':>5} {'op':>12} {'format':>10} {'density':>7} "
+            f"{'moved(B)':>11} {'time(us)':>10} {'copy(us)':>10} {'ratio':>6} {'stream(us)':>10} "
+            f"{'peer(us)':>11} {'x':>6} {'#wrong':>6} peer"
+        )
+        size = sweep.min_bytes
+        while size <= sweep.max_bytes:
+            for dtype in sweep.dtypes:
+                for density in sweep.densities:
+                    for form in sweep.forms:
+                        for task in make_tasks(size, density, dtype, form):
+                            if task.op not in sweep.ops:
+                                continue
+                            for row in _rows(task, size, density, dtype, sweep):
+                                rows.append(row)
+                                print(_line(row, size), flush=True)
+            size *= SIZE_FACTOR
+    return [asdict(row) for row in rows]
+
+
+def header(sweep: Sweep) -> str:
+    """The machine, the versions and how it is measured."""
+    from megatron_sparse import __version__
+
+    threads = sweep.threads or torch.get_num_threads()
+    return (
+        f"{platform.processor() or platform.machine()}, megatron_sparse {__version__}, "
+        f"torch {torch.__version__}, {threads} threads, {ops.supported_isas()[-1]}, "
+        f"{sweep.warmup} + {sweep.iters} rounds, medians"
+    )
+
+
+def _rows(task: Task, size: int, density: float, dtype: str, sweep: Sweep) -> list[Row]:
+    peers: dict[str | None, Action] = dict(task.peers) if sweep.peers else {}
+    own = Row(
+        op=task.op, format=task.format, dtype=dtype, density=density,
+        count=size // DTYPES[dtype].itemsize, bytes_moved=task.bytes_moved, time_us=None,
+        copy_us=None, stream_us=None, ratio=None, peer=None, peer_us=None, device="cpu",
+        wrong=task.wrong,
+    )  # fmt: skip
+    if task.wrong:
+        return [own]
+    half = max(task.bytes_moved // 2, 1)
+    source = torch.full((half,), 1, dtype=torch.uint8)
+    target = torch.zeros(half, dtype=torch.uint8)  # written, so that its pages exist
+    actions: list[Action] = [task.run, lambda: target.copy_(source)]
+    if task.stream is not None:
+        actions.append(task.stream)
+    first_peer = len(actions)
+    times_us = _time_in_turn([*actions, *peers.values()], sweep.warmup, sweep.iters)
+    own.time_us, own.copy_us = median(times_us[0]), median(times_us[1])
+    own.stream_us = None if task.stream is None else median(times_us[2])
+    own.ratio = median(a / b for a, b in zip(times_us[0], times_us[1], strict=True))
+    if not peers:
+        return [own]
+    return [
+        Row(**(asdict(own) | {"peer": name, "peer_us": median(spent)}))
+        for name, spent in zip(peers, times_us[first_peer:], strict=True)
+    ]
+
+
+def _time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[list[float]]:
+    """Microseconds of each action in each round that counts."""
+    times_us: list[list[float]] = [[] for _ in actions]
+    for round_index in range(warmup + iters):
+        for action, kept in zip(actions, times_us, strict=True):
+            start_s = time.perf_counter()
+            action()
+            if round_index >= warmup:
+                kept.append((time.perf_counter() - start_s) * 1e6)
+    return times_us
+
+
+def _line(row: Row, size: int) -> str:
+    def cell(value: float | None, width: int, digits: int) -> str:
+        return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
+
+    faster = None if row.peer_us is None or row.time_us is None else row.peer_us / row.time_us
+    return (
+        f"  {size:>11} {row.count:>11} {row.dtype:>5} {row.op:>12} {row.format:>10} "
+        f"{row.density:>7g} {row.bytes_moved:>11} {cell(row.time_us, 10, 1)} "
+        f"{cell(row.copy_us, 10, 1)} {cell(row.ratio, 6, 2)} {cell(row.stream_us, 10, 1)} "
+        f"{cell(row.peer_us, 11, 1)} {cell(faster, 6, 1)} {row.wrong:>6} {row.peer or '-'}"
+    )
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,57 @@
+"""The fp32 sum of a dense collective, and how partial sums travel.
+
+Partial sums travel in fp32. Only where the gradient is fp32 and its values travel narrower
+(`scheme.wire_dtype`) do they travel as narrow as the values, rounded to nearest even. The final sum
+is rounded once to the dtype of the values, and travels as such.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.formats.message import MessageBuffers
+
+
+class Accumulator:
+    """This rank's partial sums of a bucket.
+
+    Attributes:
+        sum_N: fp32; at first this rank's values. Shares their memory where they are fp32.
+    """
+
+    def __init__(self, bucket: Bucket, values_N: torch.Tensor, buffers: MessageBuffers) -> None:
+        self._name = bucket.name
+        self._buffers = buffers
+        narrowed = values_N.dtype != bucket.grad_N.dtype
+        self._partial_dtype = values_N.dtype if narrowed else torch.float32
+        if values_N.dtype == torch.float32:
+            self.sum_N = values_N
+        else:
+            self.sum_N = self._take("sum", values_N.numel(), torch.float32, values_N.device)
+            self.sum_N.copy_(values_N)
+
+    def outgoing(self, start: int, stop: int) -> torch.Tensor:
+        """The partial sums of some elements, ready to be sent: a view, or a rounded copy.
+
+        A copy is valid until the next call.
+        """
+        part = self.sum_N[start:stop]
+        if self._partial_dtype == torch.float32:
+            return part
+        return self._take("outgoing", stop - start, self._partial_dtype, part.device).copy_(part)
+
+    def incoming(self, numel: int) -> torch.Tensor:
+        """Room for a peer's partial sums, valid until the next call."""
+        return self._take("incoming", numel, self._partial_dtype, self.sum_N.device)
+
+    def _take(
+        self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self._buffers.take(f"{purpose}:{self._name}", numel, device, dtype)
+
+
+def store(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies, and rounds where needed, unless the two are the same memory."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)

@@ -1,0 +1,174 @@
+"""Dense hierarchical (PCCL, section 4.1): rings inside the nodes, recursive between them.
+
+Every node has m lanes; lane l of each node forms a group across the k nodes. All lanes talk to
+other nodes at the same time, so all network cards are busy, and the rounds between nodes are
+logarithmic.
+
+Shuffle (reduce-scatter only, local): shards are reordered lane by lane, so that what the lanes of a
+node share out among themselves is contiguous. (In an all-reduce PCCL's two shuffles cancel out.)
+Phase 1, m - 1 rounds inside the nodes: ring reduce-scatter of m lane parts.
+Phase 2, log2 k rounds between nodes (2 more if k is no power of two): recursive halving of the lane
+part, as in `dense_rhd`.
+All-reduce only: phase 3, recursive doubling between nodes; phase 4, m - 1 rounds, ring all-gather
+inside the nodes.
+
+Nodes of different size: m is the size of the smallest. A surplus rank folds into a lane of its
+node: it sends everything there first and gets everything (its own shard for a reduce-scatter) from
+there last, one round each way inside the node. Its lane rank adds for it. The sum is exact, but
+a group of one small and many large nodes is slow.
+
+With equal nodes and k a power of two, a rank sends (m - 1) / m N (p + b) bytes inside its node and
+(k - 1) / (m k) N (p + b) to other nodes; the reduce-scatter sends the p terms only. Bytes of a
+value and of a partial sum are as for `dense_ring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives.accumulator import Accumulator, store
+from megatron_sparse.collectives.base import Phase, Steps, Subgroup, dense_tag, even_cuts
+from megatron_sparse.collectives.dense_rhd import Folding, double, halve, unfold_pieces
+from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+
+class Lanes:
+    """Who is where: this rank's node, lane, guests.
+
+    Attributes:
+        members: for each node its ranks, ascending.
+        count: lanes of each node.
+        node: this rank's node.
+        lane: this rank's lane; for a surplus rank the lane that it folds into.
+        home: the rank of this rank's lane on its node: itself, unless it is a surplus rank.
+        guests: surplus ranks that fold into this one.
+    """
+
+    def __init__(self, nodes: Sequence[int], rank: int) -> None:
+        names = sorted(set(nodes))
+        self.members = [[r for r, n in enumerate(nodes) if n == name] for name in names]
+        self.count = min(map(len, self.members))
+        self.node = names.index(nodes[rank])
+        here = self.members[self.node]
+        self.lane = here.index(rank) % self.count
+        self.home = here[self.lane]
+        self.guests = self.owners(self.lane, self.node)[1:] if rank == self.home else []
+
+    def owners(self, lane: int, node: int) -> list[int]:
+        """The rank of a lane and those that fold into it."""
+        return self.members[node][lane :: self.count]
+
+    def order(self) -> list[list[int]]:
+        """The owners of each lane on each node, lane by lane: how the bucket is laid out."""
+        nodes = range(len(self.members))
+        return [self.owners(lane, node) for lane in range(self.count) for node in nodes]
+
+
+def dense_hierarchical(
+    bucket: Bucket,
+    values_N: torch.Tensor,
+    epoch: int,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+) -> Steps:
+    """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
+    scatter = bucket.form is Form.REDUCE_SCATTER
+    lanes = Lanes(transport.nodes, transport.rank)
+    order, k = lanes.order(), len(lanes.members)
+    start_of: dict[int, int] = {}
+    if scatter:
+        shard_numel = bucket.numel // transport.world_size
+        flat = [owner for owners in order for owner in owners]
+        start_of = {owner: index * shard_numel for index, owner in enumerate(flat)}
+        cuts = [0, *accumulate(len(owners) * shard_numel for owners in order)]
+        values_N = _shuffled(bucket, values_N, flat, buffers, watch)
+    else:
+        cuts = even_cuts(bucket.numel, len(order))
+    tag = dense_tag(bucket, "dense_hierarchical", values_N, epoch)
+    inside = Subgroup(transport, lanes.members[lanes.node], tag)
+    accumulator = Accumulator(bucket, values_N, buffers)
+    sent_bytes = 0
+
+    yield from _fold(accumulator, lanes, inside, transport.rank, watch)
+    if transport.rank == lanes.home:
+        ring = Subgroup(transport, lanes.members[lanes.node][: lanes.count], tag)
+        across = Subgroup(transport, [members[lanes.lane] for members in lanes.members], tag)
+        folding = Folding(across)
+        lane_cuts = cuts[::k]
+        node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]
+        ends = scatter and not lanes.guests
+        yield from ring_reduce_scatter(accumulator, lane_cuts, ring, watch, last=ends and k == 1)
+        yield from halve(accumulator, node_cuts, folding, watch, last=ends and not folding.folds)
+        if scatter:
+            yield from unfold_pieces(accumulator, node_cuts, folding, last=ends)
+        else:
+            start, stop = folding.block(node_cuts)
+            store(values_N[start:stop], accumulator.sum_N[start:stop])
+            ends = not lanes.guests
+            yield from double(values_N, node_cuts, folding, last=ends and lanes.count == 1)
+            yield from ring_all_gather(values_N, lane_cuts, ring, last=ends)
+        sent_bytes = ring.sent_bytes + across.sent_bytes
+
+    if scatter:
+        own = slice(start_of[transport.rank], start_of[transport.rank] + shard_numel)
+        if transport.rank == lanes.home:
+            results = [accumulator.sum_N[start_of[g] :][:shard_numel] for g in lanes.guests]
+        else:
+            results = [accumulator.sum_N[own]]
+        yield from _unfold(results, lanes, inside, transport.rank)
+        store(bucket.grad_N[bucket.shard(transport.rank)], accumulator.sum_N[own])
+    else:
+        results = [values_N] * max(len(lanes.guests), 1)
+        yield from _unfold(results, lanes, inside, transport.rank)
+        store(bucket.grad_N, values_N)
+    return sent_bytes + inside.sent_bytes
+
+
+def _shuffled(
+    bucket: Bucket,
+    values_N: torch.Tensor,
+    owners: list[int],
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+) -> torch.Tensor:
+    """A copy of the values whose shards lie in the order of `owners`."""
+    shuffled_N = buffers.take(
+        f"shuffled:{bucket.name}", bucket.numel, values_N.device, values_N.dtype
+    )
+    with watch.stage("encode"):
+        torch.cat([values_N[bucket.shard(owner)] for owner in owners], out=shuffled_N)
+    return shuffled_N
+
+
+def _fold(
+    accumulator: Accumulator, lanes: Lanes, inside: Subgroup, rank: int, watch: Stopwatch
+) -> Phase:
+    """Surplus ranks give all they have to their lane's rank, which adds it."""
+    numel = accumulator.sum_N.numel()
+    here = lanes.members[lanes.node]
+    if rank != lanes.home:
+        sent = accumulator.outgoing(0, numel)
+        yield from inside.exchange([(here.index(lanes.home), sent)], [])
+    for guest in lanes.guests:
+        received = accumulator.incoming(numel)
+        yield from inside.exchange([], [(here.index(guest), received)])
+        with watch.stage("decode"):
+            accumulator.sum_N.add_(received)
+
+
+def _unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: int) -> Phase:
+    """Each surplus rank gets its result from its lane's rank; in fp32 where it is a shard's sum."""
+    here = lanes.members[lanes.node]
+    if rank != lanes.home:
+        yield from inside.exchange([], [(here.index(lanes.home), results[0])], last=True)
+    elif lanes.guests:
+        sends = [(here.index(g), piece) for g, piece in zip(lanes.guests, results, strict=True)]
+        yield from inside.exchange(sends, [], last=True)

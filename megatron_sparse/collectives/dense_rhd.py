@@ -1,0 +1,185 @@
+"""Dense recursive halving and doubling (Rabenseifner; PCCL's section 2.2), any number of ranks.
+
+Let p be the largest power of two that is at most n. The first n - p odd ranks fold: each gives its
+values to the even rank before it and sits out; p active ranks remain. Active rank j owns block j:
+the piece of its own rank and that of the rank that folded into it. Blocks are contiguous.
+
+Fold (1 round, if n > p): odd ranks send everything.
+Halving, log2 p rounds: active ranks at distance p / 2, p / 4, ..., 1 exchange the half of what they
+still hold that the other will own, and add. Afterwards each holds the sum of its block.
+Doubling (all-reduce only), log2 p rounds: at distance 1, 2, ..., p / 2 they exchange all they have.
+Unfold (1 round, if n > p): folded ranks get the result: everything, or their own piece.
+
+Active rank j sends N - |block j| partial sums in halving, and at distance d in doubling as many
+values as the d blocks round it hold: with p = n together (n - 1) / n N (p_bytes + b). A rank with a
+folded one sends it N b bytes more (its piece for a reduce-scatter); a folded one sends N p_bytes.
+Bytes of a value and of a partial sum are as for `dense_ring`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives.accumulator import Accumulator, store
+from megatron_sparse.collectives.base import (
+    Phase,
+    Steps,
+    Subgroup,
+    dense_tag,
+    even_cuts,
+    whole_group,
+)
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+
+def dense_rhd(
+    bucket: Bucket,
+    values_N: torch.Tensor,
+    epoch: int,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+) -> Steps:
+    """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
+    scatter = bucket.form is Form.REDUCE_SCATTER
+    group = whole_group(transport, dense_tag(bucket, "dense_rhd", values_N, epoch))
+    folding = Folding(group)
+    cuts = even_cuts(bucket.numel, group.world_size)
+    accumulator = Accumulator(bucket, values_N, buffers)
+    yield from halve(accumulator, cuts, folding, watch, last=scatter and not folding.folds)
+    if scatter:
+        yield from unfold_pieces(accumulator, cuts, folding, last=True)
+        own = slice(cuts[group.rank], cuts[group.rank + 1])
+        store(bucket.grad_N[own], accumulator.sum_N[own])
+        return group.sent_bytes
+    start, stop = folding.block(cuts)
+    store(values_N[start:stop], accumulator.sum_N[start:stop])
+    yield from double(values_N, cuts, folding, last=True)
+    store(bucket.grad_N, values_N)
+    return group.sent_bytes
+
+
+class Folding:
+    """Which ranks of a group are active, and who folds into whom.
+
+    Attributes:
+        group: the group.
+        leads: the rank of each active one, in order, and n behind them.
+        index: this rank's number among the active ones; that of the one it folds into if folded.
+        folded: whether this rank sits out.
+        guest: the rank that folds into this one, if any.
+        folds: whether any rank of the group is folded.
+
+    Example:
+        With 5 ranks 4 are active: 0, 2, 3, 4. Rank 1 folds into rank 0.
+    """
+
+    def __init__(self, group: Subgroup) -> None:
+        n = group.world_size
+        active = 1 << (n.bit_length() - 1)
+        surplus = n - active
+        self.group = group
+        self.leads = [2 * j if j < surplus else j + surplus for j in range(active)] + [n]
+        self.folded = group.rank not in self.leads
+        self.index = self.leads.index(group.rank - self.folded)
+        has_guest = self.index < surplus and not self.folded
+        self.guest = group.rank + 1 if has_guest else None
+        self.folds = surplus > 0
+
+    @property
+    def active(self) -> int:
+        """How many ranks are active: a power of two."""
+        return len(self.leads) - 1
+
+    def span(self, cuts: list[int], first: int, last: int) -> tuple[int, int]:
+        """The elements of the blocks `first` to `last`, the latter not included."""
+        return cuts[self.leads[first]], cuts[self.leads[last]]
+
+    def block(self, cuts: list[int]) -> tuple[int, int]:
+        """The elements of this rank's block; none for a folded rank."""
+        if self.folded:
+            return 0, 0
+        return self.span(cuts, self.index, self.index + 1)
+
+
+def halve(
+    accumulator: Accumulator, cuts: list[int], folding: Folding, watch: Stopwatch, *, last: bool
+) -> Phase:
+    """Leaves the sum of this rank's block in the accumulator; folded ranks only give.
+
+    `last` must be false where ranks are folded: `unfold_pieces` or `double` comes after.
+    """
+    group, whole = folding.group, (cuts[0], cuts[-1])
+    if folding.folded:
+        yield from group.exchange([(group.rank - 1, accumulator.outgoing(*whole))], [])
+        return
+    if folding.guest is not None:
+        received = accumulator.incoming(whole[1] - whole[0])
+        yield from group.exchange([], [(folding.guest, received)])
+        with watch.stage("decode"):
+            accumulator.sum_N[slice(*whole)].add_(received)
+    first, stop = 0, folding.active
+    while stop - first > 1:
+        distance = (stop - first) // 2
+        middle = first + distance
+        lower, upper = (first, middle), (middle, stop)
+        if folding.index < middle:
+            partner, keep, give = folding.index + distance, lower, upper
+        else:
+            partner, keep, give = folding.index - distance, upper, lower
+        peer = folding.leads[partner]
+        kept = folding.span(cuts, *keep)
+        received = accumulator.incoming(kept[1] - kept[0])
+        yield from group.exchange(
+            [(peer, accumulator.outgoing(*folding.span(cuts, *give)))],
+            [(peer, received)],
+            last=last and distance == 1,
+        )
+        with watch.stage("decode"):
+            accumulator.sum_N[slice(*kept)].add_(received)
+        first, stop = keep
+
+
+def unfold_pieces(
+    accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: bool
+) -> Phase:
+    """Gives each folded rank the sum of its own piece. No work where nobody is folded."""
+    if not folding.folds:
+        return
+    group = folding.group
+    if folding.folded:
+        start, stop = cuts[group.rank], cuts[group.rank + 1]
+        received = accumulator.incoming(stop - start)
+        yield from group.exchange([], [(group.rank - 1, received)], last=last)
+        accumulator.sum_N[start:stop].copy_(received)
+        return
+    sends = []
+    if folding.guest is not None:
+        piece = accumulator.outgoing(cuts[folding.guest], cuts[folding.guest + 1])
+        sends = [(folding.guest, piece)]
+    yield from group.exchange(sends, [], last=last)
+
+
+def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: bool) -> Phase:
+    """Spreads every active rank's block to all ranks, in place."""
+    group, whole = folding.group, slice(cuts[0], cuts[-1])
+    if folding.folded:
+        yield from group.exchange([], [(group.rank - 1, values_N[whole])], last=last)
+        return
+    distance = 1
+    while distance < folding.active:
+        partner = folding.index ^ distance
+        own, other = (index // distance * distance for index in (folding.index, partner))
+        peer = folding.leads[partner]
+        distance *= 2
+        ends = distance == folding.active and folding.guest is None
+        yield from group.exchange(
+            [(peer, values_N[slice(*folding.span(cuts, own, own + distance // 2))])],
+            [(peer, values_N[slice(*folding.span(cuts, other, other + distance // 2))])],
+            last=last and ends,
+        )
+    if folding.guest is not None:
+        yield from group.exchange([(folding.guest, values_N[whole])], [], last=last)

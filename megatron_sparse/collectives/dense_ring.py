@@ -1,0 +1,87 @@
+"""Dense ring: a reduce-scatter round the ring, then an all-gather round it.
+
+The bandwidth-optimal ring (Patarasuk and Yuan 2009), as in NCCL and SpCCL's section II-A. The
+bucket is cut into n pieces c_0 ... c_{n-1}.
+
+Reduce-scatter, n - 1 rounds: in each, every rank passes one partially summed piece to its successor
+and adds the one it gets to its own. Piece i starts at rank i + 1 and ends, complete, at rank i.
+All-gather (all-reduce only), n - 1 rounds: the complete pieces go round once more.
+
+Rank r sends (N - |c_r|) p bytes in the first half and (N - |c_{r+1}|) b in the second: with equal
+pieces (n - 1) / n N (p + b). b are the bytes of a value, p those of a partial sum: 4, or b where
+`wire_dtype` narrows an fp32 gradient. Each rank's sum of piece i begins with rank i + 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives.accumulator import Accumulator, store
+from megatron_sparse.collectives.base import (
+    Phase,
+    Steps,
+    Subgroup,
+    dense_tag,
+    even_cuts,
+    whole_group,
+)
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+
+def dense_ring(
+    bucket: Bucket,
+    values_N: torch.Tensor,
+    epoch: int,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+) -> Steps:
+    """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
+    scatter = bucket.form is Form.REDUCE_SCATTER
+    group = whole_group(transport, dense_tag(bucket, "dense_ring", values_N, epoch))
+    cuts = even_cuts(bucket.numel, group.world_size)
+    own = slice(cuts[group.rank], cuts[group.rank + 1])
+    accumulator = Accumulator(bucket, values_N, buffers)
+    yield from ring_reduce_scatter(accumulator, cuts, group, watch, last=scatter)
+    if scatter:
+        store(bucket.grad_N[own], accumulator.sum_N[own])
+        return group.sent_bytes
+    store(values_N[own], accumulator.sum_N[own])
+    yield from ring_all_gather(values_N, cuts, group, last=True)
+    store(bucket.grad_N, values_N)
+    return group.sent_bytes
+
+
+def ring_reduce_scatter(
+    accumulator: Accumulator, cuts: list[int], group: Subgroup, watch: Stopwatch, *, last: bool
+) -> Phase:
+    """Leaves the sum of piece `group.rank` in the accumulator; the others hold partial sums."""
+    n, rank = group.world_size, group.rank
+    for step in range(n - 1):
+        give, take = (rank - 1 - step) % n, (rank - 2 - step) % n
+        start, stop = cuts[take], cuts[take + 1]
+        received = accumulator.incoming(stop - start)
+        yield from group.exchange(
+            [((rank + 1) % n, accumulator.outgoing(cuts[give], cuts[give + 1]))],
+            [((rank - 1) % n, received)],
+            last=last and step == n - 2,
+        )
+        with watch.stage("decode"):
+            accumulator.sum_N[start:stop].add_(received)
+
+
+def ring_all_gather(
+    values_N: torch.Tensor, cuts: list[int], group: Subgroup, *, last: bool
+) -> Phase:
+    """Spreads piece `group.rank` of every rank's `values_N` to all, in place."""
+    n, rank = group.world_size, group.rank
+    for step in range(n - 1):
+        give, take = (rank - step) % n, (rank - 1 - step) % n
+        yield from group.exchange(
+            [((rank + 1) % n, values_N[cuts[give] : cuts[give + 1]])],
+            [((rank - 1) % n, values_N[cuts[take] : cuts[take + 1]])],
+            last=last and step == n - 2,
+        )

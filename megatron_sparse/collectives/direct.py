@@ -1,0 +1,126 @@
+"""Direct: the once-encoded bucket's shards are exchanged pairwise, added, and all-gathered.
+
+ZEN's point-to-point with parallelism (its section on the schemes' design space) on the records as
+selection left them: no fill-in on the way, and one encode more than AGsparse, of a shard, instead
+of one in each step of a ring.
+
+Agreement: one all-gather of what is meant and of every rank's n shard sizes, 8 (2 + n) bytes a
+rank.
+Phase 1, n - 1 rounds (`split`): rank r sends shard i of its message to rank i, one peer at a time.
+Rank i adds the n records in rank order: the sum of a shard is made in one place, in fp32.
+All-reduce only: the sum is encoded once, the sizes are all-gathered (24 bytes a rank), and in
+phase 2, n - 1 rounds, each rank sends its sum to every other.
+
+Rank r sends |message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives.base import (
+    Phase,
+    Steps,
+    Subgroup,
+    Yielded,
+    exchange_sizes,
+    tag_of,
+    whole_group,
+)
+from megatron_sparse.collectives.gather import pairwise_all_gather
+from megatron_sparse.collectives.records import Cut, SparseSum, check_announced, shard_cuts
+from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+NAME = "direct"
+
+
+def direct(
+    bucket: Bucket,
+    message: Message,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+) -> Steps:
+    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+
+    Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
+    """
+    scatter = bucket.form is Form.REDUCE_SCATTER
+    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
+    cuts = shard_cuts(message.layout, group.world_size)
+    sums = SparseSum(bucket, message, buffers, watch)
+    yield from split(NAME, bucket, message, cuts, sums, group, transport, last=scatter)
+    if scatter:
+        sums.write(cuts[group.rank].elements)
+        return group.sent_bytes
+    buffer, sizes = yield from encode_own_shard(NAME, bucket, message, cuts, sums, transport)
+    records = yield from pairwise_all_gather(buffer, sizes, group)
+    sums.assemble(records, cuts)
+    return group.sent_bytes
+
+
+def split(
+    scheme: str,
+    bucket: Bucket,
+    message: Message,
+    cuts: list[Cut],
+    sums: SparseSum,
+    group: Subgroup,
+    transport: Transport,
+    *,
+    last: bool,
+) -> Phase:
+    """Leaves the sum of this rank's shard in `sums`: the agreement and phase 1.
+
+    Raises:
+        CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
+        WireFormatError: a peer's records are not what was announced.
+    """
+    n, rank = group.world_size, group.rank
+    own_sizes = message.shard_bytes()
+    table = yield from exchange_sizes(
+        own_sizes, bucket, scheme, message.value_dtype, message.epoch, transport
+    )
+    sizes = [row[rank] for row in table]
+    check_announced(sizes, [cuts[rank]] * n, message.value_dtype)
+    sent = message.buffer[: message.nbytes].split(own_sizes)
+    received = list(sums.take("received", sum(sizes)).split(sizes))
+    received[rank] = sent[rank]
+    for step in range(1, n):
+        target, source = (rank + step) % n, (rank - step) % n
+        yield from group.exchange(
+            [(target, sent[target])],
+            [(source, received[source])],
+            last=last and step == n - 1,
+        )
+    for sender, records in enumerate(received):
+        sums.add_message(records, cuts[rank], sender)
+
+
+def encode_own_shard(
+    scheme: str,
+    bucket: Bucket,
+    message: Message,
+    cuts: list[Cut],
+    sums: SparseSum,
+    transport: Transport,
+) -> Generator[Yielded, None, tuple[torch.Tensor, list[int]]]:
+    """Encodes the sum of this rank's shard and tells everyone the size.
+
+    Returns:
+        A buffer that begins with the records and has room for those of all ranks; their sizes.
+    """
+    capacity = sum(cut.capacity(sums.final_dtype) for cut in cuts)
+    buffer = sums.take("gathered", capacity)
+    own = sums.encode(cuts[transport.rank], sums.final_dtype, buffer)
+    table = yield from exchange_sizes(
+        [own.numel()], bucket, scheme, message.value_dtype, message.epoch, transport
+    )
+    sizes = [row[0] for row in table]
+    check_announced(sizes, cuts, sums.final_dtype)
+    return buffer, sizes

@@ -1,0 +1,238 @@
+"""Sums as records: encoding them again, exchanging them, and putting the last ones together.
+
+Offsets of re-encoded records count from the first element that they hold, not from the bucket's
+start. Partial sums travel in fp32; only where the gradient is fp32 and `scheme.wire_dtype` narrows
+its values are they rounded to that, to nearest even. Final sums travel in the message's dtype: for
+a bf16 gradient that is the one rounding at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Layout
+from megatron_sparse.collectives.base import Subgroup, Yielded
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.errors import WireFormatError
+from megatron_sparse.formats import torch_codec
+from megatron_sparse.formats.header import FORMAT_ADAPTIVE, FORMAT_DENSE
+from megatron_sparse.formats.message import (
+    VALUE_DTYPES,
+    WIRE_CODES,
+    Message,
+    MessageBuffers,
+    decode_add_,
+)
+from megatron_sparse.recording import Stopwatch
+
+
+class Cut:
+    """Some consecutive segments of a bucket: a shard of it, or all of it.
+
+    Attributes:
+        elements: where they lie in the bucket.
+        offsets: of the segments in the bucket; a message's records have these.
+        own_offsets: of the segments from the cut's start; records of sums have these.
+        keep: uint8, segments that are always dense.
+    """
+
+    def __init__(self, layout: Layout, shard: int | None = None) -> None:
+        if shard is None:
+            first, last = 0, layout.segment_keep.numel()
+        else:
+            first, last = layout.shard_segments[shard], layout.shard_segments[shard + 1]
+        self.offsets = layout.segment_offsets[first : last + 1]
+        self.own_offsets = self.offsets - self.offsets[0]
+        self.keep = layout.segment_keep[first:last]
+        self.elements = slice(int(self.offsets[0]), int(self.offsets[-1]))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all segments."""
+        return self.elements.stop - self.elements.start
+
+    def capacity(self, value_dtype: str) -> int:
+        """The most bytes that records of these segments take."""
+        return ops.message_capacity(self.own_offsets, WIRE_CODES[value_dtype])
+
+
+def shard_cuts(layout: Layout, shards: int) -> list[Cut]:
+    """The cut of each shard of a layout that is cut into `shards`."""
+    return [Cut(layout, shard) for shard in range(shards)]
+
+
+class SparseSum:
+    """The fp32 sum that a sparse collective adds up for one bucket, and its records.
+
+    Attributes:
+        sum_N: fp32, the whole bucket; zero at first. The gradient itself where that is fp32.
+        partial_dtype: how sums travel that more will be added to.
+        final_dtype: how complete sums travel.
+    """
+
+    def __init__(
+        self, bucket: Bucket, message: Message, buffers: MessageBuffers, watch: Stopwatch
+    ) -> None:
+        self._bucket, self._message = bucket, message
+        self._buffers, self._watch = buffers, watch
+        grad_N = bucket.grad_N
+        narrowed = VALUE_DTYPES[message.value_dtype] != grad_N.dtype
+        self.partial_dtype = message.value_dtype if narrowed else "fp32"
+        self.final_dtype = message.value_dtype
+        with watch.stage("decode"):
+            if grad_N.dtype == torch.float32:
+                self.sum_N = grad_N.zero_()
+            else:
+                self.sum_N = self.take("sum", bucket.numel, torch.float32).zero_()
+
+    def take(self, purpose: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """A buffer of this bucket's own; see `MessageBuffers.take`."""
+        name = f"{purpose}:{self._bucket.name}"
+        return self._buffers.take(name, numel, self._bucket.grad_N.device, dtype)
+
+    def add_message(self, records: torch.Tensor, cut: Cut, rank: int) -> None:
+        """Adds records of a rank's own message.
+
+        Raises:
+            WireFormatError: they are not what that rank announced.
+        """
+        self._decode(records, cut, cut.offsets, self._message.value_dtype, rank)
+
+    def add_sum(self, records: torch.Tensor, cut: Cut, value_dtype: str, rank: int) -> None:
+        """Adds records of a sum that a rank has made.
+
+        Raises:
+            WireFormatError: they are not what that rank announced.
+        """
+        self._decode(records, cut, cut.own_offsets, value_dtype, rank)
+
+    def round_partial(self, cut: Cut) -> None:
+        """Rounds a partial sum as its peers will see it, so that both go on from the same bits."""
+        if self.partial_dtype != "fp32":
+            part = self.sum_N[cut.elements]
+            part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
+
+    def encode(
+        self, cut: Cut, value_dtype: str, out: torch.Tensor, *, dense: bool = False
+    ) -> torch.Tensor:
+        """Encodes the sum of a cut; on CUDA this synchronises once with the host.
+
+        Args:
+            cut: which part of the sum.
+            value_dtype: dtype of the values; the sum itself is left unrounded.
+            out: uint8, at least the cut's capacity. Mutated.
+            dense: send every segment whole; the records' size is then the capacity.
+
+        Returns:
+            The records, a view of `out`.
+        """
+        with self._watch.stage("encode"):
+            part = self.sum_N[cut.elements]
+            pieces = part.split(cut.own_offsets.diff().tolist())
+            counts = [piece.count_nonzero() for piece in pieces]
+            nnz_S = torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
+            keep = torch.ones_like(cut.keep) if dense else cut.keep
+            arguments = (
+                part, cut.own_offsets, keep, nnz_S, WIRE_CODES[value_dtype], self._message.epoch,
+                out,
+            )  # fmt: skip
+            if part.device.type == "cpu":
+                form = FORMAT_DENSE if dense else FORMAT_ADAPTIVE
+                sizes = ops.encode(*arguments, form=form)
+            else:
+                sizes = torch_codec.encode(*arguments)
+            return out[: int(sizes.sum())]
+
+    def assemble(self, records: Sequence[torch.Tensor], cuts: Sequence[Cut]) -> None:
+        """Replaces the sum by complete sums and writes the gradient, the same bits on every rank.
+
+        Args:
+            records: of each cut, in the final dtype.
+            cuts: they make up the whole bucket; cut i comes from rank i.
+
+        Raises:
+            WireFormatError: they are not what a rank announced.
+        """
+        with self._watch.stage("decode"):
+            self.sum_N.zero_()
+        for rank, (piece, cut) in enumerate(zip(records, cuts, strict=True)):
+            self.add_sum(piece, cut, self.final_dtype, rank)
+        self.write(slice(None))
+
+    def write(self, elements: slice) -> None:
+        """Rounds part of the sum to the gradient's dtype and puts it there."""
+        if self.sum_N is not self._bucket.grad_N:
+            with self._watch.stage("decode"):
+                self._bucket.grad_N[elements].copy_(self.sum_N[elements])
+
+    def _decode(
+        self, records: torch.Tensor, cut: Cut, offsets: torch.Tensor, value_dtype: str, rank: int
+    ) -> None:
+        with self._watch.stage("decode"):
+            part = self.sum_N[cut.elements]
+            decode_add_(part, records, offsets, value_dtype, self._message.epoch, rank=rank)
+
+
+def exchange_records(
+    group: Subgroup,
+    send: tuple[int, torch.Tensor] | None,
+    receive: tuple[int, torch.Tensor] | None,
+    *,
+    last: bool = False,
+) -> Generator[Yielded, None, torch.Tensor]:
+    """Sends records to one peer and receives records from one, sizes first.
+
+    Two rounds: 8 bytes with the size each way, then the records. On CUDA the size is read on the
+    host.
+
+    Args:
+        group: the ranks' numbers are its.
+        send: peer and records, or None.
+        receive: peer and room for the most bytes that it may send, or None.
+        last: this rank will post nothing more.
+
+    Returns:
+        What was received, a view of the given room; nothing if `receive` is None.
+
+    Raises:
+        WireFormatError: the peer announces more than there is room for.
+    """
+    either = send or receive
+    assert either is not None, "there is something to send or to receive"
+    size = torch.empty(1, dtype=torch.int64, device=either[1].device)
+    sizes_out = [] if send is None else [(send[0], torch.full_like(size, send[1].numel()))]
+    yield from group.exchange(sizes_out, [] if receive is None else [(receive[0], size)])
+    sends, receives = [] if send is None else [send], []
+    received = size.new_empty(0, dtype=torch.uint8)
+    if receive is not None:
+        peer, room = receive
+        announced = int(size)
+        if not 0 <= announced <= room.numel():
+            raise impossible_size(group.ranks[peer], announced, room.numel())
+        received = room[:announced]
+        receives = [(peer, received)]
+    yield from group.exchange(sends, receives, last=last)
+    return received
+
+
+def impossible_size(rank: int, announced: int, capacity: int) -> WireFormatError:
+    """The error for a size that no valid message has."""
+    return WireFormatError(
+        f"rank {rank} announces records of impossible size",
+        expected=f"0 to {capacity} bytes",
+        got=announced,
+        remedy="run the same version of megatron_sparse with the same configuration on all ranks",
+    )
+
+
+def check_announced(sizes: Sequence[int], cuts: Sequence[Cut], value_dtype: str) -> None:
+    """Refuses sizes that no valid records of the cuts have, before memory is taken for them.
+
+    Raises:
+        WireFormatError: names the rank.
+    """
+    for rank, (size, cut) in enumerate(zip(sizes, cuts, strict=True)):
+        if not 0 <= size <= cut.capacity(value_dtype):
+            raise impossible_size(rank, size, cut.capacity(value_dtype))

@@ -1,0 +1,79 @@
+"""The registry of collectives: what the planner, the reducer and the benches choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives.agsparse import agsparse
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives.dense import dense
+from megatron_sparse.collectives.dense_allpairs import dense_allpairs
+from megatron_sparse.collectives.dense_broadcast import dense_broadcast
+from megatron_sparse.collectives.dense_hierarchical import dense_hierarchical
+from megatron_sparse.collectives.dense_rhd import dense_rhd
+from megatron_sparse.collectives.dense_ring import dense_ring
+from megatron_sparse.collectives.direct import direct
+from megatron_sparse.collectives.dsar_split_ag import dsar_split_ag
+from megatron_sparse.collectives.sparse_ps import sparse_ps
+from megatron_sparse.collectives.sparse_ring import sparse_ring
+from megatron_sparse.collectives.ssar_rd import ssar_rd
+from megatron_sparse.collectives.ssar_split_ag import ssar_split_ag
+
+BOTH = frozenset(Form)
+ALL_REDUCE_ONLY = frozenset({Form.ALL_REDUCE})
+
+
+class Input(StrEnum):
+    """What a collective takes from each rank."""
+
+    DENSE = "dense"
+    SPARSE = "sparse"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A collective and what one must know to use it.
+
+    Attributes:
+        name: as in `scheme.name`; also its module's.
+        takes: `DENSE`: (bucket, values_N, epoch, transport, buffers, watch), the values being the
+            whole gradient; `SPARSE`: (bucket, message, transport, buffers, watch).
+        forms: what it can compute.
+        needs_shards: its message is cut at the shards' borders even for an all-reduce.
+        run: the collective.
+    """
+
+    name: str
+    takes: Input
+    forms: frozenset[Form]
+    needs_shards: bool
+    run: Callable[..., Steps]
+
+    def is_sharded(self, form: Form) -> bool:
+        """Whether messages for this form are cut at the shards' borders."""
+        reduce_scatter = form is Form.REDUCE_SCATTER
+        return self.takes is Input.SPARSE and (self.needs_shards or reduce_scatter)
+
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("dense", Input.DENSE, BOTH, False, dense),
+        Scheme("dense_ring", Input.DENSE, BOTH, False, dense_ring),
+        Scheme("dense_rhd", Input.DENSE, BOTH, False, dense_rhd),
+        Scheme("dense_allpairs", Input.DENSE, BOTH, False, dense_allpairs),
+        Scheme("dense_broadcast", Input.DENSE, ALL_REDUCE_ONLY, False, dense_broadcast),
+        Scheme("dense_hierarchical", Input.DENSE, BOTH, False, dense_hierarchical),
+        Scheme("agsparse", Input.SPARSE, BOTH, False, agsparse),
+        Scheme("direct", Input.SPARSE, BOTH, True, direct),
+        Scheme("ssar_rd", Input.SPARSE, ALL_REDUCE_ONLY, False, ssar_rd),
+        Scheme("ssar_split_ag", Input.SPARSE, ALL_REDUCE_ONLY, True, ssar_split_ag),
+        Scheme("dsar_split_ag", Input.SPARSE, ALL_REDUCE_ONLY, True, dsar_split_ag),
+        Scheme("sparse_ring", Input.SPARSE, BOTH, True, sparse_ring),
+        Scheme("sparse_ps", Input.SPARSE, BOTH, False, sparse_ps),
+    )
+}
+"""All collectives by name."""

@@ -1,0 +1,99 @@
+"""Sparse parameter server: one server, rank 0, adds everybody's messages.
+
+The centralised corner of ZEN's design space, and the baseline that everything beats: the server's
+link carries everything. (With a server on every rank it is `direct`.)
+
+Agreement: one all-gather of what is meant and of every rank's message size, 24 bytes a rank.
+Push, 1 round: every rank sends its whole message to the server, which adds them in rank order.
+Pull, 2 rounds (8 bytes with the size, then the records): the server encodes the sum and sends it to
+every rank; in a reduce-scatter it encodes and sends each shard's sum to its owner.
+
+Rank r > 0 sends |message_r|; the server sends (n - 1) |sum|, or every shard's sum but its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives.base import (
+    Phase,
+    Steps,
+    Subgroup,
+    exchange_sizes,
+    tag_of,
+    whole_group,
+)
+from megatron_sparse.collectives.records import (
+    Cut,
+    SparseSum,
+    check_announced,
+    exchange_records,
+    shard_cuts,
+)
+from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+NAME = "sparse_ps"
+SERVER = 0
+
+
+def sparse_ps(
+    bucket: Bucket,
+    message: Message,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+) -> Steps:
+    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+
+    Arguments and errors as of `agsparse`.
+    """
+    scatter = bucket.form is Form.REDUCE_SCATTER
+    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
+    n, rank = group.world_size, group.rank
+    whole = Cut(message.layout)
+    cuts = shard_cuts(message.layout, n) if scatter else [whole] * n
+    table = yield from exchange_sizes(
+        [message.nbytes], bucket, NAME, message.value_dtype, message.epoch, transport
+    )
+    sizes = [row[0] for row in table]
+    check_announced(sizes, [whole] * n, message.value_dtype)
+    sums = SparseSum(bucket, message, buffers, watch)
+    own = message.buffer[: message.nbytes]
+
+    if rank != SERVER:
+        yield from group.exchange([(SERVER, own)], [])
+        room = sums.take("received", cuts[rank].capacity(sums.final_dtype))
+        records = yield from exchange_records(group, None, (SERVER, room), last=True)
+        sums.add_sum(records, cuts[rank], sums.final_dtype, SERVER)
+        sums.write(cuts[rank].elements)
+        return group.sent_bytes
+
+    received = list(sums.take("received", sum(sizes)).split(sizes))
+    received[SERVER] = own
+    yield from group.exchange([], [(peer, received[peer]) for peer in range(1, n)])
+    for sender, records in enumerate(received):
+        sums.add_message(records, whole, sender)
+    if scatter:
+        out = sums.take("encoded", sum(cut.capacity(sums.final_dtype) for cut in cuts))
+        rooms = out.split([cut.capacity(sums.final_dtype) for cut in cuts])
+        encoded = [
+            sums.encode(cut, sums.final_dtype, room) for cut, room in zip(cuts, rooms, strict=True)
+        ]
+    else:
+        out = sums.take("encoded", whole.capacity(sums.final_dtype))
+        encoded = [sums.encode(whole, sums.final_dtype, out)] * n
+        sums.round_partial(whole)
+    yield from _answer(encoded, group)
+    sums.write(cuts[SERVER].elements)
+    return group.sent_bytes
+
+
+def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
+    """The server's side of the pull: sizes to all, then each rank's records."""
+    peers = range(1, group.world_size)
+    sizes = torch.tensor([records.numel() for records in encoded], device=encoded[0].device)
+    yield from group.exchange([(peer, sizes[peer : peer + 1]) for peer in peers], [])
+    yield from group.exchange([(peer, encoded[peer]) for peer in peers], [], last=True)

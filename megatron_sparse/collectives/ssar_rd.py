@@ -1,0 +1,88 @@
+"""SSAR recursive doubling (SparCML, Renggli et al. 2019): the whole sparse sum, doubled each round.
+
+For small or very sparse buckets: few rounds, but every rank sends its growing sum in each of them.
+Let p be the largest power of two that is at most n; of the ranks above it, number p + i folds.
+
+Agreement: one all-gather of what is meant, 16 bytes a rank.
+Fold (if n > p): rank p + i sends its message to rank i, which adds it.
+Doubling: for d = 1, 2, ..., p / 2, ranks at distance d exchange what they have and add. Addition
+commutes, so both have the same bits. What has not changed since it was encoded is sent as it is.
+Unfold (if n > p): rank i sends the sum to rank p + i.
+
+Each of these log2 p (+ 2) steps is two rounds: 8 bytes with the size, then the records. Rank r < p
+sends the records of the sum of its d (folded ones too) for each d; the fold sends |message|, the
+unfold |sum|. Partial sums are encoded again in every step, sparse or dense, whatever is smaller.
+All-reduce only.
+"""
+
+from __future__ import annotations
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives.base import Steps, exchange_sizes, tag_of, whole_group
+from megatron_sparse.collectives.records import Cut, SparseSum, exchange_records
+from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+NAME = "ssar_rd"
+
+
+def ssar_rd(
+    bucket: Bucket,
+    message: Message,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+) -> Steps:
+    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+
+    Arguments and errors as of `agsparse`.
+    """
+    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
+    n, rank = group.world_size, group.rank
+    active = 1 << (n.bit_length() - 1)
+    whole = Cut(message.layout)
+    yield from exchange_sizes([], bucket, NAME, message.value_dtype, message.epoch, transport)
+    sums = SparseSum(bucket, message, buffers, watch)
+    own = message.buffer[: message.nbytes]
+    room = sums.take("received", whole.capacity("fp32"))
+    out = sums.take("encoded", whole.capacity("fp32"))
+
+    if rank >= active:
+        home = rank - active
+        yield from exchange_records(group, (home, own), None)
+        room = room[: whole.capacity(sums.final_dtype)]
+        records = yield from exchange_records(group, None, (home, room), last=True)
+        sums.add_sum(records, whole, sums.final_dtype, home)
+        sums.write(slice(None))
+        return group.sent_bytes
+
+    sums.add_message(own, whole, rank)
+    guest = rank + active if rank + active < n else None
+    if guest is not None:
+        most = room[: whole.capacity(message.value_dtype)]
+        records = yield from exchange_records(group, None, (guest, most))
+        sums.add_message(records, whole, guest)
+        sums.round_partial(whole)
+    distance = 1
+    while distance < active:
+        peer = rank ^ distance
+        # Of the first exchange both ends know who has only a message of their own to send.
+        sent_is_sum = distance > 1 or guest is not None
+        received_is_sum = distance > 1 or peer + active < n
+        sent = sums.encode(whole, sums.partial_dtype, out) if sent_is_sum else own
+        dtype = sums.partial_dtype if received_is_sum else message.value_dtype
+        most = room[: whole.capacity(dtype)]
+        is_last = guest is None and 2 * distance == active
+        records = yield from exchange_records(group, (peer, sent), (peer, most), last=is_last)
+        if received_is_sum:
+            sums.add_sum(records, whole, dtype, peer)
+        else:
+            sums.add_message(records, whole, peer)
+        sums.round_partial(whole)
+        distance *= 2
+    if guest is not None:
+        sent = sums.encode(whole, sums.final_dtype, out)
+        yield from exchange_records(group, (guest, sent), None, last=True)
+    sums.write(slice(None))
+    return group.sent_bytes

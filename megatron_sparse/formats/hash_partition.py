@@ -1,0 +1,290 @@
+"""ZEN's partition hash h0 (section 3.2): which server an element belongs to.
+
+h0 gives every element of a segment to one of n partitions, on all ranks alike: partition i goes to
+server i, whatever the indices are. Two of them:
+
+- `PermutationHash` (ours, the default): equal blocks of a keyed permutation. It can be inverted, so
+  an element and its (partition, position) follow from one another in O(1) time and no memory, and
+  partitions differ by one element at most.
+- `IndexSetHash` (the paper's): a general hash, which needs the sorted elements of each partition,
+  computed beforehand: 4 bytes for each element of the segment, as much as an fp32 gradient of it,
+  and about 32 bytes an element while they are made.
+
+`hierarchical_hash` uses them for the Push, `hash_bitmap` for the Pull.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from megatron_sparse.checks import in_range
+from megatron_sparse.cuda_ext import hash_ops
+from megatron_sparse.errors import ExtensionError
+
+MAX_PARTITIONS = 2**16
+HASH_PERMUTATION, HASH_INDEX_SETS = range(2)
+"""The codes of the two hashes in a hash bitmap's sub-header."""
+
+
+class PartitionHash(Protocol):
+    """What a partition hash offers; tensors are int64, 1-D, on the CPU, shape suffix K."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the segment."""
+        ...
+
+    @property
+    def partitions(self) -> int:
+        """How many partitions there are."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """What the hash is a function of, besides the element."""
+        ...
+
+    @property
+    def code(self) -> int:
+        """Which hash it is, on the wire."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it holds."""
+        ...
+
+    def partition_of(self, elements_K: torch.Tensor) -> torch.Tensor:
+        """The partition of each element."""
+        ...
+
+    def position_in_partition(self, elements_K: torch.Tensor) -> torch.Tensor:
+        """Where each element stands in its partition."""
+        ...
+
+    def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
+        """The elements at positions of one partition."""
+        ...
+
+    def partition_numel(self, partition: int) -> int:
+        """Elements of one partition."""
+        ...
+
+    def index_set(self, partition: int) -> torch.Tensor | None:
+        """int32 elements of one partition by position, or None where nothing is stored."""
+        ...
+
+
+@dataclass(frozen=True)
+class PermutationHash:
+    """Equal blocks of a keyed permutation of the segment's elements.
+
+    Partition p holds the permuted positions ceil(p numel / n) up to ceil((p + 1) numel / n).
+
+    Attributes:
+        numel: elements of the segment, below 2^31.
+        partitions: n, 1 to 2^16; may exceed numel, which leaves some empty.
+        seed: the same on all ranks, 0 to 2^63 - 1.
+
+    Raises:
+        ConfigError: a value is out of range.
+
+    Example:
+        >>> h = PermutationHash(numel=10, partitions=3, seed=1)
+        >>> [h.partition_numel(p) for p in range(3)]
+        [4, 3, 3]
+        >>> elements = torch.arange(10)
+        >>> p, q = h.partition_of(elements), h.position_in_partition(elements)
+        >>> bool((h.element_at(0, q[p == 0]) == elements[p == 0]).all())
+        True
+    """
+
+    numel: int
+    partitions: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        _check_hash(self)
+
+    @property
+    def code(self) -> int:
+        """`HASH_PERMUTATION`."""
+        return HASH_PERMUTATION
+
+    @property
+    def nbytes(self) -> int:
+        """None: everything is computed."""
+        return 0
+
+    def partition_of(self, elements_K: torch.Tensor) -> torch.Tensor:
+        """The partition of each element; int64 in and out.
+
+        Raises:
+            ExtensionError: an element is not in [0, numel), or the tensor does not fit.
+        """
+        return hash_ops.partition_of(
+            elements_K, self.numel, self.partitions, self.seed, general=False
+        )
+
+    def position_in_partition(self, elements_K: torch.Tensor) -> torch.Tensor:
+        """Where each element stands in its partition; int64 in and out.
+
+        Raises:
+            ExtensionError: an element is not in [0, numel), or the tensor does not fit.
+        """
+        position_K = hash_ops.permute(elements_K, self.numel, self.seed)
+        if self.numel == 0:
+            return position_K
+        partition_K = position_K * self.partitions // self.numel
+        # ceil(p numel / n); p numel is at most 2^47.
+        return position_K - (partition_K * self.numel + self.partitions - 1) // self.partitions
+
+    def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
+        """The elements at positions of one partition; int64 in and out.
+
+        Raises:
+            ExtensionError: there is no such partition or position.
+        """
+        _check_positions(positions_K, self.partition_numel(partition))
+        return hash_ops.unpermute(positions_K + self._begin(partition), self.numel, self.seed)
+
+    def partition_numel(self, partition: int) -> int:
+        """Elements of one partition.
+
+        Raises:
+            ExtensionError: there is no such partition.
+        """
+        check_partition(partition, self.partitions)
+        return self._begin(partition + 1) - self._begin(partition)
+
+    def index_set(self, partition: int) -> None:
+        """Nothing is stored."""
+        return None
+
+    def _begin(self, partition: int) -> int:
+        return -(-partition * self.numel // self.partitions)
+
+
+@dataclass(frozen=True)
+class IndexSetHash:
+    """The paper's general hash (murmur3's finaliser, scaled), with its index sets.
+
+    Made once for a segment, in O(numel log numel) time; holds 4 bytes an element. Partition sizes
+    follow the hash, so they differ by a few standard deviations, sqrt(numel / n).
+
+    Attributes:
+        numel: elements of the segment, below 2^31.
+        partitions: n, 1 to 2^16.
+        seed: the same on all ranks, 0 to 2^63 - 1.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    numel: int
+    partitions: int
+    seed: int
+    _elements: torch.Tensor = field(init=False, repr=False, compare=False)
+    _offsets: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_hash(self)
+        partition_N = self.partition_of(torch.arange(self.numel))
+        counts = partition_N.bincount(minlength=self.partitions)
+        order = torch.sort(partition_N, stable=True).indices
+        object.__setattr__(self, "_elements", order.to(torch.int32))
+        object.__setattr__(self, "_offsets", [0, *counts.cumsum(0).tolist()])
+
+    @property
+    def code(self) -> int:
+        """`HASH_INDEX_SETS`."""
+        return HASH_INDEX_SETS
+
+    @property
+    def nbytes(self) -> int:
+        """4 bytes for each element of the segment."""
+        return self._elements.numel() * self._elements.element_size()
+
+    def partition_of(self, elements_K: torch.Tensor) -> torch.Tensor:
+        """The partition of each element; int64 in and out.
+
+        Raises:
+            ExtensionError: an element is not in [0, numel), or the tensor does not fit.
+        """
+        return hash_ops.partition_of(
+            elements_K, self.numel, self.partitions, self.seed, general=True
+        )
+
+    def position_in_partition(self, elements_K: torch.Tensor) -> torch.Tensor:
+        """Where each element stands in its partition, by binary search; int64 in and out.
+
+        Raises:
+            ExtensionError: an element is not in [0, numel), or the tensor does not fit.
+        """
+        partition_K = self.partition_of(elements_K)
+        position_K = torch.empty_like(elements_K)
+        for partition in partition_K.unique().tolist():
+            mine = partition_K == partition
+            wanted = elements_K[mine].to(torch.int32)
+            position_K[mine] = torch.searchsorted(self.index_set(partition), wanted)
+        return position_K
+
+    def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
+        """The elements at positions of one partition; int64 in and out.
+
+        Raises:
+            ExtensionError: there is no such partition or position.
+        """
+        _check_positions(positions_K, self.partition_numel(partition))
+        return self.index_set(partition)[positions_K].long()
+
+    def partition_numel(self, partition: int) -> int:
+        """Elements of one partition.
+
+        Raises:
+            ExtensionError: there is no such partition.
+        """
+        check_partition(partition, self.partitions)
+        return self._offsets[partition + 1] - self._offsets[partition]
+
+    def index_set(self, partition: int) -> torch.Tensor:
+        """The partition's elements, int32, ascending; a view.
+
+        Raises:
+            ExtensionError: there is no such partition.
+        """
+        check_partition(partition, self.partitions)
+        return self._elements[self._offsets[partition] : self._offsets[partition + 1]]
+
+
+def _check_hash(partition_hash: PermutationHash | IndexSetHash) -> None:
+    in_range("numel", partition_hash.numel, 0, 2**31 - 1, integer=True)
+    in_range("partitions", partition_hash.partitions, 1, MAX_PARTITIONS, integer=True)
+    in_range("seed", partition_hash.seed, 0, 2**63 - 1, integer=True)
+
+
+def check_partition(partition: int, partitions: int) -> None:
+    """Refuses the number of a partition that there is not.
+
+    Raises:
+        ExtensionError: it is not in [0, partitions).
+    """
+    if not 0 <= partition < partitions:
+        raise ExtensionError(
+            "there is no such partition", expected=f"0 to {partitions - 1}", got=partition
+        )
+
+
+def _check_positions(positions_K: torch.Tensor, numel: int) -> None:
+    if positions_K.numel() == 0:
+        return
+    low, high = (int(bound) for bound in positions_K.aminmax())
+    if low < 0 or high >= numel:
+        raise ExtensionError(
+            "a position is not in the partition",
+            expected=f"0 to {numel - 1}",
+            got=low if low < 0 else high,
+        )

@@ -1,0 +1,178 @@
+"""ZEN's hierarchical hashing (Algorithm 1): a rank's sparse gradient, cut for the Push.
+
+Deviations from the paper: a memory slot holds the number of an entry instead of its index, so that
+values need not lie in a dense tensor; check, write and read after write are one compare-and-swap,
+because apart they can lose an entry (the reason is in `csrc/hash_partition_hierarchical.cpp`); the
+serial memory grows by what overflows it; each partition comes sorted, so the result does not depend
+on threads. On the wire an entry costs its COO record's 4 bytes and its value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from megatron_sparse.cuda_ext import hash_ops
+from megatron_sparse.errors import ExtensionError
+from megatron_sparse.formats.hash_partition import PartitionHash, check_partition
+from megatron_sparse.formats.header import wrong_field
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """What Algorithm 1 puts out: the entries of every partition, each sorted by index.
+
+    Attributes:
+        indices_K: int64, partition after partition.
+        values_K: their values, bits unchanged.
+        offsets: n + 1 offsets of the partitions.
+        serial: entries that found no free slot in k rehashes.
+        grown: those of them beyond the serial memory r2. A count that stays above zero says that r1
+            or r2 is too small. Both counts may vary between runs; the entries do not.
+    """
+
+    indices_K: torch.Tensor
+    values_K: torch.Tensor
+    offsets: list[int]
+    serial: int
+    grown: int
+
+    def of(self, partition: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices and values of one partition; views.
+
+        Raises:
+            ExtensionError: there is no such partition.
+        """
+        check_partition(partition, len(self.offsets) - 1)
+        begin, end = self.offsets[partition : partition + 2]
+        return self.indices_K[begin:end], self.values_K[begin:end]
+
+    @property
+    def imbalance(self) -> float:
+        """The largest partition over the mean one (paper, definition 8); 1 if all are empty."""
+        sizes = [b - a for a, b in pairwise(self.offsets)]
+        return len(sizes) * max(sizes) / sum(sizes) if sum(sizes) else 1.0
+
+
+def hierarchical_hash(
+    partition_hash: PartitionHash,
+    indices_K: torch.Tensor,
+    values_K: torch.Tensor,
+    *,
+    parallel_slots: int | None = None,
+    serial_slots: int | None = None,
+    rehashes: int = 3,
+    seed: int = 0,
+) -> Partitioned:
+    """Algorithm 1: cuts a rank's sparse gradient into the partitions of all servers.
+
+    The paper sets r1 = 2 |G| d_G, r2 = r1 / 10 and k = 3; read as sizes of the whole memory, which
+    is how it reports them, that is 2 K / n slots for each partition, the default here.
+
+    Growth: an entry that finds the serial memory of its partition full is set aside; afterwards
+    that partition's serial memory is extended by exactly as many slots. Nothing is ever lost, even
+    if all indices fall into one partition.
+
+    Args:
+        partition_hash: h0; the same on all ranks.
+        indices_K: int64, in [0, numel).
+        values_K: fp32, bf16 or fp16.
+        parallel_slots: r1 of each partition.
+        serial_slots: r2 of each partition.
+        rehashes: k.
+        seed: of h_1 to h_k; ranks may have their own.
+
+    Returns:
+        The entries by partition.
+
+    Raises:
+        ExtensionError: arguments that do not fit together.
+    """
+    entries, partitions = indices_K.numel(), partition_hash.partitions
+    if parallel_slots is None:
+        parallel_slots = max(-(-2 * entries // partitions), 1)
+    if serial_slots is None:
+        serial_slots = -(-parallel_slots // 10)
+    partition_K = partition_hash.partition_of(indices_K)
+    out_indices, out_values, offsets, counts = hash_ops.hierarchical_hash(
+        indices_K, values_K, partition_K, partition_hash.numel, partitions,
+        parallel_slots, serial_slots, rehashes, seed,
+    )  # fmt: skip
+    serial, grown = counts.tolist()
+    return Partitioned(out_indices, out_values, offsets.tolist(), serial, grown)
+
+
+def split(
+    partition_hash: PartitionHash, indices_K: torch.Tensor, values_K: torch.Tensor
+) -> Partitioned:
+    """What `hierarchical_hash` computes, by a stable sort of the partitions instead of a memory.
+
+    For indices that ascend the two results are equal. On a CPU this takes a tenth of the time:
+    Algorithm 1 saves a sort where thousands of threads write at once.
+
+    Args:
+        partition_hash: h0; the same on all ranks.
+        indices_K: int64, ascending, in [0, numel).
+        values_K: fp32, bf16 or fp16.
+
+    Raises:
+        ExtensionError: arguments that do not fit together.
+    """
+    if values_K.shape != indices_K.shape:
+        raise ExtensionError(
+            "split: values has the wrong length", expected=indices_K.numel(), got=values_K.numel()
+        )
+    if bool((indices_K[1:] < indices_K[:-1]).any()):
+        raise ExtensionError(
+            "split: the indices do not ascend", expected="ascending indices",
+            got=indices_K.tolist()[:8], remedy="sort them, or use hierarchical_hash",
+        )  # fmt: skip
+    partition_K = partition_hash.partition_of(indices_K)
+    order_K = torch.sort(partition_K, stable=True).indices
+    sizes = partition_K.bincount(minlength=partition_hash.partitions)
+    offsets = [0, *sizes.cumsum(0).tolist()]
+    return Partitioned(indices_K[order_K], values_K[order_K], offsets, serial=0, grown=0)
+
+
+def accumulate_(
+    acc_P: torch.Tensor,
+    partition_hash: PartitionHash,
+    partition: int,
+    indices_K: torch.Tensor,
+    values_K: torch.Tensor,
+    *,
+    rank: int,
+) -> None:
+    """Adds what one rank pushed to a server's partition, held by position.
+
+    Args:
+        acc_P: fp32 sums of the partition, one for each position. Mutated.
+        partition_hash: h0.
+        partition: the server's.
+        indices_K: int64, from the peer, not trusted.
+        values_K: fp32, bf16 or fp16.
+        rank: the sender, for the error's text.
+
+    Raises:
+        WireFormatError: an index is out of range or of another partition; `acc_P` is untouched.
+        ExtensionError: `acc_P` has not the partition's size.
+    """
+    expected = partition_hash.partition_numel(partition)
+    if acc_P.numel() != expected:
+        raise ExtensionError(
+            "accumulate_: acc has the wrong length", expected=expected, got=acc_P.numel()
+        )
+    if indices_K.numel() == 0:
+        return
+    low, high = (int(bound) for bound in indices_K.aminmax())
+    if low < 0 or high >= partition_hash.numel:
+        got = low if low < 0 else high
+        raise wrong_field(rank, "indices", f"0 to {partition_hash.numel - 1}", got)
+    strangers = (partition_hash.partition_of(indices_K) != partition).nonzero()
+    if strangers.numel():
+        got = f"element {int(indices_K[strangers[0, 0]])} of another"
+        raise wrong_field(rank, "indices", f"elements of partition {partition}", got)
+    position_K = partition_hash.position_in_partition(indices_K)
+    acc_P.index_add_(0, position_K, values_K.float())

@@ -1,0 +1,91 @@
+"""The partition hash and Algorithm 1 in Python integers and lists: the oracles.
+
+`cuda_ext/csrc/hash_partition.h` defines the hashes; this page repeats them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.reference.counter_hash import counter_hash, hash_seed
+
+DRAW_ROUND, DRAW_GENERAL, DRAW_SLOT = 16, 24, 32
+ROUNDS = 4
+_MASK_32 = 2**32 - 1
+
+
+def permute(element: int, numel: int, seed: int) -> int:
+    """The position of an element under the keyed permutation of [0, numel)."""
+    bits = max((numel - 1).bit_length(), 1)
+    mask, shift = 2**bits - 1, (bits + 1) // 2
+    x = element
+    while True:
+        for r in range(ROUNDS):
+            key, word = hash_seed(seed, DRAW_ROUND + r)
+            x = (x ^ key) * (word | 1) & mask
+            x ^= x >> shift
+        if x < numel:
+            return x
+
+
+def partition_begin(numel: int, partitions: int, partition: int) -> int:
+    """The first permuted position of a partition."""
+    return -(-partition * numel // partitions)
+
+
+def partition_of(element: int, numel: int, partitions: int, seed: int) -> int:
+    """The partition of an element: equal blocks of the permutation."""
+    return permute(element, numel, seed) * partitions // numel
+
+
+def general_partition(element: int, partitions: int, seed: int) -> int:
+    """The partition of an element by the paper's general hash."""
+    low, high = hash_seed(seed, DRAW_GENERAL)
+    x = (element ^ low) & _MASK_32
+    x ^= x >> 16
+    x = x * 0x85EBCA6B & _MASK_32
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 & _MASK_32
+    x ^= x >> 16
+    return (x ^ high) * partitions >> 32
+
+
+def hierarchical_hash(
+    indices: list[int],
+    partition: list[int],
+    partitions: int,
+    parallel_slots: int,
+    serial_slots: int,
+    rehashes: int,
+    seed: int,
+) -> tuple[list[list[int]], int, int]:
+    """Algorithm 1, line by line, one entry after the other.
+
+    Returns:
+        The entry numbers of each partition, sorted by index; how many of them went through the
+        serial memory, and how many beyond its r2 slots.
+    """
+    memory: list[list[int | None]] = [
+        [None] * (parallel_slots + serial_slots) for _ in range(partitions)
+    ]
+    counters = [parallel_slots] * partitions
+    grown = 0
+    for entry, (index, p) in enumerate(zip(indices, partition, strict=True)):
+        for i in range(rehashes + 1):
+            if i == rehashes:
+                q = counters[p]
+                counters[p] += 1
+                if q == len(memory[p]):
+                    memory[p].append(None)
+                    grown += 1
+            else:
+                word = int(counter_hash(seed, DRAW_SLOT + i, torch.tensor(index)))
+                q = word * parallel_slots >> 32
+            if memory[p][q] is None:
+                memory[p][q] = entry
+                break
+    extracted = [
+        sorted((e for e in slots if e is not None), key=lambda e: (indices[e], e))
+        for slots in memory
+    ]
+    return extracted, sum(counters) - partitions * parallel_slots, grown

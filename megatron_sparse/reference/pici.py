@@ -1,0 +1,93 @@
+"""Pici (SpCCL, section III) one element at a time: the oracle of the Pici codecs.
+
+Tiles of 4096 elements, 64 rows of 64, row-major; the last one may be partial. Sections of a record:
+64 words of 64 bits for each tile, exclusive prefix sums of the tiles' non-zero counts (uint32, one
+more than tiles), values. In the paper's order bit r of word c is element 64 r + c of the tile, and
+the values of a tile follow column by column; in linear order bit r of word c is element 64 c + r.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.formats.header import pad16
+
+TILE, SIDE = 4096, 64
+FLAG_LINEAR = 1
+
+
+def payload_bytes(numel: int, nnz: int, value_bytes: int) -> int:
+    """Bytes of the sections, padding included.
+
+    Example:
+        >>> payload_bytes(5000, 3, 4)  # two tiles: 1024 of words, 12 of prefix, 12 of values
+        1056
+    """
+    tiles = -(-numel // TILE)
+    return 8 * SIDE * tiles + pad16(4 * (tiles + 1)) + pad16(nnz * value_bytes)
+
+
+def encode(values_N: torch.Tensor, kept_N: torch.Tensor, *, linear: bool) -> bytes:
+    """The sections of one segment.
+
+    Args:
+        values_N: the segment's elements, in the dtype of the wire.
+        kept_N: bool, which of them travel.
+        linear: the order inside a tile; false is the paper's.
+    """
+    kept = kept_N.tolist()
+    words, prefix, order = [], [0], []
+    for begin in range(0, len(kept), TILE):
+        for word in range(SIDE):
+            bits = 0
+            for bit in range(SIDE):
+                element = begin + _element(word, bit, linear)
+                if element < len(kept) and kept[element]:
+                    bits |= 1 << bit
+                    order.append(element)
+            words.append(bits)
+        prefix.append(len(order))
+    return (
+        b"".join(word.to_bytes(8, "little") for word in words)
+        + _padded(b"".join(count.to_bytes(4, "little") for count in prefix))
+        + _padded(values_N[order].view(torch.uint8).numpy().tobytes())
+    )
+
+
+def decode(
+    payload: bytes, numel: int, nnz: int, dtype: torch.dtype, *, linear: bool
+) -> tuple[list[int], torch.Tensor]:
+    """The elements of a well-formed payload, in the order of their values, and the values.
+
+    Raises:
+        ValueError: prefix sums do not fit the words, or a bit lies beyond the segment's end.
+    """
+    tiles = -(-numel // TILE)
+    elements, prefix = [], [0]
+    for word in range(SIDE * tiles):
+        bits = int.from_bytes(payload[8 * word : 8 * word + 8], "little")
+        for bit in range(SIDE):
+            if bits >> bit & 1:
+                elements.append(word // SIDE * TILE + _element(word % SIDE, bit, linear))
+        if word % SIDE == SIDE - 1:
+            prefix.append(len(elements))
+    at = 8 * SIDE * tiles
+    stored = [
+        int.from_bytes(payload[at + 4 * t : at + 4 * t + 4], "little") for t in range(tiles + 1)
+    ]
+    if stored != prefix or prefix[-1] != nnz:
+        raise ValueError(f"prefix sums {stored} do not fit the words' {prefix} and nnz {nnz}")
+    if any(element >= numel for element in elements):
+        raise ValueError(f"a bit lies beyond element {numel}")
+    at += pad16(4 * (tiles + 1))
+    data = bytearray(payload[at : at + nnz * dtype.itemsize])
+    values = torch.frombuffer(data, dtype=dtype) if nnz else torch.empty(0, dtype=dtype)
+    return elements, values
+
+
+def _element(word: int, bit: int, linear: bool) -> int:
+    return SIDE * word + bit if linear else SIDE * bit + word
+
+
+def _padded(section: bytes) -> bytes:
+    return section.ljust(pad16(len(section)), b"\0")

@@ -1,0 +1,89 @@
+"""A two-level network: nodes of ranks, one kind of link inside a node and one between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_sparse.checks import one_of
+from megatron_sparse.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Link:
+    """The alpha-beta model of one kind of link: a message of m bytes takes alpha + beta m.
+
+    Attributes:
+        alpha_s: seconds that a message takes before its first byte arrives.
+        beta_s: seconds a byte; the reciprocal of the bandwidth.
+    """
+
+    alpha_s: float
+    beta_s: float
+
+
+NO_TIME = Link(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which ranks share a node, and what the links between them cost.
+
+    Attributes:
+        node_sizes: ranks on each node; ranks are numbered node by node.
+        intra: links between ranks of one node; each rank has a port of its own.
+        inter: links between nodes.
+        nic: who has a port to the other nodes: each `rank`, or each `node`, whose ranks then
+            share it.
+
+    Example:
+        >>> Topology((2, 1), NO_TIME, NO_TIME).nodes
+        (0, 0, 1)
+    """
+
+    node_sizes: tuple[int, ...]
+    intra: Link
+    inter: Link
+    nic: str = "rank"
+
+    def __post_init__(self) -> None:
+        one_of("topology.nic", self.nic, ("rank", "node"))
+        if not self.node_sizes or min(self.node_sizes) < 1:
+            raise ConfigError(
+                "a node of the topology has no ranks",
+                expected="at least one rank on each node",
+                got=self.node_sizes,
+            )
+
+    @classmethod
+    def even(
+        cls, world_size: int, ranks_per_node: int, intra: Link, inter: Link, nic: str = "rank"
+    ) -> Topology:
+        """Fills nodes of `ranks_per_node`; the last one takes what is left."""
+        full, rest = divmod(world_size, ranks_per_node)
+        sizes = (ranks_per_node,) * full + ((rest,) if rest else ())
+        return cls(sizes, intra, inter, nic)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return sum(self.node_sizes)
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank."""
+        return tuple(node for node, size in enumerate(self.node_sizes) for _ in range(size))
+
+    def link(self, source: int, target: int) -> Link:
+        """The link from one rank to another."""
+        same = self.nodes[source] == self.nodes[target]
+        return self.intra if same else self.inter
+
+    def ports(self, source: int, target: int) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Names of the outgoing and the incoming port that a message occupies."""
+        nodes = self.nodes
+        if nodes[source] == nodes[target]:
+            return ("intra_out", source), ("intra_in", target)
+        if self.nic == "node":
+            return ("inter_out", nodes[source]), ("inter_in", nodes[target])
+        return ("inter_out", source), ("inter_in", target)

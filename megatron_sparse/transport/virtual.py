@@ -1,0 +1,425 @@
+"""n ranks in one process: real messages and codecs, counted bytes, and a modelled clock.
+
+Every message is really copied, so a collective computes the same here as over a network, and every
+byte is counted on its directed link. The time is a MODEL and must be labelled so wherever it is
+shown: a message of m bytes from a to b starts when both have posted it and both ports are free,
+occupies the ports for beta m, and arrives after alpha + beta m; alpha and beta are those of the
+topology's link. Messages start in the order of their modelled times. Local work costs nothing
+unless the caller charges it.
+
+What a real network would only do by chance happens here always: a receive buffer is overwritten
+with 0xFF when it is posted and filled at the last moment, and a sent buffer is read at that moment,
+so that touching either before the work is finished gives wrong results.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.transport.topology import NO_TIME, Topology
+
+POISON = 0xFF
+TAG_OF_COLLECTIVES = -1
+
+Steps = Generator[Any, None, Any]
+
+
+class VirtualWork:
+    """See `Work`. Done when the cluster has delivered everything that belongs to it."""
+
+    def __init__(self, rank: int, cluster: VirtualCluster, what: str) -> None:
+        self.rank = rank
+        self.what = what
+        self.undelivered = 0
+        self.done_s = cluster.clock_s[rank]
+        self.waits_for: Counter[str] = Counter()
+        self._cluster = cluster
+
+    def ready(self) -> bool:
+        """See `Work`."""
+        return self.undelivered == 0
+
+    def finish(self) -> None:
+        """Moves the rank's modelled clock on to the work's end."""
+        assert self.ready(), "the cluster resumes a rank only when its work is done"
+        clock = self._cluster.clock_s
+        clock[self.rank] = max(clock[self.rank], self.done_s)
+
+
+@dataclass
+class _Half:
+    """One side of a message, waiting for the other."""
+
+    rank: int
+    peer: int
+    data: torch.Tensor
+    work: VirtualWork
+    posted_s: float
+    waiting_for: str
+
+
+@dataclass
+class _Reduction:
+    """The parts of a backend's own reduction that have been posted."""
+
+    kind: str
+    inputs: dict[int, torch.Tensor]
+    outputs: dict[int, torch.Tensor]
+    works: dict[int, VirtualWork]
+
+
+class VirtualTransport:
+    """See `Transport`; one rank of a `VirtualCluster`."""
+
+    def __init__(self, cluster: VirtualCluster, rank: int) -> None:
+        self.rank = rank
+        self.world_size = cluster.topology.world_size
+        self.device = cluster.device
+        self.nodes = cluster.topology.nodes
+        self.may_post = True
+        self._cluster = cluster
+        self._reductions = 0
+
+    def charge(self, seconds: float) -> None:
+        """Adds local work to this rank's modelled clock."""
+        self._cluster.clock_s[self.rank] += seconds
+
+    def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:
+        """See `Transport`. Counted and timed as a ring; added in rank order, in its own dtype."""
+        return self._reduce("all_reduce", values_N, values_N)
+
+    def reduce_scatter(self, shard_M: torch.Tensor, values_N: torch.Tensor) -> VirtualWork:
+        """See `Transport`. Counted and timed as a ring; added in rank order, in its own dtype."""
+        return self._reduce("reduce_scatter", values_N, shard_M)
+
+    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> VirtualWork:
+        """See `Transport`. Every rank sends directly to every other."""
+        places = gathered.tensor_split(self.world_size)
+        places[self.rank].copy_(own_M)
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        return self._post(
+            "all_gather",
+            [(peer, own_M) for peer in peers],
+            [(peer, places[peer]) for peer in peers],
+            TAG_OF_COLLECTIVES,
+        )
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: list[int],
+        sent_sizes: list[int],
+    ) -> VirtualWork:
+        """See `Transport`. Every rank sends directly to every other."""
+        places, pieces = received.split(received_sizes), sent.split(sent_sizes)
+        places[self.rank].copy_(pieces[self.rank])
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        return self._post(
+            "all_to_all",
+            [(peer, pieces[peer]) for peer in peers],
+            [(peer, places[peer]) for peer in peers],
+            TAG_OF_COLLECTIVES,
+        )
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> VirtualWork:
+        """See `Transport`."""
+        assert tag >= 0, "tags are 0 to 2^31 - 1"
+        return self._post("exchange", sends, receives, tag)
+
+    def _post(
+        self,
+        what: str,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> VirtualWork:
+        assert self.may_post, f"rank {self.rank} posts {what} after it said that it would not"
+        cluster = self._cluster
+        work = VirtualWork(self.rank, cluster, what)
+        for peer, data in receives:
+            if data.numel():
+                cluster.post_half(work, peer, data, tag, is_send=False)
+        for peer, data in sends:
+            if data.numel():
+                cluster.post_half(work, peer, data, tag, is_send=True)
+        return work
+
+    def _reduce(self, kind: str, values_N: torch.Tensor, output: torch.Tensor) -> VirtualWork:
+        assert self.may_post, f"rank {self.rank} posts {kind} after it said that it would not"
+        work = VirtualWork(self.rank, self._cluster, kind)
+        self._cluster.post_reduction(self._reductions, work, values_N, output)
+        self._reductions += 1
+        return work
+
+
+class VirtualCluster:
+    """See the module's docstring.
+
+    Args:
+        world_size: ranks.
+        topology: nodes and links; None for one node whose links take no time.
+        device: where the ranks' tensors live.
+
+    Attributes:
+        transports: one for each rank.
+        link_bytes: (sender, receiver) -> bytes.
+        link_messages: (sender, receiver) -> messages.
+        clock_s: the modelled clock of each rank, in seconds.
+
+    Raises:
+        ConfigError: the topology has another number of ranks.
+
+    Example:
+        >>> cluster = VirtualCluster(2)
+        >>> def swap(transport):
+        ...     peer, own = 1 - transport.rank, torch.tensor([transport.rank])
+        ...     got = torch.empty_like(own)
+        ...     yield transport.exchange([(peer, own)], [(peer, got)], tag=0)
+        ...     return got.item()
+        >>> cluster.run(swap), cluster.link_bytes[0, 1]
+        ([1, 0], 8)
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        topology: Topology | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.topology = topology or Topology((world_size,), NO_TIME, NO_TIME)
+        if self.topology.world_size != world_size:
+            raise ConfigError(
+                "the topology does not fit the number of ranks",
+                expected=f"nodes with {world_size} ranks together",
+                got=self.topology.node_sizes,
+            )
+        self.device = device or torch.device("cpu")
+        self.link_bytes: Counter[tuple[int, int]] = Counter()
+        self.link_messages: Counter[tuple[int, int]] = Counter()
+        self.clock_s = [0.0] * world_size
+        self.transports = [VirtualTransport(self, rank) for rank in range(world_size)]
+        self._halves: dict[tuple[int, int, int, bool], deque[_Half]] = defaultdict(deque)
+        self._matched: list[tuple[float, int, _Half, _Half]] = []
+        self._numbers = count()
+        self._port_free_s: dict[tuple[str, int], float] = defaultdict(float)
+        self._reductions: dict[int, _Reduction] = {}
+
+    @property
+    def modelled_s(self) -> float:
+        """Modelled seconds until the last rank was done."""
+        return max(self.clock_s)
+
+    def sent_bytes(self, rank: int) -> int:
+        """Bytes that a rank has sent, on all its links."""
+        return sum(size for (source, _), size in self.link_bytes.items() if source == rank)
+
+    def run(self, start: Callable[[VirtualTransport], Steps]) -> list[Any]:
+        """Drives one generator for each rank to its end.
+
+        A generator yields works and, at most once, a marker after which it posts nothing more.
+
+        Args:
+            start: makes the generator of the rank whose transport it is given.
+
+        Returns:
+            What each rank's generator returned.
+
+        Raises:
+            CommunicationError: all ranks wait for what nobody sends; two ends of a message differ
+                in length; something was sent that nobody received.
+            MegatronSparseError: the first error that a rank raised.
+        """
+        results: dict[int, Any] = {}
+        waiting: dict[int, VirtualWork] = {}
+        generators = []
+        for transport in self.transports:
+            transport.may_post = True
+            generators.append(start(transport))
+        movable = deque(range(len(generators)))
+        while movable or waiting:
+            while movable:
+                rank = movable.popleft()
+                self._advance(rank, generators[rank], waiting, results)
+            if waiting:
+                movable.extend(self._deliver_next(waiting))
+        self._check_nothing_left()
+        return [results[rank] for rank in range(len(generators))]
+
+    def _advance(
+        self,
+        rank: int,
+        generator: Steps,
+        waiting: dict[int, VirtualWork],
+        results: dict[int, Any],
+    ) -> None:
+        """Runs one rank until it waits for something or ends."""
+        while True:
+            try:
+                outcome = next(generator)
+            except StopIteration as end:
+                results[rank] = end.value
+                return
+            if not isinstance(outcome, VirtualWork):
+                assert self.transports[rank].may_post, "the marker comes once"
+                self.transports[rank].may_post = False
+            elif outcome.ready():
+                outcome.finish()
+            else:
+                waiting[rank] = outcome
+                return
+
+    def post_half(
+        self, work: VirtualWork, peer: int, data: torch.Tensor, tag: int, *, is_send: bool
+    ) -> None:
+        """Takes one side of a message; called by the transports."""
+        rank = work.rank
+        assert peer != rank, "a rank exchanges nothing with itself"
+        assert data.is_contiguous(), "messages are contiguous"
+        waiting_for = f"rank {peer} to {'receive' if is_send else 'send'}"
+        half = _Half(rank, peer, data, work, self.clock_s[rank], waiting_for)
+        work.undelivered += 1
+        work.waits_for[waiting_for] += 1
+        if not is_send:
+            data.view(torch.uint8).fill_(POISON)
+        pair = (rank, peer) if is_send else (peer, rank)
+        others = self._halves[*pair, tag, not is_send]
+        if not others:
+            self._halves[*pair, tag, is_send].append(half)
+            return
+        other = others.popleft()
+        send, receive = (half, other) if is_send else (other, half)
+        if send.data.nbytes != receive.data.nbytes:
+            raise CommunicationError(
+                f"{work.what}: rank {send.rank}'s message to rank {receive.rank} has the wrong "
+                "size",
+                expected=f"{receive.data.nbytes} bytes, which rank {receive.rank} waits for",
+                got=send.data.nbytes,
+                remedy="agree on sizes before the exchange",
+            )
+        posted_s = max(send.posted_s, receive.posted_s)
+        heapq.heappush(self._matched, (posted_s, next(self._numbers), send, receive))
+
+    def post_reduction(
+        self, number: int, work: VirtualWork, values_N: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Takes one rank's part of a backend's own reduction; called by the transports."""
+        reduction = self._reductions.setdefault(number, _Reduction(work.what, {}, {}, {}))
+        for rank, values in reduction.inputs.items():
+            if reduction.kind != work.what or values.nbytes != values_N.nbytes:
+                raise CommunicationError(
+                    f"ranks {rank} and {work.rank} are not in the same collective",
+                    expected=f"{reduction.kind} of {values.nbytes} bytes, as on rank {rank}",
+                    got=f"{work.what} of {values_N.nbytes} bytes",
+                )
+        work.undelivered = 1
+        reduction.inputs[work.rank] = values_N
+        reduction.outputs[work.rank] = output
+        reduction.works[work.rank] = work
+        world = range(self.topology.world_size)
+        missing = [rank for rank in world if rank not in reduction.inputs]
+        for other in reduction.works.values():
+            other.waits_for = Counter(f"rank {rank} to join" for rank in missing)
+        if not missing:
+            del self._reductions[number]
+            self._reduce(reduction)
+
+    def _reduce(self, reduction: _Reduction) -> None:
+        """Adds in rank order; counts and times the steps of a ring over the ranks."""
+        n = self.topology.world_size
+        parts = [reduction.inputs[rank] for rank in range(n)]
+        sum_N = parts[0].clone()
+        for part in parts[1:]:
+            sum_N += part
+        cuts = [sum_N.numel() * piece // n for piece in range(n + 1)]
+        sizes = [(cuts[i + 1] - cuts[i]) * sum_N.element_size() for i in range(n)]
+        scatter = reduction.kind == "reduce_scatter"
+        step_s = 0.0
+        for rank in range(n if n > 1 else 0):
+            after = (rank + 1) % n
+            # In a ring a rank passes on every piece but the one that ends with it (reduce-scatter)
+            # and then every piece but its successor's own (all-gather).
+            sent = sum(sizes) - sizes[rank] + (0 if scatter else sum(sizes) - sizes[after])
+            self.link_bytes[rank, after] += sent
+            self.link_messages[rank, after] += (n - 1) * (1 if scatter else 2)
+            link = self.topology.link(rank, after)
+            step_s = max(step_s, link.alpha_s + link.beta_s * max(sizes))
+        start_s = max(self.clock_s[rank] for rank in range(n))
+        done_s = start_s + step_s * (n - 1) * (1 if scatter else 2)
+        for rank, work in reduction.works.items():
+            own = slice(cuts[rank], cuts[rank + 1]) if scatter else slice(None)
+            reduction.outputs[rank].copy_(sum_N[own])
+            work.undelivered, work.done_s = 0, done_s
+
+    def _deliver_next(self, waiting: dict[int, VirtualWork]) -> list[int]:
+        """Delivers the message that starts first; returns the ranks that can go on."""
+        ready = [rank for rank, work in waiting.items() if work.ready()]
+        while not ready:
+            if not self._matched:
+                raise self._deadlock(waiting)
+            since_s, number, send, receive = heapq.heappop(self._matched)
+            ports = self.topology.ports(send.rank, receive.rank)
+            start_s = max(since_s, *(self._port_free_s[port] for port in ports))
+            if start_s > since_s:
+                heapq.heappush(self._matched, (start_s, number, send, receive))
+                continue
+            self._deliver(send, receive, start_s, ports)
+            ready = [
+                half.rank
+                for half in (send, receive)
+                if half.work.ready() and waiting.get(half.rank) is half.work
+            ]
+        for rank in ready:
+            waiting.pop(rank).finish()
+        return ready
+
+    def _deliver(
+        self, send: _Half, receive: _Half, start_s: float, ports: Sequence[tuple[str, int]]
+    ) -> None:
+        link = self.topology.link(send.rank, receive.rank)
+        sent_s = start_s + link.beta_s * send.data.nbytes
+        for port in ports:
+            self._port_free_s[port] = sent_s
+        receive.data.view(torch.uint8).copy_(send.data.view(torch.uint8))
+        self.link_bytes[send.rank, receive.rank] += send.data.nbytes
+        self.link_messages[send.rank, receive.rank] += 1
+        for half, done_s in ((send, sent_s), (receive, sent_s + link.alpha_s)):
+            half.work.undelivered -= 1
+            half.work.done_s = max(half.work.done_s, done_s)
+            half.work.waits_for[half.waiting_for] -= 1
+
+    def _deadlock(self, waiting: dict[int, VirtualWork]) -> CommunicationError:
+        lines = []
+        for rank, work in sorted(waiting.items()):
+            missing = sorted(what for what, number in (+work.waits_for).items() if number)
+            lines.append(f"rank {rank} ({work.what}) for {', '.join(missing)}")
+        ended = [r for r in range(self.topology.world_size) if r not in waiting]
+        return CommunicationError(
+            "deadlock: every rank waits for something that nobody does",
+            expected="matching sends and receives on all ranks",
+            got="; ".join(lines) + (f"; ranks {ended} have ended" if ended else ""),
+            remedy="look for a rank that takes another branch than its peer",
+        )
+
+    def _check_nothing_left(self) -> None:
+        left = [half for halves in self._halves.values() for half in halves]
+        if left or self._matched or self._reductions:
+            waits = sorted(f"rank {half.rank} waits for {half.waiting_for}" for half in left)
+            raise CommunicationError(
+                "all ranks have ended and left operations behind",
+                expected="every posted operation is waited for and has a counterpart",
+                got="; ".join(waits) or "operations that were not waited for",
+            )

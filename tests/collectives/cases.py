@@ -1,0 +1,118 @@
+"""Buckets, contributions and oracles for the collectives' tests.
+
+Legend: N elements of the bucket, n ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, encode
+from megatron_sparse.recording import Stopwatch
+
+EPOCH = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective on one kind of data.
+
+    `wire` is the dtype of values in messages; `dtype` that of the gradient.
+    """
+
+    scheme: str
+    n: int
+    form: Form = Form.ALL_REDUCE
+    dtype: str = "fp32"
+    wire: str = "fp32"
+    density: float = 0.3
+    numel: int = 240
+    floats: bool = False
+    """Random floats instead of small integers."""
+
+
+def parameters(numel: int) -> list[ParameterSlice]:
+    """Two pruned parameters with a kept one and padding between, where there is room."""
+    if numel < 20:
+        return [ParameterSlice("w", 0, numel)] if numel else []
+    a, b = numel // 2, numel // 2 + 5
+    return [
+        ParameterSlice("w0", 0, a),
+        ParameterSlice("b", a, b, keep=True),
+        ParameterSlice("w1", b + 2, numel),
+    ]
+
+
+def contribution(case: Case, rank: int) -> torch.Tensor:
+    """What a rank sends: zeros where it was pruned; kept and padding elements as selection has.
+
+    Small integers, whose sum over 16 ranks is exact even in bf16, or floats that need rounding.
+    """
+    generator = torch.Generator().manual_seed(1000 * case.n + rank)
+    if case.floats:
+        values = torch.randn(case.numel, generator=generator)
+    else:
+        values = torch.randint(1, 5, (case.numel,), generator=generator).float()
+        values *= torch.randint(0, 2, (case.numel,), generator=generator) * 2 - 1
+    kept = torch.rand(case.numel, generator=generator) < case.density
+    for piece in parameters(case.numel):
+        if piece.keep:
+            kept[piece.start : piece.stop] = True
+    values = (values * kept).to(VALUE_DTYPES[case.wire])
+    return values.to(VALUE_DTYPES[case.dtype])
+
+
+def make_bucket(case: Case, rank: int) -> Bucket:
+    """The bucket that a rank starts from."""
+    grad = contribution(case, rank)
+    return Bucket("b", grad, parameters(case.numel), case.form, case.n)
+
+
+def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message:
+    """The rank's encoded contribution, cut as the planner would have it cut."""
+    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.form))
+    offsets = layout.range_offsets.tolist()
+    nnz_R = torch.tensor(
+        [bucket.grad_N[a:b].count_nonzero() for a, b in itertools.pairwise(offsets)],
+        dtype=torch.int64,
+    )
+    return encode(bucket, layout, nnz_R, case.wire, EPOCH, buffers)
+
+
+def steps_of(case: Case, transport, *, poison: bool = False):
+    """One rank's whole collective: a generator that returns (result, reported bytes).
+
+    With `poison` element 7 is NaN and element 100 infinite.
+    """
+    bucket, buffers, watch = make_bucket(case, transport.rank), MessageBuffers(), Stopwatch()
+    if poison:
+        bucket.grad_N[7], bucket.grad_N[100] = float("nan"), float("inf")
+    scheme = SCHEMES[case.scheme]
+    if scheme.takes is Input.SPARSE:
+        message = make_message(bucket, case, buffers)
+        # Selection may leave anything in the gradient: the message is the contribution.
+        bucket.grad_N.fill_(float("nan"))
+        sent = yield from scheme.run(bucket, message, transport, buffers, watch)
+    else:
+        values = bucket.grad_N
+        if case.wire != case.dtype:
+            values = bucket.grad_N.to(VALUE_DTYPES[case.wire])
+            bucket.grad_N.fill_(float("nan"))
+        sent = yield from scheme.run(bucket, values, EPOCH, transport, buffers, watch)
+    own = slice(None) if case.form is Form.ALL_REDUCE else bucket.shard(transport.rank)
+    return bucket.grad_N[own].clone(), sent
+
+
+def exact_sum(case: Case) -> torch.Tensor:
+    """The sum over all ranks, in fp64."""
+    return sum((contribution(case, r).double() for r in range(case.n)), torch.zeros(case.numel))
+
+
+def numel_for(n: int, numel: int, form: Form) -> int:
+    """At least `numel` elements, and a whole number of shards where the form needs it."""
+    return -(-numel // n) * n if form is Form.REDUCE_SCATTER else numel

@@ -1,0 +1,118 @@
+"""Every scheme on virtual ranks: exact on integers, bit-identical on floats."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.config import SCHEMES as CONFIGURABLE
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import NO_TIME
+from tests.collectives.cases import Case, contribution, exact_sum, numel_for, steps_of
+
+RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
+DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
+BY_FORM = [(name, form) for name in SCHEMES for form in Form if form in SCHEMES[name].forms]
+
+
+def _run(case, topology=None):
+    cluster = VirtualCluster(case.n, topology)
+    outcomes = cluster.run(lambda transport: steps_of(case, transport))
+    return [result for result, _ in outcomes], [sent for _, sent in outcomes], cluster
+
+
+def _assert_exact(case, results):
+    expected = exact_sum(case)
+    if case.form is Form.ALL_REDUCE:
+        for rank, result in enumerate(results):
+            assert torch.equal(result.double(), expected), (case, rank)
+    else:
+        assert torch.equal(torch.cat(results).double(), expected), case
+
+
+def test_the_configuration_offers_every_scheme():
+    assert ("auto", *SCHEMES) == CONFIGURABLE
+
+
+@pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize(("name", "form"), BY_FORM)
+def test_exact_on_small_integers(name, form, n):
+    sizes = [(0, 300), (0.01, 300), (1, 300), (1, 0), (1, 1), (0.5, n), (0.5, n + 1)]
+    kinds = [(*size, *DTYPES[i % 3]) for i, size in enumerate(sizes)]
+    kinds += [(0.3, 300, *dtypes) for dtypes in DTYPES]
+    for density, numel, dtype, wire in kinds:
+        count = numel_for(n, numel, form)
+        case = Case(name, n, form, dtype, wire, density, count)
+        _assert_exact(case, _run(case)[0])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    which=st.sampled_from(BY_FORM),
+    n=st.integers(1, 9),
+    numel=st.integers(0, 5000),
+    density=st.sampled_from((0.0, 0.001, 0.05, 0.2, 0.6, 1.0)),
+    dtypes=st.sampled_from((*DTYPES, ("fp16", "fp16"))),
+)
+def test_exact_for_any_size_and_density(which, n, numel, density, dtypes):
+    """Over a tile of 4096 elements too, and in fp16; no case here was chosen by hand."""
+    name, form = which
+    case = Case(name, n, form, *dtypes, density, numel_for(n, numel, form))
+    _assert_exact(case, _run(case)[0])
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_all_ranks_hold_the_same_bits_and_the_sum_of_floats(name, n):
+    for dtype, wire in DTYPES:
+        case = Case(name, n, Form.ALL_REDUCE, dtype, wire, 0.3, 1000, floats=True)
+        results, _, _ = _run(case)
+        for result in results[1:]:
+            assert torch.equal(result, results[0]), (case, "not bit-identical")
+        # At most n additions of numbers up to sum |x|, each off by half a unit in the last place
+        # of the dtype that partial sums are rounded to (a backend's own bf16 sum and a narrowed
+        # fp32 one: bf16's), and one rounding at the end.
+        magnitude = sum(contribution(case, r).double().abs() for r in range(n))
+        narrow = wire == "bf16" and (dtype == "fp32" or name == "dense")
+        unit = torch.finfo(torch.bfloat16 if narrow else torch.float32).eps
+        last = torch.finfo(results[0].dtype).eps
+        bound = magnitude * (n * unit + last) / 2
+        assert ((results[0].double() - exact_sum(case)).abs() <= bound).all(), case
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "form"), BY_FORM)
+def test_not_a_number_and_infinity_reach_every_rank(name, form, dtype):
+    n, numel = 3, 240
+    case = Case(name, n, form, dtype, dtype, 0.3, numel)
+    cluster = VirtualCluster(n)
+
+    def start(transport):
+        return steps_of(case, transport, poison=transport.rank == 1)
+
+    results = [result for result, _ in cluster.run(start)]
+    whole = results if form is Form.ALL_REDUCE else [torch.cat(results)]
+    for result in whole:
+        assert result[7].isnan()
+        assert result[100] == float("inf")
+        assert result.isnan().sum() == 1
+
+
+UNEVEN = [(3, 2), (1, 4), (4, 4), (2, 2, 2), (3, 1, 2, 2), (5,), (1, 1, 1), (2, 3, 3, 3, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("sizes", UNEVEN)
+def test_the_hierarchy_is_exact_on_nodes_of_any_size(sizes, form):
+    n = sum(sizes)
+    topology = Topology(sizes, NO_TIME, NO_TIME)
+    for (dtype, wire), numel in itertools.product(DTYPES, (300, 1, 0)):
+        count = numel_for(n, numel, form)
+        case = Case("dense_hierarchical", n, form, dtype, wire, 1, count)
+        _assert_exact(case, _run(case, topology)[0])

@@ -1,0 +1,147 @@
+"""The registry, the planner's use of it, and what keeps concurrent collectives apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives.base import tag_of
+from megatron_sparse.compression.schedule import Phase
+from megatron_sparse.config import CompressionConfig, SchemeConfig
+from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import Case, steps_of
+
+
+def _bucket(form=Form.ALL_REDUCE, name="b", numel=1000):
+    return Bucket(name, torch.zeros(numel), [ParameterSlice("w", 0, numel)], form, 4)
+
+
+def _plan(scheme, form, step=5, **values):
+    compression = CompressionConfig(warmup_iters=2, ramp_iters=0, **values)
+    return FixedPlanner(compression, SchemeConfig(name=scheme)).plan_for(_bucket(form), step)
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_planner_plans_every_scheme_by_name(name, form):
+    scheme = SCHEMES[name]
+    if form not in scheme.forms:
+        for step in (0, 5):
+            with pytest.raises(ConfigError, match=f"{name} has no {form} form"):
+                _plan(name, form, step)
+        return
+    plan = _plan(name, form, density=0.01)
+    assert (plan.scheme, plan.phase) == (name, Phase.TARGET)
+    assert plan.density == (1.0 if scheme.takes is Input.DENSE else 0.01)
+    assert plan.sharded == scheme.is_sharded(form)
+    assert _plan(name, form, step=0).scheme == "dense", "the warm-up is the backend's own"
+
+
+def test_messages_are_cut_into_shards_where_a_scheme_sends_shards():
+    sharded = {name for name in SCHEMES if SCHEMES[name].is_sharded(Form.ALL_REDUCE)}
+    assert sharded == {"direct", "ssar_split_ag", "dsar_split_ag", "sparse_ring"}
+    for scheme in SCHEMES.values():
+        assert scheme.is_sharded(Form.REDUCE_SCATTER) == (scheme.takes is Input.SPARSE)
+
+
+def test_tags_differ_in_all_that_ranks_must_agree_on():
+    base = ("b", Form.ALL_REDUCE, 1000, "direct", "fp32", 1)
+    others = [
+        ("c", *base[1:]),
+        (base[0], Form.REDUCE_SCATTER, *base[2:]),
+        (*base[:2], 1004, *base[3:]),
+        (*base[:3], "ssar_rd", *base[4:]),
+        (*base[:4], "bf16", 1),
+        (*base[:5], 2),
+    ]
+    tags = {
+        tag_of(_bucket(form, name, numel), scheme, dtype, epoch)
+        for name, form, numel, scheme, dtype, epoch in [base, *others]
+    }
+    assert len(tags) == len(others) + 1
+    assert all(0 <= tag < 2**31 for tag in tags)
+
+
+SPARSE = [name for name in SCHEMES if SCHEMES[name].takes is Input.SPARSE]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_rank_with_another_bucket_is_refused_before_anything_is_sent(name):
+    cases = [Case(name, 3, numel=numel) for numel in (120, 120, 123)]
+    cluster = VirtualCluster(3)
+    with pytest.raises(CommunicationError, match="rank 2 of the group is not in the same"):
+        cluster.run(lambda transport: steps_of(cases[transport.rank], transport))
+
+
+@pytest.mark.parametrize("name", [n for n in SCHEMES if n.startswith("dense_")])
+def test_dense_ranks_with_another_bucket_never_meet(name):
+    cases = [Case(name, 3, numel=numel) for numel in (120, 120, 123)]
+    cluster = VirtualCluster(3)
+    with pytest.raises(CommunicationError, match="deadlock"):
+        cluster.run(lambda transport: steps_of(cases[transport.rank], transport))
+
+
+def _damaged(cluster, nth):
+    """Flips a bit in the header of the nth pairwise message that carries records."""
+    seen = 0
+    deliver = cluster._deliver
+
+    def tampered(send, receive, start_s, ports):
+        nonlocal seen
+        deliver(send, receive, start_s, ports)
+        data = receive.data.view(torch.uint8)
+        if data.numel() > 64:
+            seen += 1
+            if seen == nth:
+                data[20] ^= 1
+
+    cluster._deliver = tampered
+    return cluster
+
+
+@pytest.mark.parametrize("nth", [1, 2, 4])
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_damaged_record_is_a_typed_error_naming_the_sender(name, nth):
+    case = Case(name, 3, density=0.1, numel=900)
+    cluster = _damaged(VirtualCluster(3), nth)
+    with pytest.raises(WireFormatError, match=r"rank [012]: field checksum"):
+        cluster.run(lambda transport: steps_of(case, transport))
+
+
+class _Liar:
+    """A transport whose rank 1 announces sizes that are too large."""
+
+    def __init__(self, transport):
+        self._transport = transport
+        self._lie = transport.rank == 1
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def all_gather(self, gathered, own):
+        return self._transport.all_gather(gathered, self._changed(own))
+
+    def exchange(self, sends, receives, tag):
+        changed = [
+            (peer, self._changed(data) if data.dtype == torch.int64 else data)
+            for peer, data in sends
+        ]
+        return self._transport.exchange(changed, receives, tag)
+
+    def _changed(self, own):
+        if not self._lie:
+            return own
+        if own.numel() == 1:
+            return own + 2**40
+        return torch.cat([own[:2], own[2:] + 2**40])
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_an_impossible_size_is_refused_before_memory_is_taken(name):
+    case = Case(name, 3, density=0.1, numel=900)
+    with pytest.raises(WireFormatError, match=r"rank 1 announces .* of impossible size"):
+        VirtualCluster(3).run(lambda transport: steps_of(case, _Liar(transport)))

@@ -1,0 +1,184 @@
+"""Every YAML composes, is valid, and says the command that runs it; mistakes are one error."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse import composition
+from megatron_sparse.composition import GROUPS, compose, from_mapping, group_options, load, save
+from megatron_sparse.config import SCHEMES
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron.models import parameter_count
+from megatron_sparse.run_config import RunConfig
+
+CONFIGS = Path(composition.__file__).parent.parent / "configs"
+FILES = sorted(CONFIGS.rglob("*.yaml"))
+COMMAND = re.compile(r"# (?:srun )?python scripts/train\.py (.+)")
+
+
+def test_files_are_those_that_hydra_lists():
+    assert {path.parent.name for path in FILES} == {*GROUPS, "configs"}
+    for group in GROUPS:
+        assert group_options(group) == sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONFIGS)))
+class TestEachFile:
+    """What holds for every one."""
+
+    def test_first_line_is_a_command_that_composes_with_it(self, path):
+        with path.open() as file:
+            found = COMMAND.fullmatch(file.readline().rstrip("\n"))
+        assert found, "the first line must be a comment with the command that runs the file"
+        overrides = shlex.split(found[1])
+        if path.parent != CONFIGS:
+            assert f"{path.parent.name}={path.stem}" in overrides
+        assert isinstance(compose(overrides), RunConfig)
+
+    def test_composes_alone(self, path):
+        overrides = [] if path.parent == CONFIGS else [f"{path.parent.name}={path.stem}"]
+        compose(overrides)
+
+
+def test_defaults():
+    config = compose()
+    assert config.compression.density == 0.01
+    assert config.scheme.name == "auto"
+    assert config.cluster.world_size == 2
+    assert config.data.dir == "data/code"
+
+
+def test_the_documented_command():
+    config = compose(["model=gpt2_xl", "compression=topk99", "scheme=auto", "cluster=perlmutter"])
+    assert (config.model.num_layers, config.model.hidden_size) == (48, 1600)
+    assert config.model.seq_length == 512
+    assert config.training.micro_batch_size == 2
+    assert config.compression.density == 0.01
+    assert config.scheme.name == "auto"
+    assert config.cluster.env["NCCL_NET"] == "AWS Libfabric"
+    assert config.cluster.device == "cuda"
+
+
+def test_every_scheme_has_a_file_of_its_name():
+    assert group_options("scheme") == sorted(SCHEMES)
+    for name in group_options("scheme"):
+        assert compose([f"scheme={name}"]).scheme.name == name
+
+
+def test_pruned_fractions_are_what_the_names_say():
+    for name, pruned in (("topk95", 0.95), ("topk99", 0.99), ("topk999", 0.999)):
+        density = compose([f"compression={name}"]).compression.density
+        assert density == pytest.approx(1 - pruned, rel=1e-9)  # 1 - 0.999 is not 0.001 in binary
+    assert compose(["compression=dense"]).compression.enabled is False
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt2_xl", 1.5), ("starcoder2_3b_28l", 3.3), ("starcoder2_3b_28l_gqa", 2.8)],
+)
+def test_big_models_state_their_parameters(name, billions):
+    model = compose([f"model={name}"]).model
+    text = (CONFIGS / "model" / f"{name}.yaml").read_text()
+    stated = re.search(r"Parameters: (\d+)", text)
+    assert stated
+    assert parameter_count(model) == int(stated[1])
+    # GPT-2 XL's 1.558 B is known as 1.5 B: truncated, not rounded.
+    assert int(parameter_count(model) / 1e8) / 10 == billions
+
+
+def test_the_two_starcoders_differ_in_key_value_heads_only():
+    whole, grouped = (compose([f"model=starcoder2_3b_28l{end}"]).model for end in ("", "_gqa"))
+    assert dataclasses.replace(whole, num_query_groups=2) == grouped
+
+
+def test_quickstart_is_mostly_at_its_target():
+    config = compose(["experiment=quickstart"])
+    compression, training = config.compression, config.training
+    at_target = training.iterations - compression.warmup_iters - compression.ramp_iters
+    assert at_target >= training.iterations / 2
+    assert config.scheme.name == "agsparse"
+    assert training.overlap_grad_reduce
+    # Several buckets, or nothing could overlap.
+    bucket = config.megatron["ddp_bucket_size"]
+    assert parameter_count(config.model, 8192) > 3 * bucket
+
+
+def test_command_line_wins_over_an_experiment():
+    config = compose(["experiment=quickstart", "model=gpt_tiny", "data=prose", "name=mine"])
+    assert config.model.position_embedding_type == "learned_absolute"
+    assert config.data.dir == "data/prose"
+    assert config.name == "mine"
+    assert config.training.iterations == 120
+
+
+def test_nodes_come_from_slurm(monkeypatch):
+    monkeypatch.setenv("SLURM_NNODES", "3")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    for name in ("perlmutter", "infiniband"):
+        cluster = compose([f"cluster={name}"]).cluster
+        assert (cluster.nodes, cluster.ranks_per_node) == (3, 2)
+
+
+def test_free_keys_need_no_plus():
+    config = compose(["megatron.recompute_granularity=full", "cluster.env.NCCL_DEBUG=INFO"])
+    assert config.megatron == {"recompute_granularity": "full"}
+    assert config.cluster.env["NCCL_DEBUG"] == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model=gpt3", ["model has no option 'gpt3'", "gpt2_xl | gpt_tiny"]),
+        ("experiment=quickstat", ["did you mean quickstart?"]),
+        ("compresion=topk99", ["'compresion'", "did you mean compression?"]),
+        ("lr=1", ["'lr'", "did you mean training.lr?"]),
+        ("training.learning_rate=1", ["'training.learning_rate'", "training.lr"]),
+        ("+training.foo=1", ["'training.foo'"]),
+        ("training.lr=fast", ["training.lr has the wrong type", "float"]),
+        ("training.iterations=1.5", ["training.iterations", "int"]),
+        ("training.iterations=null", ["training.iterations"]),
+        ("training=3", ["training"]),
+        ("compression.density=7", ["0 < compression.density <= 1", "7"]),
+        ("scheme.name=ring", ["auto | dense"]),
+        ("model.num_query_groups=3", ["model.num_query_groups does not divide"]),
+        ("name='${nothing}'", ["nothing"]),
+        ("a b", ["'a b'"]),
+        ("model=gpt_tiny,gpt2_xl", ["model=gpt_tiny,gpt2_xl"]),
+    ],
+)
+def test_mistakes_are_one_typed_error(override, words):
+    with pytest.raises(ConfigError) as caught:
+        compose([override])
+    text = str(caught.value)
+    assert "expected:" in text
+    assert "got:" in text
+    for word in words:
+        assert word in text
+
+
+class TestFile:
+    """`config.yaml` in a run's folder."""
+
+    def test_saved_configuration_is_the_same_when_loaded(self, tmp_path):
+        config = compose(["experiment=quickstart", "megatron.rope_fusion=false"])
+        path = tmp_path / "config.yaml"
+        save(config, path, "megatron-sparse train experiment=quickstart")
+        assert load(path) == config
+        assert path.read_text().startswith("# megatron-sparse train experiment=quickstart\n")
+
+    @pytest.mark.parametrize("text", [None, "", "[1]", "a: b: c", "modle: {}", "model: 3"])
+    def test_broken_files_are_one_typed_error(self, tmp_path, text):
+        path = tmp_path / "config.yaml"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.yaml cannot be read|modle|wrong type"):
+            load(path)
+
+    def test_unknown_keys_are_refused(self):
+        with pytest.raises(ConfigError, match=r"'training\.lrr'"):
+            from_mapping({"training": {"lrr": 1}})

@@ -1,0 +1,110 @@
+// The codecs' launchers, unmodified, compiled for the emulator; called from Python through ctypes.
+//
+// Every function returns null or, in thread-local memory, what the emulator had to complain about.
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
+#include <string>
+
+#include "decode.cu"
+#include "encode.cu"
+#include "prune_encode_kernel.cuh"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace megatron_sparse {
+void launch_prune_encode(const EncodeArguments& arguments, const PruneArguments& prune,
+                         void* stream);
+}
+
+namespace {
+
+std::string complaint;
+
+using TileSource = megatron_sparse::PruneSource<megatron_sparse::kFp32, megatron_sparse::kBf16,
+                                                megatron_sparse::Grid::kBf16, true>;
+
+__global__ void prune_tile_kernel(TileSource source, int64_t begin, int length, uint32_t* out) {
+  __shared__ __align__(16) uint32_t raw[megatron_sparse::kPiciTile + TileSource::kVector];
+  source.fill({begin, length, 0}, raw);
+  __syncthreads();
+  for (int p = threadIdx.x; p < length; p += megatron_sparse::kCompactThreads) out[p] = raw[p];
+}
+
+template <class Body>
+const char* guarded(Body body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    complaint = error.what();
+    return complaint.c_str();
+  }
+}
+
+}  // namespace
+
+EXPORT void emulator_schedule(int schedule, uint64_t seed, unsigned resident_blocks,
+                              int multiprocessors) {
+  cuda_emulator::options.schedule = cuda_emulator::Schedule(schedule);
+  cuda_emulator::options.seed = seed;
+  cuda_emulator::options.resident_blocks = resident_blocks;
+  cuda_emulator::options.multiprocessors = multiprocessors;
+}
+
+// Built with AddressSanitizer, marks bytes as out of bounds, or as usable again.
+EXPORT void emulator_poison([[maybe_unused]] const void* from, [[maybe_unused]] size_t bytes,
+                            [[maybe_unused]] int on) {
+#ifdef __SANITIZE_ADDRESS__
+  if (on) {
+    __asan_poison_memory_region(from, bytes);
+  } else {
+    __asan_unpoison_memory_region(from, bytes);
+  }
+#endif
+}
+
+EXPORT int64_t workspace_of_encode(const megatron_sparse::EncodeArguments* arguments) {
+  return megatron_sparse::encode_workspace_bytes(*arguments);
+}
+
+EXPORT int64_t workspace_of_decode(int64_t segment_count) {
+  return megatron_sparse::decode_workspace_bytes(segment_count);
+}
+
+EXPORT const char* encode(const megatron_sparse::EncodeArguments* arguments) {
+  return guarded([&] { megatron_sparse::launch_encode(*arguments, nullptr); });
+}
+
+EXPORT const char* prune_encode(const megatron_sparse::EncodeArguments* arguments,
+                                const megatron_sparse::PruneArguments* prune) {
+  return guarded([&] { megatron_sparse::launch_prune_encode(*arguments, *prune, nullptr); });
+}
+
+EXPORT const char* decode_add(const megatron_sparse::DecodeArguments* arguments) {
+  return guarded([&] { megatron_sparse::launch_decode_add(*arguments, nullptr); });
+}
+
+// One tile that lies at `begin` of a bucket too long for this machine: the bucket's first element
+// is an address that nothing is read from.
+EXPORT const char* prune_tile(const float* grad, uint16_t* residual, uint32_t* out, int64_t begin,
+                              int length, float threshold, float leak, int64_t key) {
+  return guarded([&] {
+    using namespace megatron_sparse;
+    const int64_t ranges[] = {begin, begin + length};
+    const auto moved = [begin](const void* tile, int64_t bytes) {
+      return reinterpret_cast<uintptr_t>(tile) - static_cast<uintptr_t>(begin * bytes);
+    };
+    const TileSource source = {reinterpret_cast<const void*>(moved(grad, 4)),
+                               reinterpret_cast<void*>(moved(residual, 2)),
+                               ranges,
+                               &threshold,
+                               1,
+                               leak,
+                               hash_seed(static_cast<uint64_t>(key), kDrawValue),
+                               hash_seed(static_cast<uint64_t>(key), kDrawResidual)};
+    const cudaLaunchConfig_t config = grid_for(1, 1, kCompactThreads, nullptr);
+    cudaLaunchKernelEx(&config, prune_tile_kernel, source, begin, length, out);
+  });
+}

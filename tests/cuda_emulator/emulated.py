@@ -1,0 +1,315 @@
+"""The CUDA launchers on the CPU: compiles them with the emulator and calls them through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parents[1] / "cuda_ext" / "csrc"
+# Kernels read what they load as raw bits: nvcc promises no aliasing by type either.
+FLAGS = (
+    "-std=c++20", "-O1", "-g1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall",
+    "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-pthread", f"-I{HERE / 'include'}",
+    f"-I{SOURCES}",
+)  # fmt: skip
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DENSE, COO, PICI, BLOCKS, PICI_PAPER, ADAPTIVE = 0, 1, 2, 3, 0x12, 0xFF
+IN_ORDER, REVERSED, RANDOM = range(3)
+GUARD = 64
+"""Bytes before and after every buffer that no kernel may touch."""
+
+
+def find_gxx() -> str | None:
+    """The compiler of the emulator: g++ 11 or newer (std::source_location)."""
+    return shutil.which("g++")
+
+
+def compile_library(folder: Path, extra: Sequence[str] = ()) -> Path:
+    """Builds the shared library; returns its path."""
+
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.name}.o"
+        command = ["g++", *FLAGS, *extra, "-x", "c++", "-c", source, "-o", target]
+        subprocess.run(command, check=True)
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, (SOURCES / "prune_encode.cu", HERE / "codec_api.cpp")))
+    library = folder / "codecs_on_cpu.so"
+    subprocess.run(["g++", "-shared", "-pthread", *extra, *objects, "-o", library], check=True)
+    return library
+
+
+class EncodeArguments(ctypes.Structure):
+    """Mirrors the struct of encode_launch.h."""
+
+    _fields_ = (
+        ("grad", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("grad_dtype", ctypes.c_int),
+        ("value_dtype", ctypes.c_int),
+        ("segment_offsets", ctypes.c_void_p),
+        ("segment_kinds", ctypes.c_void_p),
+        ("segment_count", ctypes.c_int64),
+        ("epoch", ctypes.c_uint32),
+        ("block_size", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("workspace", ctypes.c_void_p),
+        ("segment_bytes", ctypes.c_void_p),
+        ("nnz", ctypes.c_void_p),
+        ("status", ctypes.c_void_p),
+    )
+
+
+class PruneArguments(ctypes.Structure):
+    """Mirrors the struct of prune_launch.h."""
+
+    _fields_ = (
+        ("grad", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("range_offsets", ctypes.c_void_p),
+        ("thresholds", ctypes.c_void_p),
+        ("nnz", ctypes.c_void_p),
+        ("range_count", ctypes.c_int64),
+        ("numel", ctypes.c_int64),
+        ("leak", ctypes.c_float),
+        ("key", ctypes.c_int64),
+        ("grad_dtype", ctypes.c_int),
+        ("residual_dtype", ctypes.c_int),
+        ("wire_dtype", ctypes.c_int),
+    )
+
+
+class DecodeArguments(ctypes.Structure):
+    """Mirrors the struct of decode_launch.h."""
+
+    _fields_ = (
+        ("acc", ctypes.c_void_p),
+        ("acc_numel", ctypes.c_int64),
+        ("message", ctypes.c_void_p),
+        ("message_bytes", ctypes.c_int64),
+        ("segment_offsets", ctypes.c_void_p),
+        ("segment_count", ctypes.c_int64),
+        ("base", ctypes.c_int64),
+        ("value_dtype", ctypes.c_int),
+        ("epoch", ctypes.c_uint32),
+        ("fresh", ctypes.c_bool),
+        ("workspace", ctypes.c_void_p),
+        ("status", ctypes.c_void_p),
+    )
+
+
+class Buffer:
+    """Bytes at a chosen misalignment, between two guards; the content starts as 0xcd."""
+
+    def __init__(self, nbytes: int, content: torch.Tensor | None = None, shift: int = 0) -> None:
+        self._memory = torch.full((nbytes + 2 * GUARD + 256 + shift,), 0xA5, dtype=torch.uint8)
+        first = -(self._memory.data_ptr() + GUARD) % 256 + GUARD + shift
+        self._range = (first, first + nbytes)
+        self.data = self._memory[first : first + nbytes]
+        self.data.fill_(0xCD)
+        if content is not None and nbytes:
+            self.data.copy_(content.contiguous().view(torch.uint8))
+
+    @classmethod
+    def of(cls, content: torch.Tensor, shift_elements: int = 0) -> Buffer:
+        """A copy of a tensor."""
+        size = content.element_size()
+        return cls(content.numel() * size, content, shift_elements * size)
+
+    @property
+    def pointer(self) -> int:
+        """The address of the first byte."""
+        return self._memory.data_ptr() + self._range[0]
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the content."""
+        return torch.frombuffer(bytearray(self.data.numpy().tobytes()), dtype=dtype)
+
+    def guards(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes before and after."""
+        return self._memory[: self._range[0]], self._memory[self._range[1] :]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What an encoder left behind."""
+
+    records: list[bytes]
+    segment_bytes: list[int]
+    nnz: list[int]
+    status: list[int]
+    residual: torch.Tensor | None = None
+
+
+class EmulatorError(Exception):
+    """The emulator refused what a kernel did."""
+
+
+class Codecs:
+    """The launchers of encode, prune_encode and decode_add_."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        for name in ("encode", "prune_encode", "prune_tile", "decode_add"):
+            getattr(self._library, name).restype = ctypes.c_char_p
+        for name in ("workspace_of_encode", "workspace_of_decode"):
+            getattr(self._library, name).restype = ctypes.c_int64
+
+    def schedule(
+        self, order: int, seed: int = 0, resident_blocks: int = 4, multiprocessors: int = 1
+    ) -> None:
+        """Chooses how threads and blocks take turns from now on."""
+        self._library.emulator_schedule(
+            order, ctypes.c_uint64(seed), resident_blocks, multiprocessors
+        )
+
+    def encode(
+        self,
+        grad_N: torch.Tensor,
+        segments: Sequence[int],
+        kinds: Sequence[int],
+        value_dtype: torch.dtype,
+        *,
+        capacity: int,
+        epoch: int = 7,
+        block_size: int = 0,
+        shift: int = 0,
+        prune: dict | None = None,
+    ) -> Encoded:
+        """Runs encode or, with `prune`, prune_encode.
+
+        Args:
+            grad_N: the gradient.
+            segments: offsets that cut it.
+            kinds: what is asked for, one for each segment.
+            value_dtype: of the message's values.
+            capacity: bytes of the output.
+            epoch: the header's.
+            block_size: of blocks, 0 for none.
+            shift: elements by which gradient and residual miss a 256-byte border.
+            prune: residual, ranges, thresholds, leak, key, residual_shift.
+        """
+        grad, out = Buffer.of(grad_N, shift), Buffer(capacity)
+        offsets = Buffer.of(torch.tensor(segments, dtype=torch.int64))
+        wanted = Buffer.of(torch.tensor(kinds, dtype=torch.uint8))
+        count = len(kinds)
+        sizes, nnz, status = Buffer(8 * count), Buffer(8 * count), Buffer(32)
+        buffers = [grad, out, offsets, wanted, sizes, nnz, status]
+        arguments = EncodeArguments(
+            grad.pointer, grad_N.numel(), DTYPE_CODES[grad_N.dtype], DTYPE_CODES[value_dtype],
+            offsets.pointer, wanted.pointer, count, epoch, block_size, out.pointer, capacity, None,
+            sizes.pointer, nnz.pointer, status.pointer,
+        )  # fmt: skip
+        workspace = Buffer(self._library.workspace_of_encode(ctypes.byref(arguments)))
+        arguments.workspace = workspace.pointer
+        buffers.append(workspace)
+        residual = None
+        if prune is None:
+            self._run("encode", buffers, ctypes.byref(arguments))
+        else:
+            residual = Buffer.of(prune["residual"], prune.get("residual_shift", shift))
+            ranges = Buffer.of(torch.tensor(prune["ranges"], dtype=torch.int64))
+            limits = Buffer.of(torch.tensor(prune["thresholds"], dtype=torch.float32))
+            buffers += [residual, ranges, limits]
+            pruning = PruneArguments(
+                None, residual.pointer, ranges.pointer, limits.pointer, None,
+                len(prune["thresholds"]), grad_N.numel(), prune["leak"], prune["key"],
+                DTYPE_CODES[grad_N.dtype], DTYPE_CODES[prune["residual"].dtype],
+                DTYPE_CODES[value_dtype],
+            )  # fmt: skip
+            self._run("prune_encode", buffers, ctypes.byref(arguments), ctypes.byref(pruning))
+        assert torch.equal(grad.read(torch.uint8), _bytes(grad_N)), "the gradient was changed"
+        found = sizes.read(torch.int64).tolist() if count else []
+        records, at = [], 0
+        state = status.read(torch.int64).tolist()
+        for size in found if state[0] == 0 else []:
+            records.append(bytes(out.data[at : at + size].numpy().tobytes()))
+            at += size
+        assert bool((out.data[at:] == 0xCD).all()), "bytes behind the message were written"
+        return Encoded(
+            records,
+            found,
+            nnz.read(torch.int64).tolist() if count else [],
+            state,
+            residual.read(prune["residual"].dtype) if residual and prune else None,
+        )
+
+    def decode_add(
+        self,
+        acc_M: torch.Tensor,
+        message: bytes,
+        segments: Sequence[int],
+        value_dtype: torch.dtype,
+        *,
+        epoch: int = 7,
+        base: int = 0,
+        fresh: bool = False,
+        shift: int = 0,
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Runs decode_add_ on a copy of `acc_M`; returns it and the status."""
+        acc = Buffer.of(acc_M, shift)
+        data = Buffer.of(torch.tensor(list(message), dtype=torch.uint8))
+        offsets = Buffer.of(torch.tensor(segments, dtype=torch.int64))
+        status = Buffer(32)
+        workspace = Buffer(self._library.workspace_of_decode(ctypes.c_int64(len(segments) - 1)))
+        arguments = DecodeArguments(
+            acc.pointer, acc_M.numel(), data.pointer, len(message), offsets.pointer,
+            len(segments) - 1, base, DTYPE_CODES[value_dtype], epoch, fresh,
+            workspace.pointer, status.pointer,
+        )  # fmt: skip
+        buffers = [acc, data, offsets, status, workspace]
+        self._run("decode_add", buffers, ctypes.byref(arguments))
+        return acc.read(torch.float32), status.read(torch.int64).tolist()
+
+    def prune_tile(
+        self,
+        grad_N: torch.Tensor,
+        residual_N: torch.Tensor,
+        begin: int,
+        threshold: float,
+        leak: float,
+        key: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the pruning source on one tile that begins at element `begin` of a bucket.
+
+        fp32 gradient, bf16 residual, bf16 grid, stochastic; returns both afterwards.
+        """
+        grad, residual, out = Buffer.of(grad_N), Buffer.of(residual_N), Buffer.of(grad_N)
+        self._run(
+            "prune_tile", [grad, residual, out], ctypes.c_void_p(grad.pointer),
+            ctypes.c_void_p(residual.pointer), ctypes.c_void_p(out.pointer), ctypes.c_int64(begin),
+            len(grad_N), ctypes.c_float(threshold), ctypes.c_float(leak), ctypes.c_int64(key),
+        )  # fmt: skip
+        return out.read(torch.float32), residual.read(torch.bfloat16)
+
+    def _run(self, name: str, buffers: Sequence[Buffer], *arguments: object) -> None:
+        """Calls a launcher; neither guard of any buffer may be read (under ASan) or written."""
+        guards = [guard for buffer in buffers for guard in buffer.guards()]
+        for guard in guards:
+            self._poison(guard, 1)
+        complaint = getattr(self._library, name)(*arguments)
+        for guard in guards:
+            self._poison(guard, 0)
+        if complaint is not None:
+            raise EmulatorError(complaint.decode())
+        for guard in guards:
+            assert bool((guard == 0xA5).all()), f"{name} wrote outside a buffer"
+
+    def _poison(self, guard: torch.Tensor, on: int) -> None:
+        self._library.emulator_poison(
+            ctypes.c_void_p(guard.data_ptr()), ctypes.c_size_t(guard.numel()), on
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

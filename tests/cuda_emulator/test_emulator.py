@@ -1,0 +1,109 @@
+"""The emulator itself: healthy kernels pass under every schedule, planted bugs are caught."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_emulator.emulated import FLAGS, HERE, compile_library, find_gxx
+
+pytestmark = pytest.mark.skipif(find_gxx() is None, reason="the emulator needs g++")
+
+SCHEDULES = [("0", "0"), ("1", "0"), *(("2", str(seed)) for seed in range(1, 7))]
+
+
+def build(folder: Path, *flags: str) -> Path:
+    program = folder / "emulator_faults"
+    source = HERE / "emulator_faults.cpp"
+    subprocess.run(["g++", *FLAGS, *flags, source, "-o", program], check=True)
+    return program
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("faults"))
+
+
+def outcomes(program: Path, case: str) -> list[str]:
+    """What each schedule came to."""
+    return [
+        subprocess.run(
+            [program, case, *schedule], capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
+        for schedule in SCHEDULES
+    ]
+
+
+@pytest.mark.parametrize(
+    "case", ["reverse", "reverse_warp", "dynamic", "chain", "count", "collectives"]
+)
+def test_healthy_kernels_pass(program: Path, case: str) -> None:
+    assert set(outcomes(program, case)) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("divergent_barrier", "caught: divergent barrier"),
+        ("early_exit", "caught: divergent barrier: a thread has exited"),
+        ("left_out", "caught: wrong mask: it leaves out the calling lane"),
+        ("divergent_collective", "caught: divergent collective"),
+        ("endless_spin", "caught: deadline"),
+        ("missing_barrier", "wrong"),
+        ("missing_warp_barrier", "wrong"),
+        ("uninitialised", "wrong"),
+        ("shuffle_from_outside", "wrong"),
+    ],
+)
+def test_planted_bugs_are_caught_by_every_schedule(program: Path, case: str, message: str) -> None:
+    for outcome in outcomes(program, case):
+        assert outcome.startswith(message)
+
+
+def test_a_lane_missing_from_a_ballot_is_caught(program: Path) -> None:
+    """As a deadlock, or as a mask that names a lane which is gone: whichever comes first."""
+    for outcome in outcomes(program, "divergent_ballot"):
+        assert outcome.startswith(("caught: deadlock", "caught: wrong mask: it names a lane"))
+
+
+def test_a_race_between_blocks_is_caught_by_some_schedule(program: Path) -> None:
+    """Blocks in order never meet; random ones must."""
+    found = outcomes(program, "lost_count")
+    assert found[0] == "ok"
+    assert any(outcome.startswith("wrong: counted") for outcome in found)
+
+
+def test_out_of_bounds_is_caught_by_address_sanitizer(tmp_path: Path) -> None:
+    program = build(tmp_path, "-fsanitize=address")
+    healthy = subprocess.run([program, "reverse", "2", "1"], capture_output=True, text=True)
+    assert healthy.stdout.strip() == "ok", healthy.stderr
+    caught = subprocess.run([program, "out_of_bounds", "0", "0"], capture_output=True, text=True)
+    assert caught.returncode != 0
+    assert "heap-buffer-overflow" in caught.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # minutes under ASan where others share the cores
+def test_codecs_stay_in_bounds_under_address_sanitizer(tmp_path: Path) -> None:
+    """The oracle comparisons again; what no guard sees, reads out of bounds, ASan does."""
+    library = compile_library(tmp_path, ("-fsanitize=address",))
+    runtime = subprocess.run(
+        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    environment = os.environ | {
+        "LD_PRELOAD": runtime,
+        # torch frees at exit what ASan would call leaks.
+        "ASAN_OPTIONS": "detect_leaks=0:log_path=" + str(tmp_path / "report"),
+        "MEGATRON_SPARSE_EMULATED_CODECS": str(library),
+    }
+    tests = [str(HERE / f"test_{op}_emulated.py") for op in ("encode", "decode")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=HERE.parents[1], timeout=800
+    )
+    reports = [path.read_text() for path in tmp_path.glob("report*")]
+    assert done.returncode == 0, done.stdout[-3000:] + "".join(reports)[:3000]

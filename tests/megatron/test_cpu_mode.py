@@ -1,0 +1,221 @@
+"""CPU mode and the repairs of Megatron, each in a process of its own: neither can be undone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sparse.errors import HostError
+from megatron_sparse.megatron import cpu_mode, repairs
+from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 3
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_cuda_calls_are_answered_by_the_cpu():
+    out = python(
+        "import torch\n"
+        "from megatron_sparse.megatron import cpu_mode\n"
+        "cpu_mode.enable()\n"
+        "cpu_mode.enable()  # idempotent\n"
+        "assert not torch.cuda.is_available()\n"
+        "device = torch.cuda.current_device()\n"
+        "made = [torch.zeros(2, device='cuda'), torch.zeros(2, device=device),\n"
+        "        torch.zeros(2, device=torch.device('cuda', 0)), torch.zeros(2).cuda(),\n"
+        "        torch.zeros(2).to('cuda:0'), torch.zeros(2).to(device=0),\n"
+        "        torch.nn.Linear(2, 2).cuda(device).weight]\n"
+        "assert {x.device.type for x in made} == {'cpu'}\n"
+        "assert torch.zeros(2).type() == 'torch.cuda.FloatTensor'\n"
+        "assert torch.zeros(2).type(torch.float64).dtype == torch.float64\n"
+        "assert torch.zeros(2).to(torch.bfloat16).dtype == torch.bfloat16\n"
+        "with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "    torch.cuda.current_stream().wait_event(None)\n"
+        "torch.cuda.synchronize()\n"
+        "state = torch.cuda.get_rng_state()\n"
+        "first = torch.rand(3)\n"
+        "torch.cuda.set_rng_state(state)\n"
+        "assert torch.equal(first, torch.rand(3)), 'the CPU generator stands in for the GPU one'\n"
+        "print('done')\n"
+    )
+    assert out == "done\n"
+
+
+def test_it_has_to_come_before_megatron():
+    out = python(
+        "import megatron.core\n"
+        "from megatron_sparse.errors import HostError\n"
+        "from megatron_sparse.megatron import cpu_mode\n"
+        "try:\n    cpu_mode.enable()\nexcept HostError as error:\n    print(error)\n"
+    )
+    assert "CPU mode came too late" in out
+    assert "before anything imports megatron" in out
+
+
+def test_training_needs_the_mode_first():
+    with pytest.raises(HostError, match="not enabled"):
+        cpu_mode.enable_training()
+
+
+def test_a_machine_with_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(HostError, match="CUDA_VISIBLE_DEVICES"):
+        cpu_mode.enable()
+
+
+@pytest.mark.parametrize("symbol", ["torch.cuda.no_such_function", "no_such_module.function"])
+def test_a_missing_symbol_is_named(symbol):
+    patch = cpu_mode.Patch(symbol, lambda original: original, "the test")
+    with pytest.raises(HostError) as caught:
+        cpu_mode._apply([patch])
+    assert symbol in str(caught.value)
+    assert "the test" in str(caught.value)
+
+
+def test_every_patched_symbol_is_there_and_says_who_needs_it():
+    for patch in cpu_mode.CORE_PATCHES:
+        owner, _, name = patch.symbol.rpartition(".")
+        assert hasattr(sys.modules[owner], name), patch.symbol
+        assert len(patch.needed_by) > 10
+    assert len({patch.symbol for patch in cpu_mode.CORE_PATCHES}) == len(cpu_mode.CORE_PATCHES)
+
+
+def test_training_patches_are_applied_once():
+    out = python(
+        "from megatron_sparse.megatron import cpu_mode\n"
+        "cpu_mode.enable()\n"
+        "cpu_mode.enable_training()\n"
+        "import megatron.training.training as host\n"
+        "from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as optimizer\n"
+        "before = host.initialize_megatron, optimizer.load_state_dict, optimizer.state_dict\n"
+        "assert before[0].keywords == {'allow_no_cuda': True}\n"
+        "cpu_mode.enable_training()\n"
+        "after = host.initialize_megatron, optimizer.load_state_dict, optimizer.state_dict\n"
+        "assert before == after\n"
+        "print('done')\n"
+    )
+    assert out.endswith("done\n")
+
+
+class TestIndexBuilder:
+    """The wheel has no Makefile, a checkout of Megatron has."""
+
+    def test_it_is_compiled_only_where_the_source_is(self, tmp_path):
+        calls = []
+        repaired = repairs.unless_built(lambda: calls.append("make"), tmp_path)
+        (tmp_path / "helpers_cpp.cpython-312.so").touch()
+        repaired()
+        assert calls == []
+        (tmp_path / "Makefile").touch()
+        repaired()
+        assert calls == ["make"]
+
+    def test_an_installation_without_it_is_one_typed_error(self, tmp_path):
+        with pytest.raises(HostError, match="not built"):
+            repairs.unless_built(lambda: None, tmp_path)()
+
+
+def _resume_each_way(rank, world_size, folder):
+    """Resumes a run on the distributed optimizer with all repairs, and with each one left out.
+
+    Returns by what was left out ("nothing" too): the weights of the run that went on, those of the
+    one that was resumed, and the error that resuming raised, if any.
+    """
+    cpu_mode.enable()
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    host = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+    results = {}
+    for left_out in ("nothing", "with_state", "without_grad", "with_own_steps"):
+        DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict = host
+        repair = getattr(repairs, left_out, None)
+        if repair is not None:
+            setattr(repairs, left_out, lambda function: function)
+        repairs.apply()
+        results[left_out] = _resume(rank, f"{folder}/{left_out}")
+        if repair is not None:
+            setattr(repairs, left_out, repair)
+    return results
+
+
+def _resume(rank, folder):
+    """Trains, saves, trains on; then goes on from what was saved, in a new model."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_sparse.megatron.small_gpt import SmallGPT
+
+    def sharded(toy: SmallGPT, is_loading: bool):
+        model = toy.ddp.module.sharded_state_dict()
+        metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+        optimizer = toy.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
+        return {"model": model, "optimizer": optimizer}
+
+    if rank == 0:
+        Path(folder).mkdir()
+    torch.distributed.barrier()
+    setting = SmallGPTConfig(distributed_optimizer=True)
+    toy = SmallGPT(setting)
+    for _ in range(STEPS):
+        toy.step()
+    dist_checkpointing.save(sharded(toy, False), folder)
+    batches = [toy.batch() for _ in range(STEPS)]
+    for batch in batches:
+        toy.step(batch)
+
+    resumed = SmallGPT(setting, seed=8)
+    try:
+        state = dist_checkpointing.load(sharded(resumed, True), folder)
+        resumed.ddp.module.load_state_dict(state["model"])
+        resumed.optimizer.load_state_dict(state["optimizer"])
+    except (AssertionError, RuntimeError) as error:
+        return None, None, f"{type(error).__name__}: {error}"
+    for batch in batches:
+        resumed.step(batch)
+    return toy.weights(), resumed.weights(), None
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    return run_ranks(_resume_each_way, 2, str(tmp_path_factory.mktemp("saved")), timeout_s=280)
+
+
+class TestDistributedOptimizer:
+    """Resuming with torch's Adam: right with the three repairs, wrong without any one of them."""
+
+    def test_a_resumed_run_has_the_same_weights_bit_for_bit(self, resumed):
+        for rank in resumed:
+            whole, again, error = rank["nothing"]
+            assert error is None
+            assert torch.equal(whole, again)
+
+    def test_without_state_a_fresh_optimizer_cannot_load(self, resumed):
+        for rank in resumed:
+            assert rank["with_state"][2].startswith("AssertionError")
+
+    def test_with_gradients_leaves_cannot_be_written(self, resumed):
+        for rank in resumed:
+            assert "leaf Variable" in rank["without_grad"][2]
+
+    def test_with_a_shared_step_the_numbers_are_others(self, resumed):
+        for rank in resumed:
+            whole, again, error = rank["with_own_steps"]
+            assert error is None
+            assert not torch.equal(whole, again)

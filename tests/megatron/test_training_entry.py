@@ -1,0 +1,313 @@
+"""From a configuration to Megatron's `pretrain`: flags, models, launcher, failing ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sparse import launch
+from megatron_sparse.composition import compose, group_options
+from megatron_sparse.errors import CheckpointError, ConfigError, DatasetError
+from megatron_sparse.megatron import arguments, cpu_mode, training
+from megatron_sparse.megatron.models import parameter_count
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = str(ROOT / "scripts/train.py")
+VOCABULARY = 8192
+SMALL = (
+    "data=mock", "data.vocab_size=512", "data.num_workers=0", "model.num_layers=2",
+    "model.hidden_size=64", "model.seq_length=32", "training.iterations=3",
+    "training.lr_warmup_iters=1", "training.log_interval=1", "cluster.device=cpu",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parser():
+    training.silence_known_noise()
+    return arguments.megatron_parser()
+
+
+def pairs(words: list[str]) -> dict[str, list[str]]:
+    """The values of each flag."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            found[word] = []
+        else:
+            found[list(found)[-1]].append(word)
+    return found
+
+
+class TestFlags:
+    """The `megatron:` section against Megatron's own parser."""
+
+    def line(self, parser, passed, **derived):
+        return pairs(arguments.command_line(derived, passed, parser))
+
+    def test_keys_become_flags(self, parser):
+        passed = {
+            "num_layers": 3,
+            "lr": 1e-4,
+            "swiglu": True,
+            "data_path": ["0.5", "a", "0.5", "b"],
+        }
+        assert self.line(parser, passed) == {
+            "--num-layers": ["3"], "--lr": ["0.0001"], "--swiglu": [],
+            "--data-path": ["0.5", "a", "0.5", "b"],
+        }  # fmt: skip
+
+    def test_false_takes_the_no_form_where_there_is_one(self, parser):
+        assert self.line(parser, {"bias_gelu_fusion": False}) == {"--no-bias-gelu-fusion": []}
+        with pytest.raises(ConfigError, match="--no-swiglu"):
+            self.line(parser, {"swiglu": False})
+
+    def test_what_is_passed_overrides_what_is_derived(self, parser):
+        assert self.line(parser, {"lr": 2}, lr=1, seed=3) == {"--lr": ["2"], "--seed": ["3"]}
+
+    def test_a_derived_flag_is_taken_back(self, parser):
+        assert self.line(parser, {"lr": None}, lr=1) == {}
+        assert self.line(parser, {"overlap_grad_reduce": False}, overlap_grad_reduce=True) == {}
+        assert self.line(parser, {"rope_fusion": True}, no_rope_fusion=True) == {}
+
+    def test_both_spellings_of_a_key(self, parser):
+        assert self.line(parser, {"num-layers": 3}) == {"--num-layers": ["3"]}
+
+    @pytest.mark.parametrize(
+        ("passed", "words"),
+        [
+            ({"num_layer": 3}, "num_layers"),
+            ({"no_such_thing_at_all": 1}, "no flag of Megatron-LM"),
+            ({"num_layers": "many"}, "--num-layers: invalid int"),
+            ({"num_layers": True}, "megatron.num_layers does not take"),
+            ({"swiglu": 3}, "true or false"),
+            ({"num_layers": [1, 2]}, "Megatron refuses a flag"),
+            ({"num_layers": {"a": 1}}, "megatron.num_layers"),
+            ({"position_embedding_type": "alibi"}, "invalid choice"),
+        ],
+    )
+    def test_mistakes_are_typed(self, parser, passed, words):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            self.line(parser, passed)
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.parametrize("model", group_options("model"))
+    def test_megatron_takes_what_every_model_derives(self, parser, model, device, tmp_path):
+        config = compose([f"model={model}", "training.eval_interval=5", f"cluster.device={device}",
+                          "training.precision=bf16", "training.use_distributed_optimizer=true",
+                          "training.save_interval=10", "tracking.wandb_entity=me"])  # fmt: skip
+        derived = arguments.derived_flags(
+            config, tmp_path, vocab_size=VOCABULARY, data_prefix=Path("data/code/text")
+        )
+        parsed = parser.parse_args(arguments.command_line(derived, {}, parser))
+        model_config = config.model
+        assert parsed.num_layers == model_config.num_layers
+        assert parsed.seq_length == model_config.seq_length
+        assert parsed.group_query_attention is (
+            model_config.query_groups < model_config.num_attention_heads
+        )
+        assert parsed.distributed_backend == {"cpu": "gloo", "cuda": "nccl"}[device]
+        assert parsed.bf16
+        assert parsed.overlap_grad_reduce
+        assert parsed.use_distributed_optimizer
+        assert parsed.data_path == ["data/code/text"]
+        assert parsed.save == str(tmp_path / "checkpoints")
+        assert parsed.load is None
+        assert parsed.tensorboard_dir == str(tmp_path / "tensorboard")
+        assert (parsed.wandb_save_dir, parsed.wandb_entity) == (str(tmp_path), "me")
+        assert (parsed.eval_interval, parsed.eval_iters) == (5, 10)
+
+    def test_checkpoints_and_dashboards_are_asked_for_only_when_wanted(self, tmp_path):
+        config = compose(["tracking=off", "data=mock", "cluster.device=cpu",
+                          "training.precision=fp32", "training.load=elsewhere"])  # fmt: skip
+        flags = arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
+        assert not {"save", "tensorboard_dir", "wandb_project", "data_path"} & set(flags)
+        assert flags["mock_data"] is True
+        assert flags["eval_iters"] == 0
+        assert flags["load"] == "elsewhere"
+        own = tmp_path / arguments.CHECKPOINTS
+        own.mkdir()
+        (own / arguments.TRACKER).write_text("10")
+        flags = arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
+        assert flags["load"] == str(own), "a resumed run goes on from its own"
+
+    def test_nothing_to_load(self, tmp_path):
+        with pytest.raises(CheckpointError, match="no checkpoint to load"):
+            arguments.check_load(compose([f"training.load={tmp_path}"]))
+
+
+class TestData:
+    """Where the vocabulary and the dataset come from."""
+
+    def test_mock_and_prefix(self, tmp_path):
+        assert training.find_data(compose(["data=mock"])) == (8192, None)
+        prefix = tmp_path / "text.v1"
+        overrides = ["data.dir=null", f"data.prefix={prefix}", "data.vocab_size=1000"]
+        with pytest.raises(DatasetError, match=r"text\.v1\.idx"):
+            training.find_data(compose(overrides))
+        (tmp_path / "text.v1.idx").touch()
+        assert training.find_data(compose(overrides)) == (1000, prefix)
+        assert training.find_data(compose([*overrides, "model.vocab_size=2000"]))[0] == 2000
+        with pytest.raises(ConfigError, match="smaller than the data's"):
+            training.find_data(compose([*overrides, "model.vocab_size=999"]))
+
+    def test_a_missing_corpus_says_how_to_make_it(self, tmp_path):
+        with pytest.raises(DatasetError, match="--kind code"):
+            training.find_data(compose([f"data.dir={tmp_path}/none"]))
+
+
+def test_loss_is_the_sum_over_tokens_that_count():
+    from megatron_sparse.megatron.batches import loss_function
+
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    losses = torch.tensor([[1.0, 100.0], [2.0, 4.0]], dtype=torch.bfloat16, requires_grad=True)
+    loss, n_tokens, logged = loss_function(mask, losses)
+    assert loss.dtype == torch.float32
+    assert (loss.item(), n_tokens.item()) == (7.0, 3)
+    assert n_tokens.dtype == torch.int32
+    assert logged["lm loss"].tolist() == [7.0, 3.0]
+    loss.backward()
+    assert losses.grad.tolist() == mask.tolist()
+
+
+def _real_counts(rank, world_size):
+    """Parameters of Megatron's own models, which are made on the meta device."""
+    cpu_mode.enable()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import parse_args, validate_args
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    # What Megatron makes on the GPU goes to the meta device: 3.3 B parameters take no memory.
+    cpu_mode._CPU = torch.device("meta")
+    counts = {}
+    for name in group_options("model"):
+        config = compose([f"model={name}", "cluster.device=cpu", "cluster.ranks_per_node=1",
+                          "training.precision=fp32", "tracking=off"])  # fmt: skip
+        derived = arguments.derived_flags(
+            config, Path("unused"), vocab_size=config.model.vocab_size or VOCABULARY,
+            data_prefix=None,
+        )  # fmt: skip
+        sys.argv[1:] = arguments.command_line(derived, {}, arguments.megatron_parser())
+        parsed = parse_args()
+        validate_args(parsed)
+        model_config = gpt_config_from_args(parsed)
+        builder = model_config.get_builder_cls()(model_config)
+        model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
+        counts[name] = sum(parameter.numel() for parameter in model.parameters())
+    return counts
+
+
+def test_parameter_count_is_that_of_megatrons_models():
+    """Every model of `configs/model`, the big ones too."""
+    (counts,) = run_ranks(_real_counts, 1)
+    expected = {
+        name: parameter_count(compose([f"model={name}"]).model, VOCABULARY)
+        for name in group_options("model")
+    }
+    assert counts == expected
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "SLURM_", "WANDB_"))}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=240,
+        env=clean | {"OMP_NUM_THREADS": "1"} | environment,
+    )  # fmt: skip
+
+
+class TestLauncher:
+    """How a rank that fails comes out: once, with the right code, and soon."""
+
+    def launch(self, monkeypatch, tmp_path, failure: str) -> int:
+        monkeypatch.setattr(launch, "WORKER", "tests.megatron.failing_worker")
+        monkeypatch.setenv("FAILURE", failure)
+        monkeypatch.chdir(ROOT)
+        for name in ("RANK", "SLURM_PROCID"):
+            monkeypatch.delenv(name, raising=False)
+        before = dict(os.environ)
+        config = compose([*SMALL, "name=failing", f"runs_dir={tmp_path}"])
+        code = launch.run(config, "command")
+        assert dict(os.environ) == before, "a multirun's next run starts clean"
+        return code
+
+    def test_a_typed_error_is_its_message_and_code(self, monkeypatch, tmp_path, capfd):
+        assert self.launch(monkeypatch, tmp_path, "typed") == 3
+        captured = capfd.readouterr()
+        assert captured.err.strip() == (
+            "error: rank 1 is silent\n  expected: an answer\n  got:      none"
+        )
+        assert "2 ranks on cpu (gloo)" in captured.out
+
+    def test_a_crash_shows_the_end_of_its_log(self, monkeypatch, tmp_path, capfd):
+        assert self.launch(monkeypatch, tmp_path, "crash") == 1
+        err = capfd.readouterr().err
+        assert err.startswith("error: rank 0 failed: ZeroDivisionError: in the middle of it")
+        assert "failing_worker.py" in err, "the traceback of the rank"
+        assert "ChildFailedError" not in err
+
+    def test_a_killed_rank(self, monkeypatch, tmp_path, capfd):
+        assert self.launch(monkeypatch, tmp_path, "kill") == 128 + 9
+        assert "error: rank 0 failed: Signal 9 (SIGKILL)" in capfd.readouterr().err
+
+
+class TestRuns:
+    """Real runs of two ranks, plain Megatron; those with the plugin are in test_pretrain."""
+
+    @pytest.mark.parametrize(
+        "parallel",
+        [
+            ["training.tensor_parallel=2", "model.num_query_groups=2"],
+            ["training.pipeline_parallel=2", "tracking=default", "tracking.wandb=offline"],
+        ],
+        ids=["tensor", "pipeline"],
+    )
+    def test_model_parallel(self, tmp_path, parallel):
+        """Each rank has its part of the batch; dashboards write into the run's folder."""
+        done = run(
+            TRAIN, *SMALL, "tracking=off", "plugin=false", "training.eval_interval=3",
+            "training.eval_iters=1", "name=it", f"runs_dir={tmp_path}", *parallel,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
+        assert len(losses) == 3
+        # A model that knows nothing says log(512) = 6.24; an untrained one is within a tenth of it.
+        assert losses[0] == pytest.approx(6.24, abs=0.1)
+        assert "validation loss at iteration 3" in done.stdout
+        assert done.stderr == ""
+        tracked = "tracking=default" in parallel
+        assert bool(list(tmp_path.glob("it/tensorboard/events*"))) is tracked
+        assert bool(list(tmp_path.glob("it/wandb/offline-run-*/*.wandb"))) is tracked
+
+    def test_what_only_megatron_sees_is_one_error(self, tmp_path):
+        done = run(TRAIN, *SMALL, "tracking=off", f"runs_dir={tmp_path}",
+                   "megatron.overlap_param_gather=true")  # fmt: skip
+        assert done.returncode == 2
+        assert done.stderr.count("error:") == 1
+        assert "--overlap-param-gather only supported with" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_torchrun_starts_it_too(self, tmp_path):
+        """Rank 0 makes the folder, the others wait for it; a mistake is said once."""
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN)
+        common = (*SMALL, "tracking=off", "plugin=false", f"runs_dir={tmp_path}", "name=it")
+        done = run(*torchrun, *common)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "iteration        3/       3" in done.stdout
+        assert (tmp_path / "it" / launch.CONFIG_FILE).is_file()
+
+        done = run(*torchrun, *common, "data.mock=false", "data.vocab_size=null", "data.dir=none")
+        assert done.returncode != 0
+        assert done.stderr.count("error: there is no corpus in none") == 1
+        assert not (tmp_path / "it.1").exists()
+
+        done = run(*torchrun, *common, "cluster.ranks_per_node=4")
+        assert "2 ranks were started" in done.stderr

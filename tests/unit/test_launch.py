@@ -1,0 +1,169 @@
+"""The launcher: the run's folder, the environment of the ranks, Slurm's variables."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sparse import launch
+from megatron_sparse.composition import compose, load
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron import arguments
+from megatron_sparse.run_config import RunConfig
+
+TASK = {
+    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_JOB_ID": "12345", "MASTER_ADDR": "n0",
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    return compose(["data=mock", "name=mine", f"runs_dir={tmp_path}"])
+
+
+def checkpoint(run_dir: Path) -> None:
+    folder = run_dir / arguments.CHECKPOINTS
+    folder.mkdir()
+    (folder / arguments.TRACKER).write_text("10")
+
+
+class TestRunDir:
+    """What becomes of an earlier run of the same name."""
+
+    def test_it_holds_the_configuration_and_the_command(self, config, tmp_path):
+        run_dir = launch.make_run_dir(config, "the command")
+        assert run_dir == tmp_path / "mine"
+        assert load(run_dir / launch.CONFIG_FILE) == config
+        assert (run_dir / launch.CONFIG_FILE).read_text().startswith("# the command\n")
+
+    def test_never_moves_every_earlier_run_aside(self, config, tmp_path, capsys):
+        for number in range(3):
+            launch.make_run_dir(config, f"run {number}")
+        texts = [
+            (tmp_path / name / launch.CONFIG_FILE).read_text().splitlines()[0]
+            for name in ("mine.1", "mine.2", "mine")
+        ]
+        assert texts == ["# run 0", "# run 1", "# run 2"]
+        assert "mine.2" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("resume", ["auto", "must"])
+    def test_a_run_with_a_checkpoint_goes_on(self, config, tmp_path, resume):
+        checkpoint(launch.make_run_dir(config, "first"))
+        (tmp_path / "mine" / "breakdown.jsonl").write_text("kept")
+        again = dataclasses.replace(config, resume=resume)
+        assert launch.make_run_dir(again, "second") == tmp_path / "mine"
+        assert (tmp_path / "mine" / "breakdown.jsonl").read_text() == "kept"
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+    def test_without_a_checkpoint_auto_starts_anew_and_must_fails(self, config, tmp_path):
+        launch.make_run_dir(config, "first")
+        with pytest.raises(ConfigError, match="cannot be resumed"):
+            launch.make_run_dir(dataclasses.replace(config, resume="must"), "second")
+        assert not (tmp_path / "mine.1").exists()
+        launch.make_run_dir(dataclasses.replace(config, resume="auto"), "third")
+        assert (tmp_path / "mine.1").is_dir()
+
+    def test_a_folder_that_is_no_run_is_left_alone(self, config, tmp_path):
+        (tmp_path / "mine").mkdir()
+        launch.make_run_dir(config, "an empty one will do")
+        (tmp_path / "mine" / launch.CONFIG_FILE).unlink()
+        (tmp_path / "mine" / "thesis.tex").write_text("precious")
+        with pytest.raises(ConfigError, match="not the folder of a run"):
+            launch.make_run_dir(config, "command")
+        assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
+
+    def test_a_disk_that_refuses_is_one_typed_error(self, config, tmp_path):
+        (tmp_path / "file").write_text("")
+        nowhere = dataclasses.replace(config, runs_dir=str(tmp_path / "file"))
+        with pytest.raises(ConfigError, match="cannot be made"):
+            launch.make_run_dir(nowhere, "command")
+
+
+class TestDecide:
+    """What `auto` stands for."""
+
+    @pytest.mark.parametrize(
+        ("gpus", "device", "precision"),
+        [(0, "cpu", "fp32"), (1, "cpu", "fp32"), (2, "cuda", "bf16")],
+    )
+    def test_auto_takes_gpus_where_each_rank_has_one(
+        self, config, monkeypatch, gpus, device, precision
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        decided = launch.decide(config)
+        assert decided.cluster.device == device
+        assert decided.training.precision == precision
+
+    def test_what_is_said_is_kept(self, config, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        said = dataclasses.replace(
+            config,
+            cluster=dataclasses.replace(config.cluster, device="cpu"),
+            training=dataclasses.replace(config.training, precision="bf16"),
+        )
+        assert launch.decide(said) == said
+
+    def test_too_few_gpus(self, config, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        wanted = dataclasses.replace(config.cluster, device="cuda")
+        with pytest.raises(ConfigError, match=r"ranks_per_node=1"):
+            launch.decide(dataclasses.replace(config, cluster=wanted))
+
+
+class TestEnvironment:
+    """What each rank finds in its environment."""
+
+    def on(self, config: RunConfig, device: str, **env: str) -> dict[str, str]:
+        cluster = dataclasses.replace(config.cluster, device=device, env=env)
+        return launch.rank_environment(dataclasses.replace(config, cluster=cluster))
+
+    def test_cpu_ranks_see_no_gpu(self, config, monkeypatch):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        assert self.on(config, "cpu")["CUDA_VISIBLE_DEVICES"] == ""
+        assert "CUDA_VISIBLE_DEVICES" not in self.on(config, "cuda")
+
+    def test_the_users_own_variables_win(self, config, monkeypatch):
+        monkeypatch.setenv("NCCL_DEBUG", "WARN")
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        found = self.on(config, "cuda", NCCL_DEBUG="INFO", NCCL_NET="x")
+        assert (found["NCCL_DEBUG"], found["NCCL_NET"]) == ("WARN", "x")
+        assert found["OMP_NUM_THREADS"] == "1"
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert self.on(config, "cuda")["OMP_NUM_THREADS"] == "3"
+
+
+class TestSlurm:
+    """Which processes of Slurm's are ranks."""
+
+    def test_a_task_of_srun_is_a_rank(self):
+        assert launch.slurm_ranks(TASK) == {
+            "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_PORT": "22345",
+        }  # fmt: skip
+
+    def test_a_port_of_the_users_is_kept(self):
+        assert launch.slurm_ranks(TASK | {"MASTER_PORT": "1"})["MASTER_PORT"] == "1"
+
+    def test_others_are_not(self):
+        batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}
+        assert launch.slurm_ranks(batch_script) == {}
+        assert launch.slurm_ranks(TASK | {"SLURM_STEP_NUM_TASKS": "1"}) == {}
+        assert launch.slurm_ranks(TASK | {"RANK": "0"}) == {}
+        assert launch.slurm_ranks({}) == {}
+
+    def test_an_address_is_asked_for(self):
+        task = {key: value for key, value in TASK.items() if key != "MASTER_ADDR"}
+        with pytest.raises(ConfigError, match="scontrol show hostnames"):
+            launch.slurm_ranks(task)
+
+
+def test_the_summary_says_when_the_target_is_reached(config):
+    quick = compose(["experiment=quickstart", "cluster.device=cpu"])
+    text = launch.describe(quick, 8192, Path("runs/quickstart"))
+    assert "2.4 M parameters, 2 ranks on cpu (gloo)" in text
+    assert "density 0.01 from iteration 51 on" in text
+    plain = dataclasses.replace(quick, plugin=False)
+    assert "plain Megatron" in launch.describe(plain, 8192, Path("runs/quickstart"))
