@@ -1,4 +1,4 @@
-"""A pretraining script in the manner of Megatron-LM's `pretrain_gpt.py`, with the plugin's two lines.
+"""Pretraining in the manner of Megatron-LM's `pretrain_gpt.py`, with the plugin's two lines.
 
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --num-layers 24 --hidden-size 1024 ...
 

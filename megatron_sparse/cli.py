@@ -6,6 +6,7 @@ command ends here: its message on stderr, its exit code, no traceback.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -142,6 +143,26 @@ def prune(
         threads=threads,
     )
     raise typer.Exit(1 if any(row["wrong"] for row in rows) else 0)
+
+
+@bench.command(help="The plugin's own cost: dense through it against Megatron alone, in pairs.")
+def overhead(
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 2,
+    warmup: Annotated[int, typer.Option(min=0, help="Pairs that are not timed.")] = 3,
+    iters: Annotated[int, typer.Option(min=2, help="Pairs that are timed.")] = 20,
+    json: JsonFile = None,
+) -> None:
+    """Exits with the launch's code."""
+    import subprocess
+
+    # gloo on loopback, one thread a rank, no compilation: what `train` sets for a local run too.
+    local = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(ranks), "-m", "megatron_sparse.megatron.overhead", "--warmup", str(warmup),
+        "--iters", str(iters), *(["--json", str(json)] if json else []),
+    ]  # fmt: skip
+    raise typer.Exit(subprocess.run(command, env=local | os.environ, check=False).returncode)
 
 
 def parse_size(option: str, text: str) -> int:

@@ -22,7 +22,6 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -113,18 +112,8 @@ def _put(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
 
-def _without_device_ids(barrier: Callable[..., Any]) -> Callable[..., Any]:
-    def gloo_barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        return barrier(group=group, async_op=async_op)
-
-    return gloo_barrier
-
-
 _STREAM = _Stream()
-_PROPERTIES = SimpleNamespace(
-    name="cpu", major=8, minor=0, total_memory=2**34, multi_processor_count=1
-)
-_AMPERE = "the oldest GPU that Megatron allows bf16 on"
+_PROPERTIES = SimpleNamespace(name="cpu", major=8, minor=0)
 
 CORE_PATCHES = (
     Patch("torch.cuda.device_count", _always(1),
@@ -136,12 +125,9 @@ CORE_PATCHES = (
     Patch("torch.cuda.set_device", _always(None), "training.initialize: the rank's GPU"),
     Patch("torch.cuda.synchronize", _always(None), "core.timers, at every start and stop"),
     Patch("torch.cuda.Stream", _put(_Stream),
-          "core.distributed, where gradients of several optimizer instances are reduced, and the "
-          "annotations of tensor_parallel"),
+          "training.models.dist_utils: the stream on which the model is wrapped in DDP"),
     Patch("torch.cuda.current_stream", _always(_STREAM),
           "core.distributed.param_and_grad_buffer: lets it wait for CUDA graphs"),
-    Patch("torch.cuda.stream", _always(nullcontext()),
-          "core.distributed.param_and_grad_buffer, with several optimizer instances"),
     # With these two torch.cuda's own generator code works on the CPU's generator.
     Patch("torch.cuda._initialized", _put(True),
           "core.tensor_parallel.random: otherwise it tries to initialise CUDA"),
@@ -154,11 +140,7 @@ CORE_PATCHES = (
     Patch("torch.cuda.memory_reserved", _always(0), "training.utils.report_memory"),
     Patch("torch.cuda.max_memory_reserved", _always(0), "training.utils.report_memory"),
     Patch("torch.cuda.get_device_properties", _always(_PROPERTIES),
-          f"training.utils.get_device_arch_version; major 8 is {_AMPERE}"),
-    Patch("torch.cuda.get_device_capability", _always((8, 0)),
-          f"training.arguments with experts; (8, 0) is {_AMPERE}"),
-    Patch("torch.distributed.barrier", _without_device_ids,
-          "core.timers and training: they pass device_ids, which gloo refuses"),
+          "training.arguments with tensor parallelism: the architecture; 8 is Ampere"),
 )  # fmt: skip
 
 TRAINING_PATCHES = (

@@ -86,6 +86,23 @@ def test_all_ranks_hold_the_same_bits_and_the_sum_of_floats(name, n):
         assert ((results[0].double() - exact_sum(case)).abs() <= bound).all(), case
 
 
+IN_RANK_ORDER = (
+    "agsparse", "direct", "ssar_split_ag", "dsar_split_ag", "sparse_ps", "dense_allpairs",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", IN_RANK_ORDER)
+def test_who_adds_in_rank_order_gets_the_bits_of_that_order(name, dtype):
+    """So these schemes agree with one another bit for bit."""
+    case = Case(name, 5, Form.ALL_REDUCE, dtype, dtype, 0.5, 2000, floats=True)
+    expected = torch.zeros(case.numel)
+    for rank in range(case.n):
+        expected += contribution(case, rank).float()
+    for result in _run(case)[0]:
+        assert torch.equal(result, expected.to(result.dtype))
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "form"), BY_FORM)
 def test_not_a_number_and_infinity_reach_every_rank(name, form, dtype):

@@ -3,8 +3,10 @@
 //
 // An input is 8 bytes of control and a message. Whatever the message: no instruction set may read
 // or write out of bounds, all must answer alike, and a refused message leaves the accumulator as it
-// was. Inputs start as valid messages from our own encoder. Most are damaged and then given headers
-// that fit again, checksums included, so that the damage reaches the sections.
+// was. Inputs start as valid messages from our own encoder. Most are damaged and then repaired in
+// part: headers with valid checksums, sections as long as they should be, prefix sums that fit. What
+// one repair leaves wrong is then all that stands between the decoder and a bad access.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +27,7 @@ constexpr uint32_t kEpoch = 7;
 constexpr int64_t kFirst = 1000;       // where the segments begin in the bucket
 constexpr int64_t kMaxNumel = 40'000;  // more than a chunk of tiles
 
-enum Option : uint8_t { kRepairHeaders = 1, kFresh = 2 };
+enum Option : uint8_t { kFresh = 1, kRepairHeaders = 2, kRepairPrefix = 4 };
 
 struct Control {
   int dtype;
@@ -52,27 +54,68 @@ std::vector<const Kernels*> all_kernels() {
   return found;
 }
 
-// Makes every header say what is expected, but for what describes its sections.
-void repair_headers(uint8_t* message, int64_t bytes, const Control& control) {
-  int64_t at = 0;
-  for (int s = 0; s < 2 && bytes - at >= kHeaderBytes; ++s) {
+// Makes a Pici record's prefix sums and count those of its words.
+void repair_prefix(std::vector<uint8_t>& payload, int64_t numel, Header& header) {
+  const int64_t words = 8 * stage_words(numel), tiles = tiles_of(numel);
+  payload.resize(words + 4 * (tiles + 1));
+  uint32_t sum = 0;
+  for (int64_t t = 0; t <= tiles; ++t) {
+    std::memcpy(payload.data() + words + 4 * t, &sum, sizeof sum);
+    if (t < tiles) {
+      sum += static_cast<uint32_t>(
+          kernels_portable().count_bits(payload.data() + t * (kPiciTile / 8), kPiciTile / 64));
+    }
+  }
+  header.nnz = sum;
+}
+
+// Makes every header say what is expected, and every record as long as its header then demands.
+std::vector<uint8_t> repair(const std::vector<uint8_t>& message, const Control& control) {
+  std::vector<uint8_t> repaired;
+  size_t at = 0;
+  for (int s = 0; s < 2 && message.size() - at >= sizeof(Header); ++s) {
     Header header;
-    std::memcpy(&header, message + at, sizeof header);
-    const uint64_t numel = control.offsets[s + 1] - control.offsets[s];
+    std::memcpy(&header, message.data() + at, sizeof header);
+    at += sizeof header;
+    const size_t left = message.size() - at;
+    const size_t taken = header.payload_bytes < left ? header.payload_bytes : left;
+    std::vector<uint8_t> payload(message.begin() + at, message.begin() + at + taken);
+    at += taken;
+    const int64_t numel = control.offsets[s + 1] - control.offsets[s];
     header.magic = kMagic;
     header.version = kVersion;
     header.format &= 3;
     header.dtype = static_cast<uint8_t>(control.dtype);
     header.flags = header.format == kFormatPici ? header.flags & kFlagLinear : 0;
     header.numel = numel;
+    header.nnz %= numel + 1;
     header.offset = control.offsets[s];
     header.epoch = kEpoch;
-    if (header.nnz > numel) header.nnz %= numel + 1;
+    if (header.format == kFormatPici && (control.options & kRepairPrefix)) {
+      repair_prefix(payload, numel, header);
+    }
+    uint32_t block_size = 0, blocks = 0;
+    if (header.format == kFormatBlocks) {
+      payload.resize(std::max<size_t>(payload.size(), kBlocksSubheader));
+      std::memcpy(&block_size, payload.data(), sizeof block_size);
+      std::memcpy(&blocks, payload.data() + 4, sizeof blocks);
+      block_size %= 8192;
+      blocks %= numel / (block_size + 1) + 3;
+      std::memcpy(payload.data(), &block_size, sizeof block_size);
+      std::memcpy(payload.data() + 4, &blocks, sizeof blocks);
+    }
+    const uint8_t kind = header.format == kFormatPici && header.flags == 0 ? kKindPiciPaper
+                                                                           : header.format;
+    header.payload_bytes = sections_of(kind, numel, static_cast<int64_t>(header.nnz), blocks,
+                                       block_size, dtype_bytes(control.dtype))
+                               .payload;
+    payload.resize(header.payload_bytes);
     header.checksum = header_checksum(header);
-    std::memcpy(message + at, &header, sizeof header);
-    if (header.payload_bytes > static_cast<uint64_t>(bytes)) return;
-    at += kHeaderBytes + static_cast<int64_t>(header.payload_bytes);
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(&header);
+    repaired.insert(repaired.end(), bytes, bytes + sizeof header);
+    repaired.insert(repaired.end(), payload.begin(), payload.end());
   }
+  return repaired;
 }
 
 void fail(const char* what) {
@@ -80,15 +123,16 @@ void fail(const char* what) {
   std::abort();
 }
 
-// The decoder of all instruction sets on one input.
-void try_input(const uint8_t* data, size_t size) {
-  if (size < kControl) return;
+// The decoder of all instruction sets on one input; whether it was taken for a message.
+bool try_input(const uint8_t* data, size_t size) {
+  if (size < kControl) return false;
   const Control control = read_control(data);
   // Exactly as long as it is, so that a byte too far is seen.
-  const int64_t bytes = static_cast<int64_t>(size - kControl);
+  std::vector<uint8_t> content(data + kControl, data + size);
+  if (control.options & kRepairHeaders) content = repair(content, control);
+  const int64_t bytes = static_cast<int64_t>(content.size());
   const std::unique_ptr<uint8_t[]> message(new uint8_t[bytes]);
-  std::memcpy(message.get(), data + kControl, bytes);
-  if (control.options & kRepairHeaders) repair_headers(message.get(), bytes, control);
+  if (bytes > 0) std::memcpy(message.get(), content.data(), bytes);
   const Expected expected = {control.offsets, 2, control.dtype, kEpoch, kFirst};
   const int64_t numel = control.offsets[2] - kFirst;
   const auto serial = [](int64_t count, const auto& work) { work(0, count); };
@@ -119,6 +163,7 @@ void try_input(const uint8_t* data, size_t size) {
       }
     }
   }
+  return !first.wrong;
 }
 
 // A valid input, from the encoder, which is thereby under the sanitizers too.
@@ -205,7 +250,8 @@ static size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t) {
 extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size,
                                           unsigned seed) {
   std::minstd_rand random(seed + 1);
-  if (size <= kControl || random() % 8 == 0) {
+  data[1] = static_cast<uint8_t>(random() >> 8);
+  if (size <= kControl || random() % 4 == 0) {
     const std::vector<uint8_t> fresh = make_input(random);
     if (fresh.size() > max_size) return size;
     std::memcpy(data, fresh.data(), fresh.size());
@@ -222,15 +268,16 @@ int main(int count, char** arguments) {
   const double seconds = count > 1 ? std::atof(arguments[1]) : 10;
   const auto start = std::chrono::steady_clock::now();
   std::vector<uint8_t> input(size_t{1} << 20);
-  size_t size = 0, tried = 0;
+  size_t size = 0, tried = 0, taken = 0;
   const auto elapsed = [&] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   };
   for (unsigned seed = 0; elapsed() < seconds; ++seed, ++tried) {
     size = LLVMFuzzerCustomMutator(input.data(), size, input.size(), seed);
-    try_input(input.data(), size);
+    taken += try_input(input.data(), size);
   }
-  std::printf("fuzz_decode: %zu inputs in %.0f s, nothing found\n", tried, elapsed());
+  std::printf("fuzz_decode: %zu inputs, %zu of them valid, in %.0f s, nothing found\n", tried, taken,
+              elapsed());
   return 0;
 }
 #endif

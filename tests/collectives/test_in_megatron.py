@@ -1,0 +1,58 @@
+"""Every scheme by name through the plugin, on megatron.core with 2 gloo ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron import cpu_mode
+from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from tests.ranks import run_ranks
+
+STEPS = 2
+
+
+def _train(setting, scheme=None):
+    from megatron_sparse.megatron import attach, detach
+    from megatron_sparse.megatron.small_gpt import SmallGPT
+
+    toy = SmallGPT(setting)
+    attachment = None
+    if scheme is not None:
+        attachment = attach(
+            toy.ddp, toy.optimizer, scheme=scheme, density=1.0, warmup_iters=0, ramp_iters=0
+        )
+    try:
+        for _ in range(STEPS):
+            toy.step()
+        return toy.weights()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        if attachment is not None:
+            detach(attachment)
+
+
+def _all_schemes(rank, world_size):
+    cpu_mode.enable()
+    results = {}
+    for form in Form:
+        setting = SmallGPTConfig(overlap=True, distributed_optimizer=form is Form.REDUCE_SCATTER)
+        results[form, None] = _train(setting)
+        for scheme in SCHEMES:
+            results[form, scheme] = _train(setting, scheme)
+    return results
+
+
+def test_every_scheme_trains_a_megatron_model_to_the_same_bits():
+    """At density 1 nothing is left behind, and the sum of two numbers has only one rounding."""
+    for results in run_ranks(_all_schemes, 2, timeout_s=280):
+        for (form, scheme), weights in results.items():
+            if scheme is not None and form not in SCHEMES[scheme].forms:
+                assert f"{scheme} has no {form} form" in weights
+                continue
+            assert isinstance(weights, dict), (form, scheme, weights)
+            for name, expected in results[form, None].items():
+                assert torch.equal(weights[name], expected), (form, scheme, name)
