@@ -165,6 +165,53 @@ def overhead(
     raise typer.Exit(subprocess.run(command, env=local | os.environ, check=False).returncode)
 
 
+@bench.command(help="The message codec: selection with encoding, encoding, adding up.")
+def codecs(
+    min_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Such as 64K, 1M.")] = "1M",
+    max_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Such as 64M, 1G.")] = "64M",
+    density: Annotated[
+        str, typer.Option(metavar="D,...", help="Fractions sent.")
+    ] = "0.001,0.01,0.05,0.1,0.5,1",
+    dtype: Annotated[str, typer.Option(metavar="TYPE,...", help="fp32 | bf16 | fp16")] = "fp32",
+    format: Annotated[
+        str, typer.Option(metavar="FORMAT,...", help="auto | coo | pici | pici_paper | blocks")
+    ] = "auto,coo,pici,pici_paper,blocks",
+    op: Annotated[
+        str, typer.Option(metavar="OP,...", help="prune_encode | encode | decode_add")
+    ] = "prune_encode,encode,decode_add",
+    warmup: Annotated[int, typer.Option(min=0, help="Runs that are not timed.")] = 3,
+    iters: Annotated[int, typer.Option(min=1, help="Runs that are timed.")] = 20,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    peers: Annotated[bool, typer.Option(help="Time torch, numpy and scipy too.")] = True,
+    check: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Fail where slower than this baseline.")
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(min=0, help="Times its noise that --check allows.")
+    ] = 1.0,
+    save_baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure three times and write a baseline.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Sizes are swept by fours from `min_bytes` to `max_bytes`."""
+    from megatron_sparse.bench import codecs as runner
+
+    sweep = runner.Sweep(
+        min_bytes=parse_size("--min-bytes", min_bytes),
+        max_bytes=parse_size("--max-bytes", max_bytes),
+        densities=parse_densities(density),
+        dtypes=dtype.split(","),
+        forms=format.split(","),
+        ops=op.split(","),
+        warmup=warmup,
+        iters=iters,
+        threads=threads,
+        peers=peers,
+    )
+    runner.run(sweep, json, check, margin, save_baseline)
+
+
 def parse_size(option: str, text: str) -> int:
     """Bytes of `64K`, `1M`, `1G` or a plain number; the units are powers of two.
 

@@ -21,7 +21,7 @@ inline int64_t count_bits(const void* words, int64_t word_count) {
 }
 
 // Up to this many bits a word is listed bit by bit, without a branch for each.
-inline constexpr int kFewBits = 4;
+inline constexpr int kFewBits = 2;
 
 inline void list_bits(const void* words, int64_t word_count, int32_t first, int64_t count,
                       void* indices) {

@@ -134,9 +134,7 @@ Status check_tiles(const DecodeChunk& chunk, const Kernels& kernel) {
       // Linear: bit b is element 64 w + b. Paper: element 64 b + w.
       const int64_t bits = chunk.kind == kKindPici ? inside - kTileSide * w
                                                    : (inside - w + kTileSide - 1) / kTileSide;
-      const uint64_t allowed = bits >= 64 ? ~uint64_t{0}
-                               : bits > 0 ? (uint64_t{1} << bits) - 1
-                                          : 0;
+      const uint64_t allowed = bits >= 64 ? ~uint64_t{0} : bits > 0 ? (uint64_t{1} << bits) - 1 : 0;
       const uint64_t word = read_at<uint64_t>(words, w);
       if ((word & ~allowed) != 0) {
         return {true, chunk.segment, kFieldWords, static_cast<int64_t>(word)};

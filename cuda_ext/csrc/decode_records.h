@@ -30,9 +30,9 @@ enum Field : int64_t {
   kFieldNnz,
   kFieldPayloadBytes,
   kFieldIndices,
-  kFieldPrefix,      // does not fit the words' bit counts
-  kFieldWords,       // bits beyond numel
-  kFieldBlockSize,   // zero, or the sub-header's last word is not
+  kFieldPrefix,     // does not fit the words' bit counts
+  kFieldWords,      // bits beyond numel
+  kFieldBlockSize,  // zero, or the sub-header's last word is not
   kFieldBlockCount,
   kFieldBlockPadding,  // not zero behind the segment's last element
 };
@@ -64,7 +64,7 @@ struct DecodeChunk {
   Sections at;
   int64_t begin;
   int64_t end;
-  int64_t units;  // of the record
+  int64_t units;      // of the record
   int64_t acc_begin;  // of the segment
 };
 

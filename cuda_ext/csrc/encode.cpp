@@ -19,14 +19,14 @@ Tensor encode_cpu(const Tensor& grad, const Tensor& segment_offsets, const Tenso
   MS_CHECK(grad.is_cpu() && nnz.is_cpu(), "encode: a tensor is on the wrong device",
            "all on the CPU", "another");
   const int grad_dtype = dtype_code(grad, "encode: grad");
-  const EncodeRequest request = check_encode("encode", grad.numel(), segment_offsets,
-                                             segment_dense, value_dtype, epoch, out, scratch, kind,
-                                             block_size);
+  const EncodeRequest request = check_encode("encode", grad.numel(), segment_offsets, segment_dense,
+                                             value_dtype, epoch, out, scratch, kind, block_size);
   check_vector(nnz, "encode: nnz", ScalarType::Long, request.segment_count);
   const int64_t* counts = static_cast<const int64_t*>(nnz.const_data_ptr());
   const int64_t* offsets = request.offsets;
 
-  // Blocks are known only when the gradient was looked at; until then a record that could be one is.
+  // Blocks are known only when the gradient was looked at; until then a record that could be one
+  // is.
   std::vector<SegmentCount> found(request.segment_count);
   for (int64_t s = 0; s < request.segment_count; ++s) {
     const int64_t numel = offsets[s + 1] - offsets[s];
@@ -35,8 +35,8 @@ Tensor encode_cpu(const Tensor& grad, const Tensor& segment_offsets, const Tenso
     found[s].nnz = counts[s];
   }
   std::vector<Record> records = plan_records(request, found);
-  std::vector<StageChunk> chunks = cut_chunks(offsets, request.segment_count, request.value_bytes(),
-                                              scratch.mutable_data_ptr());
+  std::vector<StageChunk> chunks =
+      cut_chunks(offsets, request.segment_count, request.value_bytes(), scratch.mutable_data_ptr());
   const Kernels& kernel = kernels();
   const char* data = static_cast<const char*>(grad.const_data_ptr());
   const int64_t grad_bytes = dtype_bytes(grad_dtype), chunk_count = chunks.size();

@@ -49,10 +49,10 @@ struct Kernels {
   void (*list_bits)(const void* words, int64_t word_count, int32_t first, int64_t count,
                     void* indices);
 
-  // The elements of which `words` names the non-zero ones, `values` holds them and `signs` (or null)
-  // names those that are -0.0. Reads up to a vector behind the last value. [value dtype]
-  void (*expand[3])(const uint64_t* words, const uint64_t* signs, const void* values,
-                    int64_t numel, void* out);
+  // The elements of which `words` names the non-zero ones, `values` holds them and `signs` (or
+  // null) names those that are -0.0. Reads up to a vector behind the last value. [value dtype]
+  void (*expand[3])(const uint64_t* words, const uint64_t* signs, const void* values, int64_t numel,
+                    void* out);
 
   // Converts to nearest even. [grad dtype][value dtype]
   void (*convert[3][3])(const void* grad, int64_t numel, void* values);

@@ -101,8 +101,8 @@ int64_t indices_end(const Record& record) {
 }  // namespace
 
 bool is_kind(int64_t wanted) {
-  return wanted == kAdaptive || wanted == kKindDense || wanted == kKindCoo ||
-         wanted == kKindPici || wanted == kKindBlocks || wanted == kKindPiciPaper;
+  return wanted == kAdaptive || wanted == kKindDense || wanted == kKindCoo || wanted == kKindPici ||
+         wanted == kKindBlocks || wanted == kKindPiciPaper;
 }
 
 bool is_block_size(int64_t block_size) {
@@ -112,10 +112,14 @@ bool is_block_size(int64_t block_size) {
 Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t numel,
                    SegmentCount count, int64_t block_size, int64_t value_bytes) {
   const auto record_of = [&](uint8_t kind) {
-    return Record{
-        kind,       numel,  count.nnz,
-        count.blocks, block_size, offset,
-        sections_of(kind, numel, count.nnz, count.blocks, block_size, value_bytes), nullptr};
+    return Record{kind,
+                  numel,
+                  count.nnz,
+                  count.blocks,
+                  block_size,
+                  offset,
+                  sections_of(kind, numel, count.nnz, count.blocks, block_size, value_bytes),
+                  nullptr};
   };
   const Record dense = record_of(kKindDense);
   if (always_dense || wanted == kKindDense) return dense;

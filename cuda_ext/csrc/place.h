@@ -10,7 +10,8 @@
 
 namespace megatron_sparse {
 
-inline constexpr int64_t kAdaptive = -1;  // instead of a RecordKind: the smallest of dense, COO, Pici
+inline constexpr int64_t kAdaptive =
+    -1;  // instead of a RecordKind: the smallest of dense, COO, Pici
 
 // A kind that can be asked for, and a block size that goes with it.
 bool is_kind(int64_t wanted);

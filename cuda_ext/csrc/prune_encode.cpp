@@ -15,11 +15,13 @@
 namespace megatron_sparse {
 namespace {
 
-std::tuple<Tensor, Tensor> prune_encode_cpu(
-    const Tensor& grad, const Tensor& residual, const Tensor& range_offsets,
-    const Tensor& thresholds, const Tensor& segment_offsets, const Tensor& segment_dense,
-    double leak, int64_t wire_dtype, int64_t key, int64_t epoch, const Tensor& out,
-    const Tensor& scratch, int64_t kind, int64_t block_size) {
+std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& residual,
+                                            const Tensor& range_offsets, const Tensor& thresholds,
+                                            const Tensor& segment_offsets,
+                                            const Tensor& segment_dense, double leak,
+                                            int64_t wire_dtype, int64_t key, int64_t epoch,
+                                            const Tensor& out, const Tensor& scratch, int64_t kind,
+                                            int64_t block_size) {
   const PruneTypes types = check_prune(grad, residual, thresholds, leak, wire_dtype);
   MS_CHECK(grad.is_cpu() && residual.is_cpu() && thresholds.is_cpu(),
            "prune_encode: a tensor is on the wrong device", "all on the CPU", "another");

@@ -82,7 +82,8 @@ int64_t prune_stage(const PruneCall& call, const StagedSpan& to) {
           grad, residual, call.threshold, call.leak, value_seed, residual_seed, low);
     };
     if constexpr (full.value) {
-      const Pruned<L> done = prune(load_raw<GRAD>(call.grad, i), load_raw<RESIDUAL>(call.residual, i));
+      const Pruned<L> done =
+          prune(load_raw<GRAD>(call.grad, i), load_raw<RESIDUAL>(call.residual, i));
       store_raw<RESIDUAL>(call.residual, i, done.residual);
       return done.grad;
     } else {

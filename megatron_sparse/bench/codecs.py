@@ -177,7 +177,7 @@ def header(sweep: Sweep) -> str:
 
 
 def _rows(task: Task, size: int, density: float, dtype: str, sweep: Sweep) -> list[Row]:
-    peers: dict[str | None, Action] = dict(task.peers) if sweep.peers else {}
+    peers: dict[str | None, Action] = {**task.peers} if sweep.peers else {}
     own = Row(
         op=task.op, format=task.format, dtype=dtype, density=density,
         count=size // DTYPES[dtype].itemsize, bytes_moved=task.bytes_moved, time_us=None,

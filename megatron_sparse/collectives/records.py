@@ -139,8 +139,12 @@ class SparseSum:
                 out,
             )  # fmt: skip
             if part.device.type == "cpu":
+                code = WIRE_CODES[value_dtype]
+                needed = ops.scratch_capacity(cut.own_offsets, code)
+                # The encoder's scratch is free again when it returns: one for all buckets.
+                scratch = self._buffers.take("scratch", needed, part.device)
                 form = FORMAT_DENSE if dense else FORMAT_ADAPTIVE
-                sizes = ops.encode(*arguments, form=form)
+                sizes = ops.encode(*arguments, scratch, form=form)
             else:
                 sizes = torch_codec.encode(*arguments)
             return out[: int(sizes.sum())]

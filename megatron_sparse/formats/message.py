@@ -3,9 +3,9 @@
 A record is a 48-byte header and 16-byte aligned sections (`formats/header.py`). Records of one
 shard are adjacent, so a bucket is encoded once and each shard's bytes can be sent apart.
 
-On CPU tensors the compiled codec of `cuda_ext` does the work, and `prune_encode` selects and encodes
-in one pass; on CUDA tensors it is `torch_codec`, which writes dense and COO records only, needs
-their sizes on the host and therefore synchronises once for each bucket.
+On CPU tensors the compiled codec of `cuda_ext` does the work, and `prune_encode` selects and
+encodes in one pass; on CUDA tensors it is `torch_codec`, which writes dense and COO records only,
+needs their sizes on the host and therefore synchronises once for each bucket.
 """
 
 from __future__ import annotations

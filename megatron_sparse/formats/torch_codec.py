@@ -1,8 +1,8 @@
 """The message codec in plain torch operations, on any device; used for CUDA tensors.
 
-Dense and COO records only, byte for byte those of the compiled CPU codec. It synchronises with the host: once to
-encode (record sizes follow from the non-zero counts) and once for each record to decode (the
-walk reads every header). Both are part of the stages `encode` and `decode`.
+Dense and COO records only, byte for byte those of the compiled CPU codec. It synchronises with the
+host: once to encode (record sizes follow from the non-zero counts) and once for each record to
+decode (the walk reads every header). Both are part of the stages `encode` and `decode`.
 """
 
 from __future__ import annotations

@@ -124,9 +124,10 @@ class Attachment:
         self.loss_scale: float | None = None
         for group in self.groups:
             self._reducer_of(group, device)
-            group.host.__class__ = CompressedBucketGroup
-            group.host.sparse_attachment = self
-            group.host.sparse_group = group
+            host: Any = group.host
+            host.__class__ = CompressedBucketGroup
+            host.sparse_attachment = self
+            host.sparse_group = group
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -294,7 +295,7 @@ class Attachment:
         """Gives Megatron its own classes and optimizer step back and ends the thread."""
         for group in self.groups:
             host: Any = group.host
-            if type(host) is CompressedBucketGroup:
+            if host.__class__ is CompressedBucketGroup:
                 host.__class__ = _ParamAndGradBucketGroup
                 del host.sparse_attachment, host.sparse_group
         if self._optimizer is not None:

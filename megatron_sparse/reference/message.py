@@ -18,7 +18,6 @@ from megatron_sparse.formats.header import (
     Header,
     blocks_payload_bytes,
     pad16,
-    payload_bytes,
     wrong_field,
 )
 from megatron_sparse.reference import blocks, pici

@@ -25,33 +25,11 @@ import torch
 
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.topology import NO_TIME, Topology
+from megatron_sparse.transport.virtual_rank import VirtualTransport, VirtualWork
 
 POISON = 0xFF
-TAG_OF_COLLECTIVES = -1
 
 Steps = Generator[Any, None, Any]
-
-
-class VirtualWork:
-    """See `Work`. Done when the cluster has delivered everything that belongs to it."""
-
-    def __init__(self, rank: int, cluster: VirtualCluster, what: str) -> None:
-        self.rank = rank
-        self.what = what
-        self.undelivered = 0
-        self.done_s = cluster.clock_s[rank]
-        self.waits_for: Counter[str] = Counter()
-        self._cluster = cluster
-
-    def ready(self) -> bool:
-        """See `Work`."""
-        return self.undelivered == 0
-
-    def finish(self) -> None:
-        """Moves the rank's modelled clock on to the work's end."""
-        assert self.ready(), "the cluster resumes a rank only when its work is done"
-        clock = self._cluster.clock_s
-        clock[self.rank] = max(clock[self.rank], self.done_s)
 
 
 @dataclass
@@ -74,96 +52,6 @@ class _Reduction:
     inputs: dict[int, torch.Tensor]
     outputs: dict[int, torch.Tensor]
     works: dict[int, VirtualWork]
-
-
-class VirtualTransport:
-    """See `Transport`; one rank of a `VirtualCluster`."""
-
-    def __init__(self, cluster: VirtualCluster, rank: int) -> None:
-        self.rank = rank
-        self.world_size = cluster.topology.world_size
-        self.device = cluster.device
-        self.nodes = cluster.topology.nodes
-        self.may_post = True
-        self._cluster = cluster
-        self._reductions = 0
-
-    def charge(self, seconds: float) -> None:
-        """Adds local work to this rank's modelled clock."""
-        self._cluster.clock_s[self.rank] += seconds
-
-    def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:
-        """See `Transport`. Counted and timed as a ring; added in rank order, in its own dtype."""
-        return self._reduce("all_reduce", values_N, values_N)
-
-    def reduce_scatter(self, shard_M: torch.Tensor, values_N: torch.Tensor) -> VirtualWork:
-        """See `Transport`. Counted and timed as a ring; added in rank order, in its own dtype."""
-        return self._reduce("reduce_scatter", values_N, shard_M)
-
-    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> VirtualWork:
-        """See `Transport`. Every rank sends directly to every other."""
-        places = gathered.tensor_split(self.world_size)
-        places[self.rank].copy_(own_M)
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        return self._post(
-            "all_gather",
-            [(peer, own_M) for peer in peers],
-            [(peer, places[peer]) for peer in peers],
-            TAG_OF_COLLECTIVES,
-        )
-
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: list[int],
-        sent_sizes: list[int],
-    ) -> VirtualWork:
-        """See `Transport`. Every rank sends directly to every other."""
-        places, pieces = received.split(received_sizes), sent.split(sent_sizes)
-        places[self.rank].copy_(pieces[self.rank])
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        return self._post(
-            "all_to_all",
-            [(peer, pieces[peer]) for peer in peers],
-            [(peer, places[peer]) for peer in peers],
-            TAG_OF_COLLECTIVES,
-        )
-
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-        tag: int,
-    ) -> VirtualWork:
-        """See `Transport`."""
-        assert tag >= 0, "tags are 0 to 2^31 - 1"
-        return self._post("exchange", sends, receives, tag)
-
-    def _post(
-        self,
-        what: str,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-        tag: int,
-    ) -> VirtualWork:
-        assert self.may_post, f"rank {self.rank} posts {what} after it said that it would not"
-        cluster = self._cluster
-        work = VirtualWork(self.rank, cluster, what)
-        for peer, data in receives:
-            if data.numel():
-                cluster.post_half(work, peer, data, tag, is_send=False)
-        for peer, data in sends:
-            if data.numel():
-                cluster.post_half(work, peer, data, tag, is_send=True)
-        return work
-
-    def _reduce(self, kind: str, values_N: torch.Tensor, output: torch.Tensor) -> VirtualWork:
-        assert self.may_post, f"rank {self.rank} posts {kind} after it said that it would not"
-        work = VirtualWork(self.rank, self._cluster, kind)
-        self._cluster.post_reduction(self._reductions, work, values_N, output)
-        self._reductions += 1
-        return work
 
 
 class VirtualCluster:

@@ -147,8 +147,8 @@ def test_density_one_sends_everything():
             assert torch.equal(result[0][0][step][1], _gradient(rank, step, torch.float32))
 
 
-REPEATS = 3
-IN_FLIGHT = ("agsparse", "direct", "ssar_rd", "sparse_ring", "dense_rhd", "dense_allpairs")
+REPEATS = 2
+IN_FLIGHT = ("agsparse", "direct", "ssar_rd", "sparse_ring", "dense_allpairs")
 
 
 def _many_buckets(rank, world_size):

@@ -4,8 +4,8 @@
 // An input is 8 bytes of control and a message. Whatever the message: no instruction set may read
 // or write out of bounds, all must answer alike, and a refused message leaves the accumulator as it
 // was. Inputs start as valid messages from our own encoder. Most are damaged and then repaired in
-// part: headers with valid checksums, sections as long as they should be, prefix sums that fit. What
-// one repair leaves wrong is then all that stands between the decoder and a bad access.
+// part: headers with valid checksums, sections as long as they should be, prefix sums that fit.
+// What one repair leaves wrong is then all that stands between the decoder and a bad access.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -104,8 +104,8 @@ std::vector<uint8_t> repair(const std::vector<uint8_t>& message, const Control& 
       std::memcpy(payload.data(), &block_size, sizeof block_size);
       std::memcpy(payload.data() + 4, &blocks, sizeof blocks);
     }
-    const uint8_t kind = header.format == kFormatPici && header.flags == 0 ? kKindPiciPaper
-                                                                           : header.format;
+    uint8_t kind = header.format;
+    if (kind == kKindPici && header.flags == 0) kind = kKindPiciPaper;
     header.payload_bytes = sections_of(kind, numel, static_cast<int64_t>(header.nnz), blocks,
                                        block_size, dtype_bytes(control.dtype))
                                .payload;
@@ -141,9 +141,9 @@ bool try_input(const uint8_t* data, size_t size) {
   for (const Kernels* kernel : all_kernels()) {
     std::unique_ptr<float[]> sum(new float[numel]);
     for (int64_t i = 0; i < numel; ++i) sum[i] = 0.5f;
-    const Status status = decode_records(message.get(), bytes, expected,
-                                         (control.options & kFresh) != 0, sum.get(), *kernel,
-                                         serial);
+    const Status status =
+        decode_records(message.get(), bytes, expected, (control.options & kFresh) != 0, sum.get(),
+                       *kernel, serial);
     for (int64_t i = 0; status.wrong && i < numel; ++i) {
       if (sum[i] != 0.5f) fail("a refused message changed the accumulator");
     }
@@ -185,9 +185,9 @@ std::vector<uint8_t> make_input(std::minstd_rand& random) {
   const int64_t kind = kinds[random() % 5], block_size = 64ll << random() % 3;
   for (StageChunk& chunk : chunks) {
     chunk.values = chunk.slot;
-    chunk.nnz = kernel.stage[kFp32][control.dtype](grad.data() + chunk.begin,
-                                                   chunk.end - chunk.begin,
-                                                   {chunk.words, chunk.signs, 0, chunk.values});
+    chunk.nnz =
+        kernel.stage[kFp32][control.dtype](grad.data() + chunk.begin, chunk.end - chunk.begin,
+                                           {chunk.words, chunk.signs, 0, chunk.values});
     clear_words_behind(chunk);
     chunk.blocks = count_blocks(chunk, block_size);
   }
@@ -247,6 +247,21 @@ static size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t) {
 }
 #endif
 
+// Changes the count in one of the headers a little: sections of the right length, but for others.
+static void nudge_count(uint8_t* message, size_t size, std::minstd_rand& random) {
+  Header header;
+  if (size < sizeof header) return;
+  std::memcpy(&header, message, sizeof header);
+  if (random() % 2 != 0 && header.payload_bytes <= size &&
+      header.payload_bytes + 2 * sizeof header <= size) {
+    message += sizeof header + header.payload_bytes;
+    std::memcpy(&header, message, sizeof header);
+  }
+  const uint64_t step = 1 + random() % 40;
+  header.nnz = random() % 2 != 0 || header.nnz < step ? header.nnz + step : header.nnz - step;
+  std::memcpy(message, &header, sizeof header);
+}
+
 extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size,
                                           unsigned seed) {
   std::minstd_rand random(seed + 1);
@@ -258,8 +273,11 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max
     size = fresh.size();
     if (random() % 4 == 0) return size;  // a valid one, as it is
   }
-  const size_t bytes =
-      LLVMFuzzerMutate(data + kControl, size - kControl, max_size - kControl);
+  if (random() % 4 == 0) {
+    nudge_count(data + kControl, size - kControl, random);
+    if (random() % 2 == 0) return size;
+  }
+  const size_t bytes = LLVMFuzzerMutate(data + kControl, size - kControl, max_size - kControl);
   return kControl + bytes;
 }
 
@@ -276,8 +294,8 @@ int main(int count, char** arguments) {
     size = LLVMFuzzerCustomMutator(input.data(), size, input.size(), seed);
     taken += try_input(input.data(), size);
   }
-  std::printf("fuzz_decode: %zu inputs, %zu of them valid, in %.0f s, nothing found\n", tried, taken,
-              elapsed());
+  std::printf("fuzz_decode: %zu inputs, %zu of them valid, in %.0f s, nothing found\n", tried,
+              taken, elapsed());
   return 0;
 }
 #endif

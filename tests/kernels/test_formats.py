@@ -76,7 +76,9 @@ def check(grad, offsets, dense, value_dtype, form, what):
     for isa in cases.ISAS:
         with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
             where = f"{isa} {form} {what}"
-            message, sizes = encode(cases.unaligned(grad), offsets, dense, value_dtype, **FORMS[form])
+            message, sizes = encode(
+                cases.unaligned(grad), offsets, dense, value_dtype, **FORMS[form]
+            )
             assert sizes == [len(record) for record in records], where
             assert message.numpy().tobytes() == b"".join(records), where
             for expected, begin, fresh in (
@@ -149,9 +151,7 @@ def test_the_smallest_is_chosen_in_each_segment():
     for segment, nnz in enumerate((0, 1291, 1292, 1293, numel - 1291)):
         grad[segment * numel : segment * numel + nnz] = 1
     offsets = torch.arange(6) * numel
-    message, _ = encode(
-        grad, offsets, torch.zeros(5, dtype=torch.uint8), 0, form=FORMAT_ADAPTIVE
-    )
+    message, _ = encode(grad, offsets, torch.zeros(5, dtype=torch.uint8), 0, form=FORMAT_ADAPTIVE)
     # 4 * 1292 bytes of indices are as many as Pici's bitmap and prefix sums: COO wins the tie.
     assert formats_of(message) == [
         (FORMAT_COO, 0), (FORMAT_COO, 0), (FORMAT_COO, 0), (FORMAT_PICI, FLAG_PICI_LINEAR),

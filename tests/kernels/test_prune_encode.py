@@ -114,11 +114,12 @@ def test_any_floats(values, dtype, residual_dtype, wire, threshold, key, pieces,
     segments = cases.cut(len(values), pieces, seed=len(values))
     dense_S = torch.tensor([dense >> s & 1 for s in range(pieces)], dtype=torch.uint8)
     thresholds = torch.tensor([threshold])
-    check(
-        grad, residual, ranges, thresholds, segments, dense_S, 1.0, wire, key, form, "hypothesis"
-    )
+    check(grad, residual, ranges, thresholds, segments, dense_S, 1.0, wire, key, form, "hypothesis")
     capacity = ops.message_capacity(segments, wire)
-    fused, apart = torch.zeros(capacity, dtype=torch.uint8), torch.zeros(capacity, dtype=torch.uint8)
+    fused, apart = (
+        torch.zeros(capacity, dtype=torch.uint8),
+        torch.zeros(capacity, dtype=torch.uint8),
+    )
     fused_rest, rest = residual.clone(), residual.clone()
     ops.prune_encode(
         grad, fused_rest, ranges, thresholds, segments, dense_S, 1.0, wire, key, EPOCH, fused,
