@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMS: dict[str, dict[str, int | bool]] = {
+FORMS: dict[str, dict[str, Any]] = {
     "auto": {"form": FORMAT_ADAPTIVE},
     "coo": {"form": FORMAT_COO},
     "pici": {"form": FORMAT_PICI},

@@ -137,10 +137,10 @@ def _set_wandb_environment(config: RunConfig, run_dir: Path) -> None:
     """Megatron calls `wandb.init` itself, on the last rank; what it leaves open is said here."""
     if int(os.environ["RANK"]) != int(os.environ["WORLD_SIZE"]) - 1:
         return
-    from megatron_sparse.telemetry.sinks import _run_id, wandb_mode
+    from megatron_sparse.telemetry.sinks import run_id, wandb_mode
 
     mode = wandb_mode(config.tracking)
-    os.environ |= {"WANDB_MODE": mode, "WANDB_RUN_ID": _run_id(run_dir / "wandb")}
+    os.environ |= {"WANDB_MODE": mode, "WANDB_RUN_ID": run_id(run_dir / "wandb")}
     os.environ.setdefault("WANDB_SILENT", "true")
     if mode == "online":
         os.environ["WANDB_RESUME"] = "allow"

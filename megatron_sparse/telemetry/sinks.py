@@ -159,7 +159,7 @@ class WandbSink:
                 project=tracking.wandb_project,
                 entity=tracking.wandb_entity,
                 name=run_dir.name,
-                id=_run_id(run_dir / "wandb"),
+                id=run_id(run_dir / "wandb"),
                 # Offline, wandb has nobody to ask whether the run exists and warns about it.
                 resume="allow" if mode == "online" else None,
                 config=dict(config or {}),
@@ -198,7 +198,7 @@ def _import_wandb() -> Any:
     return wandb
 
 
-def _run_id(wandb_dir: Path) -> str:
+def run_id(wandb_dir: Path) -> str:
     """The id kept in `wandb_dir`; makes one the first time."""
     path = wandb_dir / "run-id.txt"
     if not path.exists():
