@@ -45,14 +45,14 @@ has_libfuzzer() {
 
 if has_libfuzzer; then
   compiler=clang++
-  sanitize=(-fsanitize=address,undefined -fno-sanitize-recover=all -fsanitize=fuzzer-no-link)
+  sanitize=("-fsanitize=address,undefined" -fno-sanitize-recover=all -fsanitize=fuzzer-no-link)
   common+=(-DMS_LIBFUZZER)
   link=(-fsanitize=fuzzer)
 else
   compiler=${CXX:-g++}
   command -v "$compiler" >/dev/null ||
     fail "there is no C++ compiler" "clang++ or g++" "$compiler" "install one, or use --install"
-  sanitize=(-fsanitize=address,undefined -fno-sanitize-recover=all)
+  sanitize=("-fsanitize=address,undefined" -fno-sanitize-recover=all)
   link=()
 fi
 
