@@ -141,12 +141,16 @@ class Plugin:
             return result
 
         bound.arguments["forward_backward_func"] = timed
+        # Before the step, after which the scheduler sets the next iteration's.
+        learning_rate = float(bound.arguments["optimizer"].param_groups[0]["lr"])
         start_s = time.perf_counter()
         result = original(*bound.args, **bound.kwargs)
-        self._end_iteration(result, time.perf_counter() - start_s)
+        self._end_iteration(result, time.perf_counter() - start_s, learning_rate)
         return result
 
-    def _end_iteration(self, result: tuple[Any, ...], iteration_s: float) -> None:
+    def _end_iteration(
+        self, result: tuple[Any, ...], iteration_s: float, learning_rate: float
+    ) -> None:
         """Tells telemetry. Reads the loss on the host, after the optimizer has synchronised it."""
         loss_dict, skipped = result[0], bool(result[1])
         assert self.telemetry is not None
@@ -158,6 +162,7 @@ class Plugin:
             loss=None if loss is None else float(loss),
             grad_norm=self.attachment.grad_norm,
             skipped=skipped,
+            extra={"learning_rate": learning_rate},
         )
         if loss_dict and breakdown.dense_bytes:
             ratio = breakdown.wire_bytes / breakdown.dense_bytes

@@ -72,6 +72,9 @@ def test_training_and_resuming_is_bit_exact(tmp_path, overlap, distributed):
     buckets = {json.loads(line)["bucket"] for line in (whole / "buckets.jsonl").open()}
     assert len(buckets) == (len(json.loads((whole / "plan.json").read_text())["buckets"]))
     assert (len(buckets) > 1) is overlap
+    last = json.loads((whole / "breakdown.jsonl").read_text().splitlines()[-1])
+    assert last["learning_rate"] > 0
+    assert last["grad_norm"] > 0
 
     part = train(tmp_path, "part", *flags, "megatron.exit_interval=3")
     assert max(losses(part)) == 3
