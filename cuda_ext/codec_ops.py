@@ -89,7 +89,7 @@ def encode(
 
     Values are converted to `value_dtype`, to nearest even where they do not fit, which pruned ones
     do. Wire cost: 48 bytes and the padding of each record; beside its values, COO takes 4 bytes an
-    entry, Pici 514 for each 4096 elements, blocks 4 and the zeros for each block.
+    entry, Pici 516 for each 4096 elements, blocks 4 and the zeros for each block.
 
     Args:
         grad_N: on the CPU; only read.

@@ -20,9 +20,6 @@ inline int64_t count_bits(const void* words, int64_t word_count) {
   return bits;
 }
 
-// Up to this many bits a word is listed bit by bit, without a branch for each.
-inline constexpr int kFewBits = 2;
-
 inline void list_bits(const void* words, int64_t word_count, int32_t first, int64_t count,
                       void* indices) {
   using L = VectorLanes;

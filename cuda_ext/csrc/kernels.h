@@ -37,8 +37,8 @@ struct Kernels {
   // the dtype of the staged values. [grad][residual is bf16][wire][stochastic]
   int64_t (*prune_stage[3][2][3][2])(const PruneCall&, const StagedSpan&);
 
-  // Stages a gradient as it is; returns how many elements are not zero (-0.0 is, NaN is not).
-  // [grad dtype][value dtype]
+  // Stages a gradient as it is, from bit 0 on and without signs; returns how many elements are not
+  // zero (-0.0 is, NaN is not). [grad dtype][value dtype]
   int64_t (*stage[3][3])(const void* grad, int64_t numel, const StagedSpan&);
 
   // How many bits are set in 64-bit words of any alignment.

@@ -17,6 +17,9 @@ inline constexpr bool kPackIsCheap = true;
 inline constexpr bool kPackIsCheap = false;
 #endif
 
+// Up to this many bits a word's elements are handled one by one, without a branch for each.
+inline constexpr int kFewBits = 2;
+
 inline constexpr uint32_t kAllLanes = (uint32_t{1} << MS_WIDTH) - 1;
 
 // One bit for each lane of `raw` that has any of `bits`.

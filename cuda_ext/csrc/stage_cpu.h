@@ -62,10 +62,51 @@ MS_INLINE int64_t stage_elements(int64_t numel, const StagedSpan& to, LanesAt la
 
 template <int GRAD, int VALUE>
 int64_t stage(const void* grad, int64_t numel, const StagedSpan& to) {
-  return stage_elements<GRAD, VALUE>(numel, to, [&](int64_t i, int64_t lanes, auto full) {
-    if constexpr (full.value) return load_raw<GRAD>(grad, i);
-    return load_raw_some<GRAD>(grad, i, lanes);
-  });
+  using L = VectorLanes;
+  constexpr int W = L::kWidth;
+  constexpr int64_t grad_bytes = GRAD == kFp32 ? 4 : 2, value_bytes = VALUE == kFp32 ? 4 : 2;
+  const char* from = static_cast<const char*>(grad);
+  char* values = static_cast<char*>(to.values);
+  int64_t i = 0, written = 0;
+  for (; i + 64 <= numel; i += 64) {
+    L::U raw[64 / W];
+    uint64_t word = 0;
+    for (int part = 0; part < 64 / W; ++part) {
+      raw[part] = load_raw<GRAD>(grad, i + part * W);
+      word |= static_cast<uint64_t>(lanes_with(raw[part], kRawMagnitude<GRAD>)) << (part * W);
+    }
+    to.words[i / 64] = word;
+    const int found = __builtin_popcountll(word);
+    if (GRAD == VALUE && found <= kFewBits) {
+      // Copied one by one and without a branch for each; what is too much is overwritten.
+      for (int n = 0; n < kFewBits; ++n) {
+        const int at = __builtin_ctzll(word | uint64_t{1} << 63);
+        std::memcpy(values + (written + n) * value_bytes, from + (i + at) * grad_bytes, grad_bytes);
+        word &= word - 1;
+      }
+      written += found;
+      continue;
+    }
+    for (int part = 0; part < 64 / W; ++part) {
+      const uint32_t mask = static_cast<uint32_t>(word >> (part * W)) & kAllLanes;
+      L::U packed = pack_left(raw[part], mask);
+      if constexpr (GRAD != VALUE) {
+        packed = convert_bits<L, VALUE>(L::as_bits(widen<L, GRAD>(packed)));
+      }
+      store_raw<VALUE>(values, written, packed);
+      written += __builtin_popcount(mask);
+    }
+  }
+  if (i < numel) {
+    const StagedSpan rest = {to.words + i / 64, nullptr, 0, values + written * value_bytes};
+    from += i * grad_bytes;
+    written +=
+        stage_elements<GRAD, VALUE>(numel - i, rest, [&](int64_t k, int64_t lanes, auto full) {
+          if constexpr (full.value) return load_raw<GRAD>(from, k);
+          return load_raw_some<GRAD>(from, k, lanes);
+        });
+  }
+  return written;
 }
 
 template <int GRAD, int RESIDUAL, int VALUE, Grid G, bool STOCHASTIC>

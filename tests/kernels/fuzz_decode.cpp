@@ -187,7 +187,7 @@ std::vector<uint8_t> make_input(std::minstd_rand& random) {
     chunk.values = chunk.slot;
     chunk.nnz =
         kernel.stage[kFp32][control.dtype](grad.data() + chunk.begin, chunk.end - chunk.begin,
-                                           {chunk.words, chunk.signs, 0, chunk.values});
+                                           {chunk.words, nullptr, 0, chunk.values});
     clear_words_behind(chunk);
     chunk.blocks = count_blocks(chunk, block_size);
   }
