@@ -2,12 +2,15 @@
 
 The all-gather of SparCML (Renggli et al. 2019, section 5.3) and of PyTorch's sparse all-reduce.
 It never meets fill-in on the way, and it sends (n - 1) messages from each rank, so it suits few
-ranks. The reduce-scatter form sends each peer only the records of the peer's own shard:
-(n - 1) / n of a message.
+ranks.
 
-Phase 1: sizes (and the agreement of what is being synchronised), one small all-gather.
-Phase 2: the messages; an all-gather padded to the longest, or an uneven all-to-all.
-Then: add the messages in rank order, the first one to zero, so that all ranks hold the same bits.
+Agreement: one all-gather of what is meant and of every rank's message size, 24 bytes a rank.
+Phase 1, n - 1 rounds: every rank sends its message to every other, one peer at a time. Meanwhile
+the sum is cleared, and what has arrived is added: in rank order, so that all ranks hold the same
+bits.
+The reduce-scatter form is `direct`'s: each peer gets only the records of its own shard.
+
+Rank r sends (n - 1) |message_r| bytes, in a reduce-scatter |message_r| - |shard_r of it|.
 """
 
 from __future__ import annotations
@@ -15,11 +18,15 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.bucket import Bucket, Form
-from megatron_sparse.collectives.base import POSTED, Steps, exchange_sizes
-from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_
+from megatron_sparse.collectives.base import Steps, exchange_sizes, tag_of, whole_group
+from megatron_sparse.collectives.direct import split
+from megatron_sparse.collectives.gather import pairwise_all_gather
+from megatron_sparse.collectives.records import Cut, SparseSum, check_announced, shard_cuts
+from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
+
+NAME = "agsparse"
 
 
 def agsparse(
@@ -44,62 +51,35 @@ def agsparse(
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's message is not what was announced.
     """
-    n = transport.world_size
-    scatter = bucket.form is Form.REDUCE_SCATTER
-    own_bytes = message.shard_bytes() if scatter else [message.nbytes]
-    sizes = yield from exchange_sizes(
-        own_bytes, bucket, "agsparse", message.value_dtype, message.epoch, transport
+    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
+    n, rank = group.world_size, group.rank
+    sums = SparseSum(bucket, message, buffers, watch)
+    if bucket.form is Form.REDUCE_SCATTER:
+        cuts = shard_cuts(message.layout, n)
+        yield from split(NAME, bucket, message, cuts, sums, group, transport, last=True)
+        sums.write(cuts[rank].elements)
+        return group.sent_bytes
+
+    table = yield from exchange_sizes(
+        [message.nbytes], bucket, NAME, message.value_dtype, message.epoch, transport
     )
-    if scatter:
-        received_bytes = [row[transport.rank] for row in sizes]
-        segment_offsets = message.layout.shard_offsets(transport.rank)
-        sent_bytes = max(sum(row) - row[rank] for rank, row in enumerate(sizes))
-    else:
-        received_bytes = [row[0] for row in sizes]
-        segment_offsets = message.layout.segment_offsets
-        sent_bytes = max(received_bytes) * (n - 1)
-    check_sizes(received_bytes, message, bucket)
+    sizes = [row[0] for row in table]
+    whole = Cut(message.layout)
+    check_announced(sizes, [whole] * n, message.value_dtype)
+    held: dict[int, torch.Tensor] = {}
+    added = 0
 
-    if scatter:
-        starts = [sum(received_bytes[:rank]) for rank in range(n)]
-        received = buffers.take(f"received:{bucket.name}", sum(received_bytes), transport.device)
-        sent = message.buffer[: message.nbytes]
-        work = transport.all_to_all(received, sent, received_bytes, own_bytes)
-    else:
-        longest = max(received_bytes)
-        starts = [rank * longest for rank in range(n)]
-        received = buffers.take(f"received:{bucket.name}", longest * n, transport.device)
-        work = transport.all_gather(received, message.buffer[:longest])
-    yield POSTED
-    yield work
+    def arrived(sender: int, records: torch.Tensor) -> None:
+        nonlocal added
+        if not held:
+            sums.clear()
+        held[sender] = records
+        while added in held:
+            sums.add_message(held[added], whole, added)
+            added += 1
 
-    with watch.stage("decode"):
-        target = bucket.grad_N[bucket.shard(transport.rank)] if scatter else bucket.grad_N
-        if target.dtype == torch.float32:
-            sum_M = target
-        else:
-            sum_M = buffers.take("sum", target.numel(), target.device, torch.float32)
-        for rank, (start, size) in enumerate(zip(starts, received_bytes, strict=True)):
-            records = received[start : start + size]
-            decode_add_(
-                sum_M, records, segment_offsets, message.value_dtype, message.epoch, rank=rank,
-                fresh=rank == 0,
-            )  # fmt: skip
-        if sum_M is not target:
-            target.copy_(sum_M)
-    return sent_bytes
-
-
-def check_sizes(received_bytes: list[int], message: Message, bucket: Bucket) -> None:
-    """Refuses sizes that no valid message has, before memory is taken for them.
-
-    Raises:
-        WireFormatError: names the rank whose announced size is out of bounds.
-    """
-    for rank, size in enumerate(received_bytes):
-        if not 0 <= size <= message.buffer.numel():
-            raise WireFormatError(
-                f"bucket {bucket.name}: rank {rank} announces a message of impossible size",
-                expected=f"0 to {message.buffer.numel()} bytes",
-                got=size,
-            )
+    room = sums.take("received", sum(sizes) - sizes[rank])
+    own = message.buffer[: message.nbytes]
+    yield from pairwise_all_gather(own, room, sizes, group, arrived)
+    sums.write(whole.elements)
+    return group.sent_bytes

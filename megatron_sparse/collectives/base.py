@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 
 import torch
@@ -25,15 +25,20 @@ Yielded = Work | Posted
 """What a collective hands to whoever drives it."""
 
 Steps = Generator[Yielded, None, int]
-"""Yields works to wait for and, at most once, `POSTED`; returns a number of bytes.
+"""Yields works to wait for and, at most once, `POSTED`; returns the bytes that this rank sent.
 
-`dense` and `agsparse` return what the busiest rank sent, which every rank can compute. The others,
-which do not know what their peers sent, return what this rank sent in pairwise messages, sizes
-included. The all-gathers of the agreement are in neither.
+They are those of pairwise messages, sizes included; the all-gathers of the agreement are not in it.
+For `dense` they are a ring's.
 """
 
 Phase = Generator[Yielded, None, None]
 """A part of a collective."""
+
+Piece = tuple[int, torch.Tensor]
+"""A peer, and what goes to it or comes from it."""
+
+Round = tuple[Sequence[Piece], Sequence[Piece]]
+"""What is sent and what is received in one exchange."""
 
 HEADER_WORDS = 2
 
@@ -110,11 +115,7 @@ class Subgroup:
         self._tag = tag
 
     def exchange(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-        *,
-        last: bool = False,
+        self, sends: Sequence[Piece], receives: Sequence[Piece], *, last: bool = False
     ) -> Phase:
         """`Transport.exchange` in the subgroup's numbers, waited for.
 
@@ -123,15 +124,46 @@ class Subgroup:
             receives: (peer, contiguous tensor) each.
             last: this rank will post nothing more in the whole collective.
         """
-        work = self._transport.exchange(
+        yield from self.in_rounds([(sends, receives)], last=last)
+
+    def in_rounds(
+        self,
+        rounds: Sequence[Round],
+        meanwhile: Callable[[int], None] | None = None,
+        *,
+        last: bool = False,
+    ) -> Phase:
+        """Exchanges that follow one another, with local work while they are on their way.
+
+        One at a time is what keeps every port at full rate on a network where senders that meet at
+        a receiver slow one another down (gloo over TCP). On CUDA all are posted at once.
+
+        Args:
+            rounds: a round may send what an earlier one received.
+            meanwhile: called with i while round i is on its way, when all before it have arrived,
+                and with the number of rounds at the end.
+            last: this rank will post nothing more in the whole collective.
+        """
+        on_cuda = self._transport.device.type == "cuda"
+        posted: list[Work] = []
+        for number in range(len(rounds)):
+            ahead = len(rounds) if on_cuda else number + 1
+            posted += [self._post(*following) for following in rounds[len(posted) : ahead]]
+            if last and number == len(rounds) - 1:
+                yield POSTED
+            if meanwhile is not None:
+                meanwhile(number)
+            yield posted[number]
+        if meanwhile is not None:
+            meanwhile(len(rounds))
+
+    def _post(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Work:
+        self.sent_bytes += sum(values.nbytes for _, values in sends)
+        return self._transport.exchange(
             [(self.ranks[peer], values) for peer, values in sends],
             [(self.ranks[peer], values) for peer, values in receives],
             self._tag,
         )
-        self.sent_bytes += sum(values.nbytes for _, values in sends)
-        if last:
-            yield POSTED
-        yield work
 
 
 def whole_group(transport: Transport, tag: int) -> Subgroup:

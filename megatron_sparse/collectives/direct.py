@@ -23,6 +23,7 @@ import torch
 from megatron_sparse.bucket import Bucket, Form
 from megatron_sparse.collectives.base import (
     Phase,
+    Round,
     Steps,
     Subgroup,
     Yielded,
@@ -59,8 +60,10 @@ def direct(
         sums.write(cuts[group.rank].elements)
         return group.sent_bytes
     buffer, sizes = yield from encode_own_shard(NAME, bucket, message, cuts, sums, transport)
-    records = yield from pairwise_all_gather(buffer, sizes, group)
-    sums.assemble(records, cuts)
+    own = sizes[group.rank]
+    yield from pairwise_all_gather(
+        buffer[:own], buffer[own : sum(sizes)], sizes, group, sums.placer(cuts)
+    )
     return group.sent_bytes
 
 
@@ -91,15 +94,13 @@ def split(
     sent = message.buffer[: message.nbytes].split(own_sizes)
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[rank] = sent[rank]
+    rounds: list[Round] = []
     for step in range(1, n):
-        target, source = (rank + step) % n, (rank - step) % n
-        yield from group.exchange(
-            [(target, sent[target])],
-            [(source, received[source])],
-            last=last and step == n - 1,
-        )
+        target, source = (rank - step) % n, (rank + step) % n
+        rounds.append(([(target, sent[target])], [(source, received[source])]))
+    yield from group.in_rounds(rounds, last=last)
     for sender, records in enumerate(received):
-        sums.add_message(records, cuts[rank], sender)
+        sums.add_message(records, cuts[rank], sender, fresh=sender == 0)
 
 
 def encode_own_shard(

@@ -43,6 +43,5 @@ def dsar_split_ag(
     sizes = [cut.capacity(sums.final_dtype) for cut in cuts]
     buffer = sums.take("gathered", sum(sizes))
     sums.encode(cuts[group.rank], sums.final_dtype, buffer, dense=True)
-    records = yield from doubling_all_gather(buffer, sizes, group)
-    sums.assemble(records, cuts)
+    yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts))
     return group.sent_bytes

@@ -1,22 +1,26 @@
 """All-gathers of pieces of different size, which every rank knows: three orders of the same bytes.
 
-Pieces lie in one buffer, this rank's own first and those of the ranks after it behind it, so that
-what an order sends in one message is contiguous. Every rank ends up with sum(sizes) bytes and has
-received all but its own. They are generators of `Phase`, returning the pieces in rank order.
+Every rank receives all pieces but its own. Each one is handed over when it has arrived, this rank's
+own first, while the next ones are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
 
-from megatron_sparse.collectives.base import Subgroup, Yielded
+from megatron_sparse.collectives.base import Phase, Round, Subgroup
+
+Arrived = Callable[[int, torch.Tensor], None]
+"""Is given a rank and its piece, once for each rank."""
 
 
 class Pieces:
     """Where the pieces of all ranks lie in a buffer that begins with this rank's own.
+
+    Those of the ranks after it follow, so that what is sent in one message is contiguous.
 
     Attributes:
         starts: offset of the piece of each rank from this one on, and the end.
@@ -32,51 +36,67 @@ class Pieces:
         """The pieces of `first` to `last` ranks after this one, the latter not included."""
         return self._buffer[self.starts[first] : self.starts[last]]
 
-    def in_rank_order(self) -> list[torch.Tensor]:
-        """The piece of each rank."""
-        places = [(rank - self._rank) % self._n for rank in range(self._n)]
-        return [self.span(place, place + 1) for place in places]
+    def hand_over(self, first: int, last: int, arrived: Arrived) -> None:
+        """Hands over the pieces of `first` to `last` ranks after this one."""
+        for place in range(first, last):
+            arrived((self._rank + place) % self._n, self.span(place, place + 1))
 
 
-Gathered = Generator[Yielded, None, list[torch.Tensor]]
-
-
-def pairwise_all_gather(buffer: torch.Tensor, sizes: list[int], group: Subgroup) -> Gathered:
+def pairwise_all_gather(
+    own: torch.Tensor, room: torch.Tensor, sizes: list[int], group: Subgroup, arrived: Arrived
+) -> Phase:
     """Every rank sends its piece to every other, one peer at a time: n - 1 rounds.
 
-    In round i rank r sends to r + i and receives from r - i, so no port is ever shared. Sends
+    In round i rank r sends to r - i and receives from r + i, so no port is ever shared. Sends
     (n - 1) times its own piece.
+
+    Args:
+        own: this rank's piece.
+        room: as long as the pieces of all others.
+        sizes: of each rank's piece.
+        group: the ranks.
+        arrived: is given the pieces.
     """
     n, rank = group.world_size, group.rank
-    pieces = Pieces(buffer, sizes, rank)
-    for step in range(1, n):
-        place = n - step
-        yield from group.exchange(
-            [((rank + step) % n, pieces.span(0, 1))],
-            [((rank - step) % n, pieces.span(place, place + 1))],
-            last=step == n - 1,
-        )
-    return pieces.in_rank_order()
+    senders = [(rank + step) % n for step in range(n)]
+    pieces = [own, *room.split([sizes[sender] for sender in senders[1:]])]
+    rounds: list[Round] = [
+        ([((rank - step) % n, own)], [(senders[step], pieces[step])]) for step in range(1, n)
+    ]
+    yield from group.in_rounds(
+        rounds, lambda number: arrived(senders[number], pieces[number]), last=True
+    )
 
 
-def ring_all_gather(buffer: torch.Tensor, sizes: list[int], group: Subgroup) -> Gathered:
+def ring_all_gather(
+    buffer: torch.Tensor, sizes: list[int], group: Subgroup, arrived: Arrived
+) -> Phase:
     """Pieces travel round the ring: n - 1 rounds, only between neighbours.
 
     Rank r sends every piece but that of its successor.
     """
     n, rank = group.world_size, group.rank
     pieces = Pieces(buffer, sizes, rank)
+
+    def hand_over(number: int) -> None:
+        place = (n - number) % n
+        pieces.hand_over(place, place + 1, arrived)
+
+    rounds: list[Round] = []
     for step in range(n - 1):
         give, take = (n - step) % n, n - 1 - step
-        yield from group.exchange(
-            [((rank + 1) % n, pieces.span(give, give + 1))],
-            [((rank - 1) % n, pieces.span(take, take + 1))],
-            last=step == n - 2,
+        rounds.append(
+            (
+                [((rank + 1) % n, pieces.span(give, give + 1))],
+                [((rank - 1) % n, pieces.span(take, take + 1))],
+            )
         )
-    return pieces.in_rank_order()
+    yield from group.in_rounds(rounds, hand_over, last=True)
 
 
-def doubling_all_gather(buffer: torch.Tensor, sizes: list[int], group: Subgroup) -> Gathered:
+def doubling_all_gather(
+    buffer: torch.Tensor, sizes: list[int], group: Subgroup, arrived: Arrived
+) -> Phase:
     """Recursive doubling for any number of ranks (Bruck et al. 1997): ceil(log2 n) rounds.
 
     In a round each rank, holding the pieces of the d ranks from itself on, sends them to rank
@@ -84,13 +104,20 @@ def doubling_all_gather(buffer: torch.Tensor, sizes: list[int], group: Subgroup)
     """
     n, rank = group.world_size, group.rank
     pieces = Pieces(buffer, sizes, rank)
-    held = 1
-    while held < n:
-        more = min(held, n - held)
-        yield from group.exchange(
-            [((rank - held) % n, pieces.span(0, more))],
-            [((rank + held) % n, pieces.span(held, held + more))],
-            last=held + more == n,
+    held = [1]
+    rounds: list[Round] = []
+    while held[-1] < n:
+        have = held[-1]
+        more = min(have, n - have)
+        rounds.append(
+            (
+                [((rank - have) % n, pieces.span(0, more))],
+                [((rank + have) % n, pieces.span(have, have + more))],
+            )
         )
-        held += more
-    return pieces.in_rank_order()
+        held.append(have + more)
+    yield from group.in_rounds(
+        rounds,
+        lambda number: pieces.hand_over(held[number - 1] if number else 0, held[number], arrived),
+        last=True,
+    )

@@ -8,7 +8,7 @@ a bf16 gradient that is the one rounding at the end.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -66,8 +66,11 @@ def shard_cuts(layout: Layout, shards: int) -> list[Cut]:
 class SparseSum:
     """The fp32 sum that a sparse collective adds up for one bucket, and its records.
 
+    The first records that are added to a part of it must be `fresh`: they replace what it held,
+    which saves the pass that would clear it.
+
     Attributes:
-        sum_N: fp32, the whole bucket; zero at first. The gradient itself where that is fp32.
+        sum_N: fp32, the whole bucket; undefined at first. The gradient itself where that is fp32.
         partial_dtype: how sums travel that more will be added to.
         final_dtype: how complete sums travel.
     """
@@ -81,32 +84,52 @@ class SparseSum:
         narrowed = VALUE_DTYPES[message.value_dtype] != grad_N.dtype
         self.partial_dtype = message.value_dtype if narrowed else "fp32"
         self.final_dtype = message.value_dtype
-        with watch.stage("decode"):
-            if grad_N.dtype == torch.float32:
-                self.sum_N = grad_N.zero_()
-            else:
-                self.sum_N = self.take("sum", bucket.numel, torch.float32).zero_()
+        if grad_N.dtype == torch.float32:
+            self.sum_N = grad_N
+        else:
+            self.sum_N = self.take("sum", bucket.numel, torch.float32)
 
     def take(self, purpose: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A buffer of this bucket's own; see `MessageBuffers.take`."""
         name = f"{purpose}:{self._bucket.name}"
         return self._buffers.take(name, numel, self._bucket.grad_N.device, dtype)
 
-    def add_message(self, records: torch.Tensor, cut: Cut, rank: int) -> None:
+    def clear(self) -> None:
+        """Makes the whole sum zero, for records that are added later and are not `fresh`."""
+        with self._watch.stage("decode"):
+            self.sum_N.zero_()
+
+    def add_message(
+        self, records: torch.Tensor, cut: Cut, rank: int, *, fresh: bool = False
+    ) -> None:
         """Adds records of a rank's own message.
 
         Raises:
             WireFormatError: they are not what that rank announced.
         """
-        self._decode(records, cut, cut.offsets, self._message.value_dtype, rank)
+        self._decode(records, cut, cut.offsets, self._message.value_dtype, rank, fresh)
 
-    def add_sum(self, records: torch.Tensor, cut: Cut, value_dtype: str, rank: int) -> None:
+    def add_sum(
+        self, records: torch.Tensor, cut: Cut, value_dtype: str, rank: int, *, fresh: bool = False
+    ) -> None:
         """Adds records of a sum that a rank has made.
 
         Raises:
             WireFormatError: they are not what that rank announced.
         """
-        self._decode(records, cut, cut.own_offsets, value_dtype, rank)
+        self._decode(records, cut, cut.own_offsets, value_dtype, rank, fresh)
+
+    def placer(self, cuts: Sequence[Cut]) -> Callable[[int, torch.Tensor], None]:
+        """For an all-gather of complete sums: puts the records of cut i, made by rank i, in place.
+
+        They replace what this rank had, its own included: the same bits on every rank.
+        """
+
+        def place(rank: int, records: torch.Tensor) -> None:
+            self.add_sum(records, cuts[rank], self.final_dtype, rank, fresh=True)
+            self.write(cuts[rank].elements)
+
+        return place
 
     def round_partial(self, cut: Cut) -> None:
         """Rounds a partial sum as its peers will see it, so that both go on from the same bits."""
@@ -149,22 +172,6 @@ class SparseSum:
                 sizes = torch_codec.encode(*arguments)
             return out[: int(sizes.sum())]
 
-    def assemble(self, records: Sequence[torch.Tensor], cuts: Sequence[Cut]) -> None:
-        """Replaces the sum by complete sums and writes the gradient, the same bits on every rank.
-
-        Args:
-            records: of each cut, in the final dtype.
-            cuts: they make up the whole bucket; cut i comes from rank i.
-
-        Raises:
-            WireFormatError: they are not what a rank announced.
-        """
-        with self._watch.stage("decode"):
-            self.sum_N.zero_()
-        for rank, (piece, cut) in enumerate(zip(records, cuts, strict=True)):
-            self.add_sum(piece, cut, self.final_dtype, rank)
-        self.write(slice(None))
-
     def write(self, elements: slice) -> None:
         """Rounds part of the sum to the gradient's dtype and puts it there."""
         if self.sum_N is not self._bucket.grad_N:
@@ -172,11 +179,19 @@ class SparseSum:
                 self._bucket.grad_N[elements].copy_(self.sum_N[elements])
 
     def _decode(
-        self, records: torch.Tensor, cut: Cut, offsets: torch.Tensor, value_dtype: str, rank: int
+        self,
+        records: torch.Tensor,
+        cut: Cut,
+        offsets: torch.Tensor,
+        value_dtype: str,
+        rank: int,
+        fresh: bool,
     ) -> None:
         with self._watch.stage("decode"):
-            part = self.sum_N[cut.elements]
-            decode_add_(part, records, offsets, value_dtype, self._message.epoch, rank=rank)
+            decode_add_(
+                self.sum_N[cut.elements], records, offsets, value_dtype, self._message.epoch,
+                rank=rank, fresh=fresh,
+            )  # fmt: skip
 
 
 def exchange_records(

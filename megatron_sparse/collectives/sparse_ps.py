@@ -67,7 +67,7 @@ def sparse_ps(
         yield from group.exchange([(SERVER, own)], [])
         room = sums.take("received", cuts[rank].capacity(sums.final_dtype))
         records = yield from exchange_records(group, None, (SERVER, room), last=True)
-        sums.add_sum(records, cuts[rank], sums.final_dtype, SERVER)
+        sums.add_sum(records, cuts[rank], sums.final_dtype, SERVER, fresh=True)
         sums.write(cuts[rank].elements)
         return group.sent_bytes
 
@@ -75,7 +75,7 @@ def sparse_ps(
     received[SERVER] = own
     yield from group.exchange([], [(peer, received[peer]) for peer in range(1, n)])
     for sender, records in enumerate(received):
-        sums.add_message(records, whole, sender)
+        sums.add_message(records, whole, sender, fresh=sender == SERVER)
     if scatter:
         out = sums.take("encoded", sum(cut.capacity(sums.final_dtype) for cut in cuts))
         rooms = out.split([cut.capacity(sums.final_dtype) for cut in cuts])

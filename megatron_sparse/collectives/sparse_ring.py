@@ -48,7 +48,7 @@ def sparse_ring(
     most = max(cut.capacity("fp32") for cut in cuts)
     out, room = sums.take("encoded", most), sums.take("received", most)
     for shard, records in enumerate(own):
-        sums.add_message(records, cuts[shard], rank)
+        sums.add_message(records, cuts[shard], rank, fresh=True)
 
     for step in range(1, n):
         give, take = (rank - step) % n, (rank - 1 - step) % n
@@ -70,6 +70,5 @@ def sparse_ring(
         sums.write(cuts[rank].elements)
         return group.sent_bytes
     buffer, sizes = yield from encode_own_shard(NAME, bucket, message, cuts, sums, transport)
-    records = yield from ring_all_gather(buffer, sizes, group)
-    sums.assemble(records, cuts)
+    yield from ring_all_gather(buffer, sizes, group, sums.placer(cuts))
     return group.sent_bytes

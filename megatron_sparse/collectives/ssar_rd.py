@@ -53,11 +53,11 @@ def ssar_rd(
         yield from exchange_records(group, (home, own), None)
         room = room[: whole.capacity(sums.final_dtype)]
         records = yield from exchange_records(group, None, (home, room), last=True)
-        sums.add_sum(records, whole, sums.final_dtype, home)
+        sums.add_sum(records, whole, sums.final_dtype, home, fresh=True)
         sums.write(slice(None))
         return group.sent_bytes
 
-    sums.add_message(own, whole, rank)
+    sums.add_message(own, whole, rank, fresh=True)
     guest = rank + active if rank + active < n else None
     if guest is not None:
         most = room[: whole.capacity(message.value_dtype)]

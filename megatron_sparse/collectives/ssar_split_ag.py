@@ -40,6 +40,5 @@ def ssar_split_ag(
     sums = SparseSum(bucket, message, buffers, watch)
     yield from split(NAME, bucket, message, cuts, sums, group, transport, last=False)
     buffer, sizes = yield from encode_own_shard(NAME, bucket, message, cuts, sums, transport)
-    records = yield from doubling_all_gather(buffer, sizes, group)
-    sums.assemble(records, cuts)
+    yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts))
     return group.sent_bytes

@@ -33,7 +33,7 @@ class IterationBreakdown:
             (`stage_ms["host_wait"]`).
         overlapped_ms: milliseconds for which a bucket was in flight and the thread did not wait.
         dense_bytes: what a dense ring would have sent, summed over buckets.
-        wire_bytes: what the busiest rank sent, summed over buckets.
+        wire_bytes: what this rank sent, summed over buckets.
         nnz: elements sent, summed over buckets.
         numel: elements in the buckets.
         density: nnz / numel; None when there was no bucket.

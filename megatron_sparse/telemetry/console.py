@@ -100,7 +100,7 @@ def _reached_density(summary: dict[str, Any]) -> float | None:
 
 
 def _traffic_table(summary: dict[str, Any]) -> Table:
-    table = _table("gradient bytes of the busiest rank")
+    table = _table("gradient bytes sent by this rank")
     table.add_column("phase")
     for header in ("iterations", "dense", "wire", "wire/dense", "density", "ms/iter"):
         table.add_column(header, justify="right")

@@ -130,8 +130,6 @@ def test_every_rank_gets_the_exact_sum_of_what_all_selected(world_size):
             else:
                 assert torch.equal(torch.cat(pieces), expected), (case, step)
         for _, nnz, wire_bytes, dense_bytes in results:
-            if scheme in ("agsparse", "dense"):
-                assert wire_bytes == results[0][2], "every rank reports the busiest rank's bytes"
             if scheme == "agsparse" and density == 0.01:
                 assert nnz < 0.05 * NUMEL
                 if world_size > 1:

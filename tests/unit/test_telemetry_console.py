@@ -50,7 +50,7 @@ run demo [1]: 100 iterations, 2 skipped, 4 ranks, cpu
 loss 9.2500 -> 4.5000
 density: target 1.00%, sent 1.03%
 
-gradient bytes of the busiest rank
+gradient bytes sent by this rank
 phase   iterations       dense       wire  wire/dense  density  ms/iter
 warmup          20   20.00 MiB  20.00 MiB     100.00%  100.00%   120.00
 ramp            30   30.00 MiB   8.00 MiB      26.67%   12.50%   110.50
