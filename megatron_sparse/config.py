@@ -96,9 +96,9 @@ class SchemeConfig:
     """How the selected gradient is synchronised.
 
     Attributes:
-        name: `auto` (`dense` or `agsparse`, whichever is predicted to send fewer bytes), `dense`
-            (the backend's own collective, uncompressed), `agsparse` (all-gather of every rank's
-            sparse message), or another of `SCHEMES`; docs/collectives.md says what each costs.
+        name: `auto` (`agsparse` or `direct`, whichever is predicted to send fewer bytes, or `dense`
+            where that would save less than 30 %), `dense` (the backend's own collective,
+            uncompressed), or another of `SCHEMES`; docs/collectives.md says what each costs.
         wire_dtype: dtype in which values travel; null takes the gradient's own. A narrower one is
             rounded stochastically and the rounding error goes to the residual.
         format: of sparse messages: `coo` (4 bytes an entry beside its value; on CUDA devices the

@@ -17,7 +17,7 @@ from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config import SparseConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan, Planner
-from megatron_sparse.planner.plan import dense_wire_bytes
+from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.progress import GATE, Pending, ProgressThread
 from megatron_sparse.recording import BucketRecord, Recorder, Stopwatch
 from megatron_sparse.transport import Transport

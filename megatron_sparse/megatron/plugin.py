@@ -28,7 +28,7 @@ from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint
 from megatron_sparse.megatron.attachment import Attachment, may_repeat_or_skip
 from megatron_sparse.megatron.doors import require_doors
-from megatron_sparse.planner.plan import predicted_bytes
+from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink, WandbSink
 
@@ -202,10 +202,10 @@ class Plugin:
         rows = []
         for bucket in self.attachment.buckets:
             plan = self.attachment.planner.plan_for(bucket, self.attachment.step)
-            dense, agsparse = predicted_bytes(bucket, plan.density, plan.wire_dtype)
+            wire_bytes = predicted_bytes(bucket, plan.density, self.config.scheme)
             rows.append({
                 "bucket": bucket.name, "numel": bucket.numel, "density": plan.density,
-                "predicted_bytes": {"dense": round(dense), "agsparse": round(agsparse)},
+                "predicted_bytes": {name: round(value) for name, value in wire_bytes.items()},
                 "chosen": plan.scheme, "reason": plan.reason,
             })  # fmt: skip
         text = json.dumps({"step": self.attachment.step, "buckets": rows}, indent=1)

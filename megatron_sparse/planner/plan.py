@@ -1,24 +1,19 @@
-"""The plan of a bucket, and the planner that takes it from the configuration.
-
-Bytes on the wire, by the busiest of n ranks, for a bucket of N elements of b bytes at density d:
-dense ring all-reduce 2 (n - 1) / n N b; AGsparse all-reduce (n - 1) d N (4 + b). Reduce-scatter
-halves the first and makes the second (n - 1) / n d N (4 + b). (SparCML, Renggli et al. 2019,
-section 5; ZEN table 3.)
-"""
+"""The plan of a bucket, and the planner that takes it from the configuration."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
+from megatron_sparse.planner.wire_bytes import predicted_bytes
 
-INDEX_BYTES = 4
+WORTHWHILE = 0.7
+"""Of the dense bytes: a scheme that would send more is not worth its codec's time."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +79,11 @@ class FixedPlanner:
         if name in SCHEMES and SCHEMES[name].takes is Input.DENSE:
             return self._dense(phase, f"scheme={name}", name)
         if name == "auto":
-            name = "agsparse"
-            dense_bytes, sparse_bytes = predicted_bytes(bucket, density, self._scheme.wire_dtype)
-            reason = f"agsparse {sparse_bytes:.0f} B against dense {dense_bytes:.0f} B"
-            if bucket.world_size == 1 or sparse_bytes >= dense_bytes:
+            wire_bytes = predicted_bytes(bucket, density, self._scheme)
+            dense_bytes = wire_bytes.pop("dense")
+            name = min(wire_bytes, key=lambda scheme: wire_bytes[scheme])
+            reason = f"{name} {wire_bytes[name]:.0f} B against dense {dense_bytes:.0f} B"
+            if bucket.world_size == 1 or wire_bytes[name] > WORTHWHILE * dense_bytes:
                 return self._dense(phase, reason)
         else:
             reason = f"scheme={name}"
@@ -116,22 +112,3 @@ class FixedPlanner:
             got=name,
             remedy="choose another scheme, or train without Megatron's distributed optimizer",
         )
-
-
-def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
-    """Bytes that each rank of a ring sends for the whole bucket at full density."""
-    ring = (bucket.world_size - 1) / bucket.world_size * bucket.numel * element_bytes
-    return ring if bucket.form is Form.REDUCE_SCATTER else 2 * ring
-
-
-def predicted_bytes(bucket: Bucket, density: float, wire_dtype: str | None) -> tuple[float, float]:
-    """Bytes on the wire of the busiest rank: (dense, agsparse), headers aside."""
-    element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)].itemsize
-    kept = sum(p.stop - p.start for p in bucket.parameters if p.keep)
-    pruned = sum(p.stop - p.start for p in bucket.parameters) - kept
-    message = kept * element_bytes
-    message += pruned * min(density * (INDEX_BYTES + element_bytes), element_bytes)
-    copies = bucket.world_size - 1
-    if bucket.form is Form.REDUCE_SCATTER:
-        copies /= bucket.world_size
-    return dense_wire_bytes(bucket, element_bytes), copies * message

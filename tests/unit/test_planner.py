@@ -9,7 +9,7 @@ from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config import CompressionConfig, SchemeConfig
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.planner.plan import dense_wire_bytes, predicted_bytes
+from megatron_sparse.planner.wire_bytes import dense_wire_bytes, predicted_bytes, record_bytes
 
 
 def _bucket(world_size=4, form=Form.ALL_REDUCE, keep=False):
@@ -36,18 +36,37 @@ def test_the_switch_plans_dense_at_any_step():
     assert planner.plan_for(_bucket(), 100).phase is Phase.OFF
 
 
-def test_bytes_of_a_ring_and_of_agsparse():
+def test_predicted_bytes():
     # 1000 fp32 elements, 4 ranks: the ring sends 2 * 3/4 * 4000 B; AGsparse sends to 3 peers
-    # 1000 * 1 % * 8 B.
+    # 1000 * 1 % * 8 B; direct 3/4 of that, and three times 250 elements at 3.94 %, where a bitmap
+    # of 1/8 B an element beats indices.
+    sum_density = 1 - 0.99**4
+    direct = 0.75 * 80 + 0.75 * 1000 * (4 * sum_density + 1 / 8)
     assert dense_wire_bytes(_bucket(), 4) == 6000
-    assert predicted_bytes(_bucket(), 0.01, None) == (6000, 240)
-    assert predicted_bytes(_bucket(form=Form.REDUCE_SCATTER), 0.01, None) == (3000, 60)
+    assert predicted_bytes(_bucket(), 0.01, SchemeConfig()) == pytest.approx(
+        {"dense": 6000, "agsparse": 240, "direct": direct}
+    )
+    scatter = predicted_bytes(_bucket(form=Form.REDUCE_SCATTER), 0.01, SchemeConfig())
+    assert scatter == {"dense": 3000, "agsparse": 60, "direct": 60}
 
 
-def test_auto_takes_dense_where_agsparse_would_send_more():
-    planner = _planner("auto", density=0.3)
-    assert planner.plan_for(_bucket(2), 10).scheme == "agsparse"
-    assert planner.plan_for(_bucket(16), 10).scheme == "dense"
+@pytest.mark.parametrize(
+    ("form", "density", "bytes_per_element"),
+    [("auto", 0.01, 0.08), ("auto", 0.5, 2.125), ("auto", 0.99, 4), ("coo", 0.5, 4),
+     ("coo", 0.3, 2.4), ("pici", 0.01, 0.165), ("dense", 0.01, 4)],
+)  # fmt: skip
+def test_bytes_of_a_record(form, density, bytes_per_element):
+    assert record_bytes(density, 4, form) == pytest.approx(bytes_per_element)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "density", "scheme"),
+    [(4, 0.01, "agsparse"), (4, 0.2, "direct"), (4, 0.6, "dense"), (32, 0.01, "direct"),
+     (2, 0.3, "agsparse"), (16, 0.5, "dense")],
+)  # fmt: skip
+def test_auto_takes_the_fewest_bytes_and_dense_where_few_are_saved(world_size, density, scheme):
+    planner = _planner("auto", density=density)
+    assert planner.plan_for(_bucket(world_size), 10).scheme == scheme
 
 
 @pytest.mark.parametrize("form", list(Form))

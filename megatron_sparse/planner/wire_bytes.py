@@ -1,0 +1,59 @@
+"""Bytes that a scheme is expected to send, from what all ranks know: sizes and the target density.
+
+For a bucket of N elements of b bytes on n ranks, m(d) bytes an element of a message of density d,
+the smallest of dense (b), COO (d (4 + b)) and Pici (d b + 1/8), and independent uniform positions,
+so that the sum has the density D = 1 - (1 - d)^n (ZEN, definition 4):
+
+- `dense`, a ring: 2 (n - 1) / n N b;
+- `agsparse`: (n - 1) N m(d);
+- `direct`: (n - 1) / n N (m(d) + m(D)).
+
+A reduce-scatter sends half of the first and (n - 1) / n N m(d) in the others (SparCML, Renggli et
+al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions make D smaller, so
+`direct` is never worse than predicted.
+"""
+
+from __future__ import annotations
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.config import SchemeConfig
+from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
+
+INDEX_BYTES = 4
+BITMAP_BYTES = 1 / 8
+
+
+def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
+    """Bytes that each rank of a ring sends for the whole bucket at full density."""
+    ring = (bucket.world_size - 1) / bucket.world_size * bucket.numel * element_bytes
+    return ring if bucket.form is Form.REDUCE_SCATTER else 2 * ring
+
+
+def predicted_bytes(bucket: Bucket, density: float, scheme: SchemeConfig) -> dict[str, float]:
+    """Bytes that each rank sends, by scheme, when what is pruned has the given density."""
+    n = bucket.world_size
+    element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, scheme.wire_dtype)].itemsize
+    kept = sum(p.stop - p.start for p in bucket.parameters if p.keep)
+    pruned = sum(p.stop - p.start for p in bucket.parameters) - kept
+
+    def message_bytes(density: float) -> float:
+        return kept * element_bytes + pruned * record_bytes(density, element_bytes, scheme.format)
+
+    message, shares = message_bytes(density), (n - 1) / n
+    if bucket.form is Form.REDUCE_SCATTER:
+        agsparse = direct = shares * message
+    else:
+        agsparse = (n - 1) * message
+        direct = shares * (message + message_bytes(1 - (1 - density) ** n))
+    dense = dense_wire_bytes(bucket, element_bytes)
+    return {"dense": dense, "agsparse": agsparse, "direct": direct}
+
+
+def record_bytes(density: float, element_bytes: int, form: str) -> float:
+    """Bytes for each element of a long record, as `scheme.format` has it written."""
+    sizes = {
+        "coo": density * (INDEX_BYTES + element_bytes),
+        "pici": density * element_bytes + BITMAP_BYTES,
+        "dense": float(element_bytes),
+    }
+    return min(min(sizes.values()) if form == "auto" else sizes[form], element_bytes)
