@@ -135,6 +135,9 @@ class TrackingConfig:
         wandb_project: project name for Weights & Biases.
         wandb_entity: team or user; null takes the account's default.
         flush_every: iterations between flushes of the JSON lines.
+        trace_iters: iterations whose timeline goes to `trace.json` in the run's folder, for
+            chrome://tracing and ui.perfetto.dev; 0 writes none.
+        trace_start: the first of them.
     """
 
     console: bool = True
@@ -143,12 +146,16 @@ class TrackingConfig:
     wandb_project: str = "megatron_sparse"
     wandb_entity: str | None = None
     flush_every: int = 10
+    trace_iters: int = 0
+    trace_start: int = 1
 
     def __post_init__(self) -> None:
         is_flag("tracking.console", self.console)
         is_flag("tracking.tensorboard", self.tensorboard)
         one_of("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
         in_range("tracking.flush_every", self.flush_every, 1, math.inf, integer=True)
+        in_range("tracking.trace_iters", self.trace_iters, 0, math.inf, integer=True)
+        in_range("tracking.trace_start", self.trace_start, 1, math.inf, integer=True)
 
 
 @dataclass

@@ -231,7 +231,7 @@ class ProgressThread:
                 work.finish()
         else:
             work.finish()
-            running.pending.watch.add("network", (time.perf_counter() - running.since_s) * 1e6)
+            running.pending.watch.add_span("network", running.since_s, time.perf_counter())
 
     def _fail(self, failed: _Running, error: BaseException) -> None:
         """Ends every job: after a failure the group's state is unknown, and no sum is right."""

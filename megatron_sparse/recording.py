@@ -56,11 +56,15 @@ class Stopwatch:
 
     On CUDA `stage` only records events on the current stream, so timing adds no host
     synchronisation; `times_us` waits for them and is meant for the end of an iteration.
+
+    Attributes:
+        spans: (stage, begin, end) in host seconds; empty on CUDA.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._cuda = device is not None and device.type == "cuda"
         self._host_us: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -76,7 +80,12 @@ class Stopwatch:
         else:
             start = time.perf_counter()
             yield
-            self.add(name, (time.perf_counter() - start) * 1e6)
+            self.add_span(name, start, time.perf_counter())
+
+    def add_span(self, name: str, begin_s: float, end_s: float) -> None:
+        """Adds the host time between two readings of `time.perf_counter` to stage `name`."""
+        self.spans.append((name, begin_s, end_s))
+        self.add(name, (end_s - begin_s) * 1e6)
 
     def add(self, name: str, time_us: float) -> None:
         """Adds `time_us` microseconds of host time to stage `name`."""

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -24,12 +25,14 @@ from megatron_sparse.telemetry.console import print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.lines import JsonLines, read_lines
 from megatron_sparse.telemetry.sinks import IsolatedSink, ScalarSink
+from megatron_sparse.telemetry.trace import Span, Timeline
 
 logger = logging.getLogger(__name__)
 
 BREAKDOWN_FILE = "breakdown.jsonl"
 BUCKETS_FILE = "buckets.jsonl"
 SUMMARY_FILE = "summary.json"
+TRACE_FILE = "trace.json"
 
 
 class RunTelemetry:
@@ -75,6 +78,8 @@ class RunTelemetry:
         self._name = self._config.get("name") or (Path(run_dir).name if run_dir else None)
         self._records: list[BucketRecord] = []
         self._step_s: dict[str, float] = {}
+        self._spans: list[Span] = []
+        self._timeline: Timeline | None = None
         self._history = RunHistory()
         self._last: IterationBreakdown | None = None
         self._since_flush = 0
@@ -117,6 +122,10 @@ class RunTelemetry:
         """Adds host seconds to one of `STEP_STAGES` of the running iteration."""
         assert stage in STEP_STAGES, f"{stage!r} is not one of {STEP_STAGES}"
         self._step_s[stage] = self._step_s.get(stage, 0.0) + seconds
+        end_s = time.perf_counter()
+        # A stage is told when it ends, and without the waits inside it.
+        inside_s = self._step_s.get("host_wait", 0.0) if stage == "forward_backward" else 0.0
+        self._spans.append((stage, end_s - seconds - inside_s, end_s))
 
     def end_iteration(
         self,
@@ -148,6 +157,7 @@ class RunTelemetry:
         assert self._closed is None, "end_iteration after close"
         records, self._records = self._records, []
         step_s, self._step_s = self._step_s, {}
+        spans, self._spans = self._spans, []
         breakdown = iteration_breakdown(
             iteration,
             records,
@@ -167,6 +177,7 @@ class RunTelemetry:
             self._machine = _machine()
         if self._files:
             self._write(breakdown, records)
+        self._trace(iteration, spans, records)
         if self._is_writer:
             scalars = breakdown.scalars()
             for sink in self._sinks:
@@ -197,6 +208,7 @@ class RunTelemetry:
         if self._closed is not None:
             return self._closed
         self.flush()
+        self._write_trace()
         atexit.unregister(self.flush)
         summary = self._closed = self._summary()
         summary["memory_bytes"] = dict(memory or {})
@@ -225,6 +237,26 @@ class RunTelemetry:
         self._since_flush += 1
         if self._since_flush >= self._tracking.flush_every:
             self.flush()
+
+    def _trace(self, iteration: int, spans: list[Span], records: Sequence[BucketRecord]) -> None:
+        """Adds the iteration to the timeline if it is one of those; the last one writes it."""
+        start, count = self._tracking.trace_start, self._tracking.trace_iters
+        if self._run_dir is None or not start <= iteration < start + count:
+            return
+        if self._timeline is None:
+            self._timeline = Timeline(dist.get_rank() if dist.is_initialized() else 0)
+        self._timeline.add(iteration, spans, records)
+        if iteration == start + count - 1:
+            self._write_trace()
+
+    def _write_trace(self) -> None:
+        timeline, self._timeline = self._timeline, None
+        if timeline is None or self._run_dir is None:
+            return
+        try:
+            timeline.write(self._run_dir / TRACE_FILE)
+        except OSError as error:
+            logger.error("%s cannot be written: %s", TRACE_FILE, error)
 
     def _on_files(self, act: Callable[[JsonLines], None]) -> None:
         try:

@@ -133,3 +133,29 @@ def test_nan_in_one_gradient_ends_in_megatrons_own_error(tmp_path):
     train(tmp_path, "nan", *AT_TARGET, "training.lr=1e30", "megatron.clip_grad=0", check=False)
     text = (tmp_path / "nan.log").read_text()
     assert "found NaN in local grad norm" in text
+
+
+def test_a_trace_shows_later_phases_of_a_bucket_during_later_backward_work(tmp_path):
+    run = train(
+        tmp_path, "traced", "scheme=direct", "compression.warmup_iters=1", "compression.ramp_iters=0",
+        *_flags(True, False), "tracking.trace_start=3", "tracking.trace_iters=2",
+    )  # fmt: skip
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["args"]["iteration"] for event in spans} == {3, 4}
+    overlapping = 0
+    for iteration in (3, 4):
+        mine = [event for event in spans if event["args"]["iteration"] == iteration]
+        (backward,) = [event for event in mine if event["name"] == "forward_backward"]
+        end = backward["ts"] + backward["dur"]
+        # The hooks of the backward pass launch the buckets, so before the last launch there is
+        # backward work to come.
+        launches = [event["ts"] for event in mine if "scheme" in event["args"]]
+        assert len(launches) > 2
+        assert backward["ts"] < max(launches) < end
+        network = [event for event in mine if event["name"] == "network"]
+        for row in {event["tid"] for event in network}:
+            begins = sorted(event["ts"] for event in network if event["tid"] == row)
+            # The agreement comes first: from the second wait on it is the phases.
+            overlapping += begins[1] < max(launches)
+    assert overlapping > 0

@@ -1,0 +1,82 @@
+"""A timeline of some iterations, for chrome://tracing and ui.perfetto.dev.
+
+One row for the training thread and one for each bucket, whose stages lie inside it. Whether
+synchronisation overlaps with the backward pass is seen by looking: stages of a bucket below
+`forward_backward`, and the waits of the training thread (`host_wait`), which are the exposed part.
+
+Times are the host's. On CUDA the stages are kernels, which torch.profiler shows; there a bucket's
+row has its launch and end only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse.recording import BucketRecord
+
+TRAINING_ROW = 0
+
+Span = tuple[str, float, float]
+"""A name, and the `time.perf_counter` seconds of its begin and end."""
+
+
+class Timeline:
+    """Collects events in the Trace Event Format; times are microseconds from the first event.
+
+    Args:
+        rank: whose events they are.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._rows: dict[str, int] = {}
+        self._events: list[dict[str, Any]] = []
+
+    def add(self, iteration: int, steps: Sequence[Span], records: Iterable[BucketRecord]) -> None:
+        """Adds an iteration.
+
+        Args:
+            iteration: its number.
+            steps: of the training thread.
+            records: of the buckets.
+        """
+        for name, begin_s, end_s in steps:
+            self._span(TRAINING_ROW, name, begin_s, end_s, {"iteration": iteration})
+        for record in records:
+            row = self._rows.setdefault(record.bucket, len(self._rows) + 1)
+            arguments = {
+                "iteration": iteration, "scheme": record.scheme, "density": record.density,
+                "numel": record.numel, "nnz": record.nnz, "wire_bytes": record.wire_bytes,
+            }  # fmt: skip
+            self._span(row, record.bucket, record.launched_s, record.finished_s, arguments)
+            for name, begin_s, end_s in record.watch.spans:
+                self._span(row, name, begin_s, end_s, {"iteration": iteration})
+
+    def write(self, path: Path) -> None:
+        """Writes everything; a reader never finds half a file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        origin_us = min((event["ts"] for event in self._events), default=0.0)
+        events = [event | {"ts": event["ts"] - origin_us} for event in self._events]
+        names = {"training thread": TRAINING_ROW, **self._rows}
+        rows = [
+            {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": row, "args": {"name": name}}
+            for name, row in names.items()
+        ]  # fmt: skip
+        part = path.with_name(f".{path.name}.partial")
+        part.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": rows + events}))
+        os.replace(part, path)
+
+    def _span(
+        self, row: int, name: str, begin_s: float, end_s: float, arguments: dict[str, Any]
+    ) -> None:
+        self._events.append({
+            "ph": "X", "name": name, "pid": self._rank, "tid": row, "ts": begin_s * 1e6,
+            "dur": (end_s - begin_s) * 1e6, "args": arguments,
+        })  # fmt: skip
