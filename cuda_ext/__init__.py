@@ -71,10 +71,10 @@ def _build_if_needed(name: str) -> None:
         build.build("on" if name == "cuda" else "off", parts=(name,))
 
 
-def _load_library(name: str) -> None:
+def _load_library(name: Literal["cpu", "cuda"]) -> None:
     import torch
 
-    from megatron_sparse.cuda_ext import build
+    from megatron_sparse.cuda_ext import build, fakes
     from megatron_sparse.errors import ExtensionError
 
     path = build.library_path(name)
@@ -86,8 +86,5 @@ def _load_library(name: str) -> None:
             got=error.__cause__ or error,
             remedy="remove it and run python -m megatron_sparse.cuda_ext.build",
         ) from error  # fmt: skip
-    if name == "cpu":
-        from megatron_sparse.cuda_ext import fakes
-
-        fakes.register()
+    fakes.register(name)
     _loaded.add(name)

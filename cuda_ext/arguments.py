@@ -60,6 +60,13 @@ def check_flat(
         raise refusal(op, f"{name} is on the wrong device", device, tensor.device)
 
 
+def check_device(op: str, name: str, tensor: torch.Tensor) -> str:
+    """The type of the tensor's device: `cpu` or `cuda`; others are refused."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise refusal(op, f"{name} is on the wrong device", "cpu or cuda", tensor.device)
+    return tensor.device.type
+
+
 def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None:
     """Refuses anything but ascending int64 offsets from 0 to `numel` on the CPU."""
     check_flat(op, name, offsets, (torch.int64,), device=torch.device("cpu"))

@@ -1,6 +1,7 @@
 """Builds the native libraries: one plain `.so` for the CPU, one for CUDA.
 
     python -m megatron_sparse.cuda_ext.build [--cuda auto|on|off] [--out DIR] [--verbose]
+        [--ptxas | --sanitize]
 
 `setup.py` runs it when the package is installed; `megatron_sparse.cuda_ext.load` runs it when a
 library is missing or older than its sources. Both libraries use torch's stable ABI, hold no Python
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -30,10 +30,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from megatron_sparse.cuda_ext import ptxas
+from megatron_sparse.cuda_ext.toolchain import CudaToolkit, find_cuda, find_cxx, find_torch
 from megatron_sparse.errors import ConfigError, DependencyError, ExtensionError, MegatronSparseError
 
 type CudaChoice = Literal["auto", "on", "off"]
@@ -42,13 +43,16 @@ SOURCES = Path(__file__).resolve().parent / "csrc"
 LIBRARIES = Path(__file__).resolve().parent / "_lib"
 LOCK = ".lock"
 STRICT = "MEGATRON_SPARSE_STRICT"
-MIN_TORCH = (2, 11)
 CUDA_ARCHS = (80, 90, 100)
 
 _TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # 2.11: a byte for each part
 _COMMON = ("-O3", "-std=c++17", "-DNDEBUG")
 # Without contraction: a fused multiply-add would round differently on each instruction set.
 _HOST = (*_COMMON, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+_SANITIZE = (
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g",
+    "-O1",
+)  # fmt: skip
 _CPU_BINDINGS = (
     "library.cpp", "isa.cpp", "prune.cpp", "threshold.cpp", "encode.cpp", "prune_encode.cpp",
     "place.cpp", "decode.cpp", "decode_records.cpp",
@@ -60,16 +64,14 @@ _ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
     "avx2": (8, ("-mavx2",)),
     "avx512": (16, ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")),
 }
+# Sources of the CUDA library, each a .cu and its _cuda.cpp; those that compile longest come first.
+CUDA_UNITS = ("prune_encode", "prune", "encode", "decode")
 _SOURCE_SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
 _X86 = platform.machine() in ("x86_64", "AMD64")
 _NVCC = (
     *_COMMON, "--fmad=false", "-Xptxas", "-v,-warn-spills",
     *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHS),
 )  # fmt: skip
-_CUDA_REMEDY = (
-    "install nvcc (pip install 'megatron-sparse[cuda]', or NVIDIA's toolkit) and name its folder "
-    "in CUDA_HOME if it is in none of the usual places"
-)
 
 
 @dataclass(frozen=True)
@@ -90,19 +92,6 @@ class Part:
 
     def __str__(self) -> str:
         return f"megatron_sparse {self.name} library: {self.state} ({self.reason})"
-
-
-@dataclass(frozen=True)
-class CudaToolkit:
-    """An nvcc with the headers and the static runtime that go with it."""
-
-    home: Path
-    lib: Path
-
-    @property
-    def nvcc(self) -> Path:
-        """The compiler driver."""
-        return self.home / "bin" / "nvcc"
 
 
 def library_path(name: str, out: Path = LIBRARIES) -> Path:
@@ -127,11 +116,13 @@ def is_current(name: str, out: Path = LIBRARIES) -> bool:
 
 def source_hash(name: str) -> str:
     """A hash of all that decides what the library is: sources and flags."""
-    digest = hashlib.sha256(repr((_TARGET, _HOST, _ISAS, _X86)).encode())
-    if name == "cuda":
-        digest.update(repr(_NVCC).encode())
+    digest = hashlib.sha256(repr((_TARGET, _HOST)).encode())
+    digest.update(repr((_NVCC, CUDA_UNITS) if name == "cuda" else (_ISAS, _X86)).encode())
     for path in sorted(p for p in SOURCES.iterdir() if p.suffix in _SOURCE_SUFFIXES):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        only_cuda = path.suffix in (".cu", ".cuh") or path.stem.endswith("_cuda")
+        # Headers may be either's.
+        if path.suffix == ".h" or only_cuda == (name == "cuda"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -141,6 +132,7 @@ def build(
     *,
     verbose: bool = False,
     parts: Sequence[str] = ("cpu", "cuda"),
+    sanitize: bool = False,
 ) -> list[Part]:
     """Builds what is missing or out of date, under a file lock: several ranks may call it at once.
 
@@ -150,6 +142,8 @@ def build(
         out: the folder of the libraries; made if it is not there.
         verbose: print every command.
         parts: which libraries, of `cpu` and `cuda`.
+        sanitize: build the CPU library under the address and undefined behaviour sanitizers, for
+            `scripts/fuzz.sh`; only into another folder than the one that `load` looks into.
 
     Returns:
         What became of each part.
@@ -157,17 +151,23 @@ def build(
     Raises:
         DependencyError: a compiler or torch is missing, for a part that is not optional.
         ExtensionError: a compiler failed, or `out` cannot be written.
+        ConfigError: `sanitize` into the folder of the libraries that are used.
     """
+    if sanitize and out == LIBRARIES:
+        raise ConfigError(
+            "a sanitized library cannot be loaded by Python as it is",
+            expected="another folder for it", got=out, remedy="name one with --out",
+        )  # fmt: skip
     done: list[Part] = []
     with _locked(out):
         if "cpu" in parts:
-            done.append(_build_cpu(out, verbose))
+            done.append(_build_cpu(out, verbose, _SANITIZE if sanitize else ()))
         if "cuda" in parts:
             done.append(_build_cuda(out, verbose, cuda))
     return done
 
 
-def _build_cpu(out: Path, verbose: bool) -> Part:
+def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
     target = library_path("cpu", out)
     torch_root, version = find_torch()
     stamp = {"sources": source_hash("cpu"), "torch": version}
@@ -176,8 +176,8 @@ def _build_cpu(out: Path, verbose: bool) -> Part:
     cxx = find_cxx()
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        arch = ["-DMS_X86"] if _X86 else []
-        bindings = [cxx, *_HOST, *arch, _TARGET, f"-I{SOURCES}", "-isystem", torch_root / "include"]
+        host = [*_HOST, *extra, *(["-DMS_X86"] if _X86 else [])]
+        bindings = [cxx, *host, _TARGET, f"-I{SOURCES}", "-isystem", torch_root / "include"]
         jobs = [
             ([*bindings, "-c", SOURCES / source], Path(folder) / f"{source}.o")
             for source in _CPU_BINDINGS
@@ -186,14 +186,14 @@ def _build_cpu(out: Path, verbose: bool) -> Part:
             if flags and not _X86:
                 continue
             command = [
-                cxx, *_HOST, *arch, "-Wno-psabi", *flags, f"-DMS_ISA={isa}", f"-DMS_WIDTH={width}",
+                cxx, *host, "-Wno-psabi", *flags, f"-DMS_ISA={isa}", f"-DMS_WIDTH={width}",
                 f"-I{SOURCES}", "-c", SOURCES / "kernels_isa.cpp",
             ]  # fmt: skip
             jobs.append((command, Path(folder) / f"{isa}.o"))
         _compile_all(jobs, verbose)
         linked = Path(folder) / target.name
         _run(
-            [cxx, "-shared", "-static-libgcc", *(path for _, path in jobs),
+            [cxx, "-shared", "-static-libgcc", *extra, *(path for _, path in jobs),
              f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-o", linked],
             verbose,
         )  # fmt: skip
@@ -224,22 +224,21 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
         return Part("cuda", target, "left out", f"{error.what}: {error.remedy}")
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        kernel, binding = Path(folder) / "prune.o", Path(folder) / "prune_cuda.o"
-        host_flags = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
-        jobs = [
-            ([toolkit.nvcc, "-ccbin", cxx, *_NVCC, "-Xcompiler", host_flags, f"-I{SOURCES}",
-              "-c", SOURCES / "prune.cu"], kernel),
+        kernels = _kernel_jobs(toolkit, cxx, Path(folder))
+        bindings = [
             ([cxx, *_HOST, _TARGET, "-DUSE_CUDA", f"-I{SOURCES}",
               "-isystem", torch_root / "include", "-isystem", toolkit.home / "include",
-              "-c", SOURCES / "prune_cuda.cpp"], binding),
+              "-c", SOURCES / f"{unit}_cuda.cpp"], Path(folder) / f"{unit}_cuda.o")
+            for unit in CUDA_UNITS
         ]  # fmt: skip
-        report = _compile_all(jobs, verbose)[0]
-        _refuse_spills(report)
+        reports = _compile_all([*kernels, *bindings], verbose)
+        for report in reports[: len(kernels)]:
+            ptxas.refuse_spills(ptxas.read_report(report))
         linked = Path(folder) / target.name
         _run(
-            [cxx, "-shared", "-static-libgcc", kernel, binding, f"-L{torch_root / 'lib'}",
-             "-ltorch_cpu", "-ltorch_cuda", f"-L{toolkit.lib}", "-lcudart_static", "-ldl", "-lrt",
-             "-lpthread", "-o", linked],
+            [cxx, "-shared", "-static-libgcc", *(path for _, path in kernels + bindings),
+             f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-ltorch_cuda", f"-L{toolkit.lib}",
+             "-lcudart_static", "-ldl", "-lrt", "-lpthread", "-o", linked],
             verbose,
         )  # fmt: skip
         _install(linked, target, stamp)
@@ -248,89 +247,29 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
     return Part("cuda", target, "built", f"{toolkit.nvcc}, {archs}, {seconds:.0f} s")
 
 
-def _refuse_spills(ptxas_report: str) -> None:
-    """A kernel that spills registers to memory is a slow kernel: ptxas says so under -v."""
-    spilled = [
-        line.strip()
-        for line in ptxas_report.splitlines()
-        if "bytes spill stores" in line and "0 bytes spill stores, 0 bytes spill loads" not in line
-    ]
-    if spilled:
-        raise ExtensionError(
-            "a CUDA kernel spills registers",
-            expected="0 bytes spill stores",
-            got=spilled[0],
-            remedy="lower kBlocks in prune_kernel.cuh",
-        )
-
-
-def find_torch() -> tuple[Path, str]:
-    """The folder of torch (which is not imported) and its version.
+def compile_report(verbose: bool = False) -> dict[str, list[ptxas.Compiled]]:
+    """Compiles all CUDA kernels, keeps nothing, and returns what ptxas says of each source's.
 
     Raises:
-        DependencyError: torch is not installed, is too old, or comes without headers.
+        DependencyError: nvcc or the C++ compiler is missing.
+        ExtensionError: a compiler failed.
     """
-    spec = importlib.util.find_spec("torch")
-    wanted = ".".join(map(str, MIN_TORCH))
-    remedy = f"pip install 'torch>={wanted}', then python -m megatron_sparse.cuda_ext.build"
-    if spec is None or spec.origin is None:
-        raise DependencyError(
-            "torch is not installed here", expected=f"torch >= {wanted}", got="none", remedy=remedy
-        )
-    root = Path(spec.origin).parent
-    version = metadata.version("torch")
-    parts = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    headers = root / "include" / "torch" / "csrc" / "stable" / "library.h"
-    if parts < MIN_TORCH or not headers.is_file():
-        raise DependencyError(
-            "torch does not fit", expected=f"torch >= {wanted} with its headers",
-            got=f"torch {version}" + ("" if headers.is_file() else " without its headers"),
-            remedy=remedy,
-        )  # fmt: skip
-    return root, version
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = _kernel_jobs(find_cuda(), find_cxx(), Path(folder))
+        reports = _compile_all(jobs, verbose)
+    return {
+        unit: ptxas.read_report(report) for unit, report in zip(CUDA_UNITS, reports, strict=True)
+    }
 
 
-def find_cxx() -> str:
-    """The C++ compiler: $CXX, or the first of g++, clang++ and c++ on PATH.
-
-    Raises:
-        DependencyError: there is none.
-    """
-    named = os.environ.get("CXX")
-    for candidate in [named] if named else ["g++", "clang++", "c++"]:
-        if path := shutil.which(candidate):
-            return path
-    raise DependencyError(
-        "there is no C++ compiler", expected="g++, clang++ or c++ on PATH, or one named in CXX",
-        got=f"CXX={named}" if named else "none of them on PATH",
-        remedy="install one (Debian: apt-get install g++; conda: conda install gxx), "
-        "then python -m megatron_sparse.cuda_ext.build",
-    )  # fmt: skip
-
-
-def find_cuda() -> CudaToolkit:
-    """CUDA_HOME or CUDA_PATH, nvcc on PATH, /usr/local/cuda, or nvidia/cu13 of the PyPI wheels.
-
-    Raises:
-        DependencyError: there is no nvcc with headers and static runtime.
-    """
-    on_path = shutil.which("nvcc")
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    homes.append(str(Path(on_path).resolve().parent.parent) if on_path else None)
-    homes.append("/usr/local/cuda")
-    spec = importlib.util.find_spec("nvidia")
-    folders = spec.submodule_search_locations if spec is not None else None
-    homes.extend(str(Path(folder) / "cu13") for folder in folders or [])
-    for home in map(Path, filter(None, homes)):
-        if (home / "bin" / "nvcc").is_file() and (home / "include" / "cuda_runtime.h").is_file():
-            for lib in (home / "lib64", home / "lib", home / "targets" / "x86_64-linux" / "lib"):
-                if (lib / "libcudart_static.a").is_file():
-                    return CudaToolkit(home, lib)
-    raise DependencyError(
-        "there is no nvcc", expected="nvcc, cuda_runtime.h and libcudart_static.a",
-        got="not in CUDA_HOME, on PATH, in /usr/local/cuda or in the PyPI packages",
-        remedy=_CUDA_REMEDY,
-    )  # fmt: skip
+def _kernel_jobs(toolkit: CudaToolkit, cxx: str, folder: Path) -> list[tuple[list[object], Path]]:
+    """The command and the object file of each .cu."""
+    host_flags = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
+    return [
+        ([toolkit.nvcc, "-ccbin", cxx, *_NVCC, "-Xcompiler", host_flags, f"-I{SOURCES}",
+          "-c", SOURCES / f"{unit}.cu"], folder / f"{unit}.o")
+        for unit in CUDA_UNITS
+    ]  # fmt: skip
 
 
 @contextmanager
@@ -411,9 +350,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cuda", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--out", type=Path, default=LIBRARIES, metavar="DIR")
     parser.add_argument("--verbose", action="store_true", help="print every command")
+    parser.add_argument(
+        "--ptxas", action="store_true",
+        help="only compile the CUDA kernels, and print their registers, shared memory and spills",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sanitize", action="store_true", help="the CPU library for scripts/fuzz.sh; needs --out"
+    )
     chosen = parser.parse_args(arguments)
     try:
-        for part in build(chosen.cuda, chosen.out.resolve(), verbose=chosen.verbose):
+        if chosen.ptxas:
+            for unit, kernels in compile_report(chosen.verbose).items():
+                print(*ptxas.table(unit, kernels), sep="\n", flush=True)
+            return 0
+        for part in build(
+            chosen.cuda, chosen.out.resolve(), verbose=chosen.verbose, sanitize=chosen.sanitize
+        ):
             print(part, flush=True)
     except MegatronSparseError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,23 +3,29 @@
 A message is one record for each segment, back to back (docs/wire-format.md). What a record becomes
 is asked for by a format code of `formats.header`, `FORMAT_ADAPTIVE` among them; where the sparse
 form would not be smaller the record is dense, so a message never exceeds `message_capacity`.
+
+The bytes do not depend on the device, nor do errors. Tables of offsets and flags, and what comes
+back, are always on the CPU; a CUDA call therefore waits once for the device (`codec_cuda`).
 """
 
 from __future__ import annotations
 
 import torch
 
+from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.cuda_ext.arguments import (
     GRAD_DTYPES,
     RESIDUAL_DTYPES,
     call,
     check_code,
+    check_device,
     check_flat,
     check_offsets,
     refusal,
 )
 from megatron_sparse.formats.header import (
     FORMAT_ADAPTIVE,
+    FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_HASH_BITMAP,
     FORMAT_PICI,
@@ -71,11 +77,16 @@ def scratch_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
     return int((bitmaps + values).sum())
 
 
+def record_kind(form: int, paper_order: bool) -> int:
+    """What the native ops call a format: `RecordKind` of `csrc/record.h`, -1 for adaptive."""
+    return form | _PAPER_ORDER if form == FORMAT_PICI and paper_order else form
+
+
 def encode(
     grad_N: torch.Tensor,
     segment_offsets: torch.Tensor,
     segment_dense: torch.Tensor,
-    nnz_S: torch.Tensor,
+    nnz_S: torch.Tensor | None,
     value_dtype: int,
     epoch: int,
     out: torch.Tensor,
@@ -92,16 +103,18 @@ def encode(
     entry, Pici 516 for each 4096 elements, blocks 4 and the zeros for each block.
 
     Args:
-        grad_N: on the CPU; only read.
+        grad_N: on the CPU or a CUDA device; only read.
         segment_offsets: S+1 offsets from 0 to N; a segment has fewer than 2^31 elements.
         segment_dense: uint8, 1 for segments that are dense whatever they hold.
-        nnz_S: int64, the non-zero elements of each segment, as `prune_` counts them.
+        nnz_S: int64, the non-zero elements of each segment, as `prune_` counts them. May be None
+            for a gradient on a CUDA device, where the encoder counts.
         value_dtype: dtype code of the values.
         epoch: the step; its lower 32 bits travel.
-        out: uint8, at least as long as the message (`message_capacity` always is). Mutated; what
-            lies behind the message is left alone.
+        out: uint8, at least as long as the message (`message_capacity` always is), on the
+            gradient's device; aligned to 16 bytes if that is CUDA. Mutated; what lies behind the
+            message is left alone.
         scratch: uint8, `scratch_capacity` bytes, aligned to 8. Mutated. None allocates it, which
-            costs more than the encoding of a small bucket.
+            costs more than the encoding of a small bucket. None for CUDA, whose allocator is fast.
         form: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI`, `FORMAT_BLOCKS`, or `FORMAT_ADAPTIVE` for
             the smallest of dense, COO and Pici in each segment, where COO wins a tie.
         paper_order: bits and values of Pici in the order of its paper instead of linear order.
@@ -114,12 +127,26 @@ def encode(
         ExtensionError: arguments that do not fit together, `out` too small, or counts that are not
             what the gradient holds.
     """
-    check_flat("encode", "grad", grad_N, GRAD_DTYPES, device=_CPU)
+    check_flat("encode", "grad", grad_N, GRAD_DTYPES)
     kind = _check_encode(
-        "encode", grad_N, segment_offsets, segment_dense, value_dtype, out, form, paper_order,
-        block_size,
+        "encode", grad_N, segment_offsets, segment_dense, value_dtype, epoch, out, form,
+        paper_order, block_size,
     )  # fmt: skip
-    check_flat("encode", "nnz", nnz_S, (torch.int64,), segment_dense.numel(), _CPU)
+    if nnz_S is not None:
+        check_flat("encode", "nnz", nnz_S, (torch.int64,), segment_dense.numel())
+    if check_device("encode", "grad", grad_N) == "cuda":
+        _refuse_scratch("encode", scratch)
+        report = codec_cuda.launch(
+            "encode_records", grad_N,
+            *_device_tables(grad_N.device, segment_offsets, segment_dense, kind), value_dtype,
+            epoch, _blocks_only(form, block_size), out,
+        )  # fmt: skip
+        sizes, found_S = codec_cuda.read_report("encode", report, segment_offsets)
+        _compare_counts(found_S, found_S if nnz_S is None else nnz_S.cpu())
+        return sizes
+    if nnz_S is None:
+        raise refusal("encode", "nnz is missing", "the counts of a gradient on the CPU", nnz_S)
+    check_flat("encode", "nnz", nnz_S, (torch.int64,), device=_CPU)
     scratch = _check_scratch("encode", scratch, segment_offsets, value_dtype)
     return call(
         "encode", grad_N, segment_offsets, segment_dense, nnz_S, value_dtype, epoch, out, scratch,
@@ -152,17 +179,17 @@ def prune_encode(
     message are written once.
 
     Args:
-        grad_N: on the CPU; only read.
-        residual_N: fp32 or bf16. Mutated.
+        grad_N: on the CPU or a CUDA device; only read.
+        residual_N: fp32 or bf16, on the gradient's device. Mutated.
         range_offsets: R+1 offsets of consecutive ranges from 0 to N.
-        thresholds_R: fp32; below 0 keeps all of a range, NaN too.
+        thresholds_R: fp32, on the gradient's device; below 0 keeps all of a range, NaN too.
         segment_offsets: S+1 offsets from 0 to N; a segment has fewer than 2^31 elements.
         segment_dense: uint8, 1 for segments that are dense whatever they hold.
         leak: factor on what is dropped, 0 to 1.
         wire_dtype: dtype code in which values travel.
         key: of the random bits of stochastic rounding; negative for rounding to nearest.
         epoch: the step; its lower 32 bits travel.
-        out: uint8, `message_capacity` bytes. Mutated; what lies behind the message is left alone.
+        out: uint8, `message_capacity` bytes, otherwise as in `encode`. Mutated.
         scratch: as in `encode`.
         form: as in `encode`.
         paper_order: as in `encode`.
@@ -181,15 +208,29 @@ def prune_encode(
         >>> prune_encode(g, e, whole, torch.tensor([2.0]), whole, no, 1.0, 1, 0, 0, out)
         (tensor([80]), tensor([8]))
     """
-    check_flat("prune_encode", "grad", grad_N, GRAD_DTYPES, device=_CPU)
-    check_flat("prune_encode", "residual", residual_N, RESIDUAL_DTYPES, grad_N.numel(), _CPU)
-    check_offsets("prune_encode", "range_offsets", range_offsets, grad_N.numel())
+    device, numel = grad_N.device, grad_N.numel()
+    check_flat("prune_encode", "grad", grad_N, GRAD_DTYPES)
+    check_flat("prune_encode", "residual", residual_N, RESIDUAL_DTYPES, numel, device)
+    check_offsets("prune_encode", "range_offsets", range_offsets, numel)
     ranges = range_offsets.numel() - 1
-    check_flat("prune_encode", "thresholds", thresholds_R, (torch.float32,), ranges, _CPU)
+    check_flat("prune_encode", "thresholds", thresholds_R, (torch.float32,), ranges, device)
     kind = _check_encode(
-        "prune_encode", grad_N, segment_offsets, segment_dense, wire_dtype, out, form, paper_order,
-        block_size,
+        "prune_encode", grad_N, segment_offsets, segment_dense, wire_dtype, epoch, out, form,
+        paper_order, block_size,
     )  # fmt: skip
+    if check_device("prune_encode", "grad", grad_N) == "cuda":
+        _refuse_scratch("prune_encode", scratch)
+        capacity = message_capacity(segment_offsets, wire_dtype)
+        if out.numel() < capacity:
+            raise refusal(
+                "prune_encode", "the output buffer is too small", f"{capacity} bytes", out.numel()
+            )
+        report = codec_cuda.launch(
+            "prune_encode_records", grad_N, residual_N, codec_cuda.on_device(range_offsets, device),
+            thresholds_R, leak, key, *_device_tables(device, segment_offsets, segment_dense, kind),
+            wire_dtype, epoch, _blocks_only(form, block_size), out,
+        )  # fmt: skip
+        return codec_cuda.read_report("prune_encode", report, segment_offsets)
     scratch = _check_scratch("prune_encode", scratch, segment_offsets, wire_dtype)
     return call(
         "prune_encode", grad_N, residual_N, range_offsets, thresholds_R, segment_offsets,
@@ -214,8 +255,9 @@ def decode_add_(
     before the first addition, and a bad message leaves `acc_M` as it was.
 
     Args:
-        acc_M: fp32 on the CPU; element 0 is the bucket's element `base`. Mutated.
-        message: uint8 on the CPU, exactly the records of these segments.
+        acc_M: fp32 on the CPU or a CUDA device; element 0 is the bucket's element `base`. Mutated.
+        message: uint8 on the same device, exactly the records of these segments; on CUDA aligned
+            to 16 bytes, as all records of a message are whose first one is.
         segment_offsets: offsets in the bucket of the segments that the message must hold.
         value_dtype: dtype code that the values must have.
         epoch: the step that the records must be of.
@@ -228,10 +270,19 @@ def decode_add_(
         WireFormatError: names the rank and the field of the message that is wrong.
         ExtensionError: the other arguments do not fit together.
     """
-    check_flat("decode_add_", "acc", acc_M, (torch.float32,), device=_CPU)
-    check_flat("decode_add_", "message", message, (torch.uint8,), device=_CPU)
+    check_flat("decode_add_", "acc", acc_M, (torch.float32,))
+    check_flat("decode_add_", "message", message, (torch.uint8,), device=acc_M.device)
     check_code("decode_add_", "value_dtype", value_dtype)
-    status = call("decode_add_", acc_M, message, segment_offsets, value_dtype, epoch, base, fresh)
+    if check_device("decode_add_", "acc", acc_M) == "cuda":
+        offsets = codec_cuda.on_device(segment_offsets, acc_M.device)
+        status = codec_cuda.launch(
+            "decode_add_", acc_M, message, offsets, value_dtype, epoch, base, fresh
+        )
+        status = codec_cuda.read_status(status, segment_offsets, base, acc_M.numel())
+    else:
+        status = call(
+            "decode_add_", acc_M, message, segment_offsets, value_dtype, epoch, base, fresh
+        )
     code, segment, field, value = status.tolist()
     if code == 0:
         return
@@ -261,6 +312,7 @@ def _check_encode(
     segment_offsets: torch.Tensor,
     segment_dense: torch.Tensor,
     value_dtype: int,
+    epoch: int,
     out: torch.Tensor,
     form: int,
     paper_order: bool,
@@ -270,13 +322,15 @@ def _check_encode(
     check_offsets(op, "segment_offsets", segment_offsets, grad_N.numel())
     segments = segment_offsets.numel() - 1
     check_flat(op, "segment_dense", segment_dense, (torch.uint8,), segments, _CPU)
-    check_flat(op, "out", out, (torch.uint8,), device=_CPU)
+    check_flat(op, "out", out, (torch.uint8,), device=grad_N.device)
     check_code(op, "value_dtype", value_dtype)
+    if epoch < 0:
+        raise refusal(op, "epoch is out of range", "0 or more", epoch)
     if not FORMAT_ADAPTIVE <= form < FORMAT_HASH_BITMAP:
         raise refusal(op, "form is unknown", "-1 (adaptive) or a format code from 0 to 3", form)
     if not (64 <= block_size <= _TILE and block_size.bit_count() == 1):
         raise refusal(op, "block_size does not fit", "a power of two from 64 to 4096", block_size)
-    return form | _PAPER_ORDER if form == FORMAT_PICI and paper_order else form
+    return record_kind(form, paper_order)
 
 
 def _check_scratch(
@@ -286,3 +340,29 @@ def _check_scratch(
         return torch.empty(scratch_capacity(segment_offsets, value_dtype), dtype=torch.uint8)
     check_flat(op, "scratch", scratch, (torch.uint8,), device=_CPU)
     return scratch
+
+
+def _device_tables(
+    device: torch.device, segment_offsets: torch.Tensor, segment_dense: torch.Tensor, kind: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets of the segments and what each is to become, on the device."""
+    kinds = codec_cuda.record_kinds(segment_dense, kind, device)
+    return codec_cuda.on_device(segment_offsets, device), kinds
+
+
+def _blocks_only(form: int, block_size: int) -> int:
+    """The block size for the CUDA encoders, which count blocks where it is not 0."""
+    return block_size if form == FORMAT_BLOCKS else 0
+
+
+def _refuse_scratch(op: str, scratch: torch.Tensor | None) -> None:
+    if scratch is not None:
+        raise refusal(op, "scratch is not used on CUDA", None, f"{scratch.numel()} bytes")
+
+
+def _compare_counts(found_S: torch.Tensor, given_S: torch.Tensor) -> None:
+    """Refuses counts that are not what the encoder found, in the words of the CPU's."""
+    for segment, (found, given) in enumerate(zip(found_S.tolist(), given_S.tolist(), strict=True)):
+        if found != given:
+            what = f"nnz of segment {segment} is not what the gradient holds"
+            raise refusal("encode", what, found, given)

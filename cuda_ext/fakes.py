@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
 import torch
 
+from megatron_sparse.cuda_ext import hash_ops, row_sparse_ops
 
-def register() -> None:
-    """Registers the fakes; called once, right after the library that holds the schemas."""
-    for name, fake in (
-        ("prune_", _prune),
-        ("sample_threshold", _sample_threshold),
-        ("encode", _encode),
-        ("prune_encode", _prune_encode),
-        ("decode_add_", _decode_add),
-    ):
+STATUS_WORDS = 4
+"""Of a decoder's status, and of an encoder's report before the sizes and counts."""
+
+
+def register(part: Literal["cpu", "cuda"]) -> None:
+    """Registers the fakes of a library's schemas; called once, right after it was loaded."""
+    for name, fake in _FAKES[part].items():
         torch.library.register_fake(f"megatron_sparse::{name}", fake)
 
 
@@ -84,4 +86,47 @@ def _decode_add(
     base: int,
     fresh: bool = False,
 ) -> torch.Tensor:
-    return segment_offsets.new_empty(4)
+    return segment_offsets.new_empty(STATUS_WORDS)
+
+
+def _encode_records(
+    grad: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_formats: torch.Tensor,
+    value_dtype: int,
+    epoch: int,
+    block_size: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    return segment_offsets.new_empty(STATUS_WORDS + 2 * segment_formats.shape[0])
+
+
+def _prune_encode_records(
+    grad: torch.Tensor,
+    residual: torch.Tensor,
+    range_offsets: torch.Tensor,
+    thresholds: torch.Tensor,
+    leak: float,
+    key: int,
+    segment_offsets: torch.Tensor,
+    segment_formats: torch.Tensor,
+    value_dtype: int,
+    epoch: int,
+    block_size: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    return segment_offsets.new_empty(STATUS_WORDS + 2 * segment_formats.shape[0])
+
+
+_FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "cpu": {
+        "prune_": _prune,
+        "sample_threshold": _sample_threshold,
+        "encode": _encode,
+        "prune_encode": _prune_encode,
+        "decode_add_": _decode_add,
+        **hash_ops.FAKES,
+        **row_sparse_ops.FAKES,
+    },
+    "cuda": {"encode_records": _encode_records, "prune_encode_records": _prune_encode_records},
+}

@@ -8,48 +8,15 @@ so every wrapper raises `ExtensionError` with what was expected and what came.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from megatron_sparse.cuda_ext import load
 from megatron_sparse.cuda_ext.arguments import call
 
 BITMAP_FIELDS = ("", "nnz", "bitmap")
 """The field codes of a bitmap's status (`csrc/hash_bitmap.cpp`); "" is for one that fits."""
-
-
-class OpFamily:
-    """Ops that come with their fakes, which are registered at the family's first call.
-
-    Registering needs the schemas, hence the loaded library; two threads may come first together.
-
-    Args:
-        fakes: by the op's name, what makes its results without data.
-    """
-
-    def __init__(self, fakes: Mapping[str, Callable[..., Any]]) -> None:
-        self._lock = threading.Lock()
-        self._fakes = fakes
-        self._registered = False
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Calls an op of the family; its refusal becomes an `ExtensionError`."""
-        if not self._registered:
-            self.register()
-        return call(name, *arguments)
-
-    def register(self) -> None:
-        """Loads the library and registers the fakes, once; for callers of `torch.ops`."""
-        load()
-        with self._lock:
-            if self._registered:
-                return
-            for name, fake in self._fakes.items():
-                torch.library.register_fake(f"megatron_sparse::{name}", fake)
-            self._registered = True
 
 
 def permute(elements_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
@@ -63,12 +30,12 @@ def permute(elements_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
     Returns:
         int64, in [0, numel). `unpermute` undoes it.
     """
-    return _FAMILY.call("hash_permute", elements_K, numel, seed)
+    return call("hash_permute", elements_K, numel, seed)
 
 
 def unpermute(positions_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
     """The elements at positions of the keyed permutation; `permute` undoes it."""
-    return _FAMILY.call("hash_unpermute", positions_K, numel, seed)
+    return call("hash_unpermute", positions_K, numel, seed)
 
 
 def partition_of(
@@ -86,7 +53,7 @@ def partition_of(
     Returns:
         int64, in [0, partitions).
     """
-    return _FAMILY.call("hash_partition_of", elements_K, numel, partitions, seed, general)
+    return call("hash_partition_of", elements_K, numel, partitions, seed, general)
 
 
 def hierarchical_hash(
@@ -121,7 +88,7 @@ def hierarchical_hash(
         that went through the serial memory, and of those beyond it. The counts alone may vary from
         run to run: they depend on which thread came first.
     """
-    return _FAMILY.call(
+    return call(
         "hierarchical_hash", indices_K, values_K, partition_K, numel, partitions,
         parallel_slots, serial_slots, rehashes, seed,
     )  # fmt: skip
@@ -138,7 +105,7 @@ def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tenso
     Returns:
         nnz.
     """
-    return int(_FAMILY.call("hash_bitmap_pack", values_P, words, packed))
+    return int(call("hash_bitmap_pack", values_P, words, packed))
 
 
 def bitmap_elements(
@@ -165,7 +132,7 @@ def bitmap_elements(
         int64 elements; "" or the name of the field that is wrong; and what it was instead: the
         number of set bits for `nnz`, the partition's size for a bit beyond it in `bitmap`.
     """
-    elements, status = _FAMILY.call(
+    elements, status = call(
         "hash_bitmap_elements", words, nnz, numel, partition, partitions, seed, index_set_P
     )
     code, found = status.tolist()
@@ -199,7 +166,7 @@ def bitmap_add_(
     Returns:
         "" or the name of the field that is wrong, and what it was, as of `bitmap_elements`.
     """
-    status = _FAMILY.call(
+    status = call(
         "hash_bitmap_add_", acc_M, words, values, value_dtype, nnz, partition, partitions, seed,
         index_set_P,
     )  # fmt: skip
@@ -239,15 +206,13 @@ def _fake_add(acc: torch.Tensor, words: torch.Tensor, *_: object) -> torch.Tenso
     return words.new_empty(2, dtype=torch.int64)
 
 
-_FAMILY = OpFamily(
-    {
-        "hash_permute": _fake_map,
-        "hash_unpermute": _fake_map,
-        "hash_partition_of": _fake_map,
-        "hierarchical_hash": _fake_hierarchical_hash,
-        "hash_bitmap_pack": _fake_pack,
-        "hash_bitmap_elements": _fake_elements,
-        "hash_bitmap_add_": _fake_add,
-    }
-)
-register_fakes = _FAMILY.register
+FAKES: Mapping[str, Callable[..., Any]] = {
+    "hash_permute": _fake_map,
+    "hash_unpermute": _fake_map,
+    "hash_partition_of": _fake_map,
+    "hierarchical_hash": _fake_hierarchical_hash,
+    "hash_bitmap_pack": _fake_pack,
+    "hash_bitmap_elements": _fake_elements,
+    "hash_bitmap_add_": _fake_add,
+}
+"""What makes an op's results without data; `fakes` registers them."""

@@ -13,7 +13,7 @@ import os
 
 import torch
 
-from megatron_sparse.cuda_ext import load, threshold_torch
+from megatron_sparse.cuda_ext import codec_cuda, load, threshold_torch
 from megatron_sparse.cuda_ext.arguments import (
     GRAD_DTYPES,
     RESIDUAL_DTYPES,
@@ -100,7 +100,7 @@ def prune_(
         return call(
             "prune_", grad_N, residual_N, range_offsets, thresholds_R, leak, wire_dtype, key
         )
-    offsets = range_offsets.to(grad_N.device, non_blocking=True)
+    offsets = codec_cuda.on_device(range_offsets, grad_N.device)
     backend = os.environ.get(PRUNE_BACKEND, "triton")
     if backend == "triton":
         from megatron_sparse.triton_kernels import prune

@@ -7,9 +7,12 @@ not fit together are an `ExtensionError` with what was expected and what came.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
-from megatron_sparse.cuda_ext.hash_ops import OpFamily
+from megatron_sparse.cuda_ext.arguments import call
 
 
 def sum_rows(rows_KD: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -25,7 +28,7 @@ def sum_rows(rows_KD: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) 
     Returns:
         The U sums, in the dtype of the rows.
     """
-    return _FAMILY.call("row_sparse_sum", rows_KD, order, offsets)
+    return call("row_sparse_sum", rows_KD, order, offsets)
 
 
 def union(
@@ -43,7 +46,7 @@ def union(
     Returns:
         The union, int64; and None, or (set, position in it, value) of the first wrong entry.
     """
-    merged, status = _FAMILY.call("row_sparse_union", indices, offsets, num_rows)
+    merged, status = call("row_sparse_union", indices, offsets, num_rows)
     wrong, which, position, value = status.tolist()
     return merged, (which, position, value) if wrong else None
 
@@ -56,7 +59,7 @@ def match(local_K: torch.Tensor, union_U: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 positions, K of them.
     """
-    return _FAMILY.call("row_sparse_match", local_K, union_U)
+    return call("row_sparse_match", local_K, union_U)
 
 
 def expand(local_K: torch.Tensor, rows_KD: torch.Tensor, union_U: torch.Tensor) -> torch.Tensor:
@@ -67,7 +70,7 @@ def expand(local_K: torch.Tensor, rows_KD: torch.Tensor, union_U: torch.Tensor) 
     Returns:
         In the dtype of the rows, whose bits are unchanged.
     """
-    return _FAMILY.call("row_sparse_expand", local_K, rows_KD, union_U)
+    return call("row_sparse_expand", local_K, rows_KD, union_U)
 
 
 def _fake_sum(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -89,12 +92,10 @@ def _fake_expand(local: torch.Tensor, rows: torch.Tensor, union: torch.Tensor) -
     return rows.new_empty((union.shape[0], rows.shape[1]))
 
 
-_FAMILY = OpFamily(
-    {
-        "row_sparse_sum": _fake_sum,
-        "row_sparse_union": _fake_union,
-        "row_sparse_match": _fake_match,
-        "row_sparse_expand": _fake_expand,
-    }
-)
-register_fakes = _FAMILY.register
+FAKES: Mapping[str, Callable[..., Any]] = {
+    "row_sparse_sum": _fake_sum,
+    "row_sparse_union": _fake_union,
+    "row_sparse_match": _fake_match,
+    "row_sparse_expand": _fake_expand,
+}
+"""What makes an op's results without data; `fakes` registers them."""

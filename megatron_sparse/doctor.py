@@ -234,8 +234,10 @@ def _extension() -> Iterator[Check]:
             state = "built" if found["built"] else "not built"
             yield Check(name, "ok", f"{state}; this machine has no GPU to run it on")
         else:
+            without = ": torch operations make the messages, slower" if part == "cuda" else ""
             yield Check(
-                name, "warn", str(found["reason"]), "python -m megatron_sparse.cuda_ext.build"
+                name, "warn", f"{found['reason']}{without}",
+                "python -m megatron_sparse.cuda_ext.build",
             )  # fmt: skip
 
 

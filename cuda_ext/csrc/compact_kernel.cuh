@@ -8,6 +8,9 @@
 // (place_kernel.cuh) moves bits and kept values to their records; it never touches what was not
 // kept.
 //
+// A dense record keeps the sign of -0.0, which counts as zero: where there is one, a warp stages
+// its words of signs too.
+//
 // Bytes an element, at density d and v bytes a value: here, the source's own + 1/8 written for the
 // bits + d v; there, 1/8 + d v read and the message written. No dense intermediate.
 #pragma once
@@ -22,6 +25,7 @@ namespace megatron_sparse {
 constexpr int kCompactThreads = 256;
 constexpr int kCompactWarps = kCompactThreads / 32;
 constexpr int kWarpWords = kTileWords / kCompactWarps;
+static_assert(kSignGroups == kCompactWarps, "a warp flags its own words");
 constexpr int kCompactBlocks = 4;  // resident on a multiprocessor: 64 registers a thread
 
 // N neighbours, moved by as few accesses of up to 16 bytes as can be.
@@ -98,10 +102,13 @@ __global__ void __launch_bounds__(kCompactThreads, kCompactBlocks)
   constexpr int GRAD = Source::kGrad;
   using Raw = typename RawType<GRAD>::type;
   constexpr uint32_t magnitude = GRAD == kFp32 ? 0x7fffffffu : 0x7fffu;
+  constexpr uint32_t negative_zero = magnitude + 1;
   // The head of an unaligned tile shifts all elements by less than a vector.
   __shared__ __align__(16) Raw raw[kPiciTile + Source::kVector];
   __shared__ uint32_t words[kTileWords];
   __shared__ int warp_nnz[kCompactWarps];
+  // A bit in a register of every thread would be one more than there are.
+  __shared__ bool has_signs[kCompactWarps];
   __shared__ int64_t staged_before;
   __shared__ unsigned int next_tile;
 
@@ -121,6 +128,7 @@ __global__ void __launch_bounds__(kCompactThreads, kCompactBlocks)
     const Raw* first = static_cast<const Raw*>(source.grad) + place.begin;
     place.head =
         static_cast<int>(reinterpret_cast<uintptr_t>(first) / sizeof(Raw) % Source::kVector);
+    if (lane == 0) has_signs[warp] = false;
     source.fill(place, raw);
     // Asked for early, to hide the wait. Tiles a block holds are finished in ascending order, so
     // the lowest unfinished one can always go on.
@@ -135,6 +143,18 @@ __global__ void __launch_bounds__(kCompactThreads, kCompactBlocks)
       const uint32_t value = at < place.length ? raw[at + place.head] : 0;
       const uint32_t word = __ballot_sync(kAllLanes, (value & magnitude) != 0);
       if (lane == k) my_word = word;
+      if (value == negative_zero) has_signs[warp] = true;
+    }
+    __syncwarp();
+    if (lane == 0) work.has_signs[tile * kSignGroups + warp] = has_signs[warp];
+    if (has_signs[warp]) {  // rare
+#pragma unroll 1
+      for (int k = 0; k < kWarpWords; ++k) {
+        const int at = (warp * kWarpWords + k) * 32 + lane;
+        const uint32_t value = at < place.length ? raw[at + place.head] : 0;
+        const uint32_t word = __ballot_sync(kAllLanes, value == negative_zero);
+        if (lane == 0) work.signs[tile * kTileWords + warp * kWarpWords + k] = word;
+      }
     }
     const int count = __popc(my_word);
     const int inclusive = warp_inclusive_sum(count);

@@ -8,8 +8,6 @@
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <tuple>
-
 #include "check.h"
 #include "encode_launch.h"
 
@@ -25,9 +23,6 @@ struct EncodeRequest {
   const Tensor& out;
 };
 
-// segment_bytes, nnz, status.
-using EncodeResult = std::tuple<Tensor, Tensor, Tensor>;
-
 inline void check_encode(const EncodeRequest& r) {
   const auto device = r.grad.get_device_index();
   const auto here = [device](const Tensor& tensor) {
@@ -42,6 +37,7 @@ inline void check_encode(const EncodeRequest& r) {
   // The contents of these two are on the device; the kernels check them and set the status.
   check_vector(r.segment_formats, "encode: segment_formats", ScalarType::Byte, -1);
   check_vector(r.segment_offsets, "encode: segment_offsets", ScalarType::Long, segment_count + 1);
+  MS_CHECK(r.epoch >= 0, "encode: epoch is out of range", "0 or more", r.epoch);
   check_vector(r.out, "encode: out", ScalarType::Byte, -1);
   MS_CHECK(reinterpret_cast<uintptr_t>(r.out.const_data_ptr()) % 16 == 0,
            "encode: out is not aligned", "an address that 16 divides", "another");
@@ -56,14 +52,14 @@ inline void check_encode(const EncodeRequest& r) {
            "encode: block_size is out of range", "0, or a power of two from 64 to 4096", block);
 }
 
-// Allocates results and workspace and calls `launch` with the arguments and the current stream;
-// the device guard is the caller's.
+// Allocates report and workspace and calls `launch` with the arguments and the current stream; the
+// device guard is the caller's. The report is one tensor, so that reading it is one copy: the
+// status (4 words), the bytes of each segment's record, and the non-zero elements of each segment.
 template <class Launch>
-EncodeResult run_encoder(const EncodeRequest& r, Launch launch) {
+Tensor run_encoder(const EncodeRequest& r, Launch launch) {
   const int64_t segment_count = r.segment_formats.numel();
-  Tensor segment_bytes = torch::stable::new_empty(r.segment_offsets, {segment_count});
-  Tensor nnz = torch::stable::new_empty(r.segment_offsets, {segment_count});
-  Tensor status = torch::stable::new_empty(r.segment_offsets, {4});
+  Tensor report = torch::stable::new_empty(r.segment_offsets, {4 + 2 * segment_count});
+  int64_t* status = static_cast<int64_t*>(report.mutable_data_ptr());
   EncodeArguments arguments = {
       r.grad.const_data_ptr(),
       r.grad.numel(),
@@ -77,9 +73,9 @@ EncodeResult run_encoder(const EncodeRequest& r, Launch launch) {
       static_cast<uint8_t*>(r.out.mutable_data_ptr()),
       r.out.numel(),
       nullptr,
-      static_cast<int64_t*>(segment_bytes.mutable_data_ptr()),
-      static_cast<int64_t*>(nnz.mutable_data_ptr()),
-      static_cast<int64_t*>(status.mutable_data_ptr()),
+      status + 4,
+      status + 4 + segment_count,
+      status,
   };
   const Tensor workspace = torch::stable::new_empty(r.out, {encode_workspace_bytes(arguments)});
   arguments.workspace = workspace.mutable_data_ptr();
@@ -87,7 +83,7 @@ EncodeResult run_encoder(const EncodeRequest& r, Launch launch) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(r.grad.get_device_index(), &stream));
   launch(arguments, stream);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return {segment_bytes, nnz, status};
+  return report;
 }
 
 }  // namespace megatron_sparse

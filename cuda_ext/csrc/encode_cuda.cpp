@@ -1,14 +1,14 @@
 // encode_records on CUDA: checks, device, stream, launch.
 //
-// Needs no count and no size on the host: sizes, counts and the error word come back on the device.
+// Needs no count and no size on the host: status, sizes and counts come back on the device.
 #include "encode_check.h"
 
 namespace megatron_sparse {
 namespace {
 
-EncodeResult encode_records_cuda(const Tensor& grad, const Tensor& segment_offsets,
-                                 const Tensor& segment_formats, int64_t value_dtype, int64_t epoch,
-                                 int64_t block_size, const Tensor& out) {
+Tensor encode_records_cuda(const Tensor& grad, const Tensor& segment_offsets,
+                           const Tensor& segment_formats, int64_t value_dtype, int64_t epoch,
+                           int64_t block_size, const Tensor& out) {
   const EncodeRequest request = {
       grad, segment_offsets, segment_formats, value_dtype, epoch, block_size, out};
   check_encode(request);
@@ -22,7 +22,7 @@ EncodeResult encode_records_cuda(const Tensor& grad, const Tensor& segment_offse
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
   m.def(
       "encode_records(Tensor grad, Tensor segment_offsets, Tensor segment_formats, "
-      "int value_dtype, int epoch, int block_size, Tensor(a!) out) -> (Tensor, Tensor, Tensor)");
+      "int value_dtype, int epoch, int block_size, Tensor(a!) out) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CUDA, m) {

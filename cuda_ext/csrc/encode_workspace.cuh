@@ -18,6 +18,8 @@ struct RecordPlan {
   uint8_t kind;
 };
 
+inline constexpr int kSignGroups = 8;  // of a tile: what one warp of compaction sees to
+
 // Tiles of 4096 elements restart in each segment and are numbered through the bucket.
 struct Workspace {
   ScanState* nnz_states;    // [tiles], zeroed; after compaction, inclusive prefixes
@@ -26,6 +28,8 @@ struct Workspace {
   int64_t* tile_begin;      // [segments + 1]: first tile of each segment
   RecordPlan* plans;        // [segments]
   uint32_t* words;          // [128 * tiles]: bit b of word w says that element 32 w + b is kept
+  uint32_t* signs;          // likewise, that it is -0.0; only where has_signs says so
+  uint8_t* has_signs;       // [tiles * kSignGroups]: whether these words of `signs` were written
   void* values;             // [value_capacity] kept values of all segments, back to back
   int64_t value_capacity;
   int64_t zeroed_bytes;  // from nnz_states on
@@ -52,6 +56,8 @@ inline Workspace lay_out_workspace(void* base, int64_t numel, int64_t segment_co
   w.tile_begin = static_cast<int64_t*>(take((segment_count + 1) * 8));
   w.plans = static_cast<RecordPlan*>(take(segment_count * int64_t{sizeof(RecordPlan)}));
   w.words = static_cast<uint32_t*>(take(tiles * kPiciTile / 8));
+  w.signs = static_cast<uint32_t*>(take(tiles * kPiciTile / 8));
+  w.has_signs = static_cast<uint8_t*>(take(tiles * kSignGroups));
   w.values = take(w.value_capacity * value_bytes);
   w.bytes = used;
   return w;

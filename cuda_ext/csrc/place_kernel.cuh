@@ -1,7 +1,5 @@
 // The CUDA encoders' launches around compaction. Before it: the cut into tiles. After it: which
 // record each segment becomes and where, and the move of staged bits and values to their records.
-//
-// A dense record holds +0 where the gradient holds -0, which counts as zero.
 #pragma once
 
 #include "tile_words.cuh"
@@ -172,6 +170,8 @@ struct TileMove {
   int length;
   uint8_t* payload;
   Sections sections;
+  const uint32_t* signs;  // the tile's
+  const uint8_t* has_signs;
 
   __device__ __forceinline__ Value* values() const {
     return reinterpret_cast<Value*>(payload + sections.values);
@@ -193,9 +193,14 @@ struct TileMove {
 
 template <class Value>
 __device__ __forceinline__ void place_dense(const TileMove<Value>& move) {
+  constexpr Value kNegativeZero = static_cast<Value>(Value{1} << (8 * sizeof(Value) - 1));
+  const int lane = threadIdx.x % 32;
   for (int w = 0; w < kTileWords; ++w) {
-    const int at = 32 * w + threadIdx.x % 32;
-    if (at < move.length) move.values()[move.first + at] = move.element(w);
+    const int at = 32 * w + lane;
+    if (at >= move.length) return;
+    Value value = move.element(w);
+    if (move.has_signs[w / kWarpWords] && (move.signs[w] >> lane & 1)) value = kNegativeZero;
+    move.values()[move.first + at] = value;
   }
 }
 
@@ -289,7 +294,9 @@ __global__ void __launch_bounds__(kPlaceThreads, 4)
         first,
         static_cast<int>(min(numel - first, static_cast<int64_t>(kPiciTile))),
         call.out + plan.at + kHeaderBytes,
-        plan.sections};
+        plan.sections,
+        work.signs + tile * kTileWords,
+        work.has_signs + tile * kSignGroups};
     switch (plan.kind) {
       case kKindDense:
         place_dense(move);

@@ -19,7 +19,6 @@ from megatron_sparse.formats.message import (
     WIRE_CODES,
     Message,
     MessageBuffers,
-    encode,
     prune_encode,
     wire_dtype_of,
 )
@@ -34,7 +33,6 @@ class Selector:
         residuals: where the rest goes; mutated.
         rank: keys the stochastic rounding, so that ranks do not round alike.
         buffers: where messages live.
-        form: format of messages, one of `SchemeConfig.format`.
     """
 
     def __init__(
@@ -43,13 +41,11 @@ class Selector:
         residuals: ResidualStore,
         rank: int,
         buffers: MessageBuffers,
-        form: str,
     ) -> None:
         self.config = config
         self.residuals = residuals
         self.rank = rank
         self.buffers = buffers
-        self.form = form
 
     def select(
         self,
@@ -57,21 +53,24 @@ class Selector:
         density: float,
         wire_dtype: str | None,
         *,
+        form: str,
+        block_size: int,
         sharded: bool,
         step: int,
         watch: Stopwatch,
     ) -> Message:
         """Prunes and encodes one bucket.
 
-        On the CPU that is one pass, whose time is the stage `prune`, and the gradient is left as it
-        was; on CUDA the gradient becomes what is sent, zero elsewhere. What it holds afterwards is
-        for no one to use: the collective overwrites it. Mutates the residual. Reads the record
-        sizes on the host, which on CUDA is one synchronisation a bucket.
+        One pass, whose time is the stage `prune`. What the gradient holds afterwards is for no one
+        to use: the collective overwrites it. Mutates the residual. Reads the record sizes on the
+        host, which on CUDA is one synchronisation a bucket.
 
         Args:
             bucket: what to select from.
             density: target density of its pruned parameters.
             wire_dtype: dtype of the values on the wire, null for the gradient's own.
+            form: format of the message, one of `formats.message.FORMAT_CODES`.
+            block_size: of blocks.
             sharded: cut the message at the borders of the ranks' shards.
             step: keys the random draws and is the message's epoch.
             watch: receives the time of each stage.
@@ -82,24 +81,11 @@ class Selector:
         with watch.stage("threshold"):
             thresholds_R = range_thresholds(bucket, layout, residual_N, density, step, self.config)
         key = self._rounding_key(bucket, step)
-        if bucket.grad_N.device.type == "cpu":
-            with watch.stage("prune"):
-                return prune_encode(
-                    bucket, layout, residual_N, thresholds_R, self.config.leak, value_dtype, key,
-                    step, self.buffers, self.form,
-                )  # fmt: skip
         with watch.stage("prune"):
-            nnz_R = ops.prune_(
-                bucket.grad_N,
-                residual_N,
-                layout.range_offsets,
-                thresholds_R,
-                self.config.leak,
-                WIRE_CODES[value_dtype],
-                key,
-            )
-        with watch.stage("encode"):
-            return encode(bucket, layout, nnz_R, value_dtype, step, self.buffers, self.form)
+            return prune_encode(
+                bucket, layout, residual_N, thresholds_R, self.config.leak, value_dtype, key, step,
+                self.buffers, form, block_size,
+            )  # fmt: skip
 
     def take_whole(
         self, bucket: Bucket, wire_dtype: str | None, *, step: int, watch: Stopwatch

@@ -3,9 +3,10 @@
 A record is a 48-byte header and 16-byte aligned sections (`formats/header.py`). Records of one
 shard are adjacent, so a bucket is encoded once and each shard's bytes can be sent apart.
 
-On CPU tensors the compiled codec of `cuda_ext` does the work, and `prune_encode` selects and
-encodes in one pass; on CUDA tensors it is `torch_codec`, which writes dense and COO records only,
-needs their sizes on the host and therefore synchronises once for each bucket.
+The compiled codec of `cuda_ext` does the work, on the CPU and on CUDA: the same bytes. On CUDA each
+call waits once for the device: record sizes must be known before records can be sent, and a bad
+record before its sum is used. Where the extension has no CUDA part it is `torch_codec` that works
+on CUDA tensors (`codec_choice`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.formats import torch_codec
+from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.header import (
     FORMAT_ADAPTIVE,
+    FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
@@ -30,8 +33,9 @@ _NAME_OF = {dtype: name for name, dtype in VALUE_DTYPES.items()}
 WIRE_CODES = {"fp32": 0, "bf16": 1, "fp16": 2}
 FORMAT_CODES = {
     "auto": FORMAT_ADAPTIVE, "coo": FORMAT_COO, "pici": FORMAT_PICI, "dense": FORMAT_DENSE,
+    "blocks": FORMAT_BLOCKS,
 }  # fmt: skip
-"""What `scheme.format` may name."""
+"""What `scheme.format` may name, and the blocks of `scheme.name=omnireduce`."""
 
 
 def wire_dtype_of(grad_dtype: torch.dtype, wire_dtype: str | None) -> str:
@@ -101,6 +105,7 @@ def encode(
     epoch: int,
     buffers: MessageBuffers,
     form: str = "coo",
+    block_size: int = ops.DEFAULT_BLOCK_SIZE,
 ) -> Message:
     """Encodes the pruned bucket, each segment as asked for or, where that is not smaller, dense.
 
@@ -112,25 +117,68 @@ def encode(
         epoch: the step.
         buffers: where the message's memory comes from.
         form: one of `FORMAT_CODES`.
+        block_size: of blocks.
 
     Raises:
-        ExtensionError: Pici on a CUDA device.
+        ExtensionError: counts that are not the gradient's; Pici or blocks where `torch_codec`
+            works.
     """
     segment_count = layout.segment_keep.numel()
-    range_segment = layout.range_segment.to(nnz_R.device)
-    nnz_S = torch.zeros(segment_count, dtype=torch.int64, device=nnz_R.device)
-    nnz_S.index_add_(0, range_segment, nnz_R)
+    nnz_R = nnz_R.cpu()
+    nnz_S = torch.zeros(segment_count, dtype=torch.int64)
+    nnz_S.index_add_(0, layout.range_segment, nnz_R)
     out = _take_message(bucket, layout, value_dtype, buffers)
-    arguments = (
-        bucket.grad_N, layout.segment_offsets, layout.segment_keep, nnz_S, WIRE_CODES[value_dtype],
-        epoch, out,
+    sizes = encode_segments(
+        bucket.grad_N, layout.segment_offsets, layout.segment_keep, nnz_S, value_dtype, epoch, out,
+        buffers, form=FORMAT_CODES[form], block_size=block_size,
     )  # fmt: skip
-    if bucket.grad_N.device.type == "cpu":
-        scratch = _take_scratch(layout, value_dtype, buffers)
-        sizes = ops.encode(*arguments, scratch, form=FORMAT_CODES[form])
-    else:
-        sizes = torch_codec.encode(*arguments, form=FORMAT_CODES[form])
     return Message(out, layout, sizes.tolist(), value_dtype, epoch, int(nnz_S.sum()))
+
+
+def encode_segments(
+    values_N: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    nnz_S: torch.Tensor | None,
+    value_dtype: str,
+    epoch: int,
+    out: torch.Tensor,
+    buffers: MessageBuffers,
+    *,
+    form: int,
+    block_size: int = ops.DEFAULT_BLOCK_SIZE,
+) -> torch.Tensor:
+    """Encodes any pruned vector; `ops.encode` describes the arguments.
+
+    Args:
+        values_N: only read.
+        segment_offsets: S+1 offsets from 0 to N.
+        segment_dense: uint8, 1 for segments that are always dense.
+        nnz_S: int64 counts, on any device; None has them counted.
+        value_dtype: dtype of the values in the records.
+        epoch: the step.
+        out: uint8 of `ops.message_capacity` bytes. Mutated.
+        buffers: where scratch memory comes from.
+        form: one of the values of `FORMAT_CODES`.
+        block_size: of blocks.
+
+    Returns:
+        int64 record sizes on the CPU.
+    """
+    device, code = values_N.device, WIRE_CODES[value_dtype]
+    compiled = is_compiled(device)
+    if nnz_S is None and not (compiled and device.type == "cuda"):
+        nnz_S = _count(values_N, segment_offsets)
+    if not compiled:
+        assert nnz_S is not None, "counted above"
+        return torch_codec.encode(
+            values_N, segment_offsets, segment_dense, nnz_S, code, epoch, out, form=form
+        )
+    return ops.encode(
+        values_N, segment_offsets, segment_dense, nnz_S, code, epoch, out,
+        _take_scratch(segment_offsets, value_dtype, buffers, device), form=form,
+        block_size=block_size,
+    )  # fmt: skip
 
 
 def prune_encode(
@@ -144,11 +192,13 @@ def prune_encode(
     epoch: int,
     buffers: MessageBuffers,
     form: str,
+    block_size: int,
 ) -> Message:
-    """Selects from a bucket on the CPU and encodes what was selected, in one pass.
+    """Selects from a bucket and encodes what was selected, in one pass.
 
     Args:
-        bucket: its gradient is only read.
+        bucket: its gradient is only read; where `torch_codec` works it becomes what is sent, and
+            there are two passes.
         layout: the cut that the thresholds are of.
         residual_N: fp32 or bf16. Mutated.
         thresholds_R: fp32 thresholds of the layout's ranges.
@@ -158,12 +208,23 @@ def prune_encode(
         epoch: the step.
         buffers: where the message's memory comes from.
         form: one of `FORMAT_CODES`.
+        block_size: of blocks.
+
+    Raises:
+        ExtensionError: Pici or blocks where `torch_codec` works.
     """
+    grad_N, code = bucket.grad_N, WIRE_CODES[value_dtype]
+    if not is_compiled(grad_N.device):
+        nnz_R = ops.prune_(
+            grad_N, residual_N, layout.range_offsets, thresholds_R, leak, code, key
+        )  # fmt: skip
+        return encode(bucket, layout, nnz_R, value_dtype, epoch, buffers, form, block_size)
     out = _take_message(bucket, layout, value_dtype, buffers)
     sizes, nnz_S = ops.prune_encode(
-        bucket.grad_N, residual_N, layout.range_offsets, thresholds_R, layout.segment_offsets,
-        layout.segment_keep, leak, WIRE_CODES[value_dtype], key, epoch, out,
-        _take_scratch(layout, value_dtype, buffers), form=FORMAT_CODES[form],
+        grad_N, residual_N, layout.range_offsets, thresholds_R, layout.segment_offsets,
+        layout.segment_keep, leak, code, key, epoch, out,
+        _take_scratch(layout.segment_offsets, value_dtype, buffers, grad_N.device),
+        form=FORMAT_CODES[form], block_size=block_size,
     )  # fmt: skip
     return Message(out, layout, sizes.tolist(), value_dtype, epoch, int(nnz_S.sum()))
 
@@ -175,10 +236,21 @@ def _take_message(
     return buffers.take(f"message:{bucket.name}", capacity, bucket.grad_N.device)
 
 
-def _take_scratch(layout: Layout, value_dtype: str, buffers: MessageBuffers) -> torch.Tensor:
-    """Shared by all buckets: it is free again when the encoder returns."""
-    needed = ops.scratch_capacity(layout.segment_offsets, WIRE_CODES[value_dtype])
-    return buffers.take("scratch", needed, torch.device("cpu"))
+def _take_scratch(
+    segment_offsets: torch.Tensor, value_dtype: str, buffers: MessageBuffers, device: torch.device
+) -> torch.Tensor | None:
+    """Shared by all buckets: it is free again when the encoder returns. None on CUDA."""
+    if device.type == "cuda":
+        return None
+    return buffers.take(
+        "scratch", ops.scratch_capacity(segment_offsets, WIRE_CODES[value_dtype]), device
+    )
+
+
+def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tensor:
+    pieces = values_N.split(segment_offsets.diff().tolist())
+    counts = [piece.count_nonzero() for piece in pieces]
+    return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
 
 def decode_add_(
@@ -191,7 +263,7 @@ def decode_add_(
     rank: int,
     fresh: bool = False,
 ) -> None:
-    """Adds one peer's records to `acc_M`.
+    """Adds one peer's records to `acc_M`. On CUDA this waits for the records' check.
 
     Args:
         acc_M: fp32; element 0 is the first element of the first segment. Mutated.
@@ -203,13 +275,10 @@ def decode_add_(
         fresh: take the segments' part of `acc_M` for zero, whatever it holds.
 
     Raises:
-        WireFormatError: the records are not what was announced; `acc_M` may be partly changed.
+        WireFormatError: the records are not what was announced; `acc_M` is as it was.
     """
-    base = int(segment_offsets[0])
-    arguments = (acc_M, records, segment_offsets, WIRE_CODES[value_dtype], epoch, base)
-    if acc_M.device.type == "cpu":
-        ops.decode_add_(*arguments, rank=rank, fresh=fresh)
-        return
-    if fresh:
-        acc_M[: int(segment_offsets[-1]) - base].zero_()
-    torch_codec.decode_add_(*arguments, rank=rank)
+    codec = ops if is_compiled(acc_M.device) else torch_codec
+    codec.decode_add_(
+        acc_M, records, segment_offsets, WIRE_CODES[value_dtype], epoch, int(segment_offsets[0]),
+        rank=rank, fresh=fresh,
+    )  # fmt: skip

@@ -1,8 +1,9 @@
-"""The message codec in plain torch operations, on any device; used for CUDA tensors.
+"""The message codec in plain torch operations, on any device.
 
-Dense and COO records only, byte for byte those of the compiled CPU codec. It synchronises with the
-host: once to encode (record sizes follow from the non-zero counts) and once for each record to
-decode (the walk reads every header). Both are part of the stages `encode` and `decode`.
+For CUDA tensors where the compiled codec does not serve them (`codec_choice`), and a peer of the
+benchmarks. Dense and COO records only, byte for byte those of the compiled codec. It synchronises
+with the host: once to encode (record sizes follow from the non-zero counts) and once for each
+record to decode (the walk reads every header).
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def encode(
     """
     if form not in (FORMAT_ADAPTIVE, FORMAT_DENSE, FORMAT_COO):
         raise ExtensionError(
-            "encode: this format is written on CPU tensors only",
+            "encode: torch operations do not write this format",
             expected="-1 (adaptive), 0 (dense) or 1 (COO)",
             got=form,
-            remedy="set scheme.format to auto, coo or dense",
+            remedy="set scheme.format to auto, coo or dense, or build the extension's CUDA part",
         )
     dtype = DTYPE_OF_CODE[value_dtype]
     offsets, counts = segment_offsets.tolist(), nnz_S.tolist()
@@ -140,6 +141,7 @@ def decode_add_(
     base: int,
     *,
     rank: int,
+    fresh: bool = False,
 ) -> None:
     """Checks every record and index, then adds them to `acc_M`; see `cuda_ext.ops.decode_add_`.
 
@@ -170,6 +172,8 @@ def decode_add_(
     if not ordered:
         expected = "strictly ascending indices inside the segment"
         raise wrong_field(rank, "indices", expected, "others")
+    if fresh:
+        acc_M[int(segment_offsets[0]) - base : int(segment_offsets[-1]) - base].zero_()
     for first, last, index_K, values in pieces:
         if index_K is None:
             acc_M[first:last].add_(values)

@@ -54,10 +54,10 @@ def record(
     wire_N = values_N
     if value_dtype != values_N.dtype:
         wire_N = with_one_nan(values_N, value_dtype)
-    # What counts as zero is sent as +0, -0.0 too.
+    dense = padded(wire_N)
+    # Blocks hold +0 where nothing is kept, dense records -0.0 where the gradient does.
     wire_N = wire_N.clone()
     wire_N[~kept_N] = 0
-    dense = padded(wire_N)
     if kind == COO:
         payload = padded(kept_N.nonzero().squeeze(1).int()) + padded(wire_N[kept_N])
     elif kind == BLOCKS:

@@ -133,7 +133,7 @@ class Buffer:
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """A copy of the content."""
-        return torch.frombuffer(bytearray(self.data.numpy().tobytes()), dtype=dtype)
+        return self.data.clone().view(dtype)
 
     def guards(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes before and after."""

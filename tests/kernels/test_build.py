@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sparse import cuda_ext
-from megatron_sparse.cuda_ext import build
+from megatron_sparse.cuda_ext import build, ptxas, toolchain
 from megatron_sparse.errors import DependencyError, ExtensionError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,7 +144,7 @@ def test_it_builds_once_even_for_many_at_a_time_and_again_when_a_source_changes(
 
 
 def test_torch_must_have_the_stable_abi(monkeypatch):
-    monkeypatch.setattr(build.metadata, "version", lambda name: "2.10.1+cpu")
+    monkeypatch.setattr(toolchain.metadata, "version", lambda name: "2.10.1+cpu")
     with pytest.raises(DependencyError, match="torch does not fit"):
         build.find_torch()
 
@@ -170,6 +170,33 @@ def test_the_cuda_library_compiles_without_spills(tmp_path):
 
 
 def test_spills_are_refused():
-    with pytest.raises(ExtensionError, match="spills registers"):
-        build._refuse_spills("    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n")
-    build._refuse_spills("    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n")
+    report = (
+        "ptxas info    : Compiling entry function '_ZN1a12place_kernelEv' for 'sm_90'\n"
+        "ptxas info    : Function properties for _ZN1a12place_kernelEv\n"
+        "    8 bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads\n"
+        "ptxas info    : Used 64 registers, used 1 barriers, 8192 bytes smem\n"
+    )
+    (kernel,) = ptxas.read_report(report.format(spilled=0))
+    assert (kernel.family, kernel.arch, kernel.registers) == ("place_kernel", "sm_90", 64)
+    assert (kernel.shared_bytes, kernel.spill_bytes) == (8192, 0)
+    ptxas.refuse_spills([kernel])
+    with pytest.raises(ExtensionError, match="spills registers") as caught:
+        ptxas.refuse_spills(ptxas.read_report(report.format(spilled=4)))
+    assert "8 bytes" in str(caught.value.got)
+
+
+def test_each_library_is_made_of_its_own_sources(monkeypatch, tmp_path):
+    sources = tmp_path / "csrc"
+    shutil.copytree(build.SOURCES, sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    before = {name: build.source_hash(name) for name in ("cpu", "cuda")}
+    for changed, parts in (
+        ("encode.cu", {"cuda"}), ("scan.cuh", {"cuda"}), ("decode_cuda.cpp", {"cuda"}),
+        ("decode.cpp", {"cpu"}), ("record.h", {"cpu", "cuda"}),
+    ):  # fmt: skip
+        path = sources / changed
+        text = path.read_text()
+        path.write_text(text + "// changed\n")
+        after = {name: build.source_hash(name) for name in before}
+        assert {name for name in before if after[name] != before[name]} == parts, changed
+        path.write_text(text)

@@ -1,0 +1,97 @@
+"""How the codec's ops are called on CUDA tensors: tables, launches, and what is read afterwards.
+
+Kernels are launched on the current stream. A host needs to know how long a record is before it can
+send it, and whether a peer's record was right before anyone steps with it, so each call ends with
+one copy to the host of a few words, and waits for it: an encoder's report (status, sizes and counts
+of its segments), a decoder's status. Tables of offsets lie on the host, where the plan made them;
+their copies on the device are kept.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from megatron_sparse.cuda_ext import load
+from megatron_sparse.cuda_ext.arguments import call, refusal
+from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
+
+_DENSE_KIND = 0
+_CAPACITY, _SEGMENTS = 1, 2  # encode_launch.h; the third, an unknown kind, is refused before
+_OUTSIDE = 2  # decode_launch.h
+TABLES = 1024
+"""Tables whose device copies are kept: a bucket has about three, and one for each of its shards."""
+
+
+def launch(name: str, *arguments: Any) -> torch.Tensor:
+    """Calls an op of the CUDA part; what it returns is still being computed.
+
+    Raises:
+        ExtensionError: arguments that do not fit together; nothing was launched.
+    """
+    load("cuda")
+    return call(name, *arguments)
+
+
+def read_report(
+    op: str, report: torch.Tensor, segment_offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Waits for an encoder and returns the bytes and the non-zero elements of each segment.
+
+    Raises:
+        ExtensionError: the output buffer is too small, or a segment too long; nothing was written.
+    """
+    words = report.cpu()
+    code, segment, needed, there = words[:STATUS_WORDS].tolist()
+    if code == _CAPACITY:
+        raise refusal(op, "the output buffer is too small", f"{needed} bytes", there)
+    if code == _SEGMENTS:
+        numel = int(segment_offsets[segment + 1] - segment_offsets[segment])
+        raise refusal(op, f"segment {segment} is too long", "at most 2^31 - 1 elements", numel)
+    assert code == 0, f"{op}: the wrapper has checked what status {code} complains about"
+    sizes_S, nnz_S = words[STATUS_WORDS:].view(2, -1)
+    return sizes_S, nnz_S
+
+
+def read_status(
+    status: torch.Tensor, segment_offsets: torch.Tensor, base: int, acc_numel: int
+) -> torch.Tensor:
+    """Waits for the decoder and returns its status, which is then that of the CPU's decoder.
+
+    Raises:
+        ExtensionError: the segments do not lie in the accumulator, which is untouched.
+    """
+    status = status.cpu()
+    if int(status[0]) == _OUTSIDE:
+        raise refusal(
+            "decode_add_", "the segments do not lie in acc",
+            f"ascending offsets from {base} to {base + acc_numel}", segment_offsets.tolist()[:8],
+        )  # fmt: skip
+    return status
+
+
+def on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a small table of the host, kept for the next call. Not to be written.
+
+    The first call for a table waits for the device. Copies belong to the stream that made them, so
+    that memory which the cache lets go is free when that stream gets there.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return _device_copy(table.numpy().tobytes(), table.dtype, device, stream)
+
+
+@lru_cache(maxsize=TABLES)
+def _device_copy(
+    data: bytes, dtype: torch.dtype, device: torch.device, stream: int
+) -> torch.Tensor:
+    if not data:
+        return torch.empty(0, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(data), dtype=dtype).to(device)
+
+
+def record_kinds(segment_dense: torch.Tensor, kind: int, device: torch.device) -> torch.Tensor:
+    """What each segment is asked to become: `RecordKind` of `csrc/record.h`."""
+    kinds = torch.full_like(segment_dense, kind & 0xFF)
+    return on_device(kinds.masked_fill_(segment_dense != 0, _DENSE_KIND), device)

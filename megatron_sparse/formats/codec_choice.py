@@ -1,0 +1,67 @@
+"""Which codec makes and reads the messages of a device: the compiled one, or torch operations.
+
+On the CPU it is always the compiled one. On a CUDA device it is too, where the extension has its
+CUDA part or can be built, and the kernels were compiled for that GPU; else `torch_codec` stands in,
+and a line in the log says so and why. MEGATRON_SPARSE_CODEC=cuda makes that an error, and =torch
+asks for it. Ranks need not agree as long as no rank sends Pici, which only the compiled one reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+
+import torch
+
+from megatron_sparse.cuda_ext import load
+from megatron_sparse.cuda_ext.build import CUDA_ARCHS
+from megatron_sparse.errors import ConfigError, DependencyError, ExtensionError
+
+CODEC = "MEGATRON_SPARSE_CODEC"
+
+logger = logging.getLogger(__name__)
+
+
+def is_compiled(device: torch.device) -> bool:
+    """Whether the compiled codec works on tensors of this device.
+
+    The first call for a CUDA device loads the extension's CUDA part, which may build it.
+
+    Raises:
+        ConfigError: MEGATRON_SPARSE_CODEC is none of auto, cuda and torch.
+        DependencyError: it is `cuda`, and what the build needs is missing.
+        ExtensionError: it is `cuda`, and the kernels cannot be built or do not fit the GPU.
+    """
+    return device.type == "cpu" or _is_compiled(device, os.environ.get(CODEC, "auto"))
+
+
+@cache
+def _is_compiled(device: torch.device, wanted: str) -> bool:
+    if wanted not in ("auto", "cuda", "torch"):
+        raise ConfigError(f"{CODEC} is unknown", expected="auto | cuda | torch", got=wanted)
+    if wanted == "torch":
+        return False
+    try:
+        load("cuda")
+        _check_gpu(device)
+    except (DependencyError, ExtensionError) as error:
+        if wanted == "cuda":
+            raise
+        logger.warning(
+            "messages on %s are made by torch operations (slower, dense and COO only): %s (%s)",
+            device, error.what, error.remedy,
+        )  # fmt: skip
+        return False
+    return True
+
+
+def _check_gpu(device: torch.device) -> None:
+    """Machine code runs on GPUs of the same major version and the same or a higher minor one."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if not any(arch // 10 == major and arch % 10 <= minor for arch in CUDA_ARCHS):
+        raise ExtensionError(
+            f"the CUDA kernels were not compiled for {device}",
+            expected=" or ".join(f"sm_{arch}" for arch in CUDA_ARCHS), got=f"sm_{major}{minor}",
+            remedy="add it to CUDA_ARCHS in cuda_ext/build.py and build again",
+        )  # fmt: skip

@@ -1,0 +1,79 @@
+"""`bench codecs --device cuda`: its calls of the ops, emulated; and its table, on a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_sparse.bench import codec_cases, codec_cuda, cub_peer
+from megatron_sparse.bench import codecs as bench
+from megatron_sparse.cuda_ext import build, codec_ops
+from megatron_sparse.errors import ConfigError, DependencyError
+from tests.cuda_emulator.emulated import RANDOM, Codecs
+from tests.cuda_emulator.op_calls import EmulatedDevice
+
+
+@pytest.mark.parametrize("form", codec_cases.FORMS)
+def test_every_task_does_what_it_says(
+    codecs: Codecs, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    codecs.schedule(RANDOM, 4)
+    device = EmulatedDevice(codecs, monkeypatch)
+    monkeypatch.setattr(codec_ops, "check_device", lambda op, name, tensor: "cuda")
+    monkeypatch.setattr(codec_cases, "ORACLE_NUMEL", 2**12)
+    monkeypatch.setattr(codec_cuda, "load", lambda part: None)
+    monkeypatch.setattr(codec_cuda, "overload", lambda name: partial(device._call, name))
+    monkeypatch.setattr(cub_peer, "action", lambda values_N: None)
+    tasks = codec_cuda.make_tasks(2**15, 0.05, "fp32", form, torch.device("cpu"))
+    for op, task in zip(bench.OPS, tasks, strict=True):
+        assert (task.op, task.wrong) == (op, 0)
+        assert task.format == {"auto": "pici", "blocks": "dense"}.get(form, form)
+        report = task.run()
+        assert isinstance(report, torch.Tensor)
+        assert report[:4].tolist() == [0, 0, 0, 0]
+        if op == "encode":  # bytes read and written: the gradient and the record
+            assert task.bytes_moved == 2**15 + int(report[4])
+        if op == "prune_encode":
+            assert task.bytes_moved == 3 * 2**15 + int(report[4])
+        for peer in task.peers.values():
+            peer()
+
+
+def test_a_machine_without_a_gpu_is_one_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="there is no CUDA device"):
+        bench.Sweep(device="cuda")
+    with pytest.raises(ConfigError, match="device is out of range"):
+        bench.Sweep(device="tpu")
+
+
+def can_compile() -> bool:
+    try:
+        build.find_cuda()
+    except DependencyError:
+        return False
+    return True
+
+
+@pytest.mark.slow  # ten seconds of nvcc
+@pytest.mark.skipif(not can_compile(), reason="nvcc is nowhere: not in CUDA_HOME, PATH or PyPI's")
+def test_cub_compiles(tmp_path) -> None:
+    cub_peer.compile_for((9, 0), tmp_path / "cub_select.so")
+    assert b"sm_90" in (tmp_path / "cub_select.so").read_bytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_rows_on_a_gpu() -> None:
+    sweep = bench.Sweep(
+        min_bytes=2**20, max_bytes=2**20, densities=(0.01, 1.0), warmup=1, iters=2, device="cuda"
+    )
+    rows = bench.run(sweep)
+    assert {row["op"] for row in rows} == set(bench.OPS)
+    assert {row["device"] for row in rows} == {"cuda"}
+    for row in rows:
+        assert row["wrong"] == 0
+        assert row["time_us"] > 0
+        assert row["copy_us"] > 0

@@ -1,0 +1,249 @@
+"""`ops` on CUDA tensors: the bytes, sums and errors of the CPU's codec, on a GPU and emulated.
+
+The same bodies run on a GPU, where there is one, and in the emulator. `place` puts a tensor there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.formats.header import (
+    FORMAT_ADAPTIVE,
+    FORMAT_BLOCKS,
+    FORMAT_COO,
+    FORMAT_DENSE,
+    FORMAT_PICI,
+    HEADER_BYTES,
+)
+from tests.cuda_emulator.codec_cases import EPOCH, gradient
+from tests.cuda_emulator.emulated import DTYPE_CODES, RANDOM
+from tests.cuda_emulator.op_calls import EmulatedDevice
+
+type Place = Callable[..., torch.Tensor]
+
+FORMS = {
+    "dense": {"form": FORMAT_DENSE},
+    "coo": {"form": FORMAT_COO},
+    "pici": {"form": FORMAT_PICI},
+    "pici_paper": {"form": FORMAT_PICI, "paper_order": True},
+    "blocks": {"form": FORMAT_BLOCKS, "block_size": 64},
+    "auto": {"form": FORMAT_ADAPTIVE},
+}
+# Empty, one element, a tile and one more, a tile and three less, a shard that is always dense.
+SEGMENTS = torch.tensor([0, 0, 1, 4098, 8191, 8300, 9001])
+KEEP = torch.tensor([0, 0, 0, 0, 1, 0], dtype=torch.uint8)
+NUMEL = int(SEGMENTS[-1])
+FILL = 0xEE
+
+
+def on_gpu(tensor: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """A copy on the GPU, `shift` elements behind an aligned address."""
+    storage = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device="cuda")
+    return storage[shift:].copy_(tensor)
+
+
+@pytest.fixture(
+    params=[
+        "emulated",
+        pytest.param(
+            "gpu",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ]
+)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    if request.param == "gpu":
+        return on_gpu
+    codecs = request.getfixturevalue("codecs")
+    codecs.schedule(RANDOM, 3)
+    return EmulatedDevice(codecs, monkeypatch).place
+
+
+def counts(grad_N: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([int((grad_N[a:b] != 0).sum()) for a, b in pairwise(SEGMENTS.tolist())])
+
+
+def room(code: int) -> torch.Tensor:
+    """For the message, and 32 bytes behind it that no one may touch."""
+    capacity = ops.message_capacity(SEGMENTS, code)
+    return torch.full((capacity + 32,), FILL, dtype=torch.uint8)
+
+
+def assert_same_message(
+    got: torch.Tensor, got_sizes: torch.Tensor, wanted: torch.Tensor, wanted_sizes: torch.Tensor
+) -> None:
+    assert got_sizes.tolist() == wanted_sizes.tolist()
+    used, got = int(wanted_sizes.sum()), got.cpu()
+    assert torch.equal(got[:used], wanted[:used])
+    assert bool((got[used:] == FILL).all()), "bytes behind the message were written"
+
+
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("form", FORMS)
+def test_encode(place: Place, form: str, density: float) -> None:
+    dtypes = list(DTYPE_CODES)
+    # Every pair of gradient and wire dtype, over the formats and densities.
+    turn = list(FORMS).index(form) + int(10 * density)
+    dtype, code = dtypes[turn % 3], (turn // 3 + turn) % 3
+    grad_N, out = gradient(NUMEL, density, dtype, seed=turn), room(code)
+    nnz = counts(grad_N)
+    sizes = ops.encode(grad_N, SEGMENTS, KEEP, nnz, code, EPOCH, out[:-32], **FORMS[form])
+    for shift, given in ((0, None), (3, nnz)):
+        got = place(room(code))
+        got_sizes = ops.encode(
+            place(grad_N, shift), SEGMENTS, KEEP, given, code, EPOCH, got[:-32], **FORMS[form]
+        )
+        assert_same_message(got, got_sizes, out, sizes)
+
+
+@pytest.mark.parametrize("code", range(3))
+@pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
+def test_encode_every_pair_of_dtypes(place: Place, dtype: torch.dtype, code: int) -> None:
+    grad_N, out, got = gradient(NUMEL, 0.1, dtype, seed=code), room(code), place(room(code))
+    sizes = ops.encode(grad_N, SEGMENTS, KEEP, counts(grad_N), code, EPOCH, out[:-32])
+    got_sizes = ops.encode(place(grad_N, 1), SEGMENTS, KEEP, None, code, EPOCH, got[:-32])
+    assert_same_message(got, got_sizes, out, sizes)
+
+
+PRUNINGS = [
+    (grad, residual, code, key)
+    for grad in DTYPE_CODES
+    for residual in (torch.float32, torch.bfloat16)
+    for code in range(3)
+    for key in (-1, 12345)
+]
+
+
+@pytest.mark.parametrize(("dtype", "residual_dtype", "code", "key"), PRUNINGS, ids=str)
+def test_prune_encode(
+    place: Place, dtype: torch.dtype, residual_dtype: torch.dtype, code: int, key: int
+) -> None:
+    number = PRUNINGS.index((dtype, residual_dtype, code, key))
+    form = list(FORMS)[number % len(FORMS)]
+    # Ranges end inside tiles and segments; one keeps all, -0.0 and NaN too, one nothing finite.
+    ranges = torch.tensor([0, 3000, 3000, 8191, 8300, 9001])
+    thresholds_R = torch.tensor([1.5, 0.0, 1.2, -1.0, math.inf])
+    grad_N = gradient(NUMEL, 1.0, dtype, seed=number)
+    residual_N = torch.randn(NUMEL, generator=torch.Generator().manual_seed(number)) * 0.5
+    residual_N[::97] = -0.0
+    grad_N[::97] = -0.0
+    residual_N = residual_N.to(residual_dtype)
+    grad, rest = place(grad_N, number % 5), place(residual_N, number % 7)
+    out, got = room(code), place(room(code))
+    sizes, nnz = ops.prune_encode(
+        grad_N, residual_N, ranges, thresholds_R, SEGMENTS, KEEP, 0.9, code, key, EPOCH, out[:-32],
+        **FORMS[form],
+    )  # fmt: skip
+    got_sizes, got_nnz = ops.prune_encode(
+        grad, rest, ranges, place(thresholds_R), SEGMENTS, KEEP, 0.9, code, key, EPOCH, got[:-32],
+        **FORMS[form],
+    )  # fmt: skip
+    assert_same_message(got, got_sizes, out, sizes)
+    assert got_nnz.tolist() == nnz.tolist()
+    assert torch.equal(rest.cpu().view(torch.uint8), residual_N.view(torch.uint8))
+    assert torch.equal(grad.cpu().view(torch.uint8), grad_N.view(torch.uint8)), "only read"
+
+
+def message_of(form: str, code: int, density: float = 0.05) -> torch.Tensor:
+    grad_N, out = gradient(NUMEL, density, list(DTYPE_CODES)[code], seed=code), room(code)
+    nnz = counts(grad_N)
+    sizes = ops.encode(grad_N, SEGMENTS, KEEP, nnz, code, EPOCH, out[:-32], **FORMS[form])
+    return out[: int(sizes.sum())].clone()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_decode_add(place: Place, form: str, fresh: bool) -> None:
+    code = list(FORMS).index(form) % 3
+    message, base, acc_M = message_of(form, code), 5, torch.randn(NUMEL + 20)
+    got = place(acc_M, 2)
+    for target, records in ((acc_M, message), (got, place(message))):
+        ops.decode_add_(
+            target[base:], records, SEGMENTS, code, EPOCH, 0, rank=0, fresh=fresh
+        )  # fmt: skip
+    assert torch.equal(got.cpu().view(torch.int32), acc_M.view(torch.int32))
+    with pytest.raises(WireFormatError, match="rank 3: field offset"):
+        ops.decode_add_(got, place(message), SEGMENTS + base, code, EPOCH, 0, rank=3)
+
+
+def damages(message: torch.Tensor) -> list[torch.Tensor]:
+    """Messages with one byte changed, and with bytes missing or too many."""
+    damaged = []
+    for at in (*range(HEADER_BYTES), HEADER_BYTES + 1, len(message) - 60):
+        other = message.clone()
+        other[at] ^= 0x5A
+        damaged.append(other)
+    return [*damaged, message[:-16], message[:40], torch.cat([message, message[:16]])]
+
+
+@pytest.mark.parametrize("form", ["coo", "pici"])
+def test_a_bad_message_has_the_same_error_and_adds_nothing(place: Place, form: str) -> None:
+    for damaged in damages(message_of(form, 0)):
+        outcomes = []
+        for to in (torch.clone, place):
+            acc = to(torch.ones(NUMEL))
+            try:
+                ops.decode_add_(acc, to(damaged), SEGMENTS, 0, EPOCH, 0, rank=6)
+                outcomes.append("no error")
+            except WireFormatError as error:
+                outcomes.append(str(error))
+                assert bool((acc == 1).all()), "a bad message was partly added"
+        assert outcomes[0] == outcomes[1]
+
+
+def test_what_does_not_fit_is_refused(place: Place) -> None:
+    grad_N = gradient(NUMEL, 0.5, torch.float32)
+    grad, residual = place(grad_N), place(torch.zeros(NUMEL))
+    small = place(torch.zeros(1000, dtype=torch.uint8))
+    with pytest.raises(ExtensionError, match="the output buffer is too small"):
+        ops.encode(grad, SEGMENTS, KEEP, None, 0, EPOCH, small)
+    ranges, thresholds_R = SEGMENTS[[0, -1]], place(torch.zeros(1))
+    with pytest.raises(ExtensionError, match="the output buffer is too small"):
+        ops.prune_encode(
+            grad, residual, ranges, thresholds_R, SEGMENTS, KEEP, 1.0, 0, 1, EPOCH, small
+        )
+    assert not residual.any(), "a refused call changed the residual"
+    wrong = counts(grad_N) + torch.tensor([0, 0, 0, 0, 1, 0])
+    with pytest.raises(ExtensionError, match="nnz of segment 4 is not what the gradient holds"):
+        ops.encode(grad, SEGMENTS, KEEP, wrong, 0, EPOCH, place(room(0)))
+    with pytest.raises(ExtensionError, match="scratch is not used on CUDA"):
+        ops.encode(grad, SEGMENTS, KEEP, None, 0, EPOCH, place(room(0)), torch.zeros(8))
+    with pytest.raises(ExtensionError, match="epoch is out of range"):
+        ops.encode(grad, SEGMENTS, KEEP, None, 0, -1, place(room(0)))
+    message = place(message_of("coo", 0))
+    with pytest.raises(ExtensionError, match="the segments do not lie in acc"):
+        ops.decode_add_(place(torch.zeros(NUMEL - 1)), message, SEGMENTS, 0, EPOCH, 0, rank=0)
+
+
+def test_an_empty_bucket(place: Place) -> None:
+    nothing = torch.zeros(0)
+    offsets, keep = torch.tensor([0]), torch.zeros(0, dtype=torch.uint8)
+    out = place(torch.full((16,), FILL, dtype=torch.uint8))
+    assert ops.encode(place(nothing), offsets, keep, None, 0, EPOCH, out).tolist() == []
+    sizes, nnz = ops.prune_encode(
+        place(nothing), place(nothing), offsets, place(nothing), offsets, keep, 1.0, 0, 1, EPOCH,
+        out,
+    )  # fmt: skip
+    assert (sizes.tolist(), nnz.tolist()) == ([], [])
+    ops.decode_add_(place(nothing), out[:0], offsets, 0, EPOCH, 0, rank=0)
+    assert bool((out == FILL).all())
+
+
+def test_a_gradient_on_the_cpu_needs_its_counts() -> None:
+    with pytest.raises(ExtensionError, match="nnz is missing"):
+        ops.encode(torch.zeros(NUMEL), SEGMENTS, KEEP, None, 0, EPOCH, room(0))
+    with pytest.raises(ExtensionError, match="grad is on the wrong device"):
+        ops.encode(
+            torch.zeros(NUMEL, device="meta"), SEGMENTS, KEEP, None, 0, EPOCH,
+            torch.zeros(8, dtype=torch.uint8, device="meta"),
+        )  # fmt: skip

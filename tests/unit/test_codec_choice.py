@@ -1,0 +1,138 @@
+"""Which codec serves a device, what is said about it, and that both make the same messages."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.errors import ConfigError, DependencyError, ExtensionError
+from megatron_sparse.formats import codec_choice, message
+from megatron_sparse.formats.message import MessageBuffers
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen_yet(monkeypatch):
+    monkeypatch.delenv(codec_choice.CODEC, raising=False)
+    codec_choice._is_compiled.cache_clear()
+    yield
+    codec_choice._is_compiled.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of which only the capability is asked, and a CUDA part that loads."""
+
+    def of(major, minor):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+        monkeypatch.setattr(codec_choice, "load", lambda part: None)
+
+    return of
+
+
+def no_nvcc(part):
+    raise DependencyError("there is no nvcc", remedy="install nvcc")
+
+
+def test_the_cpu_never_asks(monkeypatch):
+    monkeypatch.setenv(codec_choice.CODEC, "torch")
+    monkeypatch.setattr(codec_choice, "load", no_nvcc)
+    assert codec_choice.is_compiled(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3)])
+def test_a_gpu_that_runs_the_machine_code(gpu, capability):
+    gpu(*capability)
+    assert codec_choice.is_compiled(GPU)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (12, 0)])
+def test_a_gpu_that_does_not_is_named_once(gpu, capability, caplog):
+    gpu(*capability)
+    with caplog.at_level(logging.WARNING):
+        assert not codec_choice.is_compiled(GPU)
+        assert not codec_choice.is_compiled(GPU)
+    assert len(caplog.records) == 1
+    assert "made by torch operations" in caplog.text
+    assert "not compiled for cuda:0" in caplog.text
+
+
+def test_without_the_cuda_part_the_log_says_why_and_what_to_do(monkeypatch, caplog):
+    monkeypatch.setattr(codec_choice, "load", no_nvcc)
+    with caplog.at_level(logging.WARNING):
+        assert not codec_choice.is_compiled(GPU)
+    assert "there is no nvcc (install nvcc)" in caplog.text
+
+
+def test_the_compiled_codec_can_be_demanded(monkeypatch, gpu):
+    monkeypatch.setenv(codec_choice.CODEC, "cuda")
+    gpu(7, 5)
+    with pytest.raises(ExtensionError, match="not compiled for cuda:0"):
+        codec_choice.is_compiled(GPU)
+    monkeypatch.setattr(codec_choice, "load", no_nvcc)
+    with pytest.raises(DependencyError, match="no nvcc"):
+        codec_choice.is_compiled(GPU)
+
+
+def test_torch_operations_can_be_asked_for(monkeypatch, gpu):
+    gpu(9, 0)
+    monkeypatch.setenv(codec_choice.CODEC, "torch")
+    assert not codec_choice.is_compiled(GPU)
+    monkeypatch.setenv(codec_choice.CODEC, "cupy")
+    with pytest.raises(ConfigError, match="MEGATRON_SPARSE_CODEC is unknown"):
+        codec_choice.is_compiled(GPU)
+
+
+def messages(device, form="coo", wire="fp32"):
+    """A message selected on a device, what it decodes to, and the residual."""
+    grad_N = torch.randn(9001, generator=torch.Generator().manual_seed(2))
+    parameters = [ParameterSlice("w", 0, 8000), ParameterSlice("b", 8000, 9001, keep=True)]
+    bucket = Bucket("0", grad_N.to(device), parameters, Form.REDUCE_SCATTER, 1)
+    layout, buffers = bucket.layout(False), MessageBuffers()
+    residual_N = torch.zeros(9001, dtype=torch.bfloat16, device=device)
+    thresholds_R = torch.tensor([2.0, -1.0], device=device)
+    made = message.prune_encode(
+        bucket, layout, residual_N, thresholds_R, 0.9, wire, 7, 3, buffers, form, 64
+    )
+    records = made.buffer[: made.nbytes]
+    total_N = torch.full((9001,), torch.nan, device=device)
+    message.decode_add_(total_N, records, layout.segment_offsets, wire, 3, rank=0, fresh=True)
+    again = torch.zeros(made.nbytes, dtype=torch.uint8, device=device)
+    sizes = message.encode_segments(
+        total_N, layout.segment_offsets, layout.segment_keep, None, wire, 3, again, buffers, form=1
+    )
+    return made, total_N.cpu(), residual_N.cpu(), again[: int(sizes.sum())].cpu()
+
+
+def assert_same(got, expected):
+    assert got[0].segment_bytes == expected[0].segment_bytes
+    assert got[0].nnz == expected[0].nnz
+    used = expected[0].nbytes
+    assert torch.equal(got[0].buffer[:used].cpu(), expected[0].buffer[:used])
+    for mine, wanted in zip(got[1:], expected[1:], strict=True):
+        assert torch.equal(mine.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_both_codecs_make_the_same_message(monkeypatch, wire):
+    expected = messages("cpu", wire=wire)
+    monkeypatch.setattr(message, "is_compiled", lambda device: False)
+    assert_same(messages("cpu", wire=wire), expected)
+    with pytest.raises(ExtensionError, match="torch operations do not write"):
+        messages("cpu", form="pici")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("codec", ["cuda", "torch"])
+@pytest.mark.parametrize("form", ["coo", "pici", "dense", "auto"])
+def test_the_same_message_on_a_gpu(monkeypatch, form, codec):
+    if codec == "torch" and form == "pici":
+        pytest.skip("torch operations do not write Pici")
+    expected = messages("cpu", "coo" if codec == "torch" and form == "auto" else form)
+    monkeypatch.setenv(codec_choice.CODEC, codec)
+    assert_same(messages("cuda", form), expected)
