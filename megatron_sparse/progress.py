@@ -17,9 +17,10 @@ from enum import Enum
 import torch
 
 from megatron_sparse.collectives import POSTED
-from megatron_sparse.errors import CommunicationError, MegatronSparseError
+from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Work
+from megatron_sparse.transport.liveness import announce_failure, posting_for
 
 
 class Gate(Enum):
@@ -43,13 +44,20 @@ class Pending:
         name: of the bucket, for errors.
     """
 
-    def __init__(self, name: str, watch: Stopwatch, start: torch.cuda.Event | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        watch: Stopwatch,
+        start: torch.cuda.Event | None,
+        on_done: Callable[[], None] | None,
+    ) -> None:
         self.name = name
         self.watch = watch
         self.error: BaseException | None = None
         self.start_event = start
         self.finish_event: torch.cuda.Event | None = None
         self.finished_s = 0.0
+        self._on_done = on_done
         self._done = threading.Event()
 
     def done(self) -> bool:
@@ -75,6 +83,8 @@ class Pending:
         self.error = error
         self.finished_s = time.perf_counter()
         self._done.set()
+        if self._on_done is not None:
+            self._on_done()
 
 
 class _Running:
@@ -111,13 +121,24 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._main, name="megatron_sparse", daemon=True)
         self._thread.start()
 
-    def submit(self, name: str, job: Job, watch: Stopwatch) -> Pending:
-        """Launches a job after all those launched before it. Returns at once."""
+    def submit(
+        self, name: str, job: Job, watch: Stopwatch, on_done: Callable[[], None] | None = None
+    ) -> Pending:
+        """Launches a job after all those launched before it. Returns at once.
+
+        Args:
+            name: of the bucket, for errors.
+            job: makes the generator.
+            watch: receives the time that operations take.
+            on_done: called once when the job has ended, well or not: by the progress thread (on
+                CUDA with its stream current), or by the caller if the job is refused. Must not
+                block nor raise.
+        """
         start = None
         if self._stream is not None:
             start = torch.cuda.Event()
             start.record()
-        pending = Pending(name, watch, start)
+        pending = Pending(name, watch, start, on_done)
         with self._wake:
             if self._broken is not None or self._closing:
                 pending.end(self._refusal(name))
@@ -200,6 +221,7 @@ class ProgressThread:
             if running.work is not None:
                 self._finish(running, running.work)
             running.at_gate = False
+            posting_for.set(pending.name)
             outcome = next(running.steps)
             if outcome is GATE:
                 running.at_gate = True
@@ -234,9 +256,13 @@ class ProgressThread:
             running.pending.watch.add_span("network", running.since_s, time.perf_counter())
 
     def _fail(self, failed: _Running, error: BaseException) -> None:
-        """Ends every job: after a failure the group's state is unknown, and no sum is right."""
-        if isinstance(error, CommunicationError):
+        """Ends every job: after a failure the group's state is unknown, and no sum is right.
+
+        The other ranks are told, so that they do not wait for this one until their timeout.
+        """
+        if isinstance(error, CommunicationError | WireFormatError):
             error.args = (f"bucket {failed.pending.name}: {error}",)
+        announce_failure(error)
         with self._wake:
             self._broken = error
             others = [*self._running, *self._incoming]

@@ -9,6 +9,7 @@ from enum import Enum
 import torch
 
 from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives.sealed import open_row, seal_row
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport import Transport, Work
 
@@ -40,8 +41,6 @@ Piece = tuple[int, torch.Tensor]
 Round = tuple[Sequence[Piece], Sequence[Piece]]
 """What is sent and what is received in one exchange."""
 
-HEADER_WORDS = 2
-
 
 def fingerprint(bucket: Bucket, scheme: str, value_dtype: str, epoch: int) -> int:
     """A number that two ranks share only if they mean the same collective on the same bucket."""
@@ -57,7 +56,10 @@ def exchange_sizes(
     epoch: int,
     transport: Transport,
 ) -> Generator[Work, None, list[list[int]]]:
-    """Tells every rank the sizes of what this rank will send, in one message.
+    """Tells every rank the sizes of what this rank will send: 8 (2 + n) bytes for up to n sizes.
+
+    Rows are as long whatever the collective and its number of sizes: gloo ends a process that
+    gathers rows of another size than its peers. More than n sizes take another all-gather.
 
     Args:
         sizes: the same count on every rank.
@@ -73,22 +75,31 @@ def exchange_sizes(
 
     Raises:
         CommunicationError: a rank means another collective, bucket, size, dtype or step.
+        WireFormatError: a rank's row is damaged.
     """
-    own = [fingerprint(bucket, scheme, value_dtype, epoch), len(sizes), *sizes]
-    words = torch.tensor(own, dtype=torch.int64, device=transport.device)
-    gathered = words.new_empty(transport.world_size * words.numel())
-    yield transport.all_gather(gathered, words)
-    rows = gathered.view(transport.world_size, -1).tolist()
-    for rank, row in enumerate(rows):
-        if row[:HEADER_WORDS] != own[:HEADER_WORDS]:
-            raise CommunicationError(
-                f"rank {rank} of the group is not in the same collective",
-                expected=f"bucket {bucket.name}: {scheme} {bucket.form} of {bucket.numel} elements "
-                f"as {value_dtype}, step {epoch} (fingerprint {own[0]:#010x})",
-                got=f"fingerprint {row[0]:#010x} with {row[1]} sizes",
-                remedy="use the same configuration, model and step on every rank",
-            )
-    return [row[HEADER_WORDS:] for row in rows]
+    n = transport.world_size
+    # Of the count, too: it decides how many all-gathers follow.
+    meant = zlib.crc32(str(len(sizes)).encode(), fingerprint(bucket, scheme, value_dtype, epoch))
+    table: list[list[int]] = [[] for _ in range(n)]
+    for start in range(0, len(sizes) or 1, n):
+        own = seal_row(meant, sizes[start : start + n])
+        words = torch.zeros(2 + n, dtype=torch.int64)
+        words[: len(own)] = torch.tensor(own)
+        words = words.to(transport.device)
+        gathered = words.new_empty(n * words.numel())
+        yield transport.all_gather(gathered, words)
+        for rank, row in enumerate(gathered.view(n, -1).tolist()):
+            theirs, part = open_row(row, rank)
+            if theirs != meant:
+                raise CommunicationError(
+                    f"rank {rank} of the group is not in the same collective",
+                    expected=f"bucket {bucket.name}: {scheme} {bucket.form} of {bucket.numel} "
+                    f"elements as {value_dtype}, step {epoch} (fingerprint {meant:#010x})",
+                    got=f"fingerprint {theirs:#010x} with {len(part)} sizes",
+                    remedy="use the same configuration, model and step on every rank",
+                )
+            table[rank] += part
+    return table
 
 
 class Subgroup:

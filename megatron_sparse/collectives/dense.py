@@ -1,5 +1,9 @@
 """Dense: the backend's own all-reduce or reduce-scatter of the whole bucket.
 
+Agreement, on CPU only: one all-gather of what is meant, 8 (2 + n) bytes a rank. gloo's own
+reductions end the process where ranks disagree about the size; on CUDA, where the answer would have
+to be read on the host, ranks that disagree wait for NCCL's watchdog.
+
 Bytes on the wire: 2 (n - 1) / n N b for a ring all-reduce, half of it for a reduce-scatter. This
 is also how Megatron synchronises, so on the same backend and ranks the sums are bit for bit its
 own. Where values travel in a narrower dtype, the backend adds in that dtype.
@@ -10,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.bucket import Bucket, Form
-from megatron_sparse.collectives.base import POSTED, Steps
+from megatron_sparse.collectives.base import POSTED, Steps, exchange_sizes
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
@@ -33,7 +37,12 @@ def dense(
         transport: the group.
         buffers: where those schemes keep partial sums and what they receive.
         watch: receives the network and decode time.
+
+    Raises:
+        CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
     """
+    if transport.device.type == "cpu":
+        yield from exchange_sizes([], bucket, "dense", str(values_N.dtype), epoch, transport)
     own = slice(None)
     if bucket.form is Form.ALL_REDUCE:
         work = transport.all_reduce_(values_N)

@@ -2,21 +2,30 @@
 
 Streams, watchdog, flight recorder and timeouts are c10d's. The group is one of its own: its
 operations cannot interleave with Megatron's on the same communicator, and its timeout is ours.
+
+What gloo leaves open is added here: an operation ends as soon as a rank of the group is known to be
+gone (`liveness`), at the latest `timeout_s` after it was posted, whatever gloo waits for; its error
+names the rank; a pairwise message that is shorter than what waits for it is found. With NCCL a
+rank that is gone is an error of the next operation that is posted; one under way is the watchdog's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import socket
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_sparse.config import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.groups import borrow_group, return_group
+from megatron_sparse.transport.liveness import PeerWatch, watch_peers
+from megatron_sparse.transport.waiters import Waiters
 
 # torch 2.13 renamed these two; older ones only have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,36 +33,100 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 WAITERS = 8
 """Threads that wait for works that gloo does not let one poll."""
+POLL_S = 1e-3
+INVITATION_BYTES = 1024
+CANARY = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
+"""Written to the end of every receive buffer: gloo fills only as much as the peer sent, and says
+nothing. That a whole message ends in these random bytes by chance is out of the question."""
 
 
-class ProcessGroupWork:
-    """A c10d work, whose failure becomes a `CommunicationError` that names the operation."""
+class Operation:
+    """A posted operation's name, its deadline, and how its failure becomes a typed error.
 
-    def __init__(self, work: dist.Work | None, operation: str, on_cuda: bool) -> None:
-        self._work = work
+    Args:
+        name: what was posted and with whom.
+        watch: over the group, if it is watched.
+        timeout_s: seconds that it may take.
+    """
+
+    def __init__(self, name: str, watch: PeerWatch | None, timeout_s: float) -> None:
+        self.name = name
+        self._watch = watch
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+
+    def is_hopeless(self) -> bool:
+        """Whether there is nothing left to wait for: a rank is gone, or time is up."""
+        return self.is_late() or (self._watch is not None and self._watch.trouble() is not None)
+
+    def is_late(self) -> bool:
+        """Whether its time is up."""
+        return time.monotonic() >= self._deadline_s
+
+    def error(self, cause: Exception | None = None) -> CommunicationError:
+        """What to raise; may block for a moment to learn whose fault it is.
+
+        Args:
+            cause: the backend's exception, None if it still waits.
+        """
+        is_late = self.is_late() or "Timed out" in str(cause)
+        trouble, got = None, str(cause).splitlines()[0] if str(cause) else repr(cause)
+        if cause is None or is_late:
+            got = f"no answer within {self._timeout_s:g} s"
+        if self._watch is not None:
+            trouble = self._watch.trouble() if is_late else self._watch.await_trouble()
+            if trouble is None and is_late:
+                got += f"; {self._watch.whereabouts()}"
+        return CommunicationError(
+            f"{self.name} failed" + (f": {trouble}" if trouble else ""),
+            expected="every rank of the group takes part within scheme.timeout_s "
+            f"({self._timeout_s:g} s)",
+            got=trouble or got,
+            remedy="look at that rank's log, and restart from the last checkpoint"
+            if trouble
+            else "look at the other ranks' logs for the one that stopped first or does something "
+            "else; raise scheme.timeout_s if one is only slow",
+        )
+
+
+class GlooWork:
+    """Works of gloo as one `Work`.
+
+    Args:
+        operation: which they are.
+        is_done: whether gloo has finished, well or not.
+        result: raises RuntimeError if it has not finished well.
+    """
+
+    def __init__(
+        self, operation: Operation, is_done: Callable[[], bool], result: Callable[[], Any]
+    ) -> None:
         self._operation = operation
-        self._on_cuda = on_cuda
+        self._is_done = is_done
+        self._result = result
 
     def ready(self) -> bool:
-        """See `Work`. On CUDA always true: `finish` only orders the stream."""
-        return self._on_cuda or self._work is None or self._work.is_completed()
+        """See `Work`; also true when there is nothing left to wait for."""
+        return self._is_done() or self._operation.is_hopeless()
 
     def finish(self) -> None:
         """See `Work`."""
-        if self._work is None:
-            return
+        while not self.ready():
+            time.sleep(POLL_S)
+        if not self._is_done():
+            raise self._operation.error()
         try:
-            self._work.wait()
+            self._result()
         except RuntimeError as error:
-            raise communication_error(self._operation, error) from error
+            raise self._operation.error(error) from error
 
 
-class PairwiseWork:
-    """The works of one NCCL group call; `finish` orders the current stream after all of them."""
+class StreamWork:
+    """Works of NCCL as one `Work`; `finish` orders the current stream after all of them."""
 
-    def __init__(self, works: list[dist.Work], operation: str) -> None:
-        self._works = works
+    def __init__(self, operation: Operation, works: Sequence[dist.Work]) -> None:
         self._operation = operation
+        self._works = works
 
     def ready(self) -> bool:
         """See `Work`. Always true: `finish` only orders the stream."""
@@ -64,57 +137,50 @@ class PairwiseWork:
         try:
             _wait_all(self._works)
         except RuntimeError as error:
-            raise communication_error(self._operation, error) from error
+            raise self._operation.error(error) from error
+
+
+class NoWork:
+    """The `Work` of an exchange in which nothing is sent or received."""
+
+    def ready(self) -> bool:
+        """See `Work`."""
+        return True
+
+    def finish(self) -> None:
+        """See `Work`."""
 
 
 def _wait_all(works: Sequence[dist.Work | None]) -> None:
     for work in works:
-        assert work is not None, "only members of the group exchange"
+        assert work is not None, "only members of the group take part"
         work.wait()
-
-
-class WaitedWork:
-    """A gloo work that completes only inside `wait()`, which a thread of its own calls."""
-
-    def __init__(self, waiting: Future[Any], operation: str) -> None:
-        self._waiting = waiting
-        self._operation = operation
-
-    def ready(self) -> bool:
-        """See `Work`."""
-        return self._waiting.done()
-
-    def finish(self) -> None:
-        """See `Work`."""
-        try:
-            self._waiting.result()
-        except RuntimeError as error:
-            raise communication_error(self._operation, error) from error
-
-
-def communication_error(operation: str, error: Exception) -> CommunicationError:
-    """The typed form of a backend's exception."""
-    return CommunicationError(
-        f"{operation} failed",
-        expected="every rank of the group takes part within scheme.timeout_s",
-        got=str(error).splitlines()[0] if str(error) else type(error).__name__,
-        remedy="look at the other ranks' logs for the one that stopped first",
-    )
 
 
 class ProcessGroupTransport:
     """See `Transport`.
 
+    Making one is collective over the group.
+
     Args:
         group: the group whose ranks take part; a second group over the same ranks is made.
         timeout_s: seconds after which an operation fails.
         device: CPU for gloo, the current CUDA device for NCCL.
+        watch: notice ranks that die or stop, by a side channel (`liveness`).
 
     Raises:
         ConfigError: the device does not fit the backend.
+        CommunicationError: the ranks cannot reach one another.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout_s: float,
+        device: torch.device,
+        *,
+        watch: bool = SchemeConfig.watch_peers,
+    ) -> None:
         backend = dist.get_backend(group)
         if (backend == "nccl") != (device.type == "cuda"):
             raise ConfigError(
@@ -126,9 +192,25 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.device = device
-        self.group = borrow_group(dist.get_process_group_ranks(group), backend, timeout_s)
-        self._waiters = ThreadPoolExecutor(WAITERS, thread_name_prefix="megatron_sparse_wait")
+        ranks = dist.get_process_group_ranks(group)
+        self.group = borrow_group(ranks, backend, timeout_s)
+        self._timeout_s = timeout_s
+        self._watch: PeerWatch | None = None
+        self._waiters = Waiters(WAITERS)
+        if watch and self.world_size > 1:
+            self._watch = watch_peers(ranks, dist.get_rank(), timeout_s, self._broadcast)
+        # After the watch: when the hosts have been gathered, all ranks have joined it.
         self.nodes = self._find_nodes()
+
+    def _broadcast(self, text: bytes) -> bytes:
+        padded = torch.frombuffer(bytearray(text.ljust(INVITATION_BYTES)), dtype=torch.uint8)
+        words = padded.to(self.device)
+        operation = Operation("broadcast", None, self._timeout_s)
+        try:
+            dist.broadcast(words, group=self.group, group_src=0)
+        except RuntimeError as error:
+            raise operation.error(error) from error
+        return bytes(words.tolist())
 
     def _find_nodes(self) -> tuple[int, ...]:
         """Compares host names: one small all-gather, waited for on the host."""
@@ -139,28 +221,57 @@ class ProcessGroupTransport:
         hosts = gathered.tolist()
         return tuple(hosts.index(host) for host in hosts)
 
-    def _work(self, operation: str, post: object) -> ProcessGroupWork:
-        return ProcessGroupWork(post, operation, self.device.type == "cuda")  # type: ignore[arg-type]
+    def _announce(self, name: str) -> Operation:
+        """Names an operation that is about to be posted.
 
-    def all_reduce_(self, values_N: torch.Tensor) -> ProcessGroupWork:
+        Raises:
+            CommunicationError: a rank of the group is gone.
+        """
+        operation = Operation(name, self._watch, self._timeout_s)
+        if self._watch is not None:
+            if self._watch.trouble() is not None:
+                raise operation.error()
+            self._watch.note(name)
+        return operation
+
+    def _collective(self, name: str, post: Callable[[], dist.Work | None]) -> GlooWork | StreamWork:
+        """Posts one of the backend's own collectives."""
+        operation = self._announce(name)
+        try:
+            work = post()
+        except RuntimeError as error:
+            raise operation.error(error) from error
+        assert work is not None, "only members of the group take part"
+        if self.device.type == "cuda":
+            return StreamWork(operation, [work])
+        return GlooWork(operation, work.is_completed, work.wait)
+
+    def all_reduce_(self, values_N: torch.Tensor) -> GlooWork | StreamWork:
         """See `Transport`."""
-        return self._work("all_reduce", dist.all_reduce(values_N, group=self.group, async_op=True))
+        return self._collective(
+            "all_reduce", lambda: dist.all_reduce(values_N, group=self.group, async_op=True)
+        )
 
     def reduce_scatter(
         self, shard_M: torch.Tensor, values_N: torch.Tensor
-    ) -> ProcessGroupWork | WaitedWork:
+    ) -> GlooWork | StreamWork:
         """See `Transport`."""
-        work = _reduce_scatter(shard_M, values_N, group=self.group, async_op=True)
-        if work is not None and self.device.type == "cpu":
-            # gloo reduces everything and copies the shard out in wait(): it is never "completed"
-            # before somebody waits.
-            return WaitedWork(self._waiters.submit(work.wait), "reduce_scatter")
-        return self._work("reduce_scatter", work)
 
-    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> ProcessGroupWork:
+        def post() -> dist.Work | None:
+            return _reduce_scatter(shard_M, values_N, group=self.group, async_op=True)
+
+        if self.device.type == "cuda":
+            return self._collective("reduce_scatter", post)
+        operation = self._announce("reduce_scatter")
+        # gloo reduces everything and copies the shard out in wait(): it is never "completed"
+        # before somebody waits.
+        return self._waited(operation, lambda: [post()])
+
+    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> GlooWork | StreamWork:
         """See `Transport`."""
-        work = _all_gather(gathered, own_M, group=self.group, async_op=True)
-        return self._work("all_gather", work)
+        return self._collective(
+            "all_gather", lambda: _all_gather(gathered, own_M, group=self.group, async_op=True)
+        )
 
     def all_to_all(
         self,
@@ -168,48 +279,75 @@ class ProcessGroupTransport:
         sent: torch.Tensor,
         received_sizes: list[int],
         sent_sizes: list[int],
-    ) -> ProcessGroupWork:
+    ) -> GlooWork | StreamWork:
         """See `Transport`."""
-        work = dist.all_to_all_single(
-            received, sent, received_sizes, sent_sizes, group=self.group, async_op=True
+        return self._collective(
+            "all_to_all",
+            lambda: dist.all_to_all_single(
+                received, sent, received_sizes, sent_sizes, group=self.group, async_op=True
+            ),
         )
-        return self._work("all_to_all", work)
 
     def exchange(
         self,
         sends: Sequence[tuple[int, torch.Tensor]],
         receives: Sequence[tuple[int, torch.Tensor]],
         tag: int,
-    ) -> ProcessGroupWork | PairwiseWork | WaitedWork:
+    ) -> GlooWork | StreamWork | NoWork:
         """See `Transport`. NCCL has no tags; there, the order of the posts tells them apart.
 
         With gloo a message that is longer than what waits for it aborts the process: agree on
-        sizes first.
+        sizes first. One that is shorter by 8 bytes or more is an error.
         """
         sends = [(peer, values) for peer, values in sends if values.numel()]
         receives = [(peer, values) for peer, values in receives if values.numel()]
         peers = {peer for peer, _ in [*sends, *receives]}
         assert self.rank not in peers, "a rank exchanges nothing with itself"
-        operation = f"exchange with ranks {sorted(peers)}"
         if not peers:
-            return self._work(operation, None)
-        try:
-            if self.device.type == "cuda":
-                posted = self._post_batch(sends, receives, tag)
-                return PairwiseWork(posted, operation)
+            return NoWork()
+        operation = self._announce(f"exchange with ranks {sorted(peers)}")
+        if self.device.type == "cuda":
+            try:
+                return StreamWork(operation, self._post_batch(sends, receives, tag))
+            except RuntimeError as error:
+                raise operation.error(error) from error
+        bytes_in = [(peer, values.view(torch.uint8).view(-1)) for peer, values in receives]
+        for _, received in bytes_in:
+            if received.numel() >= CANARY.numel():
+                received[-CANARY.numel() :] = CANARY
+
+        def post() -> list[dist.Work | None]:
             # Receives first: what arrives before its buffer is known waits in the socket.
             posted = [
-                dist.irecv(values.view(torch.uint8), group=self.group, group_src=peer, tag=tag)
-                for peer, values in receives
+                dist.irecv(received, group=self.group, group_src=peer, tag=tag)
+                for peer, received in bytes_in
             ]
-            posted += [
+            return posted + [
                 dist.isend(values.view(torch.uint8), group=self.group, group_dst=peer, tag=tag)
                 for peer, values in sends
             ]
+
+        return self._waited(operation, post, lambda: _check_filled(operation, bytes_in))
+
+    def _waited(
+        self,
+        operation: Operation,
+        post: Callable[[], list[dist.Work | None]],
+        check: Callable[[], None] | None = None,
+    ) -> GlooWork:
+        """Posts works of gloo that complete only inside wait(): a thread of its own waits."""
+        try:
+            posted = post()
         except RuntimeError as error:
-            raise communication_error(operation, error) from error
-        # gloo's pairwise works, too, complete only inside wait().
-        return WaitedWork(self._waiters.submit(_wait_all, posted), operation)
+            raise operation.error(error) from error
+        waiting = self._waiters.submit(lambda: _wait_all(posted))
+
+        def result() -> None:
+            waiting.result()
+            if check is not None:
+                check()
+
+        return GlooWork(operation, waiting.done, result)
 
     def _post_batch(
         self,
@@ -228,6 +366,26 @@ class ProcessGroupTransport:
         )
 
     def close(self, *, broken: bool = False) -> None:
-        """Gives the transport's own group back; `broken` if an operation of it failed."""
-        self._waiters.shutdown(wait=not broken)
+        """Gives the transport's own group back. Never waits for what is still pending.
+
+        Args:
+            broken: an operation has failed: the group is not used again, and peers that still
+                count on this rank hear that it is gone.
+        """
+        if self._watch is not None:
+            self._watch.close(broken=broken)
+            self._watch = None
+        self._waiters.close()
         return_group(self.group, broken=broken)
+
+
+def _check_filled(operation: Operation, bytes_in: list[tuple[int, torch.Tensor]]) -> None:
+    for peer, received in bytes_in:
+        if received.numel() >= CANARY.numel() and torch.equal(received[-CANARY.numel() :], CANARY):
+            raise CommunicationError(
+                f"{operation.name} failed: rank {peer}'s message is too short",
+                expected=f"{received.numel()} bytes",
+                got="fewer; the end of the buffer was not written to",
+                remedy="run the same version of megatron_sparse with the same configuration on all "
+                "ranks",
+            )

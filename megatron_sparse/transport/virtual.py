@@ -41,6 +41,7 @@ class _Half:
     data: torch.Tensor
     work: VirtualWork
     posted_s: float
+    priced_bytes: float
     waiting_for: str
 
 
@@ -61,6 +62,9 @@ class VirtualCluster:
         world_size: ranks.
         topology: nodes and links; None for one node whose links take no time.
         device: where the ranks' tensors live.
+        message_scale: how many bytes the clock takes each byte for, so that a small bucket can be
+            priced as a large one. All-gathers, by which ranks agree about sizes, do not grow with
+            the bucket and count once; so do the byte counters.
 
     Attributes:
         transports: one for each rank.
@@ -87,6 +91,7 @@ class VirtualCluster:
         world_size: int,
         topology: Topology | None = None,
         device: torch.device | None = None,
+        message_scale: float = 1.0,
     ) -> None:
         self.topology = topology or Topology((world_size,), NO_TIME, NO_TIME)
         if self.topology.world_size != world_size:
@@ -96,6 +101,7 @@ class VirtualCluster:
                 got=self.topology.node_sizes,
             )
         self.device = device or torch.device("cpu")
+        self.message_scale = message_scale
         self.link_bytes: Counter[tuple[int, int]] = Counter()
         self.link_messages: Counter[tuple[int, int]] = Counter()
         self.clock_s = [0.0] * world_size
@@ -105,6 +111,7 @@ class VirtualCluster:
         self._numbers = count()
         self._port_free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._reductions: dict[int, _Reduction] = {}
+        self._reduced: list[VirtualWork] = []
 
     @property
     def modelled_s(self) -> float:
@@ -178,7 +185,8 @@ class VirtualCluster:
         assert peer != rank, "a rank exchanges nothing with itself"
         assert data.is_contiguous(), "messages are contiguous"
         waiting_for = f"rank {peer} to {'receive' if is_send else 'send'}"
-        half = _Half(rank, peer, data, work, self.clock_s[rank], waiting_for)
+        scale = 1.0 if work.what == "all_gather" else self.message_scale
+        half = _Half(rank, peer, data, work, self.clock_s[rank], scale * data.nbytes, waiting_for)
         work.undelivered += 1
         work.waits_for[waiting_for] += 1
         if not is_send:
@@ -244,17 +252,20 @@ class VirtualCluster:
             self.link_bytes[rank, after] += sent
             self.link_messages[rank, after] += (n - 1) * (1 if scatter else 2)
             link = self.topology.link(rank, after)
-            step_s = max(step_s, link.alpha_s + link.beta_s * max(sizes))
+            piece_s = link.beta_s * self.message_scale * max(sizes)
+            step_s = max(step_s, link.alpha_s + piece_s)
         start_s = max(self.clock_s[rank] for rank in range(n))
         done_s = start_s + step_s * (n - 1) * (1 if scatter else 2)
         for rank, work in reduction.works.items():
             own = slice(cuts[rank], cuts[rank + 1]) if scatter else slice(None)
             reduction.outputs[rank].copy_(sum_N[own])
             work.undelivered, work.done_s = 0, done_s
+            self._reduced.append(work)
 
     def _deliver_next(self, waiting: dict[int, VirtualWork]) -> list[int]:
         """Delivers the message that starts first; returns the ranks that can go on."""
-        ready = [rank for rank, work in waiting.items() if work.ready()]
+        ready = [w.rank for w in self._reduced if waiting.get(w.rank) is w and w.ready()]
+        self._reduced.clear()
         while not ready:
             if not self._matched:
                 raise self._deadlock(waiting)
@@ -278,7 +289,7 @@ class VirtualCluster:
         self, send: _Half, receive: _Half, start_s: float, ports: Sequence[tuple[str, int]]
     ) -> None:
         link = self.topology.link(send.rank, receive.rank)
-        sent_s = start_s + link.beta_s * send.data.nbytes
+        sent_s = start_s + link.beta_s * send.priced_bytes
         for port in ports:
             self._port_free_s[port] = sent_s
         receive.data.view(torch.uint8).copy_(send.data.view(torch.uint8))

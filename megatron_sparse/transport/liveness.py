@@ -1,0 +1,186 @@
+"""Which ranks are still there: what a transport asks when an operation does not end.
+
+gloo and NCCL wait out their timeout for a rank that is stopped, and often for one that has died. So
+every group also has a side channel: the members hold one TCP connection each to the group's first
+rank, which passes on who has died, who has given up, and who is silent (`peer_links`). A process
+has one thread for this, whatever the number of its groups; nothing of it is on the data path but
+two attribute reads an operation. Cost: each rank sends 1 line of about 100 bytes a second and gets
+one, the first rank of a group of n does so n - 1 times.
+
+Noticed: a process that ends (killed, crashed, or ended by an error) at once; one that reports a
+failure of its own at once; one that is stopped, or a host that is cut off, when nothing was heard
+of it for `SILENCE_FRACTION` of the timeout, at least `SHORTEST_SILENCE_S`. Silence alone is no
+error: it becomes one when an operation waits for the group of the silent rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+
+from megatron_sparse.errors import CommunicationError
+from megatron_sparse.transport.peer_links import PeerLinks
+
+SILENCE_FRACTION = 0.5
+SHORTEST_SILENCE_S = 3.0
+"""Three beats: fewer may be missed by a process that only holds the interpreter's lock."""
+GRACE_S = 0.3
+"""What a rank sent before it ended may still be on its way; it counts as lost only after this."""
+NAMING_S = 1.5
+"""How long an operation that failed for another reason waits to be told whose fault it was."""
+ANSWER_S = 0.5
+"""How long to wait for what the others are at."""
+MOST_NAMED = 8
+
+posting_for: ContextVar[str] = ContextVar("posting_for", default="")
+"""The bucket that this thread posts operations for; only for what peers say about one another."""
+
+_lock = threading.Lock()
+_links: PeerLinks | None = None
+_watchers = 0
+
+
+class PeerWatch:
+    """Watches the ranks of one group. Made by `watch_peers`.
+
+    Args:
+        links: the process's side channel.
+        ranks: global rank of each member.
+        timeout_s: of the group's operations.
+    """
+
+    def __init__(self, links: PeerLinks, ranks: Sequence[int], timeout_s: float) -> None:
+        self._links = links
+        self._number = {rank: number for number, rank in enumerate(ranks)}
+        self._silence_s = max(timeout_s * SILENCE_FRACTION, SHORTEST_SILENCE_S)
+        self._found: str | None = None
+
+    def note(self, operation: str) -> None:
+        """Remembers what this rank has posted last, for the others' errors."""
+        self._links.own_progress = (posting_for.get(), operation, time.monotonic())
+
+    def trouble(self) -> str | None:
+        """Which rank of the group is gone and why, in words; None while all are there.
+
+        What has been answered once stays the answer. Never blocks; made to be polled.
+        """
+        if self._found is None and (self._links.lost or self._links.silent_s):
+            self._found = self._find()
+        return self._found
+
+    def _find(self) -> str | None:
+        for rank, loss in self._links.lost.items():
+            if rank in self._number and time.monotonic() - loss.noticed_s >= GRACE_S:
+                return f"{self._name(rank)} {loss.why}"
+        for rank, silent_s in self._links.silent_s.items():
+            if rank in self._number and silent_s >= self._silence_s:
+                return f"{self._name(rank)} is stopped or cut off: silent for {silent_s:.1f} s"
+        return None
+
+    def await_trouble(self) -> str | None:
+        """`trouble`, given a moment to be noticed. Blocks for at most `NAMING_S`."""
+        deadline_s = time.monotonic() + NAMING_S
+        while (found := self.trouble()) is None and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return found
+
+    def whereabouts(self) -> str:
+        """What each other rank has posted last, in words. Blocks for at most `ANSWER_S`."""
+        self._links.ask()
+        time.sleep(ANSWER_S)
+        heard = self._links.progress
+        others = [rank for rank in self._number if rank != self._links.rank]
+        known = [f"{self._name(rank)} is at {heard[rank]}" for rank in others if rank in heard]
+        more = [f"and {len(known) - MOST_NAMED} more"] if len(known) > MOST_NAMED else []
+        return "; ".join(known[:MOST_NAMED] + more) or "nothing is known of the other ranks"
+
+    def close(self, *, broken: bool = False) -> None:
+        """Ends the watch; the last one of the process ends the thread and says goodbye.
+
+        Args:
+            broken: an operation has failed: no goodbye, so that the others notice.
+        """
+        global _links, _watchers
+        with _lock:
+            if self._links is not _links:
+                return
+            _watchers -= 1
+            if _watchers == 0:
+                self._links.close(goodbye=not broken)
+                _links = None
+
+    def _name(self, rank: int) -> str:
+        number = self._number[rank]
+        return f"rank {number}" if number == rank else f"rank {number} (global rank {rank})"
+
+
+def watch_peers(
+    ranks: Sequence[int],
+    rank: int,
+    timeout_s: float,
+    broadcast: Callable[[bytes], bytes],
+) -> PeerWatch:
+    """Joins the side channel of a group. Collective over the group; blocks until connected.
+
+    Args:
+        ranks: global rank of each member; the first one is who the others connect to.
+        rank: the global rank of this process.
+        timeout_s: of the group's operations.
+        broadcast: returns to every member what the first one gave, which is at most 1000 bytes.
+
+    Raises:
+        CommunicationError: the first rank cannot be reached.
+    """
+    global _links, _watchers
+    with _lock:
+        if _links is None:
+            _links = PeerLinks(rank)
+        links = _links
+    invitation = links.invite() if rank == ranks[0] else {}
+    invitation = json.loads(broadcast(json.dumps(invitation).encode()))
+    if rank != ranks[0]:
+        try:
+            links.join(ranks[0], invitation)
+        except OSError as error:
+            raise CommunicationError(
+                f"the side channel to rank {ranks[0]} cannot be opened",
+                expected=f"a TCP connection to one of {invitation['hosts']}, "
+                f"port {invitation['port']}",
+                got=error,
+                remedy="let the ranks reach one another on any port, set GLOO_SOCKET_IFNAME to the "
+                "right interface, or do without: scheme.watch_peers=false",
+            ) from None
+    with _lock:
+        _watchers += 1
+    return PeerWatch(links, ranks, timeout_s)
+
+
+def announce_failure(error: BaseException) -> None:
+    """Tells all groups of this process that it has given up. Does not block; never raises."""
+    links = _links
+    if links is not None:
+        links.announce(f"has given up: {str(error).splitlines()[0] if str(error) else error!r}")
+
+
+def _forget_in_child() -> None:
+    """A forked child (a data loader) must not keep its parent's connections open."""
+    global _links, _watchers
+    if _links is not None:
+        _links.abandon()
+    _links, _watchers = None, 0
+
+
+def _say_goodbye() -> None:
+    # An exception that ended the script is no orderly end: the others should hear of it.
+    if _links is not None and not hasattr(sys, "last_exc"):
+        _links.close(goodbye=True)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_say_goodbye)

@@ -1,0 +1,359 @@
+"""The side channel of `liveness`: connections between processes, and the thread that serves them.
+
+A process that is the first rank of a group listens; the others connect to it, once, however many
+groups they share. Lines of JSON, each an object with one or more of these keys:
+
+- `hello` (rank) and `token`: the first line to a listener; the answer is `welcome`.
+- `beat`: what the sender has posted last; every `BEAT_S`. To members also `silent`: {rank: seconds}
+  for all that the listener has not heard of for two beats.
+- `lost`: rank and why; sent by who has failed itself, and passed on by the listener.
+- `ask`, answered by `progress`: {rank: what it has posted last}.
+- `bye`: an orderly end; a connection that ends without it belonged to a process that died.
+
+The token comes from the invitation, which travels through the group itself: whoever does not know
+it is not listened to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+BEAT_S = 1.0
+CONNECT_S = 5.0
+LONGEST_LINE = 1 << 20
+MOST_UNSENT = 1 << 16
+MOST_HOSTS = 8
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a rank is gone, and when this process learned of it."""
+
+    why: str
+    noticed_s: float
+
+
+class _Link:
+    """One connection. `rank` is None until the other end has said who it is."""
+
+    def __init__(self, sock: socket.socket, rank: int | None, token: str, *, is_member: bool):
+        self.socket = sock
+        self.rank = rank
+        self.token = token
+        self.is_member = is_member
+        self.heard_s = time.monotonic()
+        self.relayed_silent_s: dict[int, float] = {}
+        self._received = b""
+        self._unsent = b""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends what the socket takes; the rest goes with the next line. Raises OSError."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        try:
+            self._unsent = self._unsent[self.socket.send(self._unsent) :]
+        except BlockingIOError:
+            return
+
+    @property
+    def is_clogged(self) -> bool:
+        """Whether the other end has long not read anything: beats are then left out."""
+        return len(self._unsent) > MOST_UNSENT
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The lines that have come.
+
+        Raises:
+            OSError: the connection has broken.
+            EOFError: the connection has ended.
+            ValueError: whoever sends this is no rank.
+        """
+        try:
+            data = self.socket.recv(LONGEST_LINE)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise EOFError
+        self.heard_s = time.monotonic()
+        *lines, self._received = (self._received + data).split(b"\n")
+        if len(self._received) > LONGEST_LINE:
+            raise OSError("a line without end")
+        messages = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("not what a rank sends")
+        return messages
+
+
+class PeerLinks:
+    """All connections of this process.
+
+    Args:
+        rank: the global rank of this process.
+
+    Attributes:
+        lost: rank -> why it is gone, in the order in which it was noticed.
+        silent_s: rank -> seconds since it was last heard of, those above two beats only.
+        progress: rank -> what it has posted last, in words.
+        own_progress: bucket and operation that this rank has posted last, and when.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.lost: dict[int, Loss] = {}
+        self.silent_s: dict[int, float] = {}
+        self.progress: dict[int, str] = {}
+        self.own_progress: tuple[str, str, float] = ("", "nothing", time.monotonic())
+        self._lock = threading.RLock()
+        self._links: list[_Link] = []
+        self._selector = selectors.DefaultSelector()
+        self._listener: socket.socket | None = None
+        self._invitation: dict[str, Any] = {}
+        self._closing = False
+        threading.Thread(target=self._serve, name="megatron_sparse_peers", daemon=True).start()
+
+    def invite(self) -> dict[str, Any]:
+        """Listens, if it does not yet; returns where and with which token to join."""
+        with self._lock:
+            if self._listener is None:
+                dual = socket.has_dualstack_ipv6()
+                family = socket.AF_INET6 if dual else socket.AF_INET
+                self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+                self._listener.setblocking(False)
+                port = self._listener.getsockname()[1]
+                self._invitation = {
+                    "hosts": own_hosts(), "port": port, "token": secrets.token_hex(8),
+                }  # fmt: skip
+                self._selector.register(self._listener, selectors.EVENT_READ, None)
+            return self._invitation
+
+    def join(self, rank: int, invitation: dict[str, Any]) -> None:
+        """Connects to a rank that has invited, unless this process already is.
+
+        Raises:
+            OSError: it cannot be reached at any of its addresses.
+        """
+        token = invitation["token"]
+        with self._lock:
+            if any(link.token == token for link in self._links):
+                return
+        failures = []
+        for host in invitation["hosts"]:
+            try:
+                link = self._connect(host, invitation["port"], rank, token)
+            except (OSError, EOFError, ValueError) as error:
+                failures.append(f"{host}: {error or type(error).__name__}")
+                continue
+            self._add(link)
+            return
+        raise OSError("; ".join(failures) or "it has no address")
+
+    def _connect(self, host: str, port: int, rank: int, token: str) -> _Link:
+        connected = socket.create_connection((host, port), timeout=CONNECT_S)
+        try:
+            link = _Link(connected, rank, token, is_member=False)
+            link.send({"hello": self.rank, "token": token})
+            # The first line is the answer; what came right behind it was for this rank, too.
+            answers = []
+            while not answers:
+                answers = link.receive()
+            if answers[0].get("welcome") != rank:
+                raise OSError("somebody else listens there")
+            for message in answers[1:]:
+                self._take(link, message)
+        except BaseException:
+            connected.close()
+            raise
+        connected.setblocking(False)
+        return link
+
+    def announce(self, why: str) -> None:
+        """Tells all connected processes that this one is lost."""
+        with self._lock:
+            self._tell({"lost": self.rank, "why": why}, self._links)
+
+    def ask(self) -> None:
+        """Asks what everybody is at; `progress` is complete a moment later."""
+        with self._lock:
+            self._tell({"ask": 1}, [link for link in self._links if not link.is_member])
+
+    def close(self, *, goodbye: bool) -> None:
+        """Ends all connections and the thread."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            if goodbye:
+                self._tell({"bye": 1}, self._links)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the sockets and nothing else."""
+        for link in self._links:
+            link.socket.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _serve(self) -> None:
+        beat_s = time.monotonic()
+        while not self._closing:
+            ready = self._selector.select(max(0.0, beat_s - time.monotonic()))
+            with self._lock:
+                if self._closing:
+                    break
+                for key, _ in ready:
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._read(key.data)
+                if time.monotonic() >= beat_s:
+                    # After everything was read: a process that was stopped itself must not take
+                    # the others for silent.
+                    beat_s = time.monotonic() + BEAT_S
+                    self._beat()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:  # it has gone away again
+            return
+        accepted.setblocking(False)
+        self._add(_Link(accepted, None, "", is_member=True))
+
+    def _add(self, link: _Link) -> None:
+        with self._lock:
+            self._links.append(link)
+            self._selector.register(link.socket, selectors.EVENT_READ, link)
+
+    def _read(self, link: _Link) -> None:
+        if link not in self._links:  # dropped while an earlier line of this round was read
+            return
+        try:
+            for message in link.receive():
+                if link.rank is None and not self._welcome(link, message):
+                    return
+                self._take(link, message)
+                if "bye" in message:
+                    self._drop(link)
+                    return
+        except (OSError, EOFError, ValueError):
+            self._end(link)
+
+    def _welcome(self, link: _Link, message: dict[str, Any]) -> bool:
+        if message.get("token") != self._invitation["token"]:
+            self._drop(link)
+            return False
+        link.rank = int(message["hello"])
+        link.send({"welcome": self.rank})
+        for rank, loss in self.lost.items():
+            link.send({"lost": rank, "why": loss.why})
+        return True
+
+    def _take(self, link: _Link, message: dict[str, Any]) -> None:
+        assert link.rank is not None
+        if "beat" in message:
+            self.progress = {**self.progress, link.rank: message["beat"]}
+        if "silent" in message:
+            silent_s = {int(rank): float(s) for rank, s in message["silent"].items()}
+            silent_s.pop(self.rank, None)
+            link.relayed_silent_s = silent_s
+        if "lost" in message:
+            self._lose(int(message["lost"]), message["why"], link)
+        if "ask" in message:
+            link.send({"progress": self.progress, "beat": self._own_words()})
+        if "progress" in message:
+            heard = {int(rank): text for rank, text in message["progress"].items()}
+            self.progress = {**self.progress, **heard}
+
+    def _end(self, link: _Link) -> None:
+        """The connection has broken without a goodbye."""
+        self._drop(link)
+        if link.rank is not None and not self._closing:
+            self._lose(link.rank, f"has died: its connection to rank {self.rank} is gone", link)
+
+    def _lose(self, rank: int, why: str, told_by: _Link) -> None:
+        if rank in self.lost or rank == self.rank:
+            return
+        self.lost = {**self.lost, rank: Loss(why, time.monotonic())}
+        others = [link for link in self._links if link.is_member and link is not told_by]
+        self._tell({"lost": rank, "why": why}, others)
+
+    def _beat(self) -> None:
+        now_s = time.monotonic()
+        own: dict[int, float] = {}
+        for link in self._links:
+            if link.rank is not None and now_s - link.heard_s > 2 * BEAT_S:
+                own[link.rank] = round(now_s - link.heard_s, 1)
+        relayed = [link.relayed_silent_s for link in self._links]
+        self.silent_s = {rank: s for part in relayed for rank, s in part.items()} | own
+        beat = {"beat": self._own_words()}
+        awake = [link for link in self._links if link.rank is not None and not link.is_clogged]
+        self._tell({**beat, "silent": own}, [link for link in awake if link.is_member])
+        self._tell(beat, [link for link in awake if not link.is_member])
+
+    def _own_words(self) -> str:
+        bucket, operation, since_s = self.own_progress
+        of_bucket = f"bucket {bucket}, " if bucket else ""
+        return f"{of_bucket}{operation}, posted {time.monotonic() - since_s:.1f} s ago"
+
+    def _tell(self, message: dict[str, Any], links: list[_Link]) -> None:
+        for link in list(links):
+            try:
+                link.send(message)
+            except OSError:
+                self._end(link)
+
+    def _drop(self, link: _Link) -> None:
+        if link in self._links:
+            self._links.remove(link)
+            self._selector.unregister(link.socket)
+            link.socket.close()
+
+
+def own_hosts() -> list[str]:
+    """Addresses at which other ranks may reach this host, the likeliest first."""
+    found: list[str] = []
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        name = os.environ.get(variable, "").split(",")[0]
+        if name in {known for _, known in socket.if_nameindex()}:
+            found += _interface_address(name)
+    if master := os.environ.get("MASTER_ADDR"):
+        found += _address_towards(master)
+    try:
+        addresses = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        found += [str(address[0]) for *_, address in addresses]
+    except socket.gaierror:  # a host that does not know its own name
+        found += ["127.0.0.1"]
+    return list(dict.fromkeys(found))[:MOST_HOSTS]
+
+
+def _interface_address(name: str) -> list[str]:
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+        except OSError:  # it has no IPv4 address
+            return []
+    return [socket.inet_ntoa(answer[20:24])]
+
+
+def _address_towards(host: str) -> list[str]:
+    """The address that the routing table picks for reaching a host; sends nothing."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return [str(probe.getsockname()[0])]
+    except OSError:
+        return []

@@ -1,0 +1,62 @@
+"""Some ranks of a transport as a transport of their own.
+
+For a collective that runs inside a part of a group, as across the nodes of a hierarchy: other ranks
+of the group take no part and need not know. No process group is made for it: everything is
+pairwise exchange on the transport that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_sparse.transport.base import Transport, Work
+
+
+class SubsetTransport:
+    """What sparse collectives use of a `Transport`: `exchange` and `all_gather`.
+
+    Attributes:
+        rank: this rank's place in the subset.
+        world_size: ranks in the subset.
+        device: where tensors must live.
+        nodes: for each rank of the subset the node it is on.
+        ranks: the group's number of each.
+
+    Args:
+        transport: of the whole group.
+        ranks: the group's ranks that take part, in order; this rank is one of them.
+        tag: of the all-gathers' messages; see `Transport.exchange`.
+    """
+
+    def __init__(self, transport: Transport, ranks: Sequence[int], tag: int) -> None:
+        self.rank = ranks.index(transport.rank)
+        self.world_size = len(ranks)
+        self.device = transport.device
+        self.nodes = tuple(transport.nodes[rank] for rank in ranks)
+        self._transport = transport
+        self.ranks = ranks
+        self._tag = tag
+
+    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:
+        """See `Transport`. Every rank sends directly to every other, all at once."""
+        places = gathered.tensor_split(self.world_size)
+        places[self.rank].copy_(own_M)
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        return self.exchange(
+            [(peer, own_M) for peer in peers], [(peer, places[peer]) for peer in peers], self._tag
+        )
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> Work:
+        """See `Transport`; peers are places in the subset."""
+        return self._transport.exchange(
+            [(self.ranks[peer], values) for peer, values in sends],
+            [(self.ranks[peer], values) for peer, values in receives],
+            tag,
+        )

@@ -1,0 +1,53 @@
+"""Threads that wait for what cannot be polled.
+
+Unlike those of a `ThreadPoolExecutor` they are daemons: one that gloo keeps until its timeout, for
+a rank that is stopped, does not keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+_Task = tuple[Callable[[], None], "Future[None]"]
+
+
+class Waiters:
+    """See the module's docstring. Tasks start in the order in which they come.
+
+    Args:
+        most: how many threads at most; they are started when they are needed.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._threads = 0
+
+    def submit(self, wait: Callable[[], None]) -> Future[None]:
+        """Has a thread call `wait`. To be called from one thread at a time."""
+        waiting: Future[None] = Future()
+        self._tasks.put((wait, waiting))
+        if not self._idle.acquire(blocking=False) and self._threads < self._most:
+            self._threads += 1
+            threading.Thread(target=self._main, name="megatron_sparse_wait", daemon=True).start()
+        return waiting
+
+    def close(self) -> None:
+        """Ends every thread after what it waits for now. Does not wait for that."""
+        for _ in range(self._threads):
+            self._tasks.put(None)
+
+    def _main(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            wait, waiting = task
+            try:
+                waiting.set_result(wait())
+            except BaseException as error:  # handed to whoever asks for the result
+                waiting.set_exception(error)
+            # Not what the next task must keep alive: it may hold large tensors.
+            del task, wait, waiting
+            self._idle.release()

@@ -1,0 +1,185 @@
+"""What each rank does in the tests of faults over real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.config import CompressionConfig, SchemeConfig, SparseConfig
+from megatron_sparse.errors import MegatronSparseError
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.progress import ProgressThread
+from megatron_sparse.recording import NullRecorder
+from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.transport import ProcessGroupTransport
+from tests.collectives.faults import (
+    Fault,
+    FaultyTransport,
+    kill_process,
+    kill_process_soon,
+    nap,
+    stop_process,
+)
+
+NUMEL = 12_000
+SLOW_S = 0.5
+
+
+class Side:
+    """One rank's reducer and thread, for one attempt.
+
+    Args:
+        scheme: its name.
+        timeout_s: of the transport.
+        fault: what the transport does.
+        wire_dtype: see `SchemeConfig`.
+    """
+
+    def __init__(
+        self, scheme: str, timeout_s: float, fault: Fault | None = None, wire_dtype=None
+    ) -> None:
+        import torch.distributed as dist
+
+        config = SparseConfig(
+            CompressionConfig(
+                density=1.0, warmup_iters=0, ramp_iters=0, samples=500, keep_below_numel=0
+            ),
+            SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
+        )
+        assert dist.group.WORLD is not None
+        self.progress = ProgressThread(torch.device("cpu"), timeout_s)
+        self.transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
+        acts = {
+            "kill": kill_process, "stop": stop_process, "slow": nap(SLOW_S),
+            "kill while sending": kill_process_soon,
+        }  # fmt: skip
+        wrapped: Any = FaultyTransport(self.transport, fault or Fault("none", 0, 0), acts)
+        self.faulty = wrapped
+        self.reducer = GradientReducer(
+            config, wrapped, FixedPlanner(config.compression, config.scheme),
+            ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED),
+            NullRecorder(), self.progress,
+        )  # fmt: skip
+
+    def reduce(self, bucket: Bucket, step: int = 0) -> dict[str, Any]:
+        """Synchronises a bucket: what came of it, and how long it took."""
+        start_s = time.monotonic()
+        try:
+            self.reducer.start(bucket, step).wait()
+            kind, text = None, ""
+        except MegatronSparseError as error:
+            kind, text = type(error).__name__, str(error)
+        return {
+            "kind": kind, "text": text, "seconds": time.monotonic() - start_s,
+            "posted": self.faulty.posted, "struck": self.faulty.struck,
+            "right": torch.equal(bucket.grad_N, full_sum(bucket.world_size, bucket.numel)),
+        }  # fmt: skip
+
+    def close(self, *, broken: bool = False) -> float:
+        """Closes everything; how long that took. `broken` if it is so on another rank."""
+        start_s = time.monotonic()
+        broken = broken or self.progress.broken
+        self.progress.close()
+        self.transport.close(broken=broken)
+        return time.monotonic() - start_s
+
+
+def gradient_of(rank: int, numel: int) -> torch.Tensor:
+    """Small integers, different on each rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-7, 8, (numel,), generator=generator).float()
+
+
+def full_sum(world_size: int, numel: int) -> torch.Tensor:
+    """What the ranks' buckets add up to."""
+    return sum((gradient_of(rank, numel) for rank in range(world_size)), torch.zeros(numel))
+
+
+def bucket_of(rank: int, world_size: int, numel: int = NUMEL) -> Bucket:
+    """A rank's bucket, all of which is sent."""
+    pieces = [ParameterSlice("w", 0, numel)] if numel else []
+    return Bucket("b", gradient_of(rank, numel), pieces, Form.ALL_REDUCE, world_size)
+
+
+def terminal(
+    rank: int,
+    world_size: int,
+    scheme: str,
+    fault: Fault,
+    numel: int,
+    timeout_s: float,
+    folder: str,
+) -> None:
+    """One rank is killed or stopped; the others write down what they get.
+
+    Survivors then close and end of themselves, as a script would; how long that takes is theirs.
+    """
+    side = Side(scheme, timeout_s, fault)
+    result = side.reduce(bucket_of(rank, world_size, numel))
+    result["close_s"] = side.close()
+    # In one piece: the test reads it as soon as it is there.
+    draft = Path(folder) / f"draft{rank}"
+    draft.write_text(json.dumps(result))
+    os.replace(draft, Path(folder) / f"rank{rank}.json")
+
+
+def one_after_another(
+    rank: int, world_size: int, cases: list[tuple[str, Fault]], timeout_s: float
+) -> list[dict[str, Any]]:
+    """(scheme, fault) each, of faults that a process survives; what the rank gets."""
+    import torch.distributed as dist
+
+    results = []
+    for scheme, fault in cases:
+        side = Side(scheme, timeout_s, fault)
+        results.append(side.reduce(bucket_of(rank, world_size)))
+        # A rank that got its sum must not take up the group again that failed on another.
+        spoils = fault.kind not in ("none", "slow")
+        results[-1]["close_s"] = side.close(broken=spoils)
+        # Groups over the same ranks must not be made while a peer is still in the last one.
+        dist.barrier()
+    return results
+
+
+def disagree_everywhere(
+    rank: int, world_size: int, cases: list[tuple[str, str]], timeout_s: float
+) -> list[dict[str, Any]]:
+    """(scheme, what) each: the last rank means another size, dtype, step or scheme."""
+    import torch.distributed as dist
+
+    results = []
+    for scheme, what in cases:
+        differs = rank == world_size - 1
+        named = OTHER.get(scheme, "agsparse") if differs and what == "scheme" else scheme
+        wire = "bf16" if differs and what == "dtype" else None
+        numel = NUMEL + 240 if differs and what == "size" else NUMEL
+        side = Side(named, timeout_s, wire_dtype=wire)
+        step = 1 if differs and what == "step" else 0
+        results.append(side.reduce(bucket_of(rank, world_size, numel), step))
+        results[-1]["close_s"] = side.close()
+        dist.barrier()
+    return results
+
+
+OTHER = {"agsparse": "direct", "direct": "dense", "dense": "dense_ring"}
+"""What the last rank takes another scheme for; `agsparse` for the others."""
+
+
+def trivial(rank: int, world_size: int) -> list[tuple[str, int, bool, str]]:
+    """Every scheme on an empty bucket and on one of a single element: whether the sum is right."""
+    results = []
+    for scheme in SCHEMES:
+        for numel in (0, 1):
+            side = Side(scheme, 20)
+            result = side.reduce(bucket_of(rank, world_size, numel))
+            results.append((scheme, numel, result["right"], result["text"]))
+            side.close()
+    return results

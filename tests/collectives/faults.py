@@ -1,0 +1,141 @@
+"""A transport that does its rank harm: it dies, dawdles, or spoils what it sends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_sparse.formats.header import MAGIC
+
+Piece = tuple[int, torch.Tensor]
+
+
+class Killed(BaseException):
+    """The rank of a virtual cluster has died."""
+
+
+@dataclass
+class Fault:
+    """What happens, to which rank, at which of the operations that it posts.
+
+    `kind` is one of `kill`, `kill while sending` and `stop` (real processes only), `slow`,
+    `header`, `size`, `truncate` and
+    `replay`: the peer gets again what it was sent last.
+    """
+
+    kind: str
+    victim: int
+    at: int
+
+
+def kill_process() -> None:
+    """SIGKILL to oneself."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_process_soon() -> None:
+    """SIGKILL to oneself, when what is posted now is on its way."""
+    threading.Timer(0.02, kill_process).start()
+
+
+def stop_process() -> None:
+    """SIGSTOP to oneself; the test kills the process in the end."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die_virtually() -> None:
+    """Ends the rank's generator."""
+    raise Killed
+
+
+class FaultyTransport:
+    """See `Transport`; passes everything on but what the fault says.
+
+    Attributes:
+        posted: operations so far.
+        struck: whether the fault has found something to spoil.
+    """
+
+    def __init__(self, transport: Any, fault: Fault, acts: dict[str, Callable[[], None]]) -> None:
+        self._transport = transport
+        self._fault = fault
+        self._acts = acts
+        self._last_sent: dict[int, torch.Tensor] = {}
+        self.posted = 0
+        self.struck = False
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def all_reduce_(self, values):
+        """See `Transport`."""
+        self._post()
+        return self._transport.all_reduce_(values)
+
+    def reduce_scatter(self, shard, values):
+        """See `Transport`."""
+        self._post()
+        return self._transport.reduce_scatter(shard, values)
+
+    def all_gather(self, gathered, own):
+        """See `Transport`."""
+        if self._post() and self._fault.kind == "size":
+            own = self._spoil(own)
+        return self._transport.all_gather(gathered, own)
+
+    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int):
+        """See `Transport`."""
+        concerns_somebody = any(values.numel() for _, values in [*sends, *receives])
+        if concerns_somebody and self._post():
+            sends = [(peer, self._spoil(values, peer)) for peer, values in sends]
+        for peer, values in sends:
+            if values.numel():
+                self._last_sent[peer] = values.clone()
+        return self._transport.exchange(sends, receives, tag)
+
+    def _post(self) -> bool:
+        """Counts; whether the fault strikes now."""
+        self.posted += 1
+        strikes = (self.posted - 1, self._transport.rank) == (self._fault.at, self._fault.victim)
+        if strikes and self._fault.kind in self._acts:
+            self.struck = True
+            self._acts[self._fault.kind]()
+        return strikes
+
+    def _spoil(self, values: torch.Tensor, peer: int | None = None) -> torch.Tensor:
+        spoilt = _spoil(values, self._fault, None if peer is None else self._last_sent.get(peer))
+        self.struck = self.struck or spoilt is not values
+        return spoilt
+
+
+def _spoil(values: torch.Tensor, fault: Fault, last: torch.Tensor | None) -> torch.Tensor:
+    data = values.contiguous().view(torch.uint8).clone()
+    is_words = values.dtype == torch.int64
+    if fault.kind == "size" and is_words:
+        # Of an agreement, a bit of the fingerprint, the count or a check; never of the padding.
+        _flip(data, bit=(7 * fault.at) % min(8 * data.numel(), 128))
+    elif fault.kind == "header" and data[:4].numpy().tobytes() == MAGIC:
+        _flip(data, bit=(53 * (fault.at + 1)) % (8 * 48))
+    elif fault.kind == "truncate" and data.numel() >= 16 and not is_words:
+        return values[: values.numel() // 2].clone()
+    elif fault.kind == "replay" and last is not None and not torch.equal(last, values):
+        return last
+    else:
+        return values
+    return data.view(values.dtype)
+
+
+def _flip(data: torch.Tensor, bit: int) -> None:
+    data[bit // 8] ^= 1 << bit % 8
+
+
+def nap(seconds: float) -> Callable[[], None]:
+    """Being slow."""
+    return lambda: time.sleep(seconds)

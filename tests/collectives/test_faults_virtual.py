@@ -1,0 +1,155 @@
+"""Every scheme, every operation that a rank posts, every way in which it can go wrong there.
+
+The outcome is a typed error or the exact sum, never another number and never a hang: a virtual
+cluster that cannot go on is a deadlock that it names.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives.sealed import open_row, open_size, seal_row, seal_size
+from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
+from megatron_sparse.transport import Link, Topology, VirtualCluster
+from tests.collectives.cases import Case, exact_sum, numel_for, steps_of
+from tests.collectives.faults import Fault, FaultyTransport, Killed, die_virtually
+
+N = 3
+FORMS = [(name, form) for name, scheme in SCHEMES.items() for form in scheme.forms]
+# What a rank sends twice differs in size for messages and sums of this case, so that a message
+# that comes again in the place of another is told by its size or by its header.
+DENSITY = 0.2
+
+
+def _run(name, form, fault):
+    """(error or None, whether every rank has the exact sum, whether the fault found a target)."""
+    case = Case(name, N, form, density=DENSITY, numel=numel_for(N, 900, form))
+    cluster = VirtualCluster(N, Topology((2, 1), Link(1e-6, 1e-9), Link(1e-5, 1e-8)))
+    faulty = {}
+
+    def start(transport):
+        acts = {"kill": die_virtually, "slow": lambda: transport.charge(10.0)}
+        wrapped = faulty[transport.rank] = FaultyTransport(transport, fault, acts)
+        try:
+            return (yield from steps_of(case, wrapped))
+        except Killed:
+            return None
+
+    try:
+        results = cluster.run(start)
+    except MegatronSparseError as error:
+        return error, False, faulty
+    expected = exact_sum(case)
+    scatters = form is Form.REDUCE_SCATTER
+    pieces = list(expected.chunk(N)) if scatters else [expected] * N
+    exact = all(
+        result is not None and torch.equal(result[0].double(), piece)
+        for result, piece in zip(results, pieces, strict=True)
+    )
+    return None, exact, faulty
+
+
+@cache
+def _posts(name, form):
+    """How many operations each rank posts."""
+    _, exact, faulty = _run(name, form, Fault("none", 0, 0))
+    assert exact
+    return [faulty[rank].posted for rank in range(N)]
+
+
+def _outcomes(name, form, kind):
+    """Of the fault at every operation of every rank at which there is something to spoil."""
+    outcomes = []
+    for victim, posts in enumerate(_posts(name, form)):
+        for at in range(posts):
+            error, exact, faulty = _run(name, form, Fault(kind, victim, at))
+            if faulty[victim].struck:
+                outcomes.append((victim, at, error, exact))
+    return outcomes
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_a_rank_that_dies_at_any_operation_is_named(name, form):
+    outcomes = _outcomes(name, form, "kill")
+    assert outcomes
+    for victim, at, error, _ in outcomes:
+        assert isinstance(error, CommunicationError), (victim, at)
+        assert f"rank {victim}" in str(error) or f"ranks [{victim}]" in str(error), (victim, at)
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_a_slow_rank_changes_nothing(name, form):
+    posts = _posts(name, form)
+    for at in range(max(posts)):
+        # Not every rank at every operation: what is slow is never refused, so each run is a whole
+        # one. The rank that posts most is among those that others wait for.
+        victim = posts.index(max(posts)) if at % 2 else at % N
+        error, exact, _ = _run(name, form, Fault("slow", victim, at))
+        assert error is None, (victim, at)
+        assert exact, (victim, at)
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_a_truncated_message_is_an_error(name, form):
+    outcomes = _outcomes(name, form, "truncate")
+    # The backend's own reduction is the only one without messages of ours.
+    assert bool(outcomes) == (name != "dense")
+    for victim, at, error, _ in outcomes:
+        assert isinstance(error, CommunicationError), (victim, at)
+        assert f"rank {victim}'s message" in str(error)
+
+
+SPARSE = [item for item in FORMS if SCHEMES[item[0]].takes is Input.SPARSE]
+
+
+@pytest.mark.parametrize(("name", "form"), SPARSE)
+def test_a_damaged_header_names_the_sender(name, form):
+    outcomes = _outcomes(name, form, "header")
+    assert outcomes
+    for victim, at, error, _ in outcomes:
+        assert isinstance(error, WireFormatError), (victim, at)
+
+
+# The all-reduces have all that the reduce-scatters have.
+ALL_REDUCES = [name for name, form in SPARSE if form is Form.ALL_REDUCE]
+
+
+@pytest.mark.parametrize("name", [*ALL_REDUCES, "dense"])
+def test_a_damaged_size_or_agreement_names_the_sender(name):
+    outcomes = _outcomes(name, Form.ALL_REDUCE, "size")
+    assert outcomes
+    for victim, at, error, _ in outcomes:
+        assert isinstance(error, WireFormatError), (victim, at)
+        assert f"rank {victim}: field" in str(error)
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
+def test_a_message_out_of_order_is_never_taken_for_another(name):
+    for victim, at, error, exact in _outcomes(name, Form.ALL_REDUCE, "replay"):
+        assert error is not None or exact, (victim, at)
+
+
+def test_every_bit_of_a_sealed_size_is_covered():
+    for size in (0, 1, 48, 4096, 2**47 + 12345):
+        word = seal_size(size)
+        assert open_size(word, rank=0) == size
+        assert 0 <= word < 2**63
+        for bit in range(64):
+            damaged = (word ^ 1 << bit) - (2**64 if bit == 63 else 0)
+            with pytest.raises(WireFormatError, match="rank 3: field size"):
+                open_size(damaged, rank=3)
+
+
+def test_every_bit_of_a_sealed_row_is_covered():
+    row = seal_row(0xDEADBEEF, [5, 0, 2**40])
+    assert open_row([*row, 0, 0], rank=0) == (0xDEADBEEF, [5, 0, 2**40])
+    for place in range(len(row)):
+        for bit in range(63):
+            damaged = [word ^ (1 << bit) * (i == place) for i, word in enumerate(row)]
+            with pytest.raises(WireFormatError, match="rank 3: field agreement"):
+                open_row(damaged, rank=3)
