@@ -20,9 +20,21 @@ MESSAGE_FORMATS = ("auto", "coo", "pici", "dense")
 SCHEMES = (
     "auto", "dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast",
     "dense_hierarchical", "agsparse", "direct", "ssar_rd", "ssar_split_ag", "dsar_split_ag",
-    "sparse_ring", "sparse_ps",
+    "sparse_ring", "sparse_ps", "omnireduce", "zen", "adaptive_ring", "hierarchical",
 )  # fmt: skip
 """`auto` and the names in `collectives.SCHEMES`."""
+FORMAT_OF_SCHEME = {"omnireduce": "blocks", "zen": "coo"}
+"""Schemes whose messages have a format of their own, whatever `scheme.format` says."""
+INNER_SCHEMES = (
+    "agsparse", "direct", "ssar_rd", "ssar_split_ag", "dsar_split_ag", "sparse_ring", "sparse_ps",
+    "omnireduce", "zen", "adaptive_ring",
+)  # fmt: skip
+"""What `hierarchical` can run across the nodes: every other sparse scheme."""
+RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
+"""Thresholds of `adaptive_ring` inside nodes, between them, and for its all-gather: SpCCL's choice
+for its cluster (sections IV-C and IV-D, there as sparsities)."""
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
+"""What the encoder takes."""
 
 
 @dataclass
@@ -101,18 +113,43 @@ class SchemeConfig:
             uncompressed), or another of `SCHEMES`; docs/collectives.md says what each costs.
         wire_dtype: dtype in which values travel; null takes the gradient's own. A narrower one is
             rounded stochastically and the rounding error goes to the residual.
-        format: of sparse messages: `coo` (4 bytes an entry beside its value; on CUDA devices the
-            only one), `pici` (a bitmap: 1/32 of fp32's dense size, whatever the density), `dense`,
-            or `auto` for the smallest in each segment. A sparse record that would not be smaller
-            than a dense one is sent dense.
+        format: of sparse messages: `coo` (4 bytes an entry beside its value), `pici` (a bitmap:
+            1/32 of fp32's dense size, whatever the density), `dense`, or `auto` for the smallest
+            in each segment. A sparse record that would not be smaller than a dense one is sent
+            dense. `omnireduce` (blocks) and `zen` (index and value, hash bitmaps) have formats of
+            their own, and take `auto` only.
+        block_size: `omnireduce`: elements of a block, a power of two from 64 to 4096.
+        partition_hash: `zen`: `permutation` (computed, no memory) or `general`, the paper's, which
+            keeps 4 bytes for each element of a bucket.
+        hash_seed: `zen`: what that hash is a function of; the same on all ranks.
+        hash_rounds: `zen`: rehashes k of the paper's Algorithm 1, which cuts a message by partition
+            in a hash memory; 0 sorts instead, which is faster on a CPU. The bytes are the same.
+        ring_intra_density: `adaptive_ring`: density (nnz / numel) from which a partial sum goes
+            dense over a link inside a node. 0 sends all but a rank's own contribution dense, more
+            than 1 nothing; null takes SpCCL's value for `format`: 0.3 for `coo`, else 0.4.
+        ring_inter_density: the same for links between nodes; SpCCL's: 0.4 for `coo`, else 0.5.
+        ring_gather_density: the same for complete sums, whatever link they cross; SpCCL's: 0.5 for
+            `coo`, else 0.9.
+        inner: `hierarchical`: the sparse scheme that runs across the nodes, one of `INNER_SCHEMES`.
         timeout_s: seconds after which a collective that has not finished is an error.
+        watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
+            rank and group), long before the timeout; docs/collectives.md, Faults.
         deterministic: freeze every decision that would be taken from timing.
     """
 
     name: str = "auto"
     wire_dtype: str | None = None
     format: str = "auto"
+    block_size: int = 256
+    partition_hash: str = "permutation"
+    hash_seed: int = 1234
+    hash_rounds: int = 0
+    ring_intra_density: float | None = None
+    ring_inter_density: float | None = None
+    ring_gather_density: float | None = None
+    inner: str = "direct"
     timeout_s: float = 300.0
+    watch_peers: bool = True
     deterministic: bool = True
 
     def __post_init__(self) -> None:
@@ -120,8 +157,39 @@ class SchemeConfig:
         if self.wire_dtype is not None:
             one_of("scheme.wire_dtype", self.wire_dtype, DTYPES)
         one_of("scheme.format", self.format, MESSAGE_FORMATS)
+        if self.name in FORMAT_OF_SCHEME and self.format != "auto":
+            raise ConfigError(
+                f"scheme.name={self.name} has messages of its own format",
+                expected="scheme.format=auto",
+                got=self.format,
+                remedy="leave scheme.format out, or choose another scheme",
+            )
+        in_range("scheme.block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE, integer=True)
+        if int(self.block_size).bit_count() != 1:
+            raise ConfigError(
+                "scheme.block_size does not fit",
+                expected=f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}",
+                got=self.block_size,
+            )
+        one_of("scheme.partition_hash", self.partition_hash, ("permutation", "general"))
+        in_range("scheme.hash_seed", self.hash_seed, 0, 2**63 - 1, integer=True)
+        in_range("scheme.hash_rounds", self.hash_rounds, 0, 64, integer=True)
+        for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
+            in_range(f"scheme.ring_{link}_density", density, 0, math.inf)
+        one_of("scheme.inner", self.inner, INNER_SCHEMES)
+        is_flag("scheme.watch_peers", self.watch_peers)
         is_flag("scheme.deterministic", self.deterministic)
         in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
+
+    def ring_densities(self) -> tuple[float, float, float]:
+        """The thresholds of `adaptive_ring`: intra, inter, gather; SpCCL's where none is given."""
+        given = (self.ring_intra_density, self.ring_inter_density, self.ring_gather_density)
+        found = RING_DENSITIES.get(self.format, RING_DENSITIES["pici"])
+        intra, inter, gather = (
+            default if density is None else density
+            for density, default in zip(given, found, strict=True)
+        )
+        return intra, inter, gather
 
 
 @dataclass

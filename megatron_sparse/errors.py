@@ -77,6 +77,10 @@ class CommunicationError(MegatronSparseError):
     exit_code = 3
 
 
+class ScheduleError(MegatronSparseError):
+    """A schedule breaks a rule: names the round, the rank and the chunk."""
+
+
 class SelectionError(MegatronSparseError):
     """Selections and optimizer steps came in an order that would corrupt the residual."""
 

@@ -2,16 +2,17 @@
 
 `start` returns at once; a progress thread does the work while the backward pass goes on. After
 `PendingReduction.wait` the bucket holds the sum over all ranks of what they selected (for a
-reduce-scatter: this rank's shard of it), and the residual holds the rest.
+reduce-scatter: this rank's shard of it), and the residual holds the rest. Where the bucket asks for
+the average, each rank's gradient is divided first, on the progress thread: one more pass over it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
-from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.bucket import Bucket, Reduction
+from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config import SparseConfig
@@ -70,15 +71,21 @@ class GradientReducer:
         self.recorder = recorder
         self.progress = progress
         self.buffers = MessageBuffers()
-        self.selector = Selector(
-            config.compression, residuals, transport.rank, self.buffers, config.scheme.format
-        )
+        self.options = SchemeOptions.of(config.scheme)
+        self.selector = Selector(config.compression, residuals, transport.rank, self.buffers)
 
-    def start(self, bucket: Bucket, step: int) -> PendingReduction:
+    def start(
+        self, bucket: Bucket, step: int, on_done: Callable[[], None] | None = None
+    ) -> PendingReduction:
         """Launches the synchronisation of `bucket`, whose gradients must be final.
 
         The gradient buffer must not be touched until `PendingReduction.wait` returns. Buckets must
         be started in the same order on every rank of the group.
+
+        Args:
+            bucket: what to synchronise.
+            step: drives the schedule and keys the random draws.
+            on_done: see `ProgressThread.submit`.
         """
         plan = self.planner.plan_for(bucket, step)
         watch = Stopwatch(bucket.grad_N.device)
@@ -89,28 +96,39 @@ class GradientReducer:
             launched_s=time.perf_counter(),
         )  # fmt: skip
         run = self._dense if SCHEMES[plan.scheme].takes is Input.DENSE else self._sparse
-        pending = self.progress.submit(bucket.name, lambda: run(bucket, plan, step, record), watch)
+        pending = self.progress.submit(
+            bucket.name, lambda: run(bucket, plan, step, record), watch, on_done
+        )
         return PendingReduction(pending, record, self.recorder)
 
     def _sparse(
         self, bucket: Bucket, plan: Plan, step: int, record: BucketRecord
     ) -> Generator[object, None, None]:
+        _average(bucket, record.watch)
         message = self.selector.select(
-            bucket, plan.density, plan.wire_dtype, sharded=plan.sharded, step=step,
+            bucket, plan.density, plan.wire_dtype, form=self.options.message_format(plan.scheme),
+            block_size=self.options.block_size, sharded=plan.sharded, step=step,
             watch=record.watch,
         )  # fmt: skip
         record.nnz = message.nnz
         yield GATE
-        record.wire_bytes = yield from SCHEMES[plan.scheme].run(
-            bucket, message, self.transport, self.buffers, record.watch
+        record.wire_bytes = yield from SCHEMES[plan.scheme].exchange(
+            bucket, message, self.transport, self.buffers, record.watch, self.options
         )
 
     def _dense(
         self, bucket: Bucket, plan: Plan, step: int, record: BucketRecord
     ) -> Generator[object, None, None]:
+        _average(bucket, record.watch)
         values_N = self.selector.take_whole(bucket, plan.wire_dtype, step=step, watch=record.watch)
         record.nnz = bucket.numel
         yield GATE
         record.wire_bytes = yield from SCHEMES[plan.scheme].run(
             bucket, values_N, step, self.transport, self.buffers, record.watch
         )
+
+
+def _average(bucket: Bucket, watch: Stopwatch) -> None:
+    if bucket.reduction is Reduction.AVG and bucket.world_size > 1:
+        with watch.stage("prune"):
+            bucket.grad_N.div_(bucket.world_size)

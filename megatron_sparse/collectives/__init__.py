@@ -8,6 +8,7 @@ from then on the next bucket may post, while this one still waits and decodes.
 """
 
 from megatron_sparse.collectives.base import POSTED, Steps
+from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.collectives.schemes import SCHEMES, Input, Scheme
 
-__all__ = ["POSTED", "SCHEMES", "Input", "Scheme", "Steps"]
+__all__ = ["POSTED", "SCHEMES", "Input", "Scheme", "SchemeOptions", "Steps"]

@@ -4,7 +4,8 @@ The all-gather of SparCML (Renggli et al. 2019, section 5.3) and of PyTorch's sp
 It never meets fill-in on the way, and it sends (n - 1) messages from each rank, so it suits few
 ranks.
 
-Agreement: one all-gather of what is meant and of every rank's message size, 24 bytes a rank.
+Agreement: one all-gather of what is meant and of every rank's message size, 8 (2 + n) bytes a
+rank.
 Phase 1, n - 1 rounds: every rank sends its message to every other, one peer at a time. Meanwhile
 the sum is cleared, and what has arrived is added: in rank order, so that all ranks hold the same
 bits.

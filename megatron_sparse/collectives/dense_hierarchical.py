@@ -53,7 +53,10 @@ class Lanes:
 
     def __init__(self, nodes: Sequence[int], rank: int) -> None:
         names = sorted(set(nodes))
-        self.members = [[r for r, n in enumerate(nodes) if n == name] for name in names]
+        members_of: dict[int, list[int]] = {name: [] for name in names}
+        for member, name in enumerate(nodes):
+            members_of[name].append(member)
+        self.members = list(members_of.values())
         self.count = min(map(len, self.members))
         self.node = names.index(nodes[rank])
         here = self.members[self.node]
@@ -144,7 +147,10 @@ def _shuffled(
         f"shuffled:{bucket.name}", bucket.numel, values_N.device, values_N.dtype
     )
     with watch.stage("encode"):
-        torch.cat([values_N[bucket.shard(owner)] for owner in owners], out=shuffled_N)
+        # One operation, not one for each of a thousand shards.
+        order = torch.tensor(owners, device=values_N.device)
+        shape = (len(owners), bucket.numel // len(owners))
+        torch.index_select(values_N.view(shape), 0, order, out=shuffled_N.view(shape))
     return shuffled_N
 
 

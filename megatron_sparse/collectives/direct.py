@@ -8,7 +8,7 @@ Agreement: one all-gather of what is meant and of every rank's n shard sizes, 8 
 rank.
 Phase 1, n - 1 rounds (`split`): rank r sends shard i of its message to rank i, one peer at a time.
 Rank i adds the n records in rank order: the sum of a shard is made in one place, in fp32.
-All-reduce only: the sum is encoded once, the sizes are all-gathered (24 bytes a rank), and in
+All-reduce only: the sum is encoded once, the sizes are all-gathered (as many bytes), and in
 phase 2, n - 1 rounds, each rank sends its sum to every other.
 
 Rank r sends |message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
@@ -23,7 +23,6 @@ import torch
 from megatron_sparse.bucket import Bucket, Form
 from megatron_sparse.collectives.base import (
     Phase,
-    Round,
     Steps,
     Subgroup,
     Yielded,
@@ -31,7 +30,7 @@ from megatron_sparse.collectives.base import (
     tag_of,
     whole_group,
 )
-from megatron_sparse.collectives.gather import pairwise_all_gather
+from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
 from megatron_sparse.collectives.records import Cut, SparseSum, check_announced, shard_cuts
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
@@ -51,15 +50,22 @@ def direct(
 
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
     """
-    scatter = bucket.form is Form.REDUCE_SCATTER
-    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
-    cuts = shard_cuts(message.layout, group.world_size)
     sums = SparseSum(bucket, message, buffers, watch)
-    yield from split(NAME, bucket, message, cuts, sums, group, transport, last=scatter)
+    return (yield from reduce_shards(NAME, bucket, message, sums, transport))
+
+
+def reduce_shards(
+    scheme: str, bucket: Bucket, message: Message, sums: SparseSum, transport: Transport
+) -> Steps:
+    """All of `direct`, under the name of a scheme and with its kind of sum. Mutates `sums`."""
+    scatter = bucket.form is Form.REDUCE_SCATTER
+    group = whole_group(transport, tag_of(bucket, scheme, message.value_dtype, message.epoch))
+    cuts = shard_cuts(message.layout, group.world_size)
+    yield from split(scheme, bucket, message, cuts, sums, group, transport, last=scatter)
     if scatter:
         sums.write(cuts[group.rank].elements)
         return group.sent_bytes
-    buffer, sizes = yield from encode_own_shard(NAME, bucket, message, cuts, sums, transport)
+    buffer, sizes = yield from encode_own_shard(scheme, bucket, message, cuts, sums, transport)
     own = sizes[group.rank]
     yield from pairwise_all_gather(
         buffer[:own], buffer[own : sum(sizes)], sizes, group, sums.placer(cuts)
@@ -94,11 +100,7 @@ def split(
     sent = message.buffer[: message.nbytes].split(own_sizes)
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[rank] = sent[rank]
-    rounds: list[Round] = []
-    for step in range(1, n):
-        target, source = (rank - step) % n, (rank + step) % n
-        rounds.append(([(target, sent[target])], [(source, received[source])]))
-    yield from group.in_rounds(rounds, last=last)
+    yield from pairwise_all_to_all(sent, received, group, last=last)
     for sender, records in enumerate(received):
         sums.add_message(records, cuts[rank], sender, fresh=sender == 0)
 

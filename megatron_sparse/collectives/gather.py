@@ -1,12 +1,12 @@
 """All-gathers of pieces of different size, which every rank knows: three orders of the same bytes.
 
 Every rank receives all pieces but its own. Each one is handed over when it has arrived, this rank's
-own first, while the next ones are on their way.
+own first, while the next ones are on their way. And the paced all-to-all that comes before one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -40,6 +40,27 @@ class Pieces:
         """Hands over the pieces of `first` to `last` ranks after this one."""
         for place in range(first, last):
             arrived((self._rank + place) % self._n, self.span(place, place + 1))
+
+
+def pairwise_all_to_all(
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Subgroup, *, last: bool
+) -> Phase:
+    """Every rank sends a piece of its own to every other, one peer at a time: n - 1 rounds.
+
+    In round i rank r sends to r - i and receives from r + i, so no port is ever shared.
+
+    Args:
+        sent: what goes to each rank; this rank's own is left alone.
+        received: room for what comes from each rank, exactly as long.
+        group: the ranks.
+        last: this rank will post nothing more.
+    """
+    n, rank = group.world_size, group.rank
+    rounds: list[Round] = []
+    for step in range(1, n):
+        target, source = (rank - step) % n, (rank + step) % n
+        rounds.append(([(target, sent[target])], [(source, received[source])]))
+    yield from group.in_rounds(rounds, last=last)
 
 
 def pairwise_all_gather(

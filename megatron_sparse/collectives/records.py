@@ -1,29 +1,34 @@
 """Sums as records: encoding them again, exchanging them, and putting the last ones together.
 
 Offsets of re-encoded records count from the first element that they hold, not from the bucket's
-start. Partial sums travel in fp32; only where the gradient is fp32 and `scheme.wire_dtype` narrows
-its values are they rounded to that, to nearest even. Final sums travel in the message's dtype: for
-a bf16 gradient that is the one rounding at the end.
+start; in the place of the epoch they carry a number made from the epoch and that element
+(`sum_epoch`), so that no sum is taken for another shard's or for a rank's own message.
+
+Partial sums travel in fp32; only where the gradient is fp32 and `scheme.wire_dtype` narrows its
+values are they rounded to that, to nearest even. Final sums travel in the message's dtype: for a
+bf16 gradient that is the one rounding at the end.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Generator, Sequence
 
 import torch
 
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.collectives.base import Subgroup, Yielded
+from megatron_sparse.collectives.sealed import open_size, seal_size
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats import torch_codec
-from megatron_sparse.formats.header import FORMAT_ADAPTIVE, FORMAT_DENSE
+from megatron_sparse.formats.header import FORMAT_ADAPTIVE, FORMAT_DENSE, RECORD_ALIGNMENT
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
     WIRE_CODES,
     Message,
     MessageBuffers,
     decode_add_,
+    encode_segments,
 )
 from megatron_sparse.recording import Stopwatch
 
@@ -73,13 +78,29 @@ class SparseSum:
         sum_N: fp32, the whole bucket; undefined at first. The gradient itself where that is fp32.
         partial_dtype: how sums travel that more will be added to.
         final_dtype: how complete sums travel.
+
+    Args:
+        bucket: receives the sum.
+        message: this rank's contribution.
+        buffers: where a narrower gradient's fp32 sum lives.
+        watch: receives the time of encoding and decoding.
+        form: format code of the sum's records; a segment that is not smaller in it is dense.
+        block_size: of `FORMAT_BLOCKS`.
     """
 
     def __init__(
-        self, bucket: Bucket, message: Message, buffers: MessageBuffers, watch: Stopwatch
+        self,
+        bucket: Bucket,
+        message: Message,
+        buffers: MessageBuffers,
+        watch: Stopwatch,
+        *,
+        form: int = FORMAT_ADAPTIVE,
+        block_size: int = ops.DEFAULT_BLOCK_SIZE,
     ) -> None:
         self._bucket, self._message = bucket, message
         self._buffers, self._watch = buffers, watch
+        self._form, self._block_size = form, block_size
         grad_N = bucket.grad_N
         narrowed = VALUE_DTYPES[message.value_dtype] != grad_N.dtype
         self.partial_dtype = message.value_dtype if narrowed else "fp32"
@@ -107,7 +128,8 @@ class SparseSum:
         Raises:
             WireFormatError: they are not what that rank announced.
         """
-        self._decode(records, cut, cut.offsets, self._message.value_dtype, rank, fresh)
+        message = self._message
+        self._decode(records, cut, cut.offsets, message.value_dtype, message.epoch, rank, fresh)
 
     def add_sum(
         self, records: torch.Tensor, cut: Cut, value_dtype: str, rank: int, *, fresh: bool = False
@@ -117,7 +139,8 @@ class SparseSum:
         Raises:
             WireFormatError: they are not what that rank announced.
         """
-        self._decode(records, cut, cut.own_offsets, value_dtype, rank, fresh)
+        epoch = sum_epoch(self._message.epoch, cut)
+        self._decode(records, cut, cut.own_offsets, value_dtype, epoch, rank, fresh)
 
     def placer(self, cuts: Sequence[Cut]) -> Callable[[int, torch.Tensor], None]:
         """For an all-gather of complete sums: puts the records of cut i, made by rank i, in place.
@@ -152,24 +175,12 @@ class SparseSum:
             The records, a view of `out`.
         """
         with self._watch.stage("encode"):
-            part = self.sum_N[cut.elements]
-            pieces = part.split(cut.own_offsets.diff().tolist())
-            counts = [piece.count_nonzero() for piece in pieces]
-            nnz_S = torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
-            keep = torch.ones_like(cut.keep) if dense else cut.keep
-            arguments = (
-                part, cut.own_offsets, keep, nnz_S, WIRE_CODES[value_dtype], self._message.epoch,
-                out,
+            sizes = encode_segments(
+                self.sum_N[cut.elements], cut.own_offsets,
+                torch.ones_like(cut.keep) if dense else cut.keep, None, value_dtype,
+                sum_epoch(self._message.epoch, cut), out, self._buffers,
+                form=FORMAT_DENSE if dense else self._form, block_size=self._block_size,
             )  # fmt: skip
-            if part.device.type == "cpu":
-                code = WIRE_CODES[value_dtype]
-                needed = ops.scratch_capacity(cut.own_offsets, code)
-                # The encoder's scratch is free again when it returns: one for all buckets.
-                scratch = self._buffers.take("scratch", needed, part.device)
-                form = FORMAT_DENSE if dense else FORMAT_ADAPTIVE
-                sizes = ops.encode(*arguments, scratch, form=form)
-            else:
-                sizes = torch_codec.encode(*arguments)
             return out[: int(sizes.sum())]
 
     def write(self, elements: slice) -> None:
@@ -184,14 +195,20 @@ class SparseSum:
         cut: Cut,
         offsets: torch.Tensor,
         value_dtype: str,
+        epoch: int,
         rank: int,
         fresh: bool,
     ) -> None:
         with self._watch.stage("decode"):
             decode_add_(
-                self.sum_N[cut.elements], records, offsets, value_dtype, self._message.epoch,
+                self.sum_N[cut.elements], records, offsets, value_dtype, epoch,
                 rank=rank, fresh=fresh,
             )  # fmt: skip
+
+
+def sum_epoch(epoch: int, cut: Cut) -> int:
+    """What records of a sum carry in the place of the epoch."""
+    return zlib.crc32(f"{epoch}|{cut.elements.start}".encode())
 
 
 def exchange_records(
@@ -216,19 +233,21 @@ def exchange_records(
         What was received, a view of the given room; nothing if `receive` is None.
 
     Raises:
-        WireFormatError: the peer announces more than there is room for.
+        WireFormatError: the peer announces more than there is room for, or its size is damaged.
     """
     either = send or receive
     assert either is not None, "there is something to send or to receive"
     size = torch.empty(1, dtype=torch.int64, device=either[1].device)
-    sizes_out = [] if send is None else [(send[0], torch.full_like(size, send[1].numel()))]
+    sizes_out = (
+        [] if send is None else [(send[0], torch.full_like(size, seal_size(send[1].numel())))]
+    )
     yield from group.exchange(sizes_out, [] if receive is None else [(receive[0], size)])
     sends, receives = [] if send is None else [send], []
     received = size.new_empty(0, dtype=torch.uint8)
     if receive is not None:
         peer, room = receive
-        announced = int(size)
-        if not 0 <= announced <= room.numel():
+        announced = open_size(int(size), group.ranks[peer])
+        if not is_possible(announced, room.numel()):
             raise impossible_size(group.ranks[peer], announced, room.numel())
         received = room[:announced]
         receives = [(peer, received)]
@@ -236,11 +255,16 @@ def exchange_records(
     return received
 
 
+def is_possible(announced: int, capacity: int) -> bool:
+    """Whether records can have this size; all begin at a multiple of 16, as decoders demand."""
+    return 0 <= announced <= capacity and announced % RECORD_ALIGNMENT == 0
+
+
 def impossible_size(rank: int, announced: int, capacity: int) -> WireFormatError:
     """The error for a size that no valid message has."""
     return WireFormatError(
         f"rank {rank} announces records of impossible size",
-        expected=f"0 to {capacity} bytes",
+        expected=f"0 to {capacity} bytes, a multiple of {RECORD_ALIGNMENT}",
         got=announced,
         remedy="run the same version of megatron_sparse with the same configuration on all ranks",
     )
@@ -253,5 +277,5 @@ def check_announced(sizes: Sequence[int], cuts: Sequence[Cut], value_dtype: str)
         WireFormatError: names the rank.
     """
     for rank, (size, cut) in enumerate(zip(sizes, cuts, strict=True)):
-        if not 0 <= size <= cut.capacity(value_dtype):
+        if not is_possible(size, cut.capacity(value_dtype)):
             raise impossible_size(rank, size, cut.capacity(value_dtype))

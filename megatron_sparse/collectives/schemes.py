@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.agsparse import agsparse
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.collectives.dense import dense
@@ -17,10 +18,18 @@ from megatron_sparse.collectives.dense_rhd import dense_rhd
 from megatron_sparse.collectives.dense_ring import dense_ring
 from megatron_sparse.collectives.direct import direct
 from megatron_sparse.collectives.dsar_split_ag import dsar_split_ag
+from megatron_sparse.collectives.hierarchical import hierarchical
+from megatron_sparse.collectives.omnireduce import omnireduce
+from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.collectives.sparse_ps import sparse_ps
 from megatron_sparse.collectives.sparse_ring import sparse_ring
 from megatron_sparse.collectives.ssar_rd import ssar_rd
 from megatron_sparse.collectives.ssar_split_ag import ssar_split_ag
+from megatron_sparse.collectives.zen import zen
+from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+from megatron_sparse.transport.subset import SubsetTransport
 
 BOTH = frozenset(Form)
 ALL_REDUCE_ONLY = frozenset({Form.ALL_REDUCE})
@@ -40,10 +49,11 @@ class Scheme:
     Attributes:
         name: as in `scheme.name`; also its module's.
         takes: `DENSE`: (bucket, values_N, epoch, transport, buffers, watch), the values being the
-            whole gradient; `SPARSE`: (bucket, message, transport, buffers, watch).
+            whole gradient; `SPARSE`: (bucket, message, transport, buffers, watch), and options.
         forms: what it can compute.
         needs_shards: its message is cut at the shards' borders even for an all-reduce.
         run: the collective.
+        takes_options: a sparse collective's last argument is a `SchemeOptions`.
     """
 
     name: str
@@ -51,11 +61,40 @@ class Scheme:
     forms: frozenset[Form]
     needs_shards: bool
     run: Callable[..., Steps]
+    takes_options: bool = False
+
+    def exchange(
+        self,
+        bucket: Bucket,
+        message: Message,
+        transport: Transport | SubsetTransport,
+        buffers: MessageBuffers,
+        watch: Stopwatch,
+        options: SchemeOptions,
+    ) -> Steps:
+        """Runs a sparse collective; its own docstring describes the arguments.
+
+        The message is in the format of `options.message_format`.
+        """
+        extra = (options,) if self.takes_options else ()
+        return self.run(bucket, message, transport, buffers, watch, *extra)
 
     def is_sharded(self, form: Form) -> bool:
         """Whether messages for this form are cut at the shards' borders."""
         reduce_scatter = form is Form.REDUCE_SCATTER
         return self.takes is Input.SPARSE and (self.needs_shards or reduce_scatter)
+
+
+def _hierarchical(
+    bucket: Bucket,
+    message: Message,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+    options: SchemeOptions,
+) -> Steps:
+    inner = SCHEMES[options.inner]
+    return hierarchical(bucket, message, transport, buffers, watch, options, inner)
 
 
 SCHEMES = {
@@ -74,6 +113,10 @@ SCHEMES = {
         Scheme("dsar_split_ag", Input.SPARSE, ALL_REDUCE_ONLY, True, dsar_split_ag),
         Scheme("sparse_ring", Input.SPARSE, BOTH, True, sparse_ring),
         Scheme("sparse_ps", Input.SPARSE, BOTH, False, sparse_ps),
+        Scheme("omnireduce", Input.SPARSE, BOTH, True, omnireduce, takes_options=True),
+        Scheme("zen", Input.SPARSE, ALL_REDUCE_ONLY, False, zen, takes_options=True),
+        Scheme("adaptive_ring", Input.SPARSE, BOTH, True, adaptive_ring, takes_options=True),
+        Scheme("hierarchical", Input.SPARSE, BOTH, False, _hierarchical, takes_options=True),
     )
 }
 """All collectives by name."""

@@ -3,7 +3,8 @@
 The centralised corner of ZEN's design space, and the baseline that everything beats: the server's
 link carries everything. (With a server on every rank it is `direct`.)
 
-Agreement: one all-gather of what is meant and of every rank's message size, 24 bytes a rank.
+Agreement: one all-gather of what is meant and of every rank's message size, 8 (2 + n) bytes a
+rank.
 Push, 1 round: every rank sends its whole message to the server, which adds them in rank order.
 Pull, 2 rounds (8 bytes with the size, then the records): the server encodes the sum and sends it to
 every rank; in a reduce-scatter it encodes and sends each shard's sum to its owner.
@@ -31,6 +32,7 @@ from megatron_sparse.collectives.records import (
     exchange_records,
     shard_cuts,
 )
+from megatron_sparse.collectives.sealed import seal_size
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
@@ -94,6 +96,7 @@ def sparse_ps(
 def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
     """The server's side of the pull: sizes to all, then each rank's records."""
     peers = range(1, group.world_size)
-    sizes = torch.tensor([records.numel() for records in encoded], device=encoded[0].device)
+    words = [seal_size(records.numel()) for records in encoded]
+    sizes = torch.tensor(words, device=encoded[0].device)
     yield from group.exchange([(peer, sizes[peer : peer + 1]) for peer in peers], [])
     yield from group.exchange([(peer, encoded[peer]) for peer in peers], [], last=True)

@@ -1,12 +1,14 @@
-"""Sparse ring (SpCCL, section IV-B; SparCML's ring): a ring that encodes its sums again and again.
+"""Sparse ring (SparCML's ring; SpCCL, section IV-B): a ring that encodes its sums again and again.
 
-The skeleton of SpCCL's adaptive ring: each message is sparse or dense, whatever is smaller.
+The skeleton of `adaptive_ring`, which adds SpCCL's thresholds: here each message is sparse or
+dense, whatever is smaller. Ranks of one node are neighbours (`ring_order`), so that of the n links
+only as many cross nodes as there are nodes. Ranks are numbered below as they follow one another.
 
-Agreement: one all-gather of what is meant, 16 bytes a rank.
+Agreement: one all-gather of what is meant, 8 (2 + n) bytes a rank.
 Reduce-scatter, n - 1 steps of two rounds (8 bytes with the size, then the records): every rank
 passes the sum of one shard to its successor, adds its own contribution to the one it gets, and
 encodes that again. Shard i starts at rank i + 1, as it was encoded at first, and ends at rank i.
-All-reduce only: the sums are encoded once more, their sizes all-gathered (24 bytes a rank), and in
+All-reduce only: the sums are encoded once more, their sizes all-gathered (as many bytes), and in
 n - 1 rounds the records go round the ring unchanged.
 
 In step s rank r sends the records of the sum of shard r - s by ranks r - s + 1, ..., r (s counts
@@ -15,12 +17,25 @@ from 1), and in the all-gather every sum but that of rank r + 1.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
+import torch
+
 from megatron_sparse.bucket import Bucket, Form
-from megatron_sparse.collectives.base import Steps, exchange_sizes, tag_of, whole_group
+from megatron_sparse.collectives.base import (
+    Phase,
+    Steps,
+    Subgroup,
+    Yielded,
+    exchange_sizes,
+    tag_of,
+)
 from megatron_sparse.collectives.direct import encode_own_shard
 from megatron_sparse.collectives.gather import ring_all_gather
-from megatron_sparse.collectives.records import SparseSum, exchange_records, shard_cuts
-from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.collectives.link_density import LinkDensity
+from megatron_sparse.collectives.records import Cut, SparseSum, impossible_size, shard_cuts
+from megatron_sparse.collectives.sealed import open_size, seal_size
+from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
 
@@ -39,36 +54,165 @@ def sparse_ring(
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
     """
     scatter = bucket.form is Form.REDUCE_SCATTER
-    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
-    n, rank = group.world_size, group.rank
-    cuts = shard_cuts(message.layout, n)
+    tag = tag_of(bucket, NAME, message.value_dtype, message.epoch)
+    group = Subgroup(transport, ring_order(transport), tag)
+    cuts = shard_cuts(message.layout, group.world_size)
     yield from exchange_sizes([], bucket, NAME, message.value_dtype, message.epoch, transport)
     sums = SparseSum(bucket, message, buffers, watch)
+    yield from ring_reduce_scatter(message, cuts, sums, group, watch, last=scatter)
+    if scatter:
+        sums.write(cuts[transport.rank].elements)
+    else:
+        yield from ring_gather_sums(NAME, bucket, message, cuts, sums, group, transport)
+    return group.sent_bytes
+
+
+def ring_order(transport: Transport) -> list[int]:
+    """The ranks in the order in which they form a ring: node by node, ascending in each.
+
+    Example:
+        With nodes (0, 1, 0, 1) the ring is 0, 2, 1, 3, and two of its four links cross nodes.
+    """
+    return sorted(range(transport.world_size), key=lambda rank: (transport.nodes[rank], rank))
+
+
+def ring_reduce_scatter(
+    message: Message,
+    cuts: list[Cut],
+    sums: SparseSum,
+    group: Subgroup,
+    watch: Stopwatch,
+    links: tuple[LinkDensity, LinkDensity] | None = None,
+    *,
+    last: bool,
+) -> Phase:
+    """Leaves the sum of this rank's shard in `sums`; the others hold partial sums.
+
+    Args:
+        message: this rank's contribution, cut into shards.
+        cuts: the shard of each rank.
+        sums: receives it. Mutated.
+        group: all ranks, in the ring's order.
+        watch: receives the decode time.
+        links: what decides whether a sum goes dense, for the link to the successor and the one from
+            the predecessor; None encodes all. A dense sum has no records and no size round.
+        last: this rank will post nothing more.
+
+    Raises:
+        WireFormatError: a peer's records are not what was announced.
+    """
+    n, place, ranks = group.world_size, group.rank, group.ranks
+    source = ranks[(place - 1) % n]
     own = message.buffer[: message.nbytes].split(message.shard_bytes())
     most = max(cut.capacity("fp32") for cut in cuts)
     out, room = sums.take("encoded", most), sums.take("received", most)
     for shard, records in enumerate(own):
-        sums.add_message(records, cuts[shard], rank, fresh=True)
+        sums.add_message(records, cuts[shard], ranks[place], fresh=True)
 
     for step in range(1, n):
-        give, take = (rank - step) % n, (rank - 1 - step) % n
+        give, take = ranks[(place - step) % n], ranks[(place - 1 - step) % n]
         is_sum = step > 1
-        sent = sums.encode(cuts[give], sums.partial_dtype, out) if is_sum else own[give]
         dtype = sums.partial_dtype if is_sum else message.value_dtype
-        records = yield from exchange_records(
-            group,
-            ((rank + 1) % n, sent),
-            ((rank - 1) % n, room[: cuts[take].capacity(dtype)]),
-            last=scatter and step == n - 1,
-        )  # fmt: skip
-        source = (rank - 1) % n
-        if is_sum:
-            sums.add_sum(records, cuts[take], dtype, source)
+        goes_dense = comes_dense = False
+        for link in links or ():
+            link.extrapolate()
+        if links and is_sum:  # A contribution was encoded by selection: nothing is cheaper to send.
+            goes_dense, comes_dense = links[0].is_dense, links[1].is_dense
+        if goes_dense:
+            sent = _whole(sums, cuts[give])
         else:
-            sums.add_message(records, cuts[take], source)
-    if scatter:
-        sums.write(cuts[rank].elements)
-        return group.sent_bytes
-    buffer, sizes = yield from encode_own_shard(NAME, bucket, message, cuts, sums, transport)
-    yield from ring_all_gather(buffer, sizes, group, sums.placer(cuts))
-    return group.sent_bytes
+            sent = sums.encode(cuts[give], dtype, out) if is_sum else own[give]
+        if comes_dense:
+            space = sums.take("incoming", cuts[take].numel, VALUE_DTYPES[dtype])
+        else:
+            space = room[: cuts[take].capacity(dtype)]
+        received = yield from _pass_on(
+            group, sent, space, goes_dense, comes_dense, last=last and step == n - 1
+        )
+        if comes_dense:
+            with watch.stage("decode"):
+                sums.sum_N[cuts[take].elements].add_(received)
+        elif is_sum:
+            sums.add_sum(received, cuts[take], dtype, source)
+        else:
+            sums.add_message(received, cuts[take], source)
+        if links and not goes_dense:
+            links[0].calibrate(sent, cuts[give], ranks[place])
+        if links and not comes_dense:
+            links[1].calibrate(received, cuts[take], source)
+
+
+def ring_gather_sums(
+    scheme: str,
+    bucket: Bucket,
+    message: Message,
+    cuts: list[Cut],
+    sums: SparseSum,
+    group: Subgroup,
+    transport: Transport,
+) -> Phase:
+    """Spreads the sum of each rank's shard to all: SpCCL's all-gather (section IV-B).
+
+    Each rank encodes its sum once; the records go round the ring unchanged and are decoded as they
+    arrive. Nothing is posted after it.
+
+    Args:
+        scheme: what the ranks agree on, beside the bucket.
+        bucket: receives the sums.
+        message: this rank's contribution; its dtype is that of the sums.
+        cuts: the shard of each rank.
+        sums: holds the complete sum of this rank's shard. Mutated.
+        group: all ranks, in the ring's order.
+        transport: the group's.
+
+    Raises:
+        CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
+        WireFormatError: a peer's records are not what was announced.
+    """
+    buffer, sizes = yield from encode_own_shard(scheme, bucket, message, cuts, sums, transport)
+    place = sums.placer(cuts)
+    yield from ring_all_gather(
+        buffer,
+        [sizes[rank] for rank in group.ranks],
+        group,
+        lambda member, records: place(group.ranks[member], records),
+    )
+
+
+def _whole(sums: SparseSum, cut: Cut) -> torch.Tensor:
+    """A partial sum as it is, or a copy in the dtype that partial sums travel in."""
+    part = sums.sum_N[cut.elements]
+    if sums.partial_dtype == "fp32":
+        return part
+    return sums.take("outgoing", cut.numel, VALUE_DTYPES[sums.partial_dtype]).copy_(part)
+
+
+def _pass_on(
+    group: Subgroup,
+    sent: torch.Tensor,
+    space: torch.Tensor,
+    goes_dense: bool,
+    comes_dense: bool,
+    *,
+    last: bool,
+) -> Generator[Yielded, None, torch.Tensor]:
+    """Sends to the successor and receives from the predecessor; sizes of records go first.
+
+    `exchange_records` for a transfer whose two directions may differ: dense sums have a size that
+    both ends know.
+    """
+    n, place = group.world_size, group.rank
+    target, source = (place + 1) % n, (place - 1) % n
+    word = torch.empty(1, dtype=torch.int64, device=space.device)
+    words_out = [(target, torch.full_like(word, seal_size(sent.numel())))]
+    words_in = [(source, word)]
+    if not (goes_dense and comes_dense):
+        yield from group.exchange([] if goes_dense else words_out, [] if comes_dense else words_in)
+    received = space
+    if not comes_dense:
+        announced = open_size(int(word), group.ranks[source])
+        if announced > space.numel():
+            raise impossible_size(group.ranks[source], announced, space.numel())
+        received = space[:announced]
+    yield from group.exchange([(target, sent)], [(source, received)], last=last)
+    return received

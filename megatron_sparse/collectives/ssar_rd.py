@@ -3,7 +3,7 @@
 For small or very sparse buckets: few rounds, but every rank sends its growing sum in each of them.
 Let p be the largest power of two that is at most n; of the ranks above it, number p + i folds.
 
-Agreement: one all-gather of what is meant, 16 bytes a rank.
+Agreement: one all-gather of what is meant, 8 (2 + n) bytes a rank.
 Fold (if n > p): rank p + i sends its message to rank i, which adds it.
 Doubling: for d = 1, 2, ..., p / 2, ranks at distance d exchange what they have and add. Addition
 commutes, so both have the same bits. What has not changed since it was encoded is sent as it is.

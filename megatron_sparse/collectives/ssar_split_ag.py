@@ -1,7 +1,7 @@
 """SSAR split all-gather (SparCML, Renggli et al. 2019): split, then a sparse recursive doubling.
 
 Phase 1 is `direct`'s: the agreement, then n - 1 rounds in which every shard goes to its owner, who
-adds it up. Phase 2, ceil(log2 n) rounds after one all-gather of sizes (24 bytes a rank): the
+adds it up. Phase 2, ceil(log2 n) rounds after one all-gather of sizes (8 (2 + n) bytes a rank): the
 encoded sums are all-gathered by recursive doubling, for any number of ranks (Bruck's order).
 
 Fewer rounds than `direct` and the same bytes in total, but the ranks pass on others' sums, so who

@@ -12,31 +12,22 @@ elements are computed, with `IndexSetHash` (the paper's way) looked up. CPU tens
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import torch
 
 from megatron_sparse.cuda_ext import hash_ops
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.hash_partition import PartitionHash
-from megatron_sparse.formats.header import (
-    FORMAT_HASH_BITMAP,
-    HEADER_BYTES,
-    VALUE_BYTES,
-    Header,
-    pad16,
-    wrong_field,
+from megatron_sparse.formats.hash_partition import PartitionHash, PermutationHash
+from megatron_sparse.formats.hash_record import (
+    BY_POSITION,
+    FORM_BITMAP,
+    SECTIONS_AT,
+    PartitionRecord,
+    as_dtype,
+    expect,
 )
-from megatron_sparse.formats.torch_codec import DTYPE_OF_CODE
-
-SUB_HEADER_BYTES = 32
-FORM_BITMAP, FORM_DENSE = range(2)
-
-_SUB_HEADER = struct.Struct("<IIQIIQ")
-_SUB_HEADER_FIELDS = ("partition", "partitions", "seed", "hash", "form", "positions")
-_SECTIONS_AT = HEADER_BYTES + SUB_HEADER_BYTES
-_CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+from megatron_sparse.formats.header import pad16, wrong_field
 
 
 class _Sections(NamedTuple):
@@ -59,8 +50,8 @@ def record_bytes(positions: int, nnz: int, value_dtype: torch.dtype) -> int:
         >>> record_bytes(1000, 10, torch.float32)  # 48 + 32 + 128 (16 words) + 48 (40, padded)
         256
     """
-    bitmap, dense = _payload_sizes(positions, nnz, VALUE_BYTES[_code_of(value_dtype)])
-    return _SECTIONS_AT + min(bitmap, dense)
+    whole = PartitionRecord(PermutationHash(positions, 1, 0), 0, value_dtype, 0, 0)
+    return whole.nbytes(nnz, BY_POSITION)
 
 
 def encode(
@@ -97,42 +88,30 @@ def encode(
         >>> bool(got == element), values
         (True, tensor([2.]))
     """
-    code = _code_of(values_P.dtype)
-    positions = partition_hash.partition_numel(partition)
+    place = PartitionRecord(partition_hash, partition, values_P.dtype, offset, epoch)
+    positions, word_bytes = place.positions, place.word_bytes
     if values_P.numel() != positions:
         raise ExtensionError(
             f"encode: partition {partition} has another size",
             expected=f"{positions} values",
             got=values_P.numel(),
         )
-    word_bytes, value_bytes = 8 * -(-positions // 64), VALUE_BYTES[code]
-    values_at = _SECTIONS_AT + pad16(word_bytes)
-    out = torch.empty(values_at + pad16(positions * value_bytes), dtype=torch.uint8)
+    values_at = SECTIONS_AT + pad16(word_bytes)
+    out = torch.empty(values_at + pad16(values_P.nbytes), dtype=torch.uint8)
     nnz = hash_ops.bitmap_pack(
         values_P,
-        out[_SECTIONS_AT : _SECTIONS_AT + word_bytes],
-        out[values_at : values_at + positions * value_bytes],
+        out[SECTIONS_AT : SECTIONS_AT + word_bytes],
+        out[values_at : values_at + values_P.nbytes],
     )
-    bitmap, dense = _payload_sizes(positions, nnz, value_bytes)
-    if bitmap < dense:
-        form, size = FORM_BITMAP, _SECTIONS_AT + bitmap
-        out[_SECTIONS_AT + word_bytes : values_at] = 0
-        out[values_at + nnz * value_bytes : size] = 0
+    form = place.smallest(nnz, BY_POSITION)
+    size = place.write_head(out, form, nnz)
+    if form == FORM_BITMAP:
+        out[SECTIONS_AT + word_bytes : values_at] = 0
+        out[values_at + nnz * values_P.element_size() : size] = 0
     else:
-        form, size = FORM_DENSE, _SECTIONS_AT + dense
-        end = _SECTIONS_AT + positions * value_bytes
-        out[_SECTIONS_AT:end] = values_P.view(torch.uint8)
+        end = SECTIONS_AT + values_P.nbytes
+        out[SECTIONS_AT:end] = values_P.view(torch.uint8)
         out[end:size] = 0
-    header = Header(
-        format=FORMAT_HASH_BITMAP, dtype=code, numel=partition_hash.numel, nnz=nnz,
-        payload_bytes=size - HEADER_BYTES, offset=offset, epoch=epoch,
-    )  # fmt: skip
-    sub_header = _SUB_HEADER.pack(
-        partition, partition_hash.partitions, partition_hash.seed, partition_hash.code, form,
-        positions,
-    )  # fmt: skip
-    head = bytearray(header.pack() + sub_header)
-    out[:_SECTIONS_AT] = torch.frombuffer(head, dtype=torch.uint8)
     return out[:size]
 
 
@@ -165,14 +144,14 @@ def decode(
         WireFormatError: names the rank and the field that is wrong.
         ExtensionError: `record` is not a 1-D uint8 CPU tensor, or the dtype has no code.
     """
-    code = _code_of(value_dtype)
-    words, values, nnz = _read(record, partition_hash, partition, code, offset, epoch, rank)
+    place = PartitionRecord(partition_hash, partition, value_dtype, offset, epoch)
+    words, values, nnz = _read(record, place, rank)
     elements, field, found = hash_ops.bitmap_elements(
         words, nnz, partition_hash.numel, partition, partition_hash.partitions,
         partition_hash.seed, partition_hash.index_set(partition),
     )  # fmt: skip
     _refuse(field, found, nnz, rank)
-    return elements, _as_values(values, value_dtype)
+    return elements, as_dtype(values, value_dtype)
 
 
 def decode_add_(
@@ -208,99 +187,55 @@ def decode_add_(
             expected=partition_hash.numel,
             got=acc_M.numel(),
         )
-    code = _code_of(value_dtype)
-    words, values, nnz = _read(record, partition_hash, partition, code, offset, epoch, rank)
+    place = PartitionRecord(partition_hash, partition, value_dtype, offset, epoch)
+    words, values, nnz = _read(record, place, rank)
     field, found = hash_ops.bitmap_add_(
-        acc_M, words, values, code, nnz, partition, partition_hash.partitions,
+        acc_M, words, values, place.code, nnz, partition, partition_hash.partitions,
         partition_hash.seed, partition_hash.index_set(partition),
     )  # fmt: skip
     _refuse(field, found, nnz, rank)
 
 
-def _payload_sizes(positions: int, nnz: int, value_bytes: int) -> tuple[int, int]:
-    """Bytes of the sections behind the sub-header, in bitmap and in dense form."""
-    bitmap = pad16(8 * -(-positions // 64)) + pad16(nnz * value_bytes)
-    return bitmap, pad16(positions * value_bytes)
+def accumulate_(
+    acc_P: torch.Tensor, record: torch.Tensor, place: PartitionRecord, rank: int
+) -> None:
+    """Adds the values of a record to a partition that is held by position, as its server does.
 
+    Args:
+        acc_P: fp32, one for each position. Mutated.
+        record: uint8, exactly one record, not trusted.
+        place: what the record must say.
+        rank: the sender, for the error's text.
 
-def _read(
-    record: torch.Tensor,
-    partition_hash: PartitionHash,
-    partition: int,
-    code: int,
-    offset: int,
-    epoch: int,
-    rank: int,
-) -> _Sections:
-    """Compares every field with what is expected; afterwards the sections lie in the record."""
-    if record.dtype != torch.uint8 or record.dim() != 1 or record.device.type != "cpu":
+    Raises:
+        WireFormatError: names the rank and the field that is wrong; `acc_P` is untouched.
+        ExtensionError: `acc_P` is not one fp32 value for each position.
+    """
+    if acc_P.numel() != place.positions:
         raise ExtensionError(
-            "this is no record",
-            expected="a 1-D uint8 tensor on the CPU",
-            got=f"{record.dtype} {tuple(record.shape)} on {record.device}",
+            "accumulate_: acc has the wrong length", expected=place.positions, got=acc_P.numel()
         )
-    positions = partition_hash.partition_numel(partition)
-    head = record[:_SECTIONS_AT].numpy().tobytes()
-    header = Header.unpack(head, rank)
-    _expect(rank, "format", FORMAT_HASH_BITMAP, header.format)
-    _expect(rank, "dtype", code, header.dtype)
-    _expect(rank, "flags", 0, header.flags)
-    _expect(rank, "epoch", epoch % 2**32, header.epoch)
-    _expect(rank, "offset", offset, header.offset)
-    _expect(rank, "numel", partition_hash.numel, header.numel)
-    if header.nnz > positions:
-        raise wrong_field(rank, "nnz", f"at most {positions}", header.nnz)
-    if len(head) < _SECTIONS_AT:
-        raise wrong_field(rank, "size", f"{_SECTIONS_AT} bytes and more", len(head))
-    sub_header = _SUB_HEADER.unpack_from(head, HEADER_BYTES)
-    form = sub_header[_SUB_HEADER_FIELDS.index("form")]
-    if form not in (FORM_BITMAP, FORM_DENSE):
-        raise wrong_field(rank, "form", "0 (bitmap) or 1 (dense)", form)
-    wanted = (
-        partition, partition_hash.partitions, partition_hash.seed, partition_hash.code, form,
-        positions,
-    )  # fmt: skip
-    for field, expected, got in zip(_SUB_HEADER_FIELDS, wanted, sub_header, strict=True):
-        _expect(rank, field, expected, got)
-    value_bytes, nnz = VALUE_BYTES[code], header.nnz
-    sizes = _payload_sizes(positions, nnz, value_bytes)
-    _expect(rank, "payload_bytes", SUB_HEADER_BYTES + sizes[form], header.payload_bytes)
-    _expect(rank, "size", HEADER_BYTES + header.payload_bytes, record.numel())
+    words, values, nnz = _read(record, place, rank)
+    # Here positions are the elements: the one partition of a segment that is not permuted.
+    positions_P = torch.arange(place.positions, dtype=torch.int32)
+    field, found = hash_ops.bitmap_add_(acc_P, words, values, place.code, nnz, 0, 1, 0, positions_P)
+    _refuse(field, found, nnz, rank)
 
-    word_bytes = 8 * -(-positions // 64)
+
+def _read(record: torch.Tensor, place: PartitionRecord, rank: int) -> _Sections:
+    """Checks the head; counts the non-zero values of a dense record to make its bitmap."""
+    form, nnz = place.read_head(record, rank, BY_POSITION)
+    word_bytes, value_bytes = place.word_bytes, place.value_dtype.itemsize
     if form == FORM_BITMAP:
-        words = record[_SECTIONS_AT : _SECTIONS_AT + word_bytes]
-        at = _SECTIONS_AT + pad16(word_bytes)
+        words = record[SECTIONS_AT : SECTIONS_AT + word_bytes]
+        at = SECTIONS_AT + pad16(word_bytes)
         return _Sections(words, record[at : at + nnz * value_bytes], nnz)
-    raw = record[_SECTIONS_AT : _SECTIONS_AT + positions * value_bytes]
+    raw = record[SECTIONS_AT : SECTIONS_AT + place.positions * value_bytes]
     words = torch.empty(word_bytes, dtype=torch.uint8)
-    packed = torch.empty(positions * value_bytes, dtype=torch.uint8)
-    found = hash_ops.bitmap_pack(_as_values(raw, DTYPE_OF_CODE[code]), words, packed)
-    _expect(rank, "nnz", found, nnz)
+    packed = torch.empty_like(raw)
+    found = hash_ops.bitmap_pack(as_dtype(raw, place.value_dtype), words, packed)
+    expect(rank, "nnz", found, nnz)
     return _Sections(words, packed[: nnz * value_bytes], nnz)
-
-
-def _code_of(dtype: torch.dtype) -> int:
-    code = _CODE_OF_DTYPE.get(dtype)
-    if code is None:
-        raise ExtensionError(
-            "values of this dtype have no code",
-            expected="float32, bfloat16 or float16",
-            got=dtype,
-        )
-    return code
-
-
-def _as_values(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes as values; copied where a caller's slice left them unaligned."""
-    if raw.storage_offset() % dtype.itemsize or raw.data_ptr() % dtype.itemsize:
-        raw = raw.clone()
-    return raw.view(dtype)
-
-
-def _expect(rank: int, field: str, expected: object, got: object) -> None:
-    if expected != got:
-        raise wrong_field(rank, field, expected, got)
 
 
 def _refuse(field: str, found: int, nnz: int, rank: int) -> None:

@@ -65,6 +65,10 @@ class PartitionHash(Protocol):
         """Where each element stands in its partition."""
         ...
 
+    def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
+        """Where each element stands in one partition; -1 where it is of another."""
+        ...
+
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
         """The elements at positions of one partition."""
         ...
@@ -141,6 +145,19 @@ class PermutationHash:
         partition_K = position_K * self.partitions // self.numel
         # ceil(p numel / n); p numel is at most 2^47.
         return position_K - (partition_K * self.numel + self.partitions - 1) // self.partitions
+
+    def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
+        """Where each element stands in one partition; -1 where it is of another; int64.
+
+        A fifth of the time of `position_in_partition`: it does not divide.
+
+        Raises:
+            ExtensionError: there is no such partition, or an element is not in [0, numel).
+        """
+        size = self.partition_numel(partition)
+        position_K = hash_ops.permute(elements_K, self.numel, self.seed)
+        position_K.sub_(self._begin(partition))
+        return position_K.masked_fill_((position_K < 0) | (position_K >= size), -1)
 
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
         """The elements at positions of one partition; int64 in and out.
@@ -231,6 +248,16 @@ class IndexSetHash:
             wanted = elements_K[mine].to(torch.int32)
             position_K[mine] = torch.searchsorted(self.index_set(partition), wanted)
         return position_K
+
+    def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
+        """Where each element stands in one partition; -1 where it is of another; int64.
+
+        Raises:
+            ExtensionError: there is no such partition, or an element is not in [0, numel).
+        """
+        strangers = self.partition_of(elements_K) != partition
+        position_K = torch.searchsorted(self.index_set(partition), elements_K.to(torch.int32))
+        return position_K.masked_fill_(strangers, -1)
 
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
         """The elements at positions of one partition; int64 in and out.

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from megatron_sparse.errors import WireFormatError
 
 HEADER_BYTES = 48
+RECORD_ALIGNMENT = 16
+"""Of records and of their sections, in bytes."""
 MAGIC = b"MSPG"
 VERSION = 1
 
 FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS, FORMAT_HASH_BITMAP = range(5)
+FORMAT_ROW_SPARSE = 5
 FORMAT_ADAPTIVE = -1
 """Not a format of a record: asks the encoder for the smallest of dense, COO and Pici."""
-FORMAT_NAMES = ("dense", "coo", "pici", "blocks", "hash_bitmap")
+FORMAT_NAMES = ("dense", "coo", "pici", "blocks", "hash_bitmap", "row_sparse")
 FLAG_PICI_LINEAR = 1
 PICI_TILE = 4096
 BLOCKS_SUBHEADER = struct.Struct("<IIQ")
@@ -188,8 +191,8 @@ def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> in
 
 
 def pad16(nbytes: int) -> int:
-    """The next multiple of 16."""
-    return (nbytes + 15) // 16 * 16
+    """The next multiple of `RECORD_ALIGNMENT`."""
+    return -(-nbytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
 def wrong_field(rank: int, field: str, expected: object, got: object) -> WireFormatError:

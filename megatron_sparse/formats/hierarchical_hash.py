@@ -130,7 +130,9 @@ def split(
             got=indices_K.tolist()[:8], remedy="sort them, or use hierarchical_hash",
         )  # fmt: skip
     partition_K = partition_hash.partition_of(indices_K)
-    order_K = torch.sort(partition_K, stable=True).indices
+    # Sorting is a radix sort for narrow integers: a third of the time.
+    keys_K = partition_K.to(torch.uint8) if partition_hash.partitions <= 256 else partition_K
+    order_K = torch.sort(keys_K, stable=True).indices
     sizes = partition_K.bincount(minlength=partition_hash.partitions)
     offsets = [0, *sizes.cumsum(0).tolist()]
     return Partitioned(indices_K[order_K], values_K[order_K], offsets, serial=0, grown=0)
@@ -170,9 +172,8 @@ def accumulate_(
     if low < 0 or high >= partition_hash.numel:
         got = low if low < 0 else high
         raise wrong_field(rank, "indices", f"0 to {partition_hash.numel - 1}", got)
-    strangers = (partition_hash.partition_of(indices_K) != partition).nonzero()
-    if strangers.numel():
-        got = f"element {int(indices_K[strangers[0, 0]])} of another"
+    position_K = partition_hash.locate(partition, indices_K)
+    if int(position_K.min()) < 0:
+        got = f"element {int(indices_K[position_K.argmin()])} of another"
         raise wrong_field(rank, "indices", f"elements of partition {partition}", got)
-    position_K = partition_hash.position_in_partition(indices_K)
     acc_P.index_add_(0, position_K, values_K.float())

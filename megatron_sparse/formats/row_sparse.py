@@ -71,17 +71,7 @@ class RowSparse:
             >>> RowSparse.from_coo(g).rows_KD.tolist()
             [[2.0], [5.0]]
         """
-        if (
-            gradient.layout != torch.sparse_coo
-            or gradient.sparse_dim() != 1
-            or gradient.dense_dim() != 1
-        ):
-            raise ExtensionError(
-                "this is no row-sparse gradient",
-                expected="a sparse COO tensor with one sparse and one dense dimension",
-                got=f"{gradient.layout} of shape {tuple(gradient.shape)}",
-                remedy="make the embedding with sparse=True",
-            )
+        check_coo(gradient)
         # The public accessors refuse tensors that are not coalesced; torch's own coalesce promises
         # no order of summation.
         indices, rows = gradient._indices()[0], gradient._values()
@@ -112,6 +102,33 @@ class RowSparse:
             [[0.0, 0.0], [1.0, 2.0]]
         """
         return row_sparse_ops.expand(self.indices_K, self.rows_KD, union_U)
+
+
+def check_coo(gradient: torch.Tensor) -> None:
+    """Refuses what `RowSparse.from_coo` cannot take; looks at no element.
+
+    Raises:
+        ExtensionError: another layout, shape, dtype or device.
+    """
+    if (
+        gradient.layout != torch.sparse_coo
+        or gradient.sparse_dim() != 1
+        or gradient.dense_dim() != 1
+    ):
+        raise ExtensionError(
+            "this is no row-sparse gradient",
+            expected="a sparse COO tensor with one sparse and one dense dimension",
+            got=f"{gradient.layout} of shape {tuple(gradient.shape)}",
+            remedy="make the embedding with sparse=True",
+        )
+    if gradient.device.type != "cpu":
+        raise ExtensionError(
+            "the row-sparse gradient is not on the CPU",
+            expected="a CPU tensor; the ops of row-sparse gradients have no CUDA kernels",
+            got=gradient.device,
+            remedy="make the embedding with sparse=False: its gradient is then pruned like others",
+        )
+    _check_rows_dtype(gradient.dtype)
 
 
 def coalesce(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> RowSparse:
@@ -191,6 +208,12 @@ def _ascends(indices: torch.Tensor) -> bool:
     return bool((indices[1:] > indices[:-1]).all())
 
 
+def _check_rows_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        expected = "float32, bfloat16 or float16"
+        raise ExtensionError("the rows have the wrong dtype", expected=expected, got=dtype)
+
+
 def _check_pairs(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
     if not 0 <= num_rows <= MAX_ROWS:
         raise ExtensionError("num_rows is out of range", expected="0 to 2^40", got=num_rows)
@@ -200,9 +223,7 @@ def _check_pairs(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> No
             expected="int64 indices [K] and rows [K, D]",
             got=f"{indices.dtype} {tuple(indices.shape)} and {tuple(rows.shape)}",
         )
-    if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        expected = "float32, bfloat16 or float16"
-        raise ExtensionError("the rows have the wrong dtype", expected=expected, got=rows.dtype)
+    _check_rows_dtype(rows.dtype)
     if rows.shape[0] != indices.numel():
         raise ExtensionError("there are more or fewer rows than indices",
                              expected=f"{indices.numel()} rows", got=rows.shape[0])  # fmt: skip

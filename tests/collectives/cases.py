@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.config import FORMAT_OF_SCHEME, SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, encode
 from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import VirtualCluster
 
 EPOCH = 3
+OPTIONS = SchemeOptions.of(SchemeConfig(block_size=64))
+"""Blocks so small that the small buckets here have several."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,23 @@ class Case:
     numel: int = 240
     floats: bool = False
     """Random floats instead of small integers."""
+    options: SchemeOptions = OPTIONS
+
+
+class RecordTap:
+    """A transport that keeps (peer, records) of all records that its rank sends."""
+
+    def __init__(self, transport):
+        self._transport = transport
+        self.sent = []
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def exchange(self, sends, receives, tag):
+        """Passes on, and keeps what is bytes: sizes are not."""
+        self.sent += [(peer, data) for peer, data in sends if data.dtype == torch.uint8]
+        return self._transport.exchange(sends, receives, tag)
 
 
 def parameters(numel: int) -> list[ParameterSlice]:
@@ -81,7 +103,35 @@ def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message
         [bucket.grad_N[a:b].count_nonzero() for a, b in itertools.pairwise(offsets)],
         dtype=torch.int64,
     )
-    return encode(bucket, layout, nnz_R, case.wire, EPOCH, buffers)
+    form = FORMAT_OF_SCHEME.get(case.scheme, "coo")
+    block_size = case.options.block_size
+    return encode(bucket, layout, nnz_R, case.wire, EPOCH, buffers, form, block_size)
+
+
+def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeOptions):
+    """An all-reduce of fp32 gradients, one a rank, with nothing kept.
+
+    Returns each rank's result, the (peer, records) that each sent, and each one's message.
+    """
+    n, numel = len(gradients), gradients[0].numel()
+    case = Case(scheme, n, numel=numel, options=options)
+    taps, messages = {}, {}
+
+    def start(transport):
+        rank = transport.rank
+        tap: Any = RecordTap(transport)
+        taps[rank] = tap
+        slices = [ParameterSlice("w", 0, numel)]
+        bucket = Bucket("b", gradients[rank].clone(), slices, case.form, n)
+        message = messages[rank] = make_message(bucket, case, MessageBuffers())
+        bucket.grad_N.fill_(float("nan"))
+        yield from SCHEMES[scheme].exchange(
+            bucket, message, tap, MessageBuffers(), Stopwatch(), options
+        )
+        return bucket.grad_N
+
+    results = VirtualCluster(n).run(start)
+    return results, [taps[rank].sent for rank in range(n)], [messages[r] for r in range(n)]
 
 
 def steps_of(case: Case, transport, *, poison: bool = False):
@@ -97,7 +147,7 @@ def steps_of(case: Case, transport, *, poison: bool = False):
         message = make_message(bucket, case, buffers)
         # Selection may leave anything in the gradient: the message is the contribution.
         bucket.grad_N.fill_(float("nan"))
-        sent = yield from scheme.run(bucket, message, transport, buffers, watch)
+        sent = yield from scheme.exchange(bucket, message, transport, buffers, watch, case.options)
     else:
         values = bucket.grad_N
         if case.wire != case.dtype:

@@ -8,11 +8,13 @@ import torch
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.base import tag_of
+from megatron_sparse.collectives.sealed import open_row, open_size, seal_row, seal_size
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.transport import VirtualCluster
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import NO_TIME
 from tests.collectives.cases import Case, steps_of
 
 
@@ -43,7 +45,14 @@ def test_the_planner_plans_every_scheme_by_name(name, form):
 
 def test_messages_are_cut_into_shards_where_a_scheme_sends_shards():
     sharded = {name for name in SCHEMES if SCHEMES[name].is_sharded(Form.ALL_REDUCE)}
-    assert sharded == {"direct", "ssar_split_ag", "dsar_split_ag", "sparse_ring"}
+    assert sharded == {
+        "direct",
+        "ssar_split_ag",
+        "dsar_split_ag",
+        "sparse_ring",
+        "omnireduce",
+        "adaptive_ring",
+    }
     for scheme in SCHEMES.values():
         assert scheme.is_sharded(Form.REDUCE_SCATTER) == (scheme.takes is Input.SPARSE)
 
@@ -85,6 +94,10 @@ def test_dense_ranks_with_another_bucket_never_meet(name):
         cluster.run(lambda transport: steps_of(cases[transport.rank], transport))
 
 
+APART = Topology((1, 1, 1), NO_TIME, NO_TIME)
+"""Inside a node the hierarchy has dense sums, not records."""
+
+
 def _damaged(cluster, nth):
     """Flips a bit in the header of the nth pairwise message that carries records."""
     seen = 0
@@ -107,7 +120,7 @@ def _damaged(cluster, nth):
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_damaged_record_is_a_typed_error_naming_the_sender(name, nth):
     case = Case(name, 3, density=0.1, numel=900)
-    cluster = _damaged(VirtualCluster(3), nth)
+    cluster = _damaged(VirtualCluster(3, APART), nth)
     with pytest.raises(WireFormatError, match=r"rank [012]: field checksum"):
         cluster.run(lambda transport: steps_of(case, transport))
 
@@ -135,13 +148,16 @@ class _Liar:
     def _changed(self, own):
         if not self._lie:
             return own
-        if own.numel() == 1:
-            return own + 2**40
-        return torch.cat([own[:2], own[2:] + 2**40])
+        words = own.tolist()
+        if len(words) == 1:
+            return own.new_tensor([seal_size(open_size(words[0], 1) + 2**40)])
+        meant, sizes = open_row(words, 1)
+        lie = seal_row(meant, [size + 2**40 for size in sizes])
+        return own.new_tensor(lie + words[len(lie) :])
 
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_an_impossible_size_is_refused_before_memory_is_taken(name):
     case = Case(name, 3, density=0.1, numel=900)
     with pytest.raises(WireFormatError, match=r"rank 1 announces .* of impossible size"):
-        VirtualCluster(3).run(lambda transport: steps_of(case, _Liar(transport)))
+        VirtualCluster(3, APART).run(lambda transport: steps_of(case, _Liar(transport)))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.cuda_ext import hash_ops
+from megatron_sparse.cuda_ext import hash_ops, load
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
@@ -257,7 +257,7 @@ def test_an_index_set_that_leads_outside_is_refused():
 
 
 def test_ops_live_under_torch_compile():
-    hash_ops.register_fakes()
+    load()
     ops = torch.ops.megatron_sparse
     words = torch.tensor([3, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)
     room = torch.zeros(20, dtype=torch.uint8)

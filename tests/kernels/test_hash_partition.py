@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.cuda_ext import hash_ops
+from megatron_sparse.cuda_ext import hash_ops, load
 from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from megatron_sparse.formats.hierarchical_hash import accumulate_, hierarchical_hash, split
@@ -74,6 +74,7 @@ def test_elements_and_positions_follow_from_one_another(numel, partitions, seed,
         mine = partition == p
         assert position[mine].sort().values.tolist() == list(range(sizes[p]))
         assert torch.equal(h.element_at(p, position[mine]), elements[mine])
+        assert torch.equal(h.locate(p, elements), torch.where(mine, position, -1))
     if kind is PermutationHash:
         assert max(sizes) - min(sizes) <= 1
         expected = [oracle.partition_of(e, numel, partitions, seed) for e in range(numel)]
@@ -305,7 +306,7 @@ def test_a_partition_out_of_range_cannot_write_outside_the_memory():
 
 
 def test_ops_live_under_torch_compile():
-    hash_ops.register_fakes()
+    load()
     ops = torch.ops.megatron_sparse
     for op, arguments in (
         (ops.hash_permute, (X, 10, 1)),

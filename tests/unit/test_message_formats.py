@@ -8,7 +8,12 @@ import torch
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
-from megatron_sparse.config import MESSAGE_FORMATS, CompressionConfig, SchemeConfig
+from megatron_sparse.config import (
+    FORMAT_OF_SCHEME,
+    MESSAGE_FORMATS,
+    CompressionConfig,
+    SchemeConfig,
+)
 from megatron_sparse.errors import ConfigError, ExtensionError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.header import FORMAT_NAMES, FORMAT_PICI, read_headers
@@ -24,9 +29,11 @@ def select(form, density):
     bucket = Bucket("0", grad.clone(), parameters, Form.ALL_REDUCE, 2)
     config = CompressionConfig(density=density)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    selector = Selector(config, residuals, 0, MessageBuffers(), form)
+    selector = Selector(config, residuals, 0, MessageBuffers())
     watch = Stopwatch()
-    message = selector.select(bucket, density, None, sharded=False, step=3, watch=watch)
+    message = selector.select(
+        bucket, density, None, form=form, block_size=64, sharded=False, step=3, watch=watch
+    )
     assert torch.equal(bucket.grad_N, grad), "selection on the CPU only reads the gradient"
     assert watch.times_us()["prune"] > 0
     total = torch.full((NUMEL,), torch.nan)
@@ -51,13 +58,13 @@ def test_each_format_carries_the_same(density, smallest):
 
 
 def test_the_names_are_those_of_the_configuration():
-    assert set(FORMAT_CODES) == set(MESSAGE_FORMATS)
+    assert set(FORMAT_CODES) == {*MESSAGE_FORMATS, *FORMAT_OF_SCHEME.values()}
     with pytest.raises(ConfigError, match=r"scheme\.format"):
         SchemeConfig(format="csr")
 
 
 def test_torch_operations_refuse_what_they_cannot_write():
-    with pytest.raises(ExtensionError, match="CPU tensors only"):
+    with pytest.raises(ExtensionError, match="torch operations do not write"):
         torch_codec.encode(
             torch.zeros(8), torch.tensor([0, 8]), torch.zeros(1, dtype=torch.uint8),
             torch.tensor([0]), 0, 0, torch.zeros(200, dtype=torch.uint8), form=FORMAT_PICI,

@@ -1,0 +1,119 @@
+"""Adaptive ring (SpCCL, section IV): a ring whose sums go dense when that is faster.
+
+Re-encoding a sum pays only while it is sparse, and how sparse depends on the link that it is about
+to cross. Three densities decide (section IV-C; the paper states them as sparsities):
+`scheme.ring_intra_density` for links inside a node, `scheme.ring_inter_density` for links between
+nodes, and `scheme.ring_gather_density` for the all-gather, whose records are encoded once only.
+
+The phases are those of `sparse_ring`; ranks are numbered as they follow one another there.
+Agreement: one all-gather of what is meant, thresholds included, and of the non-zero elements
+that each rank has selected, 8 (2 + n) bytes a rank.
+Reduce-scatter, n - 1 steps: as `sparse_ring`, but from the second step on a rank passes the sum on
+as it is when its density has reached the threshold of the link to its successor: no count, no
+encoding, no size round, no copy of an fp32 sum. The density is measured in the records that cross a
+link and extrapolated by equation (7) from there on (`link_density`); it never falls while
+nothing is measured, so a link that has gone dense stays dense, while another, of the other kind,
+may still be sparse: what a shard crosses densely between two sparse transfers is the paper's dense
+send in between.
+All-gather (all-reduce only): as `sparse_ring`; a sum whose density, extrapolated from the link that
+it came by, has reached the third threshold goes as dense records, each rank deciding for its own
+(the paper's phase-aware adaptivity).
+
+Sums travel in the format that `scheme.format` names (section IV-D: Pici or COO); whatever is not
+smaller than dense is dense.
+
+Deviations, beside those of `link_density`: rank r's first transfer is always sparse, for selection
+has encoded it already; whole shards are encoded, not slices of a pipeline.
+
+In step s rank r sends 8 bytes and the records of the sum of shard r - s by ranks r - s + 1, ..., r
+in one round each, or its N / n partial sums of p bytes (`dense_ring`) in one round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives.base import Steps, Subgroup, Yielded, exchange_sizes, tag_of
+from megatron_sparse.collectives.link_density import LinkDensity, prunable_nnz, prunable_numel
+from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.collectives.records import Cut, SparseSum, shard_cuts
+from megatron_sparse.collectives.sparse_ring import (
+    ring_gather_sums,
+    ring_order,
+    ring_reduce_scatter,
+)
+from megatron_sparse.errors import WireFormatError
+from megatron_sparse.formats.header import FORMAT_DENSE
+from megatron_sparse.formats.message import FORMAT_CODES, Message, MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+NAME = "adaptive_ring"
+
+
+def adaptive_ring(
+    bucket: Bucket,
+    message: Message,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+    options: SchemeOptions,
+) -> Steps:
+    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+
+    Arguments and errors as of `agsparse`; the message is cut into shards in both forms. On CUDA the
+    records' headers are read on the host.
+    """
+    intra, inter, gather = options.ring_densities
+    scheme = f"{NAME} {intra}/{inter}/{gather}"
+    tag = tag_of(bucket, scheme, message.value_dtype, message.epoch)
+    group = Subgroup(transport, ring_order(transport), tag)
+    n, place, ranks = group.world_size, group.rank, group.ranks
+    cuts = shard_cuts(message.layout, n)
+    density_of = yield from _initial_densities(scheme, bucket, message, cuts, transport)
+    initial = [density_of[rank] for rank in ranks]
+
+    def link(sender: int) -> LinkDensity:
+        ends = {transport.nodes[ranks[end % n]] for end in (sender, sender + 1)}
+        return LinkDensity(sender, initial, intra if len(ends) == 1 else inter)
+
+    onward, incoming = link(place), link(place - 1)
+    form = FORMAT_CODES[options.format]
+    sums = SparseSum(bucket, message, buffers, watch, form=form)
+    scatter = bucket.form is Form.REDUCE_SCATTER
+    yield from ring_reduce_scatter(
+        message, cuts, sums, group, watch, (onward, incoming), last=scatter
+    )
+    if scatter:
+        sums.write(cuts[transport.rank].elements)
+        return group.sent_bytes
+    incoming.extrapolate()  # By what this rank has added.
+    if incoming.density >= gather:
+        # The same sum, in the bucket's memory, with dense records.
+        sums = SparseSum(bucket, message, buffers, watch, form=FORMAT_DENSE)
+    yield from ring_gather_sums(scheme, bucket, message, cuts, sums, group, transport)
+    return group.sent_bytes
+
+
+def _initial_densities(
+    scheme: str, bucket: Bucket, message: Message, cuts: list[Cut], transport: Transport
+) -> Generator[Yielded, None, list[float]]:
+    """The agreement: the density of what each rank has selected, as it announces it."""
+    own = message.buffer[: message.nbytes].split(message.shard_bytes())
+    parts = zip(own, cuts, strict=True)
+    nnz = sum(prunable_nnz(records, cut, transport.rank) for records, cut in parts)
+    table = yield from exchange_sizes(
+        [nnz], bucket, scheme, message.value_dtype, message.epoch, transport
+    )
+    numel = sum(map(prunable_numel, cuts))
+    for rank, (announced,) in enumerate(table):
+        if not 0 <= announced <= numel:
+            raise WireFormatError(
+                f"rank {rank} announces a message of impossible size",
+                expected=f"0 to {numel} selected elements",
+                got=announced,
+                remedy="run the same version of megatron_sparse with the same configuration on all "
+                "ranks",
+            )
+    return [announced / numel if numel else 1.0 for (announced,) in table]

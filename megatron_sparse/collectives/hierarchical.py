@@ -1,0 +1,318 @@
+"""Hierarchical: any sparse scheme across the nodes, dense sums within them.
+
+The two levels of `dense_hierarchical` (PCCL, section 4.1; its lanes are used here), for gradients
+that were selected rank by rank: links inside a node are fast, so there the contributions are added
+densely; between nodes only what is not zero travels, and once a node instead of once a rank.
+`scheme.inner` names the scheme that runs across the nodes.
+
+With m lanes (the ranks of the smallest node) and k nodes, lane l of every node holds one of m parts
+of the bucket; it has the k ranks that carry the part across.
+
+Agreement: one all-gather of what is meant, 8 (2 + n) bytes a rank.
+Decoding (local): a rank turns its own message into a dense vector; for a reduce-scatter its shards
+are put in the order of the lanes, so that a lane's part is contiguous.
+Phase 1, rounds inside the nodes, as many as the largest node has other ranks: every rank sends each
+lane its part, one peer at a time; the lane's rank adds them.
+Phase 2, the inner scheme: each lane's rank encodes its part of the node's sum, and the lane's ranks
+reduce it across the nodes, with an agreement of their own (8 (2 + k) bytes to each of the others,
+once or more often, as the scheme has it). Its form is the bucket's; but a lane all-reduces, and
+each rank keeps its own, where the scheme has no reduce-scatter or nodes differ in size.
+Phase 3, rounds inside the nodes: a lane's rank sends its part to the node's other ranks, for a
+reduce-scatter only what belongs to a rank without a lane.
+
+A node with more ranks than lanes has ranks that only send in phase 1 and only receive in phase 3.
+Inside a node partial sums travel in fp32, complete ones as the gradient's dtype. Between nodes both
+are fp32, or `scheme.wire_dtype` where that narrows an fp32 gradient: a node's sum is never rounded
+to bf16 before the last addition. A lane's records are in `scheme.format`.
+
+Of N elements a rank with a lane sends (m - 1) / m N 4 bytes in phase 1, in phase 3 for each other
+rank of its node N / m b bytes, and between nodes what the inner scheme sends for N / m elements
+with the density of a node's sum among k ranks. A rank without one sends 4 N bytes. In a
+reduce-scatter phase 3 is 4 N / n bytes for each rank without a lane that the rank serves. A rank
+with a lane holds up to N values of fp32 more than the other schemes, for phase 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.collectives.accumulator import store
+from megatron_sparse.collectives.base import (
+    POSTED,
+    Phase,
+    Round,
+    Steps,
+    Subgroup,
+    Yielded,
+    even_cuts,
+    exchange_sizes,
+    tag_of,
+)
+from megatron_sparse.collectives.dense_hierarchical import Lanes
+from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.errors import WireFormatError
+from megatron_sparse.formats.message import (
+    VALUE_DTYPES,
+    Message,
+    MessageBuffers,
+    decode_add_,
+    encode,
+)
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+from megatron_sparse.transport.subset import SubsetTransport
+
+if TYPE_CHECKING:
+    from megatron_sparse.collectives.schemes import Scheme
+
+NAME = "hierarchical"
+
+
+def hierarchical(
+    bucket: Bucket,
+    message: Message,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+    options: SchemeOptions,
+    inner: Scheme,
+) -> Steps:
+    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+
+    Arguments and errors as of `agsparse`; `inner` is the scheme across the nodes.
+    """
+    scheme = f"{NAME} {inner.name}"
+    yield from exchange_sizes([], bucket, scheme, message.value_dtype, message.epoch, transport)
+    tag = tag_of(bucket, scheme, message.value_dtype, message.epoch)
+    lanes = Lanes(transport.nodes, transport.rank)
+    inside = Subgroup(transport, lanes.members[lanes.node], tag)
+    has_lane, scatter = transport.rank == lanes.home, bucket.form is Form.REDUCE_SCATTER
+    serves = bool(lanes.guests) if scatter else inside.world_size > 1
+    parts = LaneParts(bucket, message, lanes)
+    with watch.stage("decode"):
+        values_N = _decoded(bucket, message, parts, transport.rank, buffers)
+
+    nodes, ends = len(lanes.members), has_lane and not serves
+    room = _room(bucket, values_N, parts.part(lanes.lane), inside, buffers) if has_lane else []
+    yield from _sum_in_lanes(values_N, parts, lanes, inside, room, watch, last=ends and nodes == 1)
+    sent_bytes = 0
+    if has_lane and nodes > 1:
+        lane = SubsetTransport(transport, [members[lanes.lane] for members in lanes.members], tag)
+        lane_bucket = parts.lane_bucket(values_N, lanes, inner)
+        lane_message = _encoded(lane_bucket, bucket, message, inner, options, buffers, watch)
+        steps = inner.exchange(lane_bucket, lane_message, lane, buffers, watch, options)
+        sent_bytes = yield from _within(steps, lane.ranks, last=ends)
+    if scatter:
+        yield from _give_shards(values_N, parts, lanes, inside)
+        own = parts.shard(transport.rank)
+        store(bucket.grad_N[bucket.shard(transport.rank)], values_N[own])
+    else:
+        if has_lane:
+            own = parts.part(lanes.lane)
+            store(bucket.grad_N[own], values_N[own])
+        yield from _spread_parts(bucket.grad_N, parts, lanes, inside)
+    return inside.sent_bytes + sent_bytes
+
+
+class LaneParts:
+    """Where the lanes' parts lie in a vector that holds the whole bucket, lane by lane.
+
+    For an all-reduce that is the bucket itself. For a reduce-scatter its shards are moved: first
+    those of lane 0's owners, node by node.
+
+    Args:
+        bucket: what is synchronised.
+        message: a rank's message, cut into shards for a reduce-scatter.
+        lanes: who is where.
+    """
+
+    def __init__(self, bucket: Bucket, message: Message, lanes: Lanes) -> None:
+        self._bucket, self._layout = bucket, message.layout
+        self._owners: list[int] = []
+        order = lanes.order()
+        if bucket.form is Form.ALL_REDUCE:
+            self._cuts = even_cuts(bucket.numel, lanes.count)
+        else:
+            self._owners = [owner for owners in order for owner in owners]
+            self._shard_numel = bucket.numel // bucket.world_size
+            places = {owner: place for place, owner in enumerate(self._owners)}
+            firsts = [owners[0] for owners in order[:: len(lanes.members)]]
+            self._places = places
+            self._cuts = [*(places[rank] * self._shard_numel for rank in firsts), bucket.numel]
+
+    def part(self, lane: int) -> slice:
+        """The elements of a lane's part."""
+        return slice(self._cuts[lane], self._cuts[lane + 1])
+
+    def shard(self, rank: int) -> slice:
+        """The elements of a rank's shard, for a reduce-scatter."""
+        start = self._places[rank] * self._shard_numel
+        return slice(start, start + self._shard_numel)
+
+    def lane_bucket(self, values_N: torch.Tensor, lanes: Lanes, inner: Scheme) -> Bucket:
+        """This rank's part as a bucket of the ranks of its lane, in the form that `inner` takes."""
+        part = self.part(lanes.lane)
+        sizes = {len(lanes.owners(lanes.lane, node)) for node in range(len(lanes.members))}
+        is_shared_out = len(sizes) == 1 and self._bucket.form in inner.forms
+        return Bucket(
+            f"{self._bucket.name}/lane",
+            values_N[part],
+            [
+                ParameterSlice(str(number), start - part.start, stop - part.start, keep)
+                for number, (start, stop, keep) in enumerate(self._segments(part))
+            ],
+            self._bucket.form if is_shared_out else Form.ALL_REDUCE,
+            len(lanes.members),
+        )
+
+    def _segments(self, part: slice) -> Iterator[tuple[int, int, bool]]:
+        """The bucket's segments that lie in a part: (start, stop, whether it is always dense)."""
+        offsets, keeps = self._layout.segment_offsets.tolist(), self._layout.segment_keep.tolist()
+        if not self._owners:
+            for (start, stop), keep in zip(pairwise(offsets), keeps, strict=True):
+                first, last = max(start, part.start), min(stop, part.stop)
+                if first < last:
+                    yield first, last, bool(keep)
+            return
+        for owner in self._owners:
+            shard = self.shard(owner)
+            if part.start <= shard.start < part.stop:
+                shift = shard.start - self._bucket.shard(owner).start
+                for segment in range(*self._layout.shard_segments[owner : owner + 2]):
+                    start, stop = offsets[segment] + shift, offsets[segment + 1] + shift
+                    yield start, stop, bool(keeps[segment])
+
+
+def _decoded(
+    bucket: Bucket, message: Message, parts: LaneParts, rank: int, buffers: MessageBuffers
+) -> torch.Tensor:
+    """This rank's contribution as a dense fp32 vector, in the order of the parts."""
+    layout, dtype = message.layout, message.value_dtype
+    scatter, grad_N = bucket.form is Form.REDUCE_SCATTER, bucket.grad_N
+    if grad_N.dtype == torch.float32 and not scatter:
+        values_N = grad_N
+    else:
+        name = f"lanes:{bucket.name}"
+        values_N = buffers.take(name, bucket.numel, grad_N.device, torch.float32)
+    if scatter:
+        pieces = message.buffer[: message.nbytes].split(message.shard_bytes())
+        targets = [values_N[parts.shard(owner)] for owner in range(bucket.world_size)]
+        offsets = [layout.shard_offsets(owner) for owner in range(bucket.world_size)]
+    else:
+        pieces, targets = [message.buffer[: message.nbytes]], [values_N]
+        offsets = [layout.segment_offsets]
+    for records, target_M, offsets_S in zip(pieces, targets, offsets, strict=True):
+        decode_add_(target_M, records, offsets_S, dtype, message.epoch, rank=rank, fresh=True)
+    return values_N
+
+
+def _room(
+    bucket: Bucket, values_N: torch.Tensor, part: slice, inside: Subgroup, buffers: MessageBuffers
+) -> Sequence[torch.Tensor]:
+    """Room for a part from each other rank of the node."""
+    numel, peers = part.stop - part.start, inside.world_size - 1
+    name = f"received:{bucket.name}"
+    received = buffers.take(name, numel * peers, values_N.device, torch.float32)
+    return [received[peer * numel : (peer + 1) * numel] for peer in range(peers)]
+
+
+def _sum_in_lanes(
+    values_N: torch.Tensor,
+    parts: LaneParts,
+    lanes: Lanes,
+    inside: Subgroup,
+    room: Sequence[torch.Tensor],
+    watch: Stopwatch,
+    *,
+    last: bool,
+) -> Phase:
+    """Phase 1: leaves the node's sum of each lane's part with the lane's rank.
+
+    In round i rank r of the node sends to rank r - i and receives from rank r + i, as in `direct`.
+    """
+    m, place = inside.world_size, inside.rank
+    rounds: list[Round] = []
+    for step in range(1, m):
+        target, source = (place - step) % m, (place + step) % m
+        sends = [(target, values_N[parts.part(target)])] if target < lanes.count else []
+        rounds.append((sends, [(source, room[step - 1])] if room else []))
+
+    def add(number: int) -> None:
+        if room and number:
+            with watch.stage("decode"):
+                values_N[parts.part(lanes.lane)].add_(room[number - 1])
+
+    yield from inside.in_rounds(rounds, add, last=last)
+
+
+def _encoded(
+    lane_bucket: Bucket,
+    bucket: Bucket,
+    message: Message,
+    inner: Scheme,
+    options: SchemeOptions,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+) -> Message:
+    """The node's sum of this rank's part as the message that the inner scheme takes."""
+    is_narrowed = VALUE_DTYPES[message.value_dtype] != bucket.grad_N.dtype
+    layout = lane_bucket.layout(inner.is_sharded(lane_bucket.form))
+    with watch.stage("encode"):
+        ranges = lane_bucket.grad_N.split(layout.range_offsets.diff().tolist())
+        counts = [values.count_nonzero() for values in ranges]
+        nnz_R = torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
+        return encode(
+            lane_bucket, layout, nnz_R, message.value_dtype if is_narrowed else "fp32",
+            message.epoch, buffers, options.message_format(inner.name), options.block_size,
+        )  # fmt: skip
+
+
+def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yielded, None, int]:
+    """Phase 2: drives the inner scheme, whose end is not the whole collective's unless `last`.
+
+    The inner scheme numbers its ranks from 0; its errors shall name those of the group.
+    """
+    while True:
+        try:
+            yielded = next(steps)
+        except StopIteration as end:
+            return end.value
+        except WireFormatError as error:
+            raise WireFormatError(
+                re.sub(r"\brank (\d+)", lambda match: f"rank {ranks[int(match[1])]}", error.what),
+                expected=error.expected,
+                got=error.got,
+                remedy=error.remedy,
+            ) from error
+        if yielded is not POSTED or last:
+            yield yielded
+
+
+def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside: Subgroup) -> Phase:
+    """Phase 3 of an all-reduce: every rank of the node gets each lane's part."""
+    m, place = inside.world_size, inside.rank
+    rounds: list[Round] = []
+    for step in range(1, m):
+        target, source = (place - step) % m, (place + step) % m
+        sends = [(target, grad_N[parts.part(place)])] if place < lanes.count else []
+        receives = [(source, grad_N[parts.part(source)])] if source < lanes.count else []
+        rounds.append((sends, receives))
+    yield from inside.in_rounds(rounds, last=True)
+
+
+def _give_shards(values_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside: Subgroup) -> Phase:
+    """Phase 3 of a reduce-scatter: a rank without a lane gets the sum of its own shard."""
+    here = lanes.members[lanes.node]
+    rank = here[inside.rank]
+    if rank != lanes.home:
+        shard = values_N[parts.shard(rank)]
+        yield from inside.exchange([], [(here.index(lanes.home), shard)], last=True)
+    elif lanes.guests:
+        sends = [(here.index(guest), values_N[parts.shard(guest)]) for guest in lanes.guests]
+        yield from inside.exchange(sends, [], last=True)

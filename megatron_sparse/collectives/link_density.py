@@ -1,0 +1,103 @@
+"""How dense the sums are that cross one link of a ring: measured where possible, else extrapolated.
+
+SpCCL (section IV-C) lets a rank forward a dense sum once the density passes a threshold of the link
+that it crosses. Nobody counts a dense sum, so its density is extrapolated by equation (7),
+
+    next = 1 - (1 - previous) (1 - initial),
+
+for positions that are uniform and independent across ranks; the next sum that is encoded
+calibrates it again.
+
+Deviations: `initial` is the density of the rank whose contribution the sum has grown by (the ranks
+announce theirs before they start), not this rank's own. The threshold is compared with the density
+of the sum that is about to be sent, one step ahead of the last measurement, where the paper
+compares that measurement itself. Both ends of a link follow it, from the headers of the
+records that cross it, and come to the same decisions without telling each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_sparse.collectives.records import Cut
+from megatron_sparse.formats.header import HEADER_BYTES, Header
+
+
+def prunable_numel(cut: Cut) -> int:
+    """Elements of the segments that are not always sent whole."""
+    return int(cut.own_offsets.diff()[cut.keep == 0].sum())
+
+
+def prunable_nnz(records: torch.Tensor, cut: Cut, rank: int) -> int:
+    """Non-zero elements outside the segments that are always sent whole, from the headers.
+
+    On CUDA each header is read on the host.
+
+    Args:
+        records: of the cut's segments, in order.
+        cut: the segments.
+        rank: who made them, for the error's text.
+
+    Raises:
+        WireFormatError: a header is damaged.
+    """
+    total = position = 0
+    for keep in cut.keep.tolist():
+        packed = records[position : position + HEADER_BYTES].cpu().numpy().tobytes()
+        header = Header.unpack(packed, rank)
+        position += HEADER_BYTES + header.payload_bytes
+        total += 0 if keep else header.nnz
+    return total
+
+
+class LinkDensity:
+    """The density of the sums that one rank of a ring sends to its successor, step by step.
+
+    In step s (counted from 1) that is a sum over the sender and the s - 1 ranks before it.
+
+    Attributes:
+        density: of the latest sum; nnz / numel outside the segments that are always sent whole.
+
+    Args:
+        sender: its place in the ring.
+        initial: density of each rank's own contribution, in the ring's order.
+        threshold: density from which a sum goes dense.
+
+    Example:
+        >>> link = LinkDensity(0, [0.5, 0.5, 0.5], threshold=0.7)
+        >>> link.extrapolate()
+        >>> link.density, link.is_dense
+        (0.5, False)
+        >>> link.extrapolate()
+        >>> link.density, link.is_dense
+        (0.75, True)
+    """
+
+    def __init__(self, sender: int, initial: Sequence[float], threshold: float) -> None:
+        self.density = 0.0
+        self._joining = sender
+        self._initial = initial
+        self._threshold = threshold
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the latest sum goes dense."""
+        return self.density >= self._threshold
+
+    def extrapolate(self) -> None:
+        """Goes on to the next sum, by equation (7)."""
+        joining = self._initial[self._joining % len(self._initial)]
+        self.density = 1 - (1 - self.density) * (1 - joining)
+        self._joining -= 1
+
+    def calibrate(self, records: torch.Tensor, cut: Cut, rank: int) -> None:
+        """Takes the density from the latest sum's records, unless all of it is always sent.
+
+        Raises:
+            WireFormatError: a header is damaged.
+        """
+        numel = prunable_numel(cut)
+        if numel:
+            self.density = prunable_nnz(records, cut, rank) / numel

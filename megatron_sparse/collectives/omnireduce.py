@@ -1,0 +1,52 @@
+"""OmniReduce (Fei et al., 2021): only blocks that hold something travel, there and back.
+
+A message is the non-zero blocks of `scheme.block_size` consecutive elements, each with its number
+instead of an index for every element; selection encodes it so. Aggregators add what they are sent
+and multicast the blocks of the sum that are not zero. Meant for gradients whose non-zero elements
+lie together, as rows of an embedding do: of values that were selected here and there most blocks
+hold one, and a shard whose blocks are not smaller than dense travels dense.
+
+Deviations: aggregators are not machines of their own, but rank i is that of shard i (the paper's
+co-located mode); a rank knows all its non-zero blocks when it starts, so instead of asking block by
+block for the next one, a shard's blocks go in one message, one peer at a time. Blocks restart in
+each segment of the bucket; segments that are always sent whole are dense.
+
+Agreement and phases are those of `direct`, with blocks in both: 8 (2 + n) bytes a rank and n - 1
+rounds, twice in an all-reduce. Of an fp32 segment of which B blocks hold something travel
+16 + 4 B + 1024 B bytes (256 elements a block), header and padding aside. Rank r sends
+|message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
+"""
+
+from __future__ import annotations
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives.direct import reduce_shards
+from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.collectives.records import SparseSum
+from megatron_sparse.formats.header import FORMAT_BLOCKS
+from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+NAME = "omnireduce"
+
+
+def omnireduce(
+    bucket: Bucket,
+    message: Message,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+    options: SchemeOptions,
+) -> Steps:
+    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+
+    Arguments and errors as of `agsparse`; the message is cut into shards in both forms, and in
+    blocks of `options.block_size`, which is part of what ranks must agree on.
+    """
+    scheme = f"{NAME} {options.block_size}"
+    sums = SparseSum(
+        bucket, message, buffers, watch, form=FORMAT_BLOCKS, block_size=options.block_size
+    )
+    return (yield from reduce_shards(scheme, bucket, message, sums, transport))

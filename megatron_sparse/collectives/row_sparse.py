@@ -1,0 +1,260 @@
+"""Row-sparse all-reduce: the rows that each rank touched, in; all ranks' rows, summed, out.
+
+"Sparse All-Reduce in PyTorch" (MacLeod) gathers the row indices of all ranks on rank 0, broadcasts
+their union, and reduces a buffer of the union's rows densely: every rank sends 2 (n - 1) / n U rows
+whatever it has itself. Here rows travel as records (`formats/row_record.py`), and no rank needs to
+know the union beforehand. Two ways, of which the group takes the one with fewer bytes, as far as it
+can tell from the counts of rows:
+
+Agreement: one all-gather of what is meant and of every rank's rows in each of n parts, 8 (2 + n)
+bytes a rank. Part i holds the rows with index modulo n = i.
+
+`gather`, n - 1 rounds: every rank sends its record to every other, and each adds them all up.
+`direct`, n - 1 rounds: rank r sends part i of its rows to rank i, one peer at a time, and rank i
+adds the n records; an all-gather of the sums' rows, as before; n - 1 rounds: each rank sends its
+sum to every other.
+
+With B(k) the bytes of a record of k rows, K(r, i) the rows of rank r in part i and U(i) those of
+the sum's part i, rank r sends (n - 1) B(sum_i K(r, i)), or sum_{i != r} B(K(r, i)) + (n - 1) B(U(r)).
+`direct` needs overlap between ranks, and three ranks, to be the cheaper one.
+
+Rows are added in rank order, in fp32, and rounded once, after the division where the average is
+asked for: both ways give the same bits, on every rank. CPU tensors only.
+"""  # noqa: E501 - the cost's formula is a line
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, Reduction
+from megatron_sparse.collectives.base import (
+    Round,
+    Subgroup,
+    Yielded,
+    exchange_sizes,
+    tag_of,
+    whole_group,
+)
+from megatron_sparse.collectives.gather import pairwise_all_gather
+from megatron_sparse.formats.header import wrong_field
+from megatron_sparse.formats.message import MessageBuffers, wire_dtype_of
+from megatron_sparse.formats.row_record import RowPart
+from megatron_sparse.formats.row_sparse import RowSparse, coalesce, match, union
+from megatron_sparse.transport import Transport
+
+NAME = "row_sparse"
+
+
+class Way(StrEnum):
+    """How the rows travel; `AUTO` is the one that is predicted to send fewer bytes."""
+
+    AUTO = "auto"
+    GATHER = "gather"
+    DIRECT = "direct"
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What an all-reduce of rows gives.
+
+    Attributes:
+        gradient: the sum or the average.
+        way: `gather` or `direct`.
+        sent_bytes: what this rank sent in pairwise messages; the agreement is not in it.
+    """
+
+    gradient: RowSparse
+    way: Way
+    sent_bytes: int
+
+
+def stand_in(name: str, shape: Sequence[int], dtype: torch.dtype, world_size: int) -> Bucket:
+    """A bucket of a gradient's whole size, without memory, for agreements and records."""
+    whole_N = torch.empty(math.prod(shape), dtype=dtype, device="meta")
+    return Bucket(name, whole_N, (), Form.ALL_REDUCE, world_size)
+
+
+def row_sparse(
+    name: str,
+    gradient: RowSparse,
+    reduction: Reduction,
+    transport: Transport,
+    buffers: MessageBuffers,
+    *,
+    epoch: int,
+    way: Way = Way.AUTO,
+) -> Generator[Yielded, None, Reduced]:
+    """The exact sum, or average, of all ranks' rows; the same bits on every rank.
+
+    Args:
+        name: of the parameter, the same on every rank.
+        gradient: this rank's rows [K, D]; only read. With one rank it is the result itself.
+        reduction: sum or average, the same on every rank.
+        transport: the group; CPU.
+        buffers: where messages live.
+        epoch: the step, the same on every rank.
+        way: the same on every rank.
+
+    Raises:
+        CommunicationError: ranks disagree about name, shape, dtype, reduction, way or step.
+        WireFormatError: a peer's records are not what was announced.
+    """
+    n = transport.world_size
+    if n == 1:
+        return Reduced(gradient, Way.GATHER, 0)
+    value_dtype = wire_dtype_of(gradient.rows_KD.dtype, None)
+    columns = gradient.rows_KD.shape[1]
+    parts = [RowPart(gradient.num_rows, columns, value_dtype, part, n, epoch) for part in range(n)]
+    exchange = _Exchange(name, gradient, reduction, transport, buffers, parts, way)
+    positions = [part.positions(gradient) for part in parts]
+    counts = yield from exchange.agree([taken.numel() for taken in positions], parts)
+    if way is Way.AUTO:
+        way = cheapest_way(counts, parts)
+    if way is Way.GATHER:
+        reduced = yield from exchange.gather([sum(row) for row in counts])
+    else:
+        reduced = yield from exchange.direct(positions, counts)
+    return Reduced(reduced, way, exchange.group.sent_bytes)
+
+
+def cheapest_way(counts: Sequence[Sequence[int]], parts: Sequence[RowPart]) -> Way:
+    """Compares the bytes of the busiest rank, taking each rank's rows for drawn at random.
+
+    Args:
+        counts: of each rank the rows in each part.
+        parts: of the gradient.
+
+    Rows of real batches overlap more than random ones, so that `direct` costs less than predicted.
+    """
+    n = len(parts)
+    gather = (n - 1) * max(parts[0].record_bytes(sum(row)) for row in counts)
+    direct = 0
+    for rank, row in enumerate(counts):
+        first = sum(part.record_bytes(row[i]) for i, part in enumerate(parts) if i != rank)
+        absent = 1.0
+        for other in counts:
+            absent *= 1 - other[rank] / max(parts[rank].rows, 1)
+        expected_rows = round(parts[rank].rows * (1 - absent))
+        direct = max(direct, first + (n - 1) * parts[rank].record_bytes(expected_rows))
+    return Way.DIRECT if direct < gather else Way.GATHER
+
+
+class _Exchange:
+    """One rank's all-reduce under way."""
+
+    def __init__(
+        self,
+        name: str,
+        gradient: RowSparse,
+        reduction: Reduction,
+        transport: Transport,
+        buffers: MessageBuffers,
+        parts: list[RowPart],
+        way: Way,
+    ) -> None:
+        self._gradient, self._reduction, self._parts = gradient, reduction, parts
+        self._transport, self._buffers = transport, buffers
+        part = parts[0]
+        shape = part.num_rows, part.columns
+        self._bucket = stand_in(name, shape, gradient.rows_KD.dtype, transport.world_size)
+        self._scheme = f"{NAME} ({way}) {reduction} of rows {list(shape)}"
+        tag = tag_of(self._bucket, self._scheme, part.value_dtype, part.epoch)
+        self.group: Subgroup = whole_group(transport, tag)
+
+    def agree(
+        self, own_counts: list[int], parts: Sequence[RowPart]
+    ) -> Generator[Yielded, None, list[list[int]]]:
+        """Tells every rank the rows in the records to come; one count for each of `parts`."""
+        table = yield from exchange_sizes(
+            own_counts, self._bucket, self._scheme, parts[0].value_dtype, parts[0].epoch,
+            self._transport,
+        )  # fmt: skip
+        for rank, row in enumerate(table):
+            for part, count in zip(parts, row, strict=True):
+                if not 0 <= count <= part.rows:
+                    raise wrong_field(rank, "announced rows", f"0 to {part.rows}", count)
+        return table
+
+    def gather(self, counts: list[int]) -> Generator[Yielded, None, RowSparse]:
+        """Every rank's rows go to every other."""
+        own = self._parts[0]
+        whole = RowPart(own.num_rows, own.columns, own.value_dtype, 0, 1, own.epoch)
+        contributions = yield from self._all_gather(
+            self._gradient, [whole] * self.group.world_size, counts
+        )
+        return self._reduce(contributions)
+
+    def direct(
+        self, positions: list[torch.Tensor], counts: list[list[int]]
+    ) -> Generator[Yielded, None, RowSparse]:
+        """Rows go to the part's rank, sums to everyone."""
+        n, rank = self.group.world_size, self.group.rank
+        sent = self._cut("sent", [p.record_bytes(counts[rank][p.part]) for p in self._parts])
+        for part, taken, record in zip(self._parts, positions, sent, strict=True):
+            part.encode(self._gradient, taken, record)
+        mine = self._parts[rank]
+        received = self._cut("received", [mine.record_bytes(row[rank]) for row in counts])
+        received[rank] = sent[rank]
+        rounds: list[Round] = [
+            (
+                [((rank + step) % n, sent[(rank + step) % n])],
+                [((rank - step) % n, received[(rank - step) % n])],
+            )
+            for step in range(1, n)
+        ]
+        yield from self.group.in_rounds(rounds)
+        total = self._reduce([mine.decode(record, r) for r, record in enumerate(received)])
+
+        # One count a rank, of its own part: the largest part bounds them all here, and the
+        # record's decoder knows the part.
+        largest = self._parts[0]
+        stored = yield from self.agree([total.indices_K.numel()], [largest])
+        sums = yield from self._all_gather(total, self._parts, [row[0] for row in stored])
+        return self._assemble(sums)
+
+    def _all_gather(
+        self, own: RowSparse, parts: Sequence[RowPart], counts: Sequence[int]
+    ) -> Generator[Yielded, None, list[RowSparse]]:
+        """Every rank's rows, of which there are `counts`, all in the rank's one of `parts`."""
+        rank = self.group.rank
+        sizes = [part.record_bytes(count) for part, count in zip(parts, counts, strict=True)]
+        buffer = self._take("gathered", sum(sizes))
+        record, room = buffer[: sizes[rank]], buffer[sizes[rank] :]
+        parts[rank].encode(own, torch.arange(counts[rank]), record)
+        gathered: dict[int, RowSparse] = {}
+
+        def arrived(sender: int, record: torch.Tensor) -> None:
+            gathered[sender] = parts[sender].decode(record, sender)
+
+        yield from pairwise_all_gather(record, room, sizes, self.group, arrived)
+        return [gathered[sender] for sender in range(len(sizes))]
+
+    def _reduce(self, contributions: list[RowSparse]) -> RowSparse:
+        """Adds rows in rank order; the result shares no memory with them."""
+        indices = torch.cat([each.indices_K for each in contributions])
+        rows = torch.cat([each.rows_KD for each in contributions])
+        num_rows = self._gradient.num_rows
+        if self._reduction is Reduction.SUM:
+            return coalesce(indices, rows, num_rows)
+        total = coalesce(indices, rows.float(), num_rows)
+        average = (total.rows_KD / self.group.world_size).to(rows.dtype)
+        return RowSparse(total.indices_K, average, num_rows)
+
+    def _assemble(self, sums: list[RowSparse]) -> RowSparse:
+        """Puts the parts' rows, each ascending, into one ascending order."""
+        union_U = union([each.indices_K for each in sums], self._gradient.num_rows)
+        rows = self._gradient.rows_KD.new_empty((union_U.numel(), self._parts[0].columns))
+        for each in sums:
+            rows[match(each.indices_K, union_U)] = each.rows_KD
+        return RowSparse(union_U, rows, self._gradient.num_rows)
+
+    def _cut(self, purpose: str, sizes: list[int]) -> list[torch.Tensor]:
+        return list(self._take(purpose, sum(sizes)).split(sizes))
+
+    def _take(self, purpose: str, nbytes: int) -> torch.Tensor:
+        return self._buffers.take(f"{purpose}:{self._bucket.name}", nbytes, self._transport.device)

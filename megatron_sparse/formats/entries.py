@@ -1,0 +1,51 @@
+"""What a message of this rank's own holds, as indices and values."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from megatron_sparse.formats.header import (
+    FORMAT_COO,
+    FORMAT_DENSE,
+    HEADER_BYTES,
+    Header,
+    pad16,
+)
+from megatron_sparse.formats.message import VALUE_DTYPES, Message
+
+
+def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
+    """The non-zero elements of a message on the CPU; `-0.0` is zero, NaN is not.
+
+    Args:
+        message: of COO and dense records, as `scheme.format=coo` makes them; made by this rank.
+
+    Returns:
+        int64 ascending elements of the bucket, and their values in the dtype that they travel in.
+
+    Example:
+        A segment at offset 4 whose COO record holds index 1 gives element 5.
+    """
+    dtype = VALUE_DTYPES[message.value_dtype]
+    offsets = message.layout.segment_offsets.tolist()
+    indices, values = [], []
+    parts = message.buffer[: message.nbytes].split(message.segment_bytes)
+    for record, (start, stop) in zip(parts, pairwise(offsets), strict=True):
+        header = Header.unpack(record[:HEADER_BYTES].numpy().tobytes(), rank=0)
+        sections = record[HEADER_BYTES:]
+        if header.format == FORMAT_DENSE:
+            dense = sections[: (stop - start) * dtype.itemsize].view(dtype)
+            index_K = dense.nonzero().squeeze(1)
+            value_K = dense[index_K]
+        else:
+            assert header.format == FORMAT_COO, "the scheme asks for COO"
+            index_K = sections[: 4 * header.nnz].view(torch.int32).long()
+            at = pad16(4 * header.nnz)
+            value_K = sections[at : at + header.nnz * dtype.itemsize].view(dtype)
+        indices.append(index_K + start)
+        values.append(value_K)
+    if not indices:
+        return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype)
+    return torch.cat(indices), torch.cat(values)

@@ -1,0 +1,101 @@
+"""The record of ZEN's Push: what one rank has for one server, as pairs of index and value.
+
+Of a partition with P elements of which K are not zero, pairs take 4 K bytes and the values (the
+paper's COO). Deviation: where that is not the smallest, the record is a hash bitmap (P / 8 bytes
+and the values, from a density of 1/32 on), or dense; so it never exceeds the dense size by more
+than the headers, and its reader takes all three. Layout: docs/wire-format.md. CPU tensors only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.errors import ExtensionError
+from megatron_sparse.formats import hash_bitmap, hierarchical_hash
+from megatron_sparse.formats.hash_record import (
+    ALL_FORMS,
+    FORM_PAIRS,
+    SECTIONS_AT,
+    PartitionRecord,
+    as_dtype,
+)
+from megatron_sparse.formats.header import pad16, wrong_field
+
+
+def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
+    """Writes what a rank pushes to the server of a partition.
+
+    Args:
+        indices_K: int64 elements of the segment that are in the partition, strictly ascending.
+        values_K: their values in the record's dtype, none of them zero; travel bit for bit.
+        place: what the record says.
+
+    Returns:
+        uint8.
+
+    Raises:
+        ExtensionError: the two have different lengths, or the values another dtype.
+
+    Example:
+        >>> from megatron_sparse.formats.hash_partition import PermutationHash
+        >>> place = PartitionRecord(PermutationHash(8, 1, 0), 0, torch.float32, 0, epoch=3)
+        >>> record = encode(torch.tensor([5]), torch.tensor([2.0]), place)
+        >>> acc = torch.zeros(8)
+        >>> accumulate_(acc, record, place, rank=0)
+        >>> float(acc[place.partition_hash.position_in_partition(torch.tensor([5]))])
+        2.0
+    """
+    nnz = indices_K.numel()
+    if values_K.dtype != place.value_dtype or values_K.shape != indices_K.shape:
+        raise ExtensionError(
+            "encode: the values do not fit",
+            expected=f"{nnz} of {place.value_dtype}",
+            got=f"{values_K.numel()} of {values_K.dtype}",
+        )
+    if place.smallest(nnz, ALL_FORMS) != FORM_PAIRS:
+        values_P = torch.zeros(place.positions, dtype=place.value_dtype)
+        values_P.index_copy_(0, place.partition_hash.locate(place.partition, indices_K), values_K)
+        return hash_bitmap.encode(
+            values_P, place.partition_hash, place.partition, offset=place.offset, epoch=place.epoch
+        )
+    out = torch.empty(place.nbytes(nnz, ALL_FORMS), dtype=torch.uint8)
+    place.write_head(out, FORM_PAIRS, nnz)
+    values_at = SECTIONS_AT + pad16(4 * nnz)
+    for start, stop, numbers in (
+        (SECTIONS_AT, values_at, indices_K.to(torch.int32)),
+        (values_at, out.numel(), values_K),
+    ):
+        end = start + numbers.nbytes
+        out[start:end] = numbers.contiguous().view(torch.uint8)
+        out[end:stop] = 0
+    return out
+
+
+def accumulate_(
+    acc_P: torch.Tensor, record: torch.Tensor, place: PartitionRecord, rank: int
+) -> None:
+    """Adds what a rank pushed to a server's partition, held by position.
+
+    Args:
+        acc_P: fp32, one for each position. Mutated.
+        record: uint8, exactly one record, not trusted.
+        place: what the record must say.
+        rank: the sender, for the error's text.
+
+    Raises:
+        WireFormatError: names the rank and the field that is wrong; `acc_P` is untouched.
+        ExtensionError: `acc_P` is not one fp32 value for each position.
+    """
+    form, nnz = place.read_head(record, rank, ALL_FORMS)
+    if form != FORM_PAIRS:
+        hash_bitmap.accumulate_(acc_P, record, place, rank)
+        return
+    values_at = SECTIONS_AT + pad16(4 * nnz)
+    indices_K = as_dtype(record[SECTIONS_AT : SECTIONS_AT + 4 * nnz], torch.int32).long()
+    raw = record[values_at : values_at + nnz * place.value_dtype.itemsize]
+    if bool((indices_K[1:] <= indices_K[:-1]).any()):
+        raise wrong_field(rank, "indices", "strictly ascending elements", "others")
+    hierarchical_hash.accumulate_(
+        acc_P, place.partition_hash, place.partition, indices_K,
+        as_dtype(raw, place.value_dtype), rank=rank,
+    )  # fmt: skip

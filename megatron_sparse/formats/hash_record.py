@@ -1,0 +1,195 @@
+"""What every record of one hash partition begins with, and how long each of its forms is.
+
+ZEN pushes a partition as pairs of index and value and pulls its sum as a hash bitmap; both are
+records of the format `hash bitmap` (docs/wire-format.md), with the same header and sub-header, in
+one of three forms. `hash_bitmap` and `hash_pairs` read and write the sections behind.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sparse.errors import ExtensionError
+from megatron_sparse.formats.hash_partition import PartitionHash
+from megatron_sparse.formats.header import (
+    FORMAT_HASH_BITMAP,
+    HEADER_BYTES,
+    VALUE_BYTES,
+    Header,
+    pad16,
+    wrong_field,
+)
+from megatron_sparse.formats.torch_codec import DTYPE_OF_CODE
+
+SUB_HEADER_BYTES = 32
+SECTIONS_AT = HEADER_BYTES + SUB_HEADER_BYTES
+FORM_BITMAP, FORM_DENSE, FORM_PAIRS = range(3)
+FORM_NAMES = ("bitmap", "dense", "pairs")
+BY_POSITION = (FORM_DENSE, FORM_BITMAP)
+ALL_FORMS = (FORM_DENSE, FORM_BITMAP, FORM_PAIRS)
+"""In the order in which a tie is decided."""
+
+_SUB_HEADER = struct.Struct("<IIQIIQ")
+_SUB_HEADER_FIELDS = ("partition", "partitions", "seed", "hash", "form", "positions")
+_CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+
+@dataclass(frozen=True)
+class PartitionRecord:
+    """What the two ends of a record agree on before it is sent.
+
+    Attributes:
+        partition_hash: h0, the same on all ranks.
+        partition: whose elements the record holds.
+        value_dtype: fp32, bf16 or fp16.
+        offset: the segment's first element in the bucket.
+        epoch: the step; its lower 32 bits travel.
+
+    Raises:
+        ExtensionError: there is no such partition, or the dtype has no code.
+    """
+
+    partition_hash: PartitionHash
+    partition: int
+    value_dtype: torch.dtype
+    offset: int
+    epoch: int
+
+    def __post_init__(self) -> None:
+        if self.value_dtype not in _CODE_OF_DTYPE:
+            raise ExtensionError(
+                "values of this dtype have no code",
+                expected="float32, bfloat16 or float16",
+                got=self.value_dtype,
+            )
+        self.partition_hash.partition_numel(self.partition)
+
+    @property
+    def code(self) -> int:
+        """The dtype's code on the wire."""
+        return _CODE_OF_DTYPE[self.value_dtype]
+
+    @property
+    def positions(self) -> int:
+        """Elements of the partition."""
+        return self.partition_hash.partition_numel(self.partition)
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of the bitmap, not padded."""
+        return 8 * -(-self.positions // 64)
+
+    def section_bytes(self, form: int, nnz: int) -> int:
+        """Bytes behind the sub-header, padding included.
+
+        Args:
+            form: one of the `FORM_*` codes.
+            nnz: non-zero elements.
+        """
+        value_bytes = VALUE_BYTES[self.code]
+        if form == FORM_DENSE:
+            return pad16(self.positions * value_bytes)
+        beside = self.word_bytes if form == FORM_BITMAP else 4 * nnz
+        return pad16(beside) + pad16(nnz * value_bytes)
+
+    def smallest(self, nnz: int, forms: Sequence[int]) -> int:
+        """The form that takes the fewest bytes; the first of them where some take as many."""
+        return min(forms, key=lambda form: self.section_bytes(form, nnz))
+
+    def nbytes(self, nnz: int, forms: Sequence[int]) -> int:
+        """Bytes of a whole record in the smallest of some forms."""
+        return SECTIONS_AT + self.section_bytes(self.smallest(nnz, forms), nnz)
+
+    @property
+    def capacity(self) -> int:
+        """The most bytes that a record takes: the dense form."""
+        return SECTIONS_AT + self.section_bytes(FORM_DENSE, 0)
+
+    def write_head(self, out: torch.Tensor, form: int, nnz: int) -> int:
+        """Writes header and sub-header; returns the bytes of the whole record.
+
+        Args:
+            out: uint8 on the CPU; its first `SECTIONS_AT` bytes. Mutated.
+            form: of the sections that follow.
+            nnz: non-zero elements.
+        """
+        h0 = self.partition_hash
+        payload_bytes = SUB_HEADER_BYTES + self.section_bytes(form, nnz)
+        header = Header(
+            format=FORMAT_HASH_BITMAP, dtype=self.code, numel=h0.numel, nnz=nnz,
+            payload_bytes=payload_bytes, offset=self.offset, epoch=self.epoch,
+        )  # fmt: skip
+        sub_header = _SUB_HEADER.pack(
+            self.partition, h0.partitions, h0.seed, h0.code, form, self.positions
+        )
+        head = bytearray(header.pack() + sub_header)
+        out[:SECTIONS_AT] = torch.frombuffer(head, dtype=torch.uint8)
+        return HEADER_BYTES + payload_bytes
+
+    def read_head(self, record: torch.Tensor, rank: int, forms: Sequence[int]) -> tuple[int, int]:
+        """Compares every field with what is expected; afterwards the sections lie in the record.
+
+        Args:
+            record: uint8, exactly one record, not trusted.
+            rank: the sender, for the error's text.
+            forms: those that the caller reads.
+
+        Returns:
+            The form and nnz, which is at most the number of positions.
+
+        Raises:
+            WireFormatError: names the rank and the field that is wrong.
+            ExtensionError: `record` is not a 1-D uint8 CPU tensor.
+        """
+        if record.dtype != torch.uint8 or record.dim() != 1 or record.device.type != "cpu":
+            raise ExtensionError(
+                "this is no record",
+                expected="a 1-D uint8 tensor on the CPU",
+                got=f"{record.dtype} {tuple(record.shape)} on {record.device}",
+            )
+        h0, positions = self.partition_hash, self.positions
+        head = record[:SECTIONS_AT].numpy().tobytes()
+        header = Header.unpack(head, rank)
+        expect(rank, "format", FORMAT_HASH_BITMAP, header.format)
+        expect(rank, "dtype", self.code, header.dtype)
+        expect(rank, "flags", 0, header.flags)
+        expect(rank, "epoch", self.epoch % 2**32, header.epoch)
+        expect(rank, "offset", self.offset, header.offset)
+        expect(rank, "numel", h0.numel, header.numel)
+        if header.nnz > positions:
+            raise wrong_field(rank, "nnz", f"at most {positions}", header.nnz)
+        if len(head) < SECTIONS_AT:
+            raise wrong_field(rank, "size", f"{SECTIONS_AT} bytes and more", len(head))
+        sub_header = _SUB_HEADER.unpack_from(head, HEADER_BYTES)
+        form = sub_header[_SUB_HEADER_FIELDS.index("form")]
+        if form not in forms:
+            known = " or ".join(f"{code} ({FORM_NAMES[code]})" for code in sorted(forms))
+            raise wrong_field(rank, "form", known, form)
+        wanted = (self.partition, h0.partitions, h0.seed, h0.code, form, positions)
+        for field, expected, got in zip(_SUB_HEADER_FIELDS, wanted, sub_header, strict=True):
+            expect(rank, field, expected, got)
+        payload_bytes = SUB_HEADER_BYTES + self.section_bytes(form, header.nnz)
+        expect(rank, "payload_bytes", payload_bytes, header.payload_bytes)
+        expect(rank, "size", HEADER_BYTES + payload_bytes, record.numel())
+        return form, header.nnz
+
+
+def as_dtype(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes as numbers; copied where a caller's slice left them unaligned."""
+    if raw.storage_offset() % dtype.itemsize or raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype)
+
+
+def expect(rank: int, field: str, expected: object, got: object) -> None:
+    """Refuses a field that is not what it should be.
+
+    Raises:
+        WireFormatError: names the rank and the field.
+    """
+    if expected != got:
+        raise wrong_field(rank, field, expected, got)

@@ -1,0 +1,167 @@
+"""The wire record of a row-sparse gradient; docs/wire-format.md is the specification.
+
+A part of a gradient [R, D] cut into p parts holds the rows i with i mod p = part: frequent tokens
+have low numbers, so blocks of adjacent rows would leave most of the work to the first rank.
+
+K rows of D values of b bytes take 48 + 32 bytes of headers, 4 K bytes of indices (8 K where R is
+above 2^31) and K D b bytes of values, each section padded to 16.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sparse.errors import ExtensionError
+from megatron_sparse.formats.header import (
+    FORMAT_ROW_SPARSE,
+    HEADER_BYTES,
+    Header,
+    pad16,
+    wrong_field,
+)
+from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES
+from megatron_sparse.formats.row_sparse import RowSparse
+
+_SUB_HEADER = struct.Struct("<QQQII")
+"""Rows and columns of the whole gradient, rows in the record, part, parts."""
+SECTIONS_AT = HEADER_BYTES + _SUB_HEADER.size
+MAX_NARROW_ROWS = 2**31
+"""Up to so many rows an index takes 4 bytes."""
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """What every record of one part of one gradient has in common.
+
+    Attributes:
+        num_rows: R, of the whole gradient.
+        columns: D.
+        value_dtype: fp32, bf16 or fp16.
+        part: the rows i with i mod parts = part.
+        parts: 1 for the whole gradient.
+        epoch: the step.
+
+    Example:
+        >>> part = RowPart(num_rows=5, columns=1, value_dtype="fp32", part=1, parts=2, epoch=0)
+        >>> part.rows, part.record_bytes(2)  # rows 1 and 3
+        (2, 112)
+    """
+
+    num_rows: int
+    columns: int
+    value_dtype: str
+    part: int
+    parts: int
+    epoch: int
+
+    @property
+    def rows(self) -> int:
+        """Rows that belong to the part."""
+        return len(range(self.part, self.num_rows, self.parts))
+
+    @property
+    def _index_dtype(self) -> torch.dtype:
+        return torch.int32 if self.num_rows <= MAX_NARROW_ROWS else torch.int64
+
+    def record_bytes(self, stored_rows: int) -> int:
+        """Bytes of a record with so many rows."""
+        values = self._value_bytes(stored_rows)
+        return SECTIONS_AT + pad16(stored_rows * self._index_dtype.itemsize) + pad16(values)
+
+    def _value_bytes(self, stored_rows: int) -> int:
+        return stored_rows * self.columns * VALUE_DTYPES[self.value_dtype].itemsize
+
+    def positions(self, gradient: RowSparse) -> torch.Tensor:
+        """Where the rows of this part stand among the gradient's, int64 ascending."""
+        return (gradient.indices_K % self.parts == self.part).nonzero().squeeze(1)
+
+    def encode(self, gradient: RowSparse, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the record of some rows of a gradient.
+
+        Args:
+            gradient: of this shape and dtype; only read.
+            positions: from `positions`.
+            out: uint8, `record_bytes(positions.numel())` of it. Mutated.
+        """
+        stored = positions.numel()
+        header = Header(
+            FORMAT_ROW_SPARSE, WIRE_CODES[self.value_dtype], self.num_rows * self.columns,
+            stored * self.columns, out.numel() - HEADER_BYTES, 0, self.epoch,
+        )  # fmt: skip
+        sub_header = _SUB_HEADER.pack(self.num_rows, self.columns, stored, self.part, self.parts)
+        head = bytearray(header.pack() + sub_header)
+        out[:SECTIONS_AT].copy_(torch.frombuffer(head, dtype=torch.uint8))
+        index_bytes, value_bytes = stored * self._index_dtype.itemsize, self._value_bytes(stored)
+        values_at = SECTIONS_AT + pad16(index_bytes)
+        out[SECTIONS_AT + index_bytes : values_at].zero_()
+        out[values_at + value_bytes :].zero_()
+        indices = out[SECTIONS_AT : SECTIONS_AT + index_bytes].view(self._index_dtype)
+        indices.copy_(gradient.indices_K[positions])
+        rows = out[values_at : values_at + value_bytes].view(gradient.rows_KD.dtype)
+        if rows.numel():
+            rows = rows.view(stored, self.columns)
+            torch.index_select(gradient.rows_KD, 0, positions, out=rows)
+
+    def decode(self, record: torch.Tensor, rank: int) -> RowSparse:
+        """The rows of a record. They share its memory; the indices do not.
+
+        Args:
+            record: uint8 on the CPU, 16-byte aligned, exactly one record; not trusted.
+            rank: the sender, for the error's text.
+
+        Raises:
+            WireFormatError: names the rank and the first field that is wrong.
+            ExtensionError: `record` is not a 1-D uint8 CPU tensor.
+        """
+        if record.dtype != torch.uint8 or record.dim() != 1 or record.device.type != "cpu":
+            raise ExtensionError(
+                "this is no record",
+                expected="a 1-D uint8 tensor on the CPU",
+                got=f"{record.dtype} {tuple(record.shape)} on {record.device}",
+            )
+        head = record[:SECTIONS_AT].numpy().tobytes()
+        header = Header.unpack(head, rank)
+        if len(head) < SECTIONS_AT:
+            raise wrong_field(rank, "size", f"{SECTIONS_AT} bytes and more", len(head))
+        num_rows, columns, stored, part, parts = _SUB_HEADER.unpack_from(head, HEADER_BYTES)
+        if stored > self.rows:
+            raise wrong_field(rank, "stored rows", f"at most {self.rows}", stored)
+        for field, expected, got in (
+            ("format", FORMAT_ROW_SPARSE, header.format),
+            ("dtype", WIRE_CODES[self.value_dtype], header.dtype),
+            ("flags", 0, header.flags),
+            ("epoch", self.epoch % 2**32, header.epoch),
+            ("offset", 0, header.offset),
+            ("numel", self.num_rows * self.columns, header.numel),
+            ("num_rows", self.num_rows, num_rows),
+            ("columns", self.columns, columns),
+            ("part", self.part, part),
+            ("parts", self.parts, parts),
+            ("nnz", stored * self.columns, header.nnz),
+            ("payload_bytes", self.record_bytes(stored) - HEADER_BYTES, header.payload_bytes),
+            ("size", self.record_bytes(stored), record.numel()),
+        ):
+            if expected != got:
+                raise wrong_field(rank, field, expected, got)
+        index_bytes = stored * self._index_dtype.itemsize
+        indices = record[SECTIONS_AT : SECTIONS_AT + index_bytes].view(self._index_dtype).long()
+        self._check_indices(indices, rank)
+        values_at = SECTIONS_AT + pad16(index_bytes)
+        values = record[values_at : values_at + self._value_bytes(stored)]
+        rows = values.view(VALUE_DTYPES[self.value_dtype]).view(stored, self.columns)
+        return RowSparse(indices, rows, self.num_rows)
+
+    def _check_indices(self, indices: torch.Tensor, rank: int) -> None:
+        wrong = (indices < 0) | (indices >= self.num_rows) | (indices % self.parts != self.part)
+        wrong[1:] |= indices[1:] <= indices[:-1]
+        if bool(wrong.any()):
+            position = int(wrong.nonzero()[0])
+            raise wrong_field(
+                rank,
+                "row indices",
+                f"ascending, from 0 to {self.num_rows - 1}, {self.part} modulo {self.parts}",
+                f"{int(indices[position])} at position {position}",
+            )

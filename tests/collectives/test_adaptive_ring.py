@@ -1,0 +1,311 @@
+"""SpCCL's adaptive ring: what goes dense where, that it stays exact, and what it sends.
+
+Legend: n ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives import SchemeOptions
+from megatron_sparse.collectives.link_density import LinkDensity
+from megatron_sparse.config import RING_DENSITIES, SchemeConfig
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.formats.header import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, read_headers
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import NO_TIME
+from tests.collectives import cases
+from tests.collectives.cases import (
+    OPTIONS,
+    Case,
+    contribution,
+    exact_sum,
+    numel_for,
+    steps_of,
+)
+from tests.collectives.test_sparse_costs import Oracle
+
+DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
+NEVER = 2.0
+"""No density reaches it."""
+SPCCL = RING_DENSITIES["pici"]
+
+
+def _case(
+    n, densities, form=Form.ALL_REDUCE, kinds=("fp32", "fp32"), density=0.2, numel=1000, **more
+):
+    options = dataclasses.replace(OPTIONS, ring_densities=densities)
+    return Case(
+        "adaptive_ring",
+        n,
+        form,
+        *kinds,
+        density,
+        numel_for(n, numel, form),
+        options=options,
+        **more,
+    )
+
+
+class Tapped:
+    """A transport that writes down what its rank sends, message by message."""
+
+    def __init__(self, transport):
+        self._transport = transport
+        self.sent = []
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def exchange(self, sends, receives, tag):
+        self.sent += [values.clone() for _, values in sends]
+        return self._transport.exchange(sends, receives, tag)
+
+
+def _run(case, sizes=None, nodes=None):
+    """(results, what each rank sent in pairwise messages, the cluster)."""
+    cluster = VirtualCluster(case.n, Topology(sizes or (case.n,), NO_TIME, NO_TIME))
+    taps = {}
+
+    def start(transport):
+        tap = taps[transport.rank] = Tapped(transport)
+        if nodes:
+            tap.nodes = nodes
+        result, sent = yield from steps_of(case, tap)
+        return result, sent
+
+    outcomes = cluster.run(start)
+    assert [sent for _, sent in outcomes] == [
+        sum(values.nbytes for values in taps[rank].sent) for rank in range(case.n)
+    ]
+    return [result for result, _ in outcomes], [taps[r].sent for r in range(case.n)], cluster
+
+
+def _kinds(sent):
+    """What a rank's transfers were, size rounds left out: `sparse` for records, else `dense`."""
+    kinds = {torch.uint8: "sparse", torch.float32: "dense", torch.bfloat16: "dense"}
+    return [kinds[values.dtype] for values in sent if values.dtype != torch.int64]
+
+
+def _format(records):
+    """The format of the longest segment of some records."""
+    headers = read_headers(records.numpy().tobytes(), rank=0)
+    return max(headers, key=lambda header: header.numel).format
+
+
+def _assert_exact(case, results):
+    expected = exact_sum(case)
+    pieces = [expected] * case.n if case.form is Form.ALL_REDUCE else expected.chunk(case.n)
+    for rank, (result, piece) in enumerate(zip(results, pieces, strict=True)):
+        assert torch.equal(result.double(), piece), (case, rank)
+
+
+def test_equation_7_predicts_the_density_of_sums_of_independent_positions():
+    n, numel, density = 6, 200_000, 0.1
+    generator = torch.Generator().manual_seed(5)
+    chosen = [torch.rand(numel, generator=generator) < density for _ in range(n)]
+    link = LinkDensity(0, [float(c.double().mean()) for c in chosen], NEVER)
+    union = torch.zeros(numel, dtype=torch.bool)
+    for step in range(n):
+        union |= chosen[-step % n]
+        link.extrapolate()
+        # Six standard deviations of a mean of 200,000 draws with variance at most 1/4.
+        assert abs(link.density - float(union.double().mean())) < 6 * 0.5 / numel**0.5
+
+
+def test_thresholds_come_from_the_paper_unless_given():
+    for form, expected in (("auto", SPCCL), ("pici", SPCCL), ("coo", (0.3, 0.4, 0.5))):
+        assert SchemeOptions.of(SchemeConfig(format=form)).ring_densities == expected
+    given = SchemeConfig(format="coo", ring_inter_density=0.0)
+    assert SchemeOptions.of(given).ring_densities == (0.3, 0.0, 0.5)
+    with pytest.raises(ConfigError, match=r"scheme\.ring_gather_density"):
+        SchemeConfig(ring_gather_density=-0.1)
+
+
+THRESHOLDS = [
+    SPCCL,
+    (0, 0, 0),
+    (NEVER, NEVER, NEVER),
+    (0, NEVER, 0),
+    (NEVER, 0, NEVER),
+    (0.3, 0.6, 1),
+]
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("sizes", [(1,), (2,), (1, 1, 1), (2, 2), (3, 2), (1, 4), (3, 1, 2, 2)])
+def test_exact_whatever_goes_dense(sizes, form):
+    n = sum(sizes)
+    kinds = itertools.cycle(DTYPES)
+    amounts = ((0.02, 1001), (0.3, 1001), (1, n), (1, 0))
+    for densities, (density, numel) in itertools.product(THRESHOLDS, amounts):
+        case = _case(n, densities, form, next(kinds), density, numel)
+        _assert_exact(case, _run(case, sizes)[0])
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("wire_format", ["coo", "pici", "dense"])
+def test_exact_in_every_format_and_sums_are_in_it(wire_format, form):
+    case = _case(4, (NEVER,) * 3, form, density=0.05, numel=40_000)
+    case = dataclasses.replace(case, options=dataclasses.replace(case.options, format=wire_format))
+    results, sent, _ = _run(case)
+    _assert_exact(case, results)
+    codes = {"coo": FORMAT_COO, "pici": FORMAT_PICI, "dense": FORMAT_DENSE}
+    for messages in sent:
+        records = [values for values in messages if values.dtype == torch.uint8]
+        for values in records[1:]:  # The first is the contribution, as selection encoded it.
+            assert _format(values) == codes[wire_format]
+
+
+def test_a_link_that_has_gone_dense_stays_dense():
+    """Density 0.2 among 8 ranks: sums of 2, 3, ... have densities 0.36, 0.488, 0.59, ..."""
+    for threshold, sparse in ((0.3, 1), (0.45, 2), (0.55, 3), (NEVER, 7)):
+        case = _case(8, (threshold, NEVER, NEVER), Form.REDUCE_SCATTER, numel=40_000)
+        for messages in _run(case)[1]:
+            assert _kinds(messages) == ["sparse"] * sparse + ["dense"] * (7 - sparse)
+            sizes = [values for values in messages if values.dtype == torch.int64]
+            assert len(sizes) == sparse, "dense sums have no size round"
+            assert all(
+                values.nbytes == 4 * case.numel // 8
+                for values in messages
+                if values.dtype == torch.float32
+            )
+
+
+def test_dense_sends_lie_between_sparse_ones():
+    """Nodes (0, 0, 1, 1): links 1 -> 2 and 3 -> 0 cross nodes; only links inside go dense."""
+    case = _case(4, (0, NEVER, NEVER), Form.REDUCE_SCATTER)
+    results, sent, _ = _run(case, (2, 2))
+    _assert_exact(case, results)
+    kinds = [_kinds(messages) for messages in sent]
+    assert kinds[0] == kinds[2] == ["sparse", "dense", "dense"]
+    assert kinds[1] == kinds[3] == ["sparse", "sparse", "sparse"]
+    # In step s rank r sends shard r - s, so shard 2 crosses the links of ranks 3, 0 and 1.
+    path = [kinds[(2 + step) % 4][step - 1] for step in (1, 2, 3)]
+    assert path == ["sparse", "dense", "sparse"]
+
+
+def test_the_ring_runs_node_by_node():
+    """With nodes (0, 1, 0, 1) it is 0, 2, 1, 3: two of the four links cross nodes."""
+    nodes = (0, 1, 0, 1)
+    for form in Form:
+        case = _case(4, (0, NEVER, NEVER), form)
+        results, sent, cluster = _run(case, nodes=nodes)
+        _assert_exact(case, results)
+        after = {0: 2, 2: 1, 1: 3, 3: 0}
+        kinds = {rank: _kinds(sent[rank]) for rank in range(4)}
+        for rank, successor in after.items():
+            is_inside = nodes[rank] == nodes[successor]
+            assert kinds[rank][1:3] == ["dense" if is_inside else "sparse"] * 2
+        agreements = 8 * (2 + 4) * (2 if form is Form.ALL_REDUCE else 1)
+        for (a, b), size in cluster.link_bytes.items():
+            assert (size > agreements) == (after[a] == b)
+
+
+def test_measured_densities_correct_extrapolated_ones(monkeypatch):
+    """All ranks select the same positions: sums are no denser, and none goes dense.
+
+    By equation (7) alone the sum of 3 contributions would have a density of 0.27.
+    """
+    real = cases.contribution
+    monkeypatch.setattr(cases, "contribution", lambda case, _: real(case, 0))
+    case = _case(8, (0.25, NEVER, NEVER), Form.REDUCE_SCATTER, density=0.1, numel=8000)
+    results, sent, _ = _run(case)
+    assert torch.equal(torch.cat(results), 8 * real(case, 0))
+    for messages in sent:
+        assert _kinds(messages) == ["sparse"] * 7
+
+
+def test_the_gather_has_a_threshold_of_its_own():
+    """The reduce-scatter ends dense, and the sums of density 0.59 still travel as Pici records."""
+    for gather, expected in ((0.55, FORMAT_DENSE), (0.65, FORMAT_PICI)):
+        case = _case(4, (0, NEVER, gather), numel=40_000)
+        for messages in _run(case)[1]:
+            assert _kinds(messages) == ["sparse", "dense", "dense", *["sparse"] * 3]
+            for records in messages[-3:]:
+                assert _format(records) == expected
+
+
+def test_ranks_with_other_thresholds_are_refused_before_anything_is_sent():
+    cluster = VirtualCluster(3)
+    choices = [_case(3, (0.4, 0.5, gather)) for gather in (0.9, 0.9, 0.8)]
+    with pytest.raises(CommunicationError, match="rank 2 of the group is not in the same"):
+        cluster.run(lambda transport: steps_of(choices[transport.rank], transport))
+    assert not any(size > 8 * (2 + 3) for size in cluster.link_bytes.values())
+
+
+def _prunable(oracle, shard):
+    """Which of a bucket's elements may be pruned, as indices; of one shard of it."""
+    layout = oracle.layout
+    first, last = layout.shard_segments[shard : shard + 2]
+    offsets, keeps = layout.segment_offsets.tolist(), layout.segment_keep.tolist()
+    return [i for s in range(first, last) if not keeps[s] for i in range(*offsets[s : s + 2])]
+
+
+def _sent_bytes(case, nodes):
+    """What each rank sends according to the header, from the sums themselves."""
+    n, oracle = case.n, Oracle(case)
+    intra, inter, gather = case.options.ring_densities
+    inputs = [contribution(case, rank).double() for rank in range(n)]
+    free = [_prunable(oracle, shard) for shard in range(n)]
+    everywhere = list(itertools.chain(*free))
+    initial = [int(x[everywhere].count_nonzero()) / len(everywhere) for x in inputs]
+    offsets = [int(oracle.layout.shard_offsets(shard)[0]) for shard in range(n)] + [case.numel]
+    partial_bytes = 2 if oracle.partial == "bf16" else 4
+    sent, last = [0] * n, [0.0] * n
+    for rank in range(n):
+        threshold = intra if nodes[rank] == nodes[(rank + 1) % n] else inter
+        density = 0.0
+        for step in range(1, n):
+            shard, ranks = (rank - step) % n, [(rank - i) % n for i in range(step)]
+            density = 1 - (1 - density) * (1 - initial[ranks[-1]])
+            if step > 1 and density >= threshold:
+                sent[rank] += partial_bytes * (offsets[shard + 1] - offsets[shard])
+                continue
+            is_own = step == 1
+            size = (
+                oracle.shards[rank][shard] if is_own else oracle.sum(ranks, oracle.partial, shard)
+            )
+            sent[rank] += 8 + size
+            if free[shard]:
+                total = sum(inputs[r] for r in ranks)[free[shard]]
+                density = int(total.count_nonzero()) / len(free[shard])
+        last[rank] = density
+    if case.form is Form.ALL_REDUCE:
+        sums = []
+        for rank in range(n):
+            density = 1 - (1 - last[rank - 1]) * (1 - initial[rank])
+            everyone = range(n)
+            sums.append(oracle.sum(everyone, oracle.final, rank, dense=density >= gather))
+        for rank in range(n):
+            sent[rank] += sum(sums) - sums[(rank + 1) % n]
+    return sent
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (3, 2), (1, 1, 1), (4, 4)])
+def test_bytes_are_those_of_the_header(sizes, form):
+    n, nodes = sum(sizes), Topology(sizes, NO_TIME, NO_TIME).nodes
+    agreement = (n - 1) * 8 * (2 + n) * (2 if form is Form.ALL_REDUCE else 1)
+    for kinds, density, densities in itertools.product(
+        DTYPES, (0.05, 0.15, 0.4), (SPCCL, (0.2, 0.4, 0.6))
+    ):
+        case = _case(n, densities, form, kinds, density, 1001)
+        _, sent, cluster = _run(case, sizes)
+        expected = _sent_bytes(case, nodes)
+        assert [sum(values.nbytes for values in messages) for messages in sent] == expected, case
+        assert [cluster.sent_bytes(rank) - agreement for rank in range(n)] == expected, case
+
+
+def test_without_thresholds_it_is_the_sparse_ring():
+    for form in Form:
+        case = _case(5, (NEVER,) * 3, form, floats=True)
+        plain = dataclasses.replace(case, scheme="sparse_ring")
+        for ours, theirs in zip(_run(case)[0], _run(plain)[0], strict=True):
+            assert torch.equal(ours, theirs)
+        assert _run(case)[2].link_bytes == _run(plain)[2].link_bytes

@@ -1,0 +1,111 @@
+"""OmniReduce: what travels in blocks, and that nothing else does.
+
+Legend: n ranks, N elements of the bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives import SchemeOptions
+from megatron_sparse.config import SchemeConfig
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.formats.header import FORMAT_BLOCKS, FORMAT_DENSE, read_headers
+from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import OPTIONS, Case, exact_sum, run_gradients, steps_of
+
+BLOCK = 256
+
+
+def _run(gradients):
+    return run_gradients("omnireduce", gradients, SchemeOptions.of(SchemeConfig()))
+
+
+def _headers(data):
+    return read_headers(data.numpy().tobytes(), rank=0)
+
+
+def test_only_non_zero_blocks_travel_there_and_back():
+    """Two ranks, shards of 8 blocks: rank 0 has two of rank 1's, which has one of them too."""
+    gradients = [torch.zeros(16 * BLOCK) for _ in range(2)]
+    gradients[0][10 * BLOCK + 7] = 1
+    gradients[0][13 * BLOCK : 14 * BLOCK] = 2
+    gradients[1][13 * BLOCK + 5] = 3
+    results, sent, messages = _run(gradients)
+    for result in results:
+        assert torch.equal(result, gradients[0] + gradients[1])
+    # Header 48, sub-header 16, numbers padded to 16, 1024 for each block: nothing but the two.
+    empty, two = 48 + 16, 48 + 16 + 16 + 2 * 1024
+    assert [(peer, data.numel()) for peer, data in sent[0]] == [(1, two), (1, empty)]
+    assert [(peer, data.numel()) for peer, data in sent[1]] == [(0, empty), (0, two)]
+    for data in [data for rank in sent for _, data in rank]:
+        assert [header.format for header in _headers(data)] == [FORMAT_BLOCKS]
+    for rank, message in enumerate(messages):
+        storage = message.buffer.untyped_storage().data_ptr()
+        pushed = sent[rank][0][1]
+        assert pushed.untyped_storage().data_ptr() == storage, "the message is encoded once only"
+
+
+def test_a_block_whose_sum_is_zero_does_not_come_back():
+    ones = torch.zeros(16 * BLOCK)
+    ones[10 * BLOCK : 11 * BLOCK] = 1
+    results, sent, _ = _run([ones, -ones])
+    assert not results[0].any()
+    assert not results[1].any()
+    assert sent[0][0][1].numel() == 48 + 16 + 16 + 1024
+    assert sent[1][1][1].numel() == 48 + 16
+
+
+def test_scattered_values_travel_dense_and_never_cost_more():
+    generator = torch.Generator().manual_seed(5)
+    gradients = [(torch.rand(16 * BLOCK, generator=generator) < 0.1).float() for _ in range(2)]
+    results, sent, _ = _run(gradients)
+    assert torch.equal(results[0], gradients[0] + gradients[1])
+    for data in [data for rank in sent for _, data in rank]:
+        assert [header.format for header in _headers(data)] == [FORMAT_DENSE]
+        assert data.numel() == 48 + 8 * BLOCK * 4
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("block_size", [64, 256, 4096])
+def test_exact_with_every_block_size(block_size, form):
+    options = dataclasses.replace(OPTIONS, block_size=block_size)
+    for density in (0.0005, 0.05):
+        case = Case("omnireduce", 3, form, "bf16", "bf16", density, 30_000, options=options)
+        results = [
+            result for result, _ in VirtualCluster(3).run(lambda t, case=case: steps_of(case, t))
+        ]
+        whole = results if form is Form.ALL_REDUCE else [torch.cat(results)]
+        for result in whole:
+            assert torch.equal(result.double(), exact_sum(case))
+
+
+def test_ranks_with_other_blocks_are_refused():
+    cases = [
+        Case("omnireduce", 2, options=dataclasses.replace(OPTIONS, block_size=size))
+        for size in (64, 128)
+    ]
+    with pytest.raises(CommunicationError, match="not in the same collective"):
+        VirtualCluster(2).run(lambda transport: steps_of(cases[transport.rank], transport))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"name": "omnireduce", "format": "pici"}, "messages of its own format"),
+        ({"name": "zen", "format": "coo"}, "messages of its own format"),
+        ({"block_size": 96}, r"scheme\.block_size does not fit"),
+        ({"block_size": 32}, r"scheme\.block_size is out of range"),
+        ({"block_size": 256.5}, r"scheme\.block_size is out of range"),
+        ({"partition_hash": "murmur"}, r"scheme\.partition_hash is unknown"),
+        ({"hash_seed": -1}, r"scheme\.hash_seed is out of range"),
+        ({"hash_rounds": 65}, r"scheme\.hash_rounds is out of range"),
+    ],
+)
+def test_a_wrong_parameter_is_one_error(values, words):
+    with pytest.raises(ConfigError, match=words):
+        SchemeConfig(**values)

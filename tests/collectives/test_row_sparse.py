@@ -1,0 +1,341 @@
+"""The row-sparse all-reduce: exact, the same bits on all ranks, its bytes, and its records.
+
+Legend: n ranks, R rows of D values of which a rank has K.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_sparse
+from megatron_sparse.bucket import Reduction
+from megatron_sparse.collectives.row_sparse import NAME, Way, cheapest_way, row_sparse
+from megatron_sparse.errors import (
+    CommunicationError,
+    ConfigError,
+    ExtensionError,
+    MegatronSparseError,
+    WireFormatError,
+)
+from megatron_sparse.formats.header import HEADER_BYTES, pad16
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.formats.row_record import SECTIONS_AT, RowPart
+from megatron_sparse.formats.row_sparse import RowSparse
+from megatron_sparse.progress import ProgressThread
+from megatron_sparse.recording import NullRecorder
+from megatron_sparse.reference import row_sparse as oracle
+from megatron_sparse.row_sparse_reducer import RowSparseReducer
+from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
+from tests.ranks import run_ranks
+
+RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
+EPOCH = 5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def _coo(indices, rows, num_rows):
+    return torch.sparse_coo_tensor(
+        indices.unsqueeze(0), rows, (num_rows, rows.shape[1]), check_invariants=True
+    )
+
+
+def _gradient(rank, num_rows, width, count, dtype, *, floats=False):
+    """Uncoalesced rows; small integers whose sum over 16 ranks is exact even in bf16."""
+    generator = torch.Generator().manual_seed(rank)
+    indices = torch.randint(max(num_rows, 1), (count,), generator=generator)
+    if floats:
+        rows = torch.randn(count, width, generator=generator)
+    else:
+        # Mean over 2, 4, 8, 16 ranks: halves of multiples of 16 are integers.
+        rows = 16.0 * torch.randint(-1, 2, (count, width), generator=generator)
+    return _coo(indices, rows.to(dtype), num_rows)
+
+
+def _reduce(gradients, reduction, way, cluster=None):
+    def start(transport):
+        rows = RowSparse.from_coo(gradients[transport.rank])
+        return row_sparse("e", rows, reduction, transport, MessageBuffers(), epoch=EPOCH, way=way)
+
+    return (cluster or VirtualCluster(len(gradients))).run(start)
+
+
+def _assert_same_on_all_ranks(results):
+    for result in results:
+        pair, first = result.gradient, results[0].gradient
+        assert torch.equal(pair.indices_K, first.indices_K)
+        # As bytes: NaN and -0.0 count as what they are.
+        bits, first_bits = pair.rows_KD.view(torch.uint8), first.rows_KD.view(torch.uint8)
+        assert torch.equal(bits, first_bits)
+
+
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("n", RANKS)
+def test_sums_of_integers_are_exact(n, way):
+    for dtype in DTYPES.values():
+        for num_rows, width, count in ((50, 3, 20), (1, 4, 3), (9, 2, 1)):
+            gradients = [_gradient(r, num_rows, width, count, dtype) for r in range(n)]
+            results = _reduce(gradients, Reduction.SUM, way)
+            _assert_same_on_all_ranks(results)
+            expected = sum(g.to_dense().double() for g in gradients)
+            reduced = results[0].gradient.to_coo()
+            assert torch.equal(reduced.to_dense().double(), expected)
+            touched = {int(row) for g in gradients for row in g._indices()[0]}
+            assert reduced.is_coalesced()
+            assert reduced.indices()[0].tolist() == sorted(touched)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("reduction", list(Reduction))
+def test_floats_are_added_in_rank_order_in_fp32_and_rounded_once(n, reduction):
+    for dtype in DTYPES.values():
+        gradients = [_gradient(r, 30, 5, 25, dtype, floats=True) for r in range(n)]
+        own = [oracle.coalesce(g._indices()[0], g._values()) for g in gradients]
+        indices = torch.tensor([row for rows, _ in own for row in rows])
+        values = torch.cat([rows for _, rows in own]).float()
+        rows, total = oracle.coalesce(indices, values)
+        if reduction is Reduction.AVG:
+            total = total / n
+        for way in (Way.GATHER, Way.DIRECT):
+            results = _reduce(gradients, reduction, way)
+            _assert_same_on_all_ranks(results)
+            assert results[0].gradient.indices_K.tolist() == rows
+            assert torch.equal(results[0].gradient.rows_KD, total.to(dtype))
+
+
+@pytest.mark.parametrize("way", [Way.GATHER, Way.DIRECT])
+def test_ranks_without_rows_and_with_all_rows(way):
+    none = torch.empty(0, dtype=torch.int64)
+    every = torch.arange(10)
+    for sets in (
+        [none, none, none],
+        [none, every, none],
+        [every, every, every],
+        [torch.tensor([9, 0, 9, 9]), none, every],
+    ):
+        gradients = [_coo(rows, torch.ones(rows.numel(), 2), 10) for rows in sets]
+        before = [g._values().clone() for g in gradients]
+        results = _reduce(gradients, Reduction.SUM, way)
+        _assert_same_on_all_ranks(results)
+        expected = sum(g.to_dense() for g in gradients)
+        assert torch.equal(results[0].gradient.to_coo().to_dense(), expected)
+        for gradient, values in zip(gradients, before, strict=True):
+            assert torch.equal(gradient._values(), values), "inputs are only read"
+    for shape in ((0, 4), (5, 0)):
+        gradients = [_coo(none, torch.empty(0, shape[1]), shape[0])] * 3
+        assert _reduce(gradients, Reduction.SUM, way)[1].gradient.to_coo().shape == shape
+
+
+def test_nan_and_infinity_travel():
+    rows = torch.tensor([[float("nan"), float("inf")]])
+    gradients = [_coo(torch.tensor([1]), rows, 3), _coo(torch.tensor([1]), torch.ones(1, 2), 3)]
+    for way in (Way.GATHER, Way.DIRECT):
+        results = _reduce(gradients, Reduction.AVG, way)
+        _assert_same_on_all_ranks(results)
+        assert results[0].gradient.rows_KD[0].isnan().tolist() == [True, False]
+        assert results[0].gradient.rows_KD[0, 1] == float("inf")
+
+
+def _record_bytes(rows, width, value_bytes):
+    return HEADER_BYTES + 32 + pad16(4 * rows) + pad16(rows * width * value_bytes)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("way", [Way.GATHER, Way.DIRECT])
+def test_bytes_are_those_of_the_module_header(n, way):
+    for dtype in DTYPES.values():
+        gradients = [_gradient(r, 60, 3, 10 + 7 * r, dtype) for r in range(n)]
+        touched = [set(g._indices()[0].tolist()) for g in gradients]
+        union = set().union(*touched)
+        cluster = VirtualCluster(n)
+        results = _reduce(gradients, Reduction.SUM, way, cluster)
+        size = dtype.itemsize
+        for rank in range(n):
+            if way is Way.GATHER:
+                expected = (n - 1) * _record_bytes(len(touched[rank]), 3, size)
+                agreements = 8 * (2 + n)
+            else:
+                parts = [sum(i % n == part for i in touched[rank]) for part in range(n)]
+                sent = [_record_bytes(p, 3, size) for i, p in enumerate(parts) if i != rank]
+                own_sum = sum(i % n == rank for i in union)
+                expected = sum(sent) + (n - 1) * _record_bytes(own_sum, 3, size)
+                agreements = 2 * 8 * (2 + n)
+            assert results[rank].sent_bytes == expected
+            assert cluster.sent_bytes(rank) == expected + (n - 1) * agreements
+
+
+def test_auto_takes_the_way_with_fewer_bytes():
+    def parts(num_rows, n):
+        return [RowPart(num_rows, 64, "fp32", part, n, 0) for part in range(n)]
+
+    sparse = [[100] * 8] * 8  # 800 of 1,000,000 rows each: hardly any row twice
+    assert cheapest_way(sparse, parts(1_000_000, 8)) is Way.GATHER
+    crowded = [[100] * 8] * 8  # 800 of 1,000 rows each: the sum is hardly larger
+    assert cheapest_way(crowded, parts(1_000, 8)) is Way.DIRECT
+    two = [[500] * 2] * 2  # every row on both: as many bytes either way, but fewer headers
+    assert cheapest_way(two, parts(1_000, 2)) is Way.GATHER
+
+
+# -- records
+
+
+PART = RowPart(num_rows=40, columns=3, value_dtype="fp32", part=1, parts=3, epoch=EPOCH)
+
+
+def _record(part=PART, count=30):
+    pair = RowSparse.from_coo(_gradient(3, part.num_rows, part.columns, count, torch.float32))
+    positions = part.positions(pair)
+    out = torch.full((part.record_bytes(positions.numel()),), 0xAA, dtype=torch.uint8)
+    part.encode(pair, positions, out)
+    return pair, positions, out
+
+
+def test_a_record_holds_its_part():
+    for part in (PART, RowPart(40, 3, "fp32", 0, 1, EPOCH), RowPart(2**31 + 1, 3, "fp32", 1, 3, 0)):
+        pair, positions, out = _record(part)
+        got = part.decode(out, rank=0)
+        assert torch.equal(got.indices_K, pair.indices_K[positions])
+        assert bool((got.indices_K % part.parts == part.part).all())
+        assert torch.equal(got.rows_KD, pair.rows_KD[positions])
+        index_bytes = 4 if part.num_rows <= 2**31 else 8
+        stored = positions.numel()
+        size = HEADER_BYTES + 32 + pad16(index_bytes * stored) + pad16(12 * stored)
+        assert out.numel() == size
+
+
+def _refused(data):
+    """The field that the decoder names."""
+    with pytest.raises(WireFormatError) as caught:
+        PART.decode(torch.frombuffer(data, dtype=torch.uint8), rank=2)
+    return caught.value.what.removeprefix("rank 2: field ").removesuffix(" is wrong")
+
+
+def _damaged(at, form, value, *, checksum=False):
+    data = bytearray(_record()[2].numpy().tobytes())
+    struct.pack_into(form, data, at, value)
+    if checksum:
+        data[44:48] = zlib.crc32(data[:44]).to_bytes(4, "little")
+    return data
+
+
+def test_damage_is_named():
+    assert _refused(_damaged(0, "<B", 0)) == "magic"
+    assert _refused(_damaged(4, "<B", 9)) == "version"
+    assert _refused(_damaged(8, "<Q", 7)) == "checksum"
+    for at, form, value, field in (
+        (5, "<B", 1, "format"), (6, "<B", 1, "dtype"), (7, "<B", 1, "flags"),
+        (8, "<Q", 7, "numel"), (16, "<Q", 7, "nnz"), (24, "<Q", 2**40, "payload_bytes"),
+        (32, "<Q", 1, "offset"), (40, "<I", 9, "epoch"),
+    ):  # fmt: skip
+        assert _refused(_damaged(at, form, value, checksum=True)) == field
+    for at, form, value, field in (
+        (48, "<Q", 41, "num_rows"), (56, "<Q", 4, "columns"), (64, "<Q", 14, "stored rows"),
+        (64, "<Q", 2**63, "stored rows"), (64, "<Q", 1, "nnz"), (72, "<I", 2, "part"),
+        (76, "<I", 4, "parts"),
+    ):  # fmt: skip
+        assert _refused(_damaged(at, form, value)) == field
+    whole = _damaged(0, "<B", ord("M"))
+    assert _refused(whole[:20]) == "size"
+    assert _refused(whole[:60]) == "size"
+    assert _refused(whole[:-16]) == "size"
+    assert _refused(whole + bytes(16)) == "size"
+    # Below the first, another part's, twice the same, beyond the end.
+    for position, value in ((0, -2), (0, 3), (1, 1), (1, 43)):
+        assert _refused(_damaged(SECTIONS_AT + 4 * position, "<i", value)) == "row indices"
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_decoder_trusts_nothing(flips):
+    data = bytearray(_record()[2].numpy().tobytes())
+    for at, value in flips:
+        data[at % len(data)] = value
+    data[44:48] = zlib.crc32(data[:44]).to_bytes(4, "little")
+    try:
+        got = PART.decode(torch.frombuffer(data, dtype=torch.uint8), rank=0)
+    except WireFormatError:
+        return
+    assert got.num_rows == 40
+    assert bool((got.indices_K % 3 == 1).all())
+
+
+# -- gloo
+
+
+def _on_gloo(rank, world_size):
+    results = {}
+    for name, dtype in DTYPES.items():
+        for op in ("sum", "avg"):
+            gradient = _gradient(rank, 50, 4, 30 if rank else 0, dtype)
+            handle = megatron_sparse.row_sparse_all_reduce(gradient, op=op, async_op=True)
+            reduced = handle.wait()
+            assert reduced.is_coalesced()
+            results[name, op] = reduced.to_dense()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gloo_ranks_agree_with_the_dense_sum(world_size):
+    by_rank = run_ranks(_on_gloo, world_size)
+    for (name, op), got in by_rank[0].items():
+        gradients = [_gradient(r, 50, 4, 30 if r else 0, DTYPES[name]) for r in range(world_size)]
+        expected = sum(g.to_dense().float() for g in gradients)
+        if op == "avg":
+            expected = expected / world_size
+        assert torch.equal(got, expected.to(DTYPES[name]))
+        assert all(torch.equal(got, other[name, op]) for other in by_rank)
+
+
+def _disagree(rank, world_size):
+    import torch.distributed as dist
+
+    shape, dtype, op, step = (10, 2), torch.float32, Reduction.SUM, 0
+    texts = []
+    for what in ("rows", "columns", "dtype", "op", "step"):
+        other = (
+            (11, 2) if what == "rows" and rank else (10, 3) if what == "columns" and rank else shape
+        )
+        progress = ProgressThread(torch.device("cpu"), 10)
+        transport = ProcessGroupTransport(dist.group.WORLD, 10, torch.device("cpu"))
+        reducer = RowSparseReducer(transport, NullRecorder(), progress)
+        gradient = _gradient(rank, *other, 4, torch.bfloat16 if what == "dtype" and rank else dtype)
+        pending = reducer.start(
+            "wte", gradient, Reduction.AVG if what == "op" and rank else op,
+            1 if what == "step" and rank else step,
+        )  # fmt: skip
+        try:
+            pending.wait()
+            texts.append("no error")
+        except CommunicationError as error:
+            texts.append(str(error))
+        progress.close()
+        transport.close(broken=True)
+        dist.barrier()  # a group must not be made while a peer is still in the last one
+    return texts
+
+
+def test_ranks_that_disagree_all_get_an_error():
+    for rank, texts in enumerate(run_ranks(_disagree, 2)):
+        for text in texts:
+            assert f"rank {1 - rank} of the group is not in the same collective" in text
+            assert "bucket wte" in text
+            assert NAME in text
+
+
+def test_other_tensors_are_refused_before_anything_is_sent():
+    matrix = _coo(torch.tensor([1]), torch.ones(1, 2), 3)
+    for wrong in (
+        torch.ones(3, 2), matrix.to_dense().to_sparse_csr(), matrix.to_dense().to_sparse(),
+        matrix.double(), matrix.to("meta"),
+    ):  # fmt: skip
+        with pytest.raises(ExtensionError):
+            megatron_sparse.row_sparse_all_reduce(wrong)
+    with pytest.raises(ConfigError, match="op is unknown"):
+        megatron_sparse.row_sparse_all_reduce(matrix, op="max")
+    with pytest.raises(MegatronSparseError, match="no process group"):
+        megatron_sparse.row_sparse_all_reduce(matrix)

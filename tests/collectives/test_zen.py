@@ -1,0 +1,167 @@
+"""ZEN's Balanced Parallelism: balanced where contiguous shards are not, exact with every hash.
+
+Legend: n ranks, K non-zero elements, N elements of the bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.collectives import SCHEMES, zen
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.formats.entries import entries
+from megatron_sparse.formats.header import Header
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import (
+    OPTIONS,
+    Case,
+    exact_sum,
+    make_bucket,
+    make_message,
+    run_gradients,
+    steps_of,
+)
+
+DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
+VARIANTS = [
+    dataclasses.replace(OPTIONS, partition_hash=kind, hash_rounds=rounds, hash_seed=seed)
+    for kind, rounds, seed in (
+        ("permutation", 3, 1234), ("general", 0, 1234), ("general", 1, 7), ("permutation", 0, 0),
+    )
+]  # fmt: skip
+VARIANT_IDS = [f"{o.partition_hash}-{o.hash_rounds}-{o.hash_seed}" for o in VARIANTS]
+
+
+def _results(case):
+    return [result for result, _ in VirtualCluster(case.n).run(lambda t: steps_of(case, t))]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=VARIANT_IDS)
+def test_every_hash_gives_the_exact_sum_and_the_same_bits(options):
+    for n, (dtype, wire), density in itertools.product((1, 2, 5), DTYPES, (0, 0.02, 0.5)):
+        case = Case("zen", n, Form.ALL_REDUCE, dtype, wire, density, 700, options=options)
+        for result in _results(case):
+            assert torch.equal(result.double(), exact_sum(case)), case
+        # Added in rank order whatever the partition, so even floats have the bits of the default.
+        floats = dataclasses.replace(case, floats=True)
+        expected = _results(dataclasses.replace(floats, options=OPTIONS))
+        for result, other in zip(_results(floats), expected, strict=True):
+            assert torch.equal(result, other), case
+
+
+def _skewed(n, numel):
+    """Two fifths of the first sixteenth of the elements, and one in 500 of the others."""
+    generator = torch.Generator().manual_seed(2)
+    chances = torch.full((numel,), 0.002)
+    chances[: numel // 16] = 0.4
+    return [
+        torch.where(torch.rand(numel, generator=generator) < chances, 1.0 + rank, 0.0)
+        for rank in range(n)
+    ]
+
+
+def _nnz_to(sent, n):
+    """Non-zero elements in the records that a rank sent in its first n - 1 rounds, by peer."""
+    return {
+        peer: Header.unpack(records[:48].numpy().tobytes(), rank=0).nnz
+        for peer, records in sent[: n - 1]
+    }
+
+
+def _imbalances(scheme, gradients, options):
+    """Definition 8: the ratios of Push and of Pull, from the records' headers; bytes by rank."""
+    n, total = len(gradients), torch.stack(gradients).sum(0)
+    results, sent, messages = run_gradients(scheme, gradients, options)
+    for result in results:
+        assert torch.equal(result, total)
+    push, pull, received = 0.0, [], [0] * n
+    for rank in range(n):
+        counts = _nnz_to(sent[rank], n)
+        counts[rank] = messages[rank].nnz - sum(counts.values())
+        push = max(push, n * max(counts.values()) / messages[rank].nnz)
+        pull += set(_nnz_to(sent[rank][n - 1 :], n).values())
+        for peer, records in sent[rank]:
+            received[peer] += records.numel()
+    assert len(pull) == n
+    assert sum(pull) == int(total.count_nonzero())
+    sent_bytes = [sum(records.numel() for _, records in mine) for mine in sent]
+    return push, n * max(pull) / sum(pull), max(sent_bytes + received) / min(sent_bytes + received)
+
+
+@pytest.mark.parametrize("options", VARIANTS[:2], ids=["permutation", "general"])
+def test_push_and_pull_are_balanced_where_direct_is_not(options):
+    """Theorem 2's bound, 1 + Theta(sqrt(n log n / K)).
+
+    The constant here is 2; sqrt 2 is the leading one of the largest of n bins with many balls.
+    """
+    n, numel = 8, 2**17
+    gradients = _skewed(n, numel)
+    fewest = min(int(gradient.count_nonzero()) for gradient in gradients)
+    bound = 1 + 2 * math.sqrt(n * math.log(n) / fewest)
+    assert bound < 1.2
+    push, pull, _ = _imbalances("zen", gradients, options)
+    assert 1 <= push <= bound
+    assert 1 <= pull <= bound
+    push, pull, _ = _imbalances("direct", gradients, options)
+    assert push > 5
+    assert pull > 2, "the sum has filled in, and is skewed all the same"
+
+
+def test_no_rank_carries_more_bytes_than_another():
+    """Busiest over idlest, sent and received; no padding is left out, so a little above 1."""
+    gradients = _skewed(8, 2**17)
+    assert _imbalances("zen", gradients, OPTIONS)[2] < 1.1
+    assert _imbalances("direct", gradients, OPTIONS)[2] > 5
+
+
+def test_algorithm_1_and_the_sort_send_the_same_bytes():
+    gradients = _skewed(4, 2**13)
+    sorted_, hashed = (
+        run_gradients("zen", gradients, dataclasses.replace(OPTIONS, hash_rounds=rounds))[1]
+        for rounds in (0, 3)
+    )
+    for mine, other in zip(sorted_, hashed, strict=True):
+        for (peer, records), (peer_, records_) in zip(mine, other, strict=True):
+            assert peer == peer_
+            assert torch.equal(records, records_)
+
+
+def test_entries_are_what_the_message_holds():
+    case = Case("zen", 1, density=0.1, dtype="bf16", wire="bf16", numel=900)
+    bucket = make_bucket(case, 0)
+    bucket.grad_N[5] = -0.0
+    bucket.grad_N[6] = float("nan")
+    indices, values = entries(make_message(bucket, case, MessageBuffers()))
+    assert indices.tolist() == bucket.grad_N.nonzero().squeeze(1).tolist()
+    assert values.dtype is torch.bfloat16
+    assert torch.equal(values.view(torch.int16), bucket.grad_N[indices].view(torch.int16))
+
+
+@pytest.mark.parametrize("other", [{"hash_seed": 5}, {"partition_hash": "general"}])
+def test_ranks_with_another_hash_are_refused_before_anything_is_sent(other):
+    cases = [Case("zen", 2), Case("zen", 2, options=dataclasses.replace(OPTIONS, **other))]
+    with pytest.raises(CommunicationError, match="not in the same collective"):
+        VirtualCluster(2).run(lambda transport: steps_of(cases[transport.rank], transport))
+
+
+def _start(grad_N):
+    """The first step of the collective, on a bucket whose message is never looked at."""
+    bucket = Bucket("7", grad_N, [ParameterSlice("w", 0, grad_N.numel())], Form.ALL_REDUCE, 1)
+    arguments = (bucket, None, None, MessageBuffers(), Stopwatch(), OPTIONS)
+    next(SCHEMES["zen"].exchange(*arguments))  # type: ignore[arg-type]
+
+
+def test_what_it_cannot_do_is_refused_before_anything_is_sent(monkeypatch):
+    with pytest.raises(ConfigError, match=r"bucket 7: .* works on CPU tensors only"):
+        _start(torch.zeros(10, device="meta"))
+    monkeypatch.setattr(zen, "MAX_SEGMENT_NUMEL", 9)
+    with pytest.raises(ConfigError, match="bucket 7 is too large for"):
+        _start(torch.zeros(10))
