@@ -1,7 +1,8 @@
 """Gradient compression for Megatron-LM: sparse, error-fed-back gradient synchronisation.
 
-The public API is `install`, `attach`, `detach` and `SparseConfig`. Nothing heavy (torch, megatron)
-is imported until one of them is used.
+The public API is `install`, `attach` and `detach` for Megatron, `DDPState` and `ddp_hook` for
+torch's own DDP, `row_sparse_all_reduce`, and `SparseConfig`. Nothing heavy (torch, megatron) is
+imported until one of them is used.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ _EXPORTS = {
     "install": "megatron_sparse.megatron",
     "attach": "megatron_sparse.megatron",
     "detach": "megatron_sparse.megatron",
+    "DDPState": "megatron_sparse.ddp",
+    "ddp_hook": "megatron_sparse.ddp",
+    "row_sparse_all_reduce": "megatron_sparse.row_sparse_reducer",
 }
 
 if TYPE_CHECKING:
@@ -36,11 +40,13 @@ if TYPE_CHECKING:
         SparseConfig,
         TrackingConfig,
     )
+    from megatron_sparse.ddp import DDPState, ddp_hook
     from megatron_sparse.megatron import attach, detach, install
+    from megatron_sparse.row_sparse_reducer import row_sparse_all_reduce
 
 __all__ = [
-    "CompressionConfig", "SchemeConfig", "SparseConfig", "TrackingConfig", "attach", "detach",
-    "install",
+    "CompressionConfig", "DDPState", "SchemeConfig", "SparseConfig", "TrackingConfig", "attach",
+    "ddp_hook", "detach", "install", "row_sparse_all_reduce",
 ]  # fmt: skip
 
 

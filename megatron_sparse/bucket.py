@@ -26,6 +26,17 @@ class Form(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
 
 
+class Reduction(StrEnum):
+    """What the ranks' gradients are reduced to.
+
+    `AVG` divides each rank's gradient by the number of ranks before anything is selected from it,
+    because residuals are contributions to the averaged gradient.
+    """
+
+    SUM = "sum"
+    AVG = "avg"
+
+
 @dataclass(frozen=True)
 class ParameterSlice:
     """Where one parameter lies in its bucket.
@@ -46,10 +57,12 @@ class Bucket:
 
     Attributes:
         name: unique in the process and the same on every rank of the group.
-        grad_N: 1-D contiguous gradients, fp32, bf16 or fp16; overwritten with the reduced sum.
+        grad_N: 1-D contiguous gradients, fp32, bf16 or fp16; overwritten with what they are
+            reduced to.
         parameters: slices in ascending order; elements between two of them are padding.
         form: all-reduce, or reduce-scatter over `world_size` equal shards.
         world_size: ranks in the group.
+        reduction: sum or average; the reducer does the division.
     """
 
     name: str
@@ -57,6 +70,7 @@ class Bucket:
     parameters: Sequence[ParameterSlice]
     form: Form
     world_size: int
+    reduction: Reduction = Reduction.SUM
     layouts: dict[bool, Layout] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -161,8 +161,9 @@ class Attachment:
         key = id(group.process_group)
         if key not in self._reducers:
             transport = ProcessGroupTransport(
-                group.process_group, self.config.scheme.timeout_s, device
-            )
+                group.process_group, self.config.scheme.timeout_s, device,
+                watch=self.config.scheme.watch_peers,
+            )  # fmt: skip
             self._transports.append(transport)
             self._reducers[key] = GradientReducer(
                 self.config, transport, self.planner, self.residuals, self.recorder, self.progress
@@ -210,11 +211,6 @@ class Attachment:
         """Starts the synchronisation of one bucket group. Called by `start_grad_sync`."""
         self._count_launch(group)
         reducer = self._reducers[id(group.process_group)]
-        if group.host.ddp_config.average_in_collective:
-            # Residuals are contributions to the average, so divide before selecting.
-            with torch.no_grad():
-                for bucket in group.buckets:
-                    bucket.grad_N.div_(bucket.world_size)
         return _Handle([reducer.start(bucket, self.step) for bucket in group.buckets])
 
     def _count_launch(self, group: GroupBuckets) -> None:

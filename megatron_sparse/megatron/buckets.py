@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.errors import HostError
 
@@ -112,7 +112,8 @@ def _bucket(
         )
     slices.sort(key=lambda piece: piece.start)
     form = Form.REDUCE_SCATTER if ddp_config.use_distributed_optimizer else Form.ALL_REDUCE
-    return Bucket(name, host_bucket.grad_data.view(-1), tuple(slices), form, world_size)
+    reduction = Reduction.AVG if ddp_config.average_in_collective else Reduction.SUM
+    return Bucket(name, host_bucket.grad_data.view(-1), tuple(slices), form, world_size, reduction)
 
 
 def _replicated(parameter: torch.nn.Parameter) -> bool:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.bench.row_sparse import VERSIONS, compare_matching
-from megatron_sparse.cuda_ext import row_sparse_ops
+from megatron_sparse.cuda_ext import load, row_sparse_ops
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import row_sparse
 from megatron_sparse.formats.row_sparse import RowSparse
@@ -201,7 +201,7 @@ def test_every_version_of_the_benchmark_finds_the_same():
 
 
 def test_ops_live_under_torch_compile():
-    row_sparse_ops.register_fakes()
+    load()
     ops = torch.ops.megatron_sparse
     union = torch.tensor([0, 1, 2])
     for op, arguments in (

@@ -1,0 +1,350 @@
+"""Compressed gradient synchronisation for torch's own DistributedDataParallel.
+
+Two lines, as the hooks of `torch.distributed.algorithms.ddp_comm_hooks` are used:
+
+    state = megatron_sparse.DDPState(ddp_model, density=0.01)
+    ddp_model.register_comm_hook(state, megatron_sparse.ddp_hook)
+
+DDP hands over each bucket when its gradients are final; the reducer averages it over the ranks on
+its progress thread, which completes the bucket's future. The gradient of an
+`nn.Embedding(sparse=True)`, for which DDP makes a bucket of its own, goes through the row-sparse
+all-reduce instead, whole.
+"""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
+
+import logging
+from typing import Any
+
+import torch
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
+from megatron_sparse.compression.parameters import ParameterFilter
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.config import SparseConfig
+from megatron_sparse.errors import CheckpointError, ConfigError, HostError
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.progress import ProgressThread
+from megatron_sparse.recording import NullRecorder, Recorder
+from megatron_sparse.reducer import GradientReducer, PendingReduction
+from megatron_sparse.row_sparse_reducer import PendingRowSparse, RowSparseReducer
+from megatron_sparse.transport import ProcessGroupTransport
+
+logger = logging.getLogger("megatron_sparse")
+
+VERSION = 1
+"""Of the state dictionary."""
+
+
+class DDPState:
+    """The plugin's state for one DDP model in one process: `register_comm_hook`'s first argument.
+
+    Collective: every rank makes one, with the same configuration. Residuals are held by parameter
+    name, so that they outlive the new buckets that DDP makes after the first iteration.
+
+    Args:
+        ddp: the model, before its first backward pass.
+        config: a `SparseConfig`, whose `tracking` is not looked at; or give single options as
+            keywords, e.g. `density=0.01`.
+        recorder: told the time and bytes of each bucket.
+        **overrides: see `SparseConfig.from_overrides`.
+
+    Attributes:
+        config: as given.
+        step: backward passes synchronised so far; drives warm-up and ramp, keys random draws.
+        residuals: error feedback.
+
+    Raises:
+        HostError: the model is not one that DDP wrapped, or it spreads over several devices.
+        ConfigError: a value is refused, or the parameters are fp16.
+
+    Example:
+        >>> state = DDPState(ddp_model, density=0.01, warmup_iters=100)  # doctest: +SKIP
+        >>> ddp_model.register_comm_hook(state, ddp_hook)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        config: SparseConfig | None = None,
+        *,
+        recorder: Recorder | None = None,
+        **overrides: Any,
+    ) -> None:
+        device = _device_of(ddp)
+        if config is not None and overrides:
+            raise ConfigError(
+                "DDPState got both a config and single options",
+                expected="one of them",
+                got=", ".join(overrides),
+                remedy="put the options into the SparseConfig",
+            )
+        self.config = config or SparseConfig.from_overrides(**overrides)
+        _check_no_step_is_undone(self.config, ddp)
+        self.step = 0
+        self._all_at_end = ddp.static_graph
+        self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+        self._keep = ParameterFilter(self.config.compression)
+        self._buckets: dict[int, Bucket] = {}
+        self._launched = 0
+        self._placed: set[int] = set()
+        self._unplaced: dict[str, torch.Tensor] = {}
+        self._in_flight: list[PendingReduction | PendingRowSparse] = []
+        self._device = device
+        timeout_s = self.config.scheme.timeout_s
+        group = ddp.process_group
+        assert group is not None, "DDP without a device mesh has a group"
+        self._transport = ProcessGroupTransport(
+            group, timeout_s, device, watch=self.config.scheme.watch_peers
+        )
+        self._progress = ProgressThread(device, timeout_s)
+        self._planner = FixedPlanner(self.config.compression, self.config.scheme)
+        self.residuals = ResidualStore(
+            RESIDUAL_DTYPES[self.config.compression.residual_dtype], undo=False,
+            outcome=Outcome.ASSUMED,
+        )  # fmt: skip
+        recorder = recorder or NullRecorder()
+        self._reducer = GradientReducer(
+            self.config, self._transport, self._planner, self.residuals, recorder, self._progress
+        )
+        self._row_reducer = RowSparseReducer(self._transport, recorder, self._progress)
+        if ddp.find_unused_parameters:
+            logger.warning(
+                "find_unused_parameters: DDP ignores what is synchronised for a parameter that no "
+                "rank used in a step, and what its residual sent then is lost; keep such "
+                "parameters whole with keep_patterns"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """The running switch: off, buckets go dense and take what the residual holds with them.
+
+        Set it to the same value on every rank between two steps.
+        """
+        return self._planner.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._planner.enabled = value
+        logger.info("step %d: compression switched %s", self.step, "on" if value else "off")
+
+    def launch(self, grad_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Starts the synchronisation of one of DDP's buckets. Called by `ddp_hook`.
+
+        Raises:
+            HostError: called outside a backward pass.
+            MegatronSparseError: the bucket cannot be synchronised as configured.
+        """
+        if not self._in_flight:
+            self._await_at_end_of_backward()
+        # On CUDA the future remembers the stream of the thread that completes it.
+        devices: list[int | str | torch.device] = []
+        if self._device.type == "cuda":
+            devices.append(self._device)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        if grad_bucket.buffer().layout == torch.sparse_coo:
+            pending = self._start_sparse(grad_bucket, future)
+        else:
+            pending = self._start_dense(grad_bucket, future)
+        self._in_flight.append(pending)
+        self._launched += 1
+        if grad_bucket.is_last():
+            self._end_step()
+        if self._all_at_end:
+            # In the first step of a static graph DDP calls the hook for all buckets at the end, and
+            # waits for them holding the interpreter's lock, which the progress thread needs.
+            future.wait()
+        return future
+
+    def _start_dense(
+        self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
+    ) -> PendingReduction:
+        bucket = self._bucket_of(grad_bucket)
+        # DDP copies the result out, or finds that it is its own buffer. It must come after a
+        # failure too, or DDP would wait for ever; the error is raised by `_finish_backward`.
+        return self._reducer.start(bucket, self.step, lambda: future.set_result(bucket.grad_N))
+
+    def _start_sparse(
+        self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
+    ) -> PendingRowSparse:
+        gradient = grad_bucket.buffer()
+        (parameter,) = grad_bucket.parameters()
+
+        def complete(pending: PendingRowSparse) -> None:
+            future.set_result(gradient if pending.reduced is None else pending.reduced)
+
+        return self._row_reducer.start(
+            self._names[parameter], gradient, Reduction.AVG, self.step, complete
+        )
+
+    def _await_at_end_of_backward(self) -> None:
+        """DDP would make an untyped error of a failed future, so errors are raised beside it."""
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        except RuntimeError as error:
+            raise HostError(
+                "ddp_hook was called outside a backward pass",
+                expected="DDP calls it when a bucket's gradients are final",
+                got=str(error).splitlines()[0],
+                remedy="train without DDP's join() context, which calls it for ranks that have "
+                "run out of data",
+            ) from error
+
+    def _finish_backward(self) -> None:
+        """Runs when all gradients are made, before DDP waits for the buckets' futures."""
+        in_flight, self._in_flight = self._in_flight, []
+        if self._all_at_end and self._launched:
+            self._end_step()  # DDP numbers those buckets all alike, and marks none as the last
+        self._all_at_end = False
+        for pending in in_flight:
+            pending.wait()
+
+    def _end_step(self) -> None:
+        self._launched = 0
+        self._placed.clear()
+        self.step += 1
+
+    def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
+        """DDP's bucket as the reducer's; its parameters lie one behind the other."""
+        index, slices, start = self._launched, [], 0
+        for parameter in grad_bucket.parameters():
+            name, stop = self._names[parameter], start + parameter.numel()
+            keep = self._keep.keeps(name, parameter.shape, replicated=False)
+            slices.append(ParameterSlice(name, start, stop, keep))
+            start = stop
+        bucket = Bucket(
+            f"bucket{index}", grad_bucket.buffer(), tuple(slices), Form.ALL_REDUCE,
+            self._transport.world_size, Reduction.AVG,
+        )  # fmt: skip
+        known = self._buckets.get(index)
+        if known is not None and known.parameters == bucket.parameters:
+            bucket.layouts = known.layouts
+        else:
+            self._take_residuals_back()
+        self._buckets[index] = bucket
+        self._placed.add(index)
+        mine = {p.name: self._unplaced.pop(p.name) for p in slices if p.name in self._unplaced}
+        if mine:
+            self.residuals.load([bucket], mine)
+        return bucket
+
+    def _take_residuals_back(self) -> None:
+        """DDP has made new buckets: residuals wait under their parameters' names.
+
+        Those of buckets that were launched in this step already are in place, and in use.
+        """
+        for index in self._buckets.keys() - self._placed:
+            bucket = self._buckets.pop(index)
+            if bucket.name in self.residuals:
+                residual_N = self.residuals.begin(bucket)
+                for piece in bucket.parameters:
+                    self._unplaced[piece.name] = residual_N[piece.start : piece.stop]
+                self.residuals.load([bucket], {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, to be saved between two steps by every rank for itself.
+
+        Tensors are copies on the host; on CUDA that waits for them. With
+        `residual_checkpoint=none` it holds no residuals.
+        """
+        residuals: dict[str, torch.Tensor] = {}
+        if self.config.compression.residual_checkpoint != "none":
+            held = self._unplaced | dict(self.residuals.by_parameter())
+            residuals = {name: view.detach().cpu().clone() for name, view in held.items()}
+        return {
+            "version": VERSION,
+            "rank": self._transport.rank,
+            "world_size": self._transport.world_size,
+            "step": self.step,
+            "enabled": self.enabled,
+            "residuals": residuals,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave on the same rank of as many ranks.
+
+        Parameters that `state` does not name start without residual.
+
+        Raises:
+            CheckpointError: the state is another rank's, or its residuals do not fit the model.
+        """
+        own = {"version": VERSION, "rank": self._transport.rank,
+               "world_size": self._transport.world_size}  # fmt: skip
+        for key, expected in own.items():
+            if state.get(key) != expected:
+                raise CheckpointError(
+                    f"the saved state has another {key}",
+                    expected=expected,
+                    got=state.get(key),
+                    remedy="load on each rank what it saved itself, with as many ranks, or start "
+                    "with zero residuals by not loading it",
+                )
+        numels = {name: parameter.numel() for parameter, name in self._names.items()}
+        for name, residual in state["residuals"].items():
+            if residual.numel() != numels.get(name):
+                raise CheckpointError(
+                    f"the saved residual of {name} does not fit the model",
+                    expected=f"{numels[name]} elements" if name in numels else "a parameter",
+                    got=residual.numel(),
+                    remedy="resume with the same model",
+                )
+        self.residuals.load(self._buckets.values(), {})
+        self._unplaced = dict(state["residuals"])
+        self.step, self._planner.enabled = state["step"], state["enabled"]
+
+    def close(self) -> None:
+        """Ends the thread and gives the process group back; DDP cannot be used afterwards."""
+        self._progress.close()
+        self._transport.close(broken=self._progress.broken)
+
+
+def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook: averages a bucket over the ranks, pruned, with error feedback.
+
+    Returns at once. The future's value is DDP's own buffer; errors are raised, typed, by the
+    `backward()` that they happened in.
+
+    Args:
+        state: made for this model.
+        bucket: whose gradients are final, not yet divided.
+    """
+    return state.launch(bucket)
+
+
+def _device_of(ddp: object) -> torch.device:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise HostError(
+            "this model was not wrapped by DDP",
+            expected="a torch.nn.parallel.DistributedDataParallel",
+            got=f"{type(ddp).__module__}.{type(ddp).__qualname__}",
+            remedy="wrap it first; for Megatron's own DDP use megatron_sparse.attach",
+        )
+    devices = {parameter.device for parameter in ddp.module.parameters()}
+    if len(devices) != 1:
+        raise HostError(
+            "the model spreads over several devices",
+            expected="all parameters on one device",
+            got=", ".join(sorted(map(str, devices))),
+            remedy="use one process for each device",
+        )
+    return devices.pop()
+
+
+def _check_no_step_is_undone(config: SparseConfig, ddp: DistributedDataParallel) -> None:
+    """The state does not see the optimizer, so a skipped step would lose what it selected."""
+    if config.compression.undo == "always":
+        raise ConfigError(
+            "compression.undo=always does not go with plain DDP",
+            expected="compression.undo=auto or never",
+            got="always",
+            remedy="leave it out; train in bf16 or fp32, where no step is skipped",
+        )
+    if any(parameter.dtype == torch.float16 for parameter in ddp.module.parameters()):
+        raise ConfigError(
+            "fp16 parameters do not go with plain DDP",
+            expected="fp32 or bf16, where no step is skipped",
+            got="fp16, which needs loss scaling",
+            remedy="train in bf16, or under Megatron with megatron_sparse.attach(ddp, optimizer)",
+        )
