@@ -183,6 +183,7 @@ def codecs(
     iters: Annotated[int, typer.Option(min=1, help="Runs that are timed.")] = 20,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
     peers: Annotated[bool, typer.Option(help="Time torch, numpy and scipy too.")] = True,
+    device: Annotated[str, typer.Option(help="cpu | cuda")] = "cpu",
     check: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Fail where slower than this baseline.")
     ] = None,
@@ -208,8 +209,103 @@ def codecs(
         iters=iters,
         threads=threads,
         peers=peers,
+        device=device,
     )
     runner.run(sweep, json, check, margin, save_baseline)
+
+
+@bench.command(help="Collectives, dense gradient to dense sum, beside the backend's dense one.")
+def collectives(
+    min_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Such as 64K, 1M.")] = "64M",
+    max_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Such as 64M, 1G.")] = "64M",
+    density: Annotated[
+        str, typer.Option(metavar="D,...", help="Fractions selected.")
+    ] = "0.001,0.01,0.05",
+    dtype: Annotated[str, typer.Option(metavar="TYPE,...", help="fp32 | bf16 | fp16")] = "fp32",
+    scheme: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Of docs/collectives.md, auto, or all.")
+    ] = "auto,agsparse,direct",
+    op: Annotated[
+        str, typer.Option(metavar="OP,...", help="all_reduce | reduce_scatter")
+    ] = "all_reduce",
+    format: Annotated[str, typer.Option(help="scheme.format")] = "auto",
+    ranks: Annotated[int, typer.Option(min=1, help="Unless a launcher has started them.")] = 4,
+    netbed: Annotated[bool, typer.Option(help="On the network test bed; needs root.")] = False,
+    mbit: Annotated[float | None, typer.Option(help="Rate of each rank's link.")] = None,
+    virtual: Annotated[bool, typer.Option(help="On the virtual cluster: a model.")] = False,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Of the virtual cluster; all by default.")
+    ] = None,
+    intra_gbit: Annotated[float, typer.Option(min=1e-6, help="Virtual links in a node.")] = 1600,
+    inter_gbit: Annotated[float, typer.Option(min=1e-6, help="Virtual links between.")] = 25,
+    alpha_us: Annotated[float, typer.Option(min=0, help="Virtual latency of a message.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Rounds that are not timed.")] = 2,
+    iters: Annotated[int, typer.Option(min=1, help="Rounds that are timed.")] = 7,
+    json: JsonFile = None,
+) -> None:
+    """Sizes are swept by fours; exits with 1 when a row is wrong."""
+    from megatron_sparse.bench import collectives as runner
+    from megatron_sparse.bench.collective_sweep import Sweep
+    from megatron_sparse.collectives import SCHEMES
+    from megatron_sparse.transport import Link, Topology
+
+    if netbed and (virtual or mbit is None):
+        raise ConfigError(
+            "--netbed does not fit the other flags",
+            expected="--netbed --mbit R, without --virtual",
+            got="--virtual" if virtual else "no --mbit",
+        )
+    sweep = Sweep(
+        min_bytes=parse_size("--min-bytes", min_bytes),
+        max_bytes=parse_size("--max-bytes", max_bytes),
+        densities=parse_densities(density),
+        dtypes=dtype.split(","),
+        schemes=["auto", *SCHEMES] if scheme == "all" else scheme.split(","),
+        ops=op.split(","),
+        message_format=format,
+        warmup=warmup,
+        iters=iters,
+        mbit=mbit,
+    )
+    if virtual:
+        intra = Link(alpha_us * 1e-6, 8e-9 / intra_gbit)
+        inter = Link(alpha_us * 1e-6, 8e-9 / inter_gbit)
+        topology = Topology.even(ranks, ranks_per_node or ranks, intra, inter)
+        rows = runner.run_virtual(sweep, topology, json)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rows = runner.run_rank(sweep, json)
+    else:
+        values = {
+            "min-bytes": min_bytes, "max-bytes": max_bytes, "density": density, "dtype": dtype,
+            "scheme": scheme, "op": op, "format": format, "warmup": warmup, "iters": iters,
+            "mbit": mbit, "json": json,
+        }  # fmt: skip
+        arguments = [f"--{key}={value}" for key, value in values.items() if value is not None]
+        runner.launch(arguments, ranks, mbit if netbed else None)
+        return
+    raise typer.Exit(1 if any(row["wrong"] for row in rows) else 0)
+
+
+@app.command(help="Make, check and show a straggler-aware all-reduce's schedule.")
+def schedule(
+    ranks: Annotated[int, typer.Option(help="Of the group; at least 2.")],
+    straggler: Annotated[
+        int | None, typer.Option(help="Its rank; the last one by default.")
+    ] = None,
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Buffer of the cost table.")] = "64M",
+    alpha_us: Annotated[float, typer.Option(min=0, help="Of a message, for the costs.")] = 10.0,
+    gbit: Annotated[float, typer.Option(min=1e-6, help="Of a link, for the costs.")] = 25.0,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the schedule.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """The costs are those of the alpha-beta model, not measured."""
+    from megatron_sparse.straggler import report
+    from megatron_sparse.transport import Link
+
+    link = Link(alpha_us * 1e-6, 8 / (gbit * 1e9))
+    report.run(ranks, straggler, parse_size("--size", size), link, output, json)
 
 
 def parse_size(option: str, text: str) -> int:

@@ -1,0 +1,86 @@
+"""Schedules for powers of two: every chunk doubles in every round (StragglAR, algorithm 1).
+
+Here the straggler is rank n - 1, early rank r begins with chunk r, and k = log2 n. A chunk is
+*active* from the round after its reduction until all ranks have it, k rounds later. From round k on
+every early rank holds exactly one active chunk: the ranks P with the oldest one, which is due in
+this round, are matched with the others, Q, and each pair exchanges. The straggler's next partners
+must have expired chunks only when their round comes, so those of the next k rounds (the critical
+window) choose their partners first.
+
+Deviation: the paper forbids two ranks of the critical window to be matched; here that is only
+avoided. The invariant needs no more: who gives up an active chunk for the due one keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_sparse.straggler.schedule import Round, Transfer
+
+
+def doubling_rounds(n: int) -> Iterator[Round]:
+    """The n + log2 n - 2 rounds for n = 2, 4, 8, ..."""
+    levels, straggler = n.bit_length() - 1, n - 1
+    holders: dict[int, set[int]] = {}
+    for number in range(n + levels - 2):
+        transfers: list[Transfer] = []
+        if number < n - 1:
+            transfers += [
+                Transfer(number, straggler, number),
+                Transfer(straggler, number, number),
+            ]
+        if number < levels:
+            spread = _first_copies(holders, number, levels, n)
+        else:
+            spread = _exchanges(holders, number, levels, n)
+            del holders[number - levels]
+        transfers += spread
+        for _, receiver, chunk in spread:
+            if chunk in holders:
+                holders[chunk].add(receiver)
+        if number < n - 1:
+            holders[number] = {number}
+        yield tuple(transfers)
+
+
+def _first_copies(holders: dict[int, set[int]], number: int, levels: int, n: int) -> list[Transfer]:
+    """Phase 1: every holder of a chunk gives it to a rank that has none.
+
+    Early rank j gives its own chunk first to rank j + log2 n, which will need to have it, and no
+    newer one, when its turn with the straggler comes.
+    """
+    taken = set().union(*holders.values())
+    free = (rank for rank in range(2 * levels - 1, n - 1) if rank not in taken)
+    return [
+        Transfer(rank, number - 1 + levels if rank == number - 1 else next(free), chunk)
+        for chunk, ranks in holders.items()
+        for rank in sorted(ranks)
+    ]
+
+
+def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -> list[Transfer]:
+    """Phase 2: those who have the due chunk exchange with those who do not."""
+    due, straggler = number - levels, n - 1
+    chunk_of = {rank: chunk for chunk, ranks in holders.items() for rank in ranks}
+    with_due = sorted(holders[due] - {number})
+    others = sorted(chunk_of.keys() - holders[due] - {number}, key=lambda rank: chunk_of[rank])
+    if number >= n - 1:
+        # The straggler has had its last partner and helps to spread that one's chunk.
+        chunk_of[straggler] = n - 2
+        others.append(straggler)
+    window = range(number + 1, min(number + levels, n - 2) + 1)
+    pairs: list[tuple[int, int]] = []
+    for rank in window:
+        if rank in holders[due]:
+            fitting = (other for other in others if chunk_of[other] <= rank - levels)
+            other = min(fitting, key=lambda other: (chunk_of[other], other in window))
+            pairs.append((rank, other))
+            with_due.remove(rank)
+            others.remove(other)
+    pairs += zip(with_due, others, strict=True)
+    transfers = []
+    for rank, other in pairs:
+        if other != straggler:
+            transfers.append(Transfer(rank, other, due))
+        transfers.append(Transfer(other, rank, chunk_of[other]))
+    return transfers

@@ -1,0 +1,94 @@
+"""What happens once the straggler has come: rounds of pairwise exchanges of chunks.
+
+A buffer of n ranks is cut into n - 1 chunks. Before the first round the n - 1 early ranks have
+reduce-scattered their parts, so that early rank number i holds chunk i of their sum; after the last
+one every rank holds the sum of all, the straggler's included (StragglAR, section 3.1).
+
+In a round each rank exchanges with at most one other, at most one chunk each way. In round r the
+r-th early rank and the straggler exchange chunk r and add: from then on both hold it complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_sparse.errors import ConfigError
+
+
+class Transfer(NamedTuple):
+    """One chunk on its way from one rank to another."""
+
+    sender: int
+    receiver: int
+    chunk: int
+
+
+Round = tuple[Transfer, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The exchanges that turn the early ranks' reduce-scatter into everybody's all-reduce.
+
+    Attributes:
+        world_size: n, at least 2.
+        straggler: the rank that comes last.
+        rounds: in order; the transfers of a round happen at once.
+
+    Example:
+        Of 2 ranks, with rank 1 late: one round, in which the two exchange the only chunk.
+    """
+
+    world_size: int
+    straggler: int
+    rounds: tuple[Round, ...]
+
+    @property
+    def chunks(self) -> int:
+        """One for each early rank: n - 1."""
+        return self.world_size - 1
+
+    @property
+    def early_ranks(self) -> tuple[int, ...]:
+        """All but the straggler; the i-th begins with chunk i."""
+        return tuple(rank for rank in range(self.world_size) if rank != self.straggler)
+
+
+def round_bound(world_size: int) -> int:
+    """Rounds that no schedule of `make_schedule` exceeds.
+
+    n + log2 n - 2 for powers of two (StragglAR, theorem 1); n + 2 ceil(log2 n) - 2 for other even
+    n, and ceil(n / 5) more for odd n, where one early rank is idle in each round. The last two are
+    what was found for every n to 64, not proved.
+    """
+    levels = (world_size - 1).bit_length()
+    if is_power_of_two(world_size):
+        return world_size + levels - 2
+    idle = -(-world_size // 5) if world_size % 2 else 0
+    return world_size + 2 * levels - 2 + idle
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether `number` is 1, 2, 4, ..."""
+    return number & (number - 1) == 0
+
+
+def check_ranks(world_size: int, straggler: int) -> None:
+    """Refuses what is no rank of a group of at least two.
+
+    Raises:
+        ConfigError: names which of the two is wrong.
+    """
+    if world_size < 2:
+        raise ConfigError(
+            "a straggler-aware schedule needs somebody who waits",
+            expected="at least 2 ranks",
+            got=world_size,
+        )
+    if not 0 <= straggler < world_size:
+        raise ConfigError(
+            "the straggler is not one of the ranks",
+            expected=f"0 to {world_size - 1}",
+            got=straggler,
+        )
