@@ -1,0 +1,121 @@
+"""What every bench has in common: checked arguments, threads, taking turns, cells and files.
+
+Rows are timed in turn: each round runs the operation, the copy and the peers once, so that what
+slows the machine down for a while slows all of them. `copy` copies half the bytes that an operation
+moves: it reads as many as it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sparse import __version__
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.errors import ConfigError
+
+type Action = Callable[[], object]
+type Check = tuple[str, object, bool, str]
+"""An argument's name, its value, whether that fits, and what would."""
+
+
+def check_arguments(bench: str, checks: Iterable[Check]) -> None:
+    """Refuses the first argument that does not fit.
+
+    Raises:
+        ConfigError: names the bench and the argument.
+    """
+    for name, value, fits, expected in checks:
+        if not fits:
+            raise ConfigError(f"{bench}: {name} is out of range", expected=expected, got=value)
+
+
+def range_checks(
+    min_bytes: int, max_bytes: int, warmup: int, iters: int, threads: int | None
+) -> list[Check]:
+    """The checks of the flags that every bench of the codec has."""
+    return [
+        ("min_bytes", min_bytes, 4 <= min_bytes <= max_bytes, f"4 to max_bytes ({max_bytes})"),
+        # One wire segment holds what is measured.
+        ("max_bytes", max_bytes, max_bytes < 2**32, "less than 4 GiB"),
+        ("warmup", warmup, warmup >= 0, "0 or more"),
+        ("iters", iters, iters >= 1, "1 or more"),
+        ("threads", threads, threads is None or threads >= 1, "1 or more"),
+    ]
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Within it, torch's threads are `count`; None leaves them."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def describe_cpu(threads: int | None) -> str:
+    """The machine and the versions, for a table's first line."""
+    return (
+        f"{platform.processor() or platform.machine()}, megatron_sparse {__version__}, "
+        f"torch {torch.__version__}, {threads or torch.get_num_threads()} threads, "
+        f"{ops.supported_isas()[-1]}"
+    )
+
+
+def copy_action(bytes_moved: int, device: torch.device | str = "cpu") -> Action:
+    """The ceiling: a plain copy that reads and writes `bytes_moved` in all."""
+    source = torch.ones(max(bytes_moved // 2, 1), dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)  # written, so that its pages exist
+    return lambda: target.copy_(source)
+
+
+def time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[list[float]]:
+    """Microseconds of each action in each round that counts; on the host's clock."""
+    times_us: list[list[float]] = [[] for _ in actions]
+    for round_index in range(warmup + iters):
+        for action, kept in zip(actions, times_us, strict=True):
+            start_s = time.perf_counter()
+            action()
+            if round_index >= warmup:
+                kept.append((time.perf_counter() - start_s) * 1e6)
+    return times_us
+
+
+def cell(value: float | None, width: int, digits: int) -> str:
+    """A number of `digits` decimals to the right of `width` columns; `-` for None."""
+    return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(
+            "the measurements cannot be written", expected="a file that can be written", got=error,
+            remedy="give another path",
+        ) from error  # fmt: skip
+
+
+def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes one JSON object a line, to a file if there is one.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is not None:
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,265 @@
+#!/usr/bin/env bash
+# A small cluster on this machine: runs a command once for each rank, on hosts with slow links.
+#
+#   scripts/netbed.sh [--ranks N] [--mbit R] [--nodes M] [--logs DIR] [--grace S] [--timeout S] \
+#                     -- COMMAND...
+#
+#   --ranks N     processes (4)
+#   --mbit R      rate of each host's link in Mbit/s, in each direction (1000); 0: unlimited
+#   --nodes M     hosts; the ranks are dealt out in order, evenly (one host for each rank)
+#   --logs DIR    rank R > 0 writes to DIR/rankR.log; without it its lines are prefixed with [R]
+#   --grace S     seconds that the others get when a rank has failed, before they are killed (5)
+#   --timeout S   seconds that the whole run may take (3600)
+#
+# Each host is a network namespace with a host name of its own (netbed-0, ...) at 10.77.0.1, ... on
+# one bridge. A token bucket limits what it sends and, on the bridge's side, what it receives; 94 to
+# 96 % of the rate is payload. Ranks of one host meet on its loopback, which is not limited. Every
+# rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
+# GLOO_SOCKET_IFNAME in its environment; NETBED_MBIT is the rate; OMP_NUM_THREADS and
+# PYTHONUNBUFFERED are 1 unless they are set. This machine's cores do the work of all ranks and
+# links: keep N * R below 12 Gbit/s or so, and other programs quiet.
+#
+# Exits with the code of the first rank that failed, 124 after the timeout, 128 + n after signal n,
+# 2 when the test bed cannot be set up. Needs root, and ip and tc of iproute2.
+#
+# Everything is in namespaces that only this run's processes refer to, a process namespace among
+# them: however this script ends, SIGKILL included, the kernel ends every process of the run, and
+# links and hosts go with them. Nothing has a name outside, so that runs do not meet.
+set -euo pipefail
+
+DEVICE=e0 NETWORK=10.77.0 PORT=29500
+# A smaller bucket splits TCP's packets, a shorter queue drops them: either halves the rate.
+BURST_KB=128 QUEUE_KB=4096
+SETUP_S=10 DRAIN_S=2
+ranks=4 mbit=1000 nodes="" logs="" grace=5 timeout=3600
+command=() hosts=() prefixers=()
+declare -A rank_of=()
+
+# fail WHAT EXPECTED GOT REMEDY
+fail() {
+  printf 'error: %s\n  expected: %s\n  got:      %s\n  remedy:   %s\n' "$@" >&2
+  exit 2
+}
+
+# whole_number OPTION VALUE LOWEST HIGHEST
+whole_number() {
+  if ! [[ $2 =~ ^[0-9]{1,8}$ ]] || [ "$2" -lt "$3" ] || [ "$2" -gt "$4" ]; then
+    fail "$1 is out of range" "a whole number from $3 to $4" "${2:-nothing}" "see --help"
+  fi
+}
+
+parse() {
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --help | -h)
+        sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+      --)
+        shift
+        command=("$@")
+        break
+        ;;
+      --ranks) whole_number "$1" "${2:-}" 1 250 && ranks=$2 ;;
+      --mbit) whole_number "$1" "${2:-}" 0 100000 && mbit=$2 ;;
+      --nodes) whole_number "$1" "${2:-}" 1 250 && nodes=$2 ;;
+      --grace) whole_number "$1" "${2:-}" 0 86400 && grace=$2 ;;
+      --timeout) whole_number "$1" "${2:-}" 1 31536000 && timeout=$2 ;;
+      --logs)
+        [ -n "${2:-}" ] || fail "--logs has no value" "a folder" "nothing" "see --help"
+        logs=$2
+        ;;
+      *) fail "an option is unknown" "options of --help, -- and the command" "$1" "see --help" ;;
+    esac
+    shift 2
+  done
+  if [ ${#command[@]} -eq 0 ]; then
+    fail "there is no command" "scripts/netbed.sh OPTIONS -- COMMAND" "nothing after --" \
+      "write -- and the command at the end"
+  fi
+  nodes=${nodes:-$ranks}
+  if [ "$nodes" -gt "$ranks" ]; then
+    fail "there are more nodes than ranks" "--nodes up to $ranks" "$nodes" "add ranks"
+  fi
+}
+
+# Runs a command that has to work, and says which one it was if it does not.
+must() {
+  local answer
+  if ! answer=$("$@" 2>&1); then
+    fail "the test bed cannot be set up" "success of: $*" "${answer:-not a word of why}" \
+      "use a machine (or a container with --privileged) whose kernel has veth, bridge and tbf"
+  fi
+}
+
+outside() {
+  if [ "$(id -u)" -ne 0 ]; then
+    fail "the test bed is made of network namespaces" "root" "$(id -un)" "run it as root"
+  fi
+  local tool
+  for tool in ip:iproute2 tc:iproute2 mount:mount unshare:util-linux nsenter:util-linux \
+    setpriv:util-linux; do
+    if ! command -v "${tool%:*}" >/dev/null; then
+      fail "the test bed lacks a tool" "ip, tc, mount, unshare, nsenter and setpriv on PATH" \
+        "no ${tool%:*}" "install the package ${tool#*:}"
+    fi
+  done
+  must unshare --net --mount --uts --pid --fork --mount-proc true
+  if [ -n "$logs" ]; then
+    must mkdir -p "$logs"
+  fi
+  # This script's end kills unshare, whose end kills the first process of the process namespace,
+  # whose end kills all others there.
+  NETBED_INSIDE=1 setpriv --pdeathsig KILL \
+    unshare --net --mount --pid --fork --kill-child=KILL --mount-proc -- \
+    bash "${BASH_SOURCE[0]}" "$@" </dev/null &
+  local bed=$! signal code=0
+  for signal in HUP:129 INT:130 TERM:143; do
+    # shellcheck disable=SC2064 # expanded now: it is this run's
+    trap "{ kill -KILL $bed; wait $bed; } 2>/dev/null || true; exit ${signal#*:}" "${signal%:*}"
+  done
+  wait "$bed" || code=$?
+  exit "$code"
+}
+
+# Makes the bridge and the hosts. A host is a process that holds its namespaces; `hosts` has its id.
+make_hosts() {
+  local node tries names host=() burst=$((mbit * 1000 / 8 / 1024)) # 1 ms
+  local bucket=(rate "${mbit}mbit" burst "$((burst > BURST_KB ? burst : BURST_KB))kb"
+    limit "${QUEUE_KB}kb")
+  # The same congestion control whatever this machine's is (bbr fills a token bucket less well), and
+  # nothing learned from the last connection.
+  local host_setup="
+    echo netbed-\$0 >/proc/sys/kernel/hostname
+    ip link set lo up
+    ip address add \$1/24 dev $DEVICE
+    ip link set $DEVICE up
+    echo reno >/proc/sys/net/ipv4/tcp_congestion_control
+    echo 1 >/proc/sys/net/ipv4/tcp_no_metrics_save"
+  must ip link add br0 type bridge stp_state 0 forward_delay 0
+  must ip link set br0 up
+  names=$(mktemp)
+  cat /etc/hosts >"$names"
+  for ((node = 0; node < nodes; node++)); do
+    # The mapped address is what servers on IPv6 sockets look up, torch's store for one.
+    printf '%s netbed-%s\n' "$NETWORK.$((node + 1))" "$node" "::ffff:$NETWORK.$((node + 1))" "$node" \
+      >>"$names"
+    unshare --net --uts -- sleep infinity &
+    hosts[node]=$!
+  done
+  must mount --bind "$names" /etc/hosts
+  rm "$names" # the mount keeps the content
+  for ((node = 0; node < nodes; node++)); do
+    tries=$((SETUP_S * 50))
+    while [ "/proc/${hosts[node]}/ns/uts" -ef /proc/self/ns/uts ]; do
+      tries=$((tries - 1))
+      if [ $tries -eq 0 ]; then
+        fail "the test bed cannot be set up" "host $node within $SETUP_S s" "nothing yet" \
+          "try again when the machine has less to do"
+      fi
+      sleep 0.02
+    done
+    must ip link add "p$node" type veth peer name "$DEVICE" netns "${hosts[node]}"
+    must ip link set "p$node" master br0 up
+    host=(nsenter --target "${hosts[node]}" --net --uts --)
+    must "${host[@]}" bash -euc "$host_setup" "$node" "$NETWORK.$((node + 1))"
+    if [ "$mbit" -gt 0 ]; then
+      must tc qdisc add dev "p$node" root tbf "${bucket[@]}"
+      must "${host[@]}" tc qdisc add dev "$DEVICE" root tbf "${bucket[@]}"
+    fi
+  done
+}
+
+# start_rank RANK: in the background; enters it into `rank_of`.
+start_rank() {
+  local rank=$1 node=$(($1 * nodes / ranks)) first last process out=1 err=2
+  first=$(((node * ranks + nodes - 1) / nodes))
+  last=$((((node + 1) * ranks + nodes - 1) / nodes))
+  if [ "$rank" -gt 0 ]; then
+    if [ -n "$logs" ]; then
+      exec {out}>"$logs/rank$rank.log"
+    else
+      exec {out}> >(exec sed -u "s/^/[$rank] /" >&2)
+      prefixers+=($!)
+    fi
+    err=$out
+  fi
+  RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank - first)) LOCAL_WORLD_SIZE=$((last - first)) \
+    NODE_RANK=$node nsenter --target "${hosts[node]}" --net --uts -- \
+    "${command[@]}" 1>&"$out" 2>&"$err" &
+  process=$!
+  if [ "$out" -ne 1 ]; then
+    exec {out}>&-
+  fi
+  rank_of[$process]=$rank
+}
+
+# report RANK CODE
+report() {
+  printf 'netbed: rank %s ended with code %s' "$1" "$2" >&2
+  if [ "$2" -gt 128 ]; then
+    printf ' (signal %s)' $(($2 - 128)) >&2
+  fi
+  echo >&2
+  if [ "$1" -gt 0 ] && [ -n "$logs" ]; then
+    printf 'the end of %s:\n' "$logs/rank$1.log" >&2
+    tail -n 20 "$logs/rank$1.log" >&2
+  fi
+}
+
+# Kills every process of the run but the prefixers, and gives them a moment to write what they have.
+end_ranks() {
+  local entry process kept=" $$ ${prefixers[*]} " tries=$((DRAIN_S * 50))
+  for entry in /proc/[0-9]*; do
+    process=${entry#/proc/}
+    if [[ $kept != *" $process "* ]]; then
+      kill -KILL "$process" || true # it may be gone by now
+    fi
+  done
+  for process in "${prefixers[@]}"; do
+    while [ -e "/proc/$process" ] && [ $tries -gt 0 ]; do
+      tries=$((tries - 1))
+      sleep 0.02
+    done
+  done
+}
+
+inside() {
+  unset NETBED_INSIDE
+  make_hosts
+  export MASTER_ADDR=$NETWORK.1 MASTER_PORT=$PORT GLOO_SOCKET_IFNAME=$DEVICE NETBED_MBIT=$mbit
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}
+  local rank ended limit code result=0
+  for ((rank = 0; rank < ranks; rank++)); do
+    start_rank "$rank"
+  done
+  sleep "$timeout" &
+  limit=$!
+  while [ ${#rank_of[@]} -gt 0 ]; do
+    code=0
+    # The shell's own words on whom a signal killed are left out.
+    wait -n -p ended "${!rank_of[@]}" "$limit" 2>/dev/null || code=$?
+    if [ "$ended" = "$limit" ]; then
+      echo "netbed: these ranks did not end in time and are killed: ${rank_of[*]}" >&2
+      result=$((result > 0 ? result : 124))
+      break
+    fi
+    if [ $code -ne 0 ] && [ $result -eq 0 ]; then
+      result=$code
+      report "${rank_of[$ended]}" "$code"
+      kill "$limit"
+      sleep "$grace" &
+      limit=$!
+    fi
+    unset "rank_of[$ended]"
+  done
+  end_ranks 2>/dev/null
+  exit "$result"
+}
+
+parse "$@"
+if [ -n "${NETBED_INSIDE:-}" ]; then
+  inside
+else
+  outside "$@"
+fi
