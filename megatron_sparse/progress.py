@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from enum import Enum
+from typing import cast
 
 import torch
 
@@ -33,7 +34,8 @@ GATE = Gate.GATE
 
 Job = Callable[[], Generator[object, None, None]]
 
-SHORTEST_POLL_S, LONGEST_POLL_S = 50e-6, 1e-3
+POLL_S = 20e-3
+"""How often a job that nobody wakes is looked at: for deadlines and for ranks that are gone."""
 DEADLINE_FACTOR, DEADLINE_SLACK_S = 1.5, 5.0
 
 
@@ -116,6 +118,7 @@ class ProgressThread:
         self._incoming: deque[_Running] = deque()
         self._running: list[_Running] = []
         self._wake = threading.Condition()
+        self._is_awake = False
         self._closing = False
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="megatron_sparse", daemon=True)
@@ -144,7 +147,7 @@ class ProgressThread:
                 pending.end(self._refusal(name))
                 return pending
             self._incoming.append(_Running(pending, job))
-            self._wake.notify()
+            self._wake_up()
         return pending
 
     @property
@@ -156,7 +159,7 @@ class ProgressThread:
         """Ends the thread after the jobs that are under way."""
         with self._wake:
             self._closing = True
-            self._wake.notify()
+            self._wake_up()
         self._thread.join(self._deadline_s)
 
     def _refusal(self, name: str) -> MegatronSparseError:
@@ -177,22 +180,25 @@ class ProgressThread:
                 self._loop()
 
     def _loop(self) -> None:
-        poll_s = SHORTEST_POLL_S
         while True:
             with self._wake:
-                if not self._running and not self._incoming:
-                    if self._closing:
-                        return
-                    self._wake.wait()
+                # What happens from here on is seen by the next turn.
+                self._is_awake = False
                 self._running.extend(self._incoming)
                 self._incoming.clear()
+                if self._closing and not self._running:
+                    return
             if self._advance_one():
-                poll_s = SHORTEST_POLL_S
-            elif self._running:
-                with self._wake:
-                    if not self._incoming:
-                        self._wake.wait(poll_s)
-                poll_s = min(poll_s * 2, LONGEST_POLL_S)
+                continue
+            with self._wake:
+                if not self._is_awake:
+                    self._wake.wait(POLL_S if self._running else None)
+
+    def _wake_up(self) -> None:
+        """Called by any thread when there may be something to do."""
+        with self._wake:
+            self._is_awake = True
+            self._wake.notify()
 
     def _advance_one(self) -> bool:
         """Advances the first job that can move; False when all of them wait."""
@@ -228,8 +234,9 @@ class ProgressThread:
             elif outcome is POSTED:
                 running.posted = True
             else:
-                running.work = outcome  # type: ignore[assignment]
                 running.since_s = time.perf_counter()
+                running.work = work = cast(Work, outcome)
+                work.when_ready(self._wake_up)
         except StopIteration:
             if self._stream is not None:
                 pending.finish_event = torch.cuda.Event()

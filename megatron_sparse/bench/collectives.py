@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -81,12 +83,7 @@ def launch(arguments: list[str], ranks: int, mbit: float | None) -> None:
         starter = ["bash", str(NETBED), "--ranks", str(ranks), "--mbit", f"{mbit:g}", "--"]
         code = subprocess.run([*starter, *command], check=False).returncode
     else:
-        local = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        starter = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            str(ranks), "--no-python",
-        ]  # fmt: skip
-        code = subprocess.run([*starter, *command], env=local | os.environ, check=False).returncode
+        code = _run_here(command, ranks)
     if code:
         raise CommunicationError(
             "the bench's ranks did not end well",
@@ -94,6 +91,32 @@ def launch(arguments: list[str], ranks: int, mbit: float | None) -> None:
             got=f"exit code {code}",
             remedy="see what they printed",
         )
+
+
+def _run_here(command: list[str], ranks: int) -> int:
+    """Runs processes over loopback; the first that fails ends the others and gives the code."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
+    }  # fmt: skip
+    running = [
+        subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    try:
+        while running:
+            for process in running:
+                if process.poll():
+                    return process.returncode
+            running = [process for process in running if process.returncode is None]
+            time.sleep(0.1)
+        return 0
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def _print_head(sweep: Sweep, ranks: int, where: str) -> None:

@@ -7,7 +7,7 @@ whoever drives it decides how to wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +18,14 @@ class Work(Protocol):
 
     def ready(self) -> bool:
         """Whether `finish` would return at once. Never blocks."""
+        ...
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """Has `wake` called, by any thread, as soon as `ready` may have become true.
+
+        Not for an operation that will never end: whether it has become hopeless is found by
+        asking `ready` now and then.
+        """
         ...
 
     def finish(self) -> None:

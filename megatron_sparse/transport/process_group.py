@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -94,31 +94,40 @@ class GlooWork:
 
     Args:
         operation: which they are.
-        is_done: whether gloo has finished, well or not.
-        result: raises RuntimeError if it has not finished well.
+        waiting: done when gloo has finished, well or not.
+        check: of what came, when it has finished well.
     """
 
     def __init__(
-        self, operation: Operation, is_done: Callable[[], bool], result: Callable[[], Any]
+        self,
+        operation: Operation,
+        waiting: Future[None],
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._operation = operation
-        self._is_done = is_done
-        self._result = result
+        self._waiting = waiting
+        self._check = check
 
     def ready(self) -> bool:
         """See `Work`; also true when there is nothing left to wait for."""
-        return self._is_done() or self._operation.is_hopeless()
+        return self._waiting.done() or self._operation.is_hopeless()
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """See `Work`."""
+        self._waiting.add_done_callback(lambda _: wake())
 
     def finish(self) -> None:
         """See `Work`."""
         while not self.ready():
             time.sleep(POLL_S)
-        if not self._is_done():
+        if not self._waiting.done():
             raise self._operation.error()
         try:
-            self._result()
+            self._waiting.result()
         except RuntimeError as error:
             raise self._operation.error(error) from error
+        if self._check is not None:
+            self._check()
 
 
 class StreamWork:
@@ -131,6 +140,10 @@ class StreamWork:
     def ready(self) -> bool:
         """See `Work`. Always true: `finish` only orders the stream."""
         return True
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """See `Work`."""
+        wake()
 
     def finish(self) -> None:
         """See `Work`."""
@@ -146,6 +159,10 @@ class NoWork:
     def ready(self) -> bool:
         """See `Work`."""
         return True
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """See `Work`."""
+        wake()
 
     def finish(self) -> None:
         """See `Work`."""
@@ -237,14 +254,14 @@ class ProcessGroupTransport:
     def _collective(self, name: str, post: Callable[[], dist.Work | None]) -> GlooWork | StreamWork:
         """Posts one of the backend's own collectives."""
         operation = self._announce(name)
+        if self.device.type != "cuda":
+            return self._waited(operation, lambda: [post()])
         try:
             work = post()
         except RuntimeError as error:
             raise operation.error(error) from error
         assert work is not None, "only members of the group take part"
-        if self.device.type == "cuda":
-            return StreamWork(operation, [work])
-        return GlooWork(operation, work.is_completed, work.wait)
+        return StreamWork(operation, [work])
 
     def all_reduce_(self, values_N: torch.Tensor) -> GlooWork | StreamWork:
         """See `Transport`."""
@@ -256,16 +273,10 @@ class ProcessGroupTransport:
         self, shard_M: torch.Tensor, values_N: torch.Tensor
     ) -> GlooWork | StreamWork:
         """See `Transport`."""
-
-        def post() -> dist.Work | None:
-            return _reduce_scatter(shard_M, values_N, group=self.group, async_op=True)
-
-        if self.device.type == "cuda":
-            return self._collective("reduce_scatter", post)
-        operation = self._announce("reduce_scatter")
-        # gloo reduces everything and copies the shard out in wait(): it is never "completed"
-        # before somebody waits.
-        return self._waited(operation, lambda: [post()])
+        return self._collective(
+            "reduce_scatter",
+            lambda: _reduce_scatter(shard_M, values_N, group=self.group, async_op=True),
+        )
 
     def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> GlooWork | StreamWork:
         """See `Transport`."""
@@ -335,19 +346,16 @@ class ProcessGroupTransport:
         post: Callable[[], list[dist.Work | None]],
         check: Callable[[], None] | None = None,
     ) -> GlooWork:
-        """Posts works of gloo that complete only inside wait(): a thread of its own waits."""
+        """Posts works of gloo and has a thread wait for them.
+
+        Some of them complete only inside wait() (pairwise ones, and the reduce-scatter, which
+        reduces everything and copies the shard out there), and of none one is told otherwise.
+        """
         try:
             posted = post()
         except RuntimeError as error:
             raise operation.error(error) from error
-        waiting = self._waiters.submit(lambda: _wait_all(posted))
-
-        def result() -> None:
-            waiting.result()
-            if check is not None:
-                check()
-
-        return GlooWork(operation, waiting.done, result)
+        return GlooWork(operation, self._waiters.submit(lambda: _wait_all(posted)), check)
 
     def _post_batch(
         self,

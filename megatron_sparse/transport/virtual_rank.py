@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +28,9 @@ class VirtualWork:
     def ready(self) -> bool:
         """See `Work`."""
         return self.undelivered == 0
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """See `Work`: the cluster knows by itself when to go on."""
 
     def finish(self) -> None:
         """Moves the rank's modelled clock on to the work's end."""

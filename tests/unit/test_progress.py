@@ -24,6 +24,9 @@ class ManualWork:
     def ready(self):
         return self.event.is_set()
 
+    def when_ready(self, wake):
+        """Nobody is woken: such a work is found by asking."""
+
     def finish(self):
         if self.error is not None:
             raise self.error
