@@ -67,19 +67,6 @@ class Transport(Protocol):
         """Gathers `own_M` (the same size on every rank) into `gathered` (world_size * M)."""
         ...
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: list[int],
-        sent_sizes: list[int],
-    ) -> Work:
-        """Sends piece i of `sent` to rank i and puts rank i's piece at place i of `received`.
-
-        Sizes are elements and must agree pairwise; they are not checked here.
-        """
-        ...
-
     def exchange(
         self,
         sends: Sequence[tuple[int, torch.Tensor]],

@@ -284,21 +284,6 @@ class ProcessGroupTransport:
             "all_gather", lambda: _all_gather(gathered, own_M, group=self.group, async_op=True)
         )
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: list[int],
-        sent_sizes: list[int],
-    ) -> GlooWork | StreamWork:
-        """See `Transport`."""
-        return self._collective(
-            "all_to_all",
-            lambda: dist.all_to_all_single(
-                received, sent, received_sizes, sent_sizes, group=self.group, async_op=True
-            ),
-        )
-
     def exchange(
         self,
         sends: Sequence[tuple[int, torch.Tensor]],

@@ -75,24 +75,6 @@ class VirtualTransport:
             TAG_OF_COLLECTIVES,
         )
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: list[int],
-        sent_sizes: list[int],
-    ) -> VirtualWork:
-        """See `Transport`. Every rank sends directly to every other."""
-        places, pieces = received.split(received_sizes), sent.split(sent_sizes)
-        places[self.rank].copy_(pieces[self.rank])
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        return self._post(
-            "all_to_all",
-            [(peer, pieces[peer]) for peer in peers],
-            [(peer, places[peer]) for peer in peers],
-            TAG_OF_COLLECTIVES,
-        )
-
     def exchange(
         self,
         sends: Sequence[tuple[int, torch.Tensor]],
