@@ -138,13 +138,17 @@ def test_nan_in_one_gradient_ends_in_megatrons_own_error(tmp_path):
 def test_a_trace_shows_later_phases_of_a_bucket_during_later_backward_work(tmp_path):
     run = train(
         tmp_path, "traced", "scheme=direct", "compression.warmup_iters=1", "compression.ramp_iters=0",
-        *_flags(True, False), "tracking.trace_start=3", "tracking.trace_iters=2",
+        *_flags(True, False), "model.num_layers=4", "training.iterations=12",
+        "tracking.trace_start=3", "tracking.trace_iters=10",
     )  # fmt: skip
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert {event["args"]["iteration"] for event in spans} == {3, 4}
+    iterations = range(3, 13)
+    assert {event["args"]["iteration"] for event in spans} == set(iterations)
+    # Of many iterations and buckets: on a busy machine a small model's backward pass may be over
+    # before a peer has answered.
     overlapping = 0
-    for iteration in (3, 4):
+    for iteration in iterations:
         mine = [event for event in spans if event["args"]["iteration"] == iteration]
         (backward,) = [event for event in mine if event["name"] == "forward_backward"]
         end = backward["ts"] + backward["dur"]
