@@ -48,6 +48,8 @@ def kill_process_soon() -> None:
 def stop_process() -> None:
     """SIGSTOP to oneself; the test kills the process in the end."""
     os.kill(os.getpid(), signal.SIGSTOP)
+    # Another thread may take the signal: this one must not post before it has.
+    time.sleep(60)
 
 
 def die_virtually() -> None:
