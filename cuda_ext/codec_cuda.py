@@ -19,7 +19,7 @@ from megatron_sparse.cuda_ext.arguments import call, refusal
 from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
 
 _DENSE_KIND = 0
-_CAPACITY, _SEGMENTS = 1, 2  # encode_launch.h; the third, an unknown kind, is refused before
+_CAPACITY, _SEGMENTS, _SLOT = 1, 2, 4  # encode_launch.h; an unknown kind is refused before
 _OUTSIDE = 2  # decode_launch.h
 TABLES = 1024
 """Tables whose device copies are kept: a bucket has about three, and one for each of its shards."""
@@ -41,7 +41,8 @@ def read_report(
     """Waits for an encoder and returns the bytes and the non-zero elements of each segment.
 
     Raises:
-        ExtensionError: the output buffer is too small, or a segment too long; nothing was written.
+        ExtensionError: the output buffer or a slot is too small, or a segment too long; no record
+            was written.
     """
     words = report.cpu()
     code, segment, needed, there = words[:STATUS_WORDS].tolist()
@@ -50,6 +51,9 @@ def read_report(
     if code == _SEGMENTS:
         numel = int(segment_offsets[segment + 1] - segment_offsets[segment])
         raise refusal(op, f"segment {segment} is too long", "at most 2^31 - 1 elements", numel)
+    if code == _SLOT:
+        what = f"the slot of segment {segment} is too small"
+        raise refusal(op, what, f"{needed} bytes", there)
     assert code == 0, f"{op}: the wrapper has checked what status {code} complains about"
     sizes_S, nnz_S = words[STATUS_WORDS:].view(2, -1)
     return sizes_S, nnz_S

@@ -27,12 +27,15 @@ from megatron_sparse.formats.header import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
     FORMAT_COO,
+    FORMAT_DENSE,
     FORMAT_HASH_BITMAP,
     FORMAT_PICI,
     HEADER_BYTES,
+    RECORD_ALIGNMENT,
     VALUE_BYTES,
     wrong_field,
 )
+from megatron_sparse.formats.slots import Slots
 
 MESSAGE_FIELDS = (
     "size", "magic", "version", "checksum", "format", "dtype", "flags", "epoch", "offset",
@@ -95,6 +98,7 @@ def encode(
     form: int = FORMAT_COO,
     paper_order: bool = False,
     block_size: int = DEFAULT_BLOCK_SIZE,
+    slots_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Writes the wire message of a pruned bucket, reading the gradient once.
 
@@ -119,13 +123,16 @@ def encode(
             the smallest of dense, COO and Pici in each segment, where COO wins a tie.
         paper_order: bits and values of Pici in the order of its paper instead of linear order.
         block_size: elements of a block: a power of two from 64 to 4096.
+        slots_S: int64 on the CPU, S+1 bytes at which records begin and the last one's place ends:
+            ascending multiples of 16 from 0 on. What a record leaves of its place is cleared. None
+            puts them back to back.
 
     Returns:
         int64 bytes of each record, on the CPU. The bytes do not depend on the number of threads.
 
     Raises:
-        ExtensionError: arguments that do not fit together, `out` too small, or counts that are not
-            what the gradient holds.
+        ExtensionError: arguments that do not fit together, `out` or a slot too small, or counts
+            that are not what the gradient holds.
     """
     check_flat("encode", "grad", grad_N, GRAD_DTYPES)
     kind = _check_encode(
@@ -136,10 +143,11 @@ def encode(
         check_flat("encode", "nnz", nnz_S, (torch.int64,), segment_dense.numel())
     if check_device("encode", "grad", grad_N) == "cuda":
         _refuse_scratch("encode", scratch)
+        out = _check_slots("encode", slots_S, segment_dense.numel(), out)
         report = codec_cuda.launch(
             "encode_records", grad_N,
             *_device_tables(grad_N.device, segment_offsets, segment_dense, kind), value_dtype,
-            epoch, _blocks_only(form, block_size), out,
+            epoch, _blocks_only(form, block_size), out, _optional(slots_S, grad_N.device),
         )  # fmt: skip
         sizes, found_S = codec_cuda.read_report("encode", report, segment_offsets)
         _compare_counts(found_S, found_S if nnz_S is None else nnz_S.cpu())
@@ -150,7 +158,7 @@ def encode(
     scratch = _check_scratch("encode", scratch, segment_offsets, value_dtype)
     return call(
         "encode", grad_N, segment_offsets, segment_dense, nnz_S, value_dtype, epoch, out, scratch,
-        kind, block_size,
+        kind, block_size, slots_S,
     )  # fmt: skip
 
 
@@ -171,12 +179,19 @@ def prune_encode(
     form: int = FORMAT_COO,
     paper_order: bool = False,
     block_size: int = DEFAULT_BLOCK_SIZE,
+    capacity_S: torch.Tensor | None = None,
+    slots_S: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Error feedback, pruning and encoding in one pass, without a pruned gradient in between.
 
     Message and residual are byte for byte those of `prune_` followed by `encode` (arguments as
     there), but the gradient is left as it was. Gradient and residual are read once, residual and
     message are written once.
+
+    With `capacity_S` a segment sends its first non-zero elements up to that count. The others were
+    not selected: their residual becomes leak * (value + residual), which is leak * x bit for bit
+    where values are not narrowed (else to within the rounding of the residual). Infinity and NaN
+    among them are not held back: the segment's last value becomes NaN.
 
     Args:
         grad_N: on the CPU or a CUDA device; only read.
@@ -189,11 +204,14 @@ def prune_encode(
         wire_dtype: dtype code in which values travel.
         key: of the random bits of stochastic rounding; negative for rounding to nearest.
         epoch: the step; its lower 32 bits travel.
-        out: uint8, `message_capacity` bytes, otherwise as in `encode`. Mutated.
+        out: uint8, `message_capacity` bytes (with a capacity or slots, as many as those need),
+            otherwise as in `encode`. Mutated.
         scratch: as in `encode`.
         form: as in `encode`.
         paper_order: as in `encode`.
         block_size: as in `encode`.
+        capacity_S: int64 on the CPU, the most non-zero elements of each segment; None for no limit.
+        slots_S: as in `encode`; each must have room for what its segment may send.
 
     Returns:
         int64 bytes of each record and int64 nnz_S, on the CPU. Neither they nor the bytes depend on
@@ -220,21 +238,20 @@ def prune_encode(
     )  # fmt: skip
     if check_device("prune_encode", "grad", grad_N) == "cuda":
         _refuse_scratch("prune_encode", scratch)
-        capacity = message_capacity(segment_offsets, wire_dtype)
-        if out.numel() < capacity:
-            raise refusal(
-                "prune_encode", "the output buffer is too small", f"{capacity} bytes", out.numel()
-            )
+        out = _check_slots("prune_encode", slots_S, segment_dense.numel(), out)
+        _check_capacity(segment_offsets, segment_dense, wire_dtype, form, out, capacity_S, slots_S)
         report = codec_cuda.launch(
             "prune_encode_records", grad_N, residual_N, codec_cuda.on_device(range_offsets, device),
             thresholds_R, leak, key, *_device_tables(device, segment_offsets, segment_dense, kind),
-            wire_dtype, epoch, _blocks_only(form, block_size), out,
+            wire_dtype, epoch, _blocks_only(form, block_size), out, _optional(capacity_S, device),
+            _optional(slots_S, device),
         )  # fmt: skip
         return codec_cuda.read_report("prune_encode", report, segment_offsets)
     scratch = _check_scratch("prune_encode", scratch, segment_offsets, wire_dtype)
     return call(
         "prune_encode", grad_N, residual_N, range_offsets, thresholds_R, segment_offsets,
-        segment_dense, leak, wire_dtype, key, epoch, out, scratch, kind, block_size,
+        segment_dense, leak, wire_dtype, key, epoch, out, scratch, kind, block_size, capacity_S,
+        slots_S,
     )  # fmt: skip
 
 
@@ -248,6 +265,7 @@ def decode_add_(
     *,
     rank: int,
     fresh: bool = False,
+    slots_S: torch.Tensor | None = None,
 ) -> None:
     """Adds the records of one peer's message to an fp32 accumulator, whatever their formats.
 
@@ -265,6 +283,8 @@ def decode_add_(
         rank: the sender, for the error's text.
         fresh: take the segments' part of `acc_M` for zero, whatever it holds: the first message
             then needs no pass of its own that clears it.
+        slots_S: where the records begin, as `encode` was given it; the message is as long as all
+            slots. What lies behind a record in its slot is not looked at. None for back to back.
 
     Raises:
         WireFormatError: names the rank and the field of the message that is wrong.
@@ -275,14 +295,17 @@ def decode_add_(
     check_code("decode_add_", "value_dtype", value_dtype)
     if check_device("decode_add_", "acc", acc_M) == "cuda":
         offsets = codec_cuda.on_device(segment_offsets, acc_M.device)
+        _check_slots("decode_add_", slots_S, segment_offsets.numel() - 1, None)
         status = codec_cuda.launch(
-            "decode_add_", acc_M, message, offsets, value_dtype, epoch, base, fresh
-        )
+            "decode_add_", acc_M, message, offsets, value_dtype, epoch, base, fresh,
+            _optional(slots_S, acc_M.device),
+        )  # fmt: skip
         status = codec_cuda.read_status(status, segment_offsets, base, acc_M.numel())
     else:
         status = call(
-            "decode_add_", acc_M, message, segment_offsets, value_dtype, epoch, base, fresh
-        )
+            "decode_add_", acc_M, message, segment_offsets, value_dtype, epoch, base, fresh,
+            slots_S,
+        )  # fmt: skip
     code, segment, field, value = status.tolist()
     if code == 0:
         return
@@ -290,7 +313,9 @@ def decode_add_(
     first, last = (*segment_offsets.tolist(), 0)[segment : segment + 2]
     numel = last - first
     expected: dict[str, object] = {
-        "size": "as many bytes as its records announce",
+        "size": "as many bytes as its records announce"
+        if slots_S is None
+        else "records that fit their slots",
         "magic": "MSPG", "version": 1, "checksum": "the CRC-32 of the header",
         "format": "0 (dense), 1 (COO), 2 (Pici) or 3 (blocks)", "dtype": value_dtype,
         "flags": "0, or 1 for Pici in linear order",
@@ -348,6 +373,69 @@ def _device_tables(
     """Offsets of the segments and what each is to become, on the device."""
     kinds = codec_cuda.record_kinds(segment_dense, kind, device)
     return codec_cuda.on_device(segment_offsets, device), kinds
+
+
+def _optional(table: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if table is None else codec_cuda.on_device(table, device)
+
+
+def _check_slots[T: (torch.Tensor, None)](
+    op: str, slots_S: torch.Tensor | None, segments: int, out: T
+) -> T:
+    """Checks what the kernels rely on, as the CPU's bindings do; returns as much as slots take."""
+    if slots_S is None:
+        return out
+    check_flat(op, "slots", slots_S, (torch.int64,), segments + 1, _CPU)
+    if bool((slots_S.diff() < 0).any()):
+        raise refusal(op, "slots is not ascending", "ascending bytes", slots_S.tolist()[:8])
+    if int(slots_S[0]) != 0 or bool((slots_S % RECORD_ALIGNMENT != 0).any()):
+        raise refusal(
+            op, "slots are no places of records", "multiples of 16, from 0 on", slots_S.tolist()[:8]
+        )
+    if out is None:
+        return out
+    _check_room(op, int(slots_S[-1]), out)
+    return out[: int(slots_S[-1])]
+
+
+def _check_room(op: str, needed: int, out: torch.Tensor) -> None:
+    if out.numel() < needed:
+        raise refusal(op, "the output buffer is too small", f"{needed} bytes", out.numel())
+
+
+def _check_capacity(
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    wire_dtype: int,
+    form: int,
+    out: torch.Tensor,
+    capacity_S: torch.Tensor | None,
+    slots_S: torch.Tensor | None,
+) -> None:
+    """Refuses what may turn out not to fit: the residual changes before the sizes are known."""
+    op, most_S = "prune_encode", segment_offsets.diff()
+    if capacity_S is None and slots_S is None:
+        return _check_room(op, message_capacity(segment_offsets, wire_dtype), out)
+    if capacity_S is not None:
+        check_flat(op, "capacity", capacity_S, (torch.int64,), segment_dense.numel(), _CPU)
+        if bool((capacity_S < 0).any()):
+            raise refusal(op, "capacity is out of range", "0 or more", capacity_S.tolist()[:8])
+        if form == FORMAT_BLOCKS:
+            raise refusal(op, "blocks have no capacity on CUDA", "another format", "blocks")
+        most_S = capacity_S
+    most = Slots.of(
+        segment_offsets, segment_dense, most_S, wire_dtype,
+        FORMAT_DENSE if form == FORMAT_BLOCKS else form,
+    )  # fmt: skip
+    if slots_S is None:
+        return _check_room(op, int(most.offsets[-1]), out)
+    for segment, (needed, there) in enumerate(
+        zip(most.sizes(), slots_S.diff().tolist(), strict=False)
+    ):
+        if needed > there:
+            what = f"the slot of segment {segment} is too small"
+            raise refusal(op, what, f"{needed} bytes", there)
+    return None
 
 
 def _blocks_only(form: int, block_size: int) -> int:

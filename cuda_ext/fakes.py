@@ -53,6 +53,7 @@ def _encode(
     scratch: torch.Tensor,
     kind: int,
     block_size: int,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return nnz.new_empty(nnz.shape)
 
@@ -72,6 +73,8 @@ def _prune_encode(
     scratch: torch.Tensor,
     kind: int,
     block_size: int,
+    capacity: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sizes = segment_offsets.new_empty(segment_dense.shape)
     return sizes, segment_offsets.new_empty(segment_dense.shape)
@@ -85,6 +88,7 @@ def _decode_add(
     epoch: int,
     base: int,
     fresh: bool = False,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return segment_offsets.new_empty(STATUS_WORDS)
 
@@ -97,6 +101,7 @@ def _encode_records(
     epoch: int,
     block_size: int,
     out: torch.Tensor,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return segment_offsets.new_empty(STATUS_WORDS + 2 * segment_formats.shape[0])
 
@@ -114,6 +119,8 @@ def _prune_encode_records(
     epoch: int,
     block_size: int,
     out: torch.Tensor,
+    capacity: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return segment_offsets.new_empty(STATUS_WORDS + 2 * segment_formats.shape[0])
 

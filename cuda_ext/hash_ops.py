@@ -100,7 +100,7 @@ def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tenso
     Args:
         values_P: fp32, bf16 or fp16. Only read.
         words: uint8, 8 ceil(P / 64) bytes; bits beyond P become zero. Mutated.
-        packed: uint8, room for all P values; the first nnz are written. Mutated.
+        packed: uint8, room for all P values; the first nnz are they, the rest undefined. Mutated.
 
     Returns:
         nnz.

@@ -118,6 +118,10 @@ class SchemeConfig:
             in each segment. A sparse record that would not be smaller than a dense one is sent
             dense. `omnireduce` (blocks) and `zen` (index and value, hash bitmaps) have formats of
             their own, and take `auto` only.
+        capacity: null exchanges message sizes; a factor such as 1.25 fixes them beforehand: no
+            segment sends more than this many times the target density of its elements, and what
+            does not fit stays in the residual. For `agsparse`, `direct`, `ssar_split_ag` and
+            `dsar_split_ag`; docs/collectives.md, Capacity mode.
         block_size: `omnireduce`: elements of a block, a power of two from 64 to 4096.
         partition_hash: `zen`: `permutation` (computed, no memory) or `general`, the paper's, which
             keeps 4 bytes for each element of a bucket.
@@ -140,6 +144,7 @@ class SchemeConfig:
     name: str = "auto"
     wire_dtype: str | None = None
     format: str = "auto"
+    capacity: float | None = None
     block_size: int = 256
     partition_hash: str = "permutation"
     hash_seed: int = 1234
@@ -164,6 +169,8 @@ class SchemeConfig:
                 got=self.format,
                 remedy="leave scheme.format out, or choose another scheme",
             )
+        if self.capacity is not None:
+            in_range("scheme.capacity", self.capacity, 0, math.inf, low_open=True)
         in_range("scheme.block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE, integer=True)
         if int(self.block_size).bit_count() != 1:
             raise ConfigError(

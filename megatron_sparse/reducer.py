@@ -108,7 +108,7 @@ class GradientReducer:
         message = self.selector.select(
             bucket, plan.density, plan.wire_dtype, form=self.options.message_format(plan.scheme),
             block_size=self.options.block_size, sharded=plan.sharded, step=step,
-            watch=record.watch,
+            watch=record.watch, capacity=self.options.capacity,
         )  # fmt: skip
         record.nnz = message.nnz
         yield GATE

@@ -6,6 +6,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 
@@ -72,6 +73,32 @@ inline const int64_t* check_offsets(const Tensor& offsets, const char* name) {
   for (int64_t i = 1; i < offsets.numel(); ++i) {
     MS_CHECK(at[i - 1] <= at[i], name << " is not ascending",
              "at least " << at[i - 1] << " at position " << i, at[i]);
+  }
+  return at;
+}
+
+// The most non-zero elements of each segment; a CPU tensor. Null without a limit.
+inline const int64_t* check_capacity(const std::optional<Tensor>& capacity, int64_t segments,
+                                     const char* name) {
+  if (!capacity.has_value()) return nullptr;
+  check_vector(*capacity, name, ScalarType::Long, segments);
+  MS_CHECK(capacity->is_cpu(), name << " is on the wrong device", "cpu", "another");
+  const int64_t* at = static_cast<const int64_t*>(capacity->const_data_ptr());
+  for (int64_t s = 0; s < segments; ++s) {
+    MS_CHECK(at[s] >= 0, name << " is out of range", "0 or more", at[s]);
+  }
+  return at;
+}
+
+// Where records begin, and the end of the last one, from 0 on; a CPU tensor. Null without one.
+inline const int64_t* check_slots(const std::optional<Tensor>& slots, int64_t records,
+                                  const char* name) {
+  if (!slots.has_value()) return nullptr;
+  check_vector(*slots, name, ScalarType::Long, records + 1);
+  const int64_t* at = check_offsets(*slots, name);
+  for (int64_t i = 0; i <= records; ++i) {
+    MS_CHECK(at[0] == 0 && at[i] % 16 == 0, name << " are no places of records",
+             "multiples of 16, from 0 on", at[i]);
   }
   return at;
 }

@@ -25,7 +25,7 @@ inline void list_bits(const void* words, int64_t word_count, int32_t first, int6
   using L = VectorLanes;
   constexpr int W = L::kWidth;
   int64_t written = 0;
-  for (int64_t k = 0; k < word_count; ++k) {
+  const auto list_word = [&](int64_t k) {
     uint64_t word = word_at(words, k);
     const int found = __builtin_popcountll(word);
     const int32_t base = first + 64 * static_cast<int32_t>(k);
@@ -37,7 +37,7 @@ inline void list_bits(const void* words, int64_t word_count, int32_t first, int6
       }
       std::memcpy(static_cast<int32_t*>(indices) + written, few, sizeof few);
       written += found;
-      continue;
+      return;
     }
     L::U index = first_lanes() + static_cast<uint32_t>(base);
     for (int shift = 0; shift < 64; shift += W, index += W) {
@@ -51,6 +51,28 @@ inline void list_bits(const void* words, int64_t word_count, int32_t first, int6
       }
       written += lanes;
     }
+  };
+  // Words without a bit are left out first, and without a branch: which ones they are cannot be
+  // predicted.
+  constexpr int64_t kBlock = 512;
+  uint32_t nonzero[kBlock + W];
+  for (int64_t begin = 0; begin < word_count; begin += kBlock) {
+    const int64_t end = begin + kBlock < word_count ? begin + kBlock : word_count;
+    int some = 0;
+    int64_t k = begin;
+    if constexpr (kPackIsCheap) {
+      L::U position = first_lanes();
+      for (; k + W <= end; k += W, position += W) {
+        const uint32_t mask = nonzero_words(static_cast<const char*>(words) + 8 * k);
+        store_raw<kFp32>(nonzero, some, pack_left(position, mask));
+        some += __builtin_popcount(mask);
+      }
+    }
+    for (; k < end; ++k) {
+      nonzero[some] = static_cast<uint32_t>(k - begin);
+      some += word_at(words, k) != 0;
+    }
+    for (int n = 0; n < some; ++n) list_word(begin + nonzero[n]);
   }
 }
 
@@ -116,21 +138,25 @@ void add_dense(float* acc, const void* values, int64_t numel) {
   }
 }
 
-// Entries between the one that is added and the one that is fetched.
-inline constexpr int64_t kAhead = 64;
+// Entries between the one that is added and the one that is fetched. Fetching into the second-level
+// cache allows far more lines to be under way than the first-level one would.
+inline constexpr int64_t kAhead = 256;
+inline constexpr int kSecondLevel = 2;
 
 template <int VALUE>
 void add_sparse(float* acc, const void* indices, const void* values, int64_t count) {
   using L = VectorLanes;
   constexpr int W = L::kWidth;
+  // Sparse elements lie too far apart for the hardware to fetch them ahead.
+  const auto fetch = [&](int64_t k) {
+    const L::U ahead = load_raw<kFp32>(indices, k);
+    for (int lane = 0; lane < W; ++lane) __builtin_prefetch(acc + ahead[lane], 1, kSecondLevel);
+  };
+  for (int64_t k = 0; k < kAhead && k + W <= count; k += W) fetch(k);
   for (int64_t k = 0; k < count; k += W) {
     const int64_t lanes = count - k < W ? count - k : W;
     const bool full = lanes == W;
-    // Sparse elements lie too far apart for the hardware to fetch them ahead.
-    if (k + kAhead + W <= count) {
-      const L::U ahead = load_raw<kFp32>(indices, k + kAhead);
-      for (int lane = 0; lane < W; ++lane) __builtin_prefetch(acc + ahead[lane], 1);
-    }
+    if (k + kAhead + W <= count) fetch(k + kAhead);
     const L::U index = full ? load_raw<kFp32>(indices, k) : load_raw_some<kFp32>(indices, k, lanes);
     const L::F value =
         widen<L, VALUE>(full ? load_raw<VALUE>(values, k) : load_raw_some<VALUE>(values, k, lanes));

@@ -12,7 +12,8 @@ namespace megatron_sparse {
 namespace {
 
 Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& segment_offsets,
-                      int64_t value_dtype, int64_t epoch, int64_t base, bool fresh) {
+                      int64_t value_dtype, int64_t epoch, int64_t base, bool fresh,
+                      std::optional<Tensor> slots) {
   check_vector(acc, "decode_add_: acc", ScalarType::Float, -1);
   check_vector(message, "decode_add_: message", ScalarType::Byte, -1);
   MS_CHECK(acc.is_cpu() && message.is_cpu(), "decode_add_: a tensor is on the wrong device",
@@ -20,7 +21,8 @@ Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& se
   check_dtype_code(value_dtype, "decode_add_: value_dtype");
   const int64_t* offsets = check_offsets(segment_offsets, "decode_add_: segment_offsets");
   const int64_t segment_count = segment_offsets.numel() - 1;
-  MS_CHECK(offsets[0] >= base && base >= 0 && offsets[segment_count] - base <= acc.numel(),
+  MS_CHECK(base >= 0 && base <= kMaxNumel, "decode_add_: base is out of range", "0 to 2^40", base);
+  MS_CHECK(offsets[0] >= base && offsets[segment_count] - base <= acc.numel(),
            "decode_add_: the segments do not lie in acc",
            "offsets from " << base << " to " << base + acc.numel(),
            offsets[0] << " to " << offsets[segment_count]);
@@ -29,8 +31,12 @@ Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& se
              "decode_add_: segment " << s << " is too long", "at most 2^31 - 1 elements",
              offsets[s + 1] - offsets[s]);
   }
-  const Expected expected = {offsets, segment_count, static_cast<int>(value_dtype),
-                             static_cast<uint32_t>(epoch), base};
+  const Expected expected = {offsets,
+                             segment_count,
+                             static_cast<int>(value_dtype),
+                             static_cast<uint32_t>(epoch),
+                             base,
+                             check_slots(slots, segment_count, "decode_add_: slots")};
   const Status status = decode_records(
       static_cast<const uint8_t*>(message.const_data_ptr()), message.numel(), expected, fresh,
       static_cast<float*>(acc.mutable_data_ptr()), kernels(),

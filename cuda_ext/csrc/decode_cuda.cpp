@@ -16,7 +16,8 @@ namespace megatron_sparse {
 namespace {
 
 Tensor decode_add_cuda(const Tensor& acc, const Tensor& message, const Tensor& segment_offsets,
-                       int64_t value_dtype, int64_t epoch, int64_t base, bool fresh) {
+                       int64_t value_dtype, int64_t epoch, int64_t base, bool fresh,
+                       std::optional<Tensor> slots) {
   check_vector(acc, "decode_add_: acc", ScalarType::Float, -1);
   check_vector(message, "decode_add_: message", ScalarType::Byte, -1);
   check_vector(segment_offsets, "decode_add_: segment_offsets", ScalarType::Long, -1);
@@ -26,6 +27,13 @@ Tensor decode_add_cuda(const Tensor& acc, const Tensor& message, const Tensor& s
   };
   MS_CHECK(here(acc) && here(message) && here(segment_offsets),
            "decode_add_: a tensor is on the wrong device", "all on acc's CUDA device", "another");
+  const int64_t* slot = nullptr;
+  if (slots.has_value()) {
+    check_vector(*slots, "decode_add_: slots", ScalarType::Long, segment_offsets.numel());
+    MS_CHECK(here(*slots), "decode_add_: slots is on the wrong device", "acc's CUDA device",
+             "another");
+    slot = static_cast<const int64_t*>(slots->const_data_ptr());
+  }
   check_dtype_code(value_dtype, "decode_add_: value_dtype");
   MS_CHECK(segment_offsets.numel() >= 1, "decode_add_: segment_offsets is empty",
            "at least one offset", 0);
@@ -47,7 +55,7 @@ Tensor decode_add_cuda(const Tensor& acc, const Tensor& message, const Tensor& s
        static_cast<const uint8_t*>(message.const_data_ptr()), message.numel(),
        static_cast<const int64_t*>(segment_offsets.const_data_ptr()), segment_count, base,
        static_cast<int>(value_dtype), static_cast<uint32_t>(epoch), fresh,
-       workspace.mutable_data_ptr(), static_cast<int64_t*>(status.mutable_data_ptr())},
+       workspace.mutable_data_ptr(), static_cast<int64_t*>(status.mutable_data_ptr()), slot},
       stream);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return status;

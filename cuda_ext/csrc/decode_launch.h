@@ -47,6 +47,9 @@ struct DecodeArguments {
   bool fresh;       // take the segments' part of acc for zero, whatever it holds
   void* workspace;  // 256-byte aligned
   int64_t* status;  // [4], written
+  // Null for records back to back; else [segment_count + 1] ascending multiples of 16 from 0 on,
+  // checked by the caller: where records begin, and where the last one's place ends.
+  const int64_t* slots;
 };
 
 int64_t decode_workspace_bytes(int64_t segment_count);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kDenseStep = int64_t{1} << 16;  // elements of a chunk, dense or in blocks
 constexpr int64_t kCooStep = int64_t{1} << 13;    // entries
-constexpr int64_t kTileStep = 8;                  // tiles
+constexpr int64_t kTileStep = 32;                 // tiles
 // From this many elements a chunk on, going through all of it is faster than one by one.
 constexpr int64_t kCrowded = kTileStep * kPiciTile / 8;
 
@@ -215,15 +215,20 @@ void add_paper_tiles(const DecodeChunk& chunk, int value_dtype, float* target,
 
 Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected& expected,
                    std::vector<DecodeChunk>& chunks) {
+  const int64_t* slots = expected.slots;
+  if (slots != nullptr && slots[expected.segment_count] != message_bytes) {
+    return {true, expected.segment_count, kFieldSize, message_bytes};
+  }
   int64_t at = 0;
   for (int64_t s = 0; s < expected.segment_count; ++s) {
-    if (message_bytes - at < kHeaderBytes) return {true, s, kFieldSize, message_bytes};
+    const int64_t end = slots == nullptr ? message_bytes : slots[s + 1];
+    if (end - at < kHeaderBytes) return {true, s, kFieldSize, end};
     Header header;
     std::memcpy(&header, message + at, sizeof header);
     at += kHeaderBytes;
     DecodeChunk chunk = {};
     chunk.segment = s;
-    const Status status = check_record(header, message + at, message_bytes - at, expected, chunk);
+    const Status status = check_record(header, message + at, end - at, expected, chunk);
     if (status.wrong) return status;
     const int64_t step = step_of(chunk);
     // A record without units has one chunk all the same, which answers for the whole segment.
@@ -232,7 +237,7 @@ Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected
       chunks.push_back(chunk);
       chunk.begin = chunk.end;
     } while (chunk.begin < chunk.units);
-    at += chunk.at.payload;
+    at = slots == nullptr ? at + chunk.at.payload : end;
   }
   if (at != message_bytes) return {true, expected.segment_count, kFieldSize, message_bytes};
   return {};

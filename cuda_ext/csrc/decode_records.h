@@ -51,6 +51,9 @@ struct Expected {
   int value_dtype;
   uint32_t epoch;
   int64_t base;  // the bucket's element that the accumulator begins with
+  // Where the records begin, and the end of the last one's place; null for back to back. What lies
+  // behind a record in its place is not looked at.
+  const int64_t* slots = nullptr;
 };
 
 // A run of one record's units: elements (dense), entries (COO), tiles (Pici) or blocks.

@@ -64,11 +64,13 @@ __device__ __forceinline__ Complaint complain(DecodeField field, uint64_t value)
 }
 
 // Checks one record and, if nothing is wrong, describes it. `available` counts from the header's
-// end to the message's.
+// end to that of the record's slot or, without slots, the message's.
 __device__ inline Complaint check_record(const DecodeArguments& call, int64_t segment, int64_t at,
                                          DecodeRecord& record) {
+  const int64_t slot_end = call.slots != nullptr ? call.slots[segment + 1] : call.message_bytes;
+  const int64_t available = slot_end - at - kHeaderBytes;
+  if (available < 0) return complain(kDecodeSize, static_cast<uint64_t>(slot_end));
   const Header header = *reinterpret_cast<const Header*>(call.message + at);
-  const int64_t available = call.message_bytes - at - kHeaderBytes;
   const int64_t offset = call.segment_offsets[segment];
   const int64_t numel = call.segment_offsets[segment + 1] - offset;
   const int64_t value_bytes = dtype_bytes(call.value_dtype);
@@ -156,7 +158,13 @@ __global__ void __launch_bounds__(kWalkThreads)
   if (threadIdx.x == 0) {
     first_wrong = first_outside = 0xffffffffu;
     *work.wrong = kNothingWrong;
-    walked = follow_sizes(call, work.header_at, end);
+    if (call.slots == nullptr) {
+      walked = follow_sizes(call, work.header_at, end);
+    } else {
+      end = call.slots[call.segment_count];
+      // None is looked at in a message that is not as long as the slots.
+      walked = end == call.message_bytes ? call.segment_count : 0;
+    }
   }
   __syncthreads();
   int64_t units_before = 0;
@@ -169,6 +177,7 @@ __global__ void __launch_bounds__(kWalkThreads)
           to - from > kMaxSegmentNumel) {
         atomicMin(&first_outside, static_cast<unsigned int>(s));
       } else if (s < walked) {
+        if (call.slots != nullptr) work.header_at[s] = call.slots[s];
         if (check_record(call, s, work.header_at[s], work.records[s]).wrong) {
           atomicMin(&first_wrong, static_cast<unsigned int>(s));
         } else {
@@ -198,7 +207,7 @@ __global__ void __launch_bounds__(kWalkThreads)
     status[3] = complaint.value;
   } else if (walked < call.segment_count || end != call.message_bytes) {
     status[0] = kDecodeMessage;
-    status[1] = walked;
+    status[1] = call.slots == nullptr ? walked : call.segment_count;
     status[2] = kDecodeSize;
     status[3] = call.message_bytes;
   }

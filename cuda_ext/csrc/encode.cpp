@@ -14,7 +14,8 @@ namespace {
 
 Tensor encode_cpu(const Tensor& grad, const Tensor& segment_offsets, const Tensor& segment_dense,
                   const Tensor& nnz, int64_t value_dtype, int64_t epoch, const Tensor& out,
-                  const Tensor& scratch, int64_t kind, int64_t block_size) {
+                  const Tensor& scratch, int64_t kind, int64_t block_size,
+                  std::optional<Tensor> slots) {
   check_flat(grad, "encode: grad");
   MS_CHECK(grad.is_cpu() && nnz.is_cpu(), "encode: a tensor is on the wrong device",
            "all on the CPU", "another");
@@ -65,11 +66,16 @@ Tensor encode_cpu(const Tensor& grad, const Tensor& segment_offsets, const Tenso
   if (kind == kKindBlocks) records = plan_records(request, found);
 
   Tensor record_bytes = torch::stable::new_empty(nnz, {request.segment_count});
-  const int64_t used = list_sizes(records, static_cast<int64_t*>(record_bytes.mutable_data_ptr()));
+  int64_t used = list_sizes(records, static_cast<int64_t*>(record_bytes.mutable_data_ptr()));
+  const int64_t* slot = check_slots(slots, request.segment_count, "encode: slots");
+  for (int64_t s = 0; s < request.segment_count; ++s) {
+    check_fits("encode", slot, s, records[s].bytes());
+  }
+  if (slot != nullptr) used = slot[request.segment_count];
   MS_CHECK(used <= out.numel(), "encode: the output buffer is too small", used << " bytes",
            out.numel());
   start_records(records, static_cast<int>(value_dtype), static_cast<uint32_t>(epoch),
-                static_cast<uint8_t*>(out.mutable_data_ptr()));
+                static_cast<uint8_t*>(out.mutable_data_ptr()), slot);
   torch::stable::parallel_for(0, chunk_count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       const StageChunk& chunk = chunks[c];

@@ -8,6 +8,7 @@ namespace {
 
 template <class Value>
 void launch_place_values(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
+  if (a.slots != nullptr) cudaMemsetAsync(a.out, 0, static_cast<size_t>(a.capacity), stream);
   const cudaLaunchConfig_t one = grid_for(1, 1, kPlanThreads, stream);
   cudaLaunchKernelEx(&one, plan_records_kernel<Value>, work, a);
   const int64_t tiles = a.numel / kPiciTile + a.segment_count;

@@ -76,6 +76,13 @@ inline std::vector<Record> plan_records(const EncodeRequest& request,
   return records;
 }
 
+// Refuses a record of segment s that is longer than its slot, if there are slots.
+inline void check_fits(const char* op, const int64_t* slots, int64_t s, int64_t record_bytes) {
+  MS_CHECK(slots == nullptr || record_bytes <= slots[s + 1] - slots[s],
+           op << ": the slot of segment " << s << " is too small", record_bytes << " bytes",
+           slots[s + 1] - slots[s]);
+}
+
 // Writes each record's bytes and returns their sum.
 inline int64_t list_sizes(const std::vector<Record>& records, int64_t* sizes) {
   int64_t used = 0;

@@ -21,6 +21,8 @@ struct EncodeRequest {
   int64_t epoch;
   int64_t block_size;
   const Tensor& out;
+  std::optional<Tensor> slots;
+  std::optional<Tensor> most_nnz;
 };
 
 inline void check_encode(const EncodeRequest& r) {
@@ -47,6 +49,15 @@ inline void check_encode(const EncodeRequest& r) {
            "one for each segment", 0);
   MS_CHECK(segment_count < int64_t{1} << 31, "encode: there are too many segments",
            "fewer than 2^31", segment_count);
+  const auto check_table = [&](const std::optional<Tensor>& table, const char* name, int64_t size) {
+    if (!table.has_value()) return;
+    check_vector(*table, name, ScalarType::Long, size);
+    MS_CHECK(here(*table), name << " is on the wrong device", "grad's CUDA device", "another");
+  };
+  check_table(r.slots, "encode: slots", segment_count + 1);
+  check_table(r.most_nnz, "encode: capacity", segment_count);
+  MS_CHECK(!r.most_nnz.has_value() || r.block_size == 0, "encode: blocks have no capacity",
+           "another format", "blocks");
   const int64_t block = r.block_size;
   MS_CHECK(block == 0 || (block >= 64 && block <= 4096 && (block & (block - 1)) == 0),
            "encode: block_size is out of range", "0, or a power of two from 64 to 4096", block);
@@ -76,6 +87,8 @@ Tensor run_encoder(const EncodeRequest& r, Launch launch) {
       status + 4,
       status + 4 + segment_count,
       status,
+      r.slots.has_value() ? static_cast<const int64_t*>(r.slots->const_data_ptr()) : nullptr,
+      r.most_nnz.has_value() ? static_cast<const int64_t*>(r.most_nnz->const_data_ptr()) : nullptr,
   };
   const Tensor workspace = torch::stable::new_empty(r.out, {encode_workspace_bytes(arguments)});
   arguments.workspace = workspace.mutable_data_ptr();

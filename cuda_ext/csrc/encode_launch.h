@@ -13,6 +13,7 @@ enum EncodeError : int64_t {
   kEncodeCapacity = 1,  // status: {1, 0, bytes needed, bytes there}; nothing was written to `out`
   kEncodeSegments = 2,  // segment_offsets do not cut the bucket: {2, segment, offset, numel}
   kEncodeFormat = 3,    // an unknown format was asked for: {3, segment, format, 0}
+  kEncodeSlot = 4,      // a record is longer than its slot: {4, segment, bytes needed, bytes there}
 };
 
 // All pointers are on the device. `numel` elements of `grad_dtype` are cut by segment_offsets.
@@ -32,6 +33,11 @@ struct EncodeArguments {
   int64_t* segment_bytes;  // [segment_count], written
   int64_t* nnz;            // [segment_count], written
   int64_t* status;         // [4], written
+  // Null for records back to back; else [segment_count + 1] where they begin, and `capacity` is the
+  // last one: all of `out` is cleared first.
+  const int64_t* slots;
+  // Null for no limit; else [segment_count] the most non-zero elements (prune_encode, no blocks).
+  const int64_t* most_nnz;
 };
 
 int64_t encode_workspace_bytes(const EncodeArguments& arguments);

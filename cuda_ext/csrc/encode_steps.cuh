@@ -6,8 +6,11 @@
 namespace megatron_sparse {
 
 inline Workspace workspace_of(const EncodeArguments& a) {
-  return lay_out_workspace(a.workspace, a.numel, a.segment_count, dtype_bytes(a.value_dtype),
-                           a.capacity, a.block_size != 0);
+  const int64_t value_bytes = dtype_bytes(a.value_dtype);
+  // What a limit takes back must have been staged.
+  const int64_t staged_bytes = a.most_nnz != nullptr ? a.numel * value_bytes : a.capacity;
+  return lay_out_workspace(a.workspace, a.numel, a.segment_count, value_bytes, staged_bytes,
+                           a.block_size != 0);
 }
 
 inline int64_t multiprocessors() {

@@ -12,6 +12,7 @@
 
 #include "hash_partition_check.h"
 #include "isa.h"
+#include "stage.h"
 
 namespace megatron_sparse {
 namespace {
@@ -34,57 +35,42 @@ const uint8_t* check_bytes(const Tensor& tensor, const char* name, int64_t bytes
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-// The bitmap word of `count` <= 64 values; integers are compared, so that denormals count whatever
-// the floating-point mode is, and -0.0 does not.
-template <class Raw>
-uint64_t nonzero_bits(const char* values, int64_t count) {
-  constexpr Raw kMagnitudeBits = static_cast<Raw>(~(Raw{1} << (8 * sizeof(Raw) - 1)));
-  uint64_t word = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    Raw raw;
-    std::memcpy(&raw, values + i * sizeof raw, sizeof raw);
-    word |= static_cast<uint64_t>((raw & kMagnitudeBits) != 0) << i;
-  }
-  return word;
-}
-
-template <class Raw>
-int64_t pack(const char* values, int64_t positions, uint8_t* words, uint8_t* packed) {
+// Chunks stage their values where they would lie if none were zero, which no other chunk touches;
+// once it is known how many are before it, each moves down.
+int64_t pack(const char* values, int dtype, int64_t positions, uint8_t* words, uint8_t* packed) {
+  const int64_t value_bytes = dtype_bytes(dtype);
   const int64_t chunks = (positions + kChunkPositions - 1) / kChunkPositions;
-  std::vector<int64_t> before(chunks + 1, 0);
+  std::vector<int64_t> nnz(chunks);
+  const auto stage = kernels().stage[dtype][dtype];
   for_each_chunk(positions, kChunkPositions, [&](int64_t chunk, int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += 64) {
-      const uint64_t word =
-          nonzero_bits<Raw>(values + at * sizeof(Raw), std::min<int64_t>(64, end - at));
-      std::memcpy(words + at / 8, &word, sizeof word);
-      before[chunk + 1] += __builtin_popcountll(word);
-    }
+    uint64_t bits[kChunkWords];
+    alignas(64) uint8_t staged[kChunkPositions * 4 + kStageSlack];
+    const int64_t word_bytes = 8 * ((end - begin + 63) / 64);
+    nnz[chunk] = stage(values + begin * value_bytes, end - begin, {bits, nullptr, 0, staged});
+    std::memcpy(words + begin / 8, bits, word_bytes);
+    std::memcpy(packed + begin * value_bytes, staged, nnz[chunk] * value_bytes);
   });
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) before[chunk + 1] += before[chunk];
-  for_each_chunk(positions, kChunkPositions, [&](int64_t chunk, int64_t begin, int64_t end) {
-    uint8_t* out = packed + before[chunk] * sizeof(Raw);
-    for (int64_t at = begin; at < end; at += 64) {
-      for (uint64_t word = word_at(words, at / 64); word != 0; word &= word - 1) {
-        std::memcpy(out, values + (at + __builtin_ctzll(word)) * sizeof(Raw), sizeof(Raw));
-        out += sizeof(Raw);
-      }
-    }
-  });
-  return before[chunks];
+  int64_t before = 0;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    std::memmove(packed + before * value_bytes, packed + chunk * kChunkPositions * value_bytes,
+                 nnz[chunk] * value_bytes);
+    before += nnz[chunk];
+  }
+  return before;
 }
 
 Tensor hash_bitmap_pack_cpu(const Tensor& values, const Tensor& words, const Tensor& packed) {
   check_flat(values, "hash_bitmap_pack: values");
   MS_CHECK(values.is_cpu(), "hash_bitmap_pack: values is on the wrong device", "cpu", "another");
   const int64_t positions = values.numel();
-  const int64_t value_bytes = dtype_bytes(dtype_code(values, "hash_bitmap_pack: values"));
+  const int dtype = dtype_code(values, "hash_bitmap_pack: values");
+  const int64_t value_bytes = dtype_bytes(dtype);
   check_bytes(words, "hash_bitmap_pack: words", 8 * ((positions + 63) / 64));
   check_bytes(packed, "hash_bitmap_pack: packed", positions * value_bytes);
   const char* from = static_cast<const char*>(values.const_data_ptr());
   uint8_t* to_words = static_cast<uint8_t*>(words.mutable_data_ptr());
   uint8_t* to_packed = static_cast<uint8_t*>(packed.mutable_data_ptr());
-  const int64_t nnz = value_bytes == 4 ? pack<uint32_t>(from, positions, to_words, to_packed)
-                                       : pack<uint16_t>(from, positions, to_words, to_packed);
+  const int64_t nnz = pack(from, dtype, positions, to_words, to_packed);
   Tensor result = torch::stable::new_empty(values, {1}, ScalarType::Long);
   *static_cast<int64_t*>(result.mutable_data_ptr()) = nnz;
   return result;
@@ -129,8 +115,7 @@ class Elements {
     if (set_ != nullptr) {
       for (int64_t i = 0; i < count; ++i) out[i] = static_cast<uint32_t>(set_[out[i]]);
     } else {
-      for (int64_t i = 0; i < count; ++i) out[i] = unpermute_turn(permutation_, out[i]);
-      for (int64_t i = 0; i < count; ++i) out[i] = unpermute_walk(permutation_, out[i]);
+      kernels().unpermute(permutation_, out, count);
     }
     return count;
   }

@@ -2,14 +2,14 @@
 #include <torch/csrc/stable/library.h>
 
 #include "hash_partition_check.h"
+#include "isa.h"
 
 namespace megatron_sparse {
 namespace {
 
-// Applies `turn` to every entry and `walk` to what came out; the first loop is straight-line code
-// that the compiler turns into vectors, the second one rarely does much.
-template <class Turn, class Walk>
-Tensor map_entries(const Tensor& entries, const int64_t* in, const Turn& turn, const Walk& walk) {
+// Applies `map` to blocks of entries, in place, and `finish` to every one that comes out.
+template <class Map, class Finish>
+Tensor map_entries(const Tensor& entries, const int64_t* in, const Map& map, const Finish& finish) {
   Tensor result = torch::stable::new_empty(entries, {entries.numel()});
   int64_t* out = static_cast<int64_t*>(result.mutable_data_ptr());
   for_each_chunk(entries.numel(), kHashChunk, [&](int64_t, int64_t begin, int64_t end) {
@@ -18,8 +18,8 @@ Tensor map_entries(const Tensor& entries, const int64_t* in, const Turn& turn, c
     for (int64_t at = begin; at < end; at += kBlock) {
       const int64_t count = std::min(kBlock, end - at);
       for (int64_t i = 0; i < count; ++i) x[i] = static_cast<uint32_t>(in[at + i]);
-      for (int64_t i = 0; i < count; ++i) x[i] = turn(x[i]);
-      for (int64_t i = 0; i < count; ++i) out[at + i] = walk(x[i]);
+      map(x, count);
+      for (int64_t i = 0; i < count; ++i) out[at + i] = finish(x[i]);
     }
   });
   return result;
@@ -29,18 +29,20 @@ Tensor hash_permute_cpu(const Tensor& elements, int64_t numel, int64_t seed) {
   check_hash(numel, 1, "hash_permute");
   const int64_t* in = check_entries(elements, "hash_permute: elements", numel);
   const Permutation p = make_permutation(numel, static_cast<uint64_t>(seed));
+  const Kernels& kernel = kernels();
   return map_entries(
-      elements, in, [&p](uint32_t x) { return permute_turn(p, x); },
-      [&p](uint32_t x) { return permute_walk(p, x); });
+      elements, in, [&](uint32_t* x, int64_t count) { kernel.permute(p, x, count); },
+      [](uint32_t x) { return x; });
 }
 
 Tensor hash_unpermute_cpu(const Tensor& positions, int64_t numel, int64_t seed) {
   check_hash(numel, 1, "hash_unpermute");
   const int64_t* in = check_entries(positions, "hash_unpermute: positions", numel);
   const Permutation p = make_permutation(numel, static_cast<uint64_t>(seed));
+  const Kernels& kernel = kernels();
   return map_entries(
-      positions, in, [&p](uint32_t x) { return unpermute_turn(p, x); },
-      [&p](uint32_t x) { return unpermute_walk(p, x); });
+      positions, in, [&](uint32_t* x, int64_t count) { kernel.unpermute(p, x, count); },
+      [](uint32_t x) { return x; });
 }
 
 Tensor hash_partition_of_cpu(const Tensor& elements, int64_t numel, int64_t partitions,
@@ -52,15 +54,14 @@ Tensor hash_partition_of_cpu(const Tensor& elements, int64_t numel, int64_t part
     const HashSeed words = hash_seed(key, kDrawGeneral);
     const uint32_t n = static_cast<uint32_t>(partitions);
     return map_entries(
-        elements, in, [words, n](uint32_t x) { return general_partition(words, n, x); },
-        [](uint32_t x) { return x; });
+        elements, in, [](uint32_t*, int64_t) {},
+        [words, n](uint32_t x) { return general_partition(words, n, x); });
   }
   const Permutation p = make_permutation(numel, key);
+  const Kernels& kernel = kernels();
   return map_entries(
-      elements, in, [&p](uint32_t x) { return permute_turn(p, x); },
-      [&p, numel, partitions](uint32_t x) {
-        return partition_at(numel, partitions, permute_walk(p, x));
-      });
+      elements, in, [&](uint32_t* x, int64_t count) { kernel.permute(p, x, count); },
+      [numel, partitions](uint32_t x) { return partition_at(numel, partitions, x); });
 }
 
 }  // namespace

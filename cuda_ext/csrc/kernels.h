@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "counter_hash.h"
+#include "hash_partition.h"
 
 namespace megatron_sparse {
 
@@ -67,6 +68,10 @@ struct Kernels {
   // words of any alignment, bits beyond numel are zero. [value dtype]
   void (*add_bits[3])(float* acc, const void* words, int64_t numel, const void* values,
                       int64_t count);
+
+  // The permuted positions of elements below numel, in place, and their inverse.
+  void (*permute)(const Permutation&, uint32_t* x, int64_t count);
+  void (*unpermute)(const Permutation&, uint32_t* x, int64_t count);
 };
 
 const Kernels& kernels_portable();

@@ -1,6 +1,7 @@
 // Compiled once for each instruction set, with -DMS_ISA=<name> -DMS_WIDTH=<fp32 lanes> and the
 // compiler flags that go with them (build.py). Nothing here may be inlined into another file.
 #include "codec_cpu.h"
+#include "hash_cpu.h"
 #include "kernels.h"
 #include "prune_cpu.h"
 #include "stage_cpu.h"
@@ -18,6 +19,8 @@ const Kernels& MS_GETTER(MS_ISA)() {
     MS_ISA::fill_prune<kFp16>(filled);
     filled.count_bits = MS_ISA::count_bits;
     filled.list_bits = MS_ISA::list_bits;
+    filled.permute = MS_ISA::permute;
+    filled.unpermute = MS_ISA::unpermute;
     MS_ISA::fill_stage<kFp32>(filled);
     MS_ISA::fill_stage<kBf16>(filled);
     MS_ISA::fill_stage<kFp16>(filled);

@@ -39,6 +39,31 @@ MS_INLINE uint32_t lanes_with(VectorLanes::U raw, uint32_t bits) {
 #endif
 }
 
+// One bit for each of MS_WIDTH 64-bit words, of any alignment, that is not zero.
+MS_INLINE uint32_t nonzero_words(const void* words) {
+#if defined(__AVX512F__)
+  const __m512i* from = static_cast<const __m512i*>(words);
+  const __m512i low = _mm512_loadu_si512(from), high = _mm512_loadu_si512(from + 1);
+  return static_cast<uint32_t>(_mm512_test_epi64_mask(low, low)) |
+         static_cast<uint32_t>(_mm512_test_epi64_mask(high, high)) << 8;
+#elif defined(__AVX2__)
+  const __m256i* from = static_cast<const __m256i*>(words);
+  const auto zero_words = [](const __m256i* at) {
+    const __m256i zero = _mm256_cmpeq_epi64(_mm256_loadu_si256(at), _mm256_setzero_si256());
+    return static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(zero)));
+  };
+  return ~(zero_words(from) | zero_words(from + 1) << 4) & kAllLanes;
+#else
+  uint64_t each[MS_WIDTH];
+  std::memcpy(each, words, sizeof each);
+  uint32_t mask = 0;
+  for (int lane = 0; lane < MS_WIDTH; ++lane) {
+    mask |= static_cast<uint32_t>(each[lane] != 0) << lane;
+  }
+  return mask;
+#endif
+}
+
 // All ones in the lanes that `mask` names, zero in the others.
 MS_INLINE VectorLanes::M lanes_of(uint32_t mask) {
   using U = VectorLanes::U;

@@ -131,7 +131,8 @@ Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t nu
   return sparse.at.payload < dense.at.payload ? sparse : dense;
 }
 
-void start_records(std::vector<Record>& records, int value_dtype, uint32_t epoch, uint8_t* out) {
+void start_records(std::vector<Record>& records, int value_dtype, uint32_t epoch, uint8_t* out,
+                   const int64_t* slots) {
   for (Record& record : records) {
     Header header = {kMagic,
                      kVersion,
@@ -156,7 +157,14 @@ void start_records(std::vector<Record>& records, int value_dtype, uint32_t epoch
     const int64_t end = indices_end(record);
     std::memset(payload + end, 0, record.at.values - end);
     std::memset(payload + record.at.values_end, 0, record.at.payload - record.at.values_end);
-    out += record.bytes();
+    if (slots == nullptr) {
+      out += record.bytes();
+    } else {
+      const int64_t slot = slots[1] - slots[0];
+      std::memset(out + record.bytes(), 0, slot - record.bytes());
+      out += slot;
+      ++slots;
+    }
   }
 }
 

@@ -68,6 +68,8 @@ template <class Value>
 __global__ void __launch_bounds__(kPlanThreads)
     plan_records_kernel(Workspace work, EncodeArguments call) {
   __shared__ int64_t shared[kPlanThreads / 32];
+  __shared__ unsigned int first_misfit;
+  if (threadIdx.x == 0) first_misfit = 0xffffffffu;
   if (call.status[0] != kEncodeOk) {
     for (int64_t s = threadIdx.x; s < call.segment_count; s += kPlanThreads) {
       call.segment_bytes[s] = 0;
@@ -85,6 +87,7 @@ __global__ void __launch_bounds__(kPlanThreads)
       const int64_t first = work.tile_begin[s] - 1, last = work.tile_begin[s + 1] - 1;
       plan.nnz_before = prefix_after(work.nnz_states, first);
       plan.nnz = prefix_after(work.nnz_states, last) - plan.nnz_before;
+      if (call.most_nnz != nullptr) plan.nnz = min(plan.nnz, call.most_nnz[s]);
       if (work.block_states != nullptr) {
         plan.blocks_before = prefix_after(work.block_states, first);
         plan.blocks = prefix_after(work.block_states, last) - plan.blocks_before;
@@ -108,13 +111,28 @@ __global__ void __launch_bounds__(kPlanThreads)
     plan.at = used + block_exclusive_sum<kPlanThreads>(bytes, shared, total);
     used += total;
     if (s < call.segment_count) {
+      if (call.slots != nullptr) {
+        plan.at = call.slots[s];
+        if (bytes > call.slots[s + 1] - plan.at) {
+          atomicMin(&first_misfit, static_cast<unsigned int>(s));
+        }
+      }
       work.plans[s] = plan;
       call.segment_bytes[s] = bytes;
       call.nnz[s] = plan.nnz;
     }
   }
-  if (used > call.capacity) {
-    __syncthreads();  // all have read the status
+  __syncthreads();  // all have read the status
+  if (first_misfit != 0xffffffffu) {
+    if (threadIdx.x == 0) {
+      call.status[0] = kEncodeSlot;
+      call.status[1] = first_misfit;
+      call.status[2] = call.segment_bytes[first_misfit];
+      call.status[3] = call.slots[first_misfit + 1] - call.slots[first_misfit];
+    }
+    return;
+  }
+  if (call.slots == nullptr && used > call.capacity) {
     if (threadIdx.x == 0) {
       call.status[0] = kEncodeCapacity;
       call.status[2] = used;
@@ -290,7 +308,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 4)
         bits,
         static_cast<const Value*>(work.values) + staged,
         nnz,
-        staged - plan.nnz_before,
+        min(staged - plan.nnz_before, plan.nnz),  // beyond a limit nothing is left
         first,
         static_cast<int>(min(numel - first, static_cast<int64_t>(kPiciTile))),
         call.out + plan.at + kHeaderBytes,

@@ -8,6 +8,7 @@
 #include <limits>
 #include <tuple>
 
+#include "capacity.h"
 #include "encode.h"
 #include "isa.h"
 #include "prune.h"
@@ -21,7 +22,8 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
                                             const Tensor& segment_dense, double leak,
                                             int64_t wire_dtype, int64_t key, int64_t epoch,
                                             const Tensor& out, const Tensor& scratch, int64_t kind,
-                                            int64_t block_size) {
+                                            int64_t block_size, std::optional<Tensor> capacity_nnz,
+                                            std::optional<Tensor> slots) {
   const PruneTypes types = check_prune(grad, residual, thresholds, leak, wire_dtype);
   MS_CHECK(grad.is_cpu() && residual.is_cpu() && thresholds.is_cpu(),
            "prune_encode: a tensor is on the wrong device", "all on the CPU", "another");
@@ -32,14 +34,25 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
   const EncodeRequest request =
       check_encode("prune_encode", grad.numel(), segment_offsets, segment_dense, wire_dtype, epoch,
                    out, scratch, kind, block_size);
+  const Capacity capacity = {
+      check_capacity(capacity_nnz, request.segment_count, "prune_encode: capacity")};
+  const int64_t* slot = check_slots(slots, request.segment_count, "prune_encode: slots");
   // The residual changes before the size is known: `out` must do for whatever it will be.
-  int64_t capacity = 0;
+  int64_t most = 0;
   for (int64_t s = 0; s < request.segment_count; ++s) {
     const int64_t numel = request.offsets[s + 1] - request.offsets[s];
-    capacity += plan_record(kKindDense, true, 0, numel, {}, 0, request.value_bytes()).bytes();
+    const int64_t nnz = capacity.of(s, numel);
+    // No more blocks hold something than there are elements that do.
+    const int64_t blocks =
+        kind == kKindBlocks ? std::min(nnz, (numel + block_size - 1) / block_size) : 0;
+    const int64_t bytes = plan_record(kind, request.always_dense[s], 0, numel, {nnz, blocks},
+                                      block_size, request.value_bytes())
+                              .bytes();
+    check_fits("prune_encode", slot, s, bytes);
+    most = slot == nullptr ? most + bytes : slot[s + 1];
   }
-  MS_CHECK(out.numel() >= capacity, "prune_encode: the output buffer is too small",
-           capacity << " bytes", out.numel());
+  MS_CHECK(out.numel() >= most, "prune_encode: the output buffer is too small", most << " bytes",
+           out.numel());
 
   const Kernels& kernel = kernels();
   const auto prune = kernel.prune_stage[types.grad][types.residual][wire_dtype][key >= 0];
@@ -87,7 +100,42 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
     }
   });
 
-  const std::vector<SegmentCount> counts = add_up(chunks, request.segment_count);
+  std::vector<SegmentCount> counts = add_up(chunks, request.segment_count);
+  const auto overflows = [&](int64_t s) { return counts[s].nnz > capacity.of(s, INT64_MAX); };
+  bool too_many = false;
+  for (int64_t s = 0; s < request.segment_count; ++s) too_many |= overflows(s);
+  if (too_many) {
+    const auto prune_staged = kernel.prune[wire_dtype][types.residual][wire_dtype][key >= 0];
+    std::vector<uint8_t> special(chunk_count, 0);  // chunks that held infinity or NaN back
+    torch::stable::parallel_for(0, chunk_count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; ++c) {
+        const int64_t stay = staying(chunks[c], capacity);
+        if (stay == chunks[c].nnz) continue;
+        const auto give_back = [&](int64_t element, uint8_t* value) {
+          const PruneCall call = {value,
+                                  residual_data + element * residual_bytes,
+                                  1,
+                                  static_cast<uint64_t>(element),
+                                  std::numeric_limits<float>::max(),
+                                  static_cast<float>(leak),
+                                  value_seed,
+                                  residual_seed};
+          if (prune_staged(call) == 0) return;
+          if (capacity.of(chunks[c].segment, 1) > 0) {
+            special[c] = true;
+          } else {
+            store_nan(residual_data + element * residual_bytes, types.residual);
+          }
+        };
+        limit_chunk(chunks[c], stay, request.value_bytes(), give_back);
+        finish_chunk(chunks[c], request);
+      }
+    });
+    counts = add_up(chunks, request.segment_count);
+    for (int64_t c = 0; c < chunk_count; ++c) {
+      if (special[c]) make_last_nan(chunks, chunks[c].segment, static_cast<int>(wire_dtype));
+    }
+  }
   std::vector<Record> records = plan_records(request, counts);
   Tensor record_bytes = torch::stable::new_empty(segment_offsets, {request.segment_count});
   Tensor nnz = torch::stable::new_empty(segment_offsets, {request.segment_count});
@@ -95,7 +143,7 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
   int64_t* nonzero = static_cast<int64_t*>(nnz.mutable_data_ptr());
   for (const SegmentCount& count : counts) *nonzero++ = count.nnz;
   start_records(records, static_cast<int>(wire_dtype), static_cast<uint32_t>(epoch),
-                static_cast<uint8_t*>(out.mutable_data_ptr()));
+                static_cast<uint8_t*>(out.mutable_data_ptr()), slot);
   torch::stable::parallel_for(0, chunk_count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       place_chunk(chunks[c], records[chunks[c].segment], static_cast<int>(wire_dtype), kernel);

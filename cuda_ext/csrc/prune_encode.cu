@@ -1,5 +1,6 @@
 // Instances of prune_encode's CUDA kernel and their launch.
 #include "encode_steps.cuh"
+#include "limit_kernel.cuh"
 #include "prune_encode_kernel.cuh"
 
 namespace megatron_sparse {
@@ -39,6 +40,24 @@ void launch_types(const EncodeArguments& a, const PruneArguments& p, const Works
   }
 }
 
+template <int VALUE>
+void launch_limit(const EncodeArguments& a, const PruneArguments& p, const Workspace& work,
+                  cudaStream_t stream) {
+  const LimitArguments call = {
+      a.segment_offsets, a.most_nnz,
+      a.segment_count,   a.status,
+      p.residual,        p.leak,
+      p.key >= 0,        hash_seed(static_cast<uint64_t>(p.key), kDrawResidual)};
+  const int64_t tiles = a.numel / kPiciTile + a.segment_count;
+  const cudaLaunchConfig_t config = grid_for((tiles + kLimitWarps - 1) / kLimitWarps,
+                                             multiprocessors() * 8, kLimitThreads, stream);
+  if (p.residual_dtype == kBf16) {
+    cudaLaunchKernelEx(&config, limit_kernel<VALUE, kBf16>, work, call);
+  } else {
+    cudaLaunchKernelEx(&config, limit_kernel<VALUE, kFp32>, work, call);
+  }
+}
+
 }  // namespace
 
 void launch_prune_encode(const EncodeArguments& a, const PruneArguments& p, void* stream_pointer) {
@@ -57,6 +76,11 @@ void launch_prune_encode(const EncodeArguments& a, const PruneArguments& p, void
   } else {
     if (grid == Grid::kFp16) launch_types<kFp16, Grid::kFp16>(a, p, work, stream);
     if (grid == Grid::kBf16AndFp16) launch_types<kFp16, Grid::kBf16AndFp16>(a, p, work, stream);
+  }
+  if (a.most_nnz != nullptr) {
+    if (a.value_dtype == kFp32) launch_limit<kFp32>(a, p, work, stream);
+    if (a.value_dtype == kBf16) launch_limit<kBf16>(a, p, work, stream);
+    if (a.value_dtype == kFp16) launch_limit<kFp16>(a, p, work, stream);
   }
   launch_place(a, work, stream);
 }

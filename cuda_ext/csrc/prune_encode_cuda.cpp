@@ -9,9 +9,10 @@ Tensor prune_encode_records_cuda(const Tensor& grad, const Tensor& residual,
                                  const Tensor& range_offsets, const Tensor& thresholds, double leak,
                                  int64_t key, const Tensor& segment_offsets,
                                  const Tensor& segment_formats, int64_t value_dtype, int64_t epoch,
-                                 int64_t block_size, const Tensor& out) {
+                                 int64_t block_size, const Tensor& out,
+                                 std::optional<Tensor> capacity, std::optional<Tensor> slots) {
   const EncodeRequest request = {
-      grad, segment_offsets, segment_formats, value_dtype, epoch, block_size, out};
+      grad, segment_offsets, segment_formats, value_dtype, epoch, block_size, out, slots, capacity};
   check_encode(request);
   const PruneTypes types = check_prune(grad, residual, thresholds, leak, value_dtype);
   const auto device = grad.get_device_index();
@@ -54,7 +55,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
       "prune_encode_records(Tensor grad, Tensor(a!) residual, Tensor range_offsets, Tensor "
       "thresholds, "
       "float leak, int key, Tensor segment_offsets, Tensor segment_formats, int value_dtype, "
-      "int epoch, int block_size, Tensor(b!) out) -> Tensor");
+      "int epoch, int block_size, Tensor(b!) out, Tensor? capacity=None, "
+      "Tensor? slots=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CUDA, m) {

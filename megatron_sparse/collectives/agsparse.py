@@ -11,6 +11,9 @@ the sum is cleared, and what has arrived is added: in rank order, so that all ra
 bits.
 The reduce-scatter form is `direct`'s: each peer gets only the records of its own shard.
 
+In capacity mode sizes are known and there is no agreement: what ranks must agree on is in the tag
+of their messages and in the records' headers.
+
 Rank r sends (n - 1) |message_r| bytes, in a reduce-scatter |message_r| - |shard_r of it|.
 """
 
@@ -19,10 +22,16 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.bucket import Bucket, Form
-from megatron_sparse.collectives.base import Steps, exchange_sizes, tag_of, whole_group
+from megatron_sparse.collectives.base import Steps, exchange_sizes
 from megatron_sparse.collectives.direct import split
 from megatron_sparse.collectives.gather import pairwise_all_gather
-from megatron_sparse.collectives.records import Cut, SparseSum, check_announced, shard_cuts
+from megatron_sparse.collectives.records import (
+    Cut,
+    SparseSum,
+    check_announced,
+    group_of,
+    shard_cuts,
+)
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
@@ -52,7 +61,7 @@ def agsparse(
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's message is not what was announced.
     """
-    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
+    group = group_of(NAME, bucket, message, transport)
     n, rank = group.world_size, group.rank
     sums = SparseSum(bucket, message, buffers, watch)
     if bucket.form is Form.REDUCE_SCATTER:
@@ -61,12 +70,14 @@ def agsparse(
         sums.write(cuts[rank].elements)
         return group.sent_bytes
 
-    table = yield from exchange_sizes(
-        [message.nbytes], bucket, NAME, message.value_dtype, message.epoch, transport
-    )
-    sizes = [row[0] for row in table]
     whole = Cut(message.layout)
-    check_announced(sizes, [whole] * n, message.value_dtype)
+    sizes = [message.nbytes] * n
+    if message.slots is None:
+        table = yield from exchange_sizes(
+            [message.nbytes], bucket, NAME, message.value_dtype, message.epoch, transport
+        )
+        sizes = [row[0] for row in table]
+        check_announced(sizes, [whole] * n, message.value_dtype)
     held: dict[int, torch.Tensor] = {}
     added = 0
 

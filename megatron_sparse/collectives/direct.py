@@ -11,6 +11,9 @@ Rank i adds the n records in rank order: the sum of a shard is made in one place
 All-reduce only: the sum is encoded once, the sizes are all-gathered (as many bytes), and in
 phase 2, n - 1 rounds, each rank sends its sum to every other.
 
+In capacity mode all sizes are known: there is no agreement (what ranks must agree on is in the tag
+of their messages and in the records' headers), and |sum_r| is the most that it can be.
+
 Rank r sends |message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
 """
 
@@ -27,11 +30,15 @@ from megatron_sparse.collectives.base import (
     Subgroup,
     Yielded,
     exchange_sizes,
-    tag_of,
-    whole_group,
 )
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
-from megatron_sparse.collectives.records import Cut, SparseSum, check_announced, shard_cuts
+from megatron_sparse.collectives.records import (
+    Cut,
+    SparseSum,
+    check_announced,
+    group_of,
+    shard_cuts,
+)
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
@@ -59,7 +66,7 @@ def reduce_shards(
 ) -> Steps:
     """All of `direct`, under the name of a scheme and with its kind of sum. Mutates `sums`."""
     scatter = bucket.form is Form.REDUCE_SCATTER
-    group = whole_group(transport, tag_of(bucket, scheme, message.value_dtype, message.epoch))
+    group = group_of(scheme, bucket, message, transport)
     cuts = shard_cuts(message.layout, group.world_size)
     yield from split(scheme, bucket, message, cuts, sums, group, transport, last=scatter)
     if scatter:
@@ -92,11 +99,13 @@ def split(
     """
     n, rank = group.world_size, group.rank
     own_sizes = message.shard_bytes()
-    table = yield from exchange_sizes(
-        own_sizes, bucket, scheme, message.value_dtype, message.epoch, transport
-    )
-    sizes = [row[rank] for row in table]
-    check_announced(sizes, [cuts[rank]] * n, message.value_dtype)
+    sizes = [own_sizes[rank]] * n
+    if message.slots is None:
+        table = yield from exchange_sizes(
+            own_sizes, bucket, scheme, message.value_dtype, message.epoch, transport
+        )
+        sizes = [row[rank] for row in table]
+        check_announced(sizes, [cuts[rank]] * n, message.value_dtype)
     sent = message.buffer[: message.nbytes].split(own_sizes)
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[rank] = sent[rank]
@@ -113,14 +122,19 @@ def encode_own_shard(
     sums: SparseSum,
     transport: Transport,
 ) -> Generator[Yielded, None, tuple[torch.Tensor, list[int]]]:
-    """Encodes the sum of this rank's shard and tells everyone the size.
+    """Encodes the sum of this rank's shard and, where sizes are not fixed, tells everyone its own.
 
     Returns:
         A buffer that begins with the records and has room for those of all ranks; their sizes.
     """
     capacity = sum(cut.capacity(sums.final_dtype) for cut in cuts)
     buffer = sums.take("gathered", capacity)
-    own = sums.encode(cuts[transport.rank], sums.final_dtype, buffer)
+    cut = cuts[transport.rank]
+    slots_S = sums.slots_of_sum(cut)
+    own = sums.encode(cut, sums.final_dtype, buffer, slots_S=slots_S)
+    if slots_S is not None:
+        places = [sums.slots_of_sum(cut) for cut in cuts]
+        return buffer, [int(place[-1]) for place in places if place is not None]
     table = yield from exchange_sizes(
         [own.numel()], bucket, scheme, message.value_dtype, message.epoch, transport
     )

@@ -14,10 +14,10 @@ r ... r + d - 1, in the last round only as many as are missing; with equal shard
 from __future__ import annotations
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Steps, tag_of, whole_group
+from megatron_sparse.collectives.base import Steps
 from megatron_sparse.collectives.direct import split
 from megatron_sparse.collectives.gather import doubling_all_gather
-from megatron_sparse.collectives.records import SparseSum, shard_cuts
+from megatron_sparse.collectives.records import SparseSum, group_of, shard_cuts
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
@@ -36,12 +36,12 @@ def dsar_split_ag(
 
     Arguments and errors as of `agsparse`; the message is cut into shards.
     """
-    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
+    group = group_of(NAME, bucket, message, transport)
     cuts = shard_cuts(message.layout, group.world_size)
     sums = SparseSum(bucket, message, buffers, watch)
     yield from split(NAME, bucket, message, cuts, sums, group, transport, last=False)
     sizes = [cut.capacity(sums.final_dtype) for cut in cuts]
     buffer = sums.take("gathered", sum(sizes))
     sums.encode(cuts[group.rank], sums.final_dtype, buffer, dense=True)
-    yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts))
+    yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts, dense=True))
     return group.sent_bytes

@@ -18,6 +18,7 @@ class SchemeOptions:
 
     Attributes:
         format: `scheme.format`.
+        capacity: `scheme.capacity`.
         block_size: `scheme.block_size`.
         partition_hash: `scheme.partition_hash`.
         hash_seed: `scheme.hash_seed`.
@@ -27,6 +28,7 @@ class SchemeOptions:
     """
 
     format: str
+    capacity: float | None
     block_size: int
     partition_hash: str
     hash_seed: int
@@ -39,6 +41,7 @@ class SchemeOptions:
         """The options of a configuration."""
         return cls(
             format=config.format,
+            capacity=config.capacity,
             block_size=config.block_size,
             partition_hash=config.partition_hash,
             hash_seed=config.hash_seed,

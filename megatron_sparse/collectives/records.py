@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from megatron_sparse.bucket import Bucket, Layout
-from megatron_sparse.collectives.base import Subgroup, Yielded
+from megatron_sparse.collectives.base import Subgroup, Yielded, tag_of, whole_group
 from megatron_sparse.collectives.sealed import open_size, seal_size
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import WireFormatError
@@ -30,7 +30,9 @@ from megatron_sparse.formats.message import (
     decode_add_,
     encode_segments,
 )
+from megatron_sparse.formats.slots import Slots
 from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
 
 
 class Cut:
@@ -41,6 +43,7 @@ class Cut:
         offsets: of the segments in the bucket; a message's records have these.
         own_offsets: of the segments from the cut's start; records of sums have these.
         keep: uint8, segments that are always dense.
+        segments: which of the layout's they are.
     """
 
     def __init__(self, layout: Layout, shard: int | None = None) -> None:
@@ -48,6 +51,7 @@ class Cut:
             first, last = 0, layout.segment_keep.numel()
         else:
             first, last = layout.shard_segments[shard], layout.shard_segments[shard + 1]
+        self.segments = slice(first, last)
         self.offsets = layout.segment_offsets[first : last + 1]
         self.own_offsets = self.offsets - self.offsets[0]
         self.keep = layout.segment_keep[first:last]
@@ -129,27 +133,54 @@ class SparseSum:
             WireFormatError: they are not what that rank announced.
         """
         message = self._message
-        self._decode(records, cut, cut.offsets, message.value_dtype, message.epoch, rank, fresh)
+        slots_S = None if message.slots is None else message.slots.part(cut.segments)
+        self._decode(
+            records, cut, cut.offsets, message.value_dtype, message.epoch, rank, fresh, slots_S
+        )
 
     def add_sum(
-        self, records: torch.Tensor, cut: Cut, value_dtype: str, rank: int, *, fresh: bool = False
+        self,
+        records: torch.Tensor,
+        cut: Cut,
+        value_dtype: str,
+        rank: int,
+        *,
+        fresh: bool = False,
+        slots_S: torch.Tensor | None = None,
     ) -> None:
-        """Adds records of a sum that a rank has made.
+        """Adds records of a sum that a rank has made, back to back or in slots.
 
         Raises:
             WireFormatError: they are not what that rank announced.
         """
         epoch = sum_epoch(self._message.epoch, cut)
-        self._decode(records, cut, cut.own_offsets, value_dtype, epoch, rank, fresh)
+        self._decode(records, cut, cut.own_offsets, value_dtype, epoch, rank, fresh, slots_S)
 
-    def placer(self, cuts: Sequence[Cut]) -> Callable[[int, torch.Tensor], None]:
+    def slots_of_sum(self, cut: Cut) -> torch.Tensor | None:
+        """In capacity mode: where the records of the complete sum of a cut lie, else None.
+
+        A sum has at most as many non-zero elements as all ranks' messages.
+        """
+        slots = self._message.slots
+        if slots is None:
+            return None
+        capacity_S = slots.capacity_S[cut.segments] * self._bucket.world_size
+        code = WIRE_CODES[self.final_dtype]
+        return Slots.of(cut.own_offsets, cut.keep, capacity_S, code, self._form).offsets
+
+    def placer(
+        self, cuts: Sequence[Cut], *, dense: bool = False
+    ) -> Callable[[int, torch.Tensor], None]:
         """For an all-gather of complete sums: puts the records of cut i, made by rank i, in place.
 
-        They replace what this rank had, its own included: the same bits on every rank.
+        They replace what this rank had, its own included: the same bits on every rank. `dense`
+        sums, whose size is fixed anyway, have no slots.
         """
 
         def place(rank: int, records: torch.Tensor) -> None:
-            self.add_sum(records, cuts[rank], self.final_dtype, rank, fresh=True)
+            cut = cuts[rank]
+            slots_S = None if dense else self.slots_of_sum(cut)
+            self.add_sum(records, cut, self.final_dtype, rank, fresh=True, slots_S=slots_S)
             self.write(cuts[rank].elements)
 
         return place
@@ -161,7 +192,13 @@ class SparseSum:
             part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
 
     def encode(
-        self, cut: Cut, value_dtype: str, out: torch.Tensor, *, dense: bool = False
+        self,
+        cut: Cut,
+        value_dtype: str,
+        out: torch.Tensor,
+        *,
+        dense: bool = False,
+        slots_S: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Encodes the sum of a cut; on CUDA this synchronises once with the host.
 
@@ -170,6 +207,7 @@ class SparseSum:
             value_dtype: dtype of the values; the sum itself is left unrounded.
             out: uint8, at least the cut's capacity. Mutated.
             dense: send every segment whole; the records' size is then the capacity.
+            slots_S: where the records begin; None for back to back.
 
         Returns:
             The records, a view of `out`.
@@ -180,6 +218,7 @@ class SparseSum:
                 torch.ones_like(cut.keep) if dense else cut.keep, None, value_dtype,
                 sum_epoch(self._message.epoch, cut), out, self._buffers,
                 form=FORMAT_DENSE if dense else self._form, block_size=self._block_size,
+                slots_S=slots_S,
             )  # fmt: skip
             return out[: int(sizes.sum())]
 
@@ -198,12 +237,22 @@ class SparseSum:
         epoch: int,
         rank: int,
         fresh: bool,
+        slots_S: torch.Tensor | None,
     ) -> None:
         with self._watch.stage("decode"):
             decode_add_(
                 self.sum_N[cut.elements], records, offsets, value_dtype, epoch,
-                rank=rank, fresh=fresh,
+                rank=rank, fresh=fresh, slots_S=slots_S,
             )  # fmt: skip
+
+
+def group_of(scheme: str, bucket: Bucket, message: Message, transport: Transport) -> Subgroup:
+    """All ranks, with the tag of a collective whose messages may be of fixed size.
+
+    That size is part of the tag: with it nothing else tells ranks of another capacity apart.
+    """
+    meant = scheme if message.slots is None else f"{scheme} in {message.slots.sizes()} bytes"
+    return whole_group(transport, tag_of(bucket, meant, message.value_dtype, message.epoch))
 
 
 def sum_epoch(epoch: int, cut: Cut) -> int:

@@ -54,6 +54,7 @@ class Scheme:
         needs_shards: its message is cut at the shards' borders even for an all-reduce.
         run: the collective.
         takes_options: a sparse collective's last argument is a `SchemeOptions`.
+        takes_slots: it takes messages of fixed size, as `scheme.capacity` has them made.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Scheme:
     needs_shards: bool
     run: Callable[..., Steps]
     takes_options: bool = False
+    takes_slots: bool = False
 
     def exchange(
         self,
@@ -106,11 +108,15 @@ SCHEMES = {
         Scheme("dense_allpairs", Input.DENSE, BOTH, False, dense_allpairs),
         Scheme("dense_broadcast", Input.DENSE, ALL_REDUCE_ONLY, False, dense_broadcast),
         Scheme("dense_hierarchical", Input.DENSE, BOTH, False, dense_hierarchical),
-        Scheme("agsparse", Input.SPARSE, BOTH, False, agsparse),
-        Scheme("direct", Input.SPARSE, BOTH, True, direct),
+        Scheme("agsparse", Input.SPARSE, BOTH, False, agsparse, takes_slots=True),
+        Scheme("direct", Input.SPARSE, BOTH, True, direct, takes_slots=True),
         Scheme("ssar_rd", Input.SPARSE, ALL_REDUCE_ONLY, False, ssar_rd),
-        Scheme("ssar_split_ag", Input.SPARSE, ALL_REDUCE_ONLY, True, ssar_split_ag),
-        Scheme("dsar_split_ag", Input.SPARSE, ALL_REDUCE_ONLY, True, dsar_split_ag),
+        Scheme(
+            "ssar_split_ag", Input.SPARSE, ALL_REDUCE_ONLY, True, ssar_split_ag, takes_slots=True
+        ),
+        Scheme(
+            "dsar_split_ag", Input.SPARSE, ALL_REDUCE_ONLY, True, dsar_split_ag, takes_slots=True
+        ),
         Scheme("sparse_ring", Input.SPARSE, BOTH, True, sparse_ring),
         Scheme("sparse_ps", Input.SPARSE, BOTH, False, sparse_ps),
         Scheme("omnireduce", Input.SPARSE, BOTH, True, omnireduce, takes_options=True),

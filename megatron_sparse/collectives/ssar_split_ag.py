@@ -13,10 +13,10 @@ as are missing). All-reduce only: as a reduce-scatter it is `direct`.
 from __future__ import annotations
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Steps, tag_of, whole_group
+from megatron_sparse.collectives.base import Steps
 from megatron_sparse.collectives.direct import encode_own_shard, split
 from megatron_sparse.collectives.gather import doubling_all_gather
-from megatron_sparse.collectives.records import SparseSum, shard_cuts
+from megatron_sparse.collectives.records import SparseSum, group_of, shard_cuts
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
@@ -35,7 +35,7 @@ def ssar_split_ag(
 
     Arguments and errors as of `agsparse`; the message is cut into shards.
     """
-    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
+    group = group_of(NAME, bucket, message, transport)
     cuts = shard_cuts(message.layout, group.world_size)
     sums = SparseSum(bucket, message, buffers, watch)
     yield from split(NAME, bucket, message, cuts, sums, group, transport, last=False)

@@ -22,6 +22,7 @@ from megatron_sparse.formats.message import (
     prune_encode,
     wire_dtype_of,
 )
+from megatron_sparse.formats.slots import segment_capacity
 from megatron_sparse.recording import Stopwatch
 
 
@@ -58,6 +59,7 @@ class Selector:
         sharded: bool,
         step: int,
         watch: Stopwatch,
+        capacity: float | None = None,
     ) -> Message:
         """Prunes and encodes one bucket.
 
@@ -74,8 +76,13 @@ class Selector:
             sharded: cut the message at the borders of the ranks' shards.
             step: keys the random draws and is the message's epoch.
             watch: receives the time of each stage.
+            capacity: the most that a segment may send, as a multiple of the target density; null
+                for no limit.
         """
         layout = bucket.layout(sharded)
+        capacity_S = None
+        if capacity is not None:
+            capacity_S = segment_capacity(layout, capacity * density)
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
         residual_N = self.residuals.begin(bucket)
         with watch.stage("threshold"):
@@ -84,7 +91,7 @@ class Selector:
         with watch.stage("prune"):
             return prune_encode(
                 bucket, layout, residual_N, thresholds_R, self.config.leak, value_dtype, key, step,
-                self.buffers, form, block_size,
+                self.buffers, form, block_size, capacity_S,
             )  # fmt: skip
 
     def take_whole(

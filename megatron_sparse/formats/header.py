@@ -10,6 +10,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from megatron_sparse.errors import WireFormatError
 
 HEADER_BYTES = 48
@@ -162,8 +164,8 @@ def read_headers(message: bytes, rank: int) -> list[Header]:
     return headers
 
 
-def payload_bytes(form: int, numel: int, nnz: int, value_dtype: int) -> int:
-    """Bytes of the sections of a dense, COO or Pici record, padding included.
+def payload_bytes[T: (int, torch.Tensor)](form: int, numel: T, nnz: T, value_dtype: int) -> T:
+    """Bytes of the sections of a dense, COO or Pici record, padding included; or of many records.
 
     Example:
         >>> payload_bytes(FORMAT_COO, 1000, 3, 1)  # 12 bytes of indices, 6 of values
@@ -190,7 +192,7 @@ def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> in
     return BLOCKS_SUBHEADER.size + pad16(4 * n_blocks) + pad16(values)
 
 
-def pad16(nbytes: int) -> int:
+def pad16[T: (int, torch.Tensor)](nbytes: T) -> T:
     """The next multiple of `RECORD_ALIGNMENT`."""
     return -(-nbytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 

@@ -18,6 +18,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.header import (
@@ -27,6 +28,7 @@ from megatron_sparse.formats.header import (
     FORMAT_DENSE,
     FORMAT_PICI,
 )
+from megatron_sparse.formats.slots import Slots
 
 VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAME_OF = {dtype: name for name, dtype in VALUE_DTYPES.items()}
@@ -51,10 +53,11 @@ class Message:
     Attributes:
         buffer: uint8; the first `nbytes` of it are records, what follows is workspace.
         layout: how the bucket was cut.
-        segment_bytes: bytes of each record.
+        segment_bytes: bytes of each record, or of its place where there are slots.
         value_dtype: fp32, bf16 or fp16.
         epoch: the step, checked by the receiver.
         nnz: non-zero elements, kept ones included.
+        slots: where the records lie in capacity mode; None for back to back.
     """
 
     buffer: torch.Tensor
@@ -63,6 +66,7 @@ class Message:
     value_dtype: str
     epoch: int
     nnz: int
+    slots: Slots | None = None
 
     @property
     def nbytes(self) -> int:
@@ -147,6 +151,7 @@ def encode_segments(
     *,
     form: int,
     block_size: int = ops.DEFAULT_BLOCK_SIZE,
+    slots_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Encodes any pruned vector; `ops.encode` describes the arguments.
 
@@ -161,9 +166,13 @@ def encode_segments(
         buffers: where scratch memory comes from.
         form: one of the values of `FORMAT_CODES`.
         block_size: of blocks.
+        slots_S: where the records begin; None for back to back.
 
     Returns:
-        int64 record sizes on the CPU.
+        int64 bytes on the CPU, of each record or, with slots, of each slot.
+
+    Raises:
+        ExtensionError: slots where `torch_codec` works, or too small ones.
     """
     device, code = values_N.device, WIRE_CODES[value_dtype]
     compiled = is_compiled(device)
@@ -171,14 +180,16 @@ def encode_segments(
         nnz_S = _count(values_N, segment_offsets)
     if not compiled:
         assert nnz_S is not None, "counted above"
+        _refuse_slots(slots_S)
         return torch_codec.encode(
             values_N, segment_offsets, segment_dense, nnz_S, code, epoch, out, form=form
         )
-    return ops.encode(
+    sizes = ops.encode(
         values_N, segment_offsets, segment_dense, nnz_S, code, epoch, out,
         _take_scratch(segment_offsets, value_dtype, buffers, device), form=form,
-        block_size=block_size,
+        block_size=block_size, slots_S=slots_S,
     )  # fmt: skip
+    return sizes if slots_S is None else slots_S.diff()
 
 
 def prune_encode(
@@ -193,6 +204,7 @@ def prune_encode(
     buffers: MessageBuffers,
     form: str,
     block_size: int,
+    capacity_S: torch.Tensor | None = None,
 ) -> Message:
     """Selects from a bucket and encodes what was selected, in one pass.
 
@@ -209,12 +221,21 @@ def prune_encode(
         buffers: where the message's memory comes from.
         form: one of `FORMAT_CODES`.
         block_size: of blocks.
+        capacity_S: int64, the most elements that each segment of the layout may send, which fixes
+            the message's size; None for no limit.
 
     Raises:
-        ExtensionError: Pici or blocks where `torch_codec` works.
+        ExtensionError: Pici, blocks or a capacity where `torch_codec` works.
     """
     grad_N, code = bucket.grad_N, WIRE_CODES[value_dtype]
+    slots = None
+    if capacity_S is not None:
+        slots = Slots.of(
+            layout.segment_offsets, layout.segment_keep, capacity_S, code, FORMAT_CODES[form]
+        )
+    slots_S = None if slots is None else slots.offsets
     if not is_compiled(grad_N.device):
+        _refuse_slots(slots_S)
         nnz_R = ops.prune_(
             grad_N, residual_N, layout.range_offsets, thresholds_R, leak, code, key
         )  # fmt: skip
@@ -224,9 +245,20 @@ def prune_encode(
         grad_N, residual_N, layout.range_offsets, thresholds_R, layout.segment_offsets,
         layout.segment_keep, leak, code, key, epoch, out,
         _take_scratch(layout.segment_offsets, value_dtype, buffers, grad_N.device),
-        form=FORMAT_CODES[form], block_size=block_size,
+        form=FORMAT_CODES[form], block_size=block_size, capacity_S=capacity_S, slots_S=slots_S,
     )  # fmt: skip
-    return Message(out, layout, sizes.tolist(), value_dtype, epoch, int(nnz_S.sum()))
+    segment_bytes = sizes.tolist() if slots is None else slots.sizes()
+    return Message(out, layout, segment_bytes, value_dtype, epoch, int(nnz_S.sum()), slots)
+
+
+def _refuse_slots(slots_S: torch.Tensor | None) -> None:
+    if slots_S is not None:
+        raise ExtensionError(
+            "capacity mode needs the compiled codec",
+            expected="the extension's CUDA part",
+            got="torch operations",
+            remedy="build the CUDA part, or leave scheme.capacity out",
+        )
 
 
 def _take_message(
@@ -262,23 +294,30 @@ def decode_add_(
     *,
     rank: int,
     fresh: bool = False,
+    slots_S: torch.Tensor | None = None,
 ) -> None:
     """Adds one peer's records to `acc_M`. On CUDA this waits for the records' check.
 
     Args:
         acc_M: fp32; element 0 is the first element of the first segment. Mutated.
-        records: uint8, exactly the records of the given segments.
+        records: uint8, exactly the records of the given segments, or their slots.
         segment_offsets: offsets in the bucket of the segments that the records must hold.
         value_dtype: dtype of the values.
         epoch: the step.
         rank: the sender, for the error's text.
         fresh: take the segments' part of `acc_M` for zero, whatever it holds.
+        slots_S: where the records begin, the first one at 0; None for back to back.
 
     Raises:
         WireFormatError: the records are not what was announced; `acc_M` is as it was.
     """
-    codec = ops if is_compiled(acc_M.device) else torch_codec
-    codec.decode_add_(
-        acc_M, records, segment_offsets, WIRE_CODES[value_dtype], epoch, int(segment_offsets[0]),
-        rank=rank, fresh=fresh,
-    )  # fmt: skip
+    code, base = WIRE_CODES[value_dtype], int(segment_offsets[0])
+    if not is_compiled(acc_M.device):
+        _refuse_slots(slots_S)
+        torch_codec.decode_add_(
+            acc_M, records, segment_offsets, code, epoch, base, rank=rank, fresh=fresh
+        )
+        return
+    ops.decode_add_(
+        acc_M, records, segment_offsets, code, epoch, base, rank=rank, fresh=fresh, slots_S=slots_S
+    )

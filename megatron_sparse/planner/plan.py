@@ -103,6 +103,13 @@ class FixedPlanner:
     def _check_form(self, bucket: Bucket) -> None:
         """In the first step already, not only when the warm-up ends."""
         name = self._scheme.name
+        if self._scheme.capacity is not None and name != "auto" and not SCHEMES[name].takes_slots:
+            raise ConfigError(
+                f"scheme.name={name} has no messages of fixed size",
+                expected=" | ".join(["auto", *(s.name for s in SCHEMES.values() if s.takes_slots)]),
+                got=f"scheme.capacity={self._scheme.capacity}",
+                remedy="choose another scheme, or leave scheme.capacity out",
+            )
         if name == "auto" or bucket.form in SCHEMES[name].forms:
             return
         able = [scheme.name for scheme in SCHEMES.values() if bucket.form in scheme.forms]

@@ -10,7 +10,8 @@ so that the sum has the density D = 1 - (1 - d)^n (ZEN, definition 4):
 
 A reduce-scatter sends half of the first and (n - 1) / n N m(d) in the others (SparCML, Renggli et
 al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions make D smaller, so
-`direct` is never worse than predicted.
+`direct` is never worse than predicted. With `scheme.capacity` c, messages and sums take what they
+may hold at most: d becomes min(c d, 1), and D becomes min(n c d, 1).
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ def predicted_bytes(bucket: Bucket, density: float, scheme: SchemeConfig) -> dic
     def message_bytes(density: float) -> float:
         return kept * element_bytes + pruned * record_bytes(density, element_bytes, scheme.format)
 
+    sum_density = 1 - (1 - density) ** n
+    if scheme.capacity is not None:
+        density = min(scheme.capacity * density, 1)
+        sum_density = min(n * density, 1)
     message, shares = message_bytes(density), (n - 1) / n
     if bucket.form is Form.REDUCE_SCATTER:
         agsparse = direct = shares * message
     else:
         agsparse = (n - 1) * message
-        direct = shares * (message + message_bytes(1 - (1 - density) ** n))
+        direct = shares * (message + message_bytes(sum_density))
     dense = dense_wire_bytes(bucket, element_bytes)
     return {"dense": dense, "agsparse": agsparse, "direct": direct}
 

@@ -67,6 +67,8 @@ class EncodeArguments(ctypes.Structure):
         ("segment_bytes", ctypes.c_void_p),
         ("nnz", ctypes.c_void_p),
         ("status", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("most_nnz", ctypes.c_void_p),
     )
 
 
@@ -105,6 +107,7 @@ class DecodeArguments(ctypes.Structure):
         ("fresh", ctypes.c_bool),
         ("workspace", ctypes.c_void_p),
         ("status", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
     )
 
 
@@ -185,6 +188,8 @@ class Codecs:
         block_size: int = 0,
         shift: int = 0,
         prune: dict | None = None,
+        slots: Sequence[int] | None = None,
+        most_nnz: Sequence[int] | None = None,
     ) -> Encoded:
         """Runs encode or, with `prune`, prune_encode.
 
@@ -198,6 +203,8 @@ class Codecs:
             block_size: of blocks, 0 for none.
             shift: elements by which gradient and residual miss a 256-byte border.
             prune: residual, ranges, thresholds, leak, key, residual_shift.
+            slots: where records begin; the result's records are then the slots.
+            most_nnz: the most non-zero elements of each segment.
         """
         grad, out = Buffer.of(grad_N, shift), Buffer(capacity)
         offsets = Buffer.of(torch.tensor(segments, dtype=torch.int64))
@@ -205,10 +212,12 @@ class Codecs:
         count = len(kinds)
         sizes, nnz, status = Buffer(8 * count), Buffer(8 * count), Buffer(32)
         buffers = [grad, out, offsets, wanted, sizes, nnz, status]
+        places, most = _table(slots), _table(most_nnz)
+        buffers += [table for table in (places, most) if table is not None]
         arguments = EncodeArguments(
             grad.pointer, grad_N.numel(), DTYPE_CODES[grad_N.dtype], DTYPE_CODES[value_dtype],
             offsets.pointer, wanted.pointer, count, epoch, block_size, out.pointer, capacity, None,
-            sizes.pointer, nnz.pointer, status.pointer,
+            sizes.pointer, nnz.pointer, status.pointer, _pointer(places), _pointer(most),
         )  # fmt: skip
         workspace = Buffer(self._library.workspace_of_encode(ctypes.byref(arguments)))
         arguments.workspace = workspace.pointer
@@ -232,10 +241,12 @@ class Codecs:
         found = sizes.read(torch.int64).tolist() if count else []
         records, at = [], 0
         state = status.read(torch.int64).tolist()
-        for size in found if state[0] == 0 else []:
+        lengths = found if slots is None else torch.tensor(slots).diff().tolist()
+        for size in lengths if state[0] == 0 else []:
             records.append(bytes(out.data[at : at + size].numpy().tobytes()))
             at += size
-        assert bool((out.data[at:] == 0xCD).all()), "bytes behind the message were written"
+        if slots is None or state[0] == 0:
+            assert bool((out.data[at:] == 0xCD).all()), "bytes behind the message were written"
         return Encoded(
             records,
             found,
@@ -255,19 +266,21 @@ class Codecs:
         base: int = 0,
         fresh: bool = False,
         shift: int = 0,
+        slots: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, list[int]]:
         """Runs decode_add_ on a copy of `acc_M`; returns it and the status."""
         acc = Buffer.of(acc_M, shift)
         data = Buffer.of(torch.tensor(list(message), dtype=torch.uint8))
         offsets = Buffer.of(torch.tensor(segments, dtype=torch.int64))
-        status = Buffer(32)
+        status, places = Buffer(32), _table(slots)
         workspace = Buffer(self._library.workspace_of_decode(ctypes.c_int64(len(segments) - 1)))
         arguments = DecodeArguments(
             acc.pointer, acc_M.numel(), data.pointer, len(message), offsets.pointer,
             len(segments) - 1, base, DTYPE_CODES[value_dtype], epoch, fresh,
-            workspace.pointer, status.pointer,
+            workspace.pointer, status.pointer, _pointer(places),
         )  # fmt: skip
         buffers = [acc, data, offsets, status, workspace]
+        buffers += [] if places is None else [places]
         self._run("decode_add", buffers, ctypes.byref(arguments))
         return acc.read(torch.float32), status.read(torch.int64).tolist()
 
@@ -309,6 +322,14 @@ class Codecs:
         self._library.emulator_poison(
             ctypes.c_void_p(guard.data_ptr()), ctypes.c_size_t(guard.numel()), on
         )
+
+
+def _table(numbers: Sequence[int] | None) -> Buffer | None:
+    return None if numbers is None else Buffer.of(torch.tensor(numbers, dtype=torch.int64))
+
+
+def _pointer(buffer: Buffer | None) -> int | None:
+    return None if buffer is None else buffer.pointer
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

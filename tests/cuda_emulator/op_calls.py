@@ -47,10 +47,14 @@ class EmulatedDevice:
             "decode_add_": self._decode_add,
         }[name](*arguments)
 
-    def _encode(self, grad, offsets, kinds, value_dtype, epoch, block_size, out, prune=None):
+    def _encode(
+        self, grad, offsets, kinds, value_dtype, epoch, block_size, out, slots=None, prune=None,
+        most_nnz=None,
+    ):  # fmt: skip
         encoded = self._codecs.encode(
             grad, offsets.tolist(), kinds.tolist(), DTYPES[value_dtype], capacity=out.numel(),
             epoch=epoch, block_size=block_size, shift=_shift(grad), prune=prune,
+            slots=_numbers(slots), most_nnz=_numbers(most_nnz),
         )  # fmt: skip
         message = b"".join(encoded.records)
         if message:
@@ -61,24 +65,28 @@ class EmulatedDevice:
 
     def _prune_encode(
         self, grad, residual, ranges, thresholds, leak, key, offsets, kinds, value_dtype, epoch,
-        block_size, out,
+        block_size, out, capacity=None, slots=None,
     ):  # fmt: skip
         prune = {
             "residual": residual, "ranges": ranges.tolist(), "thresholds": thresholds.tolist(),
             "leak": leak, "key": key, "residual_shift": _shift(residual),
         }  # fmt: skip
         return self._encode(
-            grad, offsets, kinds, value_dtype, epoch, block_size, out, prune
-        )  # fmt: skip
+            grad, offsets, kinds, value_dtype, epoch, block_size, out, slots, prune, capacity
+        )
 
-    def _decode_add(self, acc, message, offsets, value_dtype, epoch, base, fresh):
+    def _decode_add(self, acc, message, offsets, value_dtype, epoch, base, fresh, slots=None):
         assert message.data_ptr() % 16 == 0, "the binding refuses such a message"
         found, status = self._codecs.decode_add(
             acc, message.numpy().tobytes(), offsets.tolist(), DTYPES[value_dtype], epoch=epoch,
-            base=base, fresh=fresh, shift=_shift(acc),
+            base=base, fresh=fresh, shift=_shift(acc), slots=_numbers(slots),
         )  # fmt: skip
         acc.copy_(found)
         return torch.tensor(status)
+
+
+def _numbers(table: torch.Tensor | None) -> list[int] | None:
+    return None if table is None else table.tolist()
 
 
 def _shift(tensor: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from megatron_sparse.formats.header import (
     FORMAT_PICI,
     HEADER_BYTES,
 )
+from megatron_sparse.formats.slots import Slots
 from tests.cuda_emulator.codec_cases import EPOCH, gradient
 from tests.cuda_emulator.emulated import DTYPE_CODES, RANDOM
 from tests.cuda_emulator.op_calls import EmulatedDevice
@@ -247,3 +248,118 @@ def test_a_gradient_on_the_cpu_needs_its_counts() -> None:
             torch.zeros(NUMEL, device="meta"), SEGMENTS, KEEP, None, 0, EPOCH,
             torch.zeros(8, dtype=torch.uint8, device="meta"),
         )  # fmt: skip
+
+
+LIMITS = {
+    "none stay": torch.tensor([0, 0, 0, 0, 0, 0]),
+    "some": torch.tensor([0, 1, 700, 4093, 50, 3]),
+    "a tile": torch.tensor([0, 1, 4096, 1, 109, 400]),
+    "all": SEGMENTS.diff(),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("key", [-1, 12345])
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("code", range(3))
+def test_prune_encode_with_a_capacity(
+    place: Place, code: int, residual_dtype: torch.dtype, key: int, limit: str
+) -> None:
+    """In slots; the CPU's codec has an oracle of its own."""
+    number = 4 * code + 2 * (key < 0) + list(LIMITS).index(limit)
+    forms = {name: form for name, form in FORMS.items() if name != "blocks"}
+    form = list(forms.values())[number % len(forms)]
+    dtype = list(DTYPE_CODES)[number % 3]
+    ranges, thresholds_R = torch.tensor([0, 3000, 9001]), torch.tensor([0.5, -1.0])
+    grad_N = gradient(NUMEL, 1.0, dtype, seed=number)
+    residual_N = torch.randn(NUMEL, generator=torch.Generator().manual_seed(number)) * 0.5
+    residual_N = residual_N.to(residual_dtype)
+    slots_S = Slots.of(SEGMENTS, KEEP, LIMITS[limit], code, form["form"]).offsets
+    grad, rest = place(grad_N, number % 5), place(residual_N, number % 7)
+    out, got = room(code), place(room(code))
+    limits = {"capacity_S": LIMITS[limit], "slots_S": slots_S}
+    sizes, nnz = ops.prune_encode(
+        grad_N, residual_N, ranges, thresholds_R, SEGMENTS, KEEP, 0.9, code, key, EPOCH, out[:-32],
+        **form, **limits,
+    )  # fmt: skip
+    got_sizes, got_nnz = ops.prune_encode(
+        grad, rest, ranges, place(thresholds_R), SEGMENTS, KEEP, 0.9, code, key, EPOCH, got[:-32],
+        **form, **limits,
+    )  # fmt: skip
+    assert got_sizes.tolist() == sizes.tolist()
+    assert got_nnz.tolist() == nnz.tolist()
+    assert torch.equal(got.cpu(), out)
+    assert torch.equal(rest.cpu().view(torch.uint8), residual_N.view(torch.uint8))
+
+
+def test_encode_and_decode_in_slots(place: Place) -> None:
+    for code, (name, form) in enumerate(list(FORMS.items())[1:3]):
+        grad_N = gradient(NUMEL, 0.05, list(DTYPE_CODES)[code], seed=code)
+        most = torch.full((6,), 400)
+        slots_S = Slots.of(SEGMENTS, KEEP, most, code, form["form"]).offsets
+        out, got = room(code), place(room(code))
+        ops.encode(
+            grad_N, SEGMENTS, KEEP, counts(grad_N), code, EPOCH, out, slots_S=slots_S, **form
+        )
+        ops.encode(place(grad_N), SEGMENTS, KEEP, None, code, EPOCH, got, slots_S=slots_S, **form)
+        assert torch.equal(got.cpu(), out), name
+        message = out[: int(slots_S[-1])]
+        acc_N = torch.randn(NUMEL)
+        acc = place(acc_N, 1)
+        for target, records in ((acc_N, message), (acc, place(message))):
+            ops.decode_add_(target, records, SEGMENTS, code, EPOCH, 0, rank=0, slots_S=slots_S)
+        assert torch.equal(acc.cpu().view(torch.int32), acc_N.view(torch.int32)), name
+
+
+def test_a_bad_message_in_slots_has_the_same_error(place: Place) -> None:
+    slots_S = Slots.of(SEGMENTS, KEEP, torch.full((6,), 400), 0, FORMAT_COO).offsets
+    grad_N, out = gradient(NUMEL, 0.05, torch.float32), room(0)
+    ops.encode(grad_N, SEGMENTS, KEEP, counts(grad_N), 0, EPOCH, out, slots_S=slots_S)
+    message = out[: int(slots_S[-1])].clone()
+    narrow = slots_S.clone()
+    narrow[1:] -= 16  # shorter than a header
+    wide = slots_S.clone()
+    wide[3:] += 16
+    kinds = [(damaged, slots_S) for damaged in damages(message)]
+    for damaged, slots in [*kinds, (message[: int(narrow[-1])], narrow), (message, wide)]:
+        outcomes = []
+        for to in (torch.clone, place):
+            acc = to(torch.ones(NUMEL))
+            try:
+                ops.decode_add_(acc, to(damaged), SEGMENTS, 0, EPOCH, 0, rank=6, slots_S=slots)
+                outcomes.append("no error")
+            except WireFormatError as error:
+                outcomes.append(str(error))
+                assert bool((acc == 1).all()), "a bad message was partly added"
+        assert outcomes[0] == outcomes[1]
+
+
+BAD_LIMITS = {
+    "capacity has the wrong length": {"capacity_S": torch.tensor([1])},
+    "capacity is out of range": {"capacity_S": torch.full((6,), -1)},
+    "slots has the wrong length": {"slots_S": torch.tensor([0, 16])},
+    "slots are no places of records": {"slots_S": torch.arange(1, 8) * 16},
+    "slots is not ascending": {"slots_S": torch.tensor([0, 48, 32, 64, 80, 96, 112])},
+    "the slot of segment 1 is too small": {"slots_S": torch.arange(7) * 48},
+    "the output buffer is too small": {"slots_S": torch.arange(7) * 2**20},
+    "blocks have no capacity": {"capacity_S": LIMITS["all"], **FORMS["blocks"]},
+}
+
+
+@pytest.mark.parametrize("problem", BAD_LIMITS)
+def test_bad_limits_are_refused(place: Place, problem: str) -> None:
+    grad, rest, out = place(torch.ones(NUMEL)), place(torch.zeros(NUMEL)), place(room(0))
+    ranges, thresholds_R = SEGMENTS[[0, -1]], place(torch.zeros(1))
+    with pytest.raises(ExtensionError, match=problem):
+        ops.prune_encode(
+            grad, rest, ranges, thresholds_R, SEGMENTS, KEEP, 1.0, 0, 1, EPOCH, out,
+            **BAD_LIMITS[problem],
+        )  # fmt: skip
+    assert not rest.any(), "a refused call changed the residual"
+
+
+def test_a_sum_that_does_not_fit_its_slot_is_refused(place: Place) -> None:
+    slots_S = Slots.of(SEGMENTS, KEEP, torch.full((6,), 5), 0, FORMAT_COO).offsets
+    with pytest.raises(ExtensionError, match="the slot of segment 2 is too small"):
+        ops.encode(place(torch.ones(NUMEL)), SEGMENTS, KEEP, None, 0, EPOCH, place(room(0)),
+                   slots_S=slots_S)  # fmt: skip

@@ -1,0 +1,96 @@
+"""Capacity mode: how many elements each segment may send, and where its record lies.
+
+A segment of m elements sends at most c = min(ceil(factor * density * m), m) non-zero ones, a kept
+one all of its own. Its record begins at a fixed place and has room for the largest record of c
+elements in the chosen format: 48 bytes and min(dense, sparse(c)). Every rank computes the same from
+the plan, so no size is exchanged and none is read on the host; what is sent is the room, not the
+record. A sum of n ranks' segments has at most min(n c, m) non-zero elements, which fixes the room
+of its record as well: nothing can overflow there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sparse.bucket import Layout
+from megatron_sparse.formats.header import (
+    FORMAT_ADAPTIVE,
+    FORMAT_COO,
+    FORMAT_DENSE,
+    FORMAT_PICI,
+    HEADER_BYTES,
+    payload_bytes,
+)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Capacities and places of consecutive segments' records.
+
+    Attributes:
+        capacity_S: int64, the most non-zero elements of each record.
+        offsets: int64, S+1 bytes from the first record's begin: multiples of 16 from 0 on.
+    """
+
+    capacity_S: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        segment_offsets: torch.Tensor,
+        segment_dense: torch.Tensor,
+        capacity_S: torch.Tensor,
+        value_dtype: int,
+        form: int,
+    ) -> Slots:
+        """Places for records of at most `capacity_S` elements, back to back.
+
+        Args:
+            segment_offsets: S+1 offsets.
+            segment_dense: uint8, 1 for segments that are always dense.
+            capacity_S: int64; clamped to the segments' elements.
+            value_dtype: dtype code of the values.
+            form: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI` or `FORMAT_ADAPTIVE`.
+
+        Example:
+            >>> cut, no = torch.tensor([0, 100, 108]), torch.zeros(2, dtype=torch.uint8)
+            >>> Slots.of(cut, no, torch.tensor([5, 8]), 0, FORMAT_COO).offsets  # 48 + 64, 48 + 32
+            tensor([  0, 112, 192])
+        """
+        numel_S = segment_offsets.diff()
+        capacity_S = torch.minimum(capacity_S, numel_S)
+        forms = (FORMAT_COO, FORMAT_PICI) if form == FORMAT_ADAPTIVE else (form,)
+        dense_S = most_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, value_dtype)
+        for sparse in forms:
+            sparse_S = payload_bytes(sparse, numel_S, capacity_S, value_dtype)
+            most_S = torch.minimum(most_S, sparse_S)
+        room_S = torch.where(segment_dense != 0, dense_S, most_S) + HEADER_BYTES
+        return cls(capacity_S, torch.cat([room_S.new_zeros(1), room_S.cumsum(0)]))
+
+    def part(self, segments: slice) -> torch.Tensor:
+        """The places of some of the records, from the first one's begin."""
+        offsets = self.offsets[segments.start : segments.stop + 1]
+        return offsets - offsets[0]
+
+    def sizes(self) -> list[int]:
+        """Bytes that each record's place takes."""
+        return self.offsets.diff().tolist()
+
+
+def segment_capacity(layout: Layout, density: float) -> torch.Tensor:
+    """Elements of each segment that may be sent: all of the kept ones, of others this density.
+
+    Returns:
+        int64; the numbers are the same on every machine (one fp64 product, rounded up).
+    """
+    capacities = [
+        numel if keep else min(math.ceil(density * numel), numel)
+        for numel, keep in zip(
+            layout.segment_offsets.diff().tolist(), layout.segment_keep.tolist(), strict=True
+        )
+    ]
+    return torch.tensor(capacities, dtype=torch.int64)

@@ -1,0 +1,56 @@
+"""Pruning of at most so many elements a segment: the oracle of `prune_encode`'s capacity.
+
+The first non-zero elements of a segment stay. For the others, v being the value that would have
+been sent and e' its rounding error, the residual becomes leak (v + e'), rounded as any residual is.
+A sum v + e' that is infinite or NaN leaves a residual of 0 and makes the last value that stays NaN;
+where none stays the residual is NaN.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, counter_hash
+from megatron_sparse.reference.prune import BF16, grid_of, prune, round_to, with_one_nan
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def prune_limited(
+    grad_N: torch.Tensor,
+    residual_N: torch.Tensor,
+    range_offsets: torch.Tensor,
+    thresholds_R: torch.Tensor,
+    leak: float,
+    wire_dtype: int,
+    key: int,
+    segment_offsets: torch.Tensor,
+    capacity_S: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is sent, in the dtype that it travels in, and the new residual; mutates nothing.
+
+    Args are those of `cuda_ext.ops.prune_encode`.
+    """
+    pruned_N, rest_N, _ = prune(
+        grad_N, residual_N, range_offsets, thresholds_R, leak, wire_dtype, key
+    )
+    out_N = with_one_nan(pruned_N, _DTYPES[wire_dtype])
+    for (start, stop), most in zip(
+        pairwise(segment_offsets.tolist()), capacity_S.tolist(), strict=True
+    ):
+        nonzero_K = out_N[start:stop].nonzero().squeeze(1) + start
+        over_K = nonzero_K[most:]
+        x_K = out_N[over_K].float() + rest_N[over_K].float()
+        finite_K = x_K.isfinite()
+        given_K = torch.where(finite_K, x_K, 0) * torch.tensor(leak)
+        if rest_N.dtype == torch.bfloat16:
+            random_K = counter_hash(key, DRAW_RESIDUAL, over_K) if key >= 0 else None
+            given_K = round_to(given_K, grid_of(BF16), random_K)
+        out_N[over_K] = 0
+        if most > 0 and not finite_K.all():
+            out_N[nonzero_K[most - 1]] = float("nan")
+        given_K = torch.where(finite_K | (most > 0), given_K, float("nan"))
+        rest_N[over_K] = with_one_nan(given_K, rest_N.dtype)
+    return with_one_nan(out_N, out_N.dtype), rest_N

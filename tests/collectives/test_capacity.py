@@ -1,0 +1,297 @@
+"""Capacity mode of the collectives: exact, and exactly the bytes that were fixed beforehand."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives.records import group_of
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.config import CompressionConfig, SchemeConfig, SparseConfig
+from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
+from megatron_sparse.formats import message as message_module
+from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode
+from megatron_sparse.formats.slots import segment_capacity
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.progress import ProgressThread
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.reference.capacity import prune_limited
+from megatron_sparse.transport import Link, ProcessGroupTransport, Topology, VirtualCluster
+from tests.collectives.cases import EPOCH, OPTIONS, Case, contribution, numel_for, parameters
+from tests.collectives.test_reducer_gloo import Records
+from tests.ranks import run_ranks
+
+CAPABLE = ("agsparse", "direct", "ssar_split_ag", "dsar_split_ag")
+BY_FORM = [(name, form) for name in CAPABLE for form in Form if form in SCHEMES[name].forms]
+DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
+
+
+def selected(case, rank, density):
+    """What a rank's message of at most this density holds, by the oracle, and its residual."""
+    bucket = Bucket("b", contribution(case, rank), parameters(case.numel), case.form, case.n)
+    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.form))
+    ranges = layout.range_offsets
+    return prune_limited(
+        bucket.grad_N, torch.zeros(case.numel), ranges, torch.zeros(ranges.numel() - 1), 1.0,
+        WIRE_CODES[case.wire], -1, layout.segment_offsets, segment_capacity(layout, density),
+    )  # fmt: skip
+
+
+def steps_of(case, transport, density):
+    """One rank's selection and collective: returns (its part of the sum, residual, bytes)."""
+    buffers = MessageBuffers()
+    grad = contribution(case, transport.rank)
+    bucket = Bucket("b", grad, parameters(case.numel), case.form, case.n)
+    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.form))
+    residual = torch.zeros(case.numel)
+    message = prune_encode(
+        bucket, layout, residual, torch.zeros(layout.range_piece.shape), 1.0, case.wire, -1, EPOCH,
+        buffers, "auto", 256, segment_capacity(layout, density),
+    )  # fmt: skip
+    bucket.grad_N.fill_(float("nan"))
+    sent = yield from SCHEMES[case.scheme].exchange(
+        bucket, message, transport, buffers, Stopwatch(), OPTIONS
+    )
+    own = slice(None) if case.form is Form.ALL_REDUCE else bucket.shard(transport.rank)
+    return bucket.grad_N[own].clone(), residual, sent
+
+
+def room(numel, keep, most, value_bytes):
+    """Bytes of a record of at most `most` elements: dense, COO or Pici (docs/wire-format.md)."""
+
+    def padded(nbytes):
+        return -(-nbytes // 16) * 16
+
+    dense, tiles = padded(numel * value_bytes), -(-numel // 4096)
+    if keep:
+        return 48 + dense
+    values = padded(most * value_bytes)
+    coo, pici = padded(4 * most) + values, 512 * tiles + padded(4 * (tiles + 1)) + values
+    return 48 + min(dense, coo, pici)
+
+
+def fixed_bytes(case, density):
+    """What each rank sends, from sizes alone."""
+    n, value_bytes = case.n, 2 if case.wire == "bf16" else 4
+    bucket = Bucket("b", torch.zeros(case.numel), parameters(case.numel), case.form, n)
+    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.form))
+    messages, sums, denses = [], [], []
+    for (start, stop), keep in zip(
+        pairwise(layout.segment_offsets.tolist()), layout.segment_keep.tolist(), strict=True
+    ):
+        numel = stop - start
+        most = numel if keep else min(math.ceil(density * numel), numel)
+        messages.append(room(numel, keep, most, value_bytes))
+        sums.append(room(numel, keep, min(n * most, numel), value_bytes))
+        denses.append(room(numel, True, 0, value_bytes))
+
+    def of_shards(sizes):
+        return [sum(sizes[a:b]) for a, b in pairwise(layout.shard_segments)]
+
+    reduce = case.form is Form.ALL_REDUCE
+    if case.scheme == "agsparse" and reduce:
+        return [(n - 1) * sum(messages)] * n
+    shards, totals, dense = of_shards(messages), of_shards(sums), of_shards(denses)
+    sent = [sum(shards) - shards[r] for r in range(n)]
+    for r in range(n if reduce else 0):
+        if case.scheme == "direct":
+            sent[r] += (n - 1) * totals[r]
+        else:
+            pieces, held = totals if case.scheme == "ssar_split_ag" else dense, 1
+            while held < n:
+                more = min(held, n - held)
+                sent[r] += sum(pieces[(r + i) % n] for i in range(more))
+                held += more
+    return sent
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("name", "form"), BY_FORM)
+def test_exact_with_fixed_bytes_and_no_agreement(name, form, n):
+    one_a_second = Link(1.0, 0.0)
+    for (dtype, wire), density, limit, numel in zip(
+        (*DTYPES, DTYPES[0], DTYPES[0], DTYPES[0]), (0.3, 0.05, 0.4, 0.3, 0.3, 1.0),
+        (0.1, 0.2, 0.125, 0.0001, 2.0, 0.02), (300, 1001, 5000, 300, 300, 0), strict=True,
+    ):  # fmt: skip
+        case = Case(name, n, form, dtype, wire, density, numel_for(n, numel, form))
+        cluster = VirtualCluster(n, Topology((n,), one_a_second, one_a_second))
+        outcomes = cluster.run(lambda t, case=case, limit=limit: steps_of(case, t, limit))
+        oracles = [selected(case, rank, limit) for rank in range(n)]
+        expected = sum((sent.double() for sent, _ in oracles), torch.zeros(case.numel))
+        if form is Form.ALL_REDUCE:
+            for result, _, _ in outcomes:
+                assert torch.equal(result.double(), expected), case
+        else:
+            assert torch.equal(torch.cat([r for r, _, _ in outcomes]).double(), expected), case
+        for rank, (_, residual, _) in enumerate(outcomes):
+            assert torch.equal(residual, oracles[rank][1]), case
+            # Nothing is lost: these are small integers.
+            kept = oracles[rank][0].float() + residual
+            assert torch.equal(kept, contribution(case, rank).float()), case
+        fixed = fixed_bytes(case, limit)
+        assert [sent for _, _, sent in outcomes] == fixed, case
+        # Nothing else went over any link.
+        assert [cluster.sent_bytes(rank) for rank in range(n)] == fixed, case
+        second = 0 if form is Form.REDUCE_SCATTER or name == "agsparse" else n - 1
+        if name in ("ssar_split_ag", "dsar_split_ag"):
+            second = math.ceil(math.log2(n))
+        if case.numel:
+            assert cluster.modelled_s == n - 1 + second, case
+
+
+def test_the_ranks_data_do_not_change_a_byte():
+    sent = []
+    for density in (0.0, 0.01, 1.0):
+        case = Case("direct", 4, density=density, numel=3000)
+        sent.append([s for _, _, s in VirtualCluster(4).run(lambda t, c=case: steps_of(c, t, 0.1))])
+    assert sent[0] == sent[1] == sent[2]
+
+
+def test_ranks_of_another_capacity_never_meet():
+    tags = set()
+    for limit in (0.1, 0.2, None):
+        bucket = Bucket("b", torch.zeros(900), parameters(900), Form.ALL_REDUCE, 2)
+        layout = bucket.layout(True)
+        capacity = None if limit is None else segment_capacity(layout, limit)
+        message = prune_encode(
+            bucket, layout, torch.zeros(900), torch.zeros(layout.range_piece.shape), 1.0, "fp32",
+            -1, EPOCH, MessageBuffers(), "auto", 256, capacity,
+        )  # fmt: skip
+        transport = VirtualCluster(2).transports[0]
+        tags.add(group_of("direct", bucket, message, transport)._tag)
+    assert len(tags) == 3
+
+
+def test_a_damaged_record_names_rank_and_field():
+    class Damaging:
+        """Flips a bit of the epoch in what is sent."""
+
+        def __init__(self, transport):
+            self._transport = transport
+
+        def __getattr__(self, name):
+            return getattr(self._transport, name)
+
+        def exchange(self, sends, receives, tag):
+            for _, records in sends:
+                records[40] ^= 1
+            return self._transport.exchange(sends, receives, tag)
+
+    case = Case("direct", 2, numel=300)
+
+    def start(transport):
+        tap = Damaging(transport) if transport.rank == 1 else transport
+        return steps_of(case, tap, 0.1)
+
+    with pytest.raises(WireFormatError, match="rank 1: field checksum"):
+        VirtualCluster(2).run(start)
+
+
+@pytest.mark.parametrize("name", sorted(set(SCHEMES) - set(CAPABLE)))
+def test_other_schemes_are_refused_in_the_first_step(name):
+    compression = CompressionConfig(warmup_iters=100)
+    planner = FixedPlanner(compression, SchemeConfig(name=name, capacity=1.25))
+    bucket = Bucket("b", torch.zeros(90), parameters(90), Form.ALL_REDUCE, 2)
+    with pytest.raises(ConfigError, match=f"scheme.name={name} has no messages of fixed size"):
+        planner.plan_for(bucket, 0)
+
+
+def test_the_torch_codec_refuses_it(monkeypatch):
+    monkeypatch.setattr(message_module, "is_compiled", lambda device: False)
+    case, residual = Case("direct", 1, numel=90), torch.zeros(90)
+    bucket = Bucket("b", contribution(case, 0), parameters(90), case.form, 1)
+    layout, before = bucket.layout(True), bucket.grad_N.clone()
+    with pytest.raises(ExtensionError, match="capacity mode needs the compiled codec"):
+        prune_encode(
+            bucket, layout, residual, torch.zeros(layout.range_piece.shape), 1.0, "fp32", -1,
+            EPOCH, MessageBuffers(), "auto", 256, segment_capacity(layout, 0.1),
+        )  # fmt: skip
+    assert torch.equal(bucket.grad_N, before)
+    assert not residual.any()
+
+
+@pytest.mark.parametrize("name", [*CAPABLE, "auto"])
+def test_these_schemes_take_it(name):
+    planner = FixedPlanner(CompressionConfig(), SchemeConfig(name=name, capacity=1.25))
+    bucket = Bucket("b", torch.zeros(90), parameters(90), Form.ALL_REDUCE, 2)
+    assert planner.plan_for(bucket, 0).scheme == "dense"  # still warming up
+
+
+@pytest.mark.parametrize("capacity", [0, -1, math.nan, math.inf, "much"])
+def test_the_factor_is_checked(capacity):
+    with pytest.raises(ConfigError, match=r"scheme\.capacity"):
+        SchemeConfig(capacity=capacity)
+
+
+def test_auto_weighs_what_is_sent_not_what_is_selected():
+    """At a factor of 1.25 messages are up to a quarter longer, which can tip the scales."""
+    bucket = Bucket("b", torch.zeros(90_000), parameters(90_000), Form.ALL_REDUCE, 4)
+    chosen = {}
+    for capacity in (None, 1.25, 60.0):
+        compression = CompressionConfig(density=0.02, warmup_iters=0, ramp_iters=0)
+        planner = FixedPlanner(compression, SchemeConfig(capacity=capacity))
+        chosen[capacity] = planner.plan_for(bucket, 0).scheme
+    assert chosen[None] != "dense"
+    assert chosen[60.0] == "dense"
+
+
+NUMEL = 4 * 3001
+
+
+def _train(rank, world_size, schemes):
+    """Two steps of each scheme: (result, what this rank sent, its bytes and non-zeros)."""
+    import torch.distributed as dist
+
+    progress = ProgressThread(torch.device("cpu"), 30)
+    results = []
+    for name, form in schemes:
+        config = SparseConfig(
+            CompressionConfig(
+                density=0.05, warmup_iters=0, ramp_iters=0, samples=300, keep_below_numel=0
+            ),
+            SchemeConfig(name=name, capacity=1.0, timeout_s=30),
+        )
+        transport = ProcessGroupTransport(dist.group.WORLD, 30, torch.device("cpu"))
+        residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
+        records = Records()
+        planner = FixedPlanner(config.compression, config.scheme)
+        reducer = GradientReducer(config, transport, planner, residuals, records, progress)
+        carried = torch.zeros(NUMEL)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            grad = torch.randint(-9, 10, (NUMEL,), generator=generator).float()
+            bucket = Bucket("b", grad.clone(), parameters(NUMEL), form, world_size)
+            reducer.start(bucket, step).wait()
+            residuals.commit()
+            after = next(iter(residuals.tensors()))
+            part = bucket.grad_N if form is Form.ALL_REDUCE else bucket.grad_N[bucket.shard(rank)]
+            record = records.buckets[-1]
+            results.append((part.clone(), grad + carried - after, record.wire_bytes, record.nnz))
+            carried = after.clone()
+        transport.close()
+    progress.close()
+    return results
+
+
+def test_gloo_ranks_through_the_reducer():
+    outcomes = run_ranks(_train, 2, BY_FORM)
+    for step, ranks in enumerate(zip(*outcomes, strict=True)):
+        name, form = BY_FORM[step // 2]
+        total = sum(sent for _, sent, _, _ in ranks)
+        parts = [part for part, _, _, _ in ranks]
+        if form is Form.ALL_REDUCE:
+            assert all(torch.equal(part, total) for part in parts), (name, step)
+        else:
+            assert torch.equal(torch.cat(parts), total), (name, step)
+        case = Case(name, 2, form, numel=NUMEL)
+        assert [wire for _, _, wire, _ in ranks] == fixed_bytes(case, 0.05), (name, step)
+        # Half of the thresholds let more through than the target density: some did not fit.
+        for _, sent, _, nnz in ranks:
+            assert 0 < nnz <= 0.05 * NUMEL + 2 * 5
+            assert int(sent.count_nonzero()) <= nnz
