@@ -33,7 +33,6 @@ BURST_KB=128 QUEUE_KB=4096
 SETUP_S=10 DRAIN_S=2
 ranks=4 mbit=1000 nodes="" logs="" grace=5 timeout=3600
 command=() hosts=() prefixers=()
-declare -A rank_of=()
 
 # fail WHAT EXPECTED GOT REMEDY
 fail() {
@@ -170,9 +169,9 @@ make_hosts() {
   done
 }
 
-# start_rank RANK: in the background; enters it into `rank_of`.
+# start_rank RANK: in the background; its end is a line "RANK CODE" in `ends`.
 start_rank() {
-  local rank=$1 node=$(($1 * nodes / ranks)) first last process out=1 err=2
+  local rank=$1 node=$(($1 * nodes / ranks)) first last code=0 out=1 err=$terminal
   first=$(((node * ranks + nodes - 1) / nodes))
   last=$((((node + 1) * ranks + nodes - 1) / nodes))
   if [ "$rank" -gt 0 ]; then
@@ -184,14 +183,15 @@ start_rank() {
     fi
     err=$out
   fi
-  RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank - first)) LOCAL_WORLD_SIZE=$((last - first)) \
-    NODE_RANK=$node nsenter --target "${hosts[node]}" --net --uts -- \
-    "${command[@]}" 1>&"$out" 2>&"$err" &
-  process=$!
-  if [ "$out" -ne 1 ]; then
+  (
+    RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank - first)) LOCAL_WORLD_SIZE=$((last - first)) \
+      NODE_RANK=$node nsenter --target "${hosts[node]}" --net --uts -- \
+      "${command[@]}" 1>&"$out" 2>&"$err" || code=$?
+    echo "$rank $code" >&"$ends"
+  ) 2>/dev/null & # without the shell's own words on whom a signal killed
+  if [ "$rank" -gt 0 ]; then
     exec {out}>&-
   fi
-  rank_of[$process]=$rank
 }
 
 # report RANK CODE
@@ -229,29 +229,25 @@ inside() {
   make_hosts
   export MASTER_ADDR=$NETWORK.1 MASTER_PORT=$PORT GLOO_SOCKET_IFNAME=$DEVICE NETBED_MBIT=$mbit
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}
-  local rank ended limit code result=0
+  # A pipe without a name. (`wait -n` would do, but forgets a job that ends between two of them.)
+  exec {terminal}>&2 {ends}<> <(:)
+  local rank code result=0 left=$ranks deadline=$((SECONDS + timeout))
   for ((rank = 0; rank < ranks; rank++)); do
     start_rank "$rank"
   done
-  sleep "$timeout" &
-  limit=$!
-  while [ ${#rank_of[@]} -gt 0 ]; do
-    code=0
-    # The shell's own words on whom a signal killed are left out.
-    wait -n -p ended "${!rank_of[@]}" "$limit" 2>/dev/null || code=$?
-    if [ "$ended" = "$limit" ]; then
-      echo "netbed: these ranks did not end in time and are killed: ${rank_of[*]}" >&2
+  while [ "$left" -gt 0 ]; do
+    # A whole second more than none: `read -t 0` does not wait for a line.
+    if ! read -r -t $((deadline > SECONDS ? deadline - SECONDS : 1)) -u "$ends" rank code; then
+      echo "netbed: $left of $ranks ranks did not end in time and are killed" >&2
       result=$((result > 0 ? result : 124))
       break
     fi
-    if [ $code -ne 0 ] && [ $result -eq 0 ]; then
+    left=$((left - 1))
+    if [ "$code" -ne 0 ] && [ "$result" -eq 0 ]; then
       result=$code
-      report "${rank_of[$ended]}" "$code"
-      kill "$limit"
-      sleep "$grace" &
-      limit=$!
+      report "$rank" "$code"
+      deadline=$((SECONDS + grace))
     fi
-    unset "rank_of[$ended]"
   done
   end_ranks 2>/dev/null
   exit "$result"

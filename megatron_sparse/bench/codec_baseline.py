@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_sparse.bench import table
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 
 LEAST_NOISE = 0.25
@@ -41,7 +42,9 @@ def save(path: Path, runs: Sequence[Sequence[dict[str, Any]]], header: str) -> N
         for key, found in ratios.items()
     ]
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    write(path, f'{{\n  "measured": {json.dumps(header)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+    table.write_text(
+        path, f'{{\n  "measured": {json.dumps(header)},\n  "rows": [\n{lines}\n  ]\n}}\n'
+    )
 
 
 def read(path: Path) -> dict[Key, tuple[float, float]]:
@@ -90,21 +93,6 @@ def compare(
             remedy="measure again on a quiet machine; if it stays, find what made it slower",
         )  # fmt: skip
     print(f"# {len(shared)} rows are within the baseline")
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(
-            "the measurements cannot be written", expected="a file that can be written", got=error,
-            remedy="give another path",
-        ) from error  # fmt: skip
 
 
 def _ratios(rows: Sequence[dict[str, Any]]) -> dict[Key, float]:

@@ -6,7 +6,7 @@ do where they can: none of them writes a header, checks an index or rounds stoch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_sparse.bench.table import Action
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.formats.header import (
     FORMAT_ADAPTIVE,
@@ -39,8 +40,6 @@ LINE_BYTES = 64
 ORACLE_NUMEL = 2**18
 """Elements that are compared with the oracles, which take about a microsecond for each."""
 
-type Action = Callable[[], object]
-
 
 @dataclass
 class Task:
@@ -65,60 +64,104 @@ class Task:
     peers: dict[str, Action]
 
 
-def make_tasks(size: int, density: float, dtype: str, form: str) -> Iterator[Task]:
-    """The three operations on one normally distributed gradient of `size` bytes."""
+def make_tasks(
+    size: int, density: float, dtype: str, form: str, *, peers: bool = True
+) -> Iterator[Task]:
+    """The three operations on one normally distributed gradient of `size` bytes.
+
+    Without peers, up to five times `size` are held at once, in fp32, besides the buffers of the
+    copy that an operation is timed beside.
+    """
     wrong = check_against_oracles(density, dtype, form)
-    arguments, code = FORMS[form], list(DTYPES).index(dtype)
-    grad_N = _gradient(size // DTYPES[dtype].itemsize, dtype)
-    numel = grad_N.numel()
-    residual_N, offsets = torch.zeros(numel), torch.tensor([0, numel])
-    thresholds = _threshold(density)
-    dense = torch.zeros(1, dtype=torch.uint8)
-    out = torch.zeros(ops.message_capacity(offsets, code), dtype=torch.uint8)
-    scratch = torch.zeros(ops.scratch_capacity(offsets, code), dtype=torch.uint8)
+    grad_N, code = gradient(size // DTYPES[dtype].itemsize, dtype), list(DTYPES).index(dtype)
+    case = _Case(torch.tensor([0, grad_N.numel()]), threshold_of(density), code, form, wrong, peers)
+    yield _prune_encode_task(case, grad_N)
+    rest_N = torch.zeros(grad_N.numel())
+    nnz = ops.prune_(grad_N, rest_N, case.offsets, case.thresholds, 0.0, code, KEY)
+    del rest_N
+    yield _encode_task(case, grad_N, nnz)
+    yield _decode_task(case, grad_N, nnz)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What the three operations have in common."""
+
+    offsets: torch.Tensor
+    thresholds: torch.Tensor
+    code: int
+    form: str
+    wrong: int
+    peers: bool
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The message's and the scratch's, written once, so that their pages exist."""
+        out = ops.message_capacity(self.offsets, self.code)
+        scratch = ops.scratch_capacity(self.offsets, self.code)
+        return torch.zeros(out, dtype=torch.uint8), torch.zeros(scratch, dtype=torch.uint8)
+
+
+def _prune_encode_task(case: _Case, grad_N: torch.Tensor) -> Task:
+    residual_N, dense = torch.zeros(grad_N.numel()), torch.zeros(1, dtype=torch.uint8)
+    out, scratch = case.buffers()
 
     # Leak 0 leaves nothing behind but rounding errors, so that all rounds see the same numbers.
     def prune_encode() -> torch.Tensor:
         sizes, _ = ops.prune_encode(
-            grad_N, residual_N, offsets, thresholds, offsets, dense, 0.0, code, KEY, EPOCH, out,
-            scratch, **arguments,
+            grad_N, residual_N, case.offsets, case.thresholds, case.offsets, dense, 0.0, case.code,
+            KEY, EPOCH, out, scratch, **FORMS[case.form],
         )  # fmt: skip
         return sizes
 
     used = int(prune_encode().sum())
-    limit, rest_N = float(thresholds), torch.zeros(numel)
-    yield Task(
-        "prune_encode", _name(out, form), grad_N.nbytes + 2 * residual_N.nbytes + used, wrong,
-        prune_encode, None, {"torch ops": lambda: _prune_encode_in_torch(grad_N, rest_N, limit)},
+    return Task(
+        "prune_encode", record_name(out, case.form), grad_N.nbytes + 2 * residual_N.nbytes + used,
+        case.wrong, prune_encode, None,
+        _prune_encode_peers(grad_N, float(case.thresholds)) if case.peers else {},
     )  # fmt: skip
 
-    pruned_N = grad_N.clone()
-    nnz = ops.prune_(pruned_N, torch.zeros(numel), offsets, thresholds, 0.0, code, KEY)
-    used = int(
-        ops.encode(pruned_N, offsets, dense, nnz, code, EPOCH, out, scratch, **arguments).sum()
+
+def _encode(
+    case: _Case, grad_N: torch.Tensor, nnz: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor
+) -> int:
+    """Bytes of the message."""
+    dense = torch.zeros(1, dtype=torch.uint8)
+    sizes = ops.encode(
+        grad_N, case.offsets, dense, nnz, case.code, EPOCH, out, scratch, **FORMS[case.form]
     )
-    message, name = out[:used].clone(), _name(out, form)
-    yield Task(
-        "encode", name, pruned_N.nbytes + used, wrong,
-        lambda: ops.encode(pruned_N, offsets, dense, nnz, code, EPOCH, out, scratch, **arguments),
-        lambda: pruned_N.sum(), _encode_peers(pruned_N),
+    return int(sizes)
+
+
+def _encode_task(case: _Case, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Task:
+    out, scratch = case.buffers()
+    used = _encode(case, pruned_N, nnz, out, scratch)
+    return Task(
+        "encode", record_name(out, case.form), pruned_N.nbytes + used, case.wrong,
+        lambda: _encode(case, pruned_N, nnz, out, scratch), lambda: pruned_N.sum(),
+        _encode_peers(pruned_N) if case.peers else {},
     )  # fmt: skip
 
-    acc_N, peer_acc_N = torch.zeros(numel), torch.zeros(numel)
-    touched = _touched_bytes(pruned_N, whole=name in ("dense", "blocks"))
+
+def _decode_task(case: _Case, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Task:
+    out, scratch = case.buffers()
+    used = _encode(case, pruned_N, nnz, out, scratch)
+    message, name = out[:used].clone(), record_name(out, case.form)
+    acc_N = torch.zeros(pruned_N.numel())
+    touched = touched_bytes(pruned_N, whole=name in ("dense", "blocks"))
     written = torch.zeros(touched, dtype=torch.uint8)
-    yield Task(
-        "decode_add", name, used + 2 * touched, wrong,
-        lambda: ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0),
-        lambda: written.fill_(1), _decode_peers(pruned_N, peer_acc_N),
+    return Task(
+        "decode_add", name, used + 2 * touched, case.wrong,
+        lambda: ops.decode_add_(acc_N, message, case.offsets, case.code, EPOCH, 0, rank=0),
+        lambda: written.fill_(1),
+        _decode_peers(pruned_N, torch.zeros(pruned_N.numel())) if case.peers else {},
     )  # fmt: skip
 
 
 def check_against_oracles(density: float, dtype: str, form: str) -> int:
     """Bytes of message, residual and sum that differ from the oracles' on a smaller gradient."""
     arguments, code = FORMS[form], list(DTYPES).index(dtype)
-    grad_N = _gradient(ORACLE_NUMEL + 17, dtype)
-    offsets, thresholds = torch.tensor([0, grad_N.numel()]), _threshold(density)
+    grad_N = gradient(ORACLE_NUMEL + 17, dtype)
+    offsets, thresholds = torch.tensor([0, grad_N.numel()]), threshold_of(density)
     residual_N, dense = torch.zeros(grad_N.numel()), torch.zeros(1, dtype=torch.uint8)
     expected_N, expected_rest_N, nnz = prune_oracle.prune(
         grad_N, residual_N, offsets, thresholds, 0.5, code, KEY
@@ -137,43 +180,45 @@ def check_against_oracles(density: float, dtype: str, form: str) -> int:
         else:
             counts = ops.prune_(pruned_N, rest_N, offsets, thresholds, 0.5, code, KEY)
             sizes = ops.encode(pruned_N, offsets, dense, counts, code, EPOCH, out, **arguments)
-        wrong += _differing(out[: int(sizes.sum())], record)
-        wrong += _differing(rest_N.view(torch.uint8), expected_rest_N.numpy().tobytes())
+        wrong += differing(out[: int(sizes.sum())], record)
+        wrong += differing(rest_N.view(torch.uint8), expected_rest_N.numpy().tobytes())
     acc_N, expected_acc_N = torch.ones(grad_N.numel()), torch.ones(grad_N.numel())
     message_oracle.decode_add_(expected_acc_N, record, offsets, code, EPOCH, 0, rank=0)
     message = torch.frombuffer(bytearray(record), dtype=torch.uint8)
     ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0)
-    return wrong + _differing(acc_N.view(torch.uint8), expected_acc_N.numpy().tobytes())
+    return wrong + differing(acc_N.view(torch.uint8), expected_acc_N.numpy().tobytes())
 
 
-def _gradient(numel: int, dtype: str) -> torch.Tensor:
+def gradient(numel: int, dtype: str) -> torch.Tensor:
+    """Normally distributed elements."""
     generator = torch.Generator().manual_seed(numel)
     return torch.randn(numel, generator=generator).to(DTYPES[dtype])
 
 
-def _threshold(density: float) -> torch.Tensor:
+def threshold_of(density: float) -> torch.Tensor:
     """The magnitude that `density` of a normal distribution exceeds."""
     limit = NormalDist().inv_cdf(1 - density / 2) if density < 1 else -1.0
     return torch.tensor([limit])
 
 
-def _name(out: torch.Tensor, form: str) -> str:
+def record_name(out: torch.Tensor, form: str) -> str:
     """The format that the encoder chose, which may be dense."""
     name = FORMAT_NAMES[int(out[5])]
     return form if form == "pici_paper" and name == "pici" else name
 
 
-def _touched_bytes(pruned_N: torch.Tensor, *, whole: bool) -> int:
-    """Bytes of the accumulator's cache lines in which there is something to add."""
-    per_line = LINE_BYTES // 4
+def touched_bytes(pruned_N: torch.Tensor, *, whole: bool, line_bytes: int = LINE_BYTES) -> int:
+    """Bytes of the fp32 accumulator's lines in which there is something to add."""
+    per_line = line_bytes // 4
     lines = pruned_N[: pruned_N.numel() // per_line * per_line].view(-1, per_line)
     count = lines.shape[0] if whole else int((lines != 0).any(1).sum())
-    return max(count, 1) * LINE_BYTES
+    return max(count, 1) * line_bytes
 
 
-def _prune_encode_in_torch(
+def prune_encode_in_torch(
     grad_N: torch.Tensor, residual_N: torch.Tensor, limit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Selection with error feedback, leak 0, in whole-tensor operations."""
     sum_N = grad_N + residual_N
     index_K = (sum_N.abs() > limit).nonzero().squeeze(1)
     values_K = sum_N[index_K].to(grad_N.dtype)
@@ -181,14 +226,23 @@ def _prune_encode_in_torch(
     return index_K.int(), values_K
 
 
-def _encode_peers(pruned_N: torch.Tensor) -> dict[str, Action]:
+def _prune_encode_peers(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
+    rest_N = torch.zeros(grad_N.numel())
+    return {"torch ops": lambda: prune_encode_in_torch(grad_N, rest_N, limit)}
+
+
+def torch_encode_peers(pruned_N: torch.Tensor) -> dict[str, Action]:
+    """Torch's ways to indices and values, on any device."""
+
     def nonzero_and_index() -> tuple[torch.Tensor, torch.Tensor]:
         index_K = pruned_N.nonzero().squeeze(1)
         return index_K, pruned_N[index_K]
 
-    peers: dict[str, Action] = {
-        "torch nonzero": nonzero_and_index, "torch to_sparse": pruned_N.to_sparse,
-    }  # fmt: skip
+    return {"torch nonzero": nonzero_and_index, "torch to_sparse": pruned_N.to_sparse}
+
+
+def _encode_peers(pruned_N: torch.Tensor) -> dict[str, Action]:
+    peers = torch_encode_peers(pruned_N)
     if pruned_N.dtype != torch.bfloat16:  # numpy has none
         array = pruned_N.numpy()
 
@@ -233,7 +287,8 @@ def _scipy_sparse():
     return sparse
 
 
-def _differing(got: torch.Tensor, expected: bytes) -> int:
+def differing(got: torch.Tensor, expected: bytes) -> int:
+    """Bytes that differ; all of them where there are more or fewer."""
     if got.numel() != len(expected):
         return max(got.numel(), len(expected))
     return int((got != torch.frombuffer(bytearray(expected), dtype=torch.uint8)).sum())

@@ -37,7 +37,7 @@ def make_tasks(
     generator = torch.Generator(device).manual_seed(numel)
     grad_N = torch.randn(numel, generator=generator, device=device).to(DTYPES[dtype])
     residual_N = torch.zeros(numel, device=device)
-    threshold = codec_cases._threshold(density)
+    threshold = codec_cases.threshold_of(density)
     host_offsets, keep = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
     offsets, thresholds_R = codec_cuda.on_device(host_offsets, device), threshold.to(device)
     arguments: dict[str, Any] = dict(FORMS[form])
@@ -61,7 +61,7 @@ def make_tasks(
     yield Task(
         "prune_encode", _name(out, form), grad_N.nbytes + 2 * residual_N.nbytes + used(), wrong,
         fused, None,
-        {"torch ops": lambda: codec_cases._prune_encode_in_torch(grad_N, rest_N, limit)},
+        {"torch ops": lambda: codec_cases.prune_encode_in_torch(grad_N, rest_N, limit)},
     )  # fmt: skip
 
     pruned_N = grad_N.clone()
@@ -79,7 +79,9 @@ def make_tasks(
     acc_N, peer_N = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
     index_K = pruned_N.nonzero().squeeze(1)
     values_K = pruned_N[index_K].float()
-    touched = _touched_bytes(pruned_N, whole=name in ("dense", "blocks"))
+    touched = codec_cases.touched_bytes(
+        pruned_N, whole=name in ("dense", "blocks"), line_bytes=SECTOR_BYTES
+    )
     yield Task(
         "decode_add", name, message.numel() + 2 * touched, wrong,
         partial(overload("decode_add_"), acc_N, message, offsets, code, EPOCH, 0, False), None,
@@ -90,10 +92,10 @@ def make_tasks(
 def compare_with_cpu(density: float, dtype: str, form: str, device: torch.device) -> int:
     """Bytes of message, residual and sum that differ from the CPU's on a smaller gradient."""
     code, arguments = list(DTYPES).index(dtype), FORMS[form]
-    grad_N = codec_cases._gradient(codec_cases.ORACLE_NUMEL + 17, dtype)
+    grad_N = codec_cases.gradient(codec_cases.ORACLE_NUMEL + 17, dtype)
     numel = grad_N.numel()
     offsets, keep = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
-    thresholds_R = codec_cases._threshold(density)
+    thresholds_R = codec_cases.threshold_of(density)
     results: list[tuple[torch.Tensor, ...]] = []
     for place in (torch.device("cpu"), device):
         rest_N, acc_N = torch.zeros(numel, device=place), torch.ones(numel, device=place)
@@ -106,7 +108,7 @@ def compare_with_cpu(density: float, dtype: str, form: str, device: torch.device
         ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0)
         results.append((message.cpu(), rest_N.cpu(), acc_N.cpu()))
     return sum(
-        codec_cases._differing(got.view(torch.uint8), wanted.numpy().tobytes())
+        codec_cases.differing(got.view(torch.uint8), wanted.numpy().tobytes())
         for wanted, got in zip(*results, strict=True)
     )
 
@@ -128,13 +130,7 @@ def time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[lis
 
 
 def _encode_peers(pruned_N: torch.Tensor) -> dict[str, Action]:
-    def nonzero_and_index() -> tuple[torch.Tensor, torch.Tensor]:
-        index_K = pruned_N.nonzero().squeeze(1)
-        return index_K, pruned_N[index_K]
-
-    peers: dict[str, Action] = {
-        "torch nonzero": nonzero_and_index, "torch to_sparse": pruned_N.to_sparse,
-    }  # fmt: skip
+    peers = codec_cases.torch_encode_peers(pruned_N)
     if pruned_N.dtype == torch.float32 and (cub := cub_peer.action(pruned_N)) is not None:
         peers["CUB DeviceSelect"] = cub
     if pruned_N.dtype != torch.bfloat16 and find_spec("cupy") is not None:
@@ -144,13 +140,5 @@ def _encode_peers(pruned_N: torch.Tensor) -> dict[str, Action]:
     return peers
 
 
-def _touched_bytes(pruned_N: torch.Tensor, *, whole: bool) -> int:
-    """Bytes of the accumulator's sectors in which there is something to add."""
-    per_sector = SECTOR_BYTES // 4
-    sectors = pruned_N[: pruned_N.numel() // per_sector * per_sector].view(-1, per_sector)
-    count = sectors.shape[0] if whole else int((sectors != 0).any(1).sum())
-    return max(count, 1) * SECTOR_BYTES
-
-
 def _name(out: torch.Tensor, form: str) -> str:
-    return codec_cases._name(out[:48].cpu(), form)
+    return codec_cases.record_name(out[:48].cpu(), form)

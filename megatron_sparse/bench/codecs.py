@@ -5,17 +5,13 @@ any is not timed. Operation, copy and peers are measured in turn, in the same ru
 reported: what slows the machine down for a while slows all of them. `ratio` is the median of
 time / copy over the rounds.
 
-`copy` copies half the bytes that the operation moves: it reads as many as it writes. `stream` reads
-what an encoder reads, or writes what a scatter-add writes.
+`stream` reads what an encoder reads, or writes what a scatter-add writes; `copy` is that of
+`bench/table.py`.
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -23,13 +19,19 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bench import codec_baseline
-from megatron_sparse.bench.codec_cases import DTYPES, FORMS, Action, Task, make_tasks
-from megatron_sparse.cuda_ext import ops
+from megatron_sparse import __version__
+from megatron_sparse.bench import codec_baseline, codec_cases, codec_cuda, hash_cases, table
+from megatron_sparse.bench.codec_cases import DTYPES, Task
+from megatron_sparse.bench.table import Action, cell
 from megatron_sparse.errors import ConfigError
 
 SIZE_FACTOR = 4
-OPS = ("prune_encode", "encode", "decode_add")
+BUCKET_FORMS = tuple(codec_cases.FORMS)
+"""Records of a bucket; the others are measured on the CPU alone."""
+FORMS = (*BUCKET_FORMS, "hash_bitmap", "pairs", "row_sparse")
+BUCKET_OPS = ("prune_encode", "encode", "decode_add")
+OPS = (*BUCKET_OPS, "hash_partition", "row_union", "row_match", "row_expand")
+"""Each format has those that it knows."""
 
 
 @dataclass
@@ -70,38 +72,40 @@ class Sweep:
         iters: rounds that count.
         threads: torch's threads; None leaves them.
         peers: whether to time them too.
+        device: `cpu` or `cuda`; on a GPU what is timed is the device's work.
     """
 
     min_bytes: int = 2**20
     max_bytes: int = 2**26
     densities: Sequence[float] = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
     dtypes: Sequence[str] = ("fp32",)
-    forms: Sequence[str] = ("auto", "coo", "pici", "pici_paper", "blocks")
+    forms: Sequence[str] = BUCKET_FORMS
     ops: Sequence[str] = OPS
     warmup: int = 3
     iters: int = 20
     threads: int | None = None
     peers: bool = True
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name, value, fits, expected in (
-            ("min_bytes", self.min_bytes, 4 <= self.min_bytes <= self.max_bytes,
-             f"4 to max_bytes ({self.max_bytes})"),
-            # One wire segment holds what is measured.
-            ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
+        table.check_arguments("bench codecs", [
+            *table.range_checks(
+                self.min_bytes, self.max_bytes, self.warmup, self.iters, self.threads
+            ),
             ("density", self.densities, all(0 < d <= 1 for d in self.densities),
              "above 0, at most 1"),
             ("dtype", self.dtypes, set(self.dtypes) <= set(DTYPES), " | ".join(DTYPES)),
             ("format", self.forms, set(self.forms) <= set(FORMS), " | ".join(FORMS)),
             ("op", self.ops, set(self.ops) <= set(OPS), " | ".join(OPS)),
-            ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
-            ("iters", self.iters, self.iters >= 1, "1 or more"),
-            ("threads", self.threads, self.threads is None or self.threads >= 1, "1 or more"),
-        ):  # fmt: skip
-            if not fits:
-                raise ConfigError(
-                    f"bench codecs: {name} is out of range", expected=expected, got=value
-                )
+            ("device", self.device, self.device in ("cpu", "cuda"), "cpu | cuda"),
+            ("format", self.forms, self.device == "cpu" or set(self.forms) <= set(BUCKET_FORMS),
+             f"{' | '.join(BUCKET_FORMS)} on a GPU"),
+        ])  # fmt: skip
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "bench codecs: there is no CUDA device", expected="a GPU that torch sees",
+                got="none", remedy="measure with --device cpu; see megatron-sparse doctor",
+            )  # fmt: skip
 
 
 def run(
@@ -111,7 +115,7 @@ def run(
     margin: float = 1.0,
     save_baseline: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Prints the table and returns its rows; CPU only.
+    """Prints the table and returns its rows.
 
     Args:
         sweep: what to measure.
@@ -130,8 +134,7 @@ def run(
     expected = None if check is None else codec_baseline.read(check)
     runs = [measure(sweep) for _ in range(1 if save_baseline is None else 3)]
     rows = runs[-1]
-    if json_path is not None:
-        codec_baseline.write(json_path, "".join(json.dumps(row) + "\n" for row in rows))
+    table.write_rows(json_path, rows)
     if save_baseline is not None:
         codec_baseline.save(save_baseline, runs, header(sweep))
     if expected is not None:
@@ -142,7 +145,7 @@ def run(
 def measure(sweep: Sweep) -> list[dict[str, Any]]:
     """Prints the table once and returns its rows."""
     rows: list[Row] = []
-    with _threads(sweep.threads):
+    with table.torch_threads(sweep.threads):
         print(f"# {header(sweep)}")
         print(
             f"# {'size(B)':>11} {'count':>11} {'type':>5} {'op':>12} {'format':>10} {'density':>7} "
@@ -154,7 +157,7 @@ def measure(sweep: Sweep) -> list[dict[str, Any]]:
             for dtype in sweep.dtypes:
                 for density in sweep.densities:
                     for form in sweep.forms:
-                        for task in make_tasks(size, density, dtype, form):
+                        for task in _tasks(sweep, size, density, dtype, form):
                             if task.op not in sweep.ops:
                                 continue
                             for row in _rows(task, size, density, dtype, sweep):
@@ -166,14 +169,21 @@ def measure(sweep: Sweep) -> list[dict[str, Any]]:
 
 def header(sweep: Sweep) -> str:
     """The machine, the versions and how it is measured."""
-    from megatron_sparse import __version__
+    place = table.describe_cpu(sweep.threads)
+    if sweep.device == "cuda":
+        place = (
+            f"{torch.cuda.get_device_name()}, megatron_sparse {__version__}, "
+            f"torch {torch.__version__}, CUDA {torch.version.cuda}, events"
+        )
+    return f"{place}, {sweep.warmup} + {sweep.iters} rounds, medians"
 
-    threads = sweep.threads or torch.get_num_threads()
-    return (
-        f"{platform.processor() or platform.machine()}, megatron_sparse {__version__}, "
-        f"torch {torch.__version__}, {threads} threads, {ops.supported_isas()[-1]}, "
-        f"{sweep.warmup} + {sweep.iters} rounds, medians"
-    )
+
+def _tasks(sweep: Sweep, size: int, density: float, dtype: str, form: str) -> Iterator[Task]:
+    if form not in BUCKET_FORMS:
+        return hash_cases.make_tasks(size, density, dtype, form)
+    if sweep.device == "cpu":
+        return codec_cases.make_tasks(size, density, dtype, form, peers=sweep.peers)
+    return codec_cuda.make_tasks(size, density, dtype, form, torch.device(sweep.device))
 
 
 def _rows(task: Task, size: int, density: float, dtype: str, sweep: Sweep) -> list[Row]:
@@ -181,19 +191,17 @@ def _rows(task: Task, size: int, density: float, dtype: str, sweep: Sweep) -> li
     own = Row(
         op=task.op, format=task.format, dtype=dtype, density=density,
         count=size // DTYPES[dtype].itemsize, bytes_moved=task.bytes_moved, time_us=None,
-        copy_us=None, stream_us=None, ratio=None, peer=None, peer_us=None, device="cpu",
+        copy_us=None, stream_us=None, ratio=None, peer=None, peer_us=None, device=sweep.device,
         wrong=task.wrong,
     )  # fmt: skip
     if task.wrong:
         return [own]
-    half = max(task.bytes_moved // 2, 1)
-    source = torch.full((half,), 1, dtype=torch.uint8)
-    target = torch.zeros(half, dtype=torch.uint8)  # written, so that its pages exist
-    actions: list[Action] = [task.run, lambda: target.copy_(source)]
+    actions: list[Action] = [task.run, table.copy_action(task.bytes_moved, sweep.device)]
     if task.stream is not None:
         actions.append(task.stream)
     first_peer = len(actions)
-    times_us = _time_in_turn([*actions, *peers.values()], sweep.warmup, sweep.iters)
+    time_in_turn = table.time_in_turn if sweep.device == "cpu" else codec_cuda.time_in_turn
+    times_us = time_in_turn([*actions, *peers.values()], sweep.warmup, sweep.iters)
     own.time_us, own.copy_us = median(times_us[0]), median(times_us[1])
     own.stream_us = None if task.stream is None else median(times_us[2])
     own.ratio = median(a / b for a, b in zip(times_us[0], times_us[1], strict=True))
@@ -205,22 +213,7 @@ def _rows(task: Task, size: int, density: float, dtype: str, sweep: Sweep) -> li
     ]
 
 
-def _time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[list[float]]:
-    """Microseconds of each action in each round that counts."""
-    times_us: list[list[float]] = [[] for _ in actions]
-    for round_index in range(warmup + iters):
-        for action, kept in zip(actions, times_us, strict=True):
-            start_s = time.perf_counter()
-            action()
-            if round_index >= warmup:
-                kept.append((time.perf_counter() - start_s) * 1e6)
-    return times_us
-
-
 def _line(row: Row, size: int) -> str:
-    def cell(value: float | None, width: int, digits: int) -> str:
-        return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
-
     faster = None if row.peer_us is None or row.time_us is None else row.peer_us / row.time_us
     return (
         f"  {size:>11} {row.count:>11} {row.dtype:>5} {row.op:>12} {row.format:>10} "
@@ -228,14 +221,3 @@ def _line(row: Row, size: int) -> str:
         f"{cell(row.copy_us, 10, 1)} {cell(row.ratio, 6, 2)} {cell(row.stream_us, 10, 1)} "
         f"{cell(row.peer_us, 11, 1)} {cell(faster, 6, 1)} {row.wrong:>6} {row.peer or '-'}"
     )
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

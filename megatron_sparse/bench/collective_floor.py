@@ -1,46 +1,38 @@
-"""The least time that a synchronisation can take: its bytes at the machine's own rates.
+"""The least time that a synchronisation can take: its bytes at the rates measured beside it.
 
-Wire: what the busiest rank sends, at the rate of its link. Codec: what all ranks of a machine must
-read and write in memory, at the rate at which as many ranks copy at once. What is counted:
+Wire: what the busiest rank sends, at the rate of its link. Codec, for sparse schemes: the bytes
+that each rank must read and write in memory, at the rate at which all ranks of the machine copy at
+once. Counted are the passes that no codec can do without:
 
-- selection: gradient and residual are read, residual and message are written;
-- sending nothing: the sum is written once;
-- adding a message: it is read, and the cache lines that it touches are read and written;
-- `direct` and its kin: the sum's records, as many as were sent, are written once and read once.
+- selection: gradient and residual are read, the residual is written;
+- the sum is written once;
+- a message is written once, and as many bytes as are sent are read.
 
-For dense schemes it is the wire alone: their reductions go on while bytes arrive.
+Scattered additions are not counted: a codec that merges messages tile by tile has none outside of
+the cache. For dense schemes the wire is all: their additions go on while bytes arrive.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_sparse.bench.collective_sweep import Case
+from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.formats.message import VALUE_DTYPES
 
-LINE_BYTES = 64
+INDEX_BYTES, RESIDUAL_BYTES = 4, 4
 PAYLOAD_SHARE = 1448 / 1514
-"""Of the bytes that a port of Ethernet carries at an MTU of 1500: without the headers."""
+"""Of the bytes that Ethernet carries at an MTU of 1500: without the headers."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What the machine does, in bytes a second.
-
-    Attributes:
-        wire: payload that a rank can send.
-        copy: read and written by all ranks of a machine together when each copies.
-        ranks_per_machine: ranks that share the machine.
-    """
-
-    wire: float
-    copy: float
-    ranks_per_machine: int
+def payload_rate(mbit: float) -> float:
+    """Payload bytes a second of a link."""
+    return mbit * 1e6 / 8 * PAYLOAD_SHARE
 
 
-def floor_us(case: Case, scheme: str, wire_bytes: int, nnz: int, n: int, rates: Rates) -> float:
-    """Microseconds that the case takes at least.
+def codec_bytes(
+    case: Case, scheme: str, wire_bytes: float, nnz: float, n: int, *, prune: bool
+) -> float:
+    """Bytes that one rank's codec reads and writes at least.
 
     Args:
         case: what is synchronised.
@@ -48,21 +40,16 @@ def floor_us(case: Case, scheme: str, wire_bytes: int, nnz: int, n: int, rates: 
         wire_bytes: sent by the busiest rank.
         nnz: elements that a rank selected.
         n: ranks.
-        rates: of this machine.
+        prune: count selection.
+
+    Example:
+        >>> case = Case(Form.ALL_REDUCE, "agsparse", "fp32", 0.01, 100)
+        >>> codec_bytes(case, "agsparse", 8, 1, 2, prune=True)  # 400 + 800 + 400 + 8 + 8
+        1616.0
     """
-    codec = codec_bytes(case, scheme, wire_bytes, nnz, n) * rates.ranks_per_machine
-    return 1e6 * (wire_bytes / rates.wire + codec / rates.copy)
-
-
-def codec_bytes(case: Case, scheme: str, wire_bytes: int, nnz: int, n: int) -> float:
-    """Bytes that one rank's codec reads and writes at least."""
     if SCHEMES[scheme].takes is Input.DENSE:
         return 0.0
-    grad, density = case.nbytes, nnz / case.numel
-    residual = 4 * case.numel
-    message = nnz * (4 + VALUE_DTYPES[case.dtype].itemsize)
-    lines = 4 * case.numel * (1 - (1 - density) ** (LINE_BYTES / 4))
-    # Of n messages wholly, or of n n-ths of messages: as many bytes as a message each.
-    added = n if scheme == "agsparse" else 1
-    total = grad + 2 * residual + message + grad + added * (message + 2 * lines)
-    return total if scheme == "agsparse" else total + 2 * max(wire_bytes - message, 0)
+    owned = case.nbytes if case.form is Form.ALL_REDUCE else case.nbytes / n
+    message = nnz * (INDEX_BYTES + VALUE_DTYPES[case.dtype].itemsize)
+    selection = case.nbytes + 2 * RESIDUAL_BYTES * case.numel + message if prune else 0
+    return float(selection + owned + wire_bytes)

@@ -1,40 +1,48 @@
-"""Times collectives between real ranks, from dense gradient to dense sum.
+"""Checks and times collectives between real ranks, from dense gradient to dense sum.
 
 What is timed is what training does: `GradientReducer` with its residual, sampled threshold, error
-feedback, progress thread and planner. A round is the backend's own dense collective and then the
-scheme, each after a barrier and on fresh values; filling them in is not timed. The slowest rank's
-time counts.
+feedback, progress thread and planner. A round is the scheme, the backend's own dense collective and
+a plain copy, each after a barrier and on fresh values; filling them in is not timed. Dense and
+scheme take turns at going first, so that what slows the machine down for a while slows both.
+
+On CUDA devices the backend is NCCL; that has not been run.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
+from statistics import median
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.collective_floor import PAYLOAD_SHARE, Rates, floor_us
-from megatron_sparse.bench.collective_row import Row
-from megatron_sparse.bench.collective_sweep import Case, Sweep
+from megatron_sparse.bench.collective_floor import payload_rate
+from megatron_sparse.bench.collective_launch import NETBED_MBIT
+from megatron_sparse.bench.collective_path import HalvedPath, new_residuals, residual_of
+from megatron_sparse.bench.collective_row import Row, in_order
+from megatron_sparse.bench.collective_sweep import CHECK_STEPS, Case, Sweep
+from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign_share
 from megatron_sparse.bucket import Bucket, Form
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
+from megatron_sparse.errors import CommunicationError
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.progress import ProgressThread
-from megatron_sparse.recording import BUCKET_STAGES, BucketRecord, NullRecorder
+from megatron_sparse.progress import GATE, ProgressThread
+from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
 from megatron_sparse.reducer import GradientReducer
 from megatron_sparse.transport import ProcessGroupTransport
 
-TIMEOUT_S = 120.0
-COPIES = 7
-RATE_BYTES = 8 << 20
-MOST_FOREIGN_LOAD = 0.1
-"""Of the machine; a row during which other programs took more is marked as noisy."""
+# torch 2.13 renamed it; older ones only have the first name.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+LINK_ROUNDS = 7
+LINK_BYTES = 8 << 20
+
+Progress = Callable[[int, int, Case], None]
+"""Told the number of the case that begins, of how many, and the case."""
 
 
 class _LastRecord(NullRecorder):
@@ -45,21 +53,35 @@ class _LastRecord(NullRecorder):
 
 
 class RankBench:
-    """One rank's part of the bench; a context manager that ends its threads and its group."""
+    """One rank's part of the bench; a context manager that ends its threads and its group.
 
-    def __init__(self, sweep: Sweep) -> None:
+    Args:
+        sweep: the same on every rank.
+        store: where the ranks meet.
+        rank: of this process.
+        world_size: processes.
+
+    Raises:
+        CommunicationError: the ranks cannot reach one another.
+    """
+
+    def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
         self._sweep = sweep
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
-        self.device = torch.device(
-            "cuda", torch.cuda.current_device()
-        ) if backend == "nccl" else torch.device("cpu")  # fmt: skip
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.name = backend
-        self._transport = ProcessGroupTransport(dist.group.WORLD, TIMEOUT_S, self.device)  # type: ignore[arg-type]
-        self._progress = ProgressThread(self.device, TIMEOUT_S)
+        self.rank, self.world_size = rank, world_size
+        on_cuda = torch.cuda.is_available()
+        self.backend = "nccl" if on_cuda else "gloo"
+        self._device = torch.device("cpu")
+        if on_cuda:
+            self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            self.backend, store=store, rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=sweep.timeout_s),
+        )  # fmt: skip
+        world = dist.group.WORLD
+        assert world is not None, "just made"
+        self._transport = ProcessGroupTransport(world, sweep.timeout_s, self._device)
+        self._progress = ProgressThread(self._device, sweep.timeout_s)
 
     def __enter__(self) -> RankBench:
         return self
@@ -70,170 +92,180 @@ class RankBench:
         if kind is None:
             dist.destroy_process_group()
 
-    def rows(self) -> Iterator[Row]:
-        """Every case, on every rank; the rows are the same on all."""
-        rates = self.rates()
-        for case in self._sweep.cases(self.world_size):
-            yield self._row(case, rates)
+    @property
+    def nodes(self) -> set[int]:
+        """The hosts, by the first rank on each."""
+        return set(self._transport.nodes)
 
-    def rates(self) -> Rates:
-        """What this machine copies and its links carry, measured unless the link is known."""
-        source = torch.ones(self._sweep.max_bytes, dtype=torch.uint8, device=self.device)
-        target = torch.zeros_like(source)
-        copy_s = statistics.median(self._timed(lambda: target.copy_(source), COPIES))
-        copy = 2 * source.numel() * self.world_size / copy_s
+    def rows(self, progress: Progress) -> Iterator[Row]:
+        """Every case, on every rank; the rows are the same on all.
+
+        Raises:
+            CommunicationError: a rank is gone or does something else.
+            MegatronSparseError: a collective refuses a case.
+        """
+        wire_rate = self.wire_rate()
+        cases = self._sweep.cases(self.world_size)
+        for number, case in enumerate(cases):
+            progress(number, len(cases), case)
+            wrong, carried_by = self._check(case)
+            row = Row.of(case, carried_by, self.backend, self._sweep.mbit, self.world_size, wrong)
+            if not wrong:
+                self._time(case, row, wire_rate)
+            yield row
+
+    def wire_rate(self) -> float:
+        """Payload bytes a second that each rank's link carries, measured unless it is known."""
         if self._sweep.mbit is not None:
-            wire = self._sweep.mbit * 1e6 / 8 * PAYLOAD_SHARE
-        else:
-            wire = RATE_BYTES / statistics.median(self._timed(self._shift, COPIES))
-        return Rates(wire, copy, self.world_size)
-
-    def _shift(self) -> None:
-        """Every rank sends to the next and receives from the one before."""
+            return payload_rate(self._sweep.mbit)
         n, rank = self.world_size, self.rank
-        sent = torch.zeros(RATE_BYTES, dtype=torch.uint8, device=self.device)
+        sent = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=self._device)
         sends = [((rank + 1) % n, sent)] if n > 1 else []
         receives = [((rank - 1) % n, torch.empty_like(sent))] if n > 1 else []
-        self._transport.exchange(sends, receives, 1).finish()
+        times_us = [
+            self._timed(lambda: self._transport.exchange(sends, receives, 1).finish())
+            for _ in range(LINK_ROUNDS)
+        ]
+        slowest = self._gather(torch.tensor(times_us, dtype=torch.float64)).max(0).values
+        return LINK_BYTES / median(slowest.tolist()) * 1e6
 
-    def _row(self, case: Case, rates: Rates) -> Row:
-        n = self.world_size
-        grad_N = case.small_integers(self.rank).to(self.device)
-        bucket = case.bucket(grad_N, n)
-        wrong, _, carried_by = self._synchronise_integers(case, bucket)
-        if wrong:
-            return self._row_of(case, carried_by, wrong)
-        base_N = case.normal_values(self.rank).to(self.device)
-        reducer, recorder = self._reducer(case)
-        stages: dict[str, list[float]] = {stage: [] for stage in BUCKET_STAGES}
-        own_s: list[float] = []
-
-        def synchronise(step: int) -> None:
-            start_s = time.perf_counter()
-            reducer.start(bucket, step).wait()
-            self._wait_for_device()
-            own_s.append(time.perf_counter() - start_s)
-
-        dense_s, sparse_s, copy_s = [], [], []
-        quiet_before = self._busy()
-        for number in range(self._sweep.warmup + self._sweep.iters):
-            # The residual's first pages and the buffers are made in the rounds that do not count.
-            bucket.grad_N.copy_(base_N)
-            dense_s += self._timed(lambda: self._dense(bucket), 1)
-            bucket.grad_N.copy_(base_N)
-            sparse_s += self._timed(lambda number=number: synchronise(number), 1)
-            copy_s += self._timed(lambda: bucket.grad_N.copy_(base_N), 1)
-            for stage, time_us in recorder.record.stage_us().items():
-                stages[stage].append(time_us)
-        noisy = self._foreign_load(quiet_before) > MOST_FOREIGN_LOAD
-        skip = self._sweep.warmup
-        mean = {s: self._mean(statistics.median(us[skip:])) for s, us in stages.items()}
-        total_us = self._mean(1e6 * statistics.median(own_s[skip:]))
-        record = recorder.record
-        wire = round(self._max(record.wire_bytes))
-        nnz = round(self._mean(record.nnz))
-        ordered = sorted(sparse_s[skip:])
-        return self._row_of(
-            case, record.scheme, 0,
-            wire_bytes=wire, sent_density=nnz / case.numel,
-            time_us=1e6 * statistics.median(ordered), p99_us=1e6 * _percentile(ordered, 0.99),
-            dense_us=1e6 * statistics.median(dense_s[skip:]),
-            copy_us=1e6 * statistics.median(copy_s[skip:]),
-            host_us=max(0.0, total_us - sum(mean.values())),
-            floor_us=floor_us(case, record.scheme, wire, nnz, n, rates),
-            network_floor_us=1e6 * wire / rates.wire, noisy=noisy,
-            **{f"{stage}_us": time_us for stage, time_us in mean.items()},
-        )  # fmt: skip
-
-    def _row_of(self, case: Case, carried_by: str, wrong: int, **fields: object) -> Row:
-        known: dict[str, Any] = {
-            "wire_bytes": 0, "sent_density": 0.0, "time_us": None, "dense_us": None,
-            "encode_us": None, "network_us": None, "decode_us": None, "host_us": None,
-        }  # fmt: skip
-        known |= fields
-        return Row.of(
-            case, carried_by=carried_by, wrong=wrong, world_size=self.world_size,
-            transport=self.name, modelled=False, **known,
-        )  # fmt: skip
-
-    def _synchronise_integers(self, case: Case, bucket: Bucket) -> tuple[int, int, str]:
-        """Elements of the result that differ from the sum of what was selected, over all ranks."""
-        given_N = bucket.grad_N.clone()
-        residuals = _residuals()
+    def _check(self, case: Case) -> tuple[int, str]:
+        """Wrong elements on all ranks, and the scheme that the planner took."""
+        residuals = new_residuals()
         reducer, recorder = self._reducer(case, residuals)
-        reducer.start(bucket, 0).wait()
-        expected_N = given_N.double()
-        if bucket.name in residuals:
-            expected_N -= residuals.begin(bucket).double()
-        dist.all_reduce(expected_N)
-        own = slice(None) if case.form is Form.ALL_REDUCE else bucket.shard(self.rank)
-        wrong = int((bucket.grad_N[own].double() != expected_N[own]).sum())
-        return round(self._sum(wrong)), recorder.record.nnz, recorder.record.scheme
+        grad_N = torch.empty_like(case.normal_values(self.rank), device=self._device)
+        bucket = case.bucket(grad_N, self.world_size)
+        own = case.owned(self.rank, self.world_size)
+        wrong = 0
+        for step in range(CHECK_STEPS):
+            given_N = case.small_integers(self.rank, self.world_size, step).to(self._device)
+            grad_N.copy_(given_N)
+            before_N = residual_of(residuals, bucket)
+            reducer.start(bucket, step).wait()
+            sent_N = given_N.float() + before_N - residual_of(residuals, bucket)
+            expected_N = self._exact_sum(sent_N).to(grad_N.dtype)
+            wrong += int((grad_N[own] != expected_N[own]).sum())
+        counts = self._gather(torch.tensor([wrong], dtype=torch.float64))
+        return int(counts.sum()), recorder.record.scheme
 
-    def _reducer(
-        self, case: Case, residuals: ResidualStore | None = None
-    ) -> tuple[GradientReducer, _LastRecord]:
-        config = case.config(self._sweep.message_format)
-        recorder = _LastRecord()
+    def _exact_sum(self, sent_N: torch.Tensor) -> torch.Tensor:
+        """The sum of small integers over all ranks, by no reduction that is under test."""
+        return self._gather(sent_N.to(torch.int8)).sum(0, dtype=torch.int32)
+
+    def _time(self, case: Case, row: Row, wire_rate: float) -> None:
+        """Fills in the row's times."""
+        base_N = case.normal_values(self.rank).to(self._device)
+        bucket = case.bucket(base_N.clone(), self.world_size)
+        spare_N = base_N.clone()
+        run = self._whole_path(case, bucket) if self._sweep.prune else self._half(case, bucket)
+        rounds: list[list[float]] = []
+        load = HostLoad()
+        for number in range(self._sweep.warmup + self._sweep.iters):
+            if number == self._sweep.warmup:
+                load = HostLoad()
+            figures: dict[str, float] = {}
+
+            def dense(figures: dict[str, float] = figures) -> None:
+                spare_N.copy_(base_N)
+                figures["dense"] = self._timed(lambda: self._dense(case, spare_N))
+
+            def scheme(figures: dict[str, float] = figures, step: int = number) -> None:
+                bucket.grad_N.copy_(base_N)
+                figures.update(run(step))
+
+            for action in (dense, scheme) if number % 2 else (scheme, dense):
+                action()
+            figures["copy"] = self._timed(lambda: spare_N.copy_(base_N))
+            rounds.append(in_order(figures))
+        spent = self._gather(torch.tensor(load.spent(), dtype=torch.float64))
+        # Hosts of the test bed have names of their own and are one machine all the same.
+        machines = 1 if NETBED_MBIT in os.environ else len(self.nodes)
+        share = foreign_share(
+            float(spent[:, 0].mean()) * machines, float(spent[:, 1].mean()) * machines,
+            float(spent[:, 2].sum()),
+        )  # fmt: skip
+        row.foreign_load, row.noisy = share, share > MOST_FOREIGN_LOAD
+        counted = torch.tensor(rounds[self._sweep.warmup :], dtype=torch.float64)
+        row.measured(case, self._gather(counted), wire_rate, prune=self._sweep.prune)
+
+    def _whole_path(self, case: Case, bucket: Bucket) -> Callable[[int], dict[str, float]]:
+        """Runs a step through the reducer; returns its figures."""
+        reducer, recorder = self._reducer(case, new_residuals())
+
+        def run(step: int) -> dict[str, float]:
+            total_us = self._timed(lambda: reducer.start(bucket, step).wait())
+            record = recorder.record
+            sent = {"wire_bytes": record.wire_bytes, "nnz": record.nnz}
+            return {"total": total_us, **record.stage_us(), **sent}
+
+        return run
+
+    def _half(self, case: Case, bucket: Bucket) -> Callable[[int], dict[str, float]]:
+        """Runs a step's collective alone, its selection before the barrier."""
+        path = HalvedPath(case, self._sweep, self._transport)
+
+        def run(step: int) -> dict[str, float]:
+            watch, sent = Stopwatch(self._device), {"wire_bytes": 0}
+            nnz, exchange = path.select(bucket, step, watch)
+            before_us = watch.times_us()
+
+            def job() -> Generator[Any, None, None]:
+                yield GATE
+                sent["wire_bytes"] = yield from exchange()
+
+            submit = self._progress.submit
+            total_us = self._timed(lambda: submit(bucket.name, job, watch).wait())
+            stages = {name: us - before_us[name] for name, us in watch.times_us().items()}
+            return {"total": total_us, **stages, **sent, "nnz": nnz}
+
+        return run
+
+    def _reducer(self, case: Case, residuals: ResidualStore) -> tuple[GradientReducer, _LastRecord]:
+        config, recorder = case.config(self._sweep), _LastRecord()
         planner = FixedPlanner(config.compression, config.scheme)
-        store = _residuals() if residuals is None else residuals
-        reducer = GradientReducer(config, self._transport, planner, store, recorder, self._progress)
-        return reducer, recorder
+        return GradientReducer(
+            config, self._transport, planner, residuals, recorder, self._progress
+        ), recorder
 
-    def _dense(self, bucket: Bucket) -> None:
+    def _dense(self, case: Case, values_N: torch.Tensor) -> None:
         """What training without the plugin does."""
-        if bucket.form is Form.ALL_REDUCE:
-            dist.all_reduce(bucket.grad_N)
+        if case.form is Form.ALL_REDUCE:
+            _typed(lambda: dist.all_reduce(values_N))
         else:
-            own = bucket.grad_N[bucket.shard(self.rank)]
-            self._transport.reduce_scatter(own, bucket.grad_N).finish()
+            own_M = values_N[case.owned(self.rank, self.world_size)]
+            _typed(lambda: _reduce_scatter(own_M, values_N))
 
-    def _timed(self, action: Callable[[], object], rounds: int) -> list[float]:
-        """Seconds of the slowest rank in each round; all begin together."""
-        times = []
-        for _ in range(rounds):
-            self._wait_for_device()
-            dist.barrier()
-            start_s = time.perf_counter()
-            action()
-            self._wait_for_device()
-            times.append(self._max(time.perf_counter() - start_s))
-        return times
+    def _timed(self, action: Callable[[], object]) -> float:
+        """This rank's microseconds; all ranks begin together."""
+        self._wait_for_device()
+        _typed(dist.barrier)
+        start_s = time.perf_counter()
+        action()
+        self._wait_for_device()
+        return (time.perf_counter() - start_s) * 1e6
 
     def _wait_for_device(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
-    def _reduced(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
-        number = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(number, op=op)
-        return float(number)
-
-    def _max(self, value: float) -> float:
-        return self._reduced(value, dist.ReduceOp.MAX)
-
-    def _sum(self, value: float) -> float:
-        return self._reduced(value, dist.ReduceOp.SUM)
-
-    def _mean(self, value: float) -> float:
-        return self._sum(value) / self.world_size
-
-    def _busy(self) -> tuple[float, float, float]:
-        """Seconds: of the clock, that the machine's cores worked, that this process worked."""
-        machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
-        worked = machine.user + machine.nice + machine.system
-        return time.monotonic(), worked, own.user + own.system
-
-    def _foreign_load(self, before: tuple[float, float, float]) -> float:
-        """The share of this machine that went to other programs, if all ranks are on it."""
-        clock, worked, own = (now - then for now, then in zip(self._busy(), before, strict=True))
-        cores = psutil.cpu_count() or 1
-        return max(0.0, worked - self._sum(own)) / (clock * cores)
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors, stacked, where `own` is."""
+        sent = own.to(self._device).contiguous()
+        gathered = sent.new_empty(self.world_size, *sent.shape)
+        self._transport.all_gather(gathered.view(-1), sent.view(-1)).finish()
+        return gathered.to(own.device)
 
 
-def _residuals() -> ResidualStore:
-    return ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+def _typed(operation: Callable[[], object]) -> None:
+    """Runs one of torch's own collectives.
 
-
-def _percentile(ordered: list[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    Raises:
+        CommunicationError: a rank is gone, or time is up.
+    """
+    try:
+        operation()
+    except RuntimeError as error:
+        raise CommunicationError(
+            "the bench's ranks lost one another", expected="every rank takes part within --timeout",
+            got=str(error).splitlines()[0], remedy="look at what the other ranks have printed",
+        ) from error  # fmt: skip

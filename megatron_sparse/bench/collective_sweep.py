@@ -1,8 +1,9 @@
 """What `bench collectives` measures: the sweep, and the inputs of each case.
 
-Two inputs for each case. Small integers, whose sum is exact in every dtype and order, are what
-`#wrong` is counted on. Normal values, independent on each rank, are what is timed: what selection
-keeps of them lies at independent uniform positions.
+Two inputs for each case. Small integers are what `#wrong` is counted on: peaks where a selection of
+the case's density finds them, plus and minus one elsewhere, so small that every sum of them is
+exact in the gradient's dtype, in whatever order. Normal values, independent on each rank, are what
+is timed: what selection keeps of them lies at independent uniform positions.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import torch
 from megatron_sparse.bench.table import check_arguments
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input
-from megatron_sparse.config import MESSAGE_FORMATS, SparseConfig
+from megatron_sparse.config import FORMAT_OF_SCHEME, MESSAGE_FORMATS, SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES
 
 SIZE_FACTOR = 4
-LARGEST_INTEGER = 8
+CHECK_STEPS = 2
+"""The second one has a residual, and buffers that are not new."""
+SMALLEST_PEAK, LARGEST_PEAK = 3, 7
+EXACT_INTEGERS = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11}
+"""Up to which magnitude a dtype has all integers."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,12 @@ class Case:
         """Bytes of the gradient."""
         return self.numel * VALUE_DTYPES[self.dtype].itemsize
 
-    def config(self, message_format: str) -> SparseConfig:
+    def config(self, sweep: Sweep) -> SparseConfig:
         """A configuration in which the first step is at the target already."""
+        form = "auto" if self.scheme in FORMAT_OF_SCHEME else sweep.message_format
         return SparseConfig.from_overrides(
-            scheme=self.scheme, density=self.density, warmup_iters=0, ramp_iters=0,
-            format=message_format,
+            scheme=self.scheme, density=self.density, warmup_iters=0, ramp_iters=0, format=form,
+            timeout_s=sweep.timeout_s,
         )  # fmt: skip
 
     def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
@@ -58,20 +64,37 @@ class Case:
         parameters = [ParameterSlice("weight", 0, self.numel)]
         return Bucket("bench", grad_N, parameters, self.form, world_size)
 
+    def owned(self, rank: int, world_size: int) -> slice:
+        """The elements of the sum that a rank ends up with."""
+        if self.form is Form.ALL_REDUCE:
+            return slice(None)
+        shard = self.numel // world_size
+        return slice(rank * shard, (rank + 1) * shard)
+
     def normal_values(self, rank: int) -> torch.Tensor:
-        """What is timed."""
+        """What is timed: the gradient of a rank."""
         generator = torch.Generator().manual_seed(1000 + rank)
         return torch.randn(self.numel, generator=generator).to(VALUE_DTYPES[self.dtype])
 
-    def small_integers(self, rank: int) -> torch.Tensor:
-        """What `#wrong` is counted on: exact sums even in bf16, for up to 32 ranks.
+    def small_integers(self, rank: int, world_size: int, step: int) -> torch.Tensor:
+        """What `#wrong` is counted on: the gradient of a rank in one of `CHECK_STEPS` steps.
 
-        As many are not zero as selection aims at, so that it takes most of them.
+        Raises:
+            ConfigError: the sums of so many ranks are not exact in the dtype.
         """
-        generator = torch.Generator().manual_seed(2000 + rank)
-        values = torch.randint(1, LARGEST_INTEGER + 1, (self.numel,), generator=generator)
-        values *= 1 - 2 * torch.randint(0, 2, (self.numel,), generator=generator)
-        values *= torch.rand(self.numel, generator=generator) < self.density
+        # A peak that was not sent in one step is added to that of the next.
+        most = min(LARGEST_PEAK, EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * world_size))
+        if most < SMALLEST_PEAK:
+            raise ConfigError(
+                f"bench collectives: too many ranks to count #wrong in {self.dtype}",
+                expected="at most "
+                f"{EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * SMALLEST_PEAK)} ranks",
+                got=world_size, remedy="measure fp32",
+            )  # fmt: skip
+        generator = torch.Generator().manual_seed(CHECK_STEPS * rank + step)
+        values = torch.randint(SMALLEST_PEAK, most + 1, (self.numel,), generator=generator)
+        values[torch.rand(self.numel, generator=generator) >= self.density] = 1
+        values *= torch.randint(0, 2, (self.numel,), generator=generator) * 2 - 1
         return values.to(VALUE_DTYPES[self.dtype])
 
 
@@ -86,10 +109,12 @@ class Sweep:
         dtypes: of the gradient.
         schemes: names in `SCHEMES`, or `auto`.
         ops: `all_reduce`, `reduce_scatter`; a scheme that lacks one is left out of it.
-        message_format: `scheme.format`.
+        message_format: `scheme.format`, but for schemes with a format of their own.
         warmup: rounds before the first that counts.
         iters: rounds that count.
+        prune: time selection too; else the collective alone, from its message.
         mbit: rate of each rank's link; None measures it.
+        timeout_s: seconds after which an operation that has not finished is an error.
     """
 
     min_bytes: int
@@ -101,13 +126,18 @@ class Sweep:
     message_format: str = "auto"
     warmup: int = 2
     iters: int = 7
-    mbit: float | None = None
+    prune: bool = True
+    mbit: int | None = None
+    timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         names, forms = ("auto", *SCHEMES), tuple(str(form) for form in Form)
         check_arguments("bench collectives", [
-            ("min_bytes", self.min_bytes, 64 <= self.min_bytes <= self.max_bytes, "64 to max"),
+            ("min_bytes", self.min_bytes, 64 <= self.min_bytes <= self.max_bytes,
+             f"64 to max_bytes ({self.max_bytes})"),
             ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
+            ("density", self.densities, all(0 < d <= 1 for d in self.densities),
+             "above 0, at most 1"),
             ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
             ("iters", self.iters, self.iters >= 1, "1 or more"),
             ("dtype", self.dtypes, set(self.dtypes) <= set(VALUE_DTYPES), " | ".join(VALUE_DTYPES)),
@@ -116,28 +146,40 @@ class Sweep:
             ("format", self.message_format, self.message_format in MESSAGE_FORMATS,
              " | ".join(MESSAGE_FORMATS)),
             ("mbit", self.mbit, self.mbit is None or self.mbit > 0, "above 0"),
+            ("timeout", self.timeout_s, self.timeout_s > 0, "above 0 s"),
         ])  # fmt: skip
-        if not any(True for _ in self.cases(1)):
+        if not self.cases(1):
             raise ConfigError(
                 "bench collectives: there is nothing to measure",
                 expected="a scheme that has the form",
                 got=f"{', '.join(self.schemes)} for {', '.join(self.ops)}",
+                remedy="leave out --op, or choose another --scheme",
             )
 
-    def cases(self, world_size: int) -> Iterator[Case]:
-        """Sizes outermost, schemes innermost, so that neighbours can be compared."""
+    def cases(self, world_size: int) -> list[Case]:
+        """Sizes outermost, schemes innermost, so that neighbours can be compared.
+
+        Raises:
+            ConfigError: a gradient has fewer elements than there are ranks.
+        """
+        return list(self._cases(world_size))
+
+    def _cases(self, world_size: int) -> Iterator[Case]:
         size = self.min_bytes
         while size <= self.max_bytes:
             for form in map(Form, self.ops):
                 for dtype in self.dtypes:
                     numel = size // VALUE_DTYPES[dtype].itemsize // world_size * world_size
+                    if numel == 0:
+                        raise ConfigError(
+                            "bench collectives: a gradient is smaller than the group",
+                            expected=f"--min-bytes of an element for each of {world_size} ranks",
+                            got=f"{size} bytes of {dtype}", remedy="raise --min-bytes",
+                        )  # fmt: skip
                     for index, density in enumerate(self.densities):
                         for scheme in self.schemes:
                             known = SCHEMES.get(scheme)
                             is_dense = known is not None and known.takes is Input.DENSE
-                            if known is not None and form not in known.forms:
-                                continue
-                            if is_dense and index:
-                                continue
-                            yield Case(form, scheme, dtype, 1.0 if is_dense else density, numel)
+                            if (known is None or form in known.forms) and not (is_dense and index):
+                                yield Case(form, scheme, dtype, 1.0 if is_dense else density, numel)
             size *= SIZE_FACTOR

@@ -1,4 +1,8 @@
-"""Collectives on the virtual cluster: real selection, messages and sums, a modelled network."""
+"""Runs collectives on the virtual cluster: real selection, messages and sums, a modelled network.
+
+`time_us`, `dense_us` and `network_us` are the alpha-beta clock's, in which local work takes no
+time. `prune_us`, `encode_us` and `decode_us` are this machine's, measured, means over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,90 +12,122 @@ from typing import Any
 
 import torch
 
+from megatron_sparse.bench.collective_path import HalvedPath, residual_of
+from megatron_sparse.bench.collective_ranks import Progress
 from megatron_sparse.bench.collective_row import Row
-from megatron_sparse.bench.collective_sweep import Case, Sweep
-from megatron_sparse.bucket import Bucket, Form
-from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
-from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.selection import Selector
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.planner import FixedPlanner, Plan
+from megatron_sparse.bench.collective_sweep import CHECK_STEPS, Case, Sweep
+from megatron_sparse.bench.host_load import free_memory_bytes
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
 
+TRANSPORT = "virtual"
+BYTES_AN_ELEMENT = 40
+"""What a rank holds at most: gradient, input, residual before and after, sums, messages."""
+
 
 @dataclass
 class _Outcome:
-    """What a rank ends with: its part of the result, and what it contributed."""
+    """What a rank ends a step with: its part of the result, and what it contributed."""
 
     result: torch.Tensor
-    selected_N: torch.Tensor
+    sent_N: torch.Tensor
     nnz: int
     wire_bytes: int
     stage_us: dict[str, float]
 
 
-def rows(sweep: Sweep, topology: Topology) -> Iterator[Row]:
-    """Every case. Times are modelled; the codec's are this machine's, one rank at a time."""
+def rows(sweep: Sweep, topology: Topology, progress: Progress) -> Iterator[Row]:
+    """Every case.
+
+    Raises:
+        ConfigError: the ranks do not fit into this machine's memory.
+        MegatronSparseError: a collective refuses a case.
+    """
     n = topology.world_size
-    for case in sweep.cases(n):
-        config = case.config(sweep.message_format)
-        planner = FixedPlanner(config.compression, config.scheme)
-        plan = planner.plan_for(case.bucket(torch.empty(case.numel), n), 0)
-        cluster = VirtualCluster(n, topology)
-        outcomes = cluster.run(lambda t, case=case, plan=plan: _rank(case, plan, sweep, t))
-        selected = torch.stack([outcome.selected_N for outcome in outcomes]).sum(0)
-        wrong = sum(
-            int((outcome.result.double() != selected[_own(case, n, rank)]).sum())
+    cases = sweep.cases(n)
+    _check_memory(cases, n)
+    for number, case in enumerate(cases):
+        progress(number, len(cases), case)
+        yield _row(case, sweep, topology)
+
+
+def _check_memory(cases: list[Case], n: int) -> None:
+    needed = max(case.numel for case in cases) * n * BYTES_AN_ELEMENT
+    if needed > free_memory_bytes():
+        raise ConfigError(
+            f"bench collectives: {n} virtual ranks do not fit into memory",
+            expected=f"{needed / 2**30:.1f} GiB of free memory",
+            got=f"{free_memory_bytes() / 2**30:.1f} GiB",
+            remedy="lower --max-bytes or --ranks",
+        )  # fmt: skip
+
+
+def _row(case: Case, sweep: Sweep, topology: Topology) -> Row:
+    n = topology.world_size
+    ranks = _Ranks(case, sweep, topology)
+    wrong = sum(ranks.count_wrong(step) for step in range(CHECK_STEPS))
+    row = Row.of(case, ranks.carried_by, TRANSPORT, None, n, wrong)
+    row.modelled = True
+    if wrong:
+        return row
+    given = [case.normal_values(rank) for rank in range(n)]
+    modelled_s, outcomes = _Ranks(case, sweep, topology).run(given, 0)
+    dense = Case(case.form, "dense", case.dtype, 1.0, case.numel)
+    dense_s, _ = _Ranks(dense, sweep, topology).run(given, 0)
+    mean_us = {
+        stage: sum(o.stage_us[stage] for o in outcomes) / n for stage in outcomes[0].stage_us
+    }
+    row.time_us = row.network_us = modelled_s * 1e6
+    row.dense_us = dense_s * 1e6
+    row.speedup = dense_s / modelled_s if modelled_s else None
+    row.prune_us = mean_us["threshold"] + mean_us["prune"]
+    row.encode_us, row.decode_us = mean_us["encode"], mean_us["decode"]
+    row.wire_bytes = max(outcome.wire_bytes for outcome in outcomes)
+    row.sent_density = sum(outcome.nnz for outcome in outcomes) / n / case.numel
+    return row
+
+
+class _Ranks:
+    """All ranks of a case, on a cluster whose clock begins at 0.
+
+    Attributes:
+        carried_by: the scheme that the planner takes.
+    """
+
+    def __init__(self, case: Case, sweep: Sweep, topology: Topology) -> None:
+        self._case = case
+        self._cluster = VirtualCluster(topology.world_size, topology)
+        self._paths = [HalvedPath(case, sweep, t) for t in self._cluster.transports]
+        empty = case.bucket(torch.empty(case.numel), topology.world_size)
+        self.carried_by = self._paths[0].carried_by(empty)
+
+    def run(self, given: list[torch.Tensor], step: int) -> tuple[float, list[_Outcome]]:
+        """Synchronises the ranks' gradients; returns the modelled clock's seconds, and the rest."""
+        outcomes = self._cluster.run(lambda transport: self._steps(transport, given, step))
+        return self._cluster.modelled_s, outcomes
+
+    def count_wrong(self, step: int) -> int:
+        """Elements of all results that differ from the exact sum of small integers."""
+        case, n = self._case, len(self._paths)
+        _, outcomes = self.run([case.small_integers(rank, n, step) for rank in range(n)], step)
+        exact_N = torch.zeros(case.numel, dtype=torch.int32)
+        for outcome in outcomes:
+            exact_N += outcome.sent_N.to(torch.int32)
+        return sum(
+            int((outcome.result != exact_N[case.owned(rank, n)].to(outcome.result.dtype)).sum())
             for rank, outcome in enumerate(outcomes)
         )
-        dense = VirtualCluster(n, topology)
-        dense.run(lambda t, case=case: _dense(case, t))
-        stages = {
-            stage: sum(o.stage_us[stage] for o in outcomes) / n for stage in outcomes[0].stage_us
-        }
-        yield Row.of(
-            case, carried_by=plan.scheme, wrong=wrong, world_size=n, transport="virtual",
-            modelled=True, wire_bytes=max(o.wire_bytes for o in outcomes),
-            sent_density=sum(o.nnz for o in outcomes) / n / case.numel,
-            time_us=None if wrong else cluster.modelled_s * 1e6, dense_us=dense.modelled_s * 1e6,
-            host_us=None, **{f"{stage}_us": time for stage, time in stages.items()}
-            | {"network_us": cluster.modelled_s * 1e6},
-        )  # fmt: skip
 
-
-def _rank(
-    case: Case, plan: Plan, sweep: Sweep, transport: VirtualTransport
-) -> Generator[Any, None, _Outcome]:
-    bucket = case.bucket(case.small_integers(transport.rank), transport.world_size)
-    config, watch, buffers = case.config(sweep.message_format), Stopwatch(), MessageBuffers()
-    options, scheme = SchemeOptions.of(config.scheme), SCHEMES[plan.scheme]
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    selected_N = bucket.grad_N.double()
-    if scheme.takes is Input.DENSE:
-        nnz = case.numel
-        sent = yield from scheme.run(bucket, bucket.grad_N, 0, transport, buffers, watch)
-    else:
-        selector = Selector(config.compression, residuals, transport.rank, buffers)
-        message = selector.select(
-            bucket, plan.density, plan.wire_dtype, form=options.message_format(plan.scheme),
-            block_size=options.block_size, sharded=plan.sharded, step=0, watch=watch,
-        )  # fmt: skip
-        nnz = message.nnz
-        selected_N -= residuals.begin(bucket).double()
-        sent = yield from scheme.exchange(bucket, message, transport, buffers, watch, options)
-    own = _own(case, transport.world_size, transport.rank)
-    return _Outcome(bucket.grad_N[own], selected_N, nnz, sent, watch.times_us())
-
-
-def _dense(case: Case, transport: VirtualTransport) -> Generator[Any, None, int]:
-    bucket = case.bucket(case.small_integers(transport.rank), transport.world_size)
-    run = SCHEMES["dense"].run
-    return (yield from run(bucket, bucket.grad_N, 0, transport, MessageBuffers(), Stopwatch()))
-
-
-def _own(case: Case, n: int, rank: int) -> slice:
-    if case.form is Form.ALL_REDUCE:
-        return slice(None)
-    return Bucket("shape", torch.empty(case.numel), [], case.form, n).shard(rank)
+    def _steps(
+        self, transport: VirtualTransport, given: list[torch.Tensor], step: int
+    ) -> Generator[Any, None, _Outcome]:
+        rank, n, path = transport.rank, transport.world_size, self._paths[transport.rank]
+        bucket, watch = self._case.bucket(given[rank].clone(), n), Stopwatch()
+        before_N = residual_of(path.residuals, bucket)
+        nnz, exchange = path.select(bucket, step, watch)
+        sent_N = given[rank].float() + before_N - residual_of(path.residuals, bucket)
+        wire_bytes = yield from exchange()
+        result = bucket.grad_N[self._case.owned(rank, n)]
+        return _Outcome(result, sent_N, nnz, wire_bytes, watch.times_us())

@@ -4,17 +4,13 @@ Every row is first checked against the oracle; `#wrong` counts elements (bytes, 
 differ, and a row that has any is not timed. Operation, copy and peer are measured in turn, in the
 same run, and medians are reported: what slows the machine down for a while slows all three.
 
-`copy` copies half the bytes that the operation moves: it reads as many as it writes. The peer is
-the same thing in plain torch operations, rounding to nearest where the gradient is narrow.
+`copy` is that of `bench/table.py`. The peer is the same thing in plain torch operations, rounding
+to nearest where the gradient is narrow.
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist, median
@@ -22,8 +18,9 @@ from typing import Any
 
 import torch
 
+from megatron_sparse.bench import table
+from megatron_sparse.bench.table import Action, cell
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
@@ -63,8 +60,8 @@ class Task:
     format: str
     bytes_moved: int
     wrong: int
-    run: Callable[[], object]
-    peer: Callable[[], object]
+    run: Action
+    peer: Action
 
 
 def run(
@@ -97,13 +94,17 @@ def run(
     Raises:
         ConfigError: an argument is out of range, or the file cannot be written.
     """
-    _check(min_bytes, max_bytes, densities, dtype, residual_dtype, warmup, iters, threads)
+    table.check_arguments("bench prune", [
+        *table.range_checks(min_bytes, max_bytes, warmup, iters, threads),
+        ("density", densities, all(0 < d < 1 for d in densities), "above 0 and below 1"),
+        ("dtype", dtype, dtype in DTYPES, " | ".join(DTYPES)),
+        ("residual_dtype", residual_dtype, residual_dtype in RESIDUAL_DTYPES, "fp32 | bf16"),
+    ])  # fmt: skip
     rows: list[Row] = []
-    with _threads(threads):
+    with table.torch_threads(threads):
         print(
-            f"# {platform.processor() or platform.machine()}, torch {torch.__version__}, "
-            f"{torch.get_num_threads()} threads, {ops.supported_isas()[-1]}, "
-            f"residual {residual_dtype}, {warmup} + {iters} rounds, medians"
+            f"# {table.describe_cpu(threads)}, residual {residual_dtype}, {warmup} + {iters} "
+            "rounds, medians"
         )
         print(
             f"# {'size(B)':>12} {'count':>12} {'type':>5} {'op':>11} {'format':>6} {'density':>8} "
@@ -118,8 +119,7 @@ def run(
                     print(_line(rows[-1], size), flush=True)
             size *= SIZE_FACTOR
     result = [asdict(row) for row in rows]
-    if json_path is not None:
-        _write(Path(json_path), result)
+    table.write_rows(None if json_path is None else Path(json_path), result)
     return result
 
 
@@ -192,17 +192,8 @@ def _measure(task: Task, size: int, density: float, dtype: str, warmup: int, ite
     )  # fmt: skip
     if task.wrong:
         return row
-    half = max(task.bytes_moved // 2, 1)
-    source = torch.full((half,), 1, dtype=torch.uint8)
-    target = torch.zeros(half, dtype=torch.uint8)  # written, so that its pages exist
-    candidates = (task.run, lambda: target.copy_(source), task.peer)
-    times_us: list[list[float]] = [[] for _ in candidates]
-    for round_index in range(warmup + iters):
-        for candidate, kept in zip(candidates, times_us, strict=True):
-            start_s = time.perf_counter()
-            candidate()
-            if round_index >= warmup:
-                kept.append((time.perf_counter() - start_s) * 1e6)
+    actions = (task.run, table.copy_action(task.bytes_moved), task.peer)
+    times_us = table.time_in_turn(actions, warmup, iters)
     row.time_us, row.copy_us, row.peer_us = map(median, times_us)
     return row
 
@@ -241,9 +232,6 @@ def _wrong_bytes(got: torch.Tensor, expected: bytes) -> int:
 
 
 def _line(row: Row, size: int) -> str:
-    def cell(value: float | None, width: int, digits: int) -> str:
-        return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
-
     ratio = bandwidth = None
     if row.time_us is not None and row.copy_us is not None:
         ratio = row.time_us / row.copy_us
@@ -254,49 +242,3 @@ def _line(row: Row, size: int) -> str:
         f"{cell(row.copy_us, 10, 1)} {cell(row.peer_us, 10, 1)} {cell(ratio, 9, 2)} "
         f"{cell(bandwidth, 7, 2)} {row.wrong:>7}"
     )
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _check(
-    min_bytes: int,
-    max_bytes: int,
-    densities: Sequence[float],
-    dtype: str,
-    residual_dtype: str,
-    warmup: int,
-    iters: int,
-    threads: int | None,
-) -> None:
-    for name, value, fits, expected in (
-        ("min_bytes", min_bytes, 4 <= min_bytes <= max_bytes, f"4 to max_bytes ({max_bytes})"),
-        # One wire segment holds what is measured.
-        ("max_bytes", max_bytes, max_bytes < 2**32, "less than 4 GiB"),
-        ("density", densities, all(0 < d < 1 for d in densities), "above 0 and below 1"),
-        ("dtype", dtype, dtype in DTYPES, " | ".join(DTYPES)),
-        ("residual_dtype", residual_dtype, residual_dtype in RESIDUAL_DTYPES, "fp32 | bf16"),
-        ("warmup", warmup, warmup >= 0, "0 or more"),
-        ("iters", iters, iters >= 1, "1 or more"),
-        ("threads", threads, threads is None or threads >= 1, "1 or more"),
-    ):
-        if not fits:
-            raise ConfigError(f"bench prune: {name} is out of range", expected=expected, got=value)
-
-
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    try:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    except OSError as error:
-        raise ConfigError(
-            "the measurements cannot be written", expected="a file that can be written", got=error,
-            remedy="give --json another path",
-        ) from error  # fmt: skip

@@ -294,6 +294,9 @@ def recorded(checkout: Path) -> Path:
             f'setup_environment() {{ echo "setup $* strict=${{MEGATRON_SPARSE_STRICT:-}}" >>{log}\n'
             f"  PYTHON={python} VIRTUAL_ENV={checkout} PATH={checkout}/bin:$PATH; }}\n"
         )
+    executable(
+        checkout / "scripts/fuzz.sh", f'echo "fuzz $*" >>{log}; exit "${{FUZZ_CODE:-0}}"\n'
+    )
     (checkout / ".git").mkdir()
     return log
 
@@ -313,12 +316,13 @@ def test_test_script_runs_everything_strictly(checkout: Path, recorded: Path) ->
         "pre-commit run --all-files",
         "python -m megatron_sparse.cuda_ext.build",
         "python -m pytest -m not slow",
+        "fuzz 120",
     ]
 
 
 def test_test_script_arguments(checkout: Path, recorded: Path) -> None:
-    run_script("test.sh --full", checkout)
-    assert recorded.read_text().splitlines()[-1] == "python -m pytest"
+    run_script("test.sh --full", checkout, MEGATRON_SPARSE_FUZZ_SECONDS="7")
+    assert recorded.read_text().splitlines()[-2:] == ["python -m pytest", "fuzz 7"]
     recorded.unlink()
     run_script("test.sh tests/unit -k density", checkout)
     assert (
@@ -329,16 +333,19 @@ def test_test_script_arguments(checkout: Path, recorded: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lint", "tests", "code"), [("0", "0", 0), ("1", "0", 1), ("0", "5", 5), ("1", "5", 5)]
-)
+    ("lint", "tests", "fuzz", "code"),
+    [("0", "0", "0", 0), ("1", "0", "0", 1), ("0", "5", "0", 5), ("1", "5", "0", 5),
+     ("0", "0", "1", 1), ("0", "5", "1", 5)],
+)  # fmt: skip
 def test_test_script_exit_code(
-    checkout: Path, recorded: Path, lint: str, tests: str, code: int
+    checkout: Path, recorded: Path, lint: str, tests: str, fuzz: str, code: int
 ) -> None:
     executable(
         checkout / "bin/pre-commit",
         f'#!/bin/sh\necho "pre-commit $*" >>{recorded}\n[ "$1" = install-hooks ] || exit {lint}\n',
     )
-    assert run_script("test.sh", checkout, PYTEST_CODE=tests).returncode == code
+    done = run_script("test.sh", checkout, PYTEST_CODE=tests, FUZZ_CODE=fuzz)
+    assert done.returncode == code
     assert "pytest" in recorded.read_text(), "the tests run even when a linter complains"
 
 

@@ -1,0 +1,68 @@
+"""What the machine has left: how much of it other programs took, and its free memory."""
+
+from __future__ import annotations
+
+import time
+from types import ModuleType
+
+from megatron_sparse.errors import DependencyError
+
+MOST_FOREIGN_LOAD = 0.1
+"""Of the machine; what was timed while other programs took more is marked as noisy."""
+
+
+class HostLoad:
+    """Counts from when it is made.
+
+    The kernel's work on interrupts is left out: the network's is the ranks' doing, but in no
+    process's account.
+
+    Raises:
+        DependencyError: psutil is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._psutil = _psutil()
+        self._begin = self._now()
+
+    def _now(self) -> tuple[float, float, float]:
+        machine, own = self._psutil.cpu_times(), self._psutil.Process().cpu_times()
+        worked = machine.user + machine.nice + machine.system + getattr(machine, "steal", 0.0)
+        cores = self._psutil.cpu_count() or 1
+        spent = own.user + own.system + own.children_user + own.children_system
+        return time.monotonic() * cores, worked, spent
+
+    def spent(self) -> tuple[float, float, float]:
+        """Core-seconds since the beginning: the machine's, worked ones, this process's.
+
+        Children count when they have ended and were waited for.
+        """
+        there_were, worked, own = (
+            now - then for now, then in zip(self._now(), self._begin, strict=True)
+        )
+        return there_were, worked, own
+
+
+def foreign_share(there_were_s: float, worked_s: float, own_s: float) -> float:
+    """The share of the machine, 0 to 1, that worked for others than `own_s` was spent by."""
+    return min(max(worked_s - own_s, 0.0) / there_were_s, 1.0)
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be had without swapping.
+
+    Raises:
+        DependencyError: psutil is not installed.
+    """
+    return int(_psutil().virtual_memory().available)
+
+
+def _psutil() -> ModuleType:
+    try:
+        import psutil
+    except ImportError:
+        raise DependencyError(
+            "the machine's load and memory cannot be seen", expected="psutil",
+            got="it is not installed", remedy="pip install psutil",
+        ) from None  # fmt: skip
+    return psutil

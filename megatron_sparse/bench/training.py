@@ -1,0 +1,219 @@
+"""`bench training`: iteration times of a small Megatron GPT, compressed beside plain.
+
+Each row is a run of its own of `megatron-sparse train experiment=testbed`, over loopback or on the
+network test bed, one after the other; `plain` is Megatron without the plugin. Times are those that
+Megatron itself prints, so that all rows are measured alike. Unlike the pairs of `bench
+collectives`, rows that stand far apart in time do not share what else the machine did.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_sparse import composition
+from megatron_sparse.bench import collective_launch
+from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign_share
+from megatron_sparse.bench.table import cell, check_arguments, describe_cpu, write_rows
+from megatron_sparse.config import SCHEMES
+from megatron_sparse.errors import ConfigError, MegatronSparseError
+
+PLAIN = "plain"
+ITERATION = re.compile(
+    r"iteration +\d+/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)"
+)
+TAIL_LINES = 30
+HEADER = (
+    f"#{'scheme':>19} {'density':>8} {'iteration(ms)':>13} {'slowest':>9} {'exposed(ms)':>11} "
+    f"{'wire(B)':>11} {'dense(B)':>11} {'speedup':>7} {'loss':>17}"
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to train, and where.
+
+    Attributes:
+        schemes: `plain` and names of `config.SCHEMES`; the first is what the others are compared
+            with.
+        densities: for the schemes that compress.
+        ranks: processes on this machine.
+        mbit: rate of the test bed's links; None for loopback.
+        warmup: iterations before the first that counts.
+        iters: iterations that count.
+        overrides: more arguments of `train`.
+    """
+
+    schemes: Sequence[str]
+    densities: Sequence[float]
+    ranks: int
+    mbit: int | None
+    warmup: int
+    iters: int
+    overrides: Sequence[str]
+
+    def __post_init__(self) -> None:
+        known = (PLAIN, *SCHEMES)
+        check_arguments("bench training", [
+            ("scheme", self.schemes, set(self.schemes) <= set(known), " | ".join(known)),
+            ("ranks", self.ranks, self.ranks >= 1, "1 or more"),
+            ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
+            ("iters", self.iters, self.iters >= 1, "1 or more"),
+        ])  # fmt: skip
+
+    def rows(self) -> Iterator[tuple[str, float]]:
+        """(scheme, density) of each row."""
+        for scheme in self.schemes:
+            dense = scheme == PLAIN or scheme.startswith("dense")
+            for density in [1.0] if dense else self.densities:
+                yield scheme, density
+
+    def arguments(self, scheme: str, density: float, out: Path) -> list[str]:
+        """Of `train`, for one row."""
+        nodes = 1 if self.mbit is None else self.ranks
+        how = ["plugin=false"] if scheme == PLAIN else [f"scheme={scheme}"]
+        return [
+            "experiment=testbed", f"name={_run_name(scheme, density)}", f"runs_dir={out}", *how,
+            f"compression.density={density:g}", f"cluster.nodes={nodes}",
+            f"cluster.ranks_per_node={self.ranks // nodes}", "cluster.device=cpu",
+            f"training.global_batch_size={self.ranks}",
+            f"training.iterations={self.warmup + self.iters}", *self.overrides,
+        ]  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One run; times are milliseconds.
+
+    Attributes:
+        op: `training`.
+        scheme: `plain`, or the plugin's.
+        density: of the schemes that compress; 1 for the others.
+        world_size: ranks.
+        mbit: rate of each rank's link; null over loopback.
+        iteration_ms: median.
+        slowest_ms: the slowest iteration that counts.
+        exposed_ms: of the median iteration, spent waiting for gradients; null for `plain`.
+        wire_bytes: sent by the last rank in an iteration; null for `plain`.
+        dense_bytes: what a dense ring would send; null for `plain`.
+        loss_first: of the first iteration.
+        loss_last: of the last one.
+        speedup: over the first row.
+        foreign_load: the share of the machine that other programs took during the whole run.
+        noisy: whether that was too much for the times to be believed.
+    """
+
+    op: str
+    scheme: str
+    density: float
+    world_size: int
+    mbit: int | None
+    iteration_ms: float
+    slowest_ms: float
+    exposed_ms: float | None
+    wire_bytes: float | None
+    dense_bytes: float | None
+    loss_first: float
+    loss_last: float
+    speedup: float
+    foreign_load: float
+    noisy: bool
+
+    def line(self) -> str:
+        """The table's line."""
+        return (
+            f"{self.scheme:>20} {self.density:>8g} {self.iteration_ms:>13.1f} "
+            f"{self.slowest_ms:>9.1f} {cell(self.exposed_ms, 11, 1)} "
+            f"{cell(self.wire_bytes, 11, 0)} {cell(self.dense_bytes, 11, 0)} {self.speedup:>7.2f} "
+            f"{self.loss_first:>7.4f} -> {self.loss_last:.4f}"
+            f"{f'  noisy: {self.foreign_load:.0%}' if self.noisy else ''}"
+        )
+
+
+def run(setting: Setting, out: Path, json_path: Path | None = None) -> list[dict[str, Any]]:
+    """Trains, prints the table and returns its rows.
+
+    Args:
+        setting: what to train.
+        out: gets a folder and a log for each run; an earlier run of the same name moves aside.
+        json_path: for one JSON object a line; None writes none.
+
+    Raises:
+        ConfigError: an override is wrong, or a file cannot be written.
+        MegatronSparseError: a run failed; the end of its log is in the message.
+    """
+    for scheme, density in setting.rows():
+        composition.compose(setting.arguments(scheme, density, out))
+    _make_folder(out)
+    where = "loopback" if setting.mbit is None else f"test bed, {setting.mbit} Mbit/s"
+    print(f"# {describe_cpu(1)}\n# {setting.ranks} ranks, gloo, {where}, {setting.warmup} + "
+          f"{setting.iters} iterations, medians\n{HEADER}", flush=True)  # fmt: skip
+    rows: list[Row] = []
+    for scheme, density in setting.rows():
+        rows.append(_train(setting, scheme, density, out, rows[0] if rows else None))
+        print(rows[-1].line(), flush=True)
+        write_rows(json_path, [asdict(row) for row in rows])
+    return [asdict(row) for row in rows]
+
+
+def _train(setting: Setting, scheme: str, density: float, out: Path, first: Row | None) -> Row:
+    arguments = setting.arguments(scheme, density, out)
+    command = collective_launch.command_line(["train", *arguments])
+    log_path = out / f"{_run_name(scheme, density)}.log"
+    load = HostLoad()
+    with log_path.open("w") as log:
+        if setting.mbit is None:
+            code = collective_launch.run(command, log)
+        else:
+            ranks = setting.ranks
+            code = collective_launch.run_netbed(command, ranks, setting.mbit, ranks, log)
+    share = foreign_share(*load.spent())
+    printed = log_path.read_text("utf-8", errors="replace")
+    found = ITERATION.findall(printed)
+    if code or len(found) != setting.warmup + setting.iters:
+        tail = "\n".join(printed.splitlines()[-TAIL_LINES:])
+        raise MegatronSparseError(
+            f"bench training: the run with scheme {scheme} failed",
+            expected=f"exit code 0 and {setting.warmup + setting.iters} iterations",
+            got=f"exit code {code} and {len(found)} iterations; it ends with\n{tail}",
+            remedy=f"see {log_path}",
+        )
+    times_ms = [float(time_ms) for time_ms, _ in found][setting.warmup :]
+    losses = [float(loss) for _, loss in found]
+    middle_ms = median(times_ms)
+    return Row(
+        op="training", scheme=scheme, density=density, world_size=setting.ranks, mbit=setting.mbit,
+        iteration_ms=middle_ms, slowest_ms=max(times_ms), loss_first=losses[0],
+        loss_last=losses[-1], speedup=(first.iteration_ms if first else middle_ms) / middle_ms,
+        foreign_load=share, noisy=share > MOST_FOREIGN_LOAD,
+        **_from_breakdown(out / _run_name(scheme, density), setting.warmup, plain=scheme == PLAIN),
+    )  # fmt: skip
+
+
+def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, float | None]:
+    """What only the plugin measures: medians over the iterations that count."""
+    names = ("exposed_ms", "wire_bytes", "dense_bytes")
+    if plain:
+        return dict.fromkeys(names)
+    lines = (folder / "breakdown.jsonl").read_text().splitlines()[warmup:]
+    iterations = [json.loads(line) for line in lines]
+    return {name: median(iteration[name] for iteration in iterations) for name in names}
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "bench training: the runs have no place", expected="a folder that can be made",
+            got=error, remedy="give another --out",
+        ) from None  # fmt: skip
+
+
+def _run_name(scheme: str, density: float) -> str:
+    return f"{scheme}_{density:g}"

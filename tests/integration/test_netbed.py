@@ -1,0 +1,322 @@
+"""`scripts/netbed.sh`: hosts with slow links, and nothing left of them, however a run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse.bench import collective_launch
+
+ROOT = Path(__file__).resolve().parents[2]
+NETBED = ROOT / "scripts" / "netbed.sh"
+TOOLS = ("ip", "tc", "mount", "unshare", "nsenter", "setpriv")
+
+
+def _why_not() -> str | None:
+    """Why there is no test bed here; None where there is one."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "the test bed needs root on Linux"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"the test bed needs {', '.join(missing)}"
+    spaces = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc"]
+    links = (
+        "ip link add name b0 type bridge && ip link add name v0 type veth peer name v1 && "
+        "tc qdisc add dev v0 root tbf rate 1mbit burst 128kb limit 256kb"
+    )
+    tried = subprocess.run([*spaces, "sh", "-c", links], capture_output=True, text=True)
+    return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+WHY_NOT = _why_not()
+bed = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+
+
+def start(*arguments: str, **more) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", str(NETBED), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, **more,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def processes_with(mark: str) -> list[str]:
+    """Processes of this machine whose command line has the mark."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it has just ended
+        if mark in line and "pytest" not in line:
+            found.append(line)
+    return found
+
+
+def sleepers(mark: str) -> list[str]:
+    """Those of them that are `sleep` itself: not the scripts that have its name in their own."""
+    return [line for line in processes_with(mark) if line.startswith("sleep ")]
+
+
+def wait_for(mark: str, number: int, run: subprocess.Popen[str]) -> None:
+    """Returns when there are so many sleepers; ends the run if there never are."""
+    deadline = time.monotonic() + 30
+    while len(sleepers(mark)) != number:
+        if time.monotonic() > deadline:
+            run.kill()
+            pytest.fail(f"{processes_with(mark)}, not {number} sleepers")
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def mark(request) -> str:
+    """Seconds of sleep that no other test asks for: they are found by it."""
+    return f"{1_000_000 + os.getpid() * 1000 + hash(request.node.name) % 1000}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """The machine's own links and namespaces are as they were."""
+
+    def seen() -> list[str]:
+        listing = [["ip", "-o", "link"], ["ip", "netns", "list"]]
+        return [] if WHY_NOT else [
+            subprocess.run(one, capture_output=True, text=True, check=True).stdout
+            for one in listing
+        ]  # fmt: skip
+
+    before = seen()
+    yield
+    assert seen() == before
+
+
+@bed
+class TestRanks:
+    """What each rank finds, and where its output goes."""
+
+    SAY = (
+        "echo $(hostname) $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $NODE_RANK "
+        "$MASTER_ADDR $MASTER_PORT $GLOO_SOCKET_IFNAME $NETBED_MBIT $OMP_NUM_THREADS; "
+        "echo err >&2; getent ahostsv4 netbed-1 | head -n 1"
+    )
+
+    def test_environment_hosts_and_output(self):
+        env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        code, out, err = finish(
+            start("--ranks", "3", "--nodes", "2", "--mbit", "200", "--", "sh", "-c", self.SAY,
+                  env=env)
+        )  # fmt: skip
+        assert code == 0, err
+        lines = out.splitlines()
+        assert lines[0] == "netbed-0 0/3 0/2 0 10.77.0.1 29500 e0 200 1"
+        assert lines[1].split()[0] == "10.77.0.2"
+        assert len(lines) == 2, "rank 0 alone writes to stdout"
+        errors = err.splitlines()
+        assert "err" in errors
+        assert "[1] netbed-0 1/3 1/2 0 10.77.0.1 29500 e0 200 1" in errors
+        assert "[2] netbed-1 2/3 0/1 1 10.77.0.1 29500 e0 200 1" in errors
+        assert errors.count("[1] err") == errors.count("[2] err") == 1
+
+    def test_logs(self, tmp_path):
+        logs = tmp_path / "new" / "logs"
+        code, out, err = finish(start("--ranks", "2", "--logs", str(logs), "--", "sh", "-c",
+                                      "echo I am $RANK; exit $((RANK * 7))"))  # fmt: skip
+        assert (code, out) == (7, "I am 0\n")
+        assert (logs / "rank1.log").read_text() == "I am 1\n"
+        assert "rank 1 ended with code 7" in err
+        assert "I am 1" in err, "the end of the log of the rank that failed"
+
+    def test_the_rate_is_the_links(self):
+        """4 MB at 100 Mbit/s take 0.33 s with headers; a bucket and a queue may start at once."""
+        talk = (
+            "import os, socket, sys, time\n"
+            "size = 4_000_000\n"
+            "if os.environ['RANK'] == '0':\n"
+            "    with socket.create_server((os.environ['MASTER_ADDR'], 29500)) as server:\n"
+            "        peer, _ = server.accept()\n"
+            "        start, got = time.monotonic(), 0\n"
+            "        while got < size: got += len(peer.recv(1 << 16))\n"
+            "        print(time.monotonic() - start)\n"
+            "else:\n"
+            "    for _ in range(200):\n"
+            "        try: peer = socket.create_connection((os.environ['MASTER_ADDR'], 29500))\n"
+            "        except OSError: time.sleep(0.05)\n"
+            "        else: break\n"
+            "    peer.sendall(bytes(size))\n"
+            "    time.sleep(0.5)\n"
+        )
+        command = ("--", sys.executable, "-c", talk)
+        code, limited, err = finish(start("--ranks", "2", "--mbit", "100", *command))
+        assert code == 0, err
+        # The bucket holds 0.13 MB. Nothing bounds it from above on a busy machine but the queue.
+        assert 0.3 < float(limited) < 5
+        code, free, err = finish(start("--ranks", "2", "--mbit", "0", *command))
+        assert code == 0, err
+        assert float(free) < float(limited)
+
+
+@bed
+class TestEnds:
+    """Every way to end, and what it leaves: nothing."""
+
+    def test_the_first_code_that_is_not_zero(self, mark):
+        begin = time.monotonic()
+        code, _, err = finish(start("--ranks", "3", "--grace", "1", "--", "sh", "-c",
+                                    f"[ $RANK = 1 ] && exit 5; sleep {mark}"))  # fmt: skip
+        assert code == 5
+        assert "rank 1 ended with code 5" in err
+        assert "2 of 3 ranks did not end in time" in err
+        assert time.monotonic() - begin < 20
+        assert not processes_with(mark)
+
+    def test_a_killed_rank_ends_the_others_and_what_they_left_behind(self, mark):
+        run = start("--ranks", "3", "--grace", "0", "--", "sh", "-c",
+                    f"setsid sleep {mark} & exec sleep {mark}.$RANK")  # fmt: skip
+        wait_for(mark, 6, run)
+        (victim,) = [
+            int(entry.parent.name)
+            for entry in Path("/proc").glob("[0-9]*/cmdline")
+            if entry.read_bytes() == f"sleep\0{mark}.2\0".encode()
+        ]
+        os.kill(victim, signal.SIGKILL)
+        code, _, err = finish(run)
+        assert code == 137
+        assert "rank 2 ended with code 137 (signal 9)" in err
+        assert not processes_with(mark)
+
+    def test_the_timeout(self, mark):
+        code, _, err = finish(start("--ranks", "2", "--timeout", "1", "--", "sleep", mark))
+        assert code == 124
+        assert "2 of 2 ranks did not end in time" in err
+        assert not processes_with(mark)
+
+    @pytest.mark.parametrize(
+        ("number", "expected"),
+        [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
+    )
+    def test_a_signal(self, number, expected, mark):
+        run = start("--ranks", "2", "--", "sleep", mark)
+        wait_for(mark, 2, run)
+        run.send_signal(number)
+        code, _, _ = finish(run)
+        assert code == expected
+        wait_for(mark, 0, run)
+        if number != signal.SIGKILL:  # in which case the kernel may take a moment for the rest
+            assert not processes_with(mark)
+
+    def test_two_at_once(self):
+        both = [start("--ranks", "2", "--", "sh", "-c", "sleep 1; hostname -I") for _ in range(2)]
+        for run in both:
+            code, out, err = finish(run)
+            assert code == 0, err
+            assert "10.77.0.1" in out
+
+
+@bed
+def test_bench_collectives_on_the_test_bed(tmp_path):
+    """The whole way: hosts, ranks, gloo, checks, times, JSON lines."""
+    path = tmp_path / "rows.jsonl"
+    command = collective_launch.command_line([
+        "bench", "collectives", "--netbed", "--mbit=1000", "--ranks=2", "--min-bytes=1M",
+        "--max-bytes=1M", "--density=0.01", "--scheme=dense,direct", "--warmup=1", "--iters=2",
+        f"--json={path}",
+    ])  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    dense, direct = (json.loads(line) for line in path.read_text().splitlines())
+    for row in (dense, direct):
+        assert (row["wrong"], row["world_size"], row["mbit"]) == (0, 2, 1000)
+        # A MiB each way at 119.55 MB/s; the token bucket lets an eighth of it pass at once.
+        assert row["dense_us"] > 0.8 * 2**20 / 119.55
+    assert dense["network_floor_us"] == pytest.approx(2**20 / 119.55, rel=1e-3)
+    assert direct["wire_bytes"] < 0.05 * dense["wire_bytes"]
+
+
+@bed
+@pytest.mark.slow
+def test_bench_training_on_the_test_bed(tmp_path):
+    """Megatron's own loop in the namespaces: dense and compressed learn alike."""
+    path = tmp_path / "rows.jsonl"
+    command = collective_launch.command_line([
+        "bench", "training", "--netbed", "--mbit=1000", "--ranks=2", "--scheme=plain,dense,direct",
+        "--iters=2", "--warmup=1", f"--out={tmp_path}", f"--json={path}", "model.num_layers=1",
+        "model.hidden_size=96",
+    ])  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    plain, dense, direct = (json.loads(line) for line in path.read_text().splitlines())
+    assert plain["loss_first"] == dense["loss_first"] == direct["loss_first"]
+    assert plain["loss_last"] == dense["loss_last"], "dense through the plugin is Megatron's own"
+    assert dense["wire_bytes"] == dense["dense_bytes"]
+    assert direct["wire_bytes"] < 0.1 * direct["dense_bytes"]
+
+
+class TestMistakes:
+    """One error each, before anything is made."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ((), "there is no command"),
+            (("--",), "there is no command"),
+            (("--ranks", "0", "--", "true"), "from 1 to 250"),
+            (("--ranks", "many", "--", "true"), "from 1 to 250"),
+            (("--mbit",), "--mbit"),
+            (("--ranks", "2", "--nodes", "3", "--", "true"), "more nodes than ranks"),
+            (("--rank", "2", "--", "true"), "--rank"),
+            (("--logs",), "a folder"),
+        ],
+    )
+    def test_options(self, arguments, words):
+        code, out, err = finish(start(*arguments))
+        assert (code, out) == (2, "")
+        assert err.count("error:") == 1
+        assert words in err
+        assert "remedy:" in err
+
+    def test_help_is_the_head_of_the_script(self):
+        code, out, _ = finish(start("--help"))
+        assert code == 0
+        assert "--ranks N" in out
+        assert "set -e" not in out
+
+    @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="drops root")
+    def test_without_root(self):
+        def drop() -> None:
+            os.setuid(65534)
+
+        # Read by root, for the checkout may be closed to others.
+        run = subprocess.run(
+            ["bash", "-s", "--", "--", "true"], input=NETBED.read_text(), capture_output=True,
+            text=True, preexec_fn=drop, cwd="/", timeout=30,
+        )  # fmt: skip
+        assert run.returncode == 2
+        assert "expected: root" in run.stderr
+
+    @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root")
+    def test_without_a_tool(self, tmp_path):
+        for tool in ("bash", "id", "ip"):
+            (tmp_path / tool).symlink_to(shutil.which(tool) or "/missing")
+        run = subprocess.run(
+            [str(tmp_path / "bash"), str(NETBED), "--", "true"], capture_output=True, text=True,
+            env={"PATH": str(tmp_path)}, timeout=30,
+        )  # fmt: skip
+        assert run.returncode == 2
+        assert "no tc" in run.stderr
+        assert "iproute2" in run.stderr
