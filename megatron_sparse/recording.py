@@ -28,9 +28,9 @@ class BucketRecord:
     """What happened to one bucket in one step.
 
     `dense_bytes` is what each rank of a ring all-reduce (or reduce-scatter) of the whole bucket
-    would send, `wire_bytes` what this rank did send in pairwise messages (for `dense`, whose bytes are
-    the backend's business, that of a ring). Times are microseconds.
-    `launched_s` and `finished_s` are `time.perf_counter` seconds of the host.
+    would send, `wire_bytes` what this rank did send in pairwise messages (for `dense`, whose bytes
+    are the backend's business, that of a ring). Times are microseconds. `launched_s` and
+    `finished_s` are `time.perf_counter` seconds of the host.
     """
 
     bucket: str

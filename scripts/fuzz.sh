@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
-# Fuzzes the decoder of wire messages under the address and undefined behaviour sanitizers.
+# Fuzzes every decoder of wire records under the address and undefined behaviour sanitizers.
 #
 #   bash scripts/fuzz.sh [--install] [SECONDS]
 #
-# With clang's libFuzzer where it is there (--install gets it with apt-get), else with g++ and a loop
-# of its own. Runs for SECONDS (60) once it is built; exits with 1 when something was found.
+# Half of SECONDS (60) goes to the core of the message decoder, on every instruction set and led by
+# coverage: clang's libFuzzer where it is there (--install gets it with apt-get), else g++ and
+# tests/kernels/fuzz_loop.cpp. The other half goes to all decoders as Python calls them
+# (tests/kernels/fuzz_records.py), where this PYTHON (python3) has torch and g++ is there; it fails
+# where it has not. What once was found lies in tests/kernels/fuzz_regressions and runs first.
+# Building takes about a minute and a half on two cores beside that. Exits with 1 when something was
+# found; an input that broke the core is then a file crash-*, which belongs among the regressions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -31,10 +36,19 @@ if $install && ! command -v clang++ >/dev/null; then
   "${sudo[@]}" apt-get install -y --no-install-recommends clang libclang-rt-dev
 fi
 
+python=${PYTHON:-python3}
+"$python" -c 'import torch' 2>/dev/null ||
+  fail "this Python cannot run the decoders" "one with torch" "$python" "set PYTHON"
+cxx=${CXX:-g++}
+command -v "$cxx" >/dev/null ||
+  fail "there is no C++ compiler" "g++" "$cxx" "install one, or name it in CXX"
+
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 sources=cuda_ext/csrc
+regressions=tests/kernels/fuzz_regressions
 common=(-std=c++17 -O1 -g -ffp-contract=off -fno-omit-frame-pointer -Wno-psabi "-I$sources")
+sanitize=("-fsanitize=address,undefined" -fno-sanitize-recover=all)
 
 # Succeeds when clang++ can link a fuzzer, which needs its runtime library.
 has_libfuzzer() {
@@ -43,17 +57,16 @@ has_libfuzzer() {
     clang++ -x c++ - -fsanitize=fuzzer,address -o "$work/probe" 2>"$work/probe.log"
 }
 
+drivers=(tests/kernels/fuzz_decode.cpp)
 if has_libfuzzer; then
   compiler=clang++
-  sanitize=("-fsanitize=address,undefined" -fno-sanitize-recover=all -fsanitize=fuzzer-no-link)
-  common+=(-DMS_LIBFUZZER)
+  coverage=-fsanitize=fuzzer-no-link
   link=(-fsanitize=fuzzer)
 else
-  compiler=${CXX:-g++}
-  command -v "$compiler" >/dev/null ||
-    fail "there is no C++ compiler" "clang++ or g++" "$compiler" "install one, or use --install"
-  sanitize=("-fsanitize=address,undefined" -fno-sanitize-recover=all)
+  compiler=$cxx
+  coverage=-fsanitize-coverage=trace-pc
   link=()
+  drivers+=(tests/kernels/fuzz_loop.cpp)
 fi
 
 isas=("portable 4")
@@ -64,38 +77,57 @@ case $(uname -m) in
     ;;
 esac
 
+# compile NAME FLAG...: puts the object into the list; two at a time, for small machines.
 objects=()
 compile() {
   local name=$1
   shift
-  "$compiler" "${common[@]}" "${sanitize[@]}" "$@" -c -o "$work/$name.o"
+  while [ "$(jobs -rp | wc -l)" -ge 2 ]; do wait -n || built=false; done
+  "$compiler" "${common[@]}" "${sanitize[@]}" "$@" -c -o "$work/$name.o" &
+  objects+=("$work/$name.o")
 }
+built=true
 for isa in "${isas[@]}"; do
   read -r name width flags <<<"$isa"
   # shellcheck disable=SC2086 # flags are words
-  compile "$name" $flags "-DMS_ISA=$name" "-DMS_WIDTH=$width" "$sources/kernels_isa.cpp" &
-  objects+=("$work/$name.o")
+  compile "$name" $coverage $flags "-DMS_ISA=$name" "-DMS_WIDTH=$width" "$sources/kernels_isa.cpp"
 done
-for source in "$sources/place.cpp" "$sources/decode_records.cpp" tests/kernels/fuzz_decode.cpp; do
-  name=$(basename "$source" .cpp)
-  compile "$name" "$source" &
-  objects+=("$work/$name.o")
+for source in "$sources/place.cpp" "$sources/decode_records.cpp"; do
+  compile "$(basename "$source" .cpp)" "$coverage" "$source"
 done
-for job in $(jobs -p); do wait "$job" || fail "the fuzzer cannot be built" "$compiler" \
-  "see above" "fix what the compiler says"; done
+for source in "${drivers[@]}"; do compile "$(basename "$source" .cpp)" "$source"; done
+while [ -n "$(jobs -rp)" ]; do wait -n || built=false; done
+$built || fail "the fuzzer cannot be built" "$compiler" "see above" "fix what the compiler says"
 "$compiler" "${sanitize[@]}" "${link[@]}" "${objects[@]}" -o "$work/fuzz"
 
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=0}
-export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
-echo "fuzzing for $seconds s ($compiler)"
+# An abort is a signal, on which the loop writes down its input.
+export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1:abort_on_error=1}
+half=$(((seconds + 1) / 2))
 code=0
+echo "fuzzing the message decoder for $half s ($compiler)"
 if [ ${#link[@]} -gt 0 ]; then
-  "$work/fuzz" "-max_total_time=$seconds" -max_len=1048576 "-artifact_prefix=$PWD/" -verbosity=1 \
-    -print_final_stats=1 || code=$?
+  mkdir "$work/corpus"
+  "$work/fuzz" "$work/corpus" "$regressions" "-max_total_time=$half" -max_len=1048576 -timeout=20 \
+    "-artifact_prefix=$PWD/" -verbosity=1 -print_final_stats=1 || code=$?
 else
-  "$work/fuzz" "$seconds" || code=$?
+  "$work/fuzz" --regressions "$regressions" --artifacts "$PWD" "$half" || code=$?
+fi
+if [ "$code" = 0 ]; then
+  CXX=$cxx "$python" -m megatron_sparse.cuda_ext.build --cuda off --sanitize --out "$work/library"
+  echo "fuzzing all decoders as Python calls them for $half s"
+  # Python itself is not sanitized: the runtime must be loaded before it, with the library whose
+  # exceptions it watches, and Python's leaks are its own.
+  runtime="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libstdc++.so)"
+  ASAN_OPTIONS="$ASAN_OPTIONS:detect_leaks=0" LD_PRELOAD=$runtime \
+    PYTHONMALLOC=malloc "$python" -m tests.kernels.fuzz_records --seconds "$half" \
+    --library "$work/library/megatron_sparse_cpu.so" --seed-file "$work/seed" || code=$?
+  if [ "$code" != 0 ] && [ -f "$work/seed" ]; then
+    echo "fuzz_records: 1 crash at seed $(cat "$work/seed"); repeat with --first" >&2
+  fi
 fi
 if [ "$code" != 0 ]; then
   echo "error: the fuzzer found something; see above" >&2
   exit 1
 fi
+echo "fuzz: no crash, no sanitizer report, no wrong answer"

@@ -3,7 +3,10 @@
 #
 #   bash scripts/test.sh                 linters, the strict build of the extension, every quick test
 #   bash scripts/test.sh --full          the tests marked slow too
-#   bash scripts/test.sh ARGUMENT...     no linters; the arguments go to pytest
+#   bash scripts/test.sh ARGUMENT...     only the tests; the arguments go to pytest
+#
+# Without arguments, or with --full, the decoders are fuzzed at the end, for 120 s or for
+# MEGATRON_SPARSE_FUZZ_SECONDS (0 leaves it out), and for the minute and a half that its build takes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source-path=SCRIPTDIR source=env.sh
@@ -51,6 +54,11 @@ say "tests"
 code=0
 # One thread a process: several ranks share the machine's cores.
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest "${selection[@]}" "$@" || code=$?
+fuzz_seconds=${MEGATRON_SPARSE_FUZZ_SECONDS:-120}
+if $lint && [ "$fuzz_seconds" != 0 ]; then
+  say "fuzzing: every decoder under sanitizers for $fuzz_seconds s"
+  PYTHON=$PYTHON bash scripts/fuzz.sh "$fuzz_seconds" || failed="${failed:+$failed and the }fuzzing"
+fi
 if [ -n "$failed" ]; then
   say "the $failed failed, see above" >&2
   [ "$code" -ne 0 ] || code=1

@@ -65,10 +65,8 @@ class Timeline:
         origin_us = min((event["ts"] for event in self._events), default=0.0)
         events = [event | {"ts": event["ts"] - origin_us} for event in self._events]
         names = {"training thread": TRAINING_ROW, **self._rows}
-        rows = [
-            {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": row, "args": {"name": name}}
-            for name, row in names.items()
-        ]  # fmt: skip
+        common = {"ph": "M", "name": "thread_name", "pid": self._rank}
+        rows = [common | {"tid": row, "args": {"name": name}} for name, row in names.items()]
         part = path.with_name(f".{path.name}.partial")
         part.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": rows + events}))
         os.replace(part, path)

@@ -1,16 +1,20 @@
 // Fuzzes the message decoder (cuda_ext/csrc/decode_records.h) under the address and undefined
-// behaviour sanitizers; scripts/fuzz.sh builds and runs it, with libFuzzer or with the loop below.
+// behaviour sanitizers; scripts/fuzz.sh builds and runs it, with libFuzzer or with fuzz_loop.cpp.
 //
 // An input is 8 bytes of control and a message. Whatever the message: no instruction set may read
 // or write out of bounds, all must answer alike, and a refused message leaves the accumulator as it
 // was. Inputs start as valid messages from our own encoder. Most are damaged and then repaired in
 // part: headers with valid checksums, sections as long as they should be, prefix sums that fit.
 // What one repair leaves wrong is then all that stands between the decoder and a bad access.
+//
+// An input with the option kRoundTrip names a gradient instead, with hostile values and sizes: all
+// instruction sets must encode it to the same bytes, and decoding must give the gradient back.
 #include <algorithm>
-#include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <random>
 #include <vector>
@@ -25,9 +29,20 @@ namespace {
 constexpr size_t kControl = 8;
 constexpr uint32_t kEpoch = 7;
 constexpr int64_t kFirst = 1000;       // where the segments begin in the bucket
-constexpr int64_t kMaxNumel = 40'000;  // more than a chunk of tiles
+constexpr int64_t kMaxNumel = 160'000;  // more than a chunk of tiles
 
-enum Option : uint8_t { kFresh = 1, kRepairHeaders = 2, kRepairPrefix = 4 };
+enum Option : uint8_t { kFresh = 1, kRepairHeaders = 2, kRepairPrefix = 4, kRoundTrip = 8 };
+
+constexpr int64_t kKinds[] = {kAdaptive, kKindDense,     kKindCoo,
+                              kKindPici, kKindPiciPaper, kKindBlocks};
+
+// What was done, for the summary.
+struct Counts {
+  uint64_t messages = 0;
+  uint64_t taken = 0;
+  uint64_t round_trips = 0;
+  uint64_t records[5] = {};  // dense, COO, Pici, blocks, Pici in the paper's order
+} counted;
 
 struct Control {
   int dtype;
@@ -38,8 +53,9 @@ struct Control {
 Control read_control(const uint8_t* data) {
   uint16_t numel[2];
   std::memcpy(numel, data + 4, sizeof numel);
-  const int64_t border = kFirst + numel[0] % kMaxNumel;
-  return {data[0] % 3, data[1], {kFirst, border, border + numel[1] % kMaxNumel}};
+  const auto scaled = [data](int64_t n) { return (3 * n + data[2] % 3) % kMaxNumel; };
+  const int64_t border = kFirst + scaled(numel[0]);
+  return {data[0] % 3, data[1], {kFirst, border, border + scaled(numel[1])}};
 }
 
 std::vector<const Kernels*> all_kernels() {
@@ -123,24 +139,32 @@ void fail(const char* what) {
   std::abort();
 }
 
-// The decoder of all instruction sets on one input; whether it was taken for a message.
-bool try_input(const uint8_t* data, size_t size) {
-  if (size < kControl) return false;
-  const Control control = read_control(data);
-  // Exactly as long as it is, so that a byte too far is seen.
-  std::vector<uint8_t> content(data + kControl, data + size);
+bool same_bits(float a, float b) {
+  // Which NaN survives an addition differs between machines.
+  return std::memcmp(&a, &b, sizeof a) == 0 || (a != a && b != b);
+}
+
+const auto serial = [](int64_t count, const auto& work) { work(0, count); };
+
+// A copy that is exactly as long as its content, so that a byte too far is seen.
+std::unique_ptr<uint8_t[]> exact_copy(const std::vector<uint8_t>& content) {
+  std::unique_ptr<uint8_t[]> copy(new uint8_t[content.size()]);
+  if (!content.empty()) std::memcpy(copy.get(), content.data(), content.size());
+  return copy;
+}
+
+// The decoder of all instruction sets on one message.
+void try_message(const Control& control, std::vector<uint8_t> content) {
   if (control.options & kRepairHeaders) content = repair(content, control);
   const int64_t bytes = static_cast<int64_t>(content.size());
-  const std::unique_ptr<uint8_t[]> message(new uint8_t[bytes]);
-  if (bytes > 0) std::memcpy(message.get(), content.data(), bytes);
+  const std::unique_ptr<uint8_t[]> message = exact_copy(content);
   const Expected expected = {control.offsets, 2, control.dtype, kEpoch, kFirst};
   const int64_t numel = control.offsets[2] - kFirst;
-  const auto serial = [](int64_t count, const auto& work) { work(0, count); };
   Status first;
   std::unique_ptr<float[]> first_sum;
   for (const Kernels* kernel : all_kernels()) {
     std::unique_ptr<float[]> sum(new float[numel]);
-    for (int64_t i = 0; i < numel; ++i) sum[i] = 0.5f;
+    std::fill(sum.get(), sum.get() + numel, 0.5f);
     const Status status =
         decode_records(message.get(), bytes, expected, (control.options & kFresh) != 0, sum.get(),
                        *kernel, serial);
@@ -156,96 +180,181 @@ bool try_input(const uint8_t* data, size_t size) {
       fail("two instruction sets answer differently");
     }
     for (int64_t i = 0; i < numel; ++i) {
-      // Which NaN survives an addition differs between machines.
-      if (std::memcmp(&sum[i], &first_sum[i], sizeof(float)) != 0 &&
-          !(sum[i] != sum[i] && first_sum[i] != first_sum[i])) {
-        fail("two instruction sets add differently");
-      }
+      if (!same_bits(sum[i], first_sum[i])) fail("two instruction sets add differently");
     }
   }
-  return !first.wrong;
+  ++counted.messages;
+  counted.taken += !first.wrong;
+  std::vector<DecodeChunk> chunks;
+  if (first.wrong || find_chunks(message.get(), bytes, expected, chunks).wrong) return;
+  for (const DecodeChunk& chunk : chunks) {
+    if (chunk.begin == 0) ++counted.records[chunk.kind == kKindPiciPaper ? 4 : chunk.kind];
+  }
+}
+
+struct Encoding {
+  int dtype;
+  int64_t kind;
+  int64_t block_size;
+  bool expand_dense;  // dense records from what was staged, as prune_encode makes them
+};
+
+// The message of a gradient of two segments; offsets[0] is kFirst.
+std::vector<uint8_t> encode(const std::vector<float>& grad, const int64_t* offsets,
+                            const Encoding& how, const Kernels& kernel) {
+  const int64_t value_bytes = dtype_bytes(how.dtype);
+  const int64_t local[3] = {0, offsets[1] - kFirst, offsets[2] - kFirst};
+  std::vector<uint64_t> scratch((scratch_bytes(local, 2, value_bytes) + 7) / 8);
+  std::vector<StageChunk> chunks = cut_chunks(local, 2, value_bytes, scratch.data());
+  for (StageChunk& chunk : chunks) {
+    chunk.values = chunk.slot;
+    chunk.nnz = kernel.stage[kFp32][how.dtype](grad.data() + chunk.begin, chunk.end - chunk.begin,
+                                               {chunk.words, nullptr, 0, chunk.values});
+    clear_words_behind(chunk);
+    chunk.blocks = count_blocks(chunk, how.block_size);
+  }
+  const std::vector<SegmentCount> counts = add_up(chunks, 2);
+  std::vector<Record> records;
+  int64_t bytes = 0;
+  for (int s = 0; s < 2; ++s) {
+    records.push_back(plan_record(how.kind, false, offsets[s], offsets[s + 1] - offsets[s],
+                                  counts[s], how.block_size, value_bytes));
+    bytes += records.back().bytes();
+  }
+  const std::unique_ptr<uint8_t[]> message(new uint8_t[bytes]);
+  start_records(records, how.dtype, kEpoch, message.get());
+  for (StageChunk& chunk : chunks) {
+    chunk.begin += kFirst;
+    chunk.end += kFirst;
+    const Record& record = records[chunk.segment];
+    if (record.kind == kKindDense && !how.expand_dense) {
+      kernel.convert[kFp32][how.dtype](
+          grad.data() + chunk.begin - kFirst, chunk.end - chunk.begin,
+          record.payload + (chunk.begin - record.offset) * value_bytes);
+    } else {
+      place_chunk(chunk, record, how.dtype, kernel);
+    }
+  }
+  return {message.get(), message.get() + bytes};
+}
+
+float hostile_value(std::minstd_rand& random) {
+  using Limits = std::numeric_limits<float>;
+  constexpr float values[] = {Limits::quiet_NaN(),
+                              Limits::infinity(),
+                              -Limits::infinity(),
+                              -0.0f,
+                              Limits::denorm_min(),
+                              -1e-40f,
+                              Limits::max(),
+                              Limits::min(),
+                              65504.0f,
+                              65520.0f,
+                              6e-8f,
+                              1.0f,
+                              -3.0f};
+  return values[random() % (sizeof values / sizeof values[0])];
+}
+
+// None, all, or one in `gap` elements are not zero.
+std::vector<float> make_gradient(int64_t numel, bool hostile, std::minstd_rand& random) {
+  std::vector<float> grad(numel);
+  grad.reserve(1);  // memcpy wants an address even for nothing
+  const unsigned shape = random() % 8, gap = shape == 0 ? 1 : 1 + random() % 64;
+  for (float& value : grad) {
+    if (shape == 1 || random() % gap != 0) continue;
+    value = hostile ? hostile_value(random) : static_cast<float>(random() % 9) - 4;
+  }
+  return grad;
+}
+
+void round_trip(Control control, uint32_t seed) {
+  std::minstd_rand random(seed);
+  constexpr int64_t numels[] = {
+      0, 1, 2, 63, 64, 65, 4095, 4096, 4097, kStageChunk - 1, kStageChunk, kStageChunk + 1};
+  for (int s = 0; s < 2; ++s) {
+    const int64_t numel = random() % 2 ? numels[random() % 12] : random() % 9000;
+    control.offsets[s + 1] = control.offsets[s] + numel;
+  }
+  const int64_t numel = control.offsets[2] - kFirst;
+  const std::vector<float> grad = make_gradient(numel, true, random);
+  const Encoding how = {control.dtype, kKinds[random() % 6], 64ll << random() % 7, false};
+  // What must come back, without staging, records and decoding.
+  std::vector<uint8_t> values(numel * dtype_bytes(how.dtype) + 1);
+  std::vector<float> wanted(numel);
+  kernels_portable().convert[kFp32][how.dtype](grad.data(), numel, values.data());
+  kernels_portable().add_dense[how.dtype](wanted.data(), values.data(), numel);
+  const std::vector<uint8_t> content = encode(grad, control.offsets, how, kernels_portable());
+  const std::unique_ptr<uint8_t[]> message = exact_copy(content);
+  const Expected expected = {control.offsets, 2, how.dtype, kEpoch, kFirst};
+  for (const Kernels* kernel : all_kernels()) {
+    if (encode(grad, control.offsets, how, *kernel) != content) {
+      fail("two instruction sets encode differently");
+    }
+    const std::unique_ptr<float[]> sum(new float[numel]);
+    std::fill(sum.get(), sum.get() + numel, 0.5f);
+    if (decode_records(message.get(), static_cast<int64_t>(content.size()), expected, true,
+                       sum.get(), *kernel, serial)
+            .wrong) {
+      fail("a message of our own is refused");
+    }
+    for (int64_t i = 0; i < numel; ++i) {
+      if (!same_bits(sum[i], wanted[i])) fail("a message of our own decodes to another gradient");
+    }
+  }
+  ++counted.round_trips;
 }
 
 // A valid input, from the encoder, which is thereby under the sanitizers too.
 std::vector<uint8_t> make_input(std::minstd_rand& random) {
   std::vector<uint8_t> input(kControl);
   for (uint8_t& byte : input) byte = static_cast<uint8_t>(random() >> 8);
-  if (random() % 4 != 0) input[5] = input[7] = 0;  // mostly short segments: 255 elements
+  if (random() % 32 != 0) input[5] = input[7] = 0;  // mostly short segments: 767 elements
   const Control control = read_control(input.data());
-  const int64_t numel = control.offsets[2] - kFirst, value_bytes = dtype_bytes(control.dtype);
-  std::vector<float> grad(numel);
-  const unsigned gap = 1 + random() % 64;
-  for (float& value : grad) value = random() % gap == 0 ? static_cast<float>(random() % 9) - 4 : 0;
-  const int64_t offsets[3] = {0, control.offsets[1] - kFirst, numel};
-  std::vector<uint64_t> scratch((scratch_bytes(offsets, 2, value_bytes) + 7) / 8);
-  std::vector<StageChunk> chunks = cut_chunks(offsets, 2, value_bytes, scratch.data());
+  const std::vector<float> grad = make_gradient(control.offsets[2] - kFirst, false, random);
   const std::vector<const Kernels*> sets = all_kernels();
-  const Kernels& kernel = *sets[random() % sets.size()];
-  const int64_t kinds[] = {kAdaptive, kKindCoo, kKindPici, kKindPiciPaper, kKindBlocks};
-  const int64_t kind = kinds[random() % 5], block_size = 64ll << random() % 3;
-  for (StageChunk& chunk : chunks) {
-    chunk.values = chunk.slot;
-    chunk.nnz =
-        kernel.stage[kFp32][control.dtype](grad.data() + chunk.begin, chunk.end - chunk.begin,
-                                           {chunk.words, nullptr, 0, chunk.values});
-    clear_words_behind(chunk);
-    chunk.blocks = count_blocks(chunk, block_size);
-  }
-  const std::vector<SegmentCount> counts = add_up(chunks, 2);
-  std::vector<Record> records;
-  int64_t bytes = 0;
-  for (int s = 0; s < 2; ++s) {
-    records.push_back(plan_record(kind, false, kFirst + offsets[s], offsets[s + 1] - offsets[s],
-                                  counts[s], block_size, value_bytes));
-    bytes += records.back().bytes();
-  }
-  input.resize(kControl + bytes);
-  start_records(records, control.dtype, kEpoch, input.data() + kControl);
-  for (StageChunk& chunk : chunks) {
-    chunk.begin += kFirst;
-    chunk.end += kFirst;
-    place_chunk(chunk, records[chunk.segment], control.dtype, kernel);
-  }
+  const Encoding how = {control.dtype, kKinds[random() % 6], 64ll << random() % 3,
+                        random() % 2 != 0};
+  const std::vector<uint8_t> message =
+      encode(grad, control.offsets, how, *sets[random() % sets.size()]);
+  input.insert(input.end(), message.begin(), message.end());
   return input;
+}
+
+void print_summary() {
+  const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
+  std::printf(
+      "fuzz_decode: %llu executions, 0 crashes: %llu round trips of hostile gradients and %llu "
+      "messages, %llu of them valid\n"
+      "fuzz_decode: records decoded: %llu dense, %llu COO, %llu Pici, %llu Pici in the paper's "
+      "order, %llu blocks; on %zu instruction sets\n",
+      number(counted.messages + counted.round_trips), number(counted.round_trips),
+      number(counted.messages), number(counted.taken), number(counted.records[0]),
+      number(counted.records[1]), number(counted.records[2]), number(counted.records[4]),
+      number(counted.records[3]), all_kernels().size());
 }
 
 }  // namespace
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  try_input(data, size);
+extern "C" int LLVMFuzzerInitialize(int*, char***) {
+  std::atexit(print_summary);
   return 0;
 }
 
-#ifdef MS_LIBFUZZER
-extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
-#else
-// A few damaged bytes or a cut; what libFuzzer's own mutations do, without their feedback.
-static size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t) {
-  static std::minstd_rand random(99);
-  const size_t times = 1 + random() % 4;
-  for (size_t i = 0; i < times && size > 0; ++i) {
-    // The headers and the first sections are where most decisions are taken.
-    const size_t at = random() % (random() % 2 ? size : size < 160 ? size : 160);
-    switch (random() % 5) {
-      case 0:
-        data[at] = static_cast<uint8_t>(random() >> 8);
-        break;
-      case 1:
-        data[at] ^= static_cast<uint8_t>(1u << random() % 8);
-        break;
-      case 2:
-        data[at] = random() % 2 ? 0xff : 0;
-        break;
-      case 3:
-        ++data[at];
-        break;
-      default:
-        if (random() % 8 == 0) size = at;
-    }
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  if (size < kControl) return 0;
+  const Control control = read_control(data);
+  if (control.options & kRoundTrip) {
+    uint32_t seed;
+    std::memcpy(&seed, data + 4, sizeof seed);
+    round_trip(control, seed);
+  } else {
+    try_message(control, {data + kControl, data + size});
   }
-  return size;
+  return 0;
 }
-#endif
+
+extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
 
 // Changes the count in one of the headers a little: sections of the right length, but for others.
 static void nudge_count(uint8_t* message, size_t size, std::minstd_rand& random) {
@@ -266,6 +375,7 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max
                                           unsigned seed) {
   std::minstd_rand random(seed + 1);
   data[1] = static_cast<uint8_t>(random() >> 8);
+  if (data[1] & kRoundTrip && random() % 2 != 0) data[1] ^= kRoundTrip;  // one in four
   if (size <= kControl || random() % 4 == 0) {
     const std::vector<uint8_t> fresh = make_input(random);
     if (fresh.size() > max_size) return size;
@@ -280,22 +390,3 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max
   const size_t bytes = LLVMFuzzerMutate(data + kControl, size - kControl, max_size - kControl);
   return kControl + bytes;
 }
-
-#ifndef MS_LIBFUZZER
-int main(int count, char** arguments) {
-  const double seconds = count > 1 ? std::atof(arguments[1]) : 10;
-  const auto start = std::chrono::steady_clock::now();
-  std::vector<uint8_t> input(size_t{1} << 20);
-  size_t size = 0, tried = 0, taken = 0;
-  const auto elapsed = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
-  for (unsigned seed = 0; elapsed() < seconds; ++seed, ++tried) {
-    size = LLVMFuzzerCustomMutator(input.data(), size, input.size(), seed);
-    taken += try_input(input.data(), size);
-  }
-  std::printf("fuzz_decode: %zu inputs, %zu of them valid, in %.0f s, nothing found\n", tried,
-              taken, elapsed());
-  return 0;
-}
-#endif

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse import cli
-from megatron_sparse.bench import codec_baseline, codec_cases, codecs
+from megatron_sparse.bench import codec_baseline, codec_cases, codecs, hash_cases
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 
 BASELINE = Path(__file__).resolve().parents[2] / "benchmarks" / "baseline_codecs.json"
@@ -27,7 +27,7 @@ def test_rows_are_right_timed_and_written(tmp_path, capsys):
     rows = codecs.run(codecs.Sweep(densities=(0.01, 1.0), dtypes=("fp32", "bf16"), **SMALL), path)
     assert torch.get_num_threads() == threads
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
-    assert {row["op"] for row in rows} == set(codecs.OPS)
+    assert {row["op"] for row in rows} == set(codecs.BUCKET_OPS)
     assert {row["format"] for row in rows} == {"coo", "pici", "pici_paper", "blocks", "dense"}
     assert {row["peer"] for row in rows} >= {"torch nonzero", "torch to_sparse", "numpy"}
     for row in rows:
@@ -38,6 +38,39 @@ def test_rows_are_right_timed_and_written(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert "#wrong" in printed[1]
     assert len(printed) == 2 + len(rows)
+
+
+def test_hashing_and_rows_are_in_the_same_table(monkeypatch):
+    monkeypatch.setattr(hash_cases, "SMALL_NUMEL", 2**10)
+    forms = ("hash_bitmap", "pairs", "row_sparse")
+    rows = codecs.run(codecs.Sweep(densities=(0.01, 0.5), dtypes=("bf16",), forms=forms, **SMALL))
+    done = {(row["format"], row["op"]) for row in rows}
+    both = {(form, op) for form in forms[:2] for op in ("encode", "decode_add")}
+    steps = {("row_sparse", op) for op in ("encode", "row_union", "row_match", "row_expand")}
+    assert done == both | steps | {("pairs", "hash_partition")}
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 and row["ratio"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "form"),
+    [
+        (hash_cases.hash_bitmap, "encode", "hash_bitmap"),
+        (hash_cases.hierarchical_hash, "split", "pairs"),
+        (hash_cases.row_sparse, "match", "row_sparse"),
+    ],
+)
+def test_wrong_hashing_is_counted_and_not_timed(module, function, form, monkeypatch):
+    real = getattr(module, function)
+
+    def broken(*arguments, **options):
+        result = real(*arguments, **options)
+        (result.values_K if function == "split" else result)[-1] += 1
+        return result
+
+    monkeypatch.setattr(module, function, broken)
+    sweep = codecs.Sweep(densities=(0.5,), forms=(form,), **SMALL)
+    (row, *_) = [row for row in codecs.run(sweep) if row["wrong"]]
+    assert row["time_us"] is None
 
 
 def test_a_wrong_result_is_counted_and_not_timed(monkeypatch):
@@ -56,19 +89,29 @@ def test_a_wrong_result_is_counted_and_not_timed(monkeypatch):
         codec_baseline.compare([row], {}, 1.0)
 
 
-def test_a_worsened_baseline_fails(tmp_path):
-    """Against a baseline of this very machine, and one that says half and a tenth of it."""
-    sweep = codecs.Sweep(densities=(0.01,), forms=("coo", "pici"), peers=False, **SMALL)
-    path = tmp_path / "baseline.json"
+def test_a_planted_slowdown_fails(tmp_path, monkeypatch):
+    """Against a baseline of this very machine: once as it is, once with a 100 times slower encoder.
+
+    Other tests may run beside this one, so a row may take eleven times its baseline.
+    """
+    small = SMALL | {"iters": 9}
+    sweep = codecs.Sweep(densities=(0.01,), forms=("coo", "pici"), peers=False, **small)
+    path, margin = tmp_path / "baseline.json", 10 / codec_baseline.LEAST_NOISE
     codecs.run(sweep, save_baseline=path)
-    # Other tests may run beside this one: noise tenfold.
-    codecs.run(sweep, check=path, margin=10 / codec_baseline.LEAST_NOISE)
-    content = json.loads(path.read_text())
-    for row in content["rows"]:
-        row["ratio"] /= 1000
-    path.write_text(json.dumps(content))
-    with pytest.raises(MegatronSparseError, match="6 of 6 rows are slower than the baseline"):
-        codecs.run(sweep, check=path, margin=10 / codec_baseline.LEAST_NOISE)
+    codecs.run(sweep, check=path, margin=margin)
+    real = codec_cases.ops.encode
+
+    def slow(*arguments, **options):
+        for _ in range(100):
+            sizes = real(*arguments, **options)
+        return sizes
+
+    monkeypatch.setattr(codec_cases.ops, "encode", slow)
+    with pytest.raises(MegatronSparseError, match="2 of 6 rows are slower") as caught:
+        codecs.run(sweep, check=path, margin=margin)
+    assert "encode coo" in caught.value.got
+    assert "encode pici" in caught.value.got
+    assert "prune_encode" not in caught.value.got
 
 
 def test_the_committed_baseline_holds(capsys):
@@ -104,6 +147,7 @@ def test_nothing_to_compare_is_an_error():
 @pytest.mark.parametrize(("argument", "value"), [
     ("min_bytes", 0), ("max_bytes", 2), ("densities", [1.5]), ("dtypes", ["fp8"]),
     ("forms", ["csr"]), ("ops", ["sort"]), ("iters", 0), ("threads", 0), ("warmup", -1),
+    ("device", "tpu"),
 ])  # fmt: skip
 def test_refuses(argument, value):
     with pytest.raises(ConfigError, match="bench codecs"):

@@ -35,7 +35,7 @@ FORMS = {
     "adaptive": {"form": FORMAT_ADAPTIVE},
     "dense": {"form": FORMAT_DENSE},
 }
-# A part of a tile, a tile and a part of it, a tile, and more than a chunk of 8 tiles.
+# A part of a tile, a tile and a part of it, a tile, and more than an encoder's chunk of 8 tiles.
 SIZES = (0, 1, 64, 65, 4096, 4097, 33_000)
 
 
@@ -104,10 +104,12 @@ def test_equals_the_oracle(dtype, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_clustered_values(form):
-    # Runs of values and gaps of many words, tiles and chunks: what blocks are for.
-    grad = torch.zeros(100_000)
-    grad[70:90], grad[40_000:41_000], grad[99_999] = 1.0, 2.0, 3.0
-    check(grad, torch.tensor([0, 50_001, 100_000]), torch.zeros(2, dtype=torch.uint8), 0, form, "")
+    # Runs of values and gaps of many words, tiles and the decoder's chunks of 32 tiles: what blocks
+    # are for.
+    grad = torch.zeros(320_000)
+    grad[70:90], grad[40_000:41_000], grad[50_000 + 131_000 : 50_000 + 131_100] = 1.0, 2.0, 4.0
+    grad[319_999] = 3.0
+    check(grad, torch.tensor([0, 50_001, 320_000]), torch.zeros(2, dtype=torch.uint8), 0, form, "")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -137,9 +137,9 @@ def test_nan_in_one_gradient_ends_in_megatrons_own_error(tmp_path):
 
 def test_a_trace_shows_later_phases_of_a_bucket_during_later_backward_work(tmp_path):
     run = train(
-        tmp_path, "traced", "scheme=direct", "compression.warmup_iters=1", "compression.ramp_iters=0",
-        *_flags(True, False), "model.num_layers=4", "training.iterations=12",
-        "tracking.trace_start=3", "tracking.trace_iters=10",
+        tmp_path, "traced", "scheme=direct", "compression.warmup_iters=1",
+        "compression.ramp_iters=0", *_flags(True, False), "model.num_layers=4",
+        "training.iterations=12", "tracking.trace_start=3", "tracking.trace_iters=10",
     )  # fmt: skip
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]

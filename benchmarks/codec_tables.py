@@ -1,0 +1,63 @@
+"""Makes the tables of docs/codecs.md from what `bench codecs --json` wrote.
+
+    python benchmarks/codec_tables.py FILE.jsonl...
+
+One line for each operation: its own numbers, torch's first peer beside them, and the best other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "size (MiB)", "dtype", "density", "operation", "record", "time (ms)", "copy (ms)",
+    "time / copy", "read or write alone (ms)", "torch (ms)", "best other peer (ms)",
+)  # fmt: skip
+_KEY = ("count", "dtype", "density", "op", "format")
+_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table of some rows; rows of one operation stand together."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    for _, group in groupby(rows, key=lambda row: tuple(row[k] for k in _KEY)):
+        lines.append("| " + " | ".join(_cells(list(group))) + " |")
+    return "\n".join(lines)
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[str]:
+    own = rows[0]
+    size = own["count"] * _ITEM_BYTES[own["dtype"]] / 2**20
+    head = [f"{size:g}", own["dtype"], f"{own['density']:g}", own["op"], own["format"]]
+    if own["wrong"]:
+        return [*head, f"{own['wrong']} wrong", "", "", "", "", ""]
+    first, *others = sorted(
+        (row for row in rows if row["peer"]), key=lambda row: not row["peer"].startswith("torch")
+    ) or [None]
+    best = min(others, key=lambda row: row["peer_us"], default=None)
+    return [
+        *head,
+        _ms(own["time_us"]),
+        _ms(own["copy_us"]),
+        f"{own['ratio']:.2f}",
+        "" if own["stream_us"] is None else _ms(own["stream_us"]),
+        "" if first is None else f"{_ms(first['peer_us'])} ({_times(first)}, {first['peer']})",
+        "" if best is None else f"{_ms(best['peer_us'])} ({_times(best)}, {best['peer']})",
+    ]
+
+
+def _times(row: dict[str, Any]) -> str:
+    return f"{row['peer_us'] / row['time_us']:.1f}x"
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.2f}"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(markdown([json.loads(line) for line in Path(name).read_text().splitlines()]))

@@ -1,0 +1,47 @@
+"""Figures of the papers, regenerated from the virtual cluster with their clusters' parameters.
+
+A MODEL, not a measurement: messages and codecs are real, time is alpha-beta (`pricing`). One module
+for each paper, with its figures in `FIGURES`; docs/figures.md shows them and says what agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.simulate import pccl, spccl, zen
+from megatron_sparse.simulate.figures import Figure
+
+__all__ = ["FIGURES", "Figure", "select"]
+
+FIGURES: Sequence[Figure] = (*spccl.FIGURES, *zen.FIGURES, *pccl.FIGURES)
+"""All figures, paper by paper."""
+
+
+def select(paper: str | None, number: int | None) -> list[Figure]:
+    """Figures by paper and number.
+
+    Args:
+        paper: spccl, zen or pccl; None for all.
+        number: in the paper; None for all of it.
+
+    Raises:
+        ConfigError: there is no such figure.
+
+    Example:
+        >>> [figure.name for figure in select("zen", None)]
+        ['zen-figure-8', 'zen-figure-15']
+    """
+    found = [
+        figure
+        for figure in FIGURES
+        if paper in (None, figure.paper) and number in (None, figure.number)
+    ]
+    if not found or (number is not None and paper is None):
+        raise ConfigError(
+            "there is no such figure",
+            expected=", ".join(f"{figure.paper} {figure.number}" for figure in FIGURES),
+            got=f"--paper {paper} --figure {number}",
+            remedy="megatron-sparse simulate --list",
+        )
+    return found

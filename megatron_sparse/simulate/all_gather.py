@@ -1,0 +1,136 @@
+"""The all-gathers of the figures, put together from the phases of the registered all-reduces.
+
+The registry has all-reduce and reduce-scatter, which is what gradients need; SpCCL and PCCL
+measure the all-gather alone. Shard r of a rank's bucket is what rank r contributes.
+`seconds_of_ring` prices a dense ring without running it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives.base import Phase, Steps, Subgroup, dense_tag, even_cuts, tag_of
+from megatron_sparse.collectives.dense_hierarchical import Lanes
+from megatron_sparse.collectives.dense_rhd import Folding, double
+from megatron_sparse.collectives.dense_ring import ring_all_gather
+from megatron_sparse.collectives.records import SparseSum, shard_cuts
+from megatron_sparse.collectives.sparse_ring import ring_gather_sums, ring_order
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import FORMAT_CODES, Message, MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Link, Transport
+
+
+def ring(bucket: Bucket, transport: Transport) -> Steps:
+    """Dense: shards go round the ring, n - 1 rounds of N / n values. Fills `bucket.grad_N`."""
+    tag = dense_tag(bucket, "ring_all_gather", bucket.grad_N, 0)
+    group = Subgroup(transport, range(transport.world_size), tag)
+    cuts = even_cuts(bucket.numel, group.world_size)
+    yield from ring_all_gather(bucket.grad_N, cuts, group, last=True)
+    return group.sent_bytes
+
+
+def hierarchical(bucket: Bucket, transport: Transport, watch: Stopwatch) -> Steps:
+    """Dense (PCCL, section 4.1): recursive doubling between the nodes, rings inside, a shuffle.
+
+    The second half of `dense_hierarchical`, with the reordering that an all-reduce is spared.
+
+    Args:
+        bucket: its shards in the order of the ranks; filled.
+        transport: nodes of equal size.
+        watch: receives the shuffle's time.
+
+    Raises:
+        ConfigError: nodes of different size.
+    """
+    lanes = Lanes(transport.nodes, transport.rank)
+    if {len(members) for members in lanes.members} != {lanes.count}:
+        raise ConfigError(
+            "the nodes of an all-gather differ in size",
+            expected="as many ranks on each node",
+            got=[len(members) for members in lanes.members],
+        )
+    n, k = transport.world_size, len(lanes.members)
+    owners = [owner for (owner,) in lanes.order()]
+    cuts = even_cuts(bucket.numel, n)
+    place = owners.index(transport.rank)
+    gathered_N = torch.empty_like(bucket.grad_N)
+    gathered_N[cuts[place] : cuts[place + 1]] = bucket.grad_N[bucket.shard(transport.rank)]
+    tag = dense_tag(bucket, "hierarchical_all_gather", gathered_N, 0)
+    across = Subgroup(transport, [members[lanes.lane] for members in lanes.members], tag)
+    inside = Subgroup(transport, lanes.members[lanes.node], tag)
+    folding = Folding(across)
+    own_lane = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]
+    yield from _fold(gathered_N, own_lane, folding)
+    yield from double(gathered_N, own_lane, folding, last=lanes.count == 1)
+    yield from ring_all_gather(gathered_N, cuts[::k], inside, last=True)
+    with watch.stage("decode"):
+        by_rank = torch.tensor(sorted(range(n), key=owners.__getitem__))
+        shape = (n, bucket.numel // n)
+        torch.index_select(gathered_N.view(shape), 0, by_rank, out=bucket.grad_N.view(shape))
+    return across.sent_bytes + inside.sent_bytes
+
+
+def _fold(gathered_N: torch.Tensor, cuts: list[int], folding: Folding) -> Phase:
+    """Ranks that sit out give their shard to the one before; one round, where there are any."""
+    group = folding.group
+    if folding.folded:
+        own = gathered_N[cuts[group.rank] : cuts[group.rank + 1]]
+        yield from group.exchange([(group.rank - 1, own)], [])
+    elif folding.guest is not None:
+        theirs = gathered_N[cuts[folding.guest] : cuts[folding.guest + 1]]
+        yield from group.exchange([], [(folding.guest, theirs)])
+
+
+def sparse_ring(
+    bucket: Bucket,
+    form: str,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+) -> Steps:
+    """Sparse (SpCCL, section IV-B): each rank encodes its shard once; records go round the ring.
+
+    The second half of `adaptive_ring`.
+
+    Args:
+        bucket: holds this rank's shard; filled.
+        form: of the records, where that is smaller than dense.
+        transport: the group.
+        buffers: where records live.
+        watch: receives the time of encoding and decoding.
+    """
+    layout = bucket.layout(sharded=True)
+    # Says how the bucket is cut; nothing of it is sent.
+    message = Message(torch.empty(0, dtype=torch.uint8), layout, [0], "fp32", 0, 0)
+    sums = SparseSum(bucket, message, buffers, watch, form=FORMAT_CODES[form])
+    tag = tag_of(bucket, "sparse_all_gather", "fp32", 0)
+    group = Subgroup(transport, ring_order(transport), tag)
+    cuts = shard_cuts(layout, transport.world_size)
+    yield from ring_gather_sums("sparse_all_gather", bucket, message, cuts, sums, group, transport)
+    return group.sent_bytes
+
+
+def seconds_of_ring(
+    world_size: int, nbytes: float, links: tuple[Link, ...], seconds_a_byte: float = 0.0
+) -> float:
+    """What the virtual cluster's clock shows for a dense ring's all-gather or reduce-scatter.
+
+    A rank starts a step when it has received and sent the one before, so all keep the pace of the
+    slowest link, which n - 1 pieces cross one after another. Thousands of ranks take millions of
+    messages; this takes none.
+
+    Args:
+        world_size: ranks n, in a ring that leaves each rank once.
+        nbytes: of the whole buffer.
+        links: the kinds of links in the ring; none is used by two ranks at once.
+        seconds_a_byte: of local work on each piece that arrives.
+
+    Example:
+        >>> seconds_of_ring(4, 400.0, (Link(1.0, 0.01), Link(0.5, 0.01)))
+        6.0
+    """
+    piece = nbytes / world_size
+    step_s = max(link.alpha_s + link.beta_s * piece for link in links)
+    return (world_size - 1) * (step_s + seconds_a_byte * piece)

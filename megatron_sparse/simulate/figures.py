@@ -1,0 +1,251 @@
+"""A figure: how its rows are made, and how they become a CSV and a PNG.
+
+The picture is drawn from nothing but the rows that the CSV holds. Every title says that it shows a
+model. Colours are those of Okabe and Ito, told apart by colour-blind readers too; series also
+differ in marker and line.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_sparse.errors import DependencyError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+Row = dict[str, Any]
+
+MODEL = "model (VirtualCluster), not measured"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900")
+MARKERS = "osD^vPX*"
+DASHES = ("-", "--", "-.", ":")
+WIDTH_IN, DPI = 9.0, 100
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a paper.
+
+    Attributes:
+        paper: spccl, zen or pccl.
+        number: in the paper.
+        title: what it shows.
+        assumptions: the subtitle: what the model takes for granted.
+        rows: makes the data; with `fast` a much smaller sweep.
+        draw: puts rows onto an empty canvas.
+        height_in: of the picture.
+    """
+
+    paper: str
+    number: int
+    title: str
+    assumptions: str
+    rows: Callable[[bool], list[Row]]
+    draw: Callable[[list[Row], Canvas], None]
+    height_in: float = 4.5
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"{self.paper}-figure-{self.number}"
+
+    def make(self, folder: Path, *, fast: bool) -> list[Path]:
+        """Writes `<name>.csv` and `<name>.png`.
+
+        Args:
+            folder: made if missing.
+            fast: a much smaller sweep, which says so in the title.
+
+        Returns:
+            The files.
+
+        Raises:
+            DependencyError: matplotlib is missing.
+        """
+        canvas_of = _canvas_class()
+        rows = self.rows(fast)
+        folder.mkdir(parents=True, exist_ok=True)
+        table, picture = (folder / f"{self.name}.{end}" for end in ("csv", "png"))
+        write_csv(rows, table)
+        canvas = canvas_of(figsize=(WIDTH_IN, self.height_in), dpi=DPI, layout="constrained")
+        self.draw(rows, canvas)
+        short = ", reduced sweep" if fast else ""
+        canvas.suptitle(f"{self.title}\n{MODEL}{short}. {self.assumptions}", fontsize=9, wrap=True)
+        # Sixteen million colours make the file three times as large.
+        canvas.savefig(picture, pil_kwargs={"optimize": True})
+        return [table, picture]
+
+
+def _canvas_class() -> type[Canvas]:
+    try:
+        from matplotlib.figure import Figure as Canvas
+    except ImportError as error:
+        raise DependencyError(
+            "matplotlib is missing, which draws figures",
+            expected="an importable matplotlib",
+            got=str(error),
+            remedy="pip install 'megatron-sparse[figures]'",
+        ) from error
+    return Canvas
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Writes rows under the names of the first one's columns; numbers in full."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(
+            {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows
+        )
+
+
+def groups(rows: Sequence[Row], *keys: str) -> dict[Any, list[Row]]:
+    """Rows by the value of a column, or of several, in the order in which they come."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        value = tuple(row[key] for key in keys)
+        found.setdefault(value if len(keys) > 1 else value[0], []).append(row)
+    return found
+
+
+Style = tuple[str, str, str]
+"""Colour, marker, dash."""
+
+
+def styles_of(
+    rows: Sequence[Row], colour: str = "series", form: str = "series"
+) -> dict[str, Style]:
+    """How each series of a figure is drawn, whatever panel it is in.
+
+    Args:
+        rows: of the whole figure.
+        colour: column whose values have a colour each.
+        form: column whose values have a marker and a dash each.
+    """
+    colours = dict(zip(groups(rows, colour), itertools.cycle(COLOURS), strict=False))
+    markers = dict(zip(groups(rows, form), itertools.cycle(MARKERS), strict=False))
+    dashes = dict(zip(groups(rows, form), itertools.cycle(DASHES), strict=False))
+    return {
+        row["series"]: (colours[row[colour]], markers[row[form]], dashes[row[form]]) for row in rows
+    }
+
+
+def draw_lines(
+    axes: Axes, rows: Sequence[Row], x: str, y: str, styles: Mapping[str, Style]
+) -> None:
+    """A line for each value of `series`.
+
+    Args:
+        axes: drawn on.
+        rows: with the columns `series`, x and y.
+        x: column.
+        y: column.
+        styles: of each series.
+    """
+    for name, members in groups(rows, "series").items():
+        colour, marker, dash = styles[name]
+        axes.plot(
+            [row[x] for row in members], [row[y] for row in members], label=name, color=colour,
+            marker=marker, linestyle=dash, markersize=4.5, linewidth=1.4,
+        )  # fmt: skip
+    axes.grid(True, which="both", alpha=0.25, linewidth=0.5)
+
+
+def log_axis(axes: Axes, which: str) -> None:
+    """Makes an axis logarithmic with plain numbers at 1, 2 and 5 of each decade.
+
+    Args:
+        axes: drawn on.
+        which: x or y.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def shared_legend(canvas: Canvas, axes: Sequence[Axes]) -> None:
+    """One legend for all panels, below them."""
+    entries = {
+        label: handle
+        for panel in axes
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    canvas.legend(
+        list(entries.values()), list(entries), loc="outside lower center", fontsize=8,
+        ncols=min(len(entries), 4), frameon=False,
+    )  # fmt: skip
+
+
+def draw_bars(axes: Axes, rows: Sequence[Row], group: str, y: str) -> None:
+    """A group of bars for each value of a column, a bar in each for every series.
+
+    Args:
+        axes: drawn on.
+        rows: one for each pair of group and series.
+        group: column.
+        y: column; written above each bar.
+    """
+    names, labels = list(groups(rows, "series")), list(groups(rows, group))
+    width = 0.85 / len(names)
+    for index, (name, members) in enumerate(groups(rows, "series").items()):
+        places = [labels.index(row[group]) + (index - (len(names) - 1) / 2) * width
+                  for row in members]  # fmt: skip
+        bars = axes.bar(
+            places, [row[y] for row in members], width, label=name, color=COLOURS[index],
+            edgecolor="white", linewidth=0.4,
+        )  # fmt: skip
+        axes.bar_label(bars, fmt="{:.1f}", fontsize=6)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.grid(True, axis="y", alpha=0.25, linewidth=0.5)
+
+
+def draw_heatmap(
+    axes: Axes,
+    rows: Sequence[Row],
+    x: str,
+    y: str,
+    value: str,
+    *,
+    most: float,
+    number: str = "{:.2f}",
+) -> None:
+    """A cell for each row with its number in it; above 1 is green-blue, below is brown.
+
+    Args:
+        axes: drawn on.
+        rows: one for each pair of values of x and y.
+        x: column.
+        y: column; its values go upwards.
+        value: column of a ratio.
+        most: ratio from which (and below whose inverse) the colour grows no darker; 1 has none.
+        number: how the ratio is written.
+    """
+    import numpy as np
+
+    columns, lines = sorted({row[x] for row in rows}), sorted({row[y] for row in rows})
+    grid = np.full((len(lines), len(columns)), np.nan)
+    for row in rows:
+        grid[lines.index(row[y]), columns.index(row[x])] = row[value]
+    axes.imshow(
+        np.log2(grid), cmap="BrBG", vmin=-np.log2(most), vmax=np.log2(most), origin="lower",
+        aspect="auto",
+    )  # fmt: skip
+    for (line, column), ratio in np.ndenumerate(grid):
+        saturated = abs(np.log2(ratio)) > 0.7 * np.log2(most)
+        axes.text(
+            column, line, number.format(ratio), ha="center", va="center", fontsize=8,
+            color="white" if saturated else "black",
+        )  # fmt: skip
+    axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
+    axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines])

@@ -1,0 +1,222 @@
+"""Synthetic sparse gradients with a stated density, overlap and skew.
+
+ZEN (section 2.1) characterises sparse gradients by three numbers: the overlap of two ranks'
+positions (definition 3), the densification of the sum of n ranks (definition 4) and the skew over n
+partitions (definition 5). Here a gradient is rows of consecutive elements, as those of an embedding
+are; each rank has row i with probability p_i, independently of other ranks, and as many rows as
+their sum says, as top-k selection has. One vector of probabilities then settles all three, in
+closed form, and can be fitted to published values (`embedding_like`). Only `hardly_overlapping`
+needs ranks that know of each other.
+
+Everything is a pure function of (arguments, seed, rank). Values are normally distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from megatron_sparse.errors import ConfigError, DependencyError
+
+
+@dataclass(frozen=True)
+class GradientModel:
+    """Which elements of a rank's gradient are not zero.
+
+    Attributes:
+        numel: elements of the gradient.
+        row_numel: consecutive elements that are zero or not together; divides `numel`.
+        probability_R: float64, of each row, that a rank has it.
+        seed: of all draws.
+        ranks_share_rows: all ranks have the same rows: full overlap.
+        disjoint: ranks have different rows as long as there are enough; a rank then has exactly
+            the expected number of rows, and where they lie is uniform.
+
+    Example:
+        >>> model = uniform(4096, density=0.5)
+        >>> round(model.densification(2), 3)  # 1 - 0.5^2 of the elements, over 0.5
+        1.5
+    """
+
+    numel: int
+    row_numel: int
+    probability_R: np.ndarray
+    seed: int = 0
+    ranks_share_rows: bool = False
+    disjoint: bool = False
+
+    def gradient(self, rank: int) -> torch.Tensor:
+        """The gradient of a rank: fp32, `numel` elements on the CPU."""
+        rows_R = torch.from_numpy(self._rows(rank))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + rank)
+        values_K = torch.randn(int(rows_R.sum()) * self.row_numel, generator=generator)
+        # A drawn zero would not be sent.
+        values_K[values_K == 0] = 1.0
+        grad = torch.zeros(rows_R.numel(), self.row_numel)
+        grad[rows_R] = values_K.view(-1, self.row_numel)
+        return grad.flatten()
+
+    def _rows(self, rank: int) -> np.ndarray:
+        """Systematic sampling in random order: the probabilities are met, and so is their sum."""
+        rows = self.probability_R.size
+        own = 0 if self.ranks_share_rows or self.disjoint else rank + 1
+        generator = np.random.default_rng([self.seed, own])
+        order, start = generator.permutation(rows), generator.random()
+        held = np.zeros(rows, dtype=bool)
+        if self.disjoint:
+            each = max(round(self.density * rows), 1)
+            held[order[np.arange(rank * each, (rank + 1) * each) % rows]] = True
+        else:
+            reached = np.floor(np.cumsum(self.probability_R[order]) + start)
+            held[order] = np.diff(reached, prepend=0.0) > 0
+        return held
+
+    def summed(self, n: int) -> GradientModel:
+        """The gradients of nodes whose n ranks, each with this model, have added theirs."""
+        probability_R = 1 - (1 - self.probability_R) ** n
+        return replace(self, probability_R=probability_R)
+
+    @property
+    def density(self) -> float:
+        """Expected density of one rank's gradient."""
+        return float(self.probability_R.mean())
+
+    def sum_density(self, n: int) -> float:
+        """Expected density of the sum of n ranks' gradients."""
+        if self.ranks_share_rows:
+            return self.density
+        if self.disjoint:
+            return min(n * self.density, 1.0)
+        return float((1 - (1 - self.probability_R) ** n).mean())
+
+    def densification(self, n: int) -> float:
+        """ZEN's definition 4, expected."""
+        return self.sum_density(n) / self.density
+
+    def overlap(self) -> float:
+        """ZEN's definition 3 for two ranks, expected."""
+        return 2 - self.densification(2)
+
+    def skewness(self, n: int) -> float:
+        """ZEN's definition 5 with n partitions, expected."""
+        parts = np.array_split(self.probability_R, n)
+        return float(max(part.mean() for part in parts)) / self.density
+
+
+def _rows_of(numel: int, row_numel: int, density: float) -> int:
+    if numel <= 0 or numel % row_numel or not 0 < density <= 1:
+        raise ConfigError(
+            "a synthetic gradient cannot be made",
+            expected="whole rows and 0 < density <= 1",
+            got=f"{numel} elements in rows of {row_numel}, density {density}",
+        )
+    return numel // row_numel
+
+
+def uniform(numel: int, density: float, seed: int = 0) -> GradientModel:
+    """Positions are uniform and independent of one another and across ranks."""
+    return GradientModel(numel, 1, np.full(_rows_of(numel, 1, density), density), seed)
+
+
+def fully_overlapping(numel: int, density: float, seed: int = 0) -> GradientModel:
+    """All ranks have the same, uniform, positions: the sum is no denser than its parts."""
+    probability = np.full(_rows_of(numel, 1, density), density)
+    return GradientModel(numel, 1, probability, seed, ranks_share_rows=True)
+
+
+def hardly_overlapping(numel: int, density: float, seed: int = 0) -> GradientModel:
+    """No two ranks share a position until all are taken: the sum of n is n times as dense."""
+    probability = np.full(_rows_of(numel, 1, density), density)
+    return GradientModel(numel, 1, probability, seed, disjoint=True)
+
+
+def skewed(
+    numel: int, density: float, exponent: float = 1.0, row_numel: int = 1, seed: int = 0
+) -> GradientModel:
+    """Row i is drawn with a rate proportional to (i + 1)^-exponent: most are at the beginning.
+
+    Args:
+        numel: elements.
+        density: expected, of one rank.
+        exponent: 0 is uniform; words of a language have about 1 (Zipf).
+        row_numel: elements of a row.
+        seed: of the draws.
+    """
+    rows = _rows_of(numel, row_numel, density)
+    return GradientModel(numel, row_numel, _zipf_probability(rows, density, exponent), seed)
+
+
+def embedding_like(
+    numel: int,
+    density: float,
+    sum_density: float,
+    ranks: int,
+    row_numel: int,
+    seed: int = 0,
+) -> GradientModel:
+    """`skewed`, with the exponent for which the sum of `ranks` ranks has `sum_density`.
+
+    Args:
+        numel: elements.
+        density: expected, of one rank.
+        sum_density: expected, of the sum of `ranks`: from `density` (full overlap) to that of
+            uniform positions.
+        ranks: see there.
+        row_numel: elements of a row, such as the width of an embedding.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: no exponent up to 8 gives that sum.
+        DependencyError: scipy is missing.
+
+    Example:
+        >>> model = embedding_like(2**16, 0.02, 0.3, ranks=64, row_numel=16)
+        >>> round(model.density, 3), round(model.sum_density(64), 3)
+        (0.02, 0.3)
+    """
+    rows = _rows_of(numel, row_numel, density)
+
+    def excess(exponent: float) -> float:
+        probability = _zipf_probability(rows, density, exponent)
+        return GradientModel(numel, row_numel, probability).sum_density(ranks) - sum_density
+
+    low, high = 0.0, 8.0
+    if excess(low) < 0 or excess(high) > 0:
+        raise ConfigError(
+            "a synthetic gradient cannot be made",
+            expected=f"a density of the sum of {ranks} ranks from {excess(high) + sum_density:.3g} "
+            f"to {excess(low) + sum_density:.3g}",
+            got=sum_density,
+        )
+    return skewed(numel, density, _root(excess, low, high), row_numel, seed)
+
+
+def _zipf_probability(rows: int, density: float, exponent: float) -> np.ndarray:
+    """Of having drawn row i at least once, in as many draws as give the density."""
+    if density == 1:
+        return np.ones(rows)
+    popularity = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
+
+    def excess(log_draws: float) -> float:
+        return float(-np.expm1(-np.exp(log_draws) * popularity).mean()) - density
+
+    # The rarest row alone needs this many draws to be had with the probability of the density.
+    most = np.log(-np.log1p(-density) / popularity[-1])
+    draws = np.exp(_root(excess, np.log(-np.log1p(-density)) - 1, most + 1))
+    return -np.expm1(-draws * popularity)
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    try:
+        from scipy.optimize import root_scalar
+    except ImportError as error:
+        raise DependencyError(
+            "scipy is missing, which fits synthetic gradients",
+            expected="an importable scipy",
+            got=str(error),
+            remedy="pip install 'megatron-sparse[figures]'",
+        ) from error
+    return float(root_scalar(function, bracket=(low, high), xtol=1e-9).root)

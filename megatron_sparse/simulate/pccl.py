@@ -1,0 +1,236 @@
+"""PCCL's figures 7 to 11: all-gather and reduce-scatter on up to 2048 GPUs, all dense.
+
+PCCL's hierarchical algorithms run on the virtual cluster with all their messages: the
+reduce-scatter of `dense_hierarchical`, and its all-gather (`all_gather.hierarchical`). The bucket
+has a few elements for each rank; without headers the scaled price is exact (`pricing`).
+The libraries' flat rings would take 4 million messages on 2048 GPUs; they are priced by
+`all_gather.seconds_of_ring`, which is the virtual cluster's clock in closed form.
+
+Bandwidths are the hardware's. RCCL and NCCL stripe their ring over all cards of a node; Cray-MPICH
+uses one, and adds on the host (sections 3.2 and 3.3). Latencies are FITTED, because the paper
+states none: for each machine a step of the vendor's ring, of PCCL's recursive algorithms between
+nodes and of Cray-MPICH's ring. Fitted to: 7x over RCCL at 1024 MB and 33x at 16 MB on 2048 GCDs; 2 to 3x over
+NCCL at 256 MB and 5x at 16 MB on 2048 GPUs; Cray-MPICH's stated distance on both. They stand for
+all that a message costs at that scale, contention included, not for what a ping-pong measures. What
+figures show beyond these points is the model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.simulate import all_gather
+from megatron_sparse.simulate.figures import (
+    Figure,
+    Row,
+    draw_heatmap,
+    draw_lines,
+    groups,
+    log_axis,
+    shared_legend,
+    styles_of,
+)
+from megatron_sparse.simulate.machines import FRONTIER_LANES, GB, PERLMUTTER_LANES, Machine
+from megatron_sparse.simulate.pricing import ChargingStopwatch, Job, drive, make_bucket, price
+from megatron_sparse.transport import Link
+from megatron_sparse.transport.virtual_rank import VirtualTransport
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+MB = 2**20
+NUMEL_A_RANK = 2
+RANKS, FAST_RANKS = (32, 64, 128, 256, 512, 1024, 2048), (16, 32)
+SIZES_MB = (16, 32, 64, 128, 256, 512, 1024)
+HOST_ADDS_RATE = 12.5 * GB
+"""Bytes a second that Cray-MPICH's reduction handles on the host: fitted to section 3.3's 10 to 15x
+behind RCCL."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A machine and the libraries that PCCL is compared with there.
+
+    Attributes:
+        machine: as PCCL's own algorithms see it.
+        vendor: the GPU vendor's library.
+        vendor_links: its ring's links, inside a node and between nodes.
+        mpi_links: Cray-MPICH's.
+    """
+
+    machine: Machine
+    vendor: str
+    vendor_links: tuple[Link, Link]
+    mpi_links: tuple[Link, Link]
+
+    @property
+    def gpus(self) -> str:
+        """What the machine's paper calls a rank."""
+        return "GCDs" if self.vendor == "RCCL" else "GPUs"
+
+
+def _system(machine: Machine, vendor: str, mpi_alpha_s: float) -> System:
+    # The fitted latency of the vendor's ring is that of the rings that PCCL has it run in nodes.
+    ring = Link(machine.intra.alpha_s, 1 / (100 * GB))
+    return System(
+        machine, vendor, (machine.intra, ring), (machine.intra, Link(mpi_alpha_s, 1 / (25 * GB)))
+    )
+
+
+FRONTIER = _system(FRONTIER_LANES, "RCCL", 200e-6)
+PERLMUTTER = _system(PERLMUTTER_LANES, "NCCL", 30e-6)
+
+
+@cache
+def run_s(system: System, kind: str, world_size: int, size_mb: int) -> float:
+    """PCCL's time from the virtual cluster; its additions and shuffle are charged.
+
+    Args:
+        system: where.
+        kind: all_gather or reduce_scatter.
+        world_size: ranks, whole nodes.
+        size_mb: MiB of the whole buffer.
+    """
+    numel = NUMEL_A_RANK * world_size
+    scatter = kind == "reduce_scatter"
+    form = Form.REDUCE_SCATTER if scatter else Form.ALL_REDUCE
+    job = Job(system.machine, world_size, size_mb * MB, numel, form)
+    if scatter:
+        return price(job, "dense_hierarchical", lambda _: torch.ones(numel)).time_s
+
+    def start(transport: VirtualTransport, watch: ChargingStopwatch) -> Steps:
+        return all_gather.hierarchical(make_bucket(job, torch.ones(numel)), transport, watch)
+
+    return drive(job, start).time_s
+
+
+def pccl_s(system: System, kind: str, world_size: int, size_mb: int) -> float:
+    """`run_s`, between the smallest and the largest size by interpolation.
+
+    All ranks do the same at the same time, so the time is a sum of alpha + beta m: linear in the
+    size, without an error.
+    """
+    low, high = SIZES_MB[0], SIZES_MB[-1]
+    low_s, high_s = (run_s(system, kind, world_size, size) for size in (low, high))
+    return low_s + (high_s - low_s) * (size_mb - low) / (high - low)
+
+
+def library_s(system: System, library: str, kind: str, world_size: int, size_mb: int) -> float:
+    """Time of a library's flat ring: the system's `vendor`, or Cray-MPICH."""
+    mpi = library == "Cray-MPICH"
+    host = 1 / HOST_ADDS_RATE if mpi and kind == "reduce_scatter" else 0.0
+    links = system.mpi_links if mpi else system.vendor_links
+    return all_gather.seconds_of_ring(world_size, size_mb * MB, links, host)
+
+
+def _rows(
+    system: System, kind: str, sizes: tuple[int, ...], ranks: tuple[int, ...], mpi: bool
+) -> list[Row]:
+    rows = []
+    for size in sizes:
+        for n in ranks:
+            own_s = pccl_s(system, kind, n, size)
+            times = {"PCCL": own_s, system.vendor: library_s(system, system.vendor, kind, n, size)}
+            if mpi:
+                times["Cray-MPICH"] = library_s(system, "Cray-MPICH", kind, n, size)
+            rows += [
+                {
+                    "series": f"{name}, {size} MB", "library": name, "machine": system.machine.name,
+                    "collective": kind, "ranks": n, "size_mb": size, "time_ms": seconds * 1e3,
+                    "pccl_speedup": seconds / own_s,
+                }
+                for name, seconds in times.items()
+            ]  # fmt: skip
+    return rows
+
+
+def _line_rows(
+    system: System, kinds: tuple[str, ...], sizes: tuple[int, ...], fast: bool
+) -> list[Row]:
+    ranks = FAST_RANKS if fast else RANKS
+    return [row for kind in kinds for row in _rows(system, kind, sizes, ranks, mpi=True)]
+
+
+def _heat_rows(system: System, fast: bool) -> list[Row]:
+    ranks, sizes = (FAST_RANKS, SIZES_MB[::3]) if fast else (RANKS, SIZES_MB)
+    both = [_rows(system, kind, sizes, ranks, False) for kind in ("all_gather", "reduce_scatter")]
+    return [row for rows in both for row in rows if row["library"] == system.vendor]
+
+
+def _draw_lines(rows: list[Row], canvas: Canvas, panels: list[tuple[str, list[Row]]]) -> None:
+    every = canvas.subplots(1, len(panels), squeeze=False)[0]
+    styles = styles_of(rows, "library", "size_mb")
+    for axes, (title, part) in zip(every, panels, strict=True):
+        draw_lines(axes, part, "ranks", "time_ms", styles)
+        log_axis(axes, "x")
+        log_axis(axes, "y")
+        axes.set_xticks(sorted({row["ranks"] for row in part}))
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("ranks")
+    every[0].set_ylabel("time (ms)")
+    shared_legend(canvas, list(every))
+
+
+def draw_sizes(rows: list[Row], canvas: Canvas) -> None:
+    """The smaller two sizes on the left, the larger two on the right."""
+    sizes = list(groups(rows, "size_mb"))
+    halves = [sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]]
+    panels = [
+        (" and ".join(map(str, half)) + " MB", [row for row in rows if row["size_mb"] in half])
+        for half in halves
+    ]
+    _draw_lines(rows, canvas, panels)
+
+
+def draw_collectives(rows: list[Row], canvas: Canvas) -> None:
+    """A panel for each collective."""
+    panels = groups(rows, "collective").items()
+    _draw_lines(rows, canvas, [(kind.replace("_", "-"), part) for kind, part in panels])
+
+
+def draw_speedups(rows: list[Row], canvas: Canvas) -> None:
+    """A heatmap for each collective."""
+    by_kind = groups(rows, "collective")
+    panels = canvas.subplots(1, len(by_kind), squeeze=False)[0]
+    for axes, (kind, part) in zip(panels, by_kind.items(), strict=True):
+        draw_heatmap(axes, part, "ranks", "size_mb", "pccl_speedup", most=32, number="{:.2g}")
+        axes.set_title(kind.replace("_", "-"), fontsize=9)
+        axes.set_xlabel("ranks")
+    panels[0].set_ylabel("buffer (MB)")
+
+
+_FITTED = "link rates published, latencies fitted to the paper's text (docs/figures.md)"
+
+
+def _lines(number: int, system: System, kind: str) -> Figure:
+    return Figure(
+        "pccl", number,
+        f"PCCL figure {number}: {kind.replace('_', '-')} on {system.machine.name}", _FITTED,
+        lambda fast: _line_rows(system, (kind,), (64, 128, 256, 512), fast), draw_sizes,
+    )  # fmt: skip
+
+
+def _heatmaps(number: int, system: System) -> Figure:
+    title = f"PCCL figure {number}: speedup over {system.vendor} on {system.machine.name}"
+    return Figure(
+        "pccl", number, title, _FITTED, lambda fast: _heat_rows(system, fast), draw_speedups
+    )
+
+
+FIGURES = (
+    _lines(7, FRONTIER, "all_gather"),
+    _lines(8, FRONTIER, "reduce_scatter"),
+    _heatmaps(9, FRONTIER),
+    Figure(
+        "pccl", 10, "PCCL figure 10: all-gather and reduce-scatter on Perlmutter, A100", _FITTED,
+        lambda fast: _line_rows(PERLMUTTER, ("all_gather", "reduce_scatter"), (64, 128), fast),
+        draw_collectives,
+    ),
+    _heatmaps(11, PERLMUTTER),
+)  # fmt: skip

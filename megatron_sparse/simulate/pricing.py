@@ -1,0 +1,236 @@
+"""Runs one collective on the virtual cluster at reduced size and prices it at full size: a MODEL.
+
+A bucket of some mebibytes stands for one of gibibytes. It is really encoded, sent, decoded and
+added, by the registered collective. In an alpha-beta model its time is made of rounds, which do not
+depend on the size, and of bytes, which grow with it; so each byte of a message counts `scale` times
+(full size over simulated size), and latencies and the agreement's all-gathers count as they are.
+What is off by that is headers (48 bytes a record), `scale` times too heavy. Dense collectives,
+which have none, are exact.
+
+Local work: `ChargingStopwatch` counts the bytes that the tensor operations within a collective's
+stages read and write, and advances the rank's clock by bytes / rate. It stands for a GPU whose
+kernels are bound by memory. Nothing is charged for launches, nor is network time hidden behind
+codecs within a round (SpCCL's slices do both). A GPU codec's real rate was not measured for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.config import SchemeConfig
+from megatron_sparse.formats.header import HEADER_BYTES, Header
+from megatron_sparse.formats.message import Message, MessageBuffers, encode
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.simulate.machines import Machine
+from megatron_sparse.transport import VirtualCluster
+from megatron_sparse.transport.virtual_rank import VirtualTransport
+
+SECTOR_BYTES = 32
+"""What a GPU moves at least for one scattered element."""
+_WRITE_ONLY = ("copy_", "zero_", "fill_")
+_FREE = ("empty", "count_nonzero", "detach", "lift_fresh", "resize_")
+"""Allocation; and the count of non-zeros, which the CUDA encoder does in its one pass."""
+
+
+class TrafficCounter(TorchDispatchMode):
+    """Counts the bytes that tensor operations move while it is entered.
+
+    An operation reads its inputs once and writes its outputs once; what it updates is both. Views
+    and allocations are free. Encoding reads the elements and writes the records; adding records
+    reads them and touches a sector each way for every element, or the whole sum if that is less.
+
+    Attributes:
+        moved_bytes: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved_bytes = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.moved_bytes += _moved_bytes(func, args, kwargs or {}, result)
+        return result
+
+
+def _moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+    name = func._schema.name.split("::")[1]
+    if func.is_view or name.startswith(_FREE):
+        return 0.0
+    if func.namespace == "megatron_sparse" and name == "encode":
+        return args[0].nbytes + float(result.sum())
+    if func.namespace == "megatron_sparse" and name == "decode_add_":
+        acc_M, records = args[:2]
+        fresh = args[6:] == (True,)  # An argument that has its default is left out.
+        whole = acc_M.nbytes if fresh else 2 * acc_M.nbytes
+        touched = 2 * SECTOR_BYTES * records_nnz(records)
+        return records.nbytes + (whole if fresh else min(whole, touched))
+    total = 0.0
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        times = 2 if is_written and not name.startswith(_WRITE_ONLY) else 1
+        total += times * _nbytes(value)
+    total += _nbytes(list(kwargs.values()))
+    if all(returned.alias_info is None for returned in func._schema.returns):
+        total += _nbytes(result)
+    return total
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def records_nnz(records: torch.Tensor) -> int:
+    """Non-zero elements that records hold, from their headers; uint8 on the CPU."""
+    position = total = 0
+    while position < records.numel():
+        packed = records[position : position + HEADER_BYTES].numpy().tobytes()
+        header = Header.unpack(packed, 0)
+        position += HEADER_BYTES + header.payload_bytes
+        total += header.nnz
+    return total
+
+
+class ChargingStopwatch(Stopwatch):
+    """Advances the modelled clock of a rank by the memory traffic of each stage.
+
+    Args:
+        transport: whose clock.
+        seconds_a_byte: of local work; 0 makes it free.
+
+    Attributes:
+        charged_s: all that was charged.
+    """
+
+    def __init__(self, transport: VirtualTransport, seconds_a_byte: float) -> None:
+        super().__init__()
+        self._transport = transport
+        self._seconds_a_byte = seconds_a_byte
+        self.charged_s = 0.0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Charges what happens within; the name does not matter."""
+        if not self._seconds_a_byte:
+            yield
+            return
+        with TrafficCounter() as counter:
+            yield
+        seconds = counter.moved_bytes * self._seconds_a_byte
+        self._transport.charge(seconds)
+        self.charged_s += seconds
+
+
+@dataclass(frozen=True)
+class Job:
+    """One collective on one machine.
+
+    Attributes:
+        machine: where.
+        world_size: ranks.
+        full_bytes: size of the fp32 bucket that is priced.
+        numel: elements of the bucket that is simulated, a multiple of `world_size`.
+        form: all-reduce or reduce-scatter.
+        format: of sparse messages, as in `scheme.format`.
+        charged: whether local work takes time.
+    """
+
+    machine: Machine
+    world_size: int
+    full_bytes: float
+    numel: int
+    form: Form = Form.ALL_REDUCE
+    format: str = "auto"
+    charged: bool = True
+
+    @property
+    def scale(self) -> float:
+        """How many bytes one simulated byte stands for."""
+        return self.full_bytes / (4 * self.numel)
+
+    @property
+    def seconds_a_byte(self) -> float:
+        """Of local work."""
+        return self.scale / self.machine.codec_rate if self.charged else 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job cost, at full size.
+
+    Attributes:
+        time_s: modelled seconds until the last rank was done.
+        local_s: of those the most that a rank was charged for local work; part of it may have
+            been hidden behind the network.
+        wire_bytes: sent by the busiest rank in pairwise messages.
+    """
+
+    time_s: float
+    local_s: float
+    wire_bytes: float
+
+
+Gradients = Callable[[int], torch.Tensor]
+"""Makes the gradient of a rank: fp32, `Job.numel` elements, mostly zeros."""
+
+Start = Callable[[VirtualTransport, ChargingStopwatch], Steps]
+"""Makes one rank's steps."""
+
+
+def drive(job: Job, start: Start) -> Outcome:
+    """Runs any steps of all ranks on the job's machine."""
+    topology = job.machine.topology(job.world_size)
+    cluster = VirtualCluster(job.world_size, topology, message_scale=job.scale)
+    watches: list[ChargingStopwatch] = []
+
+    def begin(transport: VirtualTransport) -> Steps:
+        watches.append(ChargingStopwatch(transport, job.seconds_a_byte))
+        return start(transport, watches[-1])
+
+    sent = cluster.run(begin)
+    local_s = max(watch.charged_s for watch in watches)
+    return Outcome(cluster.modelled_s, local_s, max(sent) * job.scale)
+
+
+def price(job: Job, scheme: str, gradients: Gradients) -> Outcome:
+    """Runs a registered scheme: encoding what was selected, and the collective."""
+    entry = SCHEMES[scheme]
+    options = SchemeOptions.of(SchemeConfig(name=scheme, format=job.format))
+
+    def start(transport: VirtualTransport, watch: ChargingStopwatch) -> Steps:
+        bucket, buffers = make_bucket(job, gradients(transport.rank)), MessageBuffers()
+        if entry.takes is Input.DENSE:
+            return (yield from entry.run(bucket, bucket.grad_N, 0, transport, buffers, watch))
+        form = options.message_format(scheme)
+        message = make_message(bucket, entry.is_sharded(job.form), form, buffers, watch)
+        return (yield from entry.exchange(bucket, message, transport, buffers, watch, options))
+
+    return drive(job, start)
+
+
+def make_bucket(job: Job, grad_N: torch.Tensor) -> Bucket:
+    """A bucket with one parameter."""
+    whole = [ParameterSlice("w", 0, job.numel)]
+    return Bucket("b", grad_N, whole, job.form, job.world_size)
+
+
+def make_message(
+    bucket: Bucket, sharded: bool, form: str, buffers: MessageBuffers, watch: Stopwatch
+) -> Message:
+    """Encodes what was selected, which here is all that is not zero."""
+    layout = bucket.layout(sharded)
+    pieces = bucket.grad_N.split(layout.range_offsets.diff().tolist())
+    nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
+    with watch.stage("encode"):
+        return encode(bucket, layout, nnz_R, "fp32", 0, buffers, form=form)

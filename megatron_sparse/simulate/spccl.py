@@ -1,0 +1,227 @@
+"""SpCCL's figures 5 to 9: sparse all-gather, all-reduce and reduce-scatter on Perlmutter.
+
+Gradients are uniform and independent across ranks (section VI-A), messages Pici, thresholds the
+paper's. The simulated bucket has 2^19 elements (2 MiB) whatever the size that is priced
+(`pricing`). The dense baseline is the ring that NCCL uses, its additions hidden behind the network,
+as in NCCL. SparCML is the best of its four algorithms, with indices and values (COO) in what is
+selected and the smallest format in sums: once with the GPU's memory, and once with a quarter of the
+host's, because the published code works on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.simulate import all_gather
+from megatron_sparse.simulate.figures import (
+    Figure,
+    Row,
+    draw_heatmap,
+    draw_lines,
+    groups,
+    log_axis,
+    shared_legend,
+    styles_of,
+)
+from megatron_sparse.simulate.gradients import uniform
+from megatron_sparse.simulate.machines import CODEC_FRACTION, GB, MIB, PERLMUTTER_RING, Machine
+from megatron_sparse.simulate.pricing import (
+    ChargingStopwatch,
+    Gradients,
+    Job,
+    Outcome,
+    drive,
+    make_bucket,
+    price,
+)
+from megatron_sparse.transport.virtual_rank import VirtualTransport
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+NUMEL, FAST_NUMEL = 2**19, 2**15
+SIZES_MIB, RANKS, SPARSITIES = (256, 512, 1024, 2048), (8, 16, 32, 64), (0.90, 0.95, 0.99)
+SPARCML = ("ssar_rd", "ssar_split_ag", "dsar_split_ag", "sparse_ring")
+# Eight channels of DDR4-3200 for four ranks (NERSC's description of the nodes).
+HOST = replace(PERLMUTTER_RING, name="Perlmutter, host", memory_rate=204.8 * GB / 4)
+ASSUMPTIONS = (
+    f"100 GB/s links, 4 GPUs a node; codec at {CODEC_FRACTION:.0%} of HBM's peak, not pipelined"
+)
+
+
+@lru_cache(maxsize=3 * RANKS[-1])
+def _gradient(numel: int, sparsity: float, rank: int) -> torch.Tensor:
+    return uniform(numel, 1 - sparsity).gradient(rank)
+
+
+def gradients(numel: int, sparsity: float) -> Gradients:
+    """Uniform and independent; drawn once for all collectives and sizes."""
+    return lambda rank: _gradient(numel, sparsity, rank).clone()
+
+
+@cache
+def dense_s(kind: str, world_size: int, size_mib: int) -> float:
+    """NCCL's ring, without charges for additions.
+
+    Args:
+        kind: all_gather, reduce_scatter or all_reduce.
+        world_size: ranks.
+        size_mib: MiB of the whole buffer.
+    """
+    links = (PERLMUTTER_RING.intra, PERLMUTTER_RING.inter)
+    one_way_s = all_gather.seconds_of_ring(world_size, size_mib * MIB, links)
+    return one_way_s * (2 if kind == "all_reduce" else 1)
+
+
+@cache
+def sparse(
+    kind: str, world_size: int, size_mib: int, sparsity: float, numel: int, charged: bool = True
+) -> Outcome:
+    """SpCCL's collective.
+
+    Args:
+        kind: all_gather, reduce_scatter or all_reduce.
+        world_size: ranks.
+        size_mib: MiB of the whole buffer.
+        sparsity: 1 - density of what each rank puts in.
+        numel: elements that are simulated.
+        charged: whether codecs take time.
+    """
+    form = Form.ALL_REDUCE if kind == "all_gather" else Form(kind)
+    job = Job(PERLMUTTER_RING, world_size, size_mib * MIB, numel, form, "pici", charged)
+    of_rank = gradients(numel, sparsity)
+    if kind != "all_gather":
+        return price(job, "adaptive_ring", of_rank)
+
+    def start(transport: VirtualTransport, watch: ChargingStopwatch) -> Steps:
+        bucket = make_bucket(job, of_rank(transport.rank))
+        return all_gather.sparse_ring(bucket, job.format, transport, MessageBuffers(), watch)
+
+    return drive(job, start)
+
+
+@cache
+def sparcml(
+    machine: Machine, world_size: int, size_mib: int, sparsity: float, numel: int
+) -> tuple[Outcome, str]:
+    """The best of SparCML's all-reduces, and its name."""
+    job = Job(machine, world_size, size_mib * MIB, numel, format="coo")
+    of_rank = gradients(numel, sparsity)
+    found = [(price(job, scheme, of_rank), scheme) for scheme in SPARCML]
+    return min(found, key=lambda pair: pair[0].time_s)
+
+
+def _row(
+    series: str, kind: str, world_size: int, size_mib: int, sparsity: float, numel: int,
+    outcome: Outcome,
+) -> Row:  # fmt: skip
+    base_s = dense_s(kind, world_size, size_mib)
+    return {
+        "series": series, "collective": kind, "ranks": world_size, "size_mib": size_mib,
+        "sparsity": sparsity, "time_ms": outcome.time_s * 1e3, "dense_ms": base_s * 1e3,
+        "speedup": base_s / outcome.time_s, "codec_ms": outcome.local_s * 1e3,
+        "wire_mib": outcome.wire_bytes / MIB, "simulated_numel": numel,
+    }  # fmt: skip
+
+
+def _dense_row(kind: str, n: int, size: int, sparsity: float, numel: int) -> Row:
+    halves = 2 if kind == "all_reduce" else 1
+    outcome = Outcome(dense_s(kind, n, size), 0.0, halves * size * MIB * (n - 1) / n)
+    return _row("NCCL ring (dense)", kind, n, size, sparsity, numel, outcome)
+
+
+def rows_5(fast: bool) -> list[Row]:
+    """Time of the all-gather over sparsity."""
+    ranks, numel = ((8,), FAST_NUMEL) if fast else ((8, 16, 64), NUMEL)
+    sparsities = (0.5, 0.99) if fast else (0.01, 0.10, 0.50, 0.75, 0.90, 0.95, 0.99)
+    rows = []
+    for size in (512,) if fast else (512, 2048):
+        for n in ranks:
+            for s in sparsities:
+                where = ("all_gather", n, size, s, numel)
+                rows.append(_dense_row(*where))
+                rows.append(_row("SpCCL (Pici)", *where, sparse(*where)))
+                rows.append(_row("SpCCL, codec free", *where, sparse(*where, charged=False)))
+    return rows
+
+
+def rows_9(fast: bool) -> list[Row]:
+    """Time of the all-reduce over sparsity, with SparCML."""
+    ranks, numel = ((4,), FAST_NUMEL) if fast else (RANKS, NUMEL)
+    rows = []
+    for size in (512,) if fast else (512, 2048):
+        for n in ranks:
+            for s in SPARSITIES[1:] if fast else SPARSITIES:
+                where = ("all_reduce", n, size, s, numel)
+                rows.append(_dense_row(*where))
+                rows.append(_row("SpCCL (Pici)", *where, sparse(*where)))
+                if n > 32 or size > 512:  # Minutes a point; and size changes little.
+                    continue
+                for name, machine in (("GPU", PERLMUTTER_RING), ("host", HOST)):
+                    outcome, _ = sparcml(machine, *where[1:])
+                    rows.append(_row(f"SparCML on the {name}", *where, outcome))
+    return rows
+
+
+def _heat_rows(kind: str, fast: bool) -> list[Row]:
+    ranks, numel = ((4, 8), FAST_NUMEL) if fast else (RANKS, NUMEL)
+    return [
+        _row("SpCCL (Pici)", kind, n, size, s, numel, sparse(kind, n, size, s, numel))
+        for s in (SPARSITIES[-1:] if fast else SPARSITIES)
+        for size in (SIZES_MIB[::3] if fast else SIZES_MIB)
+        for n in ranks
+    ]
+
+
+def draw_times(rows: list[Row], canvas: Canvas) -> None:
+    """A panel for each size and number of ranks."""
+    styles, by_size = styles_of(rows), groups(rows, "size_mib")
+    columns = len(groups(rows, "ranks"))
+    panels = canvas.subplots(len(by_size), columns, squeeze=False, sharex=True, sharey="row")
+    for line, (size, members) in zip(panels, by_size.items(), strict=True):
+        for axes, (n, part) in zip(line, groups(members, "ranks").items(), strict=True):
+            percent = [row | {"percent": 100 * row["sparsity"]} for row in part]
+            draw_lines(axes, percent, "percent", "time_ms", styles)
+            log_axis(axes, "y")
+            axes.set_title(f"{n} GPUs, {size} MiB", fontsize=9)
+        line[0].set_ylabel("time (ms)")
+    for axes in panels[-1]:
+        axes.set_xlabel("input sparsity (%)")
+    shared_legend(canvas, list(panels.flat))
+
+
+def draw_speedups(rows: list[Row], canvas: Canvas) -> None:
+    """A heatmap for each sparsity."""
+    by_sparsity = groups(rows, "sparsity")
+    panels = canvas.subplots(1, len(by_sparsity), squeeze=False)[0]
+    for axes, (sparsity, part) in zip(panels, by_sparsity.items(), strict=True):
+        draw_heatmap(axes, part, "ranks", "size_mib", "speedup", most=8)
+        axes.set_title(f"{sparsity:.0%} sparsity", fontsize=9)
+        axes.set_xlabel("GPUs")
+    panels[0].set_ylabel("buffer (MiB)")
+
+
+def _heatmap(number: int, kind: str, what: str) -> Figure:
+    title = f"SpCCL figure {number}: {what} (Pici), speedup over NCCL's dense ring"
+    return Figure(
+        "spccl", number, title, ASSUMPTIONS, lambda fast: _heat_rows(kind, fast), draw_speedups,
+        3.6,
+    )  # fmt: skip
+
+
+FIGURES = (
+    Figure("spccl", 5, "SpCCL figure 5: all-gather", ASSUMPTIONS, rows_5, draw_times, 6.0),
+    _heatmap(6, "all_gather", "all-gather"),
+    _heatmap(7, "all_reduce", "all-reduce"),
+    _heatmap(8, "reduce_scatter", "reduce-scatter"),
+    Figure(
+        "spccl", 9, "SpCCL figure 9: all-reduce, with SparCML", ASSUMPTIONS, rows_9, draw_times, 6.0
+    ),
+)
