@@ -9,9 +9,10 @@ The libraries' flat rings would take 4 million messages on 2048 GPUs; they are p
 Bandwidths are the hardware's. RCCL and NCCL stripe their ring over all cards of a node; Cray-MPICH
 uses one, and adds on the host (sections 3.2 and 3.3). Latencies are FITTED, because the paper
 states none: for each machine a step of the vendor's ring, of PCCL's recursive algorithms between
-nodes and of Cray-MPICH's ring. Fitted to: 7x over RCCL at 1024 MB and 33x at 16 MB on 2048 GCDs; 2 to 3x over
-NCCL at 256 MB and 5x at 16 MB on 2048 GPUs; Cray-MPICH's stated distance on both. They stand for
-all that a message costs at that scale, contention included, not for what a ping-pong measures. What
+nodes and of Cray-MPICH's ring. Fitted to: 7x over RCCL at 1024 MB and 33x at 16 MB on 2048 GCDs; 2
+to 3x over NCCL at 256 MB and 5x at 16 MB on 2048 GPUs; Cray-MPICH's stated distance on both. They
+stand for all that a message costs at that scale, contention included, not for what a ping-pong
+measures. What
 figures show beyond these points is the model's.
 """
 

@@ -294,9 +294,7 @@ def recorded(checkout: Path) -> Path:
             f'setup_environment() {{ echo "setup $* strict=${{MEGATRON_SPARSE_STRICT:-}}" >>{log}\n'
             f"  PYTHON={python} VIRTUAL_ENV={checkout} PATH={checkout}/bin:$PATH; }}\n"
         )
-    executable(
-        checkout / "scripts/fuzz.sh", f'echo "fuzz $*" >>{log}; exit "${{FUZZ_CODE:-0}}"\n'
-    )
+    executable(checkout / "scripts/fuzz.sh", f'echo "fuzz $*" >>{log}; exit "${{FUZZ_CODE:-0}}"\n')
     (checkout / ".git").mkdir()
     return log
 

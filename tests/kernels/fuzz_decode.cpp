@@ -28,7 +28,7 @@ namespace {
 
 constexpr size_t kControl = 8;
 constexpr uint32_t kEpoch = 7;
-constexpr int64_t kFirst = 1000;       // where the segments begin in the bucket
+constexpr int64_t kFirst = 1000;        // where the segments begin in the bucket
 constexpr int64_t kMaxNumel = 160'000;  // more than a chunk of tiles
 
 enum Option : uint8_t { kFresh = 1, kRepairHeaders = 2, kRepairPrefix = 4, kRoundTrip = 8 };
