@@ -12,8 +12,7 @@ states none: for each machine a step of the vendor's ring, of PCCL's recursive a
 nodes and of Cray-MPICH's ring. Fitted to: 7x over RCCL at 1024 MB and 33x at 16 MB on 2048 GCDs; 2
 to 3x over NCCL at 256 MB and 5x at 16 MB on 2048 GPUs; Cray-MPICH's stated distance on both. They
 stand for all that a message costs at that scale, contention included, not for what a ping-pong
-measures. What
-figures show beyond these points is the model's.
+measures. What figures show beyond these points is the model's.
 """
 
 from __future__ import annotations
