@@ -2,14 +2,14 @@
 
     python benchmarks/codec_tables.py FILE.jsonl...
 
-One line for each operation: its own numbers, torch's first peer beside them, and the best other.
+One line for each operation: its own numbers, torch's first peer beside them, and the best other. Of
+several formats that all became dense, the first stands for all.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,14 @@ _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of some rows; rows of one operation stand together."""
+    """The table of some rows, of which each peer has one."""
+    groups: dict[tuple[Any, ...], dict[str | None, dict[str, Any]]] = {}
+    for row in rows:
+        group = groups.setdefault(tuple(row[k] for k in _KEY), {})
+        group.setdefault(row["peer"], row)
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    for _, group in groupby(rows, key=lambda row: tuple(row[k] for k in _KEY)):
-        lines.append("| " + " | ".join(_cells(list(group))) + " |")
+    for group in groups.values():
+        lines.append("| " + " | ".join(_cells(list(group.values()))) + " |")
     return "\n".join(lines)
 
 
@@ -35,10 +39,10 @@ def _cells(rows: list[dict[str, Any]]) -> list[str]:
     head = [f"{size:g}", own["dtype"], f"{own['density']:g}", own["op"], own["format"]]
     if own["wrong"]:
         return [*head, f"{own['wrong']} wrong", "", "", "", "", ""]
-    first, *others = sorted(
-        (row for row in rows if row["peer"]), key=lambda row: not row["peer"].startswith("torch")
-    ) or [None]
-    best = min(others, key=lambda row: row["peer_us"], default=None)
+    peers = [row for row in rows if row["peer"]]
+    peers.sort(key=lambda row: not row["peer"].startswith("torch"))
+    first = peers[0] if peers else None
+    best = min(peers[1:], key=lambda row: row["peer_us"], default=None)
     return [
         *head,
         _ms(own["time_us"]),

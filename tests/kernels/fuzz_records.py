@@ -30,7 +30,7 @@ from megatron_sparse.cuda_ext import fakes, ops
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs, row_sparse
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
-from megatron_sparse.formats.hash_record import PartitionRecord
+from megatron_sparse.formats.hash_record import FORM_BITMAP, SECTIONS_AT, PartitionRecord
 from megatron_sparse.formats.header import FORMAT_BLOCKS, FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
@@ -40,6 +40,7 @@ HOSTILE = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, -1e-40, 3e38,
 NUMELS = (0, 1, 2, 63, 64, 65, 4095, 4096, 4097)
 EPOCH, OFFSET = 7, 1000
 UNTOUCHED = 0.5
+FORM_AT = 68  # in a record of a hash partition; docs/wire-format.md
 
 
 def main() -> int:
@@ -104,6 +105,16 @@ def damaged(rng: random.Random, record: torch.Tensor) -> tuple[torch.Tensor, boo
     if data:
         copy.copy_(torch.frombuffer(data, dtype=torch.uint8))
     return copy, bytes(data) == whole
+
+
+def move_bit(rng: random.Random, record: torch.Tensor, place: PartitionRecord) -> None:
+    """Moves a bit of a record's bitmap anywhere in its words, so that their count stays right."""
+    words = record[SECTIONS_AT : SECTIONS_AT + place.word_bytes]
+    held = [bit for bit in range(8 * words.numel()) if int(words[bit // 8]) >> bit % 8 & 1]
+    free = rng.choice((rng.randrange(8 * words.numel()), 8 * words.numel() - 1))
+    if held and free not in held:
+        for bit in (rng.choice(held), free):
+            words[bit // 8] ^= 1 << bit % 8
 
 
 def attempt(decode: Callable[[], object], *accs: torch.Tensor, intact: bool = False) -> bool:
@@ -191,9 +202,12 @@ def decode_bitmap(rng: random.Random) -> bool:
     place = _partition(rng)
     values = make_values(rng, place.positions, place.value_dtype)
     h0, partition, dtype = place.partition_hash, place.partition, place.value_dtype
-    record, intact = damaged(
-        rng, hash_bitmap.encode(values, h0, partition, offset=OFFSET, epoch=EPOCH)
-    )
+    record = hash_bitmap.encode(values, h0, partition, offset=OFFSET, epoch=EPOCH)
+    if rng.random() < 0.1 and 0 < place.positions <= 64 and record[FORM_AT] == FORM_BITMAP:
+        move_bit(rng, record, place)
+        record, intact = record.clone(), False
+    else:
+        record, intact = damaged(rng, record)
     acc_M, acc_P = torch.full((h0.numel,), UNTOUCHED), torch.full((place.positions,), UNTOUCHED)
     where = {"offset": OFFSET, "epoch": EPOCH, "rank": 0}
 
@@ -270,7 +284,13 @@ def decode_row_indices(rng: random.Random) -> bool:
         )
         for _ in range(rng.choice((1, 2, 5)))
     ]
-    return attempt(lambda: row_sparse.union(sets, num_rows))
+
+    def merge() -> None:
+        union_U = row_sparse.union(sets, num_rows)
+        assert union_U.tolist() == sorted(set(torch.cat(sets).tolist()))
+        assert bool(((union_U >= 0) & (union_U < num_rows)).all())
+
+    return attempt(merge)
 
 
 DECODERS: dict[str, Callable[[random.Random], bool]] = {

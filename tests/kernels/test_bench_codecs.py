@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,17 @@ def test_a_file_that_is_no_baseline_is_one_error(content, tmp_path):
     path.write_text(content)
     with pytest.raises(ConfigError, match="the baseline cannot be read"):
         codec_baseline.read(path)
+
+
+def test_the_documentation_s_table_has_a_line_for_each_operation(tmp_path):
+    path, script = tmp_path / "rows.jsonl", BASELINE.with_name("codec_tables.py")
+    codecs.run(codecs.Sweep(densities=(0.01, 1.0), forms=("coo", "pici"), **SMALL), path)
+    made = subprocess.run(
+        [sys.executable, str(script), str(path)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert len(made) == 2 + 2 * 3 + 3  # of two formats that are dense one is left
+    assert all(line.count("|") == made[0].count("|") for line in made)
+    assert "torch nonzero" in next(line for line in made if "| encode | coo |" in line)
 
 
 def test_nothing_to_compare_is_an_error():

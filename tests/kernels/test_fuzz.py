@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sparse.cuda_ext import build
 from tests.kernels.fuzz_records import DECODERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,3 +75,8 @@ def test_an_unknown_argument_is_one_error(argument):
     done = fuzz(ROOT, argument)
     assert done.returncode == 2
     assert "an argument is unknown" in done.stderr
+
+
+def test_a_sanitized_library_is_not_put_where_it_would_be_loaded(capsys):
+    assert build.main(["--cuda", "off", "--sanitize"]) != 0
+    assert "name one with --out" in capsys.readouterr().err
