@@ -169,13 +169,13 @@ def decode_add_(
 
     Args:
         acc_M: fp32, the whole segment. Mutated.
-        record: uint8, exactly one record, not trusted.
+        record: this and what follows as of `decode`.
         partition_hash: h0.
         partition: the one that is expected.
-        value_dtype: fp32, bf16 or fp16.
+        value_dtype: dtype of the values.
         offset: the segment's first element in the bucket.
         epoch: the step.
-        rank: the sender, for the error's text.
+        rank: the sender.
 
     Raises:
         WireFormatError: names the rank and the field that is wrong; `acc_M` is untouched.

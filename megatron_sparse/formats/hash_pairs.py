@@ -76,15 +76,7 @@ def accumulate_(
 ) -> None:
     """Adds what a rank pushed to a server's partition, held by position.
 
-    Args:
-        acc_P: fp32, one for each position. Mutated.
-        record: uint8, exactly one record, not trusted.
-        place: what the record must say.
-        rank: the sender, for the error's text.
-
-    Raises:
-        WireFormatError: names the rank and the field that is wrong; `acc_P` is untouched.
-        ExtensionError: `acc_P` is not one fp32 value for each position.
+    Arguments and errors as of `hash_bitmap.accumulate_`.
     """
     form, nnz = place.read_head(record, rank, ALL_FORMS)
     if form != FORM_PAIRS:

@@ -8,7 +8,7 @@ Beyond the paper: odd n, for which one early rank is idle in each round; and the
 Where the paper counts chunks only (weight 1 or 2), here a chunk is the more urgent the more
 doublings it lacks for the rounds that are left until it should be everywhere, and the less wanted
 by a rank that will soon exchange with the straggler and could not pass it on. For 24 ranks that
-makes 28 rounds of 40.
+makes 28 rounds, where the count alone made 30 to 40.
 """
 
 from __future__ import annotations
