@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_sparse.cuda_ext import build  # noqa: E402
+from megatron_sparse.cuda_ext import build, compilers, sources  # noqa: E402
 from megatron_sparse.errors import MegatronSparseError  # noqa: E402
 
 PACKAGE_LIBRARIES = Path("megatron_sparse") / "cuda_ext" / "_lib"
@@ -29,7 +29,7 @@ class BuildLibraries(build_ext):
 
     def build_extensions(self) -> None:
         """Builds into the checkout for an editable install, else into the wheel's tree."""
-        out = build.LIBRARIES if self._in_place() else Path(self.build_lib) / PACKAGE_LIBRARIES
+        out = sources.LIBRARIES if self._in_place() else Path(self.build_lib) / PACKAGE_LIBRARIES
         try:
             parts = build.build_for_install(out.resolve())
         except MegatronSparseError as error:
@@ -37,7 +37,7 @@ class BuildLibraries(build_ext):
         for part in parts:
             print(part, flush=True)
         if not self._in_place():
-            (out / build.LOCK).unlink()  # nobody else builds in this tree, and a wheel needs none
+            (out / compilers.LOCK).unlink()  # nobody else builds here, and a wheel needs none
 
     def copy_extensions_to_source(self) -> None:
         """Nothing is left to copy: an editable install builds in its place."""

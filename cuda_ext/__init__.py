@@ -41,14 +41,14 @@ def status() -> dict[str, dict[str, object]]:
         For `cpu` and `cuda`: `path` (str), `built` (current with its sources), `loaded`, and
         `reason` (why it is not loaded, else empty).
     """
-    from megatron_sparse.cuda_ext import build
+    from megatron_sparse.cuda_ext import sources
     from megatron_sparse.errors import ExtensionError
 
     found: dict[str, dict[str, object]] = {}
     with _lock:
         for name in ("cpu", "cuda"):
-            path = build.library_path(name)
-            built = build.is_current(name)
+            path = sources.library_path(name)
+            built = sources.is_current(name)
             reason = ""
             if name not in _loaded:
                 if built:
@@ -65,19 +65,19 @@ def status() -> dict[str, dict[str, object]]:
 
 
 def _build_if_needed(name: str) -> None:
-    from megatron_sparse.cuda_ext import build
+    from megatron_sparse.cuda_ext import build, sources
 
-    if not build.is_current(name):
+    if not sources.is_current(name):
         build.build("on" if name == "cuda" else "off", parts=(name,))
 
 
 def _load_library(name: Literal["cpu", "cuda"]) -> None:
     import torch
 
-    from megatron_sparse.cuda_ext import build, fakes
+    from megatron_sparse.cuda_ext import fakes, sources
     from megatron_sparse.errors import ExtensionError
 
-    path = build.library_path(name)
+    path = sources.library_path(name)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

@@ -16,8 +16,17 @@ RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Calls an op; its refusal, "what | expected | got" in C++, becomes an `ExtensionError`."""
-    op = overload(name)
+    """Calls an op; its refusal, "what | expected | got" in C++, becomes an `ExtensionError`.
+
+    Where the first argument is a CUDA tensor the CUDA part is loaded first.
+    """
+    if arguments and getattr(arguments[0], "is_cuda", False):
+        load("cuda")
+    return refusing(overload(name), *arguments)
+
+
+def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls what refuses as the compiled ops do, and makes that an `ExtensionError`."""
     try:
         return op(*arguments)
     except RuntimeError as error:
@@ -80,6 +89,22 @@ def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None
             op, f"{name} does not cut the bucket", f"ascending offsets from 0 to {numel}",
             offsets.tolist()[:8],
         )  # fmt: skip
+
+
+def check_selection(
+    op: str,
+    grad_N: torch.Tensor,
+    residual_N: torch.Tensor | None,
+    residual_dtypes: tuple[torch.dtype, ...],
+    range_offsets: torch.Tensor,
+) -> int:
+    """Checks what everything that selects takes; returns the number of ranges."""
+    numel = grad_N.numel()
+    check_flat(op, "grad", grad_N, GRAD_DTYPES)
+    if residual_N is not None:
+        check_flat(op, "residual", residual_N, residual_dtypes, numel, grad_N.device)
+    check_offsets(op, "range_offsets", range_offsets, numel)
+    return range_offsets.numel() - 1
 
 
 def check_code(op: str, name: str, code: int) -> None:

@@ -3,19 +3,17 @@
 Kernels are launched on the current stream. A host needs to know how long a record is before it can
 send it, and whether a peer's record was right before anyone steps with it, so each call ends with
 one copy to the host of a few words, and waits for it: an encoder's report (status, sizes and counts
-of its segments), a decoder's status. Tables of offsets lie on the host, where the plan made them;
-their copies on the device are kept.
+of its segments), a decoder's status. Where sizes are fixed `reports` has all of them read together.
+Tables of offsets lie on the host, where the plan made them; their copies on the device are kept.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from megatron_sparse.cuda_ext import load
-from megatron_sparse.cuda_ext.arguments import call, refusal
+from megatron_sparse.cuda_ext.arguments import refusal
 from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
 
 _DENSE_KIND = 0
@@ -23,16 +21,6 @@ _CAPACITY, _SEGMENTS, _SLOT = 1, 2, 4  # encode_launch.h; an unknown kind is ref
 _OUTSIDE = 2  # decode_launch.h
 TABLES = 1024
 """Tables whose device copies are kept: a bucket has about three, and one for each of its shards."""
-
-
-def launch(name: str, *arguments: Any) -> torch.Tensor:
-    """Calls an op of the CUDA part; what it returns is still being computed.
-
-    Raises:
-        ExtensionError: arguments that do not fit together; nothing was launched.
-    """
-    load("cuda")
-    return call(name, *arguments)
 
 
 def read_report(
@@ -45,6 +33,13 @@ def read_report(
             was written.
     """
     words = report.cpu()
+    check_report(op, words, segment_offsets)
+    sizes_S, nnz_S = words[STATUS_WORDS:].view(2, -1)
+    return sizes_S, nnz_S
+
+
+def check_report(op: str, words: torch.Tensor, segment_offsets: torch.Tensor) -> None:
+    """Refuses what an encoder's report, on the CPU, complains about; see `read_report`."""
     code, segment, needed, there = words[:STATUS_WORDS].tolist()
     if code == _CAPACITY:
         raise refusal(op, "the output buffer is too small", f"{needed} bytes", there)
@@ -55,33 +50,33 @@ def read_report(
         what = f"the slot of segment {segment} is too small"
         raise refusal(op, what, f"{needed} bytes", there)
     assert code == 0, f"{op}: the wrapper has checked what status {code} complains about"
-    sizes_S, nnz_S = words[STATUS_WORDS:].view(2, -1)
-    return sizes_S, nnz_S
 
 
-def read_status(
+def check_status(
     status: torch.Tensor, segment_offsets: torch.Tensor, base: int, acc_numel: int
-) -> torch.Tensor:
-    """Waits for the decoder and returns its status, which is then that of the CPU's decoder.
+) -> None:
+    """Refuses what a decoder's status, on the CPU, says of the arguments.
+
+    Of the message it says what the CPU's decoder says.
 
     Raises:
         ExtensionError: the segments do not lie in the accumulator, which is untouched.
     """
-    status = status.cpu()
     if int(status[0]) == _OUTSIDE:
         raise refusal(
             "decode_add_", "the segments do not lie in acc",
             f"ascending offsets from {base} to {base + acc_numel}", segment_offsets.tolist()[:8],
         )  # fmt: skip
-    return status
 
 
-def on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a small table of the host, kept for the next call. Not to be written.
+def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:
+    """A copy of a small table of the host, if there is one, kept for the next call. Only to read.
 
     The first call for a table waits for the device. Copies belong to the stream that made them, so
     that memory which the cache lets go is free when that stream gets there.
     """
+    if table is None:
+        return table
     stream = torch.cuda.current_stream(device).cuda_stream
     return _device_copy(table.numpy().tobytes(), table.dtype, device, stream)
 

@@ -135,5 +135,9 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         **hash_ops.FAKES,
         **row_sparse_ops.FAKES,
     },
-    "cuda": {"encode_records": _encode_records, "prune_encode_records": _prune_encode_records},
+    "cuda": {
+        "encode_records": _encode_records,
+        "prune_encode_records": _prune_encode_records,
+        **hash_ops.CUDA_FAKES,
+    },
 }

@@ -1,9 +1,11 @@
 """The ops of ZEN's hashing and of its hash bitmap, typed: what `formats` calls.
 
 Shape suffixes: K entries, P positions of a partition, M elements of a segment (below 2^31). All
-tensors are 1-D, contiguous and on the CPU; torch's thread pool does the work, and the results do
-not depend on its size. A seed is any int64. The compiled checks refuse what does not fit together,
-so every wrapper raises `ExtensionError` with what was expected and what came.
+tensors of a call are 1-D, contiguous and on one device, and so are its results, which are the same
+on every device and depend neither on the size of torch's thread pool nor on how a GPU schedules. A
+seed is any int64. The compiled checks refuse what does not fit together, so every wrapper raises
+`ExtensionError` with what was expected and what came. On CUDA every call but `bitmap_pack`'s waits
+once for the device, to read a few words: whether anything was out of range.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.cuda_ext.arguments import call
+from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES, call, check_flat, refusal
 
 BITMAP_FIELDS = ("", "nnz", "bitmap")
-"""The field codes of a bitmap's status (`csrc/hash_bitmap.cpp`); "" is for one that fits."""
+"""The field codes of a bitmap's status (`csrc/hash_launch.h`); "" is for one that fits."""
+_INDEX_SET = 3
 
 
 def permute(elements_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
@@ -88,10 +91,58 @@ def hierarchical_hash(
         that went through the serial memory, and of those beyond it. The counts alone may vary from
         run to run: they depend on which thread came first.
     """
+    if indices_K.is_cuda:
+        _check_values(indices_K, values_K)
+        entry_K, offsets, counts = call(
+            "hash_memory", indices_K, partition_K, numel, partitions, parallel_slots, serial_slots,
+            rehashes, seed,
+        )  # fmt: skip
+        entry_K = _by_index(entry_K, indices_K, offsets)
+        return indices_K[entry_K], values_K[entry_K], offsets, counts
     return call(
         "hierarchical_hash", indices_K, values_K, partition_K, numel, partitions,
         parallel_slots, serial_slots, rehashes, seed,
     )  # fmt: skip
+
+
+def _check_values(indices_K: torch.Tensor, values_K: torch.Tensor) -> None:
+    """Refuses values that the native memory does not see: only their numbers go through it."""
+    check_flat(
+        "hierarchical_hash", "values", values_K, GRAD_DTYPES, indices_K.numel(), indices_K.device
+    )
+
+
+def _by_index(
+    entry_K: torch.Tensor, indices_K: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Entries of each partition in ascending order of the index, then of the entry."""
+    # Two stable sorts, the second one by where the memory had put them.
+    by_index_K = (indices_K[entry_K] << 32 | entry_K).argsort()
+    place_K = torch.bucketize(by_index_K, offsets[1:-1], right=True)
+    return entry_K[by_index_K[place_K.argsort(stable=True)]]
+
+
+def split(partition_K: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A stable partition of entries: what a stable sort by partition gives.
+
+    On the CPU it is one, a radix sort where the numbers are narrow. On CUDA it counts: one pass up
+    to 256 partitions, two beyond.
+
+    Args:
+        partition_K: int64, in [0, partitions).
+        partitions: n, 1 to 2^16.
+
+    Returns:
+        int64 entries, partition after partition, ascending in each; and int64 offsets of the
+        partitions, n + 1 of them.
+    """
+    if partition_K.is_cuda:
+        return call("hash_split", partition_K, partitions)
+    # A third of the time of wider integers.
+    keys_K = partition_K.to(torch.uint8) if partitions <= 256 else partition_K
+    sizes = partition_K.bincount(minlength=partitions)
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    return torch.sort(keys_K, stable=True).indices, offsets
 
 
 def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tensor) -> int:
@@ -135,8 +186,7 @@ def bitmap_elements(
     elements, status = call(
         "hash_bitmap_elements", words, nnz, numel, partition, partitions, seed, index_set_P
     )
-    code, found = status.tolist()
-    return elements, BITMAP_FIELDS[code], found
+    return elements, *_read_status("hash_bitmap_elements", status, numel)
 
 
 def bitmap_add_(
@@ -170,7 +220,16 @@ def bitmap_add_(
         "hash_bitmap_add_", acc_M, words, values, value_dtype, nnz, partition, partitions, seed,
         index_set_P,
     )  # fmt: skip
+    return _read_status("hash_bitmap_add_", status, acc_M.numel())
+
+
+def _read_status(op: str, status: torch.Tensor, numel: int) -> tuple[str, int]:
     code, found = status.tolist()
+    if code == _INDEX_SET:  # on CUDA; the CPU's check refuses it before
+        raise refusal(
+            op, f"index_set is wrong at position {found}", f"ascending elements below {numel}",
+            "others",
+        )  # fmt: skip
     return BITMAP_FIELDS[code], found
 
 
@@ -192,6 +251,17 @@ def _fake_hierarchical_hash(
         indices.new_empty(partitions + 1),
         indices.new_empty(2),
     )
+
+
+def _fake_split(partition_of: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return partition_of.new_empty(partition_of.shape), partition_of.new_empty(partitions + 1)
+
+
+def _fake_memory(
+    indices: torch.Tensor, partition_of: torch.Tensor, numel: int, partitions: int, *_: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    entries, offsets = _fake_split(partition_of, partitions)
+    return entries, offsets, indices.new_empty(2)
 
 
 def _fake_pack(values: torch.Tensor, words: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -216,3 +286,9 @@ FAKES: Mapping[str, Callable[..., Any]] = {
     "hash_bitmap_add_": _fake_add,
 }
 """What makes an op's results without data; `fakes` registers them."""
+
+CUDA_FAKES: Mapping[str, Callable[..., Any]] = {
+    "hash_split": _fake_split,
+    "hash_memory": _fake_memory,
+}
+"""The same for the ops that the CUDA part alone has."""

@@ -13,24 +13,19 @@ import os
 
 import torch
 
-from megatron_sparse.cuda_ext import codec_cuda, load, threshold_torch
+from megatron_sparse.cuda_ext import codec_cuda, threshold_torch
 from megatron_sparse.cuda_ext.arguments import (
     GRAD_DTYPES,
     RESIDUAL_DTYPES,
     call,
     check_code,
     check_flat,
-    check_offsets,
+    check_selection,
     refusal,
 )
-from megatron_sparse.cuda_ext.codec_ops import (
-    DEFAULT_BLOCK_SIZE,
-    decode_add_,
-    encode,
-    message_capacity,
-    prune_encode,
-    scratch_capacity,
-)
+from megatron_sparse.cuda_ext.codec_checks import message_capacity, scratch_capacity
+from megatron_sparse.cuda_ext.decode_ops import decode_add_
+from megatron_sparse.cuda_ext.encode_ops import DEFAULT_BLOCK_SIZE, encode, prune_encode
 from megatron_sparse.errors import ConfigError
 
 __all__ = [
@@ -86,13 +81,8 @@ def prune_(
         >>> prune_(g, e, torch.tensor([0, 2]), torch.tensor([2.0]), 0.5, 0, 0), g, e
         (tensor([1]), tensor([3., 0.]), tensor([0.0000, 0.7500]))
     """
-    check_flat("prune_", "grad", grad_N, GRAD_DTYPES)
-    check_flat("prune_", "residual", residual_N, RESIDUAL_DTYPES, grad_N.numel(), grad_N.device)
-    check_offsets("prune_", "range_offsets", range_offsets, grad_N.numel())
-    check_flat(
-        "prune_", "thresholds", thresholds_R, (torch.float32,), range_offsets.numel() - 1,
-        grad_N.device,
-    )  # fmt: skip
+    ranges = check_selection("prune_", grad_N, residual_N, RESIDUAL_DTYPES, range_offsets)
+    check_flat("prune_", "thresholds", thresholds_R, (torch.float32,), ranges, grad_N.device)
     check_code("prune_", "wire_dtype", wire_dtype)
     if not 0 <= leak <= 1:
         raise refusal("prune_", "leak is out of range", "0 to 1", leak)
@@ -108,7 +98,6 @@ def prune_(
         return prune.prune_(grad_N, residual_N, offsets, thresholds_R, leak, wire_dtype, key)
     if backend != "cuda":
         raise ConfigError(f"{PRUNE_BACKEND} is unknown", expected="triton | cuda", got=backend)
-    load("cuda")
     return call("prune_", grad_N, residual_N, offsets, thresholds_R, leak, wire_dtype, key)
 
 
@@ -150,13 +139,8 @@ def sample_threshold(
         ... )
         tensor([2.])
     """
-    check_flat("sample_threshold", "grad", grad_N, GRAD_DTYPES)
-    if residual_N is not None:
-        check_flat(
-            "sample_threshold", "residual", residual_N, GRAD_DTYPES, grad_N.numel(), grad_N.device
-        )
-    check_offsets("sample_threshold", "range_offsets", range_offsets, grad_N.numel())
-    ranges, cpu = range_offsets.numel() - 1, torch.device("cpu")
+    ranges = check_selection("sample_threshold", grad_N, residual_N, GRAD_DTYPES, range_offsets)
+    cpu = torch.device("cpu")
     check_flat("sample_threshold", "densities", densities_R, (torch.float32,), ranges, cpu)
     check_flat("sample_threshold", "keys", keys_R, (torch.int64,), ranges, cpu)
     if not 1 <= samples < 2**31:

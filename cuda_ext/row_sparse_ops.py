@@ -1,8 +1,10 @@
 """The ops of row-sparse gradients, typed: what `formats.row_sparse` calls.
 
-Shape suffixes: K rows of one rank, U rows of the union, D elements of a row. Everything is on the
-CPU; torch's thread pool does the work, and the results do not depend on its size. Arguments that do
-not fit together are an `ExtensionError` with what was expected and what came.
+Shape suffixes: K rows of one rank, U rows of the union, D elements of a row. All tensors of a call
+are on one device, tables of offsets too, and so are the results, which have the same bits on every
+device and for every number of threads (but for the payload of a NaN that is a sum). On CUDA each
+call waits for the device. Arguments that do not fit together are an `ExtensionError` with what was
+expected and what came.
 """
 
 from __future__ import annotations

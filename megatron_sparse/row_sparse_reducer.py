@@ -53,6 +53,10 @@ class PendingRowSparse:
         assert self.pending is not None, "handed out after it was submitted"
         self.pending.wait()
         assert self.reduced is not None, "a job that ends well leaves its result"
+        if self.reduced.is_cuda:
+            # Made on the progress thread's stream; its memory must not go back there too early.
+            for part in (self.reduced.indices(), self.reduced.values()):
+                part.record_stream(torch.cuda.current_stream(part.device))
         self.record.finished_s = self.pending.finished_s
         self._recorder.record_stage("host_wait", time.perf_counter() - start_s)
         self._recorder.record_bucket(self.record)
@@ -98,7 +102,7 @@ class RowSparseReducer:
         Args:
             name: of the parameter, the same on every rank.
             gradient: sparse COO [R, D] with one sparse and one dense dimension, fp32, bf16 or
-                fp16, on the CPU; coalesced or not. Only read.
+                fp16; coalesced or not. Only read.
             reduction: sum or average.
             step: the same on every rank.
             on_done: called once when the work has ended, well or not; see

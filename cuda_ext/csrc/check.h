@@ -9,6 +9,7 @@
 #include <optional>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 #include "dtypes.h"
 
@@ -22,6 +23,11 @@
   } while (0)
 
 namespace megatron_sparse {
+
+// Refuses a call with a complaint that is "what | expected | got" already.
+[[noreturn]] inline void refuse(const std::string& complaint) {
+  throw std::runtime_error(complaint);
+}
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;

@@ -1,18 +1,8 @@
 // Instances of decode_add_'s CUDA kernels and their launch.
 #include "decode_kernel.cuh"
+#include "launch_grid.cuh"
 
 namespace megatron_sparse {
-namespace {
-
-cudaLaunchConfig_t grid_of_blocks(int64_t blocks, int threads, cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  return config;
-}
-
-}  // namespace
 
 int64_t decode_workspace_bytes(int64_t segment_count) {
   return lay_out_decode_workspace(nullptr, segment_count).bytes;
@@ -21,20 +11,16 @@ int64_t decode_workspace_bytes(int64_t segment_count) {
 void launch_decode_add(const DecodeArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const DecodeWorkspace work = lay_out_decode_workspace(call.workspace, call.segment_count);
-  const cudaLaunchConfig_t one = grid_of_blocks(1, kWalkThreads, stream);
+  const cudaLaunchConfig_t one = grid_for(1, 1, kWalkThreads, stream);
   cudaLaunchKernelEx(&one, walk_kernel, call, work);
   if (call.segment_count == 0) return;
-  int device = 0, multiprocessors = 1;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   // A unit is at least 512 bytes of the message, but for each segment's last.
   const int64_t warps = call.message_bytes / 512 + call.segment_count;
-  const int64_t wanted = (warps + kDecodeWarps - 1) / kDecodeWarps, most = multiprocessors * 8;
-  const cudaLaunchConfig_t all =
-      grid_of_blocks(wanted < most ? wanted : most, kDecodeThreads, stream);
+  const int64_t wanted = (warps + kDecodeWarps - 1) / kDecodeWarps, most = multiprocessors() * 8;
+  const cudaLaunchConfig_t all = grid_for(wanted, most, kDecodeThreads, stream);
   cudaLaunchKernelEx(&all, check_kernel, call, work);
   if (call.fresh) {
-    const cudaLaunchConfig_t every = grid_of_blocks(most, kDecodeThreads, stream);
+    const cudaLaunchConfig_t every = grid_for(most, most, kDecodeThreads, stream);
     cudaLaunchKernelEx(&every, clear_kernel, call, work);
   }
   if (call.value_dtype == kFp32) {

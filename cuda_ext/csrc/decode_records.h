@@ -14,7 +14,7 @@
 
 namespace megatron_sparse {
 
-// Names and order are repeated in cuda_ext/codec_ops.py (MESSAGE_FIELDS) and, but for the last, in
+// Names and order are repeated in cuda_ext/decode_ops.py (MESSAGE_FIELDS) and, but for the last, in
 // decode_launch.h.
 enum Field : int64_t {
   kFieldSize,

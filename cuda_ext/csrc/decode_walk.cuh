@@ -6,6 +6,7 @@
 #pragma once
 
 #include "decode_launch.h"
+#include "launch_grid.cuh"
 #include "record.h"
 #include "scan.cuh"
 
@@ -38,18 +39,13 @@ struct DecodeWorkspace {
 constexpr unsigned long long kNothingWrong = ~0ull;
 
 inline DecodeWorkspace lay_out_decode_workspace(void* base, int64_t segment_count) {
+  Carver memory(base);
   DecodeWorkspace w = {};
-  int64_t used = 0;
-  const auto take = [base, &used](int64_t bytes) {
-    char* at = static_cast<char*>(base) + used;
-    used += (bytes + 255) / 256 * 256;
-    return static_cast<void*>(at);
-  };
-  w.records = static_cast<DecodeRecord*>(take(segment_count * int64_t{sizeof(DecodeRecord)}));
-  w.header_at = static_cast<int64_t*>(take(segment_count * 8));
-  w.unit_begin = static_cast<int64_t*>(take((segment_count + 1) * 8));
-  w.wrong = static_cast<unsigned long long*>(take(8));
-  w.bytes = used;
+  w.records = memory.take<DecodeRecord>(segment_count);
+  w.header_at = memory.take<int64_t>(segment_count);
+  w.unit_begin = memory.take<int64_t>(segment_count + 1);
+  w.wrong = memory.take<unsigned long long>(1);
+  w.bytes = memory.used();
   return w;
 }
 

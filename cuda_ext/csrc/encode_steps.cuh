@@ -2,6 +2,7 @@
 #pragma once
 
 #include "compact_kernel.cuh"
+#include "launch_grid.cuh"
 
 namespace megatron_sparse {
 
@@ -11,21 +12,6 @@ inline Workspace workspace_of(const EncodeArguments& a) {
   const int64_t staged_bytes = a.most_nnz != nullptr ? a.numel * value_bytes : a.capacity;
   return lay_out_workspace(a.workspace, a.numel, a.segment_count, value_bytes, staged_bytes,
                            a.block_size != 0);
-}
-
-inline int64_t multiprocessors() {
-  int device = 0, count = 1;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
-inline cudaLaunchConfig_t grid_for(int64_t blocks, int64_t most, int threads, cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks < most ? blocks : most));
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  return config;
 }
 
 // Clears the workspace's counters and cuts the segments into tiles.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "encode_launch.h"
+#include "launch_grid.cuh"
 #include "record.h"
 #include "scan.cuh"
 
@@ -43,23 +44,18 @@ inline Workspace lay_out_workspace(void* base, int64_t numel, int64_t segment_co
   Workspace w = {};
   // Values that do not fit the message need not fit here.
   w.value_capacity = numel < capacity / value_bytes ? numel : capacity / value_bytes;
-  int64_t used = 0;
-  const auto take = [base, &used](int64_t bytes) {
-    char* at = static_cast<char*>(base) + used;
-    used += (bytes + 255) / 256 * 256;
-    return static_cast<void*>(at);
-  };
-  w.nnz_states = static_cast<ScanState*>(take(tiles * 8));
-  if (with_blocks) w.block_states = static_cast<ScanState*>(take(tiles * 8));
-  w.ticket = static_cast<unsigned int*>(take(4));
-  w.zeroed_bytes = used;
-  w.tile_begin = static_cast<int64_t*>(take((segment_count + 1) * 8));
-  w.plans = static_cast<RecordPlan*>(take(segment_count * int64_t{sizeof(RecordPlan)}));
-  w.words = static_cast<uint32_t*>(take(tiles * kPiciTile / 8));
-  w.signs = static_cast<uint32_t*>(take(tiles * kPiciTile / 8));
-  w.has_signs = static_cast<uint8_t*>(take(tiles * kSignGroups));
-  w.values = take(w.value_capacity * value_bytes);
-  w.bytes = used;
+  Carver memory(base);
+  w.nnz_states = memory.take<ScanState>(tiles);
+  if (with_blocks) w.block_states = memory.take<ScanState>(tiles);
+  w.ticket = memory.take<unsigned int>(1);
+  w.zeroed_bytes = memory.used();
+  w.tile_begin = memory.take<int64_t>(segment_count + 1);
+  w.plans = memory.take<RecordPlan>(segment_count);
+  w.words = memory.take<uint32_t>(tiles * kTileWords);
+  w.signs = memory.take<uint32_t>(tiles * kTileWords);
+  w.has_signs = memory.take<uint8_t>(tiles * kSignGroups);
+  w.values = memory.take<uint8_t>(w.value_capacity * value_bytes);
+  w.bytes = memory.used();
   return w;
 }
 

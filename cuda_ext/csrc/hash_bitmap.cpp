@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "hash_launch.h"
 #include "hash_partition_check.h"
 #include "isa.h"
 #include "stage.h"
@@ -19,9 +20,6 @@ namespace {
 
 constexpr int64_t kChunkWords = 256;  // 16384 positions
 constexpr int64_t kChunkPositions = 64 * kChunkWords;
-
-// What is wrong with a bitmap; names are repeated in cuda_ext/hash_ops.py (BITMAP_FIELDS).
-enum BitmapField : int64_t { kFits = 0, kFieldNnz = 1, kFieldBitmap = 2 };
 
 uint64_t word_at(const uint8_t* words, int64_t w) {
   uint64_t word;
@@ -83,8 +81,7 @@ class Elements {
            const std::optional<Tensor>& index_set, const char* op)
       : numel_(numel), permutation_(make_permutation(numel, static_cast<uint64_t>(seed))) {
     check_hash(numel, partitions, op);
-    MS_CHECK(partition >= 0 && partition < partitions, op << ": partition is out of range",
-             "0 to " << partitions - 1, partition);
+    check_partition(partition, partitions, op);
     first_ = partition_begin(numel, partitions, partition);
     positions_ = partition_begin(numel, partitions, partition + 1) - first_;
     if (index_set.has_value()) {

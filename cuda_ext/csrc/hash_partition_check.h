@@ -1,4 +1,4 @@
-// Argument checks that the hash and row-sparse bindings share.
+// What the CPU bindings of hashing and row-sparse gradients share.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -6,9 +6,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "check.h"
-#include "hash_partition.h"
-#include "header.h"
+#include "complaints.h"
+#include "hash_check.h"
 
 namespace megatron_sparse {
 
@@ -50,16 +49,8 @@ inline const int64_t* check_entries(const Tensor& tensor, const char* name, int6
   const int64_t* at = static_cast<const int64_t*>(tensor.const_data_ptr());
   const int64_t bad =
       first_bad(tensor.numel(), [&](int64_t i) { return at[i] < 0 || at[i] >= limit; });
-  MS_CHECK(bad == tensor.numel(), name << " is out of range at position " << bad,
-           "0 to " << limit - 1, at[bad]);
+  if (bad != tensor.numel()) refuse(entry_refusal(name, bad, limit, at[bad]));
   return at;
-}
-
-inline void check_hash(int64_t numel, int64_t partitions, const char* op) {
-  MS_CHECK(numel >= 0 && numel <= kMaxSegmentNumel, op << ": numel is out of range",
-           "0 to 2^31 - 1", numel);
-  MS_CHECK(partitions >= 1 && partitions <= kMaxPartitions, op << ": partitions is out of range",
-           "1 to 2^16", partitions);
 }
 
 }  // namespace megatron_sparse

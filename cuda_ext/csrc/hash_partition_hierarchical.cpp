@@ -20,9 +20,6 @@ namespace {
 
 using Slot = std::atomic<uint32_t>;
 
-constexpr int64_t kMaxSlots = int64_t{1} << 32;  // 16 GiB of memory x
-constexpr int64_t kMaxRehashes = 64;
-
 struct Waiting {  // an entry that found the serial memory of its partition full
   int64_t partition;
   int64_t ticket;
@@ -95,20 +92,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hierarchical_hash_cpu(
   check_flat(values, "hierarchical_hash: values");
   MS_CHECK(values.is_cpu(), "hierarchical_hash: values is on the wrong device", "cpu", "another");
   const int64_t value_bytes = dtype_bytes(dtype_code(values, "hierarchical_hash: values"));
-  MS_CHECK(count <= kMaxSegmentNumel, "hierarchical_hash: indices is too long", "below 2^31",
-           count);
+  check_entry_count(count, "hierarchical_hash: indices");
   MS_CHECK(values.numel() == count, "hierarchical_hash: values has the wrong length", count,
            values.numel());
   MS_CHECK(partition_of.numel() == count, "hierarchical_hash: partition_of has the wrong length",
            count, partition_of.numel());
-  MS_CHECK(parallel_slots >= 1 && parallel_slots <= kMaxSegmentNumel && serial_slots >= 0 &&
-               serial_slots <= kMaxSegmentNumel &&
-               (parallel_slots + serial_slots) * partitions <= kMaxSlots,
-           "hierarchical_hash: the hash memory is out of range",
-           "r1 of 1 and more, r2 of 0 and more, at most 2^32 slots in all",
-           parallel_slots << " + " << serial_slots << " slots in " << partitions << " partitions");
-  MS_CHECK(rehashes >= 1 && rehashes <= kMaxRehashes, "hierarchical_hash: rehashes is out of range",
-           "1 to 64", rehashes);
+  check_hash_memory(partitions, parallel_slots, serial_slots, rehashes);
 
   HashMemory memory(partitions, parallel_slots, serial_slots, rehashes,
                     static_cast<uint64_t>(seed));

@@ -11,6 +11,7 @@
 
 #include "elementwise.h"
 #include "lanes.h"
+#include "raw_type.cuh"
 
 namespace megatron_sparse {
 
@@ -32,15 +33,6 @@ struct PruneLaunch {
   float leak;
   HashSeed value_seed;
   HashSeed residual_seed;
-};
-
-template <int D>
-struct RawType {
-  using type = uint16_t;
-};
-template <>
-struct RawType<kFp32> {
-  using type = uint32_t;
 };
 
 template <class T>

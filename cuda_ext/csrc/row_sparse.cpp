@@ -35,8 +35,9 @@ const int64_t* check_ascending(const Tensor& indices, const char* name) {
   const int64_t* at = static_cast<const int64_t*>(indices.const_data_ptr());
   const int64_t bad =
       first_bad(indices.numel(), [at](int64_t i) { return at[i] <= (i == 0 ? -1 : at[i - 1]); });
-  MS_CHECK(bad == indices.numel(), name << " is not strictly ascending from 0",
-           "more than " << (bad == 0 ? -1 : at[bad - 1]) << " at position " << bad, at[bad]);
+  if (bad != indices.numel()) {
+    refuse(ascend_refusal(name, bad, bad == 0 ? -1 : at[bad - 1], at[bad]));
+  }
   return at;
 }
 
@@ -200,8 +201,7 @@ Tensor row_sparse_match_cpu(const Tensor& local, const Tensor& all) {
     }
   });
   const int64_t missing = first_bad(local.numel(), [out](int64_t i) { return out[i] < 0; });
-  MS_CHECK(missing == local.numel(), "row_sparse_match: a local row is not in the union",
-           "every local index", wanted[missing]);
+  if (missing != local.numel()) refuse(missing_refusal(wanted[missing]));
   return result;
 }
 
@@ -232,8 +232,7 @@ Tensor row_sparse_expand_cpu(const Tensor& local, const Tensor& rows, const Tens
         }
         found += matches;
       });
-  MS_CHECK(found == local.numel(), "row_sparse_expand: a local row is not in the union",
-           local.numel() << " local rows in it", found.load());
+  if (found != local.numel()) refuse(absent_refusal(local.numel(), found));
   return result;
 }
 

@@ -20,7 +20,7 @@ from megatron_sparse.bench import codec_cases, cub_peer
 from megatron_sparse.bench.codec_cases import DTYPES, EPOCH, FORMS, KEY, Action, Task
 from megatron_sparse.cuda_ext import codec_cuda, load, ops
 from megatron_sparse.cuda_ext.arguments import overload
-from megatron_sparse.cuda_ext.codec_ops import record_kind
+from megatron_sparse.cuda_ext.codec_checks import record_kind
 from megatron_sparse.formats.header import FORMAT_BLOCKS
 
 SECTOR_BYTES = 32

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,9 +26,8 @@ from megatron_sparse.bench.codec_cases import DTYPES, Task
 from megatron_sparse.bench.table import Action, cell
 from megatron_sparse.errors import ConfigError
 
-SIZE_FACTOR = 4
 BUCKET_FORMS = tuple(codec_cases.FORMS)
-"""Records of a bucket; the others are measured on the CPU alone."""
+"""Records of a bucket."""
 FORMS = (*BUCKET_FORMS, "hash_bitmap", "pairs", "row_sparse")
 BUCKET_OPS = ("prune_encode", "encode", "decode_add")
 OPS = (*BUCKET_OPS, "hash_partition", "row_union", "row_match", "row_expand")
@@ -57,49 +57,35 @@ class Row:
     wrong: int
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, kw_only=True)
+class Sweep(table.SizeSweep):
     """What to measure.
 
     Attributes:
-        min_bytes: size of the smallest gradient; each is four times the one before.
-        max_bytes: no gradient is larger.
         densities: fractions that are sent, in (0, 1].
         dtypes: of the gradient and of the values on the wire.
         forms: names in `FORMS`.
         ops: names in `OPS`.
-        warmup: rounds before the first that counts.
-        iters: rounds that count.
-        threads: torch's threads; None leaves them.
         peers: whether to time them too.
         device: `cpu` or `cuda`; on a GPU what is timed is the device's work.
     """
 
-    min_bytes: int = 2**20
-    max_bytes: int = 2**26
     densities: Sequence[float] = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
     dtypes: Sequence[str] = ("fp32",)
     forms: Sequence[str] = BUCKET_FORMS
     ops: Sequence[str] = OPS
-    warmup: int = 3
-    iters: int = 20
-    threads: int | None = None
     peers: bool = True
     device: str = "cpu"
 
     def __post_init__(self) -> None:
         table.check_arguments("bench codecs", [
-            *table.range_checks(
-                self.min_bytes, self.max_bytes, self.warmup, self.iters, self.threads
-            ),
+            *self.range_checks(),
             ("density", self.densities, all(0 < d <= 1 for d in self.densities),
              "above 0, at most 1"),
             ("dtype", self.dtypes, set(self.dtypes) <= set(DTYPES), " | ".join(DTYPES)),
             ("format", self.forms, set(self.forms) <= set(FORMS), " | ".join(FORMS)),
             ("op", self.ops, set(self.ops) <= set(OPS), " | ".join(OPS)),
             ("device", self.device, self.device in ("cpu", "cuda"), "cpu | cuda"),
-            ("format", self.forms, self.device == "cpu" or set(self.forms) <= set(BUCKET_FORMS),
-             f"{' | '.join(BUCKET_FORMS)} on a GPU"),
         ])  # fmt: skip
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
@@ -152,18 +138,15 @@ def measure(sweep: Sweep) -> list[dict[str, Any]]:
             f"{'moved(B)':>11} {'time(us)':>10} {'copy(us)':>10} {'ratio':>6} {'stream(us)':>10} "
             f"{'peer(us)':>11} {'x':>6} {'#wrong':>6} peer"
         )
-        size = sweep.min_bytes
-        while size <= sweep.max_bytes:
-            for dtype in sweep.dtypes:
-                for density in sweep.densities:
-                    for form in sweep.forms:
-                        for task in _tasks(sweep, size, density, dtype, form):
-                            if task.op not in sweep.ops:
-                                continue
-                            for row in _rows(task, size, density, dtype, sweep):
-                                rows.append(row)
-                                print(_line(row, size), flush=True)
-            size *= SIZE_FACTOR
+        for size, dtype, density, form in product(
+            sweep.sizes(), sweep.dtypes, sweep.densities, sweep.forms
+        ):
+            for task in _tasks(sweep, size, density, dtype, form):
+                if task.op not in sweep.ops:
+                    continue
+                for row in _rows(task, size, density, dtype, sweep):
+                    rows.append(row)
+                    print(_line(row, size), flush=True)
     return [asdict(row) for row in rows]
 
 
@@ -180,7 +163,7 @@ def header(sweep: Sweep) -> str:
 
 def _tasks(sweep: Sweep, size: int, density: float, dtype: str, form: str) -> Iterator[Task]:
     if form not in BUCKET_FORMS:
-        return hash_cases.make_tasks(size, density, dtype, form)
+        return hash_cases.make_tasks(size, density, dtype, form, torch.device(sweep.device))
     if sweep.device == "cpu":
         return codec_cases.make_tasks(size, density, dtype, form, peers=sweep.peers)
     return codec_cuda.make_tasks(size, density, dtype, form, torch.device(sweep.device))

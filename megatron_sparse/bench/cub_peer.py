@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_sparse.cuda_ext.build import SOURCES
+from megatron_sparse.cuda_ext.sources import SOURCES
 from megatron_sparse.cuda_ext.toolchain import find_cuda, find_cxx
 from megatron_sparse.errors import DependencyError, ExtensionError
 

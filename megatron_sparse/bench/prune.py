@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
@@ -28,7 +29,6 @@ from megatron_sparse.reference import prune as prune_oracle
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RESIDUAL_DTYPES = ("fp32", "bf16")
 PEER = "torch ops"
-SIZE_FACTOR = 4
 KEY = 20_250_101
 EPOCH = 1
 _ORACLE_CHUNK = 2**20  # elements that the oracle sees at once: it works in float64
@@ -94,8 +94,11 @@ def run(
     Raises:
         ConfigError: an argument is out of range, or the file cannot be written.
     """
+    sweep = table.SizeSweep(
+        min_bytes=min_bytes, max_bytes=max_bytes, warmup=warmup, iters=iters, threads=threads
+    )
     table.check_arguments("bench prune", [
-        *table.range_checks(min_bytes, max_bytes, warmup, iters, threads),
+        *sweep.range_checks(),
         ("density", densities, all(0 < d < 1 for d in densities), "above 0 and below 1"),
         ("dtype", dtype, dtype in DTYPES, " | ".join(DTYPES)),
         ("residual_dtype", residual_dtype, residual_dtype in RESIDUAL_DTYPES, "fp32 | bf16"),
@@ -111,13 +114,10 @@ def run(
             f"{'moved(B)':>12} {'time(us)':>10} {'copy(us)':>10} {'peer(us)':>10} {'time/copy':>9} "
             f"{'GB/s':>7} {'#wrong':>7}"
         )
-        size = min_bytes
-        while size <= max_bytes:
-            for density in densities:
-                for task in _tasks(size, density, dtype, residual_dtype):
-                    rows.append(_measure(task, size, density, dtype, warmup, iters))
-                    print(_line(rows[-1], size), flush=True)
-            size *= SIZE_FACTOR
+        for size, density in product(sweep.sizes(), densities):
+            for task in _tasks(size, density, dtype, residual_dtype):
+                rows.append(_measure(task, size, density, dtype, warmup, iters))
+                print(_line(rows[-1], size), flush=True)
     result = [asdict(row) for row in rows]
     table.write_rows(None if json_path is None else Path(json_path), result)
     return result

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from megatron_sparse import __version__
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import ConfigError
+
+SIZE_FACTOR = 4
 
 type Action = Callable[[], object]
 type Check = tuple[str, object, bool, str]
@@ -37,18 +40,43 @@ def check_arguments(bench: str, checks: Iterable[Check]) -> None:
             raise ConfigError(f"{bench}: {name} is out of range", expected=expected, got=value)
 
 
-def range_checks(
-    min_bytes: int, max_bytes: int, warmup: int, iters: int, threads: int | None
-) -> list[Check]:
-    """The checks of the flags that every bench of the codec has."""
-    return [
-        ("min_bytes", min_bytes, 4 <= min_bytes <= max_bytes, f"4 to max_bytes ({max_bytes})"),
-        # One wire segment holds what is measured.
-        ("max_bytes", max_bytes, max_bytes < 2**32, "less than 4 GiB"),
-        ("warmup", warmup, warmup >= 0, "0 or more"),
-        ("iters", iters, iters >= 1, "1 or more"),
-        ("threads", threads, threads is None or threads >= 1, "1 or more"),
-    ]
+@dataclass(frozen=True, kw_only=True)
+class SizeSweep:
+    """What every bench of the codec sweeps over, and how often it measures.
+
+    Attributes:
+        min_bytes: size of the smallest gradient; each is `SIZE_FACTOR` times the one before.
+        max_bytes: no gradient is larger.
+        warmup: rounds before the first that counts.
+        iters: rounds that count.
+        threads: torch's threads; None leaves them.
+    """
+
+    min_bytes: int = 2**20
+    max_bytes: int = 2**26
+    warmup: int = 3
+    iters: int = 20
+    threads: int | None = None
+
+    def range_checks(self) -> list[Check]:
+        """For `check_arguments`."""
+        warmup, iters, threads = self.warmup, self.iters, self.threads
+        at_most = f"4 to max_bytes ({self.max_bytes})"
+        return [
+            ("min_bytes", self.min_bytes, 4 <= self.min_bytes <= self.max_bytes, at_most),
+            # One wire segment holds what is measured.
+            ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
+            ("warmup", warmup, warmup >= 0, "0 or more"),
+            ("iters", iters, iters >= 1, "1 or more"),
+            ("threads", threads, threads is None or threads >= 1, "1 or more"),
+        ]
+
+    def sizes(self) -> Iterator[int]:
+        """Bytes of each gradient."""
+        size = self.min_bytes
+        while size <= self.max_bytes:
+            yield size
+            size *= SIZE_FACTOR
 
 
 @contextmanager

@@ -19,7 +19,7 @@ the sum's part i, rank r sends (n - 1) B(sum_i K(r, i)), or sum_{i != r} B(K(r, 
 `direct` needs overlap between ranks, and three ranks, to be the cheaper one.
 
 Rows are added in rank order, in fp32, and rounded once, after the division where the average is
-asked for: both ways give the same bits, on every rank. CPU tensors only.
+asked for: both ways give the same bits, on every rank.
 """  # noqa: E501 - the cost's formula is a line
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def row_sparse(
         name: of the parameter, the same on every rank.
         gradient: this rank's rows [K, D]; only read. With one rank it is the result itself.
         reduction: sum or average, the same on every rank.
-        transport: the group; CPU.
+        transport: the group, of the gradient's device.
         buffers: where messages live.
         epoch: the step, the same on every rank.
         way: the same on every rank.
@@ -225,7 +225,7 @@ class _Exchange:
         sizes = [part.record_bytes(count) for part, count in zip(parts, counts, strict=True)]
         buffer = self._take("gathered", sum(sizes))
         record, room = buffer[: sizes[rank]], buffer[sizes[rank] :]
-        parts[rank].encode(own, torch.arange(counts[rank]), record)
+        parts[rank].encode(own, torch.arange(counts[rank], device=record.device), record)
         gathered: dict[int, RowSparse] = {}
 
         def arrived(sender: int, record: torch.Tensor) -> None:

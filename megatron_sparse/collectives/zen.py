@@ -23,7 +23,7 @@ travels among the pairs: 4 bytes more for each such element.
 Deviations: by default h0 is a permutation, which needs no index sets (`scheme.partition_hash`);
 a push record is a bitmap or dense where that is smaller (`formats.hash_pairs`), and a pull record
 dense; h0 depends on `scheme.hash_seed`, which ranks agree on, instead of seeds that are broadcast.
-On CPU tensors only: the formats have no CUDA kernels yet.
+On CUDA it needs the compiled kernels, and the host waits for the device at every check.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.collectives.records import SparseSum, impossible_size, is_possible
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
+from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.hash_partition import IndexSetHash, PartitionHash, PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
@@ -80,7 +81,8 @@ def zen(
         options: the partition hash, and how to cut by it.
 
     Raises:
-        ConfigError: the bucket is on a CUDA device, or too large; before anything is sent.
+        ConfigError: the bucket is too large, or on a CUDA device for which there are no compiled
+            kernels; before anything is sent.
         CommunicationError: ranks disagree about the bucket, scheme, hash, dtype or step.
         WireFormatError: a peer's record is not what was announced.
     """
@@ -104,12 +106,12 @@ def zen(
 
 
 def _check(bucket: Bucket) -> None:
-    if bucket.grad_N.device.type != "cpu":
+    if not is_compiled(bucket.grad_N.device):
         raise ConfigError(
-            f"bucket {bucket.name}: scheme.name={NAME} works on CPU tensors only",
-            expected="a gradient on the CPU",
-            got=bucket.grad_N.device,
-            remedy="choose another scheme; direct is the nearest",
+            f"bucket {bucket.name}: scheme.name={NAME} needs the compiled kernels",
+            expected="the extension's CUDA part, compiled for this GPU",
+            got=f"none for {bucket.grad_N.device}",
+            remedy="see megatron-sparse doctor; or choose another scheme: direct is the nearest",
         )
     if bucket.numel > MAX_SEGMENT_NUMEL:
         raise ConfigError(

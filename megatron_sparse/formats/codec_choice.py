@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from megatron_sparse.cuda_ext import load
-from megatron_sparse.cuda_ext.build import CUDA_ARCHS
+from megatron_sparse.cuda_ext.sources import CUDA_ARCHS
 from megatron_sparse.errors import ConfigError, DependencyError, ExtensionError
 
 CODEC = "MEGATRON_SPARSE_CODEC"
@@ -33,7 +33,9 @@ def is_compiled(device: torch.device) -> bool:
         DependencyError: it is `cuda`, and what the build needs is missing.
         ExtensionError: it is `cuda`, and the kernels cannot be built or do not fit the GPU.
     """
-    return device.type == "cpu" or _is_compiled(device, os.environ.get(CODEC, "auto"))
+    if device.type == "cuda":
+        return _is_compiled(device, os.environ.get(CODEC, "auto"))
+    return device.type == "cpu"
 
 
 @cache
@@ -63,5 +65,5 @@ def _check_gpu(device: torch.device) -> None:
         raise ExtensionError(
             f"the CUDA kernels were not compiled for {device}",
             expected=" or ".join(f"sm_{arch}" for arch in CUDA_ARCHS), got=f"sm_{major}{minor}",
-            remedy="add it to CUDA_ARCHS in cuda_ext/build.py and build again",
+            remedy="add it to CUDA_ARCHS in cuda_ext/sources.py and build again",
         )  # fmt: skip

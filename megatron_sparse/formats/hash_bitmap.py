@@ -7,7 +7,10 @@ paper's |G| / 32 fp32 values), whatever n is; headers and padding add under 112 
 Where the values of all positions are not larger, they travel without a bitmap: the dense form.
 
 Layout: docs/wire-format.md. Decoding needs the partition hash that encoded: with `PermutationHash`
-elements are computed, with `IndexSetHash` (the paper's way) looked up. CPU tensors only.
+elements are computed, with `IndexSetHash` (the paper's way) looked up.
+
+On the CPU or a CUDA device, with the same bytes. On CUDA encoding waits for the device once, for
+nnz, and decoding twice: for the record's head, and for the check of its bitmap.
 """
 
 from __future__ import annotations
@@ -73,11 +76,11 @@ def encode(
         epoch: the step; its lower 32 bits travel.
 
     Returns:
-        uint8; a view of a buffer that would have room for all values.
+        uint8 beside the values; a view of a buffer that would have room for all of them.
 
     Raises:
         ExtensionError: the values are not one for each position, have another dtype, or are not
-            contiguous on the CPU.
+            contiguous.
 
     Example:
         >>> from megatron_sparse.formats.hash_partition import PermutationHash
@@ -97,7 +100,8 @@ def encode(
             got=values_P.numel(),
         )
     values_at = SECTIONS_AT + pad16(word_bytes)
-    out = torch.empty(values_at + pad16(values_P.nbytes), dtype=torch.uint8)
+    size = values_at + pad16(values_P.nbytes)
+    out = torch.empty(size, dtype=torch.uint8, device=values_P.device)
     nnz = hash_ops.bitmap_pack(
         values_P,
         out[SECTIONS_AT : SECTIONS_AT + word_bytes],
@@ -142,13 +146,13 @@ def decode(
 
     Raises:
         WireFormatError: names the rank and the field that is wrong.
-        ExtensionError: `record` is not a 1-D uint8 CPU tensor, or the dtype has no code.
+        ExtensionError: `record` is not a 1-D uint8 tensor, or the dtype has no code.
     """
     place = PartitionRecord(partition_hash, partition, value_dtype, offset, epoch)
     words, values, nnz = _read(record, place, rank)
     elements, field, found = hash_ops.bitmap_elements(
         words, nnz, partition_hash.numel, partition, partition_hash.partitions,
-        partition_hash.seed, partition_hash.index_set(partition),
+        partition_hash.seed, partition_hash.index_set(partition, record.device),
     )  # fmt: skip
     _refuse(field, found, nnz, rank)
     return elements, as_dtype(values, value_dtype)
@@ -191,7 +195,7 @@ def decode_add_(
     words, values, nnz = _read(record, place, rank)
     field, found = hash_ops.bitmap_add_(
         acc_M, words, values, place.code, nnz, partition, partition_hash.partitions,
-        partition_hash.seed, partition_hash.index_set(partition),
+        partition_hash.seed, partition_hash.index_set(partition, acc_M.device),
     )  # fmt: skip
     _refuse(field, found, nnz, rank)
 
@@ -217,7 +221,7 @@ def accumulate_(
         )
     words, values, nnz = _read(record, place, rank)
     # Here positions are the elements: the one partition of a segment that is not permuted.
-    positions_P = torch.arange(place.positions, dtype=torch.int32)
+    positions_P = torch.arange(place.positions, dtype=torch.int32, device=acc_P.device)
     field, found = hash_ops.bitmap_add_(acc_P, words, values, place.code, nnz, 0, 1, 0, positions_P)
     _refuse(field, found, nnz, rank)
 
@@ -231,7 +235,7 @@ def _read(record: torch.Tensor, place: PartitionRecord, rank: int) -> _Sections:
         at = SECTIONS_AT + pad16(word_bytes)
         return _Sections(words, record[at : at + nnz * value_bytes], nnz)
     raw = record[SECTIONS_AT : SECTIONS_AT + place.positions * value_bytes]
-    words = torch.empty(word_bytes, dtype=torch.uint8)
+    words = torch.empty(word_bytes, dtype=torch.uint8, device=record.device)
     packed = torch.empty_like(raw)
     found = hash_ops.bitmap_pack(as_dtype(raw, place.value_dtype), words, packed)
     expect(rank, "nnz", found, nnz)

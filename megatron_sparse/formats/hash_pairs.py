@@ -3,7 +3,8 @@
 Of a partition with P elements of which K are not zero, pairs take 4 K bytes and the values (the
 paper's COO). Deviation: where that is not the smallest, the record is a hash bitmap (P / 8 bytes
 and the values, from a density of 1/32 on), or dense; so it never exceeds the dense size by more
-than the headers, and its reader takes all three. Layout: docs/wire-format.md. CPU tensors only.
+than the headers, and its reader takes all three. Layout: docs/wire-format.md. On the CPU or a CUDA
+device; there reading waits for it at every check of what a peer sent.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
             got=f"{values_K.numel()} of {values_K.dtype}",
         )
     if place.smallest(nnz, ALL_FORMS) != FORM_PAIRS:
-        values_P = torch.zeros(place.positions, dtype=place.value_dtype)
+        values_P = values_K.new_zeros(place.positions)
         values_P.index_copy_(0, place.partition_hash.locate(place.partition, indices_K), values_K)
         return hash_bitmap.encode(
             values_P, place.partition_hash, place.partition, offset=place.offset, epoch=place.epoch
         )
-    out = torch.empty(place.nbytes(nnz, ALL_FORMS), dtype=torch.uint8)
+    size = place.nbytes(nnz, ALL_FORMS)
+    out = torch.empty(size, dtype=torch.uint8, device=values_K.device)
     place.write_head(out, FORM_PAIRS, nnz)
     values_at = SECTIONS_AT + pad16(4 * nnz)
     for start, stop, numbers in (

@@ -30,7 +30,7 @@ HASH_PERMUTATION, HASH_INDEX_SETS = range(2)
 
 
 class PartitionHash(Protocol):
-    """What a partition hash offers; tensors are int64, 1-D, on the CPU, shape suffix K."""
+    """What a partition hash offers; tensors are int64, 1-D, on any device, shape suffix K."""
 
     @property
     def numel(self) -> int:
@@ -77,7 +77,7 @@ class PartitionHash(Protocol):
         """Elements of one partition."""
         ...
 
-    def index_set(self, partition: int) -> torch.Tensor | None:
+    def index_set(self, partition: int, device: torch.device) -> torch.Tensor | None:
         """int32 elements of one partition by position, or None where nothing is stored."""
         ...
 
@@ -177,7 +177,7 @@ class PermutationHash:
         check_partition(partition, self.partitions)
         return self._begin(partition + 1) - self._begin(partition)
 
-    def index_set(self, partition: int) -> None:
+    def index_set(self, partition: int, device: torch.device) -> None:
         """Nothing is stored."""
         return None
 
@@ -189,8 +189,9 @@ class PermutationHash:
 class IndexSetHash:
     """The paper's general hash (murmur3's finaliser, scaled), with its index sets.
 
-    Made once for a segment, in O(numel log numel) time; holds 4 bytes an element. Partition sizes
-    follow the hash, so they differ by a few standard deviations, sqrt(numel / n).
+    Made once for a segment on the CPU, in O(numel log numel) time; holds 4 bytes an element there,
+    and as many on every other device that asked for them. Partition sizes follow the hash, so they
+    differ by a few standard deviations, sqrt(numel / n).
 
     Attributes:
         numel: elements of the segment, below 2^31.
@@ -206,6 +207,9 @@ class IndexSetHash:
     seed: int
     _elements: torch.Tensor = field(init=False, repr=False, compare=False)
     _offsets: list[int] = field(init=False, repr=False, compare=False)
+    _copies: dict[torch.device, torch.Tensor] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         _check_hash(self)
@@ -222,7 +226,7 @@ class IndexSetHash:
 
     @property
     def nbytes(self) -> int:
-        """4 bytes for each element of the segment."""
+        """4 bytes for each element of the segment, on the CPU."""
         return self._elements.numel() * self._elements.element_size()
 
     def partition_of(self, elements_K: torch.Tensor) -> torch.Tensor:
@@ -246,7 +250,8 @@ class IndexSetHash:
         for partition in partition_K.unique().tolist():
             mine = partition_K == partition
             wanted = elements_K[mine].to(torch.int32)
-            position_K[mine] = torch.searchsorted(self.index_set(partition), wanted)
+            index_set = self.index_set(partition, elements_K.device)
+            position_K[mine] = torch.searchsorted(index_set, wanted)
         return position_K
 
     def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
@@ -256,7 +261,8 @@ class IndexSetHash:
             ExtensionError: there is no such partition, or an element is not in [0, numel).
         """
         strangers = self.partition_of(elements_K) != partition
-        position_K = torch.searchsorted(self.index_set(partition), elements_K.to(torch.int32))
+        index_set = self.index_set(partition, elements_K.device)
+        position_K = torch.searchsorted(index_set, elements_K.to(torch.int32))
         return position_K.masked_fill_(strangers, -1)
 
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
@@ -266,7 +272,7 @@ class IndexSetHash:
             ExtensionError: there is no such partition or position.
         """
         _check_positions(positions_K, self.partition_numel(partition))
-        return self.index_set(partition)[positions_K].long()
+        return self.index_set(partition, positions_K.device)[positions_K].long()
 
     def partition_numel(self, partition: int) -> int:
         """Elements of one partition.
@@ -277,14 +283,17 @@ class IndexSetHash:
         check_partition(partition, self.partitions)
         return self._offsets[partition + 1] - self._offsets[partition]
 
-    def index_set(self, partition: int) -> torch.Tensor:
-        """The partition's elements, int32, ascending; a view.
+    def index_set(self, partition: int, device: torch.device) -> torch.Tensor:
+        """The partition's elements, int32, ascending; a view of a copy that is kept.
 
         Raises:
             ExtensionError: there is no such partition.
         """
         check_partition(partition, self.partitions)
-        return self._elements[self._offsets[partition] : self._offsets[partition + 1]]
+        if device not in self._copies:
+            self._copies[device] = self._elements.to(device)
+        elements = self._copies[device]
+        return elements[self._offsets[partition] : self._offsets[partition + 1]]
 
 
 def _check_hash(partition_hash: PermutationHash | IndexSetHash) -> None:

@@ -11,7 +11,9 @@ densely. Each rank has K of U rows, of D values of b bytes; n ranks.
 | compacted buffer | zeros, then scatter: (U + K) D b bytes written | with the match, in one pass: U D b bytes written |
 | wire | 8 nK bytes of indices, 2 (n-1)/n U D b of values | the same; no broadcast |
 
-Every step is deterministic. CPU tensors only.
+Every step is deterministic, and gives the same bits on the CPU and on a CUDA device. There the host
+waits at every step, for whether its arguments were right and for sizes; steps are searches instead of
+merges (`csrc/row_sparse.cu`).
 """  # noqa: E501 - a table's rows are lines
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 from megatron_sparse.cuda_ext import row_sparse_ops
 from megatron_sparse.errors import ExtensionError
+from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.header import wrong_field
 
 MAX_ROWS = 2**40
@@ -121,12 +124,13 @@ def check_coo(gradient: torch.Tensor) -> None:
             got=f"{gradient.layout} of shape {tuple(gradient.shape)}",
             remedy="make the embedding with sparse=True",
         )
-    if gradient.device.type != "cpu":
+    if not is_compiled(gradient.device):
         raise ExtensionError(
-            "the row-sparse gradient is not on the CPU",
-            expected="a CPU tensor; the ops of row-sparse gradients have no CUDA kernels",
-            got=gradient.device,
-            remedy="make the embedding with sparse=False: its gradient is then pruned like others",
+            "row-sparse gradients need the compiled kernels",
+            expected="the extension's CUDA part, compiled for this GPU",
+            got=f"none for {gradient.device}",
+            remedy="see megatron-sparse doctor; or make the embedding with sparse=False: its "
+            "gradient is then pruned like others",
         )
     _check_rows_dtype(gradient.dtype)
 
@@ -176,7 +180,7 @@ def union(index_sets: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
     """
     sizes = torch.tensor([0, *(s.numel() for s in index_sets)])
     indices = torch.cat(list(index_sets)) if index_sets else torch.empty(0, dtype=torch.int64)
-    merged, wrong = row_sparse_ops.union(indices, sizes.cumsum(0), num_rows)
+    merged, wrong = row_sparse_ops.union(indices, sizes.cumsum(0).to(indices.device), num_rows)
     if wrong is not None:
         rank, position, value = wrong
         expected = f"strictly ascending row indices from 0 to {num_rows - 1}"

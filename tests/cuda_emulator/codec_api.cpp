@@ -1,17 +1,9 @@
 // The codecs' launchers, unmodified, compiled for the emulator; called from Python through ctypes.
-//
-// Every function returns null or, in thread-local memory, what the emulator had to complain about.
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#endif
-
-#include <string>
+#include "emulator_api.h"
 
 #include "decode.cu"
 #include "encode.cu"
 #include "prune_encode_kernel.cuh"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace megatron_sparse {
 void launch_prune_encode(const EncodeArguments& arguments, const PruneArguments& prune,
@@ -19,8 +11,6 @@ void launch_prune_encode(const EncodeArguments& arguments, const PruneArguments&
 }
 
 namespace {
-
-std::string complaint;
 
 using TileSource = megatron_sparse::PruneSource<megatron_sparse::kFp32, megatron_sparse::kBf16,
                                                 megatron_sparse::Grid::kBf16, true>;
@@ -30,17 +20,6 @@ __global__ void prune_tile_kernel(TileSource source, int64_t begin, int length, 
   source.fill({begin, length, 0}, raw);
   __syncthreads();
   for (int p = threadIdx.x; p < length; p += megatron_sparse::kCompactThreads) out[p] = raw[p];
-}
-
-template <class Body>
-const char* guarded(Body body) {
-  try {
-    body();
-    return nullptr;
-  } catch (const std::exception& error) {
-    complaint = error.what();
-    return complaint.c_str();
-  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -20,6 +21,9 @@ from tests.cuda_emulator.emulated import (
     Codecs,
     Encoded,
 )
+
+type Place = Callable[..., torch.Tensor]
+"""Puts a tensor on a GPU, or an emulated one, some elements behind an aligned address."""
 
 EPOCH = 7
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.cuda_emulator.emulated import Codecs, compile_library, find_gxx
+from tests.cuda_emulator.codec_cases import Place
+from tests.cuda_emulator.device import EmulatedGpu, pretend_driver
+from tests.cuda_emulator.emulated import RANDOM, Codecs, compile_library, find_gxx
+from tests.cuda_emulator.op_calls import EmulatedDevice
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +23,37 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
     # test_emulator.py runs the codecs' tests again, with a library built for AddressSanitizer.
     built = os.environ.get("MEGATRON_SPARSE_EMULATED_CODECS")
     return Codecs(Path(built) if built else compile_library(tmp_path_factory.mktemp("emulated")))
+
+
+@pytest.fixture
+def emulated_gpu(codecs: Codecs, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
+    """The package, with a GPU that is emulated in a random schedule."""
+    codecs.schedule(RANDOM, 3)
+    pretend_driver(monkeypatch)
+    device = EmulatedDevice(codecs, monkeypatch)
+    with EmulatedGpu():
+        yield device
+
+
+def on_gpu(tensor: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """A copy on the GPU, `shift` elements behind an aligned address."""
+    storage = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device="cuda")
+    return storage[shift:].copy_(tensor)
+
+
+@pytest.fixture(
+    params=[
+        "emulated",
+        pytest.param(
+            "gpu",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> Place:
+    if request.param == "gpu":
+        return on_gpu
+    return request.getfixturevalue("emulated_gpu").place

@@ -41,8 +41,9 @@ def compile_library(folder: Path, extra: Sequence[str] = ()) -> Path:
         subprocess.run(command, check=True)
         return target
 
+    units = (SOURCES / "prune_encode.cu", HERE / "codec_api.cpp", HERE / "hash_api.cpp")
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, (SOURCES / "prune_encode.cu", HERE / "codec_api.cpp")))
+        objects = list(pool.map(compile_one, units))
     library = folder / "codecs_on_cpu.so"
     subprocess.run(["g++", "-shared", "-pthread", *extra, *objects, "-o", library], check=True)
     return library
@@ -162,17 +163,17 @@ class Codecs:
     """The launchers of encode, prune_encode and decode_add_."""
 
     def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
+        self.library = ctypes.CDLL(str(library))
         for name in ("encode", "prune_encode", "prune_tile", "decode_add"):
-            getattr(self._library, name).restype = ctypes.c_char_p
+            getattr(self.library, name).restype = ctypes.c_char_p
         for name in ("workspace_of_encode", "workspace_of_decode"):
-            getattr(self._library, name).restype = ctypes.c_int64
+            getattr(self.library, name).restype = ctypes.c_int64
 
     def schedule(
         self, order: int, seed: int = 0, resident_blocks: int = 4, multiprocessors: int = 1
     ) -> None:
         """Chooses how threads and blocks take turns from now on."""
-        self._library.emulator_schedule(
+        self.library.emulator_schedule(
             order, ctypes.c_uint64(seed), resident_blocks, multiprocessors
         )
 
@@ -219,12 +220,12 @@ class Codecs:
             offsets.pointer, wanted.pointer, count, epoch, block_size, out.pointer, capacity, None,
             sizes.pointer, nnz.pointer, status.pointer, _pointer(places), _pointer(most),
         )  # fmt: skip
-        workspace = Buffer(self._library.workspace_of_encode(ctypes.byref(arguments)))
+        workspace = Buffer(self.library.workspace_of_encode(ctypes.byref(arguments)))
         arguments.workspace = workspace.pointer
         buffers.append(workspace)
         residual = None
         if prune is None:
-            self._run("encode", buffers, ctypes.byref(arguments))
+            self.run("encode", buffers, ctypes.byref(arguments))
         else:
             residual = Buffer.of(prune["residual"], prune.get("residual_shift", shift))
             ranges = Buffer.of(torch.tensor(prune["ranges"], dtype=torch.int64))
@@ -236,7 +237,7 @@ class Codecs:
                 DTYPE_CODES[grad_N.dtype], DTYPE_CODES[prune["residual"].dtype],
                 DTYPE_CODES[value_dtype],
             )  # fmt: skip
-            self._run("prune_encode", buffers, ctypes.byref(arguments), ctypes.byref(pruning))
+            self.run("prune_encode", buffers, ctypes.byref(arguments), ctypes.byref(pruning))
         assert torch.equal(grad.read(torch.uint8), _bytes(grad_N)), "the gradient was changed"
         found = sizes.read(torch.int64).tolist() if count else []
         records, at = [], 0
@@ -273,7 +274,7 @@ class Codecs:
         data = Buffer.of(torch.tensor(list(message), dtype=torch.uint8))
         offsets = Buffer.of(torch.tensor(segments, dtype=torch.int64))
         status, places = Buffer(32), _table(slots)
-        workspace = Buffer(self._library.workspace_of_decode(ctypes.c_int64(len(segments) - 1)))
+        workspace = Buffer(self.library.workspace_of_decode(ctypes.c_int64(len(segments) - 1)))
         arguments = DecodeArguments(
             acc.pointer, acc_M.numel(), data.pointer, len(message), offsets.pointer,
             len(segments) - 1, base, DTYPE_CODES[value_dtype], epoch, fresh,
@@ -281,7 +282,7 @@ class Codecs:
         )  # fmt: skip
         buffers = [acc, data, offsets, status, workspace]
         buffers += [] if places is None else [places]
-        self._run("decode_add", buffers, ctypes.byref(arguments))
+        self.run("decode_add", buffers, ctypes.byref(arguments))
         return acc.read(torch.float32), status.read(torch.int64).tolist()
 
     def prune_tile(
@@ -298,19 +299,19 @@ class Codecs:
         fp32 gradient, bf16 residual, bf16 grid, stochastic; returns both afterwards.
         """
         grad, residual, out = Buffer.of(grad_N), Buffer.of(residual_N), Buffer.of(grad_N)
-        self._run(
+        self.run(
             "prune_tile", [grad, residual, out], ctypes.c_void_p(grad.pointer),
             ctypes.c_void_p(residual.pointer), ctypes.c_void_p(out.pointer), ctypes.c_int64(begin),
             len(grad_N), ctypes.c_float(threshold), ctypes.c_float(leak), ctypes.c_int64(key),
         )  # fmt: skip
         return out.read(torch.float32), residual.read(torch.bfloat16)
 
-    def _run(self, name: str, buffers: Sequence[Buffer], *arguments: object) -> None:
+    def run(self, name: str, buffers: Sequence[Buffer], *arguments: object) -> None:
         """Calls a launcher; neither guard of any buffer may be read (under ASan) or written."""
         guards = [guard for buffer in buffers for guard in buffer.guards()]
         for guard in guards:
             self._poison(guard, 1)
-        complaint = getattr(self._library, name)(*arguments)
+        complaint = getattr(self.library, name)(*arguments)
         for guard in guards:
             self._poison(guard, 0)
         if complaint is not None:
@@ -319,7 +320,7 @@ class Codecs:
             assert bool((guard == 0xA5).all()), f"{name} wrote outside a buffer"
 
     def _poison(self, guard: torch.Tensor, on: int) -> None:
-        self._library.emulator_poison(
+        self.library.emulator_poison(
             ctypes.c_void_p(guard.data_ptr()), ctypes.c_size_t(guard.numel()), on
         )
 

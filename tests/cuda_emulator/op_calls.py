@@ -1,51 +1,54 @@
-"""The CUDA ops of the codec, emulated: `ops` takes chosen CPU tensors for tensors of a GPU.
+"""The package on the emulated GPU: its ops' launchers run in the emulator.
 
-`EmulatedDevice.place` marks a tensor; what `ops` then would launch on the GPU runs in the emulator.
 Everything above the launchers is the code that a GPU sees: checks, dispatch, tables, reports and
 errors. The C++ bindings between the two are not reached.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
-from megatron_sparse.cuda_ext import codec_cuda, codec_ops
+from megatron_sparse.cuda_ext import (
+    arguments,
+    codec_cuda,
+    decode_ops,
+    encode_ops,
+    hash_ops,
+    ops,
+    row_sparse_ops,
+)
+from megatron_sparse.formats import codec_choice
+from tests.cuda_emulator.device import dispatcher, to_gpu
 from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs
+from tests.cuda_emulator.emulated_hash import HashOps
 
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class EmulatedDevice:
-    """Stands in for a GPU."""
+    """Stands in for a GPU, under `device.EmulatedGpu`."""
+
+    place = staticmethod(to_gpu)
 
     def __init__(self, codecs: Codecs, monkeypatch: pytest.MonkeyPatch) -> None:
         self._codecs = codecs
-        self._held: dict[int, torch.Tensor] = {}
-        self._on_cpu = codec_ops.check_device
-        monkeypatch.setattr(codec_ops, "check_device", self._check_device)
-        monkeypatch.setattr(codec_cuda, "load", lambda part: None)
-        monkeypatch.setattr(codec_cuda, "on_device", lambda table, device: table)
-        monkeypatch.setattr(codec_cuda, "call", self._call)
-
-    def place(self, tensor: torch.Tensor, shift: int = 0) -> torch.Tensor:
-        """A copy "on the device", `shift` elements behind an aligned address."""
-        storage = torch.empty(tensor.numel() + shift + 1, dtype=tensor.dtype)
-        self._held[storage.data_ptr()] = storage  # so that no other tensor gets this address
-        return storage[shift : shift + tensor.numel()].copy_(tensor)
-
-    def _check_device(self, op: str, name: str, tensor: torch.Tensor) -> str:
-        on_device = tensor.untyped_storage().data_ptr() in self._held
-        return "cuda" if on_device else self._on_cpu(op, name, tensor)
-
-    def _call(self, name: str, *arguments: Any) -> torch.Tensor:
-        return {
+        self.ops = {
             "encode_records": self._encode,
             "prune_encode_records": self._prune_encode,
             "decode_add_": self._decode_add,
-        }[name](*arguments)
+            # Triton's kernel has tests of its own; here the CPU's makes the numbers.
+            "prune_": partial(arguments.call, "prune_"),
+            **HashOps(codecs).ops(),
+        }
+        monkeypatch.setenv(ops.PRUNE_BACKEND, "cuda")
+        self.call = dispatcher(self.ops, arguments.call)
+        for module in (encode_ops, decode_ops, hash_ops, row_sparse_ops, ops):
+            monkeypatch.setattr(module, "call", self.call)
+        monkeypatch.setattr(codec_choice, "_is_compiled", lambda device, wanted: True)
+        monkeypatch.setattr(codec_cuda, "on_device", _on_device)
 
     def _encode(
         self, grad, offsets, kinds, value_dtype, epoch, block_size, out, slots=None, prune=None,
@@ -83,6 +86,11 @@ class EmulatedDevice:
         )  # fmt: skip
         acc.copy_(found)
         return torch.tensor(status)
+
+
+def _on_device(table: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """Without the streams that the package's own keeps its copies by."""
+    return None if table is None else table.to(device)
 
 
 def _numbers(table: torch.Tensor | None) -> list[int] | None:

@@ -7,26 +7,47 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_sparse.bench import codec_cases, codec_cuda, cub_peer
+from megatron_sparse.bench import codec_cases, codec_cuda, cub_peer, hash_cases
 from megatron_sparse.bench import codecs as bench
-from megatron_sparse.cuda_ext import build, codec_ops
+from megatron_sparse.cuda_ext import build
 from megatron_sparse.errors import ConfigError, DependencyError
-from tests.cuda_emulator.emulated import RANDOM, Codecs
+from tests.cuda_emulator.device import GPU
 from tests.cuda_emulator.op_calls import EmulatedDevice
+
+
+@pytest.fixture
+def bench_device(emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The emulated GPU, with what the benchmark asks of it besides."""
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device=None: generator())
+    monkeypatch.setattr(codec_cuda, "load", lambda part: None)
+    monkeypatch.setattr(codec_cuda, "overload", lambda name: partial(emulated_gpu.call, name))
+    monkeypatch.setattr(cub_peer, "action", lambda values_N: None)
+    return GPU
+
+
+@pytest.mark.parametrize("form", ["hash_bitmap", "pairs", "row_sparse"])
+def test_hashing_and_rows_do_what_they_say(
+    bench_device: torch.device, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr(hash_cases, "SMALL_NUMEL", 2**10)
+    ops = set()
+    for task in hash_cases.make_tasks(2**14, 0.05, "fp32", form, bench_device):
+        assert task.wrong == 0
+        assert task.bytes_moved > 0
+        task.run()
+        for peer in task.peers.values():
+            peer()
+        ops.add(task.op)
+    assert "row_expand" in ops if form == "row_sparse" else "decode_add" in ops
 
 
 @pytest.mark.parametrize("form", codec_cases.FORMS)
 def test_every_task_does_what_it_says(
-    codecs: Codecs, monkeypatch: pytest.MonkeyPatch, form: str
+    bench_device: torch.device, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    codecs.schedule(RANDOM, 4)
-    device = EmulatedDevice(codecs, monkeypatch)
-    monkeypatch.setattr(codec_ops, "check_device", lambda op, name, tensor: "cuda")
     monkeypatch.setattr(codec_cases, "ORACLE_NUMEL", 2**12)
-    monkeypatch.setattr(codec_cuda, "load", lambda part: None)
-    monkeypatch.setattr(codec_cuda, "overload", lambda name: partial(device._call, name))
-    monkeypatch.setattr(cub_peer, "action", lambda values_N: None)
-    tasks = codec_cuda.make_tasks(2**15, 0.05, "fp32", form, torch.device("cpu"))
+    tasks = codec_cuda.make_tasks(2**15, 0.05, "fp32", form, bench_device)
     for op, task in zip(bench.BUCKET_OPS, tasks, strict=True):
         assert (task.op, task.wrong) == (op, 0)
         assert task.format == {"auto": "pici", "blocks": "dense"}.get(form, form)

@@ -6,13 +6,13 @@ The same bodies run on a GPU, where there is one, and in the emulator. `place` p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.header import (
     FORMAT_ADAPTIVE,
@@ -23,11 +23,8 @@ from megatron_sparse.formats.header import (
     HEADER_BYTES,
 )
 from megatron_sparse.formats.slots import Slots
-from tests.cuda_emulator.codec_cases import EPOCH, gradient
-from tests.cuda_emulator.emulated import DTYPE_CODES, RANDOM
-from tests.cuda_emulator.op_calls import EmulatedDevice
-
-type Place = Callable[..., torch.Tensor]
+from tests.cuda_emulator.codec_cases import EPOCH, Place, gradient
+from tests.cuda_emulator.emulated import DTYPE_CODES
 
 FORMS = {
     "dense": {"form": FORMAT_DENSE},
@@ -42,32 +39,6 @@ SEGMENTS = torch.tensor([0, 0, 1, 4098, 8191, 8300, 9001])
 KEEP = torch.tensor([0, 0, 0, 0, 1, 0], dtype=torch.uint8)
 NUMEL = int(SEGMENTS[-1])
 FILL = 0xEE
-
-
-def on_gpu(tensor: torch.Tensor, shift: int = 0) -> torch.Tensor:
-    """A copy on the GPU, `shift` elements behind an aligned address."""
-    storage = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device="cuda")
-    return storage[shift:].copy_(tensor)
-
-
-@pytest.fixture(
-    params=[
-        "emulated",
-        pytest.param(
-            "gpu",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-            ],
-        ),
-    ]
-)
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    if request.param == "gpu":
-        return on_gpu
-    codecs = request.getfixturevalue("codecs")
-    codecs.schedule(RANDOM, 3)
-    return EmulatedDevice(codecs, monkeypatch).place
 
 
 def counts(grad_N: torch.Tensor) -> torch.Tensor:
@@ -363,3 +334,42 @@ def test_a_sum_that_does_not_fit_its_slot_is_refused(place: Place) -> None:
     with pytest.raises(ExtensionError, match="the slot of segment 2 is too small"):
         ops.encode(place(torch.ones(NUMEL)), SEGMENTS, KEEP, None, 0, EPOCH, place(room(0)),
                    slots_S=slots_S)  # fmt: skip
+
+
+def test_what_calls_report_is_read_together(place: Place) -> None:
+    """A right message, a damaged one, a sum that does not fit: nothing is raised before `read`."""
+    reports, found = Reports(), []
+    slots_S = Slots.of(SEGMENTS, KEEP, LIMITS["some"], 0, FORMAT_COO).offsets
+    grad, out = place(gradient(NUMEL, 1.0, torch.float32)), place(room(0))
+    _, nnz_S = ops.prune_encode(
+        grad, place(torch.zeros(NUMEL)), SEGMENTS[[0, -1]], place(torch.zeros(1)), SEGMENTS, KEEP,
+        1.0, 0, -1, EPOCH, out, capacity_S=LIMITS["some"], slots_S=slots_S, reports=reports,
+    )  # fmt: skip
+    reports.add(nnz_S, found.append, is_status=False)
+    acc, message = place(torch.zeros(NUMEL)), out[: int(slots_S[-1])]
+    ops.decode_add_(acc, message, SEGMENTS, 0, EPOCH, 0, rank=3, slots_S=slots_S, reports=reports)
+    sent = place(message.cpu())
+    reports.spoil_(sent)
+    assert torch.equal(sent, message), "so far all is well"
+    ops.decode_add_(
+        acc, place(message.cpu()), SEGMENTS, 0, EPOCH + 1, 0, rank=4, slots_S=slots_S,
+        reports=reports,
+    )  # fmt: skip
+    ops.encode(
+        place(torch.ones(NUMEL)), SEGMENTS, KEEP, None, 0, EPOCH, place(room(0)), slots_S=slots_S,
+        reports=reports,
+    )  # fmt: skip
+    reports.spoil_(sent)
+    with pytest.raises(WireFormatError, match="rank 4: field epoch"):
+        reports.read()
+    assert found[0].tolist() == nnz_S.cpu().tolist()
+    assert bool((found[0] > 0).any())
+    with pytest.raises(WireFormatError, match="rank 5: field magic"):
+        ops.decode_add_(acc, sent, SEGMENTS, 0, EPOCH, 0, rank=5, slots_S=slots_S)
+    reports.read()  # everything has been looked at
+    ops.encode(
+        place(torch.ones(NUMEL)), SEGMENTS, KEEP, None, 0, EPOCH, place(room(0)), slots_S=slots_S,
+        reports=reports,
+    )  # fmt: skip
+    with pytest.raises(ExtensionError, match="the slot of segment"):
+        reports.read()

@@ -7,6 +7,9 @@
 // part: headers with valid checksums, sections as long as they should be, prefix sums that fit.
 // What one repair leaves wrong is then all that stands between the decoder and a bad access.
 //
+// With the option kInSlots the records are moved apart, each to a slot of capacity mode, with
+// rubbish behind it that nobody may look at; some slots are too short for their record.
+//
 // An input with the option kRoundTrip names a gradient instead, with hostile values and sizes: all
 // instruction sets must encode it to the same bytes, and decoding must give the gradient back.
 #include <algorithm>
@@ -31,7 +34,13 @@ constexpr uint32_t kEpoch = 7;
 constexpr int64_t kFirst = 1000;        // where the segments begin in the bucket
 constexpr int64_t kMaxNumel = 160'000;  // more than a chunk of tiles
 
-enum Option : uint8_t { kFresh = 1, kRepairHeaders = 2, kRepairPrefix = 4, kRoundTrip = 8 };
+enum Option : uint8_t {
+  kFresh = 1,
+  kRepairHeaders = 2,
+  kRepairPrefix = 4,
+  kRoundTrip = 8,
+  kInSlots = 16
+};
 
 constexpr int64_t kKinds[] = {kAdaptive, kKindDense,     kKindCoo,
                               kKindPici, kKindPiciPaper, kKindBlocks};
@@ -41,12 +50,14 @@ struct Counts {
   uint64_t messages = 0;
   uint64_t taken = 0;
   uint64_t round_trips = 0;
+  uint64_t taken_in_slots = 0;
   uint64_t records[5] = {};  // dense, COO, Pici, blocks, Pici in the paper's order
 } counted;
 
 struct Control {
   int dtype;
   uint8_t options;
+  uint8_t slack;  // of the slots
   int64_t offsets[3];
 };
 
@@ -55,7 +66,7 @@ Control read_control(const uint8_t* data) {
   std::memcpy(numel, data + 4, sizeof numel);
   const auto scaled = [data](int64_t n) { return (3 * n + data[2] % 3) % kMaxNumel; };
   const int64_t border = kFirst + scaled(numel[0]);
-  return {data[0] % 3, data[1], {kFirst, border, border + scaled(numel[1])}};
+  return {data[0] % 3, data[1], data[3], {kFirst, border, border + scaled(numel[1])}};
 }
 
 std::vector<const Kernels*> all_kernels() {
@@ -134,6 +145,26 @@ std::vector<uint8_t> repair(const std::vector<uint8_t>& message, const Control& 
   return repaired;
 }
 
+struct SlotTable {
+  int64_t at[3];
+};
+
+// Moves the records of a message apart, as far as its headers say where they are.
+SlotTable spread(std::vector<uint8_t>& message, uint8_t slack, bool may_be_short) {
+  Header header;
+  size_t first = message.size();
+  if (first >= sizeof header) {
+    std::memcpy(&header, message.data(), sizeof header);
+    if (header.payload_bytes < first - sizeof header) first = sizeof header + header.payload_bytes;
+  }
+  const size_t behind = (16 - first % 16) % 16 + 16 * (slack & 3);
+  message.insert(message.begin() + static_cast<int64_t>(first), behind, 0xa5);
+  int64_t second = static_cast<int64_t>(first + behind);
+  message.insert(message.end(), (16 - message.size() % 16) % 16 + 16 * (slack >> 2 & 3), 0xa5);
+  if (may_be_short && (slack >> 4 & 3) == 3 && second >= 16) second -= 16;
+  return {{0, second, static_cast<int64_t>(message.size())}};
+}
+
 void fail(const char* what) {
   std::fprintf(stderr, "fuzz_decode: %s\n", what);
   std::abort();
@@ -156,9 +187,13 @@ std::unique_ptr<uint8_t[]> exact_copy(const std::vector<uint8_t>& content) {
 // The decoder of all instruction sets on one message.
 void try_message(const Control& control, std::vector<uint8_t> content) {
   if (control.options & kRepairHeaders) content = repair(content, control);
+  const bool in_slots = (control.options & kInSlots) != 0;
+  SlotTable slots = {};
+  if (in_slots) slots = spread(content, control.slack, true);
   const int64_t bytes = static_cast<int64_t>(content.size());
   const std::unique_ptr<uint8_t[]> message = exact_copy(content);
-  const Expected expected = {control.offsets, 2, control.dtype, kEpoch, kFirst};
+  const Expected expected = {control.offsets, 2,      control.dtype,
+                             kEpoch,          kFirst, in_slots ? slots.at : nullptr};
   const int64_t numel = control.offsets[2] - kFirst;
   Status first;
   std::unique_ptr<float[]> first_sum;
@@ -185,6 +220,7 @@ void try_message(const Control& control, std::vector<uint8_t> content) {
   }
   ++counted.messages;
   counted.taken += !first.wrong;
+  counted.taken_in_slots += !first.wrong && in_slots;
   std::vector<DecodeChunk> chunks;
   if (first.wrong || find_chunks(message.get(), bytes, expected, chunks).wrong) return;
   for (const DecodeChunk& chunk : chunks) {
@@ -285,16 +321,21 @@ void round_trip(Control control, uint32_t seed) {
   kernels_portable().convert[kFp32][how.dtype](grad.data(), numel, values.data());
   kernels_portable().add_dense[how.dtype](wanted.data(), values.data(), numel);
   const std::vector<uint8_t> content = encode(grad, control.offsets, how, kernels_portable());
-  const std::unique_ptr<uint8_t[]> message = exact_copy(content);
-  const Expected expected = {control.offsets, 2, how.dtype, kEpoch, kFirst};
+  const bool in_slots = (control.options & kInSlots) != 0;
+  std::vector<uint8_t> sent = content;
+  SlotTable slots = {};
+  if (in_slots) slots = spread(sent, control.slack, false);
+  const std::unique_ptr<uint8_t[]> message = exact_copy(sent);
+  const Expected expected = {control.offsets, 2,      how.dtype,
+                             kEpoch,          kFirst, in_slots ? slots.at : nullptr};
   for (const Kernels* kernel : all_kernels()) {
     if (encode(grad, control.offsets, how, *kernel) != content) {
       fail("two instruction sets encode differently");
     }
     const std::unique_ptr<float[]> sum(new float[numel]);
     std::fill(sum.get(), sum.get() + numel, 0.5f);
-    if (decode_records(message.get(), static_cast<int64_t>(content.size()), expected, true,
-                       sum.get(), *kernel, serial)
+    if (decode_records(message.get(), static_cast<int64_t>(sent.size()), expected, true, sum.get(),
+                       *kernel, serial)
             .wrong) {
       fail("a message of our own is refused");
     }
@@ -325,13 +366,13 @@ void print_summary() {
   const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
   std::printf(
       "fuzz_decode: %llu executions, 0 crashes: %llu round trips of hostile gradients and %llu "
-      "messages, %llu of them valid\n"
+      "messages, %llu of them valid, %llu of these in slots\n"
       "fuzz_decode: records decoded: %llu dense, %llu COO, %llu Pici, %llu Pici in the paper's "
       "order, %llu blocks; on %zu instruction sets\n",
       number(counted.messages + counted.round_trips), number(counted.round_trips),
-      number(counted.messages), number(counted.taken), number(counted.records[0]),
-      number(counted.records[1]), number(counted.records[2]), number(counted.records[4]),
-      number(counted.records[3]), all_kernels().size());
+      number(counted.messages), number(counted.taken), number(counted.taken_in_slots),
+      number(counted.records[0]), number(counted.records[1]), number(counted.records[2]),
+      number(counted.records[4]), number(counted.records[3]), all_kernels().size());
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sparse import cuda_ext
-from megatron_sparse.cuda_ext import build, ptxas, toolchain
+from megatron_sparse.cuda_ext import build, compilers, ptxas, sources, toolchain
 from megatron_sparse.errors import DependencyError, ExtensionError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,9 +95,9 @@ def test_a_missing_nvcc_is_an_error_only_where_cuda_is_wanted(monkeypatch, tmp_p
 
 def test_a_compiler_error_names_the_command(monkeypatch, tmp_path):
     broken = tmp_path / "csrc"
-    shutil.copytree(build.SOURCES, broken)
+    shutil.copytree(sources.SOURCES, broken)
     (broken / "isa.cpp").write_text("this is not C++;\n")
-    monkeypatch.setattr(build, "SOURCES", broken)
+    monkeypatch.setattr(sources, "SOURCES", broken)
     with pytest.raises(ExtensionError, match="failed with exit code 1") as caught:
         build.build("off", tmp_path / "lib")
     assert "isa.cpp" in str(caught.value.expected)
@@ -113,9 +113,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_it_builds_once_even_for_many_at_a_time_and_again_when_a_source_changes(
     monkeypatch, tmp_path
 ):
-    sources, out = tmp_path / "csrc", tmp_path / "lib"
-    shutil.copytree(build.SOURCES, sources)
-    monkeypatch.setattr(build, "SOURCES", sources)
+    csrc, out = tmp_path / "csrc", tmp_path / "lib"
+    shutil.copytree(sources.SOURCES, csrc)
+    monkeypatch.setattr(sources, "SOURCES", csrc)
     links = []
 
     def fake_run(words, verbose):
@@ -124,22 +124,23 @@ def test_it_builds_once_even_for_many_at_a_time_and_again_when_a_source_changes(
         Path(words[list(words).index("-o") + 1]).write_bytes(b"library")
         return ""
 
-    monkeypatch.setattr(build, "_run", fake_run)
+    monkeypatch.setattr(build, "run", fake_run)
+    monkeypatch.setattr(compilers, "run", fake_run)
     threads = [threading.Thread(target=build.build, args=("off", out)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(links) == 1
-    assert build.is_current("cpu", out)
-    (sources / "isa.cpp").write_text("// changed\n")
-    assert not build.is_current("cpu", out)
+    assert sources.is_current("cpu", out)
+    (csrc / "isa.cpp").write_text("// changed\n")
+    assert not sources.is_current("cpu", out)
     (part, _) = build.build("off", out)
     assert part.state == "built"
     assert build.build("off", out)[0].state == "up to date"
     # Another torch: the stable ABI lets the library load, a build makes it anew.
     monkeypatch.setattr(build, "find_torch", lambda: (tmp_path, "2.99.0"))
-    assert build.is_current("cpu", out)
+    assert sources.is_current("cpu", out)
     assert build.build("off", out)[0].state == "built"
 
 
@@ -152,7 +153,7 @@ def test_torch_must_have_the_stable_abi(monkeypatch):
 def test_a_library_that_does_not_load_is_a_typed_error(monkeypatch, tmp_path):
     broken = tmp_path / "megatron_sparse_cpu.so"
     broken.write_bytes(b"no library")
-    monkeypatch.setattr(build, "library_path", lambda name: broken)
+    monkeypatch.setattr(sources, "library_path", lambda name: broken)
     with pytest.raises(ExtensionError, match="cpu library cannot be loaded"):
         cuda_ext._load_library("cpu")
 
@@ -164,7 +165,7 @@ def test_the_cuda_library_compiles_without_spills(tmp_path):
     assert part.state in ("built", "up to date")
     assert part.path.is_file()
     data = part.path.read_bytes()
-    for arch in build.CUDA_ARCHS:
+    for arch in sources.CUDA_ARCHS:
         assert f"sm_{arch}".encode() in data
     assert cuda_ext.status()["cuda"]["loaded"]
 
@@ -186,17 +187,17 @@ def test_spills_are_refused():
 
 
 def test_each_library_is_made_of_its_own_sources(monkeypatch, tmp_path):
-    sources = tmp_path / "csrc"
-    shutil.copytree(build.SOURCES, sources)
-    monkeypatch.setattr(build, "SOURCES", sources)
-    before = {name: build.source_hash(name) for name in ("cpu", "cuda")}
+    csrc = tmp_path / "csrc"
+    shutil.copytree(sources.SOURCES, csrc)
+    monkeypatch.setattr(sources, "SOURCES", csrc)
+    before = {name: sources.source_hash(name) for name in ("cpu", "cuda")}
     for changed, parts in (
         ("encode.cu", {"cuda"}), ("scan.cuh", {"cuda"}), ("decode_cuda.cpp", {"cuda"}),
         ("decode.cpp", {"cpu"}), ("record.h", {"cpu", "cuda"}),
     ):  # fmt: skip
-        path = sources / changed
+        path = csrc / changed
         text = path.read_text()
         path.write_text(text + "// changed\n")
-        after = {name: build.source_hash(name) for name in before}
+        after = {name: sources.source_hash(name) for name in before}
         assert {name for name in before if after[name] != before[name]} == parts, changed
         path.write_text(text)

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megatron_sparse.cuda_ext import build, load, ops, ptxas
+from megatron_sparse.cuda_ext import build, load, ops, ptxas, sources
 from megatron_sparse.errors import DependencyError
 from tests.kernels import cases
 
@@ -41,9 +42,9 @@ needs_nvcc = pytest.mark.skipif(
 @needs_nvcc
 def test_registers_and_shared_memory() -> None:
     reports = build.compile_report()
-    assert list(reports) == list(build.CUDA_UNITS)
+    assert list(reports) == list(sources.CUDA_UNITS)
     for kernels in reports.values():
-        assert {kernel.arch for kernel in kernels} == {f"sm_{arch}" for arch in build.CUDA_ARCHS}
+        assert {kernel.arch for kernel in kernels} == {f"sm_{arch}" for arch in sources.CUDA_ARCHS}
         for kernel in kernels:
             assert kernel.spill_bytes == 0, kernel
             assert kernel.registers <= MAX_REGISTERS, kernel
@@ -71,7 +72,7 @@ def test_compaction_moves_16_bytes_at_a_time() -> None:
     tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     load("cuda")
     dump = subprocess.run(
-        [tool, "-sass", "-arch", "sm_90", build.library_path("cuda")],
+        [tool, "-sass", "-arch", "sm_90", sources.library_path("cuda")],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     functions = re.split(r"Function : ", dump)[1:]
@@ -110,12 +111,39 @@ def arguments_of(name: str, device: str) -> tuple[object, ...]:
 
 
 OPS = ("prune_", "encode_records", "prune_encode_records", "decode_add_")
+HASH_OPS = (
+    "hash_permute", "hash_unpermute", "hash_partition_of", "hash_split", "hash_memory",
+    "hash_bitmap_pack", "hash_bitmap_elements", "hash_bitmap_add_", "row_sparse_sum",
+    "row_sparse_union", "row_sparse_match", "row_sparse_expand",
+)  # fmt: skip
+
+
+def hash_arguments(name: str, device: str) -> tuple[object, ...]:
+    """Arguments that fit an op of hashing or of row-sparse gradients; see `arguments_of`."""
+    entries = torch.arange(64, device=device)
+    words = torch.zeros(8, dtype=torch.uint8, device=device)
+    rows = torch.ones(64, 4, device=device)
+    values = torch.zeros(64, device=device)
+    return {
+        "hash_permute": (entries, 64, 5),
+        "hash_unpermute": (entries, 64, 5),
+        "hash_partition_of": (entries, 64, 3, 5, False),
+        "hash_split": (entries, 64),
+        "hash_memory": (entries, entries, 64, 64, 2, 1, 3, 5),
+        "hash_bitmap_pack": (values, words, values.view(torch.uint8).clone()),
+        "hash_bitmap_elements": (words, 0, 64, 0, 1, 5, None),
+        "hash_bitmap_add_": (values, words, words[:0], 0, 0, 0, 1, 5, None),
+        "row_sparse_sum": (rows, entries, torch.arange(65, device=device)),
+        "row_sparse_union": (entries, torch.tensor([0, 64], device=device), 64),
+        "row_sparse_match": (entries[::2].clone(), entries),
+        "row_sparse_expand": (entries[::2].clone(), rows[::2].clone(), entries),
+    }[name]
 
 
 @needs_nvcc
 def test_the_library_registers_all_ops_for_cuda() -> None:
     load("cuda")
-    for name in OPS:
+    for name in (*OPS, *HASH_OPS):
         qualified = f"megatron_sparse::{name}"
         assert torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CUDA"), name
 
@@ -131,6 +159,18 @@ def test_fakes_on_cuda_need_no_gpu(name: str) -> None:
     assert report.dtype == torch.int64
     segments = len(DENSE)
     assert report.shape == ((segments,) if name == "prune_" else (4 + 2 * segments,))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", HASH_OPS)
+def test_fakes_of_hashing_on_cuda_need_no_gpu(name: str) -> None:
+    load("cuda")
+    op = getattr(torch.ops.megatron_sparse, name).default
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        results = op(*hash_arguments(name, "cuda"))
+    results = results if isinstance(results, tuple) else (results,)
+    assert {result.device.type for result in results} == {"cuda"}
+    assert len(results) == len(op._schema.returns)
 
 
 @needs_nvcc
@@ -154,12 +194,11 @@ def test_the_bindings_refuse_tensors_of_the_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [*OPS, *HASH_OPS])
 def test_opcheck_on_the_device(name: str) -> None:
     load("cuda")
-    torch.library.opcheck(
-        getattr(torch.ops.megatron_sparse, name).default, arguments_of(name, "cuda")
-    )
+    arguments = arguments_of if name in OPS else hash_arguments
+    torch.library.opcheck(getattr(torch.ops.megatron_sparse, name).default, arguments(name, "cuda"))
 
 
 @pytest.mark.gpu

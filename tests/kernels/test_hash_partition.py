@@ -80,7 +80,8 @@ def test_elements_and_positions_follow_from_one_another(numel, partitions, seed,
         expected = [oracle.partition_of(e, numel, partitions, seed) for e in range(numel)]
     else:
         expected = [oracle.general_partition(e, partitions, seed) for e in range(numel)]
-        assert all(bool((h.index_set(p).diff() > 0).all()) for p in range(partitions))
+        sets = [h.index_set(p, elements.device) for p in range(partitions)]
+        assert all(bool((each.diff() > 0).all()) for each in sets)
     assert partition.tolist() == expected
 
 

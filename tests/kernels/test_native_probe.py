@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.cuda_ext import build
+from megatron_sparse.cuda_ext.sources import SOURCES
+from megatron_sparse.cuda_ext.toolchain import find_cxx
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.reference.counter_hash import counter_hash
 
@@ -16,11 +17,11 @@ from megatron_sparse.reference.counter_hash import counter_hash
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
     program = tmp_path_factory.mktemp("probe") / "probe"
-    sources = [Path(__file__).with_name("native_probe.cpp"), build.SOURCES / "kernels_isa.cpp"]
+    sources = [Path(__file__).with_name("native_probe.cpp"), SOURCES / "kernels_isa.cpp"]
     flags = ["-DMS_ISA=portable", "-DMS_WIDTH=4", "-Wno-psabi", "-fsanitize=undefined"]
     flags += ["-fno-sanitize-recover=all", "-O1", "-std=c++17", "-ffp-contract=off"]
     subprocess.run(
-        [build.find_cxx(), *flags, f"-I{build.SOURCES}", *map(str, sources), "-o", str(program)],
+        [find_cxx(), *flags, f"-I{SOURCES}", *map(str, sources), "-o", str(program)],
         check=True,
     )
     done = subprocess.run([str(program)], check=True, capture_output=True, text=True)

@@ -1,0 +1,170 @@
+"""What the codec's ops check, and the sizes that follow from a plan alone.
+
+The compiled ops check a CPU call themselves. What lies on the host of a CUDA call is checked here:
+kernels rely on it, and a refusal must come before anything was launched.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.cuda_ext.arguments import check_code, check_flat, check_offsets, refusal
+from megatron_sparse.formats.header import (
+    FORMAT_ADAPTIVE,
+    FORMAT_BLOCKS,
+    FORMAT_DENSE,
+    FORMAT_HASH_BITMAP,
+    FORMAT_PICI,
+    HEADER_BYTES,
+    RECORD_ALIGNMENT,
+    VALUE_BYTES,
+)
+from megatron_sparse.formats.slots import Slots
+
+CPU = torch.device("cpu")
+
+_TILE, _CHUNK = 4096, 8 * 4096
+_PAPER_ORDER = 16  # beside the format code, for the native op
+
+
+def message_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
+    """The most bytes that a message of these segments takes: dense values, headers, padding.
+
+    Example:
+        >>> message_capacity(torch.tensor([0, 5, 8]), 0)  # 48 + 32 and 48 + 16
+        144
+    """
+    check_code("message_capacity", "value_dtype", value_dtype)
+    padded = (segment_offsets.diff() * VALUE_BYTES[value_dtype] + 15) // 16 * 16
+    return int(padded.sum()) + HEADER_BYTES * padded.numel()
+
+
+def scratch_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
+    """Bytes of `encode`'s and `prune_encode`'s scratch on the CPU, whatever the density.
+
+    Two bitmaps and the packed values; memory is touched only where there are values.
+
+    Example:
+        >>> scratch_capacity(torch.tensor([0, 5, 8]), 0)  # twice 1024 + 64, and 20 + 12 of values
+        2208
+    """
+    check_code("scratch_capacity", "value_dtype", value_dtype)
+    numel_S = segment_offsets.diff()
+    bitmaps = (numel_S + _TILE - 1) // _TILE * (2 * _TILE // 8)
+    values = numel_S * VALUE_BYTES[value_dtype] + (numel_S + _CHUNK - 1) // _CHUNK * 64
+    return int((bitmaps + values).sum())
+
+
+def record_kind(form: int, paper_order: bool) -> int:
+    """What the native ops call a format: `RecordKind` of `csrc/record.h`, -1 for adaptive."""
+    return form | _PAPER_ORDER if form == FORMAT_PICI and paper_order else form
+
+
+def check_encode(
+    op: str,
+    grad_N: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    value_dtype: int,
+    epoch: int,
+    out: torch.Tensor,
+    form: int,
+    paper_order: bool,
+    block_size: int,
+) -> int:
+    """Checks what both encoders take; returns the native op's kind."""
+    check_offsets(op, "segment_offsets", segment_offsets, grad_N.numel())
+    segments = segment_offsets.numel() - 1
+    check_flat(op, "segment_dense", segment_dense, (torch.uint8,), segments, CPU)
+    check_flat(op, "out", out, (torch.uint8,), device=grad_N.device)
+    check_code(op, "value_dtype", value_dtype)
+    if epoch < 0:
+        raise refusal(op, "epoch is out of range", "0 or more", epoch)
+    if not FORMAT_ADAPTIVE <= form < FORMAT_HASH_BITMAP:
+        raise refusal(op, "form is unknown", "-1 (adaptive) or a format code from 0 to 3", form)
+    if not (64 <= block_size <= _TILE and block_size.bit_count() == 1):
+        raise refusal(op, "block_size does not fit", "a power of two from 64 to 4096", block_size)
+    return record_kind(form, paper_order)
+
+
+def check_scratch(
+    op: str, scratch: torch.Tensor | None, segment_offsets: torch.Tensor, value_dtype: int
+) -> torch.Tensor:
+    """The CPU encoders' scratch, allocated where there is none."""
+    if scratch is None:
+        return torch.empty(scratch_capacity(segment_offsets, value_dtype), dtype=torch.uint8)
+    check_flat(op, "scratch", scratch, (torch.uint8,), device=CPU)
+    return scratch
+
+
+def refuse_scratch(op: str, scratch: torch.Tensor | None) -> None:
+    """Refuses scratch for a CUDA call, whose allocator is fast."""
+    if scratch is not None:
+        raise refusal(op, "scratch is not used on CUDA", None, f"{scratch.numel()} bytes")
+
+
+def check_slots[T: (torch.Tensor, None)](
+    op: str, slots_S: torch.Tensor | None, segments: int, out: T
+) -> T:
+    """Checks what the kernels rely on, as the CPU's bindings do; returns as much as slots take."""
+    if slots_S is None:
+        return out
+    check_flat(op, "slots", slots_S, (torch.int64,), segments + 1, CPU)
+    if bool((slots_S.diff() < 0).any()):
+        raise refusal(op, "slots is not ascending", "ascending bytes", slots_S.tolist()[:8])
+    if int(slots_S[0]) != 0 or bool((slots_S % RECORD_ALIGNMENT != 0).any()):
+        raise refusal(
+            op, "slots are no places of records", "multiples of 16, from 0 on", slots_S.tolist()[:8]
+        )
+    if out is None:
+        return out
+    _check_room(op, int(slots_S[-1]), out)
+    return out[: int(slots_S[-1])]
+
+
+def _check_room(op: str, needed: int, out: torch.Tensor) -> None:
+    if out.numel() < needed:
+        raise refusal(op, "the output buffer is too small", f"{needed} bytes", out.numel())
+
+
+def check_capacity(
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    wire_dtype: int,
+    form: int,
+    out: torch.Tensor,
+    capacity_S: torch.Tensor | None,
+    slots_S: torch.Tensor | None,
+) -> None:
+    """Refuses what may turn out not to fit: the residual changes before the sizes are known."""
+    op, most_S = "prune_encode", segment_offsets.diff()
+    if capacity_S is None and slots_S is None:
+        return _check_room(op, message_capacity(segment_offsets, wire_dtype), out)
+    if capacity_S is not None:
+        check_flat(op, "capacity", capacity_S, (torch.int64,), segment_dense.numel(), CPU)
+        if bool((capacity_S < 0).any()):
+            raise refusal(op, "capacity is out of range", "0 or more", capacity_S.tolist()[:8])
+        if form == FORMAT_BLOCKS:
+            raise refusal(op, "blocks have no capacity on CUDA", "another format", "blocks")
+        most_S = capacity_S
+    most = Slots.of(
+        segment_offsets, segment_dense, most_S, wire_dtype,
+        FORMAT_DENSE if form == FORMAT_BLOCKS else form,
+    )  # fmt: skip
+    if slots_S is None:
+        return _check_room(op, int(most.offsets[-1]), out)
+    for segment, (needed, there) in enumerate(
+        zip(most.sizes(), slots_S.diff().tolist(), strict=False)
+    ):
+        if needed > there:
+            what = f"the slot of segment {segment} is too small"
+            raise refusal(op, what, f"{needed} bytes", there)
+    return None
+
+
+def compare_counts(found_S: torch.Tensor, given_S: torch.Tensor) -> None:
+    """Refuses counts that are not what the encoder found, in the words of the CPU's."""
+    for segment, (found, given) in enumerate(zip(found_S.tolist(), given_S.tolist(), strict=True)):
+        if found != given:
+            what = f"nnz of segment {segment} is not what the gradient holds"
+            raise refusal("encode", what, found, given)

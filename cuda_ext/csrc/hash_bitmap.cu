@@ -1,0 +1,283 @@
+// The hash bitmap on CUDA (ZEN, Algorithm 2); hash_bitmap.cpp is the same for the CPU.
+//
+// Packing is one launch: a block takes tiles of 4096 positions by ticket, holds them in registers,
+// writes their bits, and puts the values that are not zero where decoupled look-back says. Reading
+// is two: the bits of all tiles are counted and compared with what is expected, then each warp
+// takes a tile, and each lane the bits of four words: the element of a set bit follows from the
+// permutation's inverse or from the index set. Positions have different elements, so there are no
+// atomics and the sums do not depend on the schedule.
+//
+// Bytes a position at density d and v bytes a value. Packing: v read, 1/8 + d v written. Adding:
+// 2/8
+// + d v read, d sectors of 32 bytes of acc read and written, for hashed elements lie anywhere.
+#include "elementwise.h"
+#include "hash_launch.h"
+#include "hash_partition.h"
+#include "lanes.h"
+#include "launch_grid.cuh"
+#include "raw_type.cuh"
+#include "tile_scan.cuh"
+
+namespace megatron_sparse {
+namespace {
+
+constexpr int kBitmapThreads = 256;
+constexpr int kBitmapTile = 4096;  // positions
+constexpr int kBitmapWords = kBitmapTile / 32;
+constexpr int kWarpRounds = kBitmapTile / kBitmapThreads;  // 32 positions a warp each
+constexpr int kLaneWords = kBitmapWords / 32;
+
+MS_INLINE int64_t bitmap_tiles(int64_t positions) {
+  return (positions + kBitmapTile - 1) / kBitmapTile;
+}
+
+struct BitmapWorkspace {
+  ScanState* states;  // zeroed, one for each tile
+  unsigned* ticket;   // zeroed
+  // Zeroed; of what is wrong, how far from the end it is: 0 is nothing, the largest is the first.
+  unsigned long long* stray_bits;
+  unsigned long long* wrong_set;
+  int64_t zeroed_bytes;
+  int64_t bytes;
+};
+
+BitmapWorkspace lay_out_bitmap(void* base, int64_t positions) {
+  Carver memory(base);
+  BitmapWorkspace w = {};
+  w.states = memory.take<ScanState>(bitmap_tiles(positions));
+  w.ticket = memory.take<unsigned>(1);
+  w.stray_bits = memory.take<unsigned long long>(1);
+  w.wrong_set = memory.take<unsigned long long>(1);
+  w.zeroed_bytes = w.bytes = memory.used();
+  return w;
+}
+
+template <int VALUE>
+__global__ void __launch_bounds__(kBitmapThreads, 4)
+    bitmap_pack_kernel(BitmapPackArguments call, BitmapWorkspace work) {
+  using Raw = typename RawType<VALUE>::type;
+  constexpr uint32_t magnitude = VALUE == kFp32 ? 0x7fffffffu : 0x7fffu;
+  __shared__ TileScan shared;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned lanes_before = (1u << lane) - 1;
+  const Raw* values = static_cast<const Raw*>(call.values);
+  Raw* packed = static_cast<Raw*>(call.packed);
+  const int64_t word_count = 2 * ((call.positions + 63) / 64);
+  const int64_t tiles = bitmap_tiles(call.positions);
+  for (int64_t tile = take_tile(shared, work.ticket); tile < tiles;
+       tile = take_tile(shared, work.ticket)) {
+    const int64_t first = tile * kBitmapTile + warp * kWarpRounds * 32 + lane;
+    Raw mine[kWarpRounds];
+#pragma unroll
+    for (int k = 0; k < kWarpRounds; ++k) {
+      mine[k] = first + 32 * k < call.positions ? values[first + 32 * k] : Raw{0};
+    }
+    // Lane k keeps the warp's word k.
+    uint32_t my_word = 0;
+#pragma unroll
+    for (int k = 0; k < kWarpRounds; ++k) {
+      const uint32_t word = __ballot_sync(kAllLanes, (mine[k] & magnitude) != 0);
+      if (lane == k) my_word = word;
+    }
+    const int64_t word_at = tile * kBitmapWords + warp * kWarpRounds + lane;
+    if (lane < kWarpRounds && word_at < word_count) call.words[word_at] = my_word;
+    const int count = __popc(my_word);
+    // A thread's prefix is that of its word; lanes without a word stand behind them all.
+    const int64_t before = tile_prefix(shared, work.states, tile, count);
+    if (tile + 1 == tiles && threadIdx.x == kBitmapThreads - 1) *call.nnz = before + count;
+#pragma unroll
+    for (int k = 0; k < kWarpRounds; ++k) {
+      const uint32_t word = __shfl_sync(kAllLanes, my_word, k);
+      const int64_t word_before = __shfl_sync(kAllLanes, before, k);
+      if (word >> lane & 1) packed[word_before + __popc(word & lanes_before)] = mine[k];
+    }
+  }
+}
+
+// The words of a tile that this lane sees to; zeros behind the last.
+__device__ __forceinline__ int load_lane_words(const BitmapArguments& call, int64_t tile,
+                                               uint32_t words[kLaneWords]) {
+  const int64_t word_count = 2 * ((call.positions + 63) / 64);
+  const int64_t first = tile * kBitmapWords + threadIdx.x % 32 * kLaneWords;
+  int count = 0;
+#pragma unroll
+  for (int k = 0; k < kLaneWords; ++k) {
+    words[k] = first + k < word_count ? call.words[first + k] : 0;
+    count += __popc(words[k]);
+  }
+  return count;
+}
+
+// Counts the bits of every tile, and looks for bits behind the last position.
+__global__ void __launch_bounds__(kBitmapThreads, 4)
+    bitmap_count_kernel(BitmapArguments call, BitmapWorkspace work) {
+  const int lane = threadIdx.x % 32;
+  const int64_t tiles = bitmap_tiles(call.positions);
+  for (;;) {
+    unsigned ticket = 0;
+    if (lane == 0) ticket = atomicAdd(work.ticket, 1u);
+    const int64_t tile = __shfl_sync(kAllLanes, ticket, 0);
+    if (tile >= tiles) return;
+    uint32_t words[kLaneWords];
+    const int count = load_lane_words(call, tile, words);
+    look_back(work.states, tile, warp_sum(count));
+    const int64_t left = call.positions - (tile * kBitmapWords + lane * kLaneWords) * 32;
+#pragma unroll
+    for (int k = 0; k < kLaneWords; ++k) {
+      const int64_t inside = left - 32 * k;
+      const bool stray = inside < 32 && (inside <= 0 ? words[k] : words[k] >> inside) != 0;
+      if (stray) atomicMax(work.stray_bits, 1ull);
+    }
+  }
+}
+
+// An index set ascends inside the segment.
+__global__ void __launch_bounds__(kBitmapThreads, 4)
+    bitmap_set_kernel(BitmapArguments call, BitmapWorkspace work) {
+  for (int64_t i = first_item(); i < call.positions; i += item_stride()) {
+    const int64_t element = call.set[i], before = i == 0 ? -1 : call.set[i - 1];
+    if (element <= before || element >= call.numel) {
+      atomicMax(work.wrong_set, static_cast<unsigned long long>(call.positions - i));
+    }
+  }
+}
+
+// What is wrong with the bitmap, now that it was counted; the first thread says so.
+__device__ __forceinline__ bool bitmap_fits(const BitmapArguments& call,
+                                            const BitmapWorkspace& work, int64_t tiles) {
+  const int64_t counted = prefix_after(work.states, tiles - 1);
+  int64_t field = kFits, found = counted;
+  if (*work.wrong_set != 0) {
+    field = kFieldIndexSet;
+    found = call.positions - static_cast<int64_t>(*work.wrong_set);
+  } else if (*work.stray_bits != 0) {
+    field = kFieldBitmap;
+    found = call.positions;
+  } else if (counted != call.nnz) {
+    field = kFieldNnz;
+  }
+  if (first_item() == 0) {
+    call.status[0] = field;
+    call.status[1] = found;
+  }
+  return field == kFits;
+}
+
+// Calls use(element, rank of the value) for every set bit.
+template <class Use>
+__device__ __forceinline__ void for_each_element(const BitmapArguments& call,
+                                                 const BitmapWorkspace& work,
+                                                 const Permutation& permutation, const Use& use) {
+  const int lane = threadIdx.x % 32;
+  const int64_t tiles = bitmap_tiles(call.positions);
+  for (int64_t tile = first_item() / 32; tile < tiles; tile += item_stride() / 32) {
+    uint32_t words[kLaneWords];
+    const int count = load_lane_words(call, tile, words);
+    int64_t rank = prefix_after(work.states, tile - 1) + warp_inclusive_sum(count) - count;
+    const int64_t first = (tile * kBitmapWords + lane * kLaneWords) * 32;
+#pragma unroll
+    for (int k = 0; k < kLaneWords; ++k) {
+      for (uint32_t left = words[k]; left != 0; left &= left - 1) {
+        const int64_t position = first + 32 * k + __ffs(static_cast<int>(left)) - 1;
+        const int64_t element =
+            call.set != nullptr
+                ? call.set[position]
+                : unpermute_walk(
+                      permutation,
+                      unpermute_turn(permutation, static_cast<uint32_t>(call.first + position)));
+        use(element, rank++);
+      }
+    }
+  }
+}
+
+template <int VALUE>
+__global__ void __launch_bounds__(kBitmapThreads, 4)
+    bitmap_add_kernel(BitmapArguments call, BitmapWorkspace work, Permutation permutation) {
+  using Raw = typename RawType<VALUE>::type;
+  if (!bitmap_fits(call, work, bitmap_tiles(call.positions))) return;
+  const Raw* values = reinterpret_cast<const Raw*>(call.values);
+  float* acc = call.acc;
+  for_each_element(call, work, permutation, [values, acc](int64_t element, int64_t rank) {
+    acc[element] += widen<ScalarLanes, VALUE>(values[rank]);
+  });
+}
+
+__global__ void __launch_bounds__(kBitmapThreads, 4)
+    bitmap_elements_kernel(BitmapArguments call, BitmapWorkspace work, Permutation permutation) {
+  int64_t* out = call.elements;
+  if (!bitmap_fits(call, work, bitmap_tiles(call.positions))) {
+    for (int64_t i = first_item(); i < call.nnz; i += item_stride()) out[i] = -1;
+    return;
+  }
+  for_each_element(call, work, permutation,
+                   [out](int64_t element, int64_t rank) { out[rank] = element; });
+}
+
+// Clears the workspace and launches the checks.
+void launch_checks(const BitmapArguments& call, const BitmapWorkspace& work, cudaStream_t stream) {
+  cudaMemsetAsync(work.states, 0, static_cast<size_t>(work.zeroed_bytes), stream);
+  if (call.positions == 0) return;
+  const cudaLaunchConfig_t warps =
+      grid_of_items(bitmap_tiles(call.positions) * 32, kBitmapThreads, stream);
+  cudaLaunchKernelEx(&warps, bitmap_count_kernel, call, work);
+  if (call.set == nullptr) return;
+  const cudaLaunchConfig_t items = grid_of_items(call.positions, kBitmapThreads, stream);
+  cudaLaunchKernelEx(&items, bitmap_set_kernel, call, work);
+}
+
+// Blocks for the second launch: one at least, to write the status.
+cudaLaunchConfig_t grid_of_tiles(const BitmapArguments& call, cudaStream_t stream) {
+  const int64_t tiles = bitmap_tiles(call.positions);
+  return grid_of_items((tiles < 1 ? 1 : tiles) * 32, kBitmapThreads, stream);
+}
+
+Permutation permutation_of(const BitmapArguments& call) {
+  return make_permutation(call.numel, static_cast<uint64_t>(call.seed));
+}
+
+}  // namespace
+
+int64_t bitmap_workspace_bytes(int64_t positions) {
+  return lay_out_bitmap(nullptr, positions).bytes;
+}
+
+void launch_bitmap_pack(const BitmapPackArguments& call, void* stream_pointer) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
+  const BitmapWorkspace work = lay_out_bitmap(call.workspace, call.positions);
+  cudaMemsetAsync(work.states, 0, static_cast<size_t>(work.zeroed_bytes), stream);
+  cudaMemsetAsync(call.nnz, 0, sizeof *call.nnz, stream);
+  if (call.positions == 0) return;
+  const cudaLaunchConfig_t all =
+      grid_for(bitmap_tiles(call.positions), multiprocessors() * 4, kBitmapThreads, stream);
+  // bf16 and fp16 differ only in what their bits mean.
+  if (call.value_dtype == kFp32) {
+    cudaLaunchKernelEx(&all, bitmap_pack_kernel<kFp32>, call, work);
+  } else {
+    cudaLaunchKernelEx(&all, bitmap_pack_kernel<kBf16>, call, work);
+  }
+}
+
+void launch_bitmap_add(const BitmapArguments& call, void* stream_pointer) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
+  const BitmapWorkspace work = lay_out_bitmap(call.workspace, call.positions);
+  launch_checks(call, work, stream);
+  const cudaLaunchConfig_t all = grid_of_tiles(call, stream);
+  if (call.value_dtype == kFp32) {
+    cudaLaunchKernelEx(&all, bitmap_add_kernel<kFp32>, call, work, permutation_of(call));
+  } else if (call.value_dtype == kBf16) {
+    cudaLaunchKernelEx(&all, bitmap_add_kernel<kBf16>, call, work, permutation_of(call));
+  } else {
+    cudaLaunchKernelEx(&all, bitmap_add_kernel<kFp16>, call, work, permutation_of(call));
+  }
+}
+
+void launch_bitmap_elements(const BitmapArguments& call, void* stream_pointer) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
+  const BitmapWorkspace work = lay_out_bitmap(call.workspace, call.positions);
+  launch_checks(call, work, stream);
+  const cudaLaunchConfig_t all = grid_of_tiles(call, stream);
+  cudaLaunchKernelEx(&all, bitmap_elements_kernel, call, work, permutation_of(call));
+}
+
+}  // namespace megatron_sparse

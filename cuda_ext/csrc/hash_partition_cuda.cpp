@@ -1,0 +1,120 @@
+// The partition hash, the stable partition and Algorithm 1 on CUDA: checks, device, stream, launch.
+//
+// Each call waits for its launches and reads a few words: what they found out of range.
+#include "complaints.h"
+#include "cuda_binding.h"
+#include "hash_check.h"
+#include "hash_launch.h"
+
+namespace megatron_sparse {
+namespace {
+
+// Refuses an entry that the kernels found out of range.
+void check_found(int64_t found, const int64_t* entries, int64_t limit, const char* name,
+                 void* stream) {
+  if (found == kNothingFound) return;
+  refuse(entry_refusal(name, found, limit, read_words(entries + found, 1, stream)[0]));
+}
+
+Tensor map_entries(HashMap map, const Tensor& entries, int64_t numel, int64_t partitions,
+                   int64_t seed, const char* op, const char* name) {
+  check_hash(numel, partitions, op);
+  check_vector(entries, name, ScalarType::Long, -1);
+  torch::stable::accelerator::DeviceGuard guard(entries.get_device_index());
+  Tensor result = torch::stable::new_empty(entries, {entries.numel()});
+  const Tensor status = new_words(entries, 1);
+  void* stream = current_stream(entries);
+  launch_hash_map({map, entries_of(entries), entries.numel(), numel, partitions, seed,
+                   words_of(result), words_of(status)},
+                  stream);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_found(read_words(words_of(status), 1, stream)[0], entries_of(entries), numel, name, stream);
+  return result;
+}
+
+Tensor hash_permute_cuda(const Tensor& elements, int64_t numel, int64_t seed) {
+  return map_entries(HashMap::kPermute, elements, numel, 1, seed, "hash_permute",
+                     "hash_permute: elements");
+}
+
+Tensor hash_unpermute_cuda(const Tensor& positions, int64_t numel, int64_t seed) {
+  return map_entries(HashMap::kUnpermute, positions, numel, 1, seed, "hash_unpermute",
+                     "hash_unpermute: positions");
+}
+
+Tensor hash_partition_of_cuda(const Tensor& elements, int64_t numel, int64_t partitions,
+                              int64_t seed, bool general) {
+  return map_entries(general ? HashMap::kGeneral : HashMap::kPartition, elements, numel, partitions,
+                     seed, "hash_partition_of", "hash_partition_of: elements");
+}
+
+std::tuple<Tensor, Tensor> hash_split_cuda(const Tensor& partition_of, int64_t partitions) {
+  check_hash(0, partitions, "hash_split");
+  check_vector(partition_of, "hash_split: partition_of", ScalarType::Long, -1);
+  const int64_t count = partition_of.numel();
+  check_entry_count(count, "hash_split: partition_of");
+  torch::stable::accelerator::DeviceGuard guard(partition_of.get_device_index());
+  const Tensor order = new_words(partition_of, count);
+  const Tensor offsets = new_words(partition_of, partitions + 1);
+  const Tensor status = new_words(partition_of, 1);
+  const Tensor workspace = new_workspace(partition_of, hash_split_workspace_bytes(count));
+  void* stream = current_stream(partition_of);
+  launch_hash_split({entries_of(partition_of), count, partitions, words_of(order),
+                     words_of(offsets), words_of(status), workspace.mutable_data_ptr()},
+                    stream);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_found(read_words(words_of(status), 1, stream)[0], entries_of(partition_of), partitions,
+              "hash_split: partition_of", stream);
+  return {order, offsets};
+}
+
+std::tuple<Tensor, Tensor, Tensor> hash_memory_cuda(const Tensor& indices,
+                                                    const Tensor& partition_of, int64_t numel,
+                                                    int64_t partitions, int64_t parallel_slots,
+                                                    int64_t serial_slots, int64_t rehashes,
+                                                    int64_t seed) {
+  check_hash(numel, partitions, "hierarchical_hash");
+  const int64_t count = indices.numel();
+  check_vector(indices, "hierarchical_hash: indices", ScalarType::Long, -1);
+  check_vector(partition_of, "hierarchical_hash: partition_of", ScalarType::Long, count);
+  check_beside(partition_of, indices, "hierarchical_hash: partition_of");
+  check_entry_count(count, "hierarchical_hash: indices");
+  check_hash_memory(partitions, parallel_slots, serial_slots, rehashes);
+  torch::stable::accelerator::DeviceGuard guard(indices.get_device_index());
+  const Tensor entries = new_words(indices, count);
+  const Tensor offsets = new_words(indices, partitions + 1);
+  const Tensor counts = new_words(indices, 2), status = new_words(indices, 2);
+  const int64_t bytes =
+      hash_memory_workspace_bytes(count, partitions, parallel_slots + serial_slots);
+  const Tensor workspace = new_workspace(indices, bytes);
+  void* stream = current_stream(indices);
+  launch_hash_memory(
+      {entries_of(indices), entries_of(partition_of), count, numel, partitions, parallel_slots,
+       serial_slots, rehashes, seed, words_of(entries), words_of(offsets), words_of(counts),
+       words_of(status), workspace.mutable_data_ptr()},
+      stream);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  const std::vector<int64_t> found = read_words(words_of(status), 2, stream);
+  check_found(found[0], entries_of(indices), numel, "hierarchical_hash: indices", stream);
+  check_found(found[1], entries_of(partition_of), partitions, "hierarchical_hash: partition_of",
+              stream);
+  return {entries, offsets, counts};
+}
+
+}  // namespace
+}  // namespace megatron_sparse
+
+STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
+  m.def("hash_split(Tensor partition_of, int partitions) -> (Tensor, Tensor)");
+  m.def(
+      "hash_memory(Tensor indices, Tensor partition_of, int numel, int partitions, "
+      "int parallel_slots, int serial_slots, int rehashes, int seed) -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CUDA, m) {
+  m.impl("hash_permute", TORCH_BOX(&megatron_sparse::hash_permute_cuda));
+  m.impl("hash_unpermute", TORCH_BOX(&megatron_sparse::hash_unpermute_cuda));
+  m.impl("hash_partition_of", TORCH_BOX(&megatron_sparse::hash_partition_of_cuda));
+  m.impl("hash_split", TORCH_BOX(&megatron_sparse::hash_split_cuda));
+  m.impl("hash_memory", TORCH_BOX(&megatron_sparse::hash_memory_cuda));
+}

@@ -1,0 +1,58 @@
+// How many blocks a launch gets, and its scratch memory; shared by the launchers.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace megatron_sparse {
+
+inline int64_t multiprocessors() {
+  int device = 0, count = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+inline cudaLaunchConfig_t grid_for(int64_t blocks, int64_t most, int threads, cudaStream_t stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks < most ? blocks : most));
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  return config;
+}
+
+// Enough blocks of `threads` for one thread an item, and no more than are resident.
+inline cudaLaunchConfig_t grid_of_items(int64_t items, int threads, cudaStream_t stream) {
+  return grid_for((items + threads - 1) / threads, multiprocessors() * 8, threads, stream);
+}
+
+// This thread's first item of a grid-stride loop, and the distance to its next.
+__device__ __forceinline__ int64_t first_item() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+
+__device__ __forceinline__ int64_t item_stride() {
+  return static_cast<int64_t>(gridDim.x) * blockDim.x;
+}
+
+// Cuts scratch memory into pieces at multiples of 256 bytes; from a null base it only counts.
+class Carver {
+ public:
+  explicit Carver(void* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    const uintptr_t at = base_ + static_cast<uintptr_t>(used_);
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
+    return reinterpret_cast<T*>(at);
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  uintptr_t base_;
+  int64_t used_ = 0;
+};
+
+}  // namespace megatron_sparse

@@ -1,0 +1,87 @@
+"""What the native libraries are made of: sources, flags, and a hash of them all.
+
+Only the standard library is needed to import this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "csrc"
+LIBRARIES = Path(__file__).resolve().parent / "_lib"
+CUDA_ARCHS = (80, 90, 100)
+
+TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # 2.11: a byte for each part
+_COMMON = ("-O3", "-std=c++17", "-DNDEBUG")
+# Without contraction: a fused multiply-add would round differently on each instruction set.
+HOST = (*_COMMON, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+SANITIZE = (
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g",
+    "-O1",
+)  # fmt: skip
+CPU_BINDINGS = (
+    "library.cpp", "isa.cpp", "prune.cpp", "threshold.cpp", "encode.cpp", "prune_encode.cpp",
+    "place.cpp", "decode.cpp", "decode_records.cpp",
+    "hash_partition.cpp", "hash_partition_hierarchical.cpp", "hash_bitmap.cpp", "row_sparse.cpp",
+)  # fmt: skip
+ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "portable": (4, ()),
+    "avx2": (8, ("-mavx2",)),
+    "avx512": (16, ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")),
+}
+"""Instruction sets that kernels_isa.cpp is compiled for: fp32 lanes and flags."""
+CUDA_UNITS = (
+    "prune_encode", "prune", "encode", "decode", "hash_bitmap", "row_sparse", "hash_split",
+    "hash_memory", "hash_partition",
+)  # fmt: skip
+"""The CUDA library's kernels, each a .cu; those that compile longest come first."""
+CUDA_BINDINGS = (
+    "prune_encode", "prune", "encode", "decode", "hash_bitmap", "row_sparse", "hash_partition",
+)  # fmt: skip
+"""Their bindings, each a _cuda.cpp."""
+NVCC = (
+    *_COMMON, "--fmad=false", "-Xptxas", "-v,-warn-spills",
+    *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHS),
+)  # fmt: skip
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+_SOURCE_SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
+
+
+def library_path(name: str, out: Path = LIBRARIES) -> Path:
+    """Where the `cpu` or `cuda` library lies."""
+    return out / f"megatron_sparse_{name}.so"
+
+
+def is_current(name: str, out: Path = LIBRARIES) -> bool:
+    """Whether the library exists and was built from the sources and flags of today.
+
+    The version of torch does not count here: the stable ABI makes the library fit them all, and a
+    wheel must load where there is no compiler.
+    """
+    stamp = read_stamp(library_path(name, out))
+    return stamp is not None and stamp.get("sources") == source_hash(name)
+
+
+def source_hash(name: str) -> str:
+    """A hash of all that decides what the library is: sources and flags."""
+    digest = hashlib.sha256(repr((TARGET, HOST)).encode())
+    parts = (NVCC, CUDA_UNITS, CUDA_BINDINGS) if name == "cuda" else (ISAS, IS_X86)
+    digest.update(repr(parts).encode())
+    for path in sorted(p for p in SOURCES.iterdir() if p.suffix in _SOURCE_SUFFIXES):
+        only_cuda = path.suffix in (".cu", ".cuh") or path.stem.endswith("_cuda")
+        # Headers may be either's.
+        if path.suffix == ".h" or only_cuda == (name == "cuda"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def read_stamp(library: Path) -> dict[str, str] | None:
+    """What a library was built from, as the stamp beside it says; None where one is missing."""
+    stamp = library.with_name(library.name + ".stamp")
+    if not library.is_file() or not stamp.is_file():
+        return None
+    return json.loads(stamp.read_text())

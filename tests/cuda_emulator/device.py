@@ -1,0 +1,144 @@
+"""A GPU that is not there: tensors that say they are on one, and ops that run in the emulator.
+
+An `OnDevice` tensor has the device `cuda:0`; its numbers lie in CPU memory. Under `EmulatedGpu`
+torch's own operations work on those, and refuse what a GPU refuses: tensors of two devices in one
+operation. Functions that make tensors make them where `device=` says. What the package calls
+through `cuda_ext.arguments.call` with a tensor of the GPU runs in the emulator. So everything above
+the bindings is the code that a GPU sees, devices included; what is missing is streams and time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from megatron_sparse.cuda_ext.arguments import refusing
+
+GPU = torch.device("cuda:0")
+_CROSSING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+_NUMBER = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the emulated GPU."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> OnDevice:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype, device=GPU,
+        )  # fmt: skip
+        self.inner = inner
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def __repr__(self) -> str:  # torch's own asks the device for more than there is
+        return f"OnDevice({self.inner})"
+
+
+class EmulatedGpu(TorchDispatchMode):
+    """While it is entered, `device="cuda"` makes tensors of the emulated GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
+
+
+def to_gpu(tensor: torch.Tensor, shift: int = 0) -> OnDevice:
+    """A copy on the emulated GPU, `shift` elements behind an address that 256 divides."""
+    memory = torch.empty((tensor.numel() + shift) * tensor.element_size() + 256, dtype=torch.uint8)
+    first = -memory.data_ptr() % 256 + shift * tensor.element_size()
+    flat = memory[first : first + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+    return OnDevice(flat.copy_(tensor.reshape(-1)).view(tensor.shape))
+
+
+def unwrapped(value: Any) -> Any:
+    """The CPU tensor of a tensor of the GPU; anything else as it is."""
+    return value.inner if isinstance(value, OnDevice) else value
+
+
+def dispatcher(
+    ops: Mapping[str, Callable[..., Any]], call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`cuda_ext.arguments.call`, whose ops on tensors of the GPU are `ops`."""
+
+    def emulated_call(name: str, *arguments: Any) -> Any:
+        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        if not any(isinstance(value, OnDevice) for value in tensors):
+            return call(name, *arguments)
+        assert all(isinstance(value, OnDevice) for value in tensors), f"{name}: two devices"
+        result = refusing(ops[name], *map(unwrapped, arguments))
+        return tree_map(lambda v: OnDevice(v) if isinstance(v, torch.Tensor) else v, result)
+
+    return emulated_call
+
+
+class Event:
+    """A CUDA event; the emulated GPU has done everything as soon as it is asked for it."""
+
+    def __init__(self, *, blocking: bool = False, enable_timing: bool = False) -> None:
+        del blocking, enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def pretend_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets torch name a GPU where there is none, and wait for it."""
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    if not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
+
+
+def _run(func, args, kwargs):
+    tensors = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
+    held = [v for v in tensors if isinstance(v, OnDevice)]
+    here = bool(held)
+    if kwargs.get("pin_memory"):
+        kwargs = kwargs | {"pin_memory": False}  # there is no driver to ask
+    wanted = kwargs.get("device")
+    if wanted is not None:
+        here = torch.device(wanted).type == "cuda"
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    elif held and func not in _CROSSING:
+        strangers = [v for v in tensors if not isinstance(v, OnDevice) and v.dim()]
+        if strangers:
+            raise RuntimeError(f"{func}: expected all tensors on the same device")
+    if func is torch.ops.aten.copy_.default:
+        here = isinstance(args[0], OnDevice)
+    plain_args, plain_kwargs = tree_map(unwrapped, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if not here or func in _NUMBER:
+        return result
+    # An operation in place returns its argument.
+    own = {id(v.inner): v for v in held}
+    return tree_map(
+        lambda v: (
+            own.get(id(v), OnDevice(v) if isinstance(v, torch.Tensor) else v)
+            if isinstance(v, torch.Tensor)
+            else v
+        ),
+        result,
+    )

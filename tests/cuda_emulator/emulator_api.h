@@ -1,0 +1,35 @@
+// What the libraries of emulated launchers share: how they are called, scheduled and poisoned.
+//
+// Every launcher returns null or, in memory of this library, what the emulator had to complain
+// about.
+#pragma once
+
+#include <string>
+
+#include "cuda_on_cpu.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+inline const char* keep(std::string text) {
+  static std::string kept;
+  kept = std::move(text);
+  return kept.c_str();
+}
+
+template <class Body>
+const char* guarded(Body body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return keep(error.what());
+  }
+}
+
+}  // namespace

@@ -1,0 +1,70 @@
+"""`zen` on CUDA tensors: the sums and the bytes of the CPU's, over a virtual cluster of a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives import SCHEMES, zen
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import (
+    OPTIONS,
+    Case,
+    RecordTap,
+    contribution,
+    exact_sum,
+    make_message,
+    parameters,
+)
+from tests.cuda_emulator.codec_cases import Place
+
+VARIANTS = [
+    dataclasses.replace(OPTIONS, partition_hash=kind, hash_rounds=rounds)
+    for kind, rounds in (("permutation", 0), ("permutation", 3), ("general", 0))
+]
+
+
+def run(case: Case, device: torch.device) -> tuple[list[torch.Tensor], list[list[bytes]]]:
+    """Each rank's sum, and the records that it sent; on the CPU."""
+    taps: dict[int, RecordTap] = {}
+
+    def start(transport):
+        tap = taps[transport.rank] = RecordTap(transport)
+        grad = contribution(case, transport.rank).to(device)
+        bucket = Bucket("b", grad, parameters(case.numel), case.form, case.n)
+        message = make_message(bucket, case, MessageBuffers())
+        bucket.grad_N.fill_(float("nan"))
+        yield from SCHEMES["zen"].exchange(
+            bucket, message, tap, MessageBuffers(), Stopwatch(), case.options
+        )
+        return bucket.grad_N
+
+    sums = VirtualCluster(case.n, device=device).run(start)
+    sent = [[data.cpu().numpy().tobytes() for _, data in taps[r].sent] for r in range(case.n)]
+    return [values.cpu() for values in sums], sent
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda o: f"{o.partition_hash}-{o.hash_rounds}")
+@pytest.mark.parametrize(("n", "dtype", "wire"), [(3, "fp32", "fp32"), (2, "bf16", "bf16")])
+def test_sums_and_records_are_the_cpus(place: Place, n, dtype, wire, options) -> None:
+    for density in (0.0, 0.02, 0.5):
+        case = Case("zen", n, dtype=dtype, wire=wire, density=density, numel=700, options=options)
+        device = place(torch.zeros(1)).device
+        sums, sent = run(case, device)
+        _, wanted = run(case, torch.device("cpu"))
+        assert sent == wanted
+        for got in sums:
+            assert torch.equal(got.double(), exact_sum(case)), case
+
+
+def test_without_compiled_kernels_it_is_refused(place: Place, monkeypatch) -> None:
+    device = place(torch.zeros(1)).device
+    monkeypatch.setattr(zen, "is_compiled", lambda device: False)
+    with pytest.raises(ConfigError, match="needs the compiled kernels"):
+        run(Case("zen", 2, numel=700), device)
