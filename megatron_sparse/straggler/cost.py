@@ -65,6 +65,22 @@ def straggler_aware_cost(n: int, rounds: int, *, worst: bool = False) -> Cost:
     return Cost(early.rounds + rounds, early.buffers + rounds / (n - 1))
 
 
+def all_reduce_costs(n: int, rounds: int) -> dict[str, tuple[Cost, Cost]]:
+    """Best and worst case of the all-reduces that the paper compares, by the scheme's name.
+
+    Args:
+        n: ranks.
+        rounds: of the straggler-aware schedule.
+    """
+    return {
+        "straggler": (straggler_aware_cost(n, rounds), straggler_aware_cost(n, rounds, worst=True)),
+        "dense_ring": (ring_cost(n), ring_cost(n)),
+        "dense_rhd": (rhd_cost(n), rhd_cost(n)),
+        "dense_allpairs": (allpairs_cost(n), allpairs_cost(n)),
+        "dense_broadcast": (broadcast_cost(n), broadcast_cost(n, worst=True)),
+    }
+
+
 def critical_delay_s(n: int, rounds: int, buffer_bytes: float, link: Link) -> float:
     """The delay from which on the straggler-aware form beats the ring (appendix B, exactly).
 

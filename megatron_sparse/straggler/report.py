@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_RANKS_PRINTED = 32
+NAMES = {
+    "straggler": "straggler-aware", "dense_ring": "ring", "dense_allpairs": "all-pairs",
+    "dense_rhd": "recursive halving/doubling", "dense_broadcast": "broadcast",
+}  # fmt: skip
+"""What the cost table calls each scheme."""
 
 
 def run(
@@ -92,19 +97,9 @@ def cost_table(schedule: Schedule, buffer_bytes: int, link: Link) -> Table:
     table = Table(box=None, title="alpha-beta model, ms after its arrival", title_justify="left")
     for header in ("all-reduce", "rounds", "buffers", "late enough", "not late at all"):
         table.add_column(header, justify="left" if header == "all-reduce" else "right")
-    rows = {
-        "straggler-aware": (
-            cost.straggler_aware_cost(n, rounds),
-            cost.straggler_aware_cost(n, rounds, worst=True),
-        ),
-        "ring": (cost.ring_cost(n),) * 2,
-        "recursive halving/doubling": (cost.rhd_cost(n),) * 2,
-        "all-pairs": (cost.allpairs_cost(n),) * 2,
-        "broadcast": (cost.broadcast_cost(n), cost.broadcast_cost(n, worst=True)),
-    }
-    for name, (best, worst) in rows.items():
+    for scheme, (best, worst) in cost.all_reduce_costs(n, rounds).items():
         times = [f"{case.time_s(buffer_bytes, link) * 1e3:.3f}" for case in (best, worst)]
-        table.add_row(name, f"{best.rounds:g}", f"{best.buffers:.3f}", *times)
+        table.add_row(NAMES[scheme], f"{best.rounds:g}", f"{best.buffers:.3f}", *times)
     return table
 
 

@@ -27,6 +27,18 @@ class Transfer(NamedTuple):
 Round = tuple[Transfer, ...]
 
 
+class Meeting(NamedTuple):
+    """What one rank does in one round: the chunks that it sends and receives, if any."""
+
+    peer: int
+    sends: int | None
+    receives: int | None
+
+
+Meetings = tuple[tuple[Meeting, ...], ...]
+"""Of each rank, in the order of the rounds."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The exchanges that turn the early ranks' reduce-scatter into everybody's all-reduce.
@@ -53,6 +65,32 @@ class Schedule:
     def early_ranks(self) -> tuple[int, ...]:
         """All but the straggler; the i-th begins with chunk i."""
         return tuple(rank for rank in range(self.world_size) if rank != self.straggler)
+
+    def meetings(self) -> Meetings:
+        """The schedule as each rank sees it, without the rounds in which it is idle.
+
+        Example:
+            The only round of 2 ranks, rank 1 being late, is for rank 0 to send chunk 0 to rank 1
+            and to receive chunk 0 from it: `Meeting(1, 0, 0)`.
+        """
+        meetings: list[list[Meeting]] = [[] for _ in range(self.world_size)]
+        for transfers in self.rounds:
+            chunk_of = {(t.sender, t.receiver): t.chunk for t in transfers}
+            for one, other in chunk_of:
+                back = chunk_of.get((other, one))
+                meetings[one].append(Meeting(other, chunk_of[one, other], back))
+                if back is None:
+                    meetings[other].append(Meeting(one, None, chunk_of[one, other]))
+        return tuple(tuple(of_rank) for of_rank in meetings)
+
+
+def scatter_meetings(world_size: int, straggler: int) -> Meetings:
+    """The reduce-scatter's: the straggler meets one early rank after another, share by share."""
+    early = [rank for rank in range(world_size) if rank != straggler]
+    met: list[tuple[Meeting, ...]]
+    met = [(Meeting(straggler, share, share),) for share in range(len(early))]
+    met.insert(straggler, tuple(Meeting(rank, share, share) for share, rank in enumerate(early)))
+    return tuple(met)
 
 
 def round_bound(world_size: int) -> int:
