@@ -245,6 +245,10 @@ def training(
     mbit: Annotated[int | None, typer.Option(min=1, help="Rate of the test bed's links.")] = None,
     iters: Annotated[int, typer.Option(min=1, help="Iterations that are timed.")] = 12,
     warmup: Annotated[int, typer.Option(min=0, help="Iterations that are not.")] = 3,
+    slow_rank: Annotated[
+        int | None, typer.Option(min=0, help="Sleeps in every backward pass.")
+    ] = None,
+    slow_ms: Annotated[float, typer.Option(min=0, help="For so long.")] = 300.0,
     out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs' folders.")] = Path(
         "runs/bench_training"
     ),
@@ -263,8 +267,54 @@ def training(
         warmup=warmup,
         iters=iters,
         overrides=context.args,
+        slow_rank=slow_rank,
+        slow_ms=slow_ms,
     )
     runner.run(setting, out, json)
+
+
+@bench.command("cost-models", help="What the cost models predict, beside what collectives take.")
+def cost_models(
+    scheme: Annotated[str, typer.Option(metavar="NAME,...", help="Of docs, or all.")] = "all",
+    kind: Annotated[
+        str, typer.Option(metavar="KIND,...", help="Gradients: of docs/cost-models.md.")
+    ] = "uniform,skewed,overlapping,disjoint,embedding",
+    density: Annotated[
+        str, typer.Option(metavar="D,...", help="Fractions of a rank's gradient.")
+    ] = "0.001,0.01,0.1,0.5",
+    ranks: Annotated[str, typer.Option(metavar="N,...", help="Virtual ranks.")] = "2,4,8,16,32,64",
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Model clusters; with --measured a file.")
+    ] = "ethernet_25gbit,ethernet_100gbit,perlmutter",
+    op: Annotated[str, typer.Option(help="all_reduce | reduce_scatter")] = "all_reduce",
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Of the fp32 bucket.")] = "64M",
+    measured: Annotated[
+        Path | None,
+        typer.Option(metavar="ROWS", help="Compare with these rows of `bench collectives`."),
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """See docs/cost-models.md."""
+    from megatron_sparse.bench import cost_models as runner
+    from megatron_sparse.bucket import Form
+    from megatron_sparse.checks import one_of
+    from megatron_sparse.collectives import SCHEMES
+    from megatron_sparse.planner.cluster import find
+
+    one_of("--op", op, tuple(map(str, Form)))
+    if measured is not None:
+        runner.report(runner.measured_rows(measured, find(cluster)), json)
+        return
+    sweep = runner.CostSweep(
+        schemes=list(SCHEMES) if scheme == "all" else scheme.split(","),
+        kinds=kind.split(","),
+        densities=parse_densities(density),
+        world_sizes=parse_ranks(ranks),
+        clusters=cluster.split(","),
+        form=Form(op),
+        full_numel=parse_size("--size", size) // 4,
+    )
+    runner.report(sweep.rows(), json)
 
 
 def parse_size(option: str, text: str) -> int:
@@ -298,3 +348,17 @@ def parse_densities(text: str) -> list[float]:
             got=repr(text),
         )
     return densities
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Numbers of ranks, separated by commas.
+
+    Raises:
+        ConfigError: one of them is no number above 0.
+    """
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(
+            "--ranks is not a list of numbers", expected="such as 2,4,8", got=repr(text)
+        )
+    return [int(part) for part in parts]

@@ -19,6 +19,10 @@ MAX_SEGMENT_NUMEL = 2**31 - 1
 """A COO record holds int32 indices that restart in each segment."""
 
 
+Cuts = tuple[int, ...]
+"""Elements of a bucket at which it is cut."""
+
+
 class Form(StrEnum):
     """What each rank holds afterwards: the whole sum, or its own shard of it."""
 
@@ -71,7 +75,7 @@ class Bucket:
     form: Form
     world_size: int
     reduction: Reduction = Reduction.SUM
-    layouts: dict[bool, Layout] = field(default_factory=dict, repr=False)
+    layouts: dict[tuple[bool, Cuts], Layout] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.grad_N.dim() != 1 or not self.grad_N.is_contiguous():
@@ -98,11 +102,17 @@ class Bucket:
         shard_numel = self.numel // self.world_size
         return slice(rank * shard_numel, (rank + 1) * shard_numel)
 
-    def layout(self, sharded: bool) -> Layout:
-        """The bucket's cut into segments and ranges; computed once for each kind."""
-        if sharded not in self.layouts:
-            self.layouts[sharded] = Layout.of(self, self.world_size if sharded else 1)
-        return self.layouts[sharded]
+    def layout(self, sharded: bool, finer: Cuts = ()) -> Layout:
+        """The bucket's cut into segments and ranges; computed once for each kind.
+
+        Args:
+            sharded: cut at the borders of the ranks' shards.
+            finer: cut at these elements too; see `Scheme.finer`.
+        """
+        key = (sharded, finer)
+        if key not in self.layouts:
+            self.layouts[key] = Layout.of(self, self.world_size if sharded else 1, finer)
+        return self.layouts[key]
 
 
 @dataclass(frozen=True)
@@ -131,8 +141,10 @@ class Layout:
     piece_parameter: tuple[int, ...]
 
     @classmethod
-    def of(cls, bucket: Bucket, shards: int) -> Layout:
+    def of(cls, bucket: Bucket, shards: int, finer: Cuts = ()) -> Layout:
         """Cuts `bucket` into `shards` equal shards, then by kept and pruned runs.
+
+        `finer` are further borders, each from 0 to the bucket's end.
 
         Padding is sent with the parameter before it, but is a piece of its own, so that how much
         of it a bucket has does not change what is sampled.
@@ -152,7 +164,7 @@ class Layout:
             for index, start in enumerate(pieces[:-1])
             if index == 0 or keeps[index] != keeps[index - 1]
         }
-        segments = _split_long(sorted({*shard_starts, numel, *kind_borders}))
+        segments = _split_long(sorted({*shard_starts, numel, *kind_borders, *finer}))
         cuts = sorted({*segments, *pieces})
         keep_of_segment = [keeps[piece] for piece in _owner(pieces, segments)]
         firsts = [segments.index(start) for start in shard_starts] if numel else [0] * shards

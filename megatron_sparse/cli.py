@@ -14,7 +14,9 @@ from typing import Annotated
 import typer
 
 import megatron_sparse
-from megatron_sparse.bench_cli import JsonFile, bench, parse_size
+from megatron_sparse.bench_cli import JsonFile, bench, parse_densities, parse_size
+from megatron_sparse.bench_planner_cli import planner
+from megatron_sparse.bench_straggler_cli import stragglers
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 
 app = typer.Typer(
@@ -23,6 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench.command(help="What is left to do when the last rank arrives, scheme by scheme.")(stragglers)
+bench.command(help="The planner's choice beside the best of all schemes.")(planner)
 app.add_typer(bench, name="bench")
 
 
@@ -101,6 +105,142 @@ def build(
     raise typer.Exit(builder.main(["--cuda", cuda, *(["--verbose"] if verbose else [])]))
 
 
+@app.command(help="Measure the sparsity of recorded gradients: density, overlap, skewness.")
+def profile(
+    recording: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder with gradients/, or that folder.")
+    ],
+    kind: Annotated[
+        str | None, typer.Option(help="gradient | selected; the latter by default, if recorded.")
+    ] = None,
+    density: Annotated[
+        float | None, typer.Option(metavar="D", help="Take each rank's largest gradients only.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draw ZEN's figures: PNG and CSV.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """See docs/profiling.md."""
+    from megatron_sparse import profile_report
+    from megatron_sparse.bench.table import write_rows
+
+    write_rows(json, profile_report.run(recording, kind=kind, density=density, out=out))
+
+
+@app.command(help="Measure links, codec and host of this cluster into a file for the planner.")
+def calibrate(
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="cluster.yaml; none for virtual ranks.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="2, or as many as a launcher has started.")
+    ] = None,
+    netbed: Annotated[bool, typer.Option("--netbed", help="On the test bed; needs root.")] = False,
+    mbit: Annotated[int | None, typer.Option(min=1, help="Rate of the test bed's links.")] = None,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="On the test bed.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Less precise, in seconds.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Find adaptive_ring's thresholds, add them to FILE.")
+    ] = False,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="Sweep on virtual ranks: a model.")
+    ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Of the virtual ranks.")
+    ] = None,
+    format: Annotated[
+        str, typer.Option(metavar="FORMAT,...", help="Of the sweep: coo, pici.")
+    ] = "coo,pici",
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Bucket of the sweep.")] = "16M",
+    density: Annotated[
+        str, typer.Option(metavar="D,...", help="Gradients of the sweep.")
+    ] = "0.05,0.2,0.4",
+    timeout: Annotated[float, typer.Option(help="Seconds that an operation may take.")] = 120,
+) -> None:
+    """Ranks are those of `bench collectives`. See docs/calibration.md."""
+    from megatron_sparse.bench import calibrate as runner
+
+    request = runner.Request(
+        out=out if out or virtual else Path("cluster.yaml"),
+        quick=quick,
+        force=force,
+        formats=format.split(",") if sweep else [],
+        size_bytes=parse_size("--size", size),
+        densities=tuple(parse_densities(density)),
+        timeout_s=timeout,
+    )
+    place = runner.Place(ranks, netbed, mbit, ranks_per_node, cluster if virtual else None)
+    if virtual is not (cluster is not None) or (virtual and not sweep):
+        raise ConfigError(
+            "--virtual does not fit the rest",
+            expected="--sweep --virtual --cluster NAME|FILE, or none of --virtual and --cluster",
+            got=" ".join(
+                flag
+                for flag, is_set in (
+                    ("--sweep", sweep), ("--virtual", virtual), ("--cluster", cluster is not None)
+                )
+                if is_set
+            ),
+            remedy="only thresholds can be found on virtual ranks",
+        )  # fmt: skip
+    raise typer.Exit(runner.run(request, place))
+
+
+@app.command(help="Every scheme's predicted time for each bucket, and which one is chosen.")
+def plan(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run's folder, or its plan.json.")
+    ] = None,
+    recording: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A recording of gradients.")
+    ] = None,
+    bucket_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE,...", help="Fp32 buckets, such as 1M,64M.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Of the group; the run's by default.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Of calibrate, or a shipped one's name.")
+    ] = None,
+    density: Annotated[
+        float | None, typer.Option(min=1e-9, max=1, help="Of sizes or gradients; 0.01 for sizes.")
+    ] = None,
+    schemes: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="The candidates; all by default.")
+    ] = None,
+    form: Annotated[str, typer.Option(help="all_reduce | reduce_scatter")] = "all_reduce",
+    json: JsonFile = None,
+) -> None:
+    """The times are those of a cost model. See docs/planner.md."""
+    from megatron_sparse.bench.table import write_rows
+    from megatron_sparse.bucket import Form
+    from megatron_sparse.checks import one_of
+    from megatron_sparse.config import PlannerConfig
+    from megatron_sparse.planner import plan_rows
+    from megatron_sparse.planner.cluster import find
+    from megatron_sparse.planner.plan_table import print_plan
+
+    one_of("--form", form, tuple(Form))
+    names = PlannerConfig(schemes=None if schemes is None else schemes.split(",")).schemes
+    sizes = None
+    if bucket_bytes is not None:
+        sizes = [parse_size("--bucket-bytes", size) for size in bucket_bytes.split(",")]
+    rows = plan_rows.rows(
+        run=run,
+        recording=recording,
+        sizes=sizes,
+        ranks=ranks,
+        pricing=None if cluster is None else plan_rows.Pricing(find(cluster), names),
+        density=density,
+        form=Form(form),
+    )
+    print_plan(rows)
+    write_rows(json, rows)
+
+
 @app.command(help="Make, check and show a straggler-aware all-reduce's schedule.")
 def schedule(
     ranks: Annotated[int, typer.Option(help="Of the group; at least 2.")],
@@ -123,9 +263,25 @@ def schedule(
     report.run(ranks, straggler, parse_size("--size", size), link, output, json)
 
 
+@app.command("stragglers", help="Who came last in a run, how late, and whether again.")
+def straggler_delays(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the delays' CDF.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE.csv", help="A line for each bucket and iteration.")
+    ] = None,
+) -> None:
+    """For runs with straggler.mode=observe, persistent or dynamic."""
+    from megatron_sparse.telemetry import straggler_report
+
+    straggler_report.run(run, output, csv)
+
+
 @app.command(help="Regenerate figures of the papers on the virtual cluster: a model.")
 def simulate(
-    paper: Annotated[str | None, typer.Option(help="spccl | zen | pccl")] = None,
+    paper: Annotated[str | None, typer.Option(help="spccl | zen | pccl | stragglar")] = None,
     figure: Annotated[int | None, typer.Option(help="Its number in the paper.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All figures of all papers.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="For PNG and CSV.")] = Path("figures"),

@@ -20,7 +20,8 @@ MESSAGE_FORMATS = ("auto", "coo", "pici", "dense")
 SCHEMES = (
     "auto", "dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast",
     "dense_hierarchical", "agsparse", "direct", "ssar_rd", "ssar_split_ag", "dsar_split_ag",
-    "sparse_ring", "sparse_ps", "omnireduce", "zen", "adaptive_ring", "hierarchical",
+    "sparse_ring", "sparse_ps", "omnireduce", "zen", "adaptive_ring", "hierarchical", "straggler",
+    "straggler_direct",
 )  # fmt: skip
 """`auto` and the names in `collectives.SCHEMES`."""
 FORMAT_OF_SCHEME = {"omnireduce": "blocks", "zen": "coo"}
@@ -29,10 +30,21 @@ INNER_SCHEMES = (
     "agsparse", "direct", "ssar_rd", "ssar_split_ag", "dsar_split_ag", "sparse_ring", "sparse_ps",
     "omnireduce", "zen", "adaptive_ring",
 )  # fmt: skip
-"""What `hierarchical` can run across the nodes: every other sparse scheme."""
+"""What `hierarchical` can run across the nodes: every other sparse scheme but `straggler_direct`,
+whose straggler is a rank of the whole group."""
 RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
 """Thresholds of `adaptive_ring` inside nodes, between them, and for its all-gather: SpCCL's choice
 for its cluster (sections IV-C and IV-D, there as sparsities)."""
+STRAGGLER_SCHEMES = ("straggler", "straggler_direct")
+"""Schemes that go on without the straggler: the dense form and the sparse one."""
+STRAGGLER_MODES = ("off", "observe", "pinned", "persistent", "dynamic")
+TIMED_STRAGGLER_MODES = ("persistent", "dynamic")
+"""Those that decide from timing."""
+MIN_STRAGGLER_HISTORY = 5
+"""Fewer steps say nothing about who will be last."""
+THRESHOLD_SCOPES = ("parameter", "bucket", "tp_group")
+CANDIDATES = tuple(name for name in SCHEMES if name not in ("auto", *STRAGGLER_SCHEMES))
+"""What the planner chooses from."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 """What the encoder takes."""
 
@@ -48,7 +60,10 @@ class CompressionConfig:
         samples: how many elements of a range are looked at for its threshold. The kept count's
             relative error is about sqrt((1 - density) / (density * samples)).
         threshold_scope: `parameter` (one threshold for each parameter: the same selection with
-            overlap on and off) or `bucket` (one for each bucket, whose cut depends on overlap).
+            overlap on and off), `bucket` (one for each bucket, whose cut depends on overlap) or
+            `tp_group` (one for each bucket of all ranks of Megatron's tensor-parallel group, from
+            samples that they gather; not with plans that ranks of it may not share:
+            `planner.cluster`).
         residual_dtype: fp32 or bf16 (stochastically rounded; half the memory).
         undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
             repeated (fp16 loss scaling, Megatron's rerun mode); `always`, `never`.
@@ -88,7 +103,7 @@ class CompressionConfig:
         in_range("compression.density", self.density, 0, 1, low_open=True)
         in_range("compression.leak", self.leak, 0, 1)
         in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
-        one_of("compression.threshold_scope", self.threshold_scope, ("parameter", "bucket"))
+        one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
         one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
         one_of("compression.undo", self.undo, ("auto", "always", "never"))
         in_range("compression.warmup_iters", self.warmup_iters, 0, math.inf, integer=True)
@@ -108,7 +123,8 @@ class SchemeConfig:
     """How the selected gradient is synchronised.
 
     Attributes:
-        name: `auto` (`agsparse` or `direct`, whichever is predicted to send fewer bytes, or `dense`
+        name: `auto` (with `planner.cluster` the scheme that is predicted to take the least time;
+            else `agsparse` or `direct`, whichever is predicted to send fewer bytes, or `dense`
             where that would save less than 30 %), `dense` (the backend's own collective,
             uncompressed), or another of `SCHEMES`; docs/collectives.md says what each costs.
         wire_dtype: dtype in which values travel; null takes the gradient's own. A narrower one is
@@ -200,6 +216,101 @@ class SchemeConfig:
 
 
 @dataclass
+class PlannerConfig:
+    """How `scheme.name=auto` chooses for each bucket. See docs/planner.md.
+
+    Attributes:
+        cluster: what the links and the codecs cost: a file that `megatron-sparse calibrate` wrote,
+            or the name of a shipped model cluster. null compares bytes instead of times, and
+            nothing below has an effect but `pin`.
+        schemes: the candidates, of `CANDIDATES`; `dense` always is one. null takes all.
+        profile_iters: steps at the beginning of ramp and target in which the sparsity of each
+            bucket is sampled.
+        profile_every: steps after which it is sampled again; 0 never does.
+        hysteresis: a bucket changes its scheme for one whose predicted time is less by more than
+            this part of the present one's.
+        replan_every: steps after which all ranks compare what they have measured with what was
+            predicted; not with `scheme.deterministic`, which takes no decision from timing.
+        retry_after: steps for which a scheme that was measured to be slower than dense is left
+            alone, and after which dense is measured again.
+        pin: a `plan.json` whose schemes are followed, whatever they cost.
+    """
+
+    cluster: str | None = None
+    schemes: list[str] | None = None
+    profile_iters: int = 3
+    profile_every: int = 200
+    hysteresis: float = 0.05
+    replan_every: int = 50
+    retry_after: int = 1000
+    pin: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.schemes or ():
+            one_of("planner.schemes", name, CANDIDATES)
+        if self.schemes is not None and not self.schemes:
+            raise ConfigError(
+                "planner.schemes is empty",
+                expected="names of schemes, or null for all of them",
+                got="[]",
+            )
+        for name in ("profile_iters", "replan_every", "retry_after"):
+            in_range(f"planner.{name}", getattr(self, name), 1, math.inf, integer=True)
+        in_range("planner.profile_every", self.profile_every, 0, math.inf, integer=True)
+        in_range("planner.hysteresis", self.hysteresis, 0, 1)
+
+
+@dataclass
+class StragglerConfig:
+    """What is done about the rank that comes last. See docs/stragglers.md.
+
+    Attributes:
+        mode: whom the others do not wait for: `off` (nobody; nothing is measured), `observe`
+            (nobody, but delays are measured), `pinned` (always `rank`, in every bucket; no
+            messages beside the gradients', bit-exact), `persistent` (who was last in most of the
+            past steps, where that pays) or `dynamic` (who is missing when all others are ready,
+            where that pays). The last two are decided from timing: with scheme.deterministic=false.
+        rank: `pinned`: the rank, counted in the group that reduces gradients together.
+        min_delay_ms: how late a straggler must be, in any bucket; null takes the critical delay of
+            each bucket, by what its links cost (`planner.cluster`, or else measured at the start).
+        history: steps that are looked back at.
+        inject_rank: a test aid: this rank of each group sleeps in every backward pass, when its
+            first bucket is ready.
+        inject_delay_ms: for so long.
+    """
+
+    mode: str = "off"
+    rank: int | None = None
+    min_delay_ms: float | None = None
+    history: int = 20
+    inject_rank: int | None = None
+    inject_delay_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("straggler.mode", self.mode, STRAGGLER_MODES)
+        if (self.rank is None) == (self.mode == "pinned"):
+            raise ConfigError(
+                "straggler.rank does not fit straggler.mode",
+                expected="a rank with straggler.mode=pinned, null with the others",
+                got=f"straggler.mode={self.mode} with straggler.rank={self.rank}",
+                remedy="give both, or neither",
+            )
+        for name in ("rank", "inject_rank"):
+            if getattr(self, name) is not None:
+                in_range(f"straggler.{name}", getattr(self, name), 0, math.inf, integer=True)
+        if self.min_delay_ms is not None:
+            in_range("straggler.min_delay_ms", self.min_delay_ms, 0, math.inf)
+        in_range("straggler.history", self.history, MIN_STRAGGLER_HISTORY, 10_000, integer=True)
+        in_range("straggler.inject_delay_ms", self.inject_delay_ms, 0, 60_000)
+        if self.inject_delay_ms and self.inject_rank is None:
+            raise ConfigError(
+                "straggler.inject_delay_ms has no rank to delay",
+                expected="straggler.inject_rank=RANK",
+                got="null",
+            )
+
+
+@dataclass
 class TrackingConfig:
     """Where the measurements go.
 
@@ -213,6 +324,9 @@ class TrackingConfig:
         trace_iters: iterations whose timeline goes to `trace.json` in the run's folder, for
             chrome://tracing and ui.perfetto.dev; 0 writes none.
         trace_start: the first of them.
+        record_gradients_iters: iterations whose gradients every rank writes to `gradients/` in the
+            run's folder, for `megatron-sparse profile`; docs/profiling.md says how large they are.
+        record_gradients: what of them: `gradient` (before selection), `selected`, or `both`.
     """
 
     console: bool = True
@@ -223,6 +337,8 @@ class TrackingConfig:
     flush_every: int = 10
     trace_iters: int = 0
     trace_start: int = 1
+    record_gradients_iters: list[int] = field(default_factory=list)
+    record_gradients: str = "both"
 
     def __post_init__(self) -> None:
         is_flag("tracking.console", self.console)
@@ -231,6 +347,9 @@ class TrackingConfig:
         in_range("tracking.flush_every", self.flush_every, 1, math.inf, integer=True)
         in_range("tracking.trace_iters", self.trace_iters, 0, math.inf, integer=True)
         in_range("tracking.trace_start", self.trace_start, 1, math.inf, integer=True)
+        for iteration in self.record_gradients_iters:
+            in_range("tracking.record_gradients_iters", iteration, 1, math.inf, integer=True)
+        one_of("tracking.record_gradients", self.record_gradients, ("gradient", "selected", "both"))
 
 
 @dataclass
@@ -240,13 +359,50 @@ class SparseConfig:
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     scheme: SchemeConfig = field(default_factory=SchemeConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+
+    def __post_init__(self) -> None:
+        if self.scheme.name in STRAGGLER_SCHEMES and self.straggler.mode in ("off", "observe"):
+            raise ConfigError(
+                f"scheme.name={self.scheme.name} is told of no straggler",
+                expected="straggler.mode=pinned | persistent | dynamic",
+                got=f"straggler.mode={self.straggler.mode}",
+                remedy="set straggler.mode=pinned straggler.rank=RANK, or "
+                "straggler.mode=persistent scheme.deterministic=false",
+            )
+        able = ("auto", *STRAGGLER_SCHEMES)
+        if self.straggler.mode not in ("off", "observe") and self.scheme.name not in able:
+            raise ConfigError(
+                f"scheme.name={self.scheme.name} waits for every rank",
+                expected=f"{' | '.join(able)} with straggler.mode={self.straggler.mode}",
+                got=self.scheme.name,
+                remedy="choose one of them, or straggler.mode=observe, which changes nothing",
+            )
+        priced = self.scheme.name == "auto" and self.planner.cluster is not None
+        if self.compression.threshold_scope == "tp_group" and priced and not self.planner.pin:
+            raise ConfigError(
+                "compression.threshold_scope=tp_group needs the same plan on the whole group",
+                expected="a scheme by name, planner.pin, or no planner.cluster",
+                got="plans that each data-parallel group makes for itself: planner.cluster="
+                f"{self.planner.cluster}",
+                remedy="pin the plan of another run, or set compression.threshold_scope=bucket",
+            )
+        if self.straggler.mode in TIMED_STRAGGLER_MODES and self.scheme.deterministic:
+            raise ConfigError(
+                f"straggler.mode={self.straggler.mode} decides from timing",
+                expected="scheme.deterministic=false",
+                got="scheme.deterministic=true",
+                remedy="allow it, or name the straggler: straggler.mode=pinned straggler.rank=RANK",
+            )
 
     @classmethod
     def from_overrides(cls, **overrides: Any) -> SparseConfig:
         """Makes a configuration from flat keywords, e.g. `density=0.01, scheme="agsparse"`.
 
         A keyword names a field of `CompressionConfig` or `SchemeConfig`; `scheme` is short for
-        `SchemeConfig.name`; `tracking` takes a `TrackingConfig`.
+        `SchemeConfig.name`; `tracking`, `planner` and `straggler` take their sections, such as a
+        `TrackingConfig`.
 
         Raises:
             ConfigError: a keyword names no field, or a value is refused.
@@ -255,6 +411,8 @@ class SparseConfig:
         scheme = {f.name for f in dataclasses.fields(SchemeConfig)} - {"name"}
         parts: dict[str, dict[str, Any]] = {"compression": {}, "scheme": {}}
         tracking = overrides.pop("tracking", None) or TrackingConfig()
+        planner = overrides.pop("planner", None) or PlannerConfig()
+        straggler = overrides.pop("straggler", None) or StragglerConfig()
         for key, value in overrides.items():
             if key == "scheme":
                 parts["scheme"]["name"] = value
@@ -265,10 +423,18 @@ class SparseConfig:
             else:
                 raise ConfigError(
                     f"unknown option {key!r}",
-                    expected=", ".join(sorted(compression | scheme | {"scheme", "tracking"})),
+                    expected=", ".join(
+                        sorted(
+                            compression | scheme | {"scheme", "tracking", "planner", "straggler"}
+                        )
+                    ),
                     got=key,
                     remedy="see megatron_sparse/config.py for what each option does",
                 )
         return cls(
-            CompressionConfig(**parts["compression"]), SchemeConfig(**parts["scheme"]), tracking
+            CompressionConfig(**parts["compression"]),
+            SchemeConfig(**parts["scheme"]),
+            tracking,
+            planner,
+            straggler,
         )

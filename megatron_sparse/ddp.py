@@ -25,7 +25,7 @@ from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
 from megatron_sparse.config import SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError, HostError
-from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import NullRecorder, Recorder
 from megatron_sparse.reducer import GradientReducer, PendingReduction
@@ -81,7 +81,7 @@ class DDPState:
                 got=", ".join(overrides),
                 remedy="put the options into the SparseConfig",
             )
-        self.config = config or SparseConfig.from_overrides(**overrides)
+        self.config = with_swept_thresholds(config or SparseConfig.from_overrides(**overrides))
         _check_no_step_is_undone(self.config, ddp)
         self.step = 0
         self._all_at_end = ddp.static_graph
@@ -100,7 +100,7 @@ class DDPState:
             group, timeout_s, device, watch=self.config.scheme.watch_peers
         )
         self._progress = ProgressThread(device, timeout_s)
-        self._planner = FixedPlanner(self.config.compression, self.config.scheme)
+        self._planner = planner_of(self.config, logs=self._transport.rank == 0)
         self.residuals = ResidualStore(
             RESIDUAL_DTYPES[self.config.compression.residual_dtype], undo=False,
             outcome=Outcome.ASSUMED,
@@ -259,6 +259,7 @@ class DDPState:
             "world_size": self._transport.world_size,
             "step": self.step,
             "enabled": self.enabled,
+            "planner": self._planner.state_dict(),
             "residuals": residuals,
         }
 
@@ -292,6 +293,7 @@ class DDPState:
                 )
         self.residuals.load(self._buckets.values(), {})
         self._unplaced = dict(state["residuals"])
+        self._planner.load_state_dict(state.get("planner", {}))
         self.step, self._planner.enabled = state["step"], state["enabled"]
 
     def close(self) -> None:

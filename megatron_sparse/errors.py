@@ -77,6 +77,10 @@ class CommunicationError(MegatronSparseError):
     exit_code = 3
 
 
+class ProfileError(MegatronSparseError):
+    """A sparsity profile or a recording of gradients is unreadable, or of another model."""
+
+
 class ScheduleError(MegatronSparseError):
     """A schedule breaks a rule: names the round, the rank and the chunk."""
 

@@ -217,11 +217,13 @@ def preflight(config: RunConfig) -> int:
 
     Raises:
         CheckpointError: there is no checkpoint in `training.load`.
-        ConfigError: the data and the model do not fit.
+        ConfigError: the data and the model do not fit, or settings of the plugin do not.
         DatasetError: the corpus is missing or damaged.
     """
     from megatron_sparse.megatron import training
 
+    if config.plugin:
+        _ = config.sparse  # checks what must hold between its sections
     vocab_size, _ = training.find_data(config)
     arguments.check_load(config)
     return vocab_size

@@ -2,7 +2,8 @@
 
 A job is a generator: local work up to `GATE`, then posts and waits, then `POSTED`, then local work
 again. The rule that keeps every rank posting in the same order, whatever finishes first where: a
-job passes its gate only when all jobs launched before it have yielded `POSTED`. Selection of the
+job passes its gate only when all jobs launched before it have yielded `POSTED`, or `UNORDERED`,
+behind which a job posts messages that tags tell apart, in any order. Selection of the
 next bucket, and decoding of the last, go on while a bucket is on the wire.
 """
 
@@ -17,7 +18,7 @@ from typing import cast
 
 import torch
 
-from megatron_sparse.collectives import POSTED
+from megatron_sparse.collectives import POSTED, UNORDERED
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Work
@@ -231,7 +232,7 @@ class ProgressThread:
             outcome = next(running.steps)
             if outcome is GATE:
                 running.at_gate = True
-            elif outcome is POSTED:
+            elif outcome is POSTED or outcome is UNORDERED:
                 running.posted = True
             else:
                 running.since_s = time.perf_counter()

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-BUCKET_STAGES = ("threshold", "prune", "encode", "network", "decode")
+BUCKET_STAGES = ("threshold", "prune", "encode", "network", "decode", "profile")
 """Stages that each bucket goes through, possibly while the backward pass goes on."""
 
 STEP_STAGES = ("forward_backward", "optimizer", "host_wait")
@@ -29,8 +29,10 @@ class BucketRecord:
 
     `dense_bytes` is what each rank of a ring all-reduce (or reduce-scatter) of the whole bucket
     would send, `wire_bytes` what this rank did send in pairwise messages (for `dense`, whose bytes
-    are the backend's business, that of a ring). Times are microseconds. `launched_s` and
-    `finished_s` are `time.perf_counter` seconds of the host.
+    are the backend's business, that of a ring). Times are microseconds; `predicted_us` is what the
+    planner's cost model expects of all stages together, None where no such model chose the scheme.
+    `launched_s` and `finished_s` are `time.perf_counter` seconds of the host. `straggler` is the
+    rank of the group that the bucket went on without, None where all waited for one another.
     """
 
     bucket: str
@@ -42,13 +44,36 @@ class BucketRecord:
     nnz: int = 0
     dense_bytes: int = 0
     wire_bytes: int = 0
+    predicted_us: float | None = None
     launched_s: float = 0.0
     finished_s: float = 0.0
+    straggler: int | None = None
     watch: Stopwatch = field(default_factory=lambda: Stopwatch())
 
     def stage_us(self) -> dict[str, float]:
         """Microseconds of every stage in `BUCKET_STAGES`. On CUDA this waits for the events."""
         return self.watch.times_us()
+
+
+@dataclass(frozen=True)
+class ReadinessRecord:
+    """When the ranks of a group were ready to synchronise one bucket in one step.
+
+    Attributes:
+        bucket: its name.
+        step: in which.
+        waited_s: for each rank of the group, the seconds from its readiness to the last one's; 0
+            for the straggler.
+    """
+
+    bucket: str
+    step: int
+    waited_s: tuple[float, ...]
+
+    @property
+    def ready_s(self) -> tuple[float, ...]:
+        """Seconds at which each rank was ready, counted from the last one: none is positive."""
+        return tuple(-waited_s for waited_s in self.waited_s)
 
 
 class Stopwatch:
@@ -106,6 +131,9 @@ class Recorder(Protocol):
     def record_bucket(self, record: BucketRecord) -> None:
         """Called once for each bucket and step, by the training thread, after its `wait()`."""
 
+    def record_readiness(self, record: ReadinessRecord) -> None:
+        """Called by the training thread two steps after the record's, on every rank alike."""
+
     def record_stage(self, stage: str, seconds: float) -> None:
         """Adds host seconds to one of `STEP_STAGES` of the current iteration."""
 
@@ -114,6 +142,9 @@ class NullRecorder:
     """A recorder that keeps nothing."""
 
     def record_bucket(self, record: BucketRecord) -> None:
+        """Does nothing."""
+
+    def record_readiness(self, record: ReadinessRecord) -> None:
         """Does nothing."""
 
     def record_stage(self, stage: str, seconds: float) -> None:

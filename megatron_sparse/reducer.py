@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from typing import Any
 
 from megatron_sparse.bucket import Bucket, Reduction
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config import SparseConfig
-from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.group_threshold import group_threshold
 from megatron_sparse.planner import Plan, Planner
+from megatron_sparse.planner.gradient_recording import NOT_RECORDING, GradientRecorder, Kind
+from megatron_sparse.planner.sampling import selected_values
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.progress import GATE, Pending, ProgressThread
 from megatron_sparse.recording import BucketRecord, Recorder, Stopwatch
+from megatron_sparse.straggler_watch import StragglerWatch
 from megatron_sparse.transport import Transport
 
 
@@ -55,6 +61,11 @@ class GradientReducer:
         residuals: error feedback; mutated by the progress thread between `start` and `wait`.
         recorder: told about each bucket by the thread that waits for it.
         progress: drives the phases; shared by all reducers of the process.
+        recording: given the gradients of the iterations that it wants.
+        tensor_parallel: the group that agrees on thresholds, for `threshold_scope=tp_group`.
+
+    Raises:
+        ConfigError: that scope without such a group.
     """
 
     def __init__(
@@ -65,14 +76,20 @@ class GradientReducer:
         residuals: ResidualStore,
         recorder: Recorder,
         progress: ProgressThread,
+        recording: GradientRecorder = NOT_RECORDING,
+        tensor_parallel: Transport | None = None,
     ) -> None:
         self.transport = transport
         self.planner = planner
+        planner.join(transport)
         self.recorder = recorder
         self.progress = progress
+        self.recording = recording
+        self.threshold_group = _threshold_group(config, tensor_parallel)
         self.buffers = MessageBuffers()
         self.options = SchemeOptions.of(config.scheme)
         self.selector = Selector(config.compression, residuals, transport.rank, self.buffers)
+        self.stragglers = StragglerWatch(config, transport, recorder)
 
     def start(
         self, bucket: Bucket, step: int, on_done: Callable[[], None] | None = None
@@ -87,48 +104,109 @@ class GradientReducer:
             step: drives the schedule and keys the random draws.
             on_done: see `ProgressThread.submit`.
         """
-        plan = self.planner.plan_for(bucket, step)
+        self.stragglers.begin_step(step)
+        plan = self.stragglers.adapt(bucket, self.planner.plan_for(bucket, step))
         watch = Stopwatch(bucket.grad_N.device)
         record = BucketRecord(
-            bucket=bucket.name, step=step, scheme=plan.scheme, phase=plan.phase,
+            bucket=bucket.name, step=step, scheme=self.stragglers.scheme_of(plan, None),
+            phase=plan.phase,
             density=plan.density, numel=bucket.numel, watch=watch,
             dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
-            launched_s=time.perf_counter(),
+            predicted_us=plan.predicted_us, launched_s=time.perf_counter(),
         )  # fmt: skip
+        self.planner.follow(record)
         run = self._dense if SCHEMES[plan.scheme].takes is Input.DENSE else self._sparse
         pending = self.progress.submit(
             bucket.name, lambda: run(bucket, plan, step, record), watch, on_done
         )
+        self.stragglers.launched(self.progress)
         return PendingReduction(pending, record, self.recorder)
+
+    def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
+        """The bucket's row of `plan.json`: the planner's, and whom the bucket goes on without."""
+        row, plan = self.planner.report(bucket, step), self.planner.plan_for(bucket, step)
+        return row | {"straggler": self.stragglers.report(bucket, plan)}
 
     def _sparse(
         self, bucket: Bucket, plan: Plan, step: int, record: BucketRecord
     ) -> Generator[object, None, None]:
-        _average(bucket, record.watch)
+        self._prepare(bucket, step, record.watch)
+        agreed = None
+        if self.threshold_group is not None and plan.density < 1:
+            yield GATE
+            residual_N = self.selector.residuals.begin(bucket)
+            agreed = residual_N, (yield from group_threshold(
+                bucket, residual_N, plan.density, step, self.selector.config,
+                self.threshold_group, record.watch,
+            ))  # fmt: skip
         message = self.selector.select(
             bucket, plan.density, plan.wire_dtype, form=self.options.message_format(plan.scheme),
-            block_size=self.options.block_size, sharded=plan.sharded, step=step,
-            watch=record.watch, capacity=self.options.capacity,
+            block_size=self.options.block_size, sharded=plan.sharded,
+            finer=SCHEMES[plan.scheme].finer(bucket), step=step,
+            watch=record.watch, capacity=self.options.capacity, agreed=agreed,
         )  # fmt: skip
-        record.nnz = message.nnz
+        if self.recording.wants(step + 1, Kind.SELECTED):
+            selected_N = selected_values(bucket, message, self.buffers)
+            self.recording.record(bucket.name, step + 1, Kind.SELECTED, selected_N)
         yield GATE
+        options = yield from self._decide(bucket, plan, record)
+        yield from self._share(bucket, plan, step, message, record)
         record.wire_bytes = yield from SCHEMES[plan.scheme].exchange(
-            bucket, message, self.transport, self.buffers, record.watch, self.options
+            bucket, message, self.transport, self.buffers, record.watch, options
         )
+        record.nnz = message.nnz
 
     def _dense(
         self, bucket: Bucket, plan: Plan, step: int, record: BucketRecord
     ) -> Generator[object, None, None]:
-        _average(bucket, record.watch)
+        self._prepare(bucket, step, record.watch)
         values_N = self.selector.take_whole(bucket, plan.wire_dtype, step=step, watch=record.watch)
         record.nnz = bucket.numel
         yield GATE
-        record.wire_bytes = yield from SCHEMES[plan.scheme].run(
-            bucket, values_N, step, self.transport, self.buffers, record.watch
+        options = yield from self._decide(bucket, plan, record)
+        yield from self._share(bucket, plan, step, None, record)
+        record.wire_bytes = yield from SCHEMES[record.scheme].reduce(
+            bucket, values_N, step, self.transport, self.buffers, record.watch, options
+        )
+
+    def _prepare(self, bucket: Bucket, step: int, watch: Stopwatch) -> None:
+        """Averages; and records the gradient where it is wanted. Iterations count from 1."""
+        _average(bucket, watch)
+        self.recording.record(bucket.name, step + 1, Kind.GRADIENT, bucket.grad_N)
+
+    def _decide(
+        self, bucket: Bucket, plan: Plan, record: BucketRecord
+    ) -> Generator[object, None, SchemeOptions]:
+        """Whom the bucket goes on without; without a straggler it is synchronised as ever."""
+        record.straggler = yield from self.stragglers.decide(bucket, plan)
+        record.scheme = self.stragglers.scheme_of(plan, record.straggler)
+        return self.options.with_straggler(record.straggler)
+
+    def _share(
+        self, bucket: Bucket, plan: Plan, step: int, message: Message | None, record: BucketRecord
+    ) -> Generator[object, None, None]:
+        """What the planner wants to know of the other ranks."""
+        return self.planner.share(
+            bucket, plan, step, message, self.transport, self.buffers, record.watch
         )
 
 
+def _threshold_group(config: SparseConfig, given: Transport | None) -> Transport | None:
+    """The group that agrees on thresholds, where the configuration asks for one."""
+    if config.compression.threshold_scope != "tp_group":
+        return None
+    if given is None:
+        raise ConfigError(
+            "compression.threshold_scope=tp_group without a tensor-parallel group",
+            expected="a model that Megatron trains, whose plugin knows the group",
+            got="a group of data-parallel ranks alone",
+            remedy="set compression.threshold_scope=parameter or bucket",
+        )
+    return given
+
+
 def _average(bucket: Bucket, watch: Stopwatch) -> None:
+    """Divides the gradient by the number of ranks where the bucket asks for the average."""
     if bucket.reduction is Reduction.AVG and bucket.world_size > 1:
         with watch.stage("prune"):
             bucket.grad_N.div_(bucket.world_size)

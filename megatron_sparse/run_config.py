@@ -14,8 +14,10 @@ from megatron_sparse.checks import divides, in_range, is_flag, one_of
 from megatron_sparse.config import (
     DTYPES,
     CompressionConfig,
+    PlannerConfig,
     SchemeConfig,
     SparseConfig,
+    StragglerConfig,
     TrackingConfig,
 )
 from megatron_sparse.errors import ConfigError
@@ -286,6 +288,8 @@ class RunConfig:
         model: see `ModelConfig`.
         compression: see `CompressionConfig`.
         scheme: see `SchemeConfig`.
+        planner: see `PlannerConfig`.
+        straggler: see `StragglerConfig`.
         cluster: see `ClusterConfig`.
         data: see `DataConfig`.
         tracking: see `TrackingConfig`.
@@ -301,6 +305,8 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     scheme: SchemeConfig = field(default_factory=SchemeConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -327,6 +333,10 @@ class RunConfig:
             "training.tensor_parallel", tensor, "model.num_query_groups", self.model.query_groups
         )
         divides("training.tensor_parallel", tensor, "the width of the MLP", self.model.ffn_width)
+        for name in ("rank", "inject_rank"):
+            if getattr(self.straggler, name) is not None:
+                in_range(f"straggler.{name}", getattr(self.straggler, name), 0,
+                         self.data_parallel - 1, integer=True)  # fmt: skip
         divides("training.pipeline_parallel", pipeline, "model.num_layers", self.model.num_layers)
         divides(
             f"training.micro_batch_size * {self.data_parallel} data-parallel ranks",
@@ -338,7 +348,9 @@ class RunConfig:
     @property
     def sparse(self) -> SparseConfig:
         """The plugin's part."""
-        return SparseConfig(self.compression, self.scheme, self.tracking)
+        return SparseConfig(
+            self.compression, self.scheme, self.tracking, self.planner, self.straggler
+        )
 
     @property
     def data_parallel(self) -> int:

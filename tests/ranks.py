@@ -18,9 +18,21 @@ START_METHOD = "spawn"
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    linger_s: float = 5.0,
 ) -> list[Any]:
     """Calls `function(rank, world_size, *args)` on every rank, inside a gloo world.
+
+    Args:
+        function: can be pickled.
+        world_size: ranks.
+        args: of the function.
+        timeout_s: for all of them.
+        linger_s: how long ranks may take to end when all have answered. After a failure gloo holds
+            threads until its own timeout, and nothing is to be learnt from waiting for them.
 
     Returns:
         The ranks' results, in rank order; they must pickle.
@@ -44,7 +56,7 @@ def run_ranks(
             return _collect(processes, results, time.monotonic() + timeout_s)
         finally:
             for process in processes:
-                process.join(5)
+                process.join(linger_s)
                 if process.is_alive():
                     process.kill()
                     process.join()

@@ -27,15 +27,24 @@ Exchange = Callable[[], Steps]
 class HalvedPath:
     """One rank's residual, buffers and plan of a case.
 
+    Args:
+        case: what is synchronised.
+        sweep: how.
+        transport: of the rank.
+        straggler: the rank that is taken for late by schemes that need one; None for the last.
+
     Attributes:
         residuals: what was not selected so far.
     """
 
-    def __init__(self, case: Case, sweep: Sweep, transport: Transport) -> None:
-        config = case.config(sweep)
+    def __init__(
+        self, case: Case, sweep: Sweep, transport: Transport, straggler: int | None = None
+    ) -> None:
+        late = transport.world_size - 1 if straggler is None else straggler
+        config = case.config(sweep, late)
         self.residuals = new_residuals()
         self._planner = FixedPlanner(config.compression, config.scheme)
-        self._options = SchemeOptions.of(config.scheme)
+        self._options = SchemeOptions.of(config.scheme).with_straggler(straggler)
         self._buffers = MessageBuffers()
         self._transport = transport
         self._selector = Selector(config.compression, self.residuals, transport.rank, self._buffers)
@@ -54,13 +63,13 @@ class HalvedPath:
         scheme = SCHEMES[plan.scheme]
         if scheme.takes is Input.DENSE:
             values_N = self._selector.take_whole(bucket, plan.wire_dtype, step=step, watch=watch)
-            return bucket.numel, lambda: scheme.run(
-                bucket, values_N, step, self._transport, self._buffers, watch
+            return bucket.numel, lambda: scheme.reduce(
+                bucket, values_N, step, self._transport, self._buffers, watch, self._options
             )
         message = self._selector.select(
             bucket, plan.density, plan.wire_dtype,
             form=self._options.message_format(plan.scheme), block_size=self._options.block_size,
-            sharded=plan.sharded, step=step, watch=watch,
+            sharded=plan.sharded, finer=scheme.finer(bucket), step=step, watch=watch,
         )  # fmt: skip
         return message.nnz, lambda: scheme.exchange(
             bucket, message, self._transport, self._buffers, watch, self._options

@@ -10,10 +10,8 @@ On CUDA devices the backend is NCCL; that has not been run.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterator
-from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -21,19 +19,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bench.collective_floor import payload_rate
-from megatron_sparse.bench.collective_launch import NETBED_MBIT
 from megatron_sparse.bench.collective_path import HalvedPath, new_residuals, residual_of
 from megatron_sparse.bench.collective_row import Row, in_order
 from megatron_sparse.bench.collective_sweep import CHECK_STEPS, Case, Sweep
-from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign_share
+from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
+from megatron_sparse.bench.rank_group import RankGroup
 from megatron_sparse.bucket import Bucket, Form
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.progress import GATE, ProgressThread
+from megatron_sparse.progress import GATE
 from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
 from megatron_sparse.reducer import GradientReducer
-from megatron_sparse.transport import ProcessGroupTransport
 
 # torch 2.13 renamed it; older ones only have the first name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -52,8 +49,8 @@ class _LastRecord(NullRecorder):
         self.record = record
 
 
-class RankBench:
-    """One rank's part of the bench; a context manager that ends its threads and its group.
+class RankBench(RankGroup):
+    """One rank's part of the bench; see `RankGroup`.
 
     Args:
         sweep: the same on every rank.
@@ -67,35 +64,7 @@ class RankBench:
 
     def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
         self._sweep = sweep
-        self.rank, self.world_size = rank, world_size
-        on_cuda = torch.cuda.is_available()
-        self.backend = "nccl" if on_cuda else "gloo"
-        self._device = torch.device("cpu")
-        if on_cuda:
-            self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(self._device)
-        dist.init_process_group(
-            self.backend, store=store, rank=rank, world_size=world_size,
-            timeout=timedelta(seconds=sweep.timeout_s),
-        )  # fmt: skip
-        world = dist.group.WORLD
-        assert world is not None, "just made"
-        self._transport = ProcessGroupTransport(world, sweep.timeout_s, self._device)
-        self._progress = ProgressThread(self._device, sweep.timeout_s)
-
-    def __enter__(self) -> RankBench:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._progress.close()
-        self._transport.close(broken=kind is not None)
-        if kind is None:
-            dist.destroy_process_group()
-
-    @property
-    def nodes(self) -> set[int]:
-        """The hosts, by the first rank on each."""
-        return set(self._transport.nodes)
+        super().__init__(sweep.timeout_s, store, rank, world_size)
 
     def rows(self, progress: Progress) -> Iterator[Row]:
         """Every case, on every rank; the rows are the same on all.
@@ -133,6 +102,15 @@ class RankBench:
         """Wrong elements on all ranks, and the scheme that the planner took."""
         residuals = new_residuals()
         reducer, recorder = self._reducer(case, residuals)
+        wrong = self._count_wrong(
+            case, residuals, lambda bucket, step: reducer.start(bucket, step).wait()
+        )
+        return wrong, recorder.record.scheme
+
+    def _count_wrong(
+        self, case: Case, residuals: ResidualStore, synchronise: Callable[[Bucket, int], None]
+    ) -> int:
+        """Elements, on all ranks, that differ from the exact sum of small integers."""
         grad_N = torch.empty_like(case.normal_values(self.rank), device=self._device)
         bucket = case.bucket(grad_N, self.world_size)
         own = case.owned(self.rank, self.world_size)
@@ -141,12 +119,12 @@ class RankBench:
             given_N = case.small_integers(self.rank, self.world_size, step).to(self._device)
             grad_N.copy_(given_N)
             before_N = residual_of(residuals, bucket)
-            reducer.start(bucket, step).wait()
+            synchronise(bucket, step)
             sent_N = given_N.float() + before_N - residual_of(residuals, bucket)
             expected_N = self._exact_sum(sent_N).to(grad_N.dtype)
             wrong += int((grad_N[own] != expected_N[own]).sum())
         counts = self._gather(torch.tensor([wrong], dtype=torch.float64))
-        return int(counts.sum()), recorder.record.scheme
+        return int(counts.sum())
 
     def _exact_sum(self, sent_N: torch.Tensor) -> torch.Tensor:
         """The sum of small integers over all ranks, by no reduction that is under test."""
@@ -177,14 +155,8 @@ class RankBench:
                 action()
             figures["copy"] = self._timed(lambda: spare_N.copy_(base_N))
             rounds.append(in_order(figures))
-        spent = self._gather(torch.tensor(load.spent(), dtype=torch.float64))
-        # Hosts of the test bed have names of their own and are one machine all the same.
-        machines = 1 if NETBED_MBIT in os.environ else len(self.nodes)
-        share = foreign_share(
-            float(spent[:, 0].mean()) * machines, float(spent[:, 1].mean()) * machines,
-            float(spent[:, 2].sum()),
-        )  # fmt: skip
-        row.foreign_load, row.noisy = share, share > MOST_FOREIGN_LOAD
+        row.foreign_load = self._foreign_load(load)
+        row.noisy = row.foreign_load > MOST_FOREIGN_LOAD
         counted = torch.tensor(rounds[self._sweep.warmup :], dtype=torch.float64)
         row.measured(case, self._gather(counted), wire_rate, prune=self._sweep.prune)
 
@@ -221,7 +193,8 @@ class RankBench:
         return run
 
     def _reducer(self, case: Case, residuals: ResidualStore) -> tuple[GradientReducer, _LastRecord]:
-        config, recorder = case.config(self._sweep), _LastRecord()
+        config = case.config(self._sweep, straggler=self.world_size - 1)
+        recorder = _LastRecord()
         planner = FixedPlanner(config.compression, config.scheme)
         return GradientReducer(
             config, self._transport, planner, residuals, recorder, self._progress
@@ -237,23 +210,20 @@ class RankBench:
 
     def _timed(self, action: Callable[[], object]) -> float:
         """This rank's microseconds; all ranks begin together."""
-        self._wait_for_device()
-        _typed(dist.barrier)
+        self._meet()
         start_s = time.perf_counter()
         action()
         self._wait_for_device()
         return (time.perf_counter() - start_s) * 1e6
 
+    def _meet(self) -> None:
+        """Returns on all ranks at about the same time, with nothing left to do."""
+        self._wait_for_device()
+        _typed(dist.barrier)
+
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors, stacked, where `own` is."""
-        sent = own.to(self._device).contiguous()
-        gathered = sent.new_empty(self.world_size, *sent.shape)
-        self._transport.all_gather(gathered.view(-1), sent.view(-1)).finish()
-        return gathered.to(own.device)
 
 
 def _typed(operation: Callable[[], object]) -> None:

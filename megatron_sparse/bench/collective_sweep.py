@@ -16,7 +16,13 @@ import torch
 from megatron_sparse.bench.table import check_arguments
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input
-from megatron_sparse.config import FORMAT_OF_SCHEME, MESSAGE_FORMATS, SparseConfig
+from megatron_sparse.config import (
+    FORMAT_OF_SCHEME,
+    MESSAGE_FORMATS,
+    STRAGGLER_SCHEMES,
+    SparseConfig,
+    StragglerConfig,
+)
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES
 
@@ -51,12 +57,20 @@ class Case:
         """Bytes of the gradient."""
         return self.numel * VALUE_DTYPES[self.dtype].itemsize
 
-    def config(self, sweep: Sweep) -> SparseConfig:
-        """A configuration in which the first step is at the target already."""
+    def config(self, sweep: Sweep, straggler: int) -> SparseConfig:
+        """A configuration in which the first step is at the target already.
+
+        Args:
+            sweep: how the case is run.
+            straggler: the rank that is taken for late by schemes that need one.
+        """
         form = "auto" if self.scheme in FORMAT_OF_SCHEME else sweep.message_format
+        pinned = None
+        if self.scheme in STRAGGLER_SCHEMES:
+            pinned = StragglerConfig(mode="pinned", rank=straggler)
         return SparseConfig.from_overrides(
             scheme=self.scheme, density=self.density, warmup_iters=0, ramp_iters=0, format=form,
-            timeout_s=sweep.timeout_s,
+            timeout_s=sweep.timeout_s, straggler=pinned,
         )  # fmt: skip
 
     def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:

@@ -6,7 +6,7 @@ time. `prune_us`, `encode_us` and `decode_us` are this machine's, measured, mean
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,17 +47,22 @@ def rows(sweep: Sweep, topology: Topology, progress: Progress) -> Iterator[Row]:
     """
     n = topology.world_size
     cases = sweep.cases(n)
-    _check_memory(cases, n)
+    check_memory(cases, n)
     for number, case in enumerate(cases):
         progress(number, len(cases), case)
         yield _row(case, sweep, topology)
 
 
-def _check_memory(cases: list[Case], n: int) -> None:
+def check_memory(cases: Sequence[Case], n: int) -> None:
+    """Refuses ranks that would swap.
+
+    Raises:
+        ConfigError: they do not fit into this machine's memory.
+    """
     needed = max(case.numel for case in cases) * n * BYTES_AN_ELEMENT
     if needed > free_memory_bytes():
         raise ConfigError(
-            f"bench collectives: {n} virtual ranks do not fit into memory",
+            f"{n} virtual ranks do not fit into memory",
             expected=f"{needed / 2**30:.1f} GiB of free memory",
             got=f"{free_memory_bytes() / 2**30:.1f} GiB",
             remedy="lower --max-bytes or --ranks",
@@ -66,16 +71,16 @@ def _check_memory(cases: list[Case], n: int) -> None:
 
 def _row(case: Case, sweep: Sweep, topology: Topology) -> Row:
     n = topology.world_size
-    ranks = _Ranks(case, sweep, topology)
+    ranks = VirtualRanks(case, sweep, topology)
     wrong = sum(ranks.count_wrong(step) for step in range(CHECK_STEPS))
     row = Row.of(case, ranks.carried_by, TRANSPORT, None, n, wrong)
     row.modelled = True
     if wrong:
         return row
     given = [case.normal_values(rank) for rank in range(n)]
-    modelled_s, outcomes = _Ranks(case, sweep, topology).run(given, 0)
+    modelled_s, outcomes = VirtualRanks(case, sweep, topology).run(given, 0)
     dense = Case(case.form, "dense", case.dtype, 1.0, case.numel)
-    dense_s, _ = _Ranks(dense, sweep, topology).run(given, 0)
+    dense_s, _ = VirtualRanks(dense, sweep, topology).run(given, 0)
     mean_us = {
         stage: sum(o.stage_us[stage] for o in outcomes) / n for stage in outcomes[0].stage_us
     }
@@ -89,17 +94,33 @@ def _row(case: Case, sweep: Sweep, topology: Topology) -> Row:
     return row
 
 
-class _Ranks:
+class VirtualRanks:
     """All ranks of a case, on a cluster whose clock begins at 0.
+
+    Args:
+        case: what they synchronise.
+        sweep: how.
+        topology: of the cluster.
+        straggler: a rank that all know to be late, for schemes that use it.
+        delay_s: how late it is, on the modelled clock.
 
     Attributes:
         carried_by: the scheme that the planner takes.
+        clock_s: the modelled clock of each rank.
     """
 
-    def __init__(self, case: Case, sweep: Sweep, topology: Topology) -> None:
-        self._case = case
+    def __init__(
+        self,
+        case: Case,
+        sweep: Sweep,
+        topology: Topology,
+        straggler: int | None = None,
+        delay_s: float = 0.0,
+    ) -> None:
+        self._case, self._straggler, self._delay_s = case, straggler, delay_s
         self._cluster = VirtualCluster(topology.world_size, topology)
-        self._paths = [HalvedPath(case, sweep, t) for t in self._cluster.transports]
+        self.clock_s = self._cluster.clock_s
+        self._paths = [HalvedPath(case, sweep, t, straggler) for t in self._cluster.transports]
         empty = case.bucket(torch.empty(case.numel), topology.world_size)
         self.carried_by = self._paths[0].carried_by(empty)
 
@@ -126,6 +147,8 @@ class _Ranks:
         rank, n, path = transport.rank, transport.world_size, self._paths[transport.rank]
         bucket, watch = self._case.bucket(given[rank].clone(), n), Stopwatch()
         before_N = residual_of(path.residuals, bucket)
+        if rank == self._straggler:
+            transport.charge(self._delay_s)
         nnz, exchange = path.select(bucket, step, watch)
         sent_N = given[rank].float() + before_N - residual_of(path.residuals, bucket)
         wire_bytes = yield from exchange()

@@ -20,7 +20,7 @@ from megatron_sparse import composition
 from megatron_sparse.bench import collective_launch
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign_share
 from megatron_sparse.bench.table import cell, check_arguments, describe_cpu, write_rows
-from megatron_sparse.config import SCHEMES
+from megatron_sparse.config import SCHEMES, STRAGGLER_SCHEMES
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 
 PLAIN = "plain"
@@ -47,6 +47,9 @@ class Setting:
         warmup: iterations before the first that counts.
         iters: iterations that count.
         overrides: more arguments of `train`.
+        slow_rank: sleeps in every backward pass, in all rows; schemes that go on without a
+            straggler have it pinned. None for nobody; `plain` has nobody who could.
+        slow_ms: for so long.
     """
 
     schemes: Sequence[str]
@@ -56,6 +59,8 @@ class Setting:
     warmup: int
     iters: int
     overrides: Sequence[str]
+    slow_rank: int | None = None
+    slow_ms: float = 0.0
 
     def __post_init__(self) -> None:
         known = (PLAIN, *SCHEMES)
@@ -65,11 +70,19 @@ class Setting:
             ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
             ("iters", self.iters, self.iters >= 1, "1 or more"),
         ])  # fmt: skip
+        if self.slow_rank is None:
+            return
+        check_arguments("bench training", [
+            ("slow-rank", self.slow_rank, self.slow_rank < self.ranks, f"0 to {self.ranks - 1}"),
+            ("slow-ms", self.slow_ms, self.slow_ms > 0, "more than 0 with --slow-rank"),
+            ("scheme", self.schemes, PLAIN not in self.schemes,
+             f"no {PLAIN} with --slow-rank: it is the plugin that sleeps"),
+        ])  # fmt: skip
 
     def rows(self) -> Iterator[tuple[str, float]]:
         """(scheme, density) of each row."""
         for scheme in self.schemes:
-            dense = scheme == PLAIN or scheme.startswith("dense")
+            dense = scheme in (PLAIN, "straggler") or scheme.startswith("dense")
             for density in [1.0] if dense else self.densities:
                 yield scheme, density
 
@@ -82,8 +95,20 @@ class Setting:
             f"compression.density={density:g}", f"cluster.nodes={nodes}",
             f"cluster.ranks_per_node={self.ranks // nodes}", "cluster.device=cpu",
             f"training.global_batch_size={self.ranks}",
-            f"training.iterations={self.warmup + self.iters}", *self.overrides,
+            f"training.iterations={self.warmup + self.iters}", *self._slow(scheme),
+            *self.overrides,
         ]  # fmt: skip
+
+    def _slow(self, scheme: str) -> list[str]:
+        if self.slow_rank is None:
+            return []
+        asleep = [
+            f"straggler.inject_rank={self.slow_rank}",
+            f"straggler.inject_delay_ms={self.slow_ms:g}",
+        ]
+        if scheme not in STRAGGLER_SCHEMES:
+            return asleep
+        return [*asleep, "straggler.mode=pinned", f"straggler.rank={self.slow_rank}"]
 
 
 @dataclass
@@ -95,6 +120,7 @@ class Row:
         scheme: `plain`, or the plugin's.
         density: of the schemes that compress; 1 for the others.
         world_size: ranks.
+        slow_ms: what the slow rank sleeps in an iteration; 0 where nobody is slow.
         mbit: rate of each rank's link; null over loopback.
         iteration_ms: median.
         slowest_ms: the slowest iteration that counts.
@@ -112,6 +138,7 @@ class Row:
     scheme: str
     density: float
     world_size: int
+    slow_ms: float
     mbit: int | None
     iteration_ms: float
     slowest_ms: float
@@ -151,8 +178,10 @@ def run(setting: Setting, out: Path, json_path: Path | None = None) -> list[dict
         composition.compose(setting.arguments(scheme, density, out))
     _make_folder(out)
     where = "loopback" if setting.mbit is None else f"test bed, {setting.mbit} Mbit/s"
+    slow = f", rank {setting.slow_rank} sleeps {setting.slow_ms:g} ms an iteration"
     print(f"# {describe_cpu(1)}\n# {setting.ranks} ranks, gloo, {where}, {setting.warmup} + "
-          f"{setting.iters} iterations, medians\n{HEADER}", flush=True)  # fmt: skip
+          f"{setting.iters} iterations, medians{'' if setting.slow_rank is None else slow}\n"
+          f"{HEADER}", flush=True)  # fmt: skip
     rows: list[Row] = []
     for scheme, density in setting.rows():
         rows.append(_train(setting, scheme, density, out, rows[0] if rows else None))
@@ -187,7 +216,8 @@ def _train(setting: Setting, scheme: str, density: float, out: Path, first: Row 
     losses = [float(loss) for _, loss in found]
     middle_ms = median(times_ms)
     return Row(
-        op="training", scheme=scheme, density=density, world_size=setting.ranks, mbit=setting.mbit,
+        op="training", scheme=scheme, density=density, world_size=setting.ranks,
+        slow_ms=setting.slow_ms if setting.slow_rank is not None else 0.0, mbit=setting.mbit,
         iteration_ms=middle_ms, slowest_ms=max(times_ms), loss_first=losses[0],
         loss_last=losses[-1], speedup=(first.iteration_ms if first else middle_ms) / middle_ms,
         foreign_load=share, noisy=share > MOST_FOREIGN_LOAD,

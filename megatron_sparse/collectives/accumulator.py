@@ -23,8 +23,7 @@ class Accumulator:
     def __init__(self, bucket: Bucket, values_N: torch.Tensor, buffers: MessageBuffers) -> None:
         self._name = bucket.name
         self._buffers = buffers
-        narrowed = values_N.dtype != bucket.grad_N.dtype
-        self._partial_dtype = values_N.dtype if narrowed else torch.float32
+        self._partial_dtype = partial_dtype(bucket, values_N)
         if values_N.dtype == torch.float32:
             self.sum_N = values_N
         else:
@@ -49,6 +48,11 @@ class Accumulator:
         self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return self._buffers.take(f"{purpose}:{self._name}", numel, device, dtype)
+
+
+def partial_dtype(bucket: Bucket, values_N: torch.Tensor) -> torch.dtype:
+    """How partial sums of these values travel."""
+    return torch.float32 if values_N.dtype == bucket.grad_N.dtype else values_N.dtype
 
 
 def store(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from enum import Enum
 
 import torch
 
@@ -12,21 +11,17 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.sealed import open_row, seal_row
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport import Transport, Work
+from megatron_sparse.transport.base import Marker
+from megatron_sparse.transport.subset import SubsetTransport
 
+POSTED, UNORDERED = Marker.POSTED, Marker.UNORDERED
 
-class Posted(Enum):
-    """Marks the point after which a collective posts nothing more."""
-
-    POSTED = "posted"
-
-
-POSTED = Posted.POSTED
-
-Yielded = Work | Posted
+Yielded = Work | Marker
 """What a collective hands to whoever drives it."""
 
 Steps = Generator[Yielded, None, int]
-"""Yields works to wait for and, at most once, `POSTED`; returns the bytes that this rank sent.
+"""Yields works to wait for and, at most once each, `UNORDERED` and `POSTED`; returns the bytes that
+this rank sent.
 
 They are those of pairwise messages, sizes included; the all-gathers of the agreement are not in it.
 For `dense` they are a ring's.
@@ -48,13 +43,60 @@ def fingerprint(bucket: Bucket, scheme: str, value_dtype: str, epoch: int) -> in
     return zlib.crc32(text.encode())
 
 
+class Agreement:
+    """What ranks must mean alike, and the rows of words by which they tell one another.
+
+    Args:
+        bucket: what is about to be synchronised.
+        scheme: the collective's name.
+        value_dtype: dtype on the wire.
+        epoch: the step.
+        count: of sizes, where it decides how many rows follow.
+    """
+
+    def __init__(
+        self, bucket: Bucket, scheme: str, value_dtype: str, epoch: int, count: int | None = None
+    ) -> None:
+        meant = fingerprint(bucket, scheme, value_dtype, epoch)
+        self._meant = meant if count is None else zlib.crc32(str(count).encode(), meant)
+        self._text = (
+            f"bucket {bucket.name}: {scheme} {bucket.form} of {bucket.numel} elements as "
+            f"{value_dtype}, step {epoch}"
+        )
+
+    def row(self, sizes: Sequence[int], room: int, device: torch.device) -> torch.Tensor:
+        """int64 words with what is meant and the sizes, of which there are at most `room`."""
+        own = seal_row(self._meant, sizes)
+        words = torch.zeros(2 + room, dtype=torch.int64)
+        words[: len(own)] = torch.tensor(own)
+        return words.to(device)
+
+    def read(self, words: Sequence[int], rank: int) -> list[int]:
+        """The sizes in a row that a rank has sent.
+
+        Raises:
+            CommunicationError: that rank means something else.
+            WireFormatError: the row is damaged.
+        """
+        theirs, sizes = open_row(words, rank)
+        if theirs != self._meant:
+            raise CommunicationError(
+                f"rank {rank} of the group is not in the same collective",
+                expected=f"{self._text} (fingerprint {self._meant:#010x})",
+                got=f"fingerprint {theirs:#010x} with {len(sizes)} sizes",
+                remedy="use the same configuration, model and step on every rank",
+            )
+        return sizes
+
+
 def exchange_sizes(
     sizes: list[int],
     bucket: Bucket,
     scheme: str,
     value_dtype: str,
     epoch: int,
-    transport: Transport,
+    transport: Transport | SubsetTransport,
+    names: Sequence[int] | None = None,
 ) -> Generator[Work, None, list[list[int]]]:
     """Tells every rank the sizes of what this rank will send: 8 (2 + n) bytes for up to n sizes.
 
@@ -69,6 +111,7 @@ def exchange_sizes(
         value_dtype: dtype on the wire.
         epoch: the step.
         transport: moves the message; on CUDA the result is read on the host.
+        names: what errors call the transport's ranks; by default their numbers in it.
 
     Returns:
         Each rank's `sizes`.
@@ -78,27 +121,14 @@ def exchange_sizes(
         WireFormatError: a rank's row is damaged.
     """
     n = transport.world_size
-    # Of the count, too: it decides how many all-gathers follow.
-    meant = zlib.crc32(str(len(sizes)).encode(), fingerprint(bucket, scheme, value_dtype, epoch))
+    agreement = Agreement(bucket, scheme, value_dtype, epoch, count=len(sizes))
     table: list[list[int]] = [[] for _ in range(n)]
     for start in range(0, len(sizes) or 1, n):
-        own = seal_row(meant, sizes[start : start + n])
-        words = torch.zeros(2 + n, dtype=torch.int64)
-        words[: len(own)] = torch.tensor(own)
-        words = words.to(transport.device)
+        words = agreement.row(sizes[start : start + n], n, transport.device)
         gathered = words.new_empty(n * words.numel())
         yield transport.all_gather(gathered, words)
-        for rank, row in enumerate(gathered.view(n, -1).tolist()):
-            theirs, part = open_row(row, rank)
-            if theirs != meant:
-                raise CommunicationError(
-                    f"rank {rank} of the group is not in the same collective",
-                    expected=f"bucket {bucket.name}: {scheme} {bucket.form} of {bucket.numel} "
-                    f"elements as {value_dtype}, step {epoch} (fingerprint {meant:#010x})",
-                    got=f"fingerprint {theirs:#010x} with {len(part)} sizes",
-                    remedy="use the same configuration, model and step on every rank",
-                )
-            table[rank] += part
+        for place, row in enumerate(gathered.view(n, -1).tolist()):
+            table[place] += agreement.read(row, names[place] if names else place)
     return table
 
 
@@ -110,6 +140,7 @@ class Subgroup:
         world_size: ranks in the subgroup.
         ranks: the transport's number of each.
         sent_bytes: what this rank has sent through the subgroup.
+        tag: of its messages.
 
     Args:
         transport: moves the bytes.
@@ -123,7 +154,7 @@ class Subgroup:
         self.sent_bytes = 0
         self._transport = transport
         self.ranks = ranks
-        self._tag = tag
+        self.tag = tag
 
     def exchange(
         self, sends: Sequence[Piece], receives: Sequence[Piece], *, last: bool = False
@@ -159,7 +190,7 @@ class Subgroup:
         posted: list[Work] = []
         for number in range(len(rounds)):
             ahead = len(rounds) if on_cuda else number + 1
-            posted += [self._post(*following) for following in rounds[len(posted) : ahead]]
+            posted += [self.post(*following) for following in rounds[len(posted) : ahead]]
             if last and number == len(rounds) - 1:
                 yield POSTED
             if meanwhile is not None:
@@ -168,12 +199,13 @@ class Subgroup:
         if meanwhile is not None:
             meanwhile(len(rounds))
 
-    def _post(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Work:
+    def post(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Work:
+        """`Transport.exchange` in the subgroup's numbers, not waited for."""
         self.sent_bytes += sum(values.nbytes for _, values in sends)
         return self._transport.exchange(
             [(self.ranks[peer], values) for peer, values in sends],
             [(self.ranks[peer], values) for peer, values in receives],
-            self._tag,
+            self.tag,
         )
 
 

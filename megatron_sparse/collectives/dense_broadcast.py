@@ -1,15 +1,17 @@
 """Dense broadcast: the naive straggler-aware baseline (StragglAR's appendix F).
 
-The last rank is the straggler. The others all-reduce without it, so that only little is left to do
-when it comes; that little is the whole bucket, several times.
+The straggler is `SchemeOptions.straggler`, or the last rank where none is known. The others
+all-reduce without it, so that only little is left to do when it comes; that little is the whole
+bucket, several times.
 
-Phase 1, 2 (n - 2) rounds: ranks 0 ... n - 2 run `dense_ring`'s all-reduce, unrounded.
-Phase 2, 1 round: rank 0 and the straggler exchange everything and add: both hold the sum.
+Phase 1, 2 (n - 2) rounds: the early ranks run `dense_ring`'s all-reduce, unrounded.
+Phase 2, 1 round: the first early rank and the straggler exchange everything and add: both hold the
+sum.
 Phase 3, ceil(log2 n) - 1 rounds: those who have the sum send it, whole, to those who have not.
 
-Rank r < n - 1 sends (N - |c_r|) p + (N - |c_{r+1}|) 4 bytes in phase 1 (n - 1 pieces), rank 0 and
-the straggler N p more in phase 2, and those who have a partner N b in each round of phase 3. Bytes
-of a value and of a partial sum are as for `dense_ring`. All-reduce only.
+Early rank r sends (N - |c_r|) p + (N - |c_{r+1}|) 4 bytes in phase 1 (n - 1 pieces), the first one
+and the straggler N p more in phase 2, and those who have a partner N b in each round of phase 3.
+Bytes of a value and of a partial sum are as for `dense_ring`. All-reduce only.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
+from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.collectives.straggler_shares import straggler_of
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
@@ -39,21 +43,25 @@ def dense_broadcast(
     transport: Transport,
     buffers: MessageBuffers,
     watch: Stopwatch,
+    options: SchemeOptions,
 ) -> Steps:
-    """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
-    tag = dense_tag(bucket, "dense_broadcast", values_N, epoch)
+    """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `straggler`."""
+    late = straggler_of(options, transport.world_size)
+    straggler = transport.world_size - 1 if late is None else late
+    tag = dense_tag(bucket, f"dense_broadcast (rank {straggler})", values_N, epoch)
     group = whole_group(transport, tag)
-    straggler = group.world_size - 1
+    early = [rank for rank in range(group.world_size) if rank != straggler]
     accumulator = Accumulator(bucket, values_N, buffers)
     ring_bytes = 0
     if group.rank != straggler:
-        ring = Subgroup(transport, range(straggler), tag)
-        cuts = even_cuts(bucket.numel, straggler)
+        ring = Subgroup(transport, early, tag)
+        cuts = even_cuts(bucket.numel, len(early))
         yield from ring_reduce_scatter(accumulator, cuts, ring, watch, last=False)
         yield from ring_all_gather(accumulator.sum_N, cuts, ring, last=False)
         ring_bytes = ring.sent_bytes
-    if group.rank in (0, straggler) and straggler > 0:
-        peer = straggler - group.rank
+    holders = [*early[:1], straggler]
+    if group.rank in holders and early:
+        peer = early[0] if group.rank == straggler else straggler
         received = accumulator.incoming(bucket.numel)
         sent = accumulator.outgoing(0, bucket.numel)
         only = group.world_size == 2
@@ -61,19 +69,16 @@ def dense_broadcast(
         with watch.stage("decode"):
             # What was sent, not what it was rounded from: both ends add the same two numbers.
             torch.add(sent.float(), received, out=accumulator.sum_N)
-    if group.rank in (0, straggler):
+    if group.rank in holders:
         store(values_N, accumulator.sum_N)
-    yield from _broadcast(values_N, group)
+    yield from _broadcast(values_N, [*holders, *early[1:]], group)
     store(bucket.grad_N, values_N)
     return group.sent_bytes + ring_bytes
 
 
-def _broadcast(values_N: torch.Tensor, group: Subgroup) -> Phase:
-    """Doubles in each round how many ranks hold the values; rank 0 and the last do at first."""
-    n = group.world_size
-    # Numbered so that the two that hold the values come first.
-    number = 1 if group.rank == n - 1 and n > 1 else group.rank + (group.rank > 0)
-    rank_of = [0, n - 1, *range(1, n - 1)]
+def _broadcast(values_N: torch.Tensor, rank_of: list[int], group: Subgroup) -> Phase:
+    """Doubles in each round how many ranks hold the values; the first two of `rank_of` do."""
+    n, number = group.world_size, rank_of.index(group.rank)
     holders = 2
     while holders < n:
         is_end = 2 * holders >= n

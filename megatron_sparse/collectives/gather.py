@@ -55,16 +55,53 @@ def pairwise_all_to_all(
         group: the ranks.
         last: this rank will post nothing more.
     """
+    rounds = pairwise_rounds([[piece] for piece in sent], [[piece] for piece in received], group)
+    yield from group.in_rounds(rounds, last=last)
+
+
+def pairwise_rounds(
+    sent: Sequence[Sequence[torch.Tensor]],
+    received: Sequence[Sequence[torch.Tensor]],
+    group: Subgroup,
+) -> list[Round]:
+    """The rounds of an all-to-all of several pieces for each peer; see `pairwise_all_to_all`."""
     n, rank = group.world_size, group.rank
     rounds: list[Round] = []
     for step in range(1, n):
         target, source = (rank - step) % n, (rank + step) % n
-        rounds.append(([(target, sent[target])], [(source, received[source])]))
-    yield from group.in_rounds(rounds, last=last)
+        sends = [(target, piece) for piece in sent[target]]
+        rounds.append((sends, [(source, piece) for piece in received[source]]))
+    return rounds
+
+
+def in_rank_order(group: Subgroup, add: Callable[[int], None]) -> Callable[[int], None]:
+    """For `in_rounds` of `pairwise_rounds`: what came is added in rank order, as soon as it can be.
+
+    Args:
+        group: the ranks.
+        add: is given each rank once, this one included, after all those before it.
+    """
+    arrived: set[int] = set()
+    added = 0
+
+    def meanwhile(number: int) -> None:
+        nonlocal added
+        arrived.add((group.rank + number) % group.world_size)
+        while added in arrived:
+            add(added)
+            added += 1
+
+    return meanwhile
 
 
 def pairwise_all_gather(
-    own: torch.Tensor, room: torch.Tensor, sizes: list[int], group: Subgroup, arrived: Arrived
+    own: torch.Tensor,
+    room: torch.Tensor,
+    sizes: list[int],
+    group: Subgroup,
+    arrived: Arrived,
+    *,
+    last: bool = True,
 ) -> Phase:
     """Every rank sends its piece to every other, one peer at a time: n - 1 rounds.
 
@@ -77,6 +114,7 @@ def pairwise_all_gather(
         sizes: of each rank's piece.
         group: the ranks.
         arrived: is given the pieces.
+        last: this rank will post nothing more.
     """
     n, rank = group.world_size, group.rank
     senders = [(rank + step) % n for step in range(n)]
@@ -85,7 +123,7 @@ def pairwise_all_gather(
         ([((rank - step) % n, own)], [(senders[step], pieces[step])]) for step in range(1, n)
     ]
     yield from group.in_rounds(
-        rounds, lambda number: arrived(senders[number], pieces[number]), last=True
+        rounds, lambda number: arrived(senders[number], pieces[number]), last=last
     )
 
 

@@ -7,7 +7,7 @@ fingerprint.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_sparse.config import FORMAT_OF_SCHEME, SchemeConfig
 
@@ -25,6 +25,8 @@ class SchemeOptions:
         hash_rounds: `scheme.hash_rounds`.
         ring_densities: `scheme.ring_intra_density`, `ring_inter_density`, `ring_gather_density`.
         inner: `scheme.inner`.
+        straggler: the rank of the group that is known to come last to this bucket, None where none
+            is. No part of the configuration: whoever decides sets it by `with_straggler`.
     """
 
     format: str
@@ -35,6 +37,7 @@ class SchemeOptions:
     hash_rounds: int
     ring_densities: tuple[float, float, float]
     inner: str
+    straggler: int | None
 
     @classmethod
     def of(cls, config: SchemeConfig) -> SchemeOptions:
@@ -48,7 +51,12 @@ class SchemeOptions:
             hash_rounds=config.hash_rounds,
             ring_densities=config.ring_densities(),
             inner=config.inner,
+            straggler=None,
         )
+
+    def with_straggler(self, straggler: int | None) -> SchemeOptions:
+        """The options for a bucket and step whose straggler has been agreed on."""
+        return replace(self, straggler=straggler)
 
     def message_format(self, scheme: str) -> str:
         """The format in which selection encodes the messages of a scheme.

@@ -36,7 +36,7 @@ from megatron_sparse.transport import Transport
 
 
 class Cut:
-    """Some consecutive segments of a bucket: a shard of it, or all of it.
+    """Some consecutive segments of a bucket: a shard of it, or all of it, or a part of a shard.
 
     Attributes:
         elements: where they lie in the bucket.
@@ -46,8 +46,14 @@ class Cut:
         segments: which of the layout's they are.
     """
 
-    def __init__(self, layout: Layout, shard: int | None = None) -> None:
-        if shard is None:
+    def __init__(
+        self, layout: Layout, shard: int | None = None, elements: slice | None = None
+    ) -> None:
+        """Takes a shard, or the segments that begin and end with these elements, or all."""
+        if elements is not None:
+            ends = torch.tensor([elements.start, elements.stop])
+            first, last = torch.searchsorted(layout.segment_offsets, ends).tolist()
+        elif shard is None:
             first, last = 0, layout.segment_keep.numel()
         else:
             first, last = layout.shard_segments[shard], layout.shard_segments[shard + 1]
@@ -200,7 +206,7 @@ class SparseSum:
         dense: bool = False,
         slots_S: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Encodes the sum of a cut; on CUDA this synchronises once with the host.
+        """Encodes the sum of a cut; on CUDA this waits for the device, but not in capacity mode.
 
         Args:
             cut: which part of the sum.
@@ -212,15 +218,23 @@ class SparseSum:
         Returns:
             The records, a view of `out`.
         """
+        reports = self._message.reports
         with self._watch.stage("encode"):
             sizes = encode_segments(
                 self.sum_N[cut.elements], cut.own_offsets,
                 torch.ones_like(cut.keep) if dense else cut.keep, None, value_dtype,
                 sum_epoch(self._message.epoch, cut), out, self._buffers,
                 form=FORMAT_DENSE if dense else self._form, block_size=self._block_size,
-                slots_S=slots_S,
+                slots_S=slots_S, reports=reports,
             )  # fmt: skip
-            return out[: int(sizes.sum())]
+            if reports is None:
+                return out[: int(sizes.sum())]
+            # Sizes are fixed. What was added up may be wrong without anyone knowing it yet: then
+            # nobody shall be able to use it.
+            assert dense or slots_S is not None, "in capacity mode sums have slots or are dense"
+            nbytes = cut.capacity(value_dtype) if slots_S is None else int(slots_S[-1])
+            reports.spoil_(out[:nbytes])
+            return out[:nbytes]
 
     def write(self, elements: slice) -> None:
         """Rounds part of the sum to the gradient's dtype and puts it there."""
@@ -242,7 +256,7 @@ class SparseSum:
         with self._watch.stage("decode"):
             decode_add_(
                 self.sum_N[cut.elements], records, offsets, value_dtype, epoch,
-                rank=rank, fresh=fresh, slots_S=slots_S,
+                rank=rank, fresh=fresh, slots_S=slots_S, reports=self._message.reports,
             )  # fmt: skip
 
 
@@ -326,5 +340,20 @@ def check_announced(sizes: Sequence[int], cuts: Sequence[Cut], value_dtype: str)
         WireFormatError: names the rank.
     """
     for rank, (size, cut) in enumerate(zip(sizes, cuts, strict=True)):
-        if not is_possible(size, cut.capacity(value_dtype)):
-            raise impossible_size(rank, size, cut.capacity(value_dtype))
+        check_size(size, cut, value_dtype, rank)
+
+
+def check_size(size: int, cut: Cut, value_dtype: str, rank: int) -> None:
+    """Refuses a size, announced by a rank, that no valid records of the cut have.
+
+    Raises:
+        WireFormatError: names the rank.
+    """
+    if not is_possible(size, cut.capacity(value_dtype)):
+        raise impossible_size(rank, size, cut.capacity(value_dtype))
+
+
+def message_part(message: Message, cut: Cut) -> torch.Tensor:
+    """The records of some of a message's segments, back to back: a view."""
+    start = sum(message.segment_bytes[: cut.segments.start])
+    return message.buffer[start : start + sum(message.segment_bytes[cut.segments])]

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_sparse.bucket import Bucket, Form
+import torch
+
+from megatron_sparse.bucket import Bucket, Cuts, Form
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.agsparse import agsparse
 from megatron_sparse.collectives.base import Steps
@@ -25,6 +27,8 @@ from megatron_sparse.collectives.sparse_ps import sparse_ps
 from megatron_sparse.collectives.sparse_ring import sparse_ring
 from megatron_sparse.collectives.ssar_rd import ssar_rd
 from megatron_sparse.collectives.ssar_split_ag import ssar_split_ag
+from megatron_sparse.collectives.straggler import straggler
+from megatron_sparse.collectives.straggler_direct import straggler_cuts, straggler_direct
 from megatron_sparse.collectives.zen import zen
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
@@ -33,6 +37,10 @@ from megatron_sparse.transport.subset import SubsetTransport
 
 BOTH = frozenset(Form)
 ALL_REDUCE_ONLY = frozenset({Form.ALL_REDUCE})
+
+
+def _no_cuts(bucket: Bucket) -> Cuts:
+    return ()
 
 
 class Input(StrEnum):
@@ -53,8 +61,9 @@ class Scheme:
         forms: what it can compute.
         needs_shards: its message is cut at the shards' borders even for an all-reduce.
         run: the collective.
-        takes_options: a sparse collective's last argument is a `SchemeOptions`.
+        takes_options: the collective's last argument is a `SchemeOptions`.
         takes_slots: it takes messages of fixed size, as `scheme.capacity` has them made.
+        finer: elements at which its messages of a bucket are cut beside the shards' borders.
     """
 
     name: str
@@ -64,6 +73,21 @@ class Scheme:
     run: Callable[..., Steps]
     takes_options: bool = False
     takes_slots: bool = False
+    finer: Callable[[Bucket], Cuts] = _no_cuts
+
+    def reduce(
+        self,
+        bucket: Bucket,
+        values_N: torch.Tensor,
+        epoch: int,
+        transport: Transport,
+        buffers: MessageBuffers,
+        watch: Stopwatch,
+        options: SchemeOptions,
+    ) -> Steps:
+        """Runs a dense collective; `dense` describes the arguments."""
+        extra = (options,) if self.takes_options else ()
+        return self.run(bucket, values_N, epoch, transport, buffers, watch, *extra)
 
     def exchange(
         self,
@@ -76,10 +100,20 @@ class Scheme:
     ) -> Steps:
         """Runs a sparse collective; its own docstring describes the arguments.
 
-        The message is in the format of `options.message_format`.
+        The message is in the format of `options.message_format`. In capacity mode what the codec
+        calls have reported is looked at here, when everything has been posted.
+
+        Raises:
+            WireFormatError: a peer's records are not what was announced.
         """
         extra = (options,) if self.takes_options else ()
-        return self.run(bucket, message, transport, buffers, watch, *extra)
+        sent_bytes = yield from self.run(bucket, message, transport, buffers, watch, *extra)
+        if message.reports is not None:
+            read = message.reports.begin_read()
+            if not read.ready():
+                yield read
+            read.finish()
+        return sent_bytes
 
     def is_sharded(self, form: Form) -> bool:
         """Whether messages for this form are cut at the shards' borders."""
@@ -106,7 +140,14 @@ SCHEMES = {
         Scheme("dense_ring", Input.DENSE, BOTH, False, dense_ring),
         Scheme("dense_rhd", Input.DENSE, BOTH, False, dense_rhd),
         Scheme("dense_allpairs", Input.DENSE, BOTH, False, dense_allpairs),
-        Scheme("dense_broadcast", Input.DENSE, ALL_REDUCE_ONLY, False, dense_broadcast),
+        Scheme(
+            "dense_broadcast",
+            Input.DENSE,
+            ALL_REDUCE_ONLY,
+            False,
+            dense_broadcast,
+            takes_options=True,
+        ),
         Scheme("dense_hierarchical", Input.DENSE, BOTH, False, dense_hierarchical),
         Scheme("agsparse", Input.SPARSE, BOTH, False, agsparse, takes_slots=True),
         Scheme("direct", Input.SPARSE, BOTH, True, direct, takes_slots=True),
@@ -123,6 +164,16 @@ SCHEMES = {
         Scheme("zen", Input.SPARSE, ALL_REDUCE_ONLY, False, zen, takes_options=True),
         Scheme("adaptive_ring", Input.SPARSE, BOTH, True, adaptive_ring, takes_options=True),
         Scheme("hierarchical", Input.SPARSE, BOTH, False, _hierarchical, takes_options=True),
+        Scheme("straggler", Input.DENSE, BOTH, False, straggler, takes_options=True),
+        Scheme(
+            "straggler_direct",
+            Input.SPARSE,
+            BOTH,
+            True,
+            straggler_direct,
+            takes_options=True,
+            finer=straggler_cuts,
+        ),
     )
 }
 """All collectives by name."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket
+from megatron_sparse.bucket import Bucket, Cuts
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.threshold import KEEP_ALL, range_thresholds
@@ -59,13 +59,15 @@ class Selector:
         sharded: bool,
         step: int,
         watch: Stopwatch,
+        finer: Cuts = (),
         capacity: float | None = None,
+        agreed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Message:
         """Prunes and encodes one bucket.
 
         One pass, whose time is the stage `prune`. What the gradient holds afterwards is for no one
         to use: the collective overwrites it. Mutates the residual. Reads the record sizes on the
-        host, which on CUDA is one synchronisation a bucket.
+        host, which on CUDA is one synchronisation a bucket; with a capacity there is none.
 
         Args:
             bucket: what to select from.
@@ -76,17 +78,22 @@ class Selector:
             sharded: cut the message at the borders of the ranks' shards.
             step: keys the random draws and is the message's epoch.
             watch: receives the time of each stage.
+            finer: cut it at these elements too; see `Scheme.finer`.
             capacity: the most that a segment may send, as a multiple of the target density; null
                 for no limit.
+            agreed: the residual, begun already, and the threshold that ranks have agreed upon with
+                it; None begins and samples here.
         """
-        layout = bucket.layout(sharded)
+        layout = bucket.layout(sharded, finer)
         capacity_S = None
         if capacity is not None:
             capacity_S = segment_capacity(layout, capacity * density)
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
-        residual_N = self.residuals.begin(bucket)
+        residual_N, threshold = agreed or (self.residuals.begin(bucket), None)
         with watch.stage("threshold"):
-            thresholds_R = range_thresholds(bucket, layout, residual_N, density, step, self.config)
+            thresholds_R = range_thresholds(
+                bucket, layout, residual_N, density, step, self.config, threshold
+            )
         key = self._rounding_key(bucket, step)
         with watch.stage("prune"):
             return prune_encode(

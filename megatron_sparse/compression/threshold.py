@@ -25,8 +25,18 @@ def range_thresholds(
     density: float,
     step: int,
     config: CompressionConfig,
+    agreed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The threshold of every range of the layout.
+
+    Args:
+        bucket: what is selected from.
+        layout: how it is cut.
+        residual_N: of the bucket; only read.
+        density: target density of what may be pruned.
+        step: keys the samples.
+        config: scope, number of samples, seed.
+        agreed: the one threshold that ranks have agreed upon (`group_threshold`); None samples.
 
     Returns:
         fp32 thresholds_R on the bucket's device; kept ranges, and all of them at density 1, hold
@@ -38,9 +48,14 @@ def range_thresholds(
     pruned_P = [
         owner >= 0 and not bucket.parameters[owner].keep for owner in layout.piece_parameter
     ]
-    if config.threshold_scope == "bucket":
-        threshold = _bucket_threshold(bucket, residual_N, density, step, config)
-        thresholds_P = torch.where(torch.tensor(pruned_P, device=device), threshold, KEEP_ALL)
+    threshold = agreed
+    if threshold is None and config.threshold_scope == "bucket":
+        magnitudes_S = sampled_magnitudes(bucket, residual_N, step, config)
+        if not magnitudes_S.numel():
+            return torch.full(layout.range_piece.shape, KEEP_ALL, device=device)
+        threshold = ops.threshold_of_samples(magnitudes_S, density)
+    if threshold is not None:
+        thresholds_P = threshold.where(torch.tensor(pruned_P, device=device), KEEP_ALL)
     else:
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
@@ -55,18 +70,18 @@ def range_thresholds(
     return thresholds_P[layout.range_piece.to(device)]
 
 
-def _bucket_threshold(
-    bucket: Bucket,
-    residual_N: torch.Tensor,
-    density: float,
-    step: int,
-    config: CompressionConfig,
+def sampled_magnitudes(
+    bucket: Bucket, residual_N: torch.Tensor, step: int, config: CompressionConfig
 ) -> torch.Tensor:
-    """One threshold for all pruned parameters of the bucket, sampled as if they were adjacent."""
+    """Samples of |gradient + residual| of all pruned parameters, as if they were adjacent.
+
+    Returns:
+        fp32 on the bucket's device: `samples` of them, or as many as there are elements.
+    """
     device = bucket.grad_N.device
     pruned = [p for p in bucket.parameters if not p.keep]
     if not pruned:
-        return torch.full((), KEEP_ALL, device=device)
+        return torch.zeros(0, device=device)
     starts = torch.tensor([p.start for p in pruned])
     ends = torch.tensor([p.stop - p.start for p in pruned]).cumsum(0)
     numel = int(ends[-1])
@@ -79,5 +94,4 @@ def _bucket_threshold(
     owner = torch.searchsorted(ends, positions, right=True)
     first = torch.cat([ends.new_zeros(1), ends[:-1]])
     index = (positions - first[owner] + starts[owner]).to(device, non_blocking=True)
-    magnitudes = (bucket.grad_N[index].float() + residual_N[index].float()).abs()
-    return ops.threshold_of_samples(magnitudes, density)
+    return (bucket.grad_N[index].float() + residual_N[index].float()).abs()

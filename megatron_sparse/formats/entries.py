@@ -1,4 +1,7 @@
-"""What a message of this rank's own holds, as indices and values."""
+"""What a message of this rank's own holds, as indices and values.
+
+On CUDA the host waits for a copy of all headers, and for each dense record.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from megatron_sparse.formats.message import VALUE_DTYPES, Message
 
 
 def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
-    """The non-zero elements of a message on the CPU; `-0.0` is zero, NaN is not.
+    """The non-zero elements of a message; `-0.0` is zero, NaN is not.
 
     Args:
         message: of COO and dense records, as `scheme.format=coo` makes them; made by this rank.
 
     Returns:
-        int64 ascending elements of the bucket, and their values in the dtype that they travel in.
+        int64 ascending elements of the bucket, and their values in the dtype that they travel in,
+        on the message's device.
 
     Example:
         A segment at offset 4 whose COO record holds index 1 gives element 5.
@@ -32,8 +36,12 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
     offsets = message.layout.segment_offsets.tolist()
     indices, values = [], []
     parts = message.buffer[: message.nbytes].split(message.segment_bytes)
-    for record, (start, stop) in zip(parts, pairwise(offsets), strict=True):
-        header = Header.unpack(record[:HEADER_BYTES].numpy().tobytes(), rank=0)
+    if not parts or not message.segment_bytes:
+        nothing = message.buffer.new_empty(0, dtype=torch.int64)
+        return nothing, nothing.to(dtype)
+    heads = torch.stack([record[:HEADER_BYTES] for record in parts]).cpu().numpy()
+    for record, head, (start, stop) in zip(parts, heads, pairwise(offsets), strict=True):
+        header = Header.unpack(head.tobytes(), rank=0)
         sections = record[HEADER_BYTES:]
         if header.format == FORMAT_DENSE:
             dense = sections[: (stop - start) * dtype.itemsize].view(dtype)
@@ -46,6 +54,4 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
             value_K = sections[at : at + header.nnz * dtype.itemsize].view(dtype)
         indices.append(index_K + start)
         values.append(value_K)
-    if not indices:
-        return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype)
     return torch.cat(indices), torch.cat(values)

@@ -5,8 +5,9 @@ shard are adjacent, so a bucket is encoded once and each shard's bytes can be se
 
 The compiled codec of `cuda_ext` does the work, on the CPU and on CUDA: the same bytes. On CUDA each
 call waits once for the device: record sizes must be known before records can be sent, and a bad
-record before its sum is used. Where the extension has no CUDA part it is `torch_codec` that works
-on CUDA tensors (`codec_choice`).
+record before its sum is used. In capacity mode sizes are known beforehand, and the calls of a
+bucket leave what they report in its message's `Reports`, read once at the end. Where the extension
+has no CUDA part it is `torch_codec` that works on CUDA tensors (`codec_choice`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.codec_choice import is_compiled
@@ -56,8 +59,9 @@ class Message:
         segment_bytes: bytes of each record, or of its place where there are slots.
         value_dtype: fp32, bf16 or fp16.
         epoch: the step, checked by the receiver.
-        nnz: non-zero elements, kept ones included.
+        counted: `nnz`, None until the reports have been read.
         slots: where the records lie in capacity mode; None for back to back.
+        reports: in capacity mode of all codec calls on the bucket; None where each is looked at.
     """
 
     buffer: torch.Tensor
@@ -65,8 +69,22 @@ class Message:
     segment_bytes: list[int]
     value_dtype: str
     epoch: int
-    nnz: int
+    counted: int | None
     slots: Slots | None = None
+    reports: Reports | None = None
+
+    @property
+    def nnz(self) -> int:
+        """Non-zero elements, kept ones included. Reads the reports where they have not been."""
+        if self.counted is None:
+            assert self.reports is not None, "what counts later reports"
+            self.reports.read()
+        assert self.counted is not None, "the encoder's count is one of the reports"
+        return self.counted
+
+    def take_counts(self, nnz_S: torch.Tensor) -> None:
+        """Is told the non-zero elements of each segment, on the CPU."""
+        self.counted = int(nnz_S.sum())
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +170,7 @@ def encode_segments(
     form: int,
     block_size: int = ops.DEFAULT_BLOCK_SIZE,
     slots_S: torch.Tensor | None = None,
+    reports: Reports | None = None,
 ) -> torch.Tensor:
     """Encodes any pruned vector; `ops.encode` describes the arguments.
 
@@ -167,9 +186,11 @@ def encode_segments(
         form: one of the values of `FORMAT_CODES`.
         block_size: of blocks.
         slots_S: where the records begin; None for back to back.
+        reports: takes what the call reports, which is then not waited for.
 
     Returns:
-        int64 bytes on the CPU, of each record or, with slots, of each slot.
+        int64 bytes, of each record or, with slots, of each slot: on the CPU, but for records on
+        CUDA with `reports`.
 
     Raises:
         ExtensionError: slots where `torch_codec` works, or too small ones.
@@ -187,7 +208,7 @@ def encode_segments(
     sizes = ops.encode(
         values_N, segment_offsets, segment_dense, nnz_S, code, epoch, out,
         _take_scratch(segment_offsets, value_dtype, buffers, device), form=form,
-        block_size=block_size, slots_S=slots_S,
+        block_size=block_size, slots_S=slots_S, reports=reports,
     )  # fmt: skip
     return sizes if slots_S is None else slots_S.diff()
 
@@ -228,8 +249,9 @@ def prune_encode(
         ExtensionError: Pici, blocks or a capacity where `torch_codec` works.
     """
     grad_N, code = bucket.grad_N, WIRE_CODES[value_dtype]
-    slots = None
+    slots = reports = None
     if capacity_S is not None:
+        reports = Reports()
         slots = Slots.of(
             layout.segment_offsets, layout.segment_keep, capacity_S, code, FORMAT_CODES[form]
         )
@@ -246,9 +268,13 @@ def prune_encode(
         layout.segment_keep, leak, code, key, epoch, out,
         _take_scratch(layout.segment_offsets, value_dtype, buffers, grad_N.device),
         form=FORMAT_CODES[form], block_size=block_size, capacity_S=capacity_S, slots_S=slots_S,
+        reports=reports,
     )  # fmt: skip
-    segment_bytes = sizes.tolist() if slots is None else slots.sizes()
-    return Message(out, layout, segment_bytes, value_dtype, epoch, int(nnz_S.sum()), slots)
+    if slots is None or reports is None:
+        return Message(out, layout, sizes.tolist(), value_dtype, epoch, int(nnz_S.sum()))
+    message = Message(out, layout, slots.sizes(), value_dtype, epoch, None, slots, reports)
+    reports.add(nnz_S, message.take_counts, is_status=False)
+    return message
 
 
 def _refuse_slots(slots_S: torch.Tensor | None) -> None:
@@ -281,8 +307,18 @@ def _take_scratch(
 
 def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tensor:
     pieces = values_N.split(segment_offsets.diff().tolist())
+    if values_N.device.type == "cpu":
+        # On a CPU torch takes ten times as long for it as numpy where a third is not zero.
+        return torch.tensor([_nonzero(piece) for piece in pieces], dtype=torch.int64)
     counts = [piece.count_nonzero() for piece in pieces]
     return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
+
+
+def _nonzero(values_N: torch.Tensor) -> int:
+    if values_N.dtype == torch.float32:
+        return int(np.count_nonzero(values_N.numpy()))
+    # numpy knows no bf16: what is left without the sign bit is zero for 0.0 and -0.0 alone.
+    return int(np.count_nonzero(values_N.view(torch.int16).numpy() << 1))
 
 
 def decode_add_(
@@ -295,6 +331,7 @@ def decode_add_(
     rank: int,
     fresh: bool = False,
     slots_S: torch.Tensor | None = None,
+    reports: Reports | None = None,
 ) -> None:
     """Adds one peer's records to `acc_M`. On CUDA this waits for the records' check.
 
@@ -307,6 +344,8 @@ def decode_add_(
         rank: the sender, for the error's text.
         fresh: take the segments' part of `acc_M` for zero, whatever it holds.
         slots_S: where the records begin, the first one at 0; None for back to back.
+        reports: takes what the call reports: nothing is waited for, and the error is raised when
+            they are read.
 
     Raises:
         WireFormatError: the records are not what was announced; `acc_M` is as it was.
@@ -319,5 +358,6 @@ def decode_add_(
         )
         return
     ops.decode_add_(
-        acc_M, records, segment_offsets, code, epoch, base, rank=rank, fresh=fresh, slots_S=slots_S
-    )
+        acc_M, records, segment_offsets, code, epoch, base, rank=rank, fresh=fresh,
+        slots_S=slots_S, reports=reports,
+    )  # fmt: skip

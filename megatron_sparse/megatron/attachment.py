@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,15 @@ from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
 from megatron_sparse.config import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
-from megatron_sparse.megatron.buckets import GroupBuckets, collect, group_attribute
+from megatron_sparse.megatron.buckets import (
+    GroupBuckets,
+    collect,
+    group_attribute,
+    tensor_parallel_group,
+)
 from megatron_sparse.megatron.doors import require_doors
-from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
+from megatron_sparse.planner.gradient_recording import GradientRecorder
 from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import NullRecorder, Recorder
 from megatron_sparse.reducer import GradientReducer, PendingReduction
@@ -102,12 +109,19 @@ class Attachment:
         loss_scale: the loss scale that residuals are in units of, null without loss scaling.
     """
 
-    def __init__(self, chunks: list[Any], config: SparseConfig, recorder: Recorder) -> None:
-        self.config = config
+    def __init__(
+        self,
+        chunks: list[Any],
+        config: SparseConfig,
+        recorder: Recorder,
+        run_dir: Path | None = None,
+    ) -> None:
+        self.config = config = with_swept_thresholds(config)
+        self._run_dir = run_dir
         self.recorder = recorder
         self.step = 0
         self.grad_norm: float | None = None
-        self.planner = FixedPlanner(config.compression, config.scheme)
+        self.planner = planner_of(config, logs=dist.get_rank() == 0)
         self.groups = collect(chunks, ParameterFilter(config.compression))
         self._check_attachable()
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), config.scheme.timeout_s)
@@ -119,6 +133,10 @@ class Attachment:
         )  # fmt: skip
         self._reducers: dict[int, GradientReducer] = {}
         self._transports: list[ProcessGroupTransport] = []
+        tensor_parallel = None
+        if config.compression.threshold_scope == "tp_group":
+            tensor_parallel = self._transport_of(tensor_parallel_group(), device)
+        self._tensor_parallel = tensor_parallel
         self._launched: set[int] = set()
         self._optimizer: Any = None
         self.loss_scale: float | None = None
@@ -160,15 +178,22 @@ class Attachment:
     def _reducer_of(self, group: GroupBuckets, device: torch.device) -> GradientReducer:
         key = id(group.process_group)
         if key not in self._reducers:
-            transport = ProcessGroupTransport(
-                group.process_group, self.config.scheme.timeout_s, device,
-                watch=self.config.scheme.watch_peers,
-            )  # fmt: skip
-            self._transports.append(transport)
+            transport = self._transport_of(group.process_group, device)
+            ranks = dist.get_process_group_ranks(group.process_group)
             self._reducers[key] = GradientReducer(
-                self.config, transport, self.planner, self.residuals, self.recorder, self.progress
-            )
+                self.config, transport, self.planner, self.residuals, self.recorder, self.progress,
+                GradientRecorder.of(self.config.tracking, self._run_dir, ranks, transport.rank),
+                self._tensor_parallel,
+            )  # fmt: skip
         return self._reducers[key]
+
+    def _transport_of(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> ProcessGroupTransport:
+        scheme = self.config.scheme
+        transport = ProcessGroupTransport(group, scheme.timeout_s, device, watch=scheme.watch_peers)
+        self._transports.append(transport)
+        return transport
 
     def bind_optimizer(self, optimizer: Any, *, undo: bool) -> None:
         """Learns the outcome of each step from `optimizer.step()`, whose return value it reads.
@@ -228,6 +253,7 @@ class Attachment:
         step: int,
         enabled: bool,
         loss_scale: float | None,
+        planner: dict[str, Any],
     ) -> set[str]:
         """Takes over a checkpoint's state; returns names in `residuals` that no bucket has.
 
@@ -236,10 +262,12 @@ class Attachment:
             step: steps taken so far.
             enabled: the running switch.
             loss_scale: that the residuals are in units of.
+            planner: the planner's state, empty for none.
         """
         unused = self.residuals.load(self.buckets, residuals)
         self.step = step
         self.planner.enabled = enabled
+        self.planner.load_state_dict(planner)
         self.loss_scale = loss_scale or self._read_loss_scale()
         self._follow_loss_scale()
         return unused
@@ -277,6 +305,14 @@ class Attachment:
                 "(compression.residual_alarm=%g)",
                 self.step, norm, norm / self.grad_norm, self.grad_norm, limit,
             )  # fmt: skip
+
+    def plan_rows(self) -> list[dict[str, Any]]:
+        """What would be done with each bucket in the next step, and why; rows of `plan.json`."""
+        return [
+            self._reducers[id(group.process_group)].report(bucket, self.step)
+            for group in self.groups
+            for bucket in group.buckets
+        ]
 
     def memory_report(self) -> dict[str, int]:
         """Bytes held on this rank: `residual`, `undo` and `messages` (encode and receive)."""

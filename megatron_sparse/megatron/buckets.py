@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
 from megatron_sparse.compression.parameters import ParameterFilter
-from megatron_sparse.errors import HostError
+from megatron_sparse.errors import ConfigError, HostError
 
 
 @dataclass
@@ -65,6 +65,24 @@ def group_attribute(group: Any) -> str:
     if group.ddp_config.use_distributed_optimizer:
         return "intra_distributed_optimizer_instance_group"
     return "data_parallel_group"
+
+
+def tensor_parallel_group() -> torch.distributed.ProcessGroup:
+    """The ranks that share this rank's layers.
+
+    Raises:
+        ConfigError: Megatron's parallel state is not set up.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "compression.threshold_scope=tp_group without a tensor-parallel group",
+            expected="megatron.core.parallel_state.initialize_model_parallel before attach",
+            got="an uninitialised parallel state",
+            remedy="set compression.threshold_scope=parameter or bucket",
+        )
+    group = parallel_state.get_tensor_model_parallel_group()
+    assert isinstance(group, torch.distributed.ProcessGroup), "this rank is a member of its own"
+    return group
 
 
 def check_supported(chunk: Any) -> None:

@@ -1,13 +1,14 @@
 """The plugin's part of a Megatron checkpoint: one file for each rank, beside Megatron's own.
 
 `<checkpoint>/iter_0000100/megatron_sparse/rank_00000.pt` holds the step, the running switch, the
-loss scale and the residual **by parameter**: bucket layouts change with overlap, bucket size and
-data-parallel size, parameters do not. Files are tensors and plain containers, read with
-`weights_only`.
+loss scale, the planner's state and the residual **by parameter**: bucket layouts change with
+overlap, bucket size and data-parallel size, parameters do not. Files are tensors and plain
+containers, read with `weights_only`.
 
 Policies, each with a line in the log: without these files (or with some missing) residuals start
 at zero; with another data-parallel size, new rank r takes the sum of the old ranks j with
-j mod size = r, so the total over ranks, which is what error feedback owes the model, is preserved.
+j mod size = r, so the total over ranks, which is what error feedback owes the model, is preserved;
+what was planned for a bucket of another size or number of ranks is planned anew.
 Another tensor-, pipeline- or expert-parallel size is an error.
 """
 
@@ -87,6 +88,7 @@ def save(attachment: Attachment, checkpoint: Path) -> Path:
         "step": attachment.step,
         "enabled": attachment.enabled,
         "loss_scale": attachment.loss_scale,
+        "planner": attachment.planner.state_dict(),
         "residuals": residuals,
     }
     folder = checkpoint / FOLDER
@@ -113,7 +115,9 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         complete = complete.cuda()
     dist.all_reduce(complete, op=dist.ReduceOp.MIN)
     if not complete.item():
-        attachment.restore({}, step=iteration, enabled=attachment.enabled, loss_scale=None)
+        attachment.restore(
+            {}, step=iteration, enabled=attachment.enabled, loss_scale=None, planner={}
+        )
         logger.warning(
             "%s holds no complete plugin state: residuals start at zero, step %d",
             checkpoint, iteration,
@@ -140,7 +144,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         )
     unused = attachment.restore(
         _sum(sources), step=mine[0]["step"], enabled=mine[0]["enabled"],
-        loss_scale=mine[0]["loss_scale"],
+        loss_scale=mine[0]["loss_scale"], planner=mine[0].get("planner", {}),
     )  # fmt: skip
     if unused:
         logger.warning("residuals of unknown parameters dropped: %s", ", ".join(sorted(unused)))

@@ -28,8 +28,8 @@ from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint
 from megatron_sparse.megatron.attachment import Attachment, may_repeat_or_skip
 from megatron_sparse.megatron.doors import require_doors
-from megatron_sparse.planner.wire_bytes import predicted_bytes
-from megatron_sparse.recording import BucketRecord
+from megatron_sparse.planner.plan_state import PLAN_FILE
+from megatron_sparse.recording import BucketRecord, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink, WandbSink
 
 logger = logging.getLogger("megatron_sparse")
@@ -65,7 +65,7 @@ class Plugin:
         """For `GPTModelConfig.post_wrap_hooks`: attaches to the DDP-wrapped chunks."""
         if self.attachment is None:
             self.telemetry = self._make_telemetry()
-            self.attachment = Attachment(chunks, self.config, self)
+            self.attachment = Attachment(chunks, self.config, self, self._run_dir)
         return chunks
 
     def close(self) -> None:
@@ -92,6 +92,11 @@ class Plugin:
         """See `Recorder`."""
         if self.telemetry is not None:
             self.telemetry.record_bucket(record)
+
+    def record_readiness(self, record: ReadinessRecord) -> None:
+        """See `Recorder`."""
+        if self.telemetry is not None:
+            self.telemetry.record_readiness(record)
 
     def record_stage(self, stage: str, seconds: float) -> None:
         """See `Recorder`."""
@@ -199,19 +204,11 @@ class Plugin:
         """`plan.json`: what would be done with each bucket in the next step, and why."""
         if self.attachment is None:
             return
-        rows = []
-        for bucket in self.attachment.buckets:
-            plan = self.attachment.planner.plan_for(bucket, self.attachment.step)
-            wire_bytes = predicted_bytes(bucket, plan.density, self.config.scheme)
-            rows.append({
-                "bucket": bucket.name, "numel": bucket.numel, "density": plan.density,
-                "predicted_bytes": {name: round(value) for name, value in wire_bytes.items()},
-                "chosen": plan.scheme, "reason": plan.reason,
-            })  # fmt: skip
-        text = json.dumps({"step": self.attachment.step, "buckets": rows}, indent=1)
-        part = run_dir / "plan.json.part"
+        plan = {"step": self.attachment.step, "buckets": self.attachment.plan_rows()}
+        text = json.dumps(plan, indent=1)
+        part = run_dir / f"{PLAN_FILE}.part"
         part.write_text(text + "\n")
-        os.replace(part, run_dir / "plan.json")
+        os.replace(part, run_dir / PLAN_FILE)
 
 
 def _arguments() -> Any:

@@ -1,16 +1,20 @@
-"""The plan of a bucket, and the planner that takes it from the configuration."""
+"""The plan of a bucket, and the planners that take it from the configuration or from a file."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, wire_dtype_of
 from megatron_sparse.planner.wire_bytes import predicted_bytes
+from megatron_sparse.recording import BucketRecord, Stopwatch
+from megatron_sparse.transport import Transport, Work
 
 WORTHWHILE = 0.7
 """Of the dense bytes: a scheme that would send more is not worth its codec's time."""
@@ -27,6 +31,7 @@ class Plan:
         wire_dtype: dtype of the values on the wire, null for the gradient's own.
         sharded: whether the message is cut at shard borders.
         reason: why, in words.
+        predicted_us: microseconds that it should take, where a cost model has chosen it.
     """
 
     scheme: str
@@ -35,10 +40,26 @@ class Plan:
     wire_dtype: str | None
     sharded: bool
     reason: str
+    predicted_us: float | None = None
 
     def to_dict(self) -> dict[str, object]:
         """For `plan.json`."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A scheme, and why.
+
+    Attributes:
+        scheme: its name.
+        reason: in words.
+        predicted_us: see `Plan`.
+    """
+
+    scheme: str
+    reason: str
+    predicted_us: float | None = None
 
 
 class Planner(Protocol):
@@ -48,6 +69,52 @@ class Planner(Protocol):
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
         """The plan of `bucket` in step `step`."""
+        ...
+
+    def join(self, transport: Transport) -> None:
+        """Told of each group of ranks, before its first bucket."""
+        ...
+
+    def follow(self, record: BucketRecord) -> None:
+        """Told of each bucket that is launched; the record fills up while it is under way."""
+        ...
+
+    def share(
+        self,
+        bucket: Bucket,
+        plan: Plan,
+        step: int,
+        message: Message | None,
+        transport: Transport,
+        buffers: MessageBuffers,
+        watch: Stopwatch,
+    ) -> Generator[Work, None, None]:
+        """What the ranks tell one another before the bucket's collective; mostly nothing.
+
+        Driven by the progress thread, on every rank in the order of launches. What it changes
+        holds from the next step on.
+
+        Args:
+            bucket: about to be synchronised.
+            plan: by which.
+            step: the present one.
+            message: what this rank has selected; None for a dense plan.
+            transport: the group.
+            buffers: of this group's messages.
+            watch: receives the time of each stage.
+        """
+        ...
+
+    def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
+        """The bucket's row of `plan.json`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold for the next steps to be planned alike; plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
         ...
 
 
@@ -72,33 +139,85 @@ class FixedPlanner:
         self._check_form(bucket)
         phase, density = phase_and_density(self._compression, step)
         if not self.enabled:
-            return self._dense(Phase.OFF, "compression is switched off")
+            return self._dense(Phase.OFF, Choice("dense", "compression is switched off"))
         if phase in (Phase.WARMUP, Phase.OFF):
-            return self._dense(phase, f"phase {phase}")
-        name = self._scheme.name
-        if name in SCHEMES and SCHEMES[name].takes is Input.DENSE:
-            return self._dense(phase, f"scheme={name}", name)
-        if name == "auto":
-            wire_bytes = predicted_bytes(bucket, density, self._scheme)
-            dense_bytes = wire_bytes.pop("dense")
-            name = min(wire_bytes, key=lambda scheme: wire_bytes[scheme])
-            reason = f"{name} {wire_bytes[name]:.0f} B against dense {dense_bytes:.0f} B"
-            if bucket.world_size == 1 or wire_bytes[name] > WORTHWHILE * dense_bytes:
-                return self._dense(phase, reason)
-        else:
-            reason = f"scheme={name}"
+            return self._dense(phase, Choice("dense", f"phase {phase}"))
+        choice = self._choose(bucket, step, density)
+        if SCHEMES[choice.scheme].takes is Input.DENSE:
+            return self._dense(phase, choice)
         return Plan(
-            scheme=name,
+            scheme=choice.scheme,
             phase=phase,
             density=density,
             wire_dtype=self._scheme.wire_dtype,
-            sharded=SCHEMES[name].is_sharded(bucket.form),
-            reason=reason,
+            sharded=SCHEMES[choice.scheme].is_sharded(bucket.form),
+            reason=choice.reason,
+            predicted_us=choice.predicted_us,
         )
 
-    def _dense(self, phase: Phase, reason: str, name: str = "dense") -> Plan:
-        wire_dtype = None if phase is Phase.OFF else self._scheme.wire_dtype
-        return Plan(name, phase, 1.0, wire_dtype, sharded=False, reason=reason)
+    def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
+        """The scheme of a step in which something may be pruned."""
+        name = self._scheme.name
+        if name != "auto":
+            return Choice(name, f"scheme={name}")
+        wire_bytes = predicted_bytes(bucket, density, self._scheme)
+        dense_bytes = wire_bytes.pop("dense")
+        name = min(wire_bytes, key=lambda scheme: wire_bytes[scheme])
+        reason = f"{name} {wire_bytes[name]:.0f} B against dense {dense_bytes:.0f} B"
+        if bucket.world_size == 1 or wire_bytes[name] > WORTHWHILE * dense_bytes:
+            return Choice("dense", reason)
+        return Choice(name, reason)
+
+    def join(self, transport: Transport) -> None:
+        """See `Planner`: any group will do."""
+
+    def follow(self, record: BucketRecord) -> None:
+        """See `Planner`: nothing is learnt."""
+
+    def share(
+        self,
+        bucket: Bucket,
+        plan: Plan,
+        step: int,
+        message: Message | None,
+        transport: Transport,
+        buffers: MessageBuffers,
+        watch: Stopwatch,
+    ) -> Generator[Work, None, None]:
+        """See `Planner`: all that is needed is known to all."""
+        yield from ()
+
+    def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
+        """See `Planner`."""
+        plan = self.plan_for(bucket, step)
+        wire_bytes = predicted_bytes(bucket, plan.density, self._scheme)
+        return {
+            "bucket": bucket.name,
+            **bucket_facts(bucket, self._scheme.wire_dtype),
+            "density": plan.density,
+            "predicted_us": {},
+            "predicted_bytes": {name: round(value) for name, value in wire_bytes.items()},
+            "chosen": plan.scheme,
+            "reason": plan.reason,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Planner`: the configuration is all there is."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Planner`."""
+
+    def _dense(self, phase: Phase, choice: Choice) -> Plan:
+        return Plan(
+            scheme=choice.scheme,
+            phase=phase,
+            density=1.0,
+            wire_dtype=None if phase is Phase.OFF else self._scheme.wire_dtype,
+            sharded=False,
+            reason=choice.reason,
+            predicted_us=choice.predicted_us,
+        )
 
     def _check_form(self, bucket: Bucket) -> None:
         """In the first step already, not only when the warm-up ends."""
@@ -119,3 +238,17 @@ class FixedPlanner:
             got=name,
             remedy="choose another scheme, or train without Megatron's distributed optimizer",
         )
+
+
+def bucket_facts(bucket: Bucket, wire_dtype: str | None) -> dict[str, Any]:
+    """What a plan depends on beside the gradients, as `plan.json` has it."""
+    element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)].itemsize
+    narrowed = element_bytes < bucket.grad_N.element_size()
+    return {
+        "numel": bucket.numel,
+        "kept_numel": sum(p.stop - p.start for p in bucket.parameters if p.keep),
+        "element_bytes": element_bytes,
+        "partial_bytes": element_bytes if narrowed else 4,
+        "form": bucket.form,
+        "world_size": bucket.world_size,
+    }

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.simulate import pccl, spccl, zen
+from megatron_sparse.simulate import pccl, spccl, stragglar, zen
 from megatron_sparse.simulate.figures import Figure
 
 __all__ = ["FIGURES", "Figure", "select"]
 
-FIGURES: Sequence[Figure] = (*spccl.FIGURES, *zen.FIGURES, *pccl.FIGURES)
+FIGURES: Sequence[Figure] = (
+    *spccl.FIGURES,
+    *zen.FIGURES,
+    *pccl.FIGURES,
+    *stragglar.FIGURES,
+)
 """All figures, paper by paper."""
 
 
@@ -22,7 +27,7 @@ def select(paper: str | None, number: int | None) -> list[Figure]:
     """Figures by paper and number.
 
     Args:
-        paper: spccl, zen or pccl; None for all.
+        paper: spccl, zen, pccl or stragglar; None for all.
         number: in the paper; None for all of it.
 
     Raises:

@@ -1,8 +1,8 @@
 """A figure: how its rows are made, and how they become a CSV and a PNG.
 
-The picture is drawn from nothing but the rows that the CSV holds. Every title says that it shows a
-model. Colours are those of Okabe and Ito, told apart by colour-blind readers too; series also
-differ in marker and line.
+The picture is drawn from nothing but the rows that the CSV holds. Every title says where they come
+from: unless it says otherwise, from a model. Colours are those of Okabe and Ito, told apart by
+colour-blind readers too; series also differ in marker and line.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class Figure:
     """One figure of a paper.
 
     Attributes:
-        paper: spccl, zen or pccl.
+        paper: spccl, zen, pccl or stragglar.
         number: in the paper.
         title: what it shows.
         assumptions: the subtitle: what the model takes for granted.
         rows: makes the data; with `fast` a much smaller sweep.
         draw: puts rows onto an empty canvas.
         height_in: of the picture.
+        label: says in the title where the numbers come from.
     """
 
     paper: str
@@ -50,6 +51,7 @@ class Figure:
     rows: Callable[[bool], list[Row]]
     draw: Callable[[list[Row], Canvas], None]
     height_in: float = 4.5
+    label: str = MODEL
 
     @property
     def name(self) -> str:
@@ -77,7 +79,9 @@ class Figure:
         canvas = canvas_of(figsize=(WIDTH_IN, self.height_in), dpi=DPI, layout="constrained")
         self.draw(rows, canvas)
         short = ", reduced sweep" if fast else ""
-        canvas.suptitle(f"{self.title}\n{MODEL}{short}. {self.assumptions}", fontsize=9, wrap=True)
+        canvas.suptitle(
+            f"{self.title}\n{self.label}{short}. {self.assumptions}", fontsize=9, wrap=True
+        )
         # Sixteen million colours make the file three times as large.
         canvas.savefig(picture, pil_kwargs={"optimize": True})
         return [table, picture]

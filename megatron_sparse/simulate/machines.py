@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_sparse.transport import Link, Topology
 
 GB = 1e9
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 GBIT = 1e9 / 8
 
 CODEC_FRACTION = 0.5
@@ -99,6 +99,34 @@ AWS_25 = Machine(
     memory_rate=900 * GB,
 )
 """ZEN's first test bed, a rank for each machine: the sum within a machine comes before."""
+
+DGX_H100 = Machine(
+    "DGX H100",
+    # A scale-up domain as large as the group: StragglAR's section 4.3 has up to 256 GPUs in one.
+    ranks_per_node=256,
+    # NVLink 4, point to point (section 4.1); alpha as in its section 4.3.
+    intra=Link(3e-6, 1 / (450 * GB)),
+    inter=Link(3e-6, 1 / (450 * GB)),
+    nic="rank",
+    memory_rate=3350 * GB,
+)
+"""StragglAR's larger server, and what its scaling figures are simulated with."""
+
+DGX_A100 = Machine(
+    "DGX A100", 256, Link(3e-6, 1 / (300 * GB)), Link(3e-6, 1 / (300 * GB)), "rank", 2039 * GB
+)
+"""StragglAR's other server: NVLink 3 at the rate of section 4.1."""
+
+AWS_100 = Machine(
+    "AWS p3dn.24xlarge, 100 Gbit/s",
+    ranks_per_node=1,
+    intra=Link(0.0, 0.0),
+    # EFA's RDMA between two instances of a placement group; an assumption: half of TCP's.
+    inter=Link(15e-6, 1 / (100 * GBIT)),
+    nic="rank",
+    memory_rate=900 * GB,
+)
+"""ZEN's second test bed, a rank for each machine."""
 
 BANDWIDTH_ONLY = Machine(
     "bandwidth only", 1, Link(0.0, 0.0), Link(0.0, 1 / (25 * GBIT)), "rank", float("inf")

@@ -7,10 +7,11 @@ depend on the size, and of bytes, which grow with it; so each byte of a message 
 What is off by that is headers (48 bytes a record), `scale` times too heavy. Dense collectives,
 which have none, are exact.
 
-Local work: `ChargingStopwatch` counts the bytes that the tensor operations within a collective's
-stages read and write, and advances the rank's clock by bytes / rate. It stands for a GPU whose
-kernels are bound by memory. Nothing is charged for launches, nor is network time hidden behind
-codecs within a round (SpCCL's slices do both). A GPU codec's real rate was not measured for this.
+Local work: `ChargingStopwatch` prices the tensor operations within a collective's stages and
+advances the rank's clock; here by the bytes that they read and write over a rate (`memory_bound`).
+It stands for a GPU whose kernels are bound by memory. Nothing is charged for launches, nor is
+network time hidden behind codecs within a round (SpCCL's slices do both). A GPU codec's real rate
+was not measured for this.
 """
 
 from __future__ import annotations
@@ -41,28 +42,59 @@ _FREE = ("empty", "count_nonzero", "detach", "lift_fresh", "resize_")
 """Allocation; and the count of non-zeros, which the CUDA encoder does in its one pass."""
 
 
-class TrafficCounter(TorchDispatchMode):
-    """Counts the bytes that tensor operations move while it is entered.
+Measure = Callable[[Any, tuple, dict, Any], float]
+"""Of an operation, its positional and keyword arguments and its result: bytes, or seconds."""
 
-    An operation reads its inputs once and writes its outputs once; what it updates is both. Views
-    and allocations are free. Encoding reads the elements and writes the records; adding records
-    reads them and touches a sector each way for every element, or the whole sum if that is less.
+
+class OperationMeter(TorchDispatchMode):
+    """Measures every tensor operation while it is entered.
+
+    Args:
+        measure: called after each operation.
 
     Attributes:
-        moved_bytes: so far.
+        total: of all so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measure: Measure) -> None:
         super().__init__()
-        self.moved_bytes = 0.0
+        self._measure = measure
+        self.total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.moved_bytes += _moved_bytes(func, args, kwargs or {}, result)
+        self.total += self._measure(func, args, kwargs or {}, result)
         return result
 
 
-def _moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+class TrafficCounter(OperationMeter):
+    """Counts the bytes that tensor operations move while it is entered.
+
+    An operation reads its inputs once and writes its outputs once; what it updates is both. Views
+    and allocations are free. Encoding reads the elements and writes the records; selection reads
+    the gradient, too, updates the residual, and looks at a sector of both for each sample. Adding
+    records, bitmaps among them, reads them and touches a sector each way for every element, or the
+    whole sum if that is less.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(moved_bytes)
+
+    @property
+    def moved_bytes(self) -> float:
+        """So far."""
+        return self.total
+
+
+def memory_bound(seconds_a_byte: float) -> Measure | None:
+    """Prices of operations by the bytes that they move; None where they are free."""
+    if not seconds_a_byte:
+        return None
+    return lambda *operation: moved_bytes(*operation) * seconds_a_byte
+
+
+def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+    """Bytes that one operation moves; see `TrafficCounter`."""
     name = func._schema.name.split("::")[1]
     if func.is_view or name.startswith(_FREE):
         return 0.0
@@ -74,6 +106,15 @@ def _moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
         whole = acc_M.nbytes if fresh else 2 * acc_M.nbytes
         touched = 2 * SECTOR_BYTES * records_nnz(records)
         return records.nbytes + (whole if fresh else min(whole, touched))
+    if func.namespace == "megatron_sparse" and name == "prune_encode":
+        return args[0].nbytes + 2.0 * args[1].nbytes + float(result[0].sum())
+    if func.namespace == "megatron_sparse" and name == "sample_threshold":
+        grad_N, residual_N, samples = args[0], args[1], args[4]
+        looked_at = SECTOR_BYTES * min(samples * (args[2].numel() - 1), grad_N.numel())
+        return float(looked_at * (1 if residual_N is None else 2))
+    if func.namespace == "megatron_sparse" and name == "hash_bitmap_add_":
+        acc_M, words, values, nnz = args[0], args[1], args[2], args[4]
+        return words.nbytes + values.nbytes + float(min(2 * acc_M.nbytes, 2 * SECTOR_BYTES * nnz))
     total = 0.0
     for argument, value in zip(func._schema.arguments, args, strict=False):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
@@ -103,33 +144,32 @@ def records_nnz(records: torch.Tensor) -> int:
 
 
 class ChargingStopwatch(Stopwatch):
-    """Advances the modelled clock of a rank by the memory traffic of each stage.
+    """Advances the modelled clock of a rank by the price of what is done in each stage.
 
     Args:
         transport: whose clock.
-        seconds_a_byte: of local work; 0 makes it free.
+        price: seconds of an operation; None makes local work free.
 
     Attributes:
         charged_s: all that was charged.
     """
 
-    def __init__(self, transport: VirtualTransport, seconds_a_byte: float) -> None:
+    def __init__(self, transport: VirtualTransport, price: Measure | None) -> None:
         super().__init__()
         self._transport = transport
-        self._seconds_a_byte = seconds_a_byte
+        self._price = price
         self.charged_s = 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Charges what happens within; the name does not matter."""
-        if not self._seconds_a_byte:
+        if self._price is None:
             yield
             return
-        with TrafficCounter() as counter:
+        with OperationMeter(self._price) as meter:
             yield
-        seconds = counter.moved_bytes * self._seconds_a_byte
-        self._transport.charge(seconds)
-        self.charged_s += seconds
+        self._transport.charge(meter.total)
+        self.charged_s += meter.total
 
 
 @dataclass(frozen=True)
@@ -195,7 +235,7 @@ def drive(job: Job, start: Start) -> Outcome:
     watches: list[ChargingStopwatch] = []
 
     def begin(transport: VirtualTransport) -> Steps:
-        watches.append(ChargingStopwatch(transport, job.seconds_a_byte))
+        watches.append(ChargingStopwatch(transport, memory_bound(job.seconds_a_byte)))
         return start(transport, watches[-1])
 
     sent = cluster.run(begin)
@@ -211,7 +251,11 @@ def price(job: Job, scheme: str, gradients: Gradients) -> Outcome:
     def start(transport: VirtualTransport, watch: ChargingStopwatch) -> Steps:
         bucket, buffers = make_bucket(job, gradients(transport.rank)), MessageBuffers()
         if entry.takes is Input.DENSE:
-            return (yield from entry.run(bucket, bucket.grad_N, 0, transport, buffers, watch))
+            return (
+                yield from entry.reduce(
+                    bucket, bucket.grad_N, 0, transport, buffers, watch, options
+                )
+            )
         form = options.message_format(scheme)
         message = make_message(bucket, entry.is_sharded(job.form), form, buffers, watch)
         return (yield from entry.exchange(bucket, message, transport, buffers, watch, options))

@@ -33,7 +33,7 @@ from megatron_sparse.simulate.figures import (
 from megatron_sparse.simulate.figures import draw_bars as draw_grouped
 from megatron_sparse.simulate.gradients import GradientModel, embedding_like
 from megatron_sparse.simulate.machines import AWS_25, BANDWIDTH_ONLY, CODEC_FRACTION
-from megatron_sparse.simulate.pricing import Job, Outcome, price
+from megatron_sparse.simulate.pricing import Gradients, Job, Outcome, price
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -106,16 +106,25 @@ def available() -> dict[str, str]:
     return {name: scheme for name, scheme in SCHEME_OF.items() if scheme in SCHEMES}
 
 
-def _outcomes(job: Job, model: GradientModel, names: dict[str, str]) -> dict[str, Outcome]:
-    """What the schemes and the dense all-reduce cost, by name."""
-    found = {"AllReduce": price(replace(job, charged=False), "dense", model.gradient)}
+def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str, Outcome]:
+    """What schemes and the dense all-reduce cost.
+
+    Args:
+        job: where, and on how many ranks; its format is chosen here.
+        gradients: of each rank.
+        names: the schemes by the name under which they are returned.
+
+    Returns:
+        `AllReduce` and the others, by name.
+    """
+    found = {"AllReduce": price(replace(job, charged=False), "dense", gradients)}
     for name, scheme in names.items():
         message_format = "auto" if scheme in OWN_FORMAT else "coo"
         chosen = replace(job, format=message_format)
-        found[name] = price(chosen, scheme, model.gradient)
+        found[name] = price(chosen, scheme, gradients)
         if scheme == "zen" and job.charged:
             free = replace(chosen, charged=False)
-            found[f"{name}, codec free"] = price(free, scheme, model.gradient)
+            found[f"{name}, codec free"] = price(free, scheme, gradients)
     return found
 
 
@@ -139,7 +148,7 @@ def rows_8(fast: bool) -> list[Row]:
     rows = []
     for n in (4, 16) if fast else (4, 8, 16, 32, 64, 128):
         job = Job(BANDWIDTH_ONLY, n, 4 * NMT.full_numel, numel, charged=False)
-        found = _outcomes(job, model, names)
+        found = outcomes(job, model.gradient, names)
         dense = found["AllReduce"]
         # As the paper counts: every element that is pushed, and every one that is pulled.
         pushed = (model.density + model.sum_density(n)) / 2
@@ -156,7 +165,7 @@ def rows_8(fast: bool) -> list[Row]:
 def _workload_rows(workload: Workload, numel: int, machines: int) -> tuple[Row, ...]:
     model = workload.gradient_model(numel).summed(workload.gpus_a_rank)
     job = Job(AWS_25, machines, 4 * workload.full_numel, numel)
-    found = _outcomes(job, model, available())
+    found = outcomes(job, model.gradient, available())
     where = {
         "workload": workload.name, "ranks": machines, "full_numel": workload.full_numel,
         "simulated_numel": numel,

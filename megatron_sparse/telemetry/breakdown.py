@@ -38,6 +38,8 @@ class IterationBreakdown:
         numel: elements in the buckets.
         density: nnz / numel; None when there was no bucket.
         schemes: number of buckets by scheme.
+        predicted_ms: what the planner's cost model expected of the buckets' stages, summed; None
+            unless it chose every bucket's scheme.
         loss: loss of the iteration; None when it was not logged or not finite.
         grad_norm: norm of the gradient; None like `loss`.
         learning_rate: None when the caller gave none.
@@ -57,6 +59,7 @@ class IterationBreakdown:
     numel: int
     density: float | None
     schemes: dict[str, int]
+    predicted_ms: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
@@ -79,6 +82,8 @@ class IterationBreakdown:
             "sparse/wire_bytes": self.wire_bytes,
             "sparse/wire_ratio": self.wire_ratio,
             "sparse/density": self.density,
+            "plan/predicted_ms": self.predicted_ms,
+            "plan/measured_ms": self._measured_ms(),
             "time_ms/iteration": self.iteration_ms,
             **{f"time_ms/{stage}": time_ms for stage, time_ms in self.stage_ms.items()},
             "time_ms/exposed": self.exposed_ms,
@@ -91,6 +96,12 @@ class IterationBreakdown:
         for name, value in self.extra.items():
             named[name if "/" in name else f"extra/{name}"] = value
         return {name: float(value) for name, value in named.items() if value is not None}
+
+    def _measured_ms(self) -> float | None:
+        """What `predicted_ms` is to be compared with."""
+        if self.predicted_ms is None:
+            return None
+        return sum(self.stage_ms[stage] for stage in BUCKET_STAGES)
 
     def line(self) -> str:
         """The line of `breakdown.jsonl`; `IterationBreakdown(**json.loads(line))` is its inverse.
@@ -183,12 +194,18 @@ def iteration_breakdown(
         numel=numel,
         density=nnz / numel if numel else None,
         schemes=schemes,
+        predicted_ms=_sum_ms([record.predicted_us for record in records]),
         loss=finite(loss),
         grad_norm=finite(grad_norm),
         learning_rate=numbers.pop("learning_rate", None),
         skipped=bool(skipped),
         extra=numbers,
     )
+
+
+def _sum_ms(times_us: Sequence[float | None]) -> float | None:
+    known_us = [time_us for time_us in times_us if time_us is not None]
+    return sum(known_us) / 1e3 if known_us and len(known_us) == len(times_us) else None
 
 
 def bucket_line(record: BucketRecord, iteration: int, origin_s: float) -> str:
@@ -203,16 +220,21 @@ def bucket_line(record: BucketRecord, iteration: int, origin_s: float) -> str:
         origin_s: `time.perf_counter` seconds that `launched_us` and `finished_us` count from.
 
     Returns:
-        JSON; `density` is what was sent (nnz / numel), `planned_density` what was asked for.
+        JSON; `density` is what was sent (nnz / numel), `planned_density` what was asked for;
+        `measured_us`, all stages together, is what `predicted_us` is to be compared with.
     """
     density = repr(record.nnz / record.numel) if record.numel else "null"
-    stages = ",".join([f'"{stage}":{us:.1f}' for stage, us in record.stage_us().items()])
+    stage_us = record.stage_us()
+    stages = ",".join([f'"{stage}":{us:.1f}' for stage, us in stage_us.items()])
+    predicted = "null" if record.predicted_us is None else f"{record.predicted_us:.1f}"
     return (
         f'{{"iteration":{iteration},"bucket":{_quoted(record.bucket)},"step":{record.step},'
         f'"scheme":{_quoted(record.scheme)},"phase":{_quoted(record.phase)},'
+        f'"straggler":{"null" if record.straggler is None else record.straggler},'
         f'"planned_density":{float(record.density)!r},"density":{density},'
         f'"numel":{record.numel},"nnz":{record.nnz},'
         f'"dense_bytes":{record.dense_bytes},"wire_bytes":{record.wire_bytes},'
+        f'"predicted_us":{predicted},"measured_us":{sum(stage_us.values()):.1f},'
         f'"launched_us":{(record.launched_s - origin_s) * 1e6:.1f},'
         f'"finished_us":{(record.finished_s - origin_s) * 1e6:.1f},"stage_us":{{{stages}}}}}'
     )

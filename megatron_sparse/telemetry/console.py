@@ -25,6 +25,7 @@ _MEANING = {
     "encode": "building the message",
     "network": "bytes under way, peers waited for",
     "decode": "adding up what came",
+    "profile": "now and then: sampling the sparsity",
 }
 
 
@@ -89,6 +90,12 @@ def print_summary(
         f"synchronisation: {_ms(summary['exposed_ms'])} ms exposed, "
         f"{_ms(summary['overlapped_ms'])} ms overlapped with compute"
     )
+    if stragglers := summary.get("stragglers"):
+        console.print(
+            f"stragglers: the last rank was late by {_ms(stragglers['median_ms'])} ms (median), "
+            f"{_ms(stragglers['max_ms'])} ms at most; rank {stragglers['rank']} in "
+            f"{stragglers['share']:.0%}"
+        )
     if memory := summary.get("memory_bytes"):
         parts_text = ", ".join(f"{purpose} {_size(held)}" for purpose, held in memory.items())
         console.print(f"memory of this rank: {parts_text}")

@@ -19,11 +19,19 @@ import torch.distributed as dist
 import megatron_sparse
 from megatron_sparse.config import TrackingConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.recording import STEP_STAGES, BucketRecord
+from megatron_sparse.recording import STEP_STAGES, BucketRecord, ReadinessRecord
 from megatron_sparse.telemetry.breakdown import IterationBreakdown, bucket_line, iteration_breakdown
 from megatron_sparse.telemetry.console import print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.lines import JsonLines, read_lines
+from megatron_sparse.telemetry.readiness import (
+    READINESS_FILE,
+    load_readiness,
+    readiness_line,
+    statistics_of,
+    step_scalars,
+    summary_of,
+)
 from megatron_sparse.telemetry.sinks import IsolatedSink, ScalarSink
 from megatron_sparse.telemetry.trace import Span, Timeline
 
@@ -85,6 +93,8 @@ class RunTelemetry:
         self._since_flush = 0
         self._machine: dict[str, Any] | None = None
         self._closed: dict[str, Any] | None = None
+        self._readiness: list[ReadinessRecord] = []
+        self._readiness_file: JsonLines | None = None
         self._files: tuple[JsonLines, ...] = ()
         if self._run_dir is not None:
             self._open_files(self._run_dir)
@@ -117,6 +127,10 @@ class RunTelemetry:
     def record_bucket(self, record: BucketRecord) -> None:
         """Keeps `record` for the running iteration; its times are not read before its end."""
         self._records.append(record)
+
+    def record_readiness(self, record: ReadinessRecord) -> None:
+        """Keeps `record` for the end of the running iteration, which is a later one."""
+        self._readiness.append(record)
 
     def record_stage(self, stage: str, seconds: float) -> None:
         """Adds host seconds to one of `STEP_STAGES` of the running iteration."""
@@ -158,6 +172,7 @@ class RunTelemetry:
         records, self._records = self._records, []
         step_s, self._step_s = self._step_s, {}
         spans, self._spans = self._spans, []
+        readiness, self._readiness = self._readiness, []
         breakdown = iteration_breakdown(
             iteration,
             records,
@@ -166,7 +181,7 @@ class RunTelemetry:
             loss=loss,
             grad_norm=grad_norm,
             skipped=skipped,
-            extra=extra,
+            extra={**step_scalars(readiness), **(extra or {})},
         )
         if self._last is None or iteration <= self._last.iteration:
             self._begin_at(iteration)
@@ -176,7 +191,7 @@ class RunTelemetry:
             # Now, because at the end of the run the process group may be gone.
             self._machine = _machine()
         if self._files:
-            self._write(breakdown, records)
+            self._write(breakdown, records, readiness)
         self._trace(iteration, spans, records)
         if self._is_writer:
             scalars = breakdown.scalars()
@@ -228,15 +243,38 @@ class RunTelemetry:
         self._history.cut(iteration)
         self._on_files(lambda file: file.cut(iteration))
 
-    def _write(self, breakdown: IterationBreakdown, records: Sequence[BucketRecord]) -> None:
-        breakdowns, buckets = self._files
+    def _write(
+        self,
+        breakdown: IterationBreakdown,
+        records: Sequence[BucketRecord],
+        readiness: Sequence[ReadinessRecord],
+    ) -> None:
+        breakdowns, buckets = self._files[:2]
         breakdowns.append(breakdown.line())
         origin_s = min((record.launched_s for record in records), default=0.0)
         for record in records:
             buckets.append(bucket_line(record, breakdown.iteration, origin_s))
+        if readiness:
+            self._write_readiness(readiness)
         self._since_flush += 1
         if self._since_flush >= self._tracking.flush_every:
             self.flush()
+
+    def _write_readiness(self, readiness: Sequence[ReadinessRecord]) -> None:
+        """Into a file that only runs that measure have."""
+        if self._readiness_file is None:
+            assert self._run_dir is not None, "only a rank with files writes"
+            made = self._readiness_file = JsonLines(self._run_dir / READINESS_FILE)
+            self._files += (made,)
+
+            def open_made(file: JsonLines) -> None:
+                if file is made:
+                    file.repair()
+                    file.cut(readiness[0].step + 1)
+
+            self._on_files(open_made)
+        for record in readiness:
+            self._readiness_file.append(readiness_line(record))
 
     def _trace(self, iteration: int, spans: list[Span], records: Sequence[BucketRecord]) -> None:
         """Adds the iteration to the timeline if it is one of those; the last one writes it."""
@@ -271,10 +309,17 @@ class RunTelemetry:
         return {
             "name": self._name,
             **self._history.summary(),
+            "stragglers": self._straggler_summary(),
             "target_density": compression.get("density"),
             **(self._machine or _machine()),
             "versions": _versions(),
         }
+
+    def _straggler_summary(self) -> dict[str, Any] | None:
+        """Of all delays in the run's folder; None where none were measured."""
+        if self._readiness_file is None or self._run_dir is None:
+            return None
+        return summary_of(statistics_of(list(load_readiness(self._run_dir).values())))
 
 
 def _machine() -> dict[str, Any]:

@@ -8,9 +8,22 @@ whoever drives it decides how to wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Protocol
 
 import torch
+
+from megatron_sparse.transport.arrivals import Arrivals
+
+
+class Marker(Enum):
+    """What a collective yields, beside works, to say how far it is with its posts."""
+
+    POSTED = "posted"
+    """It will post nothing more."""
+    UNORDERED = "unordered"
+    """It will post only pairwise messages with a tag of their own, which need no order among those
+    of other collectives. Not with NCCL, which has no tags."""
 
 
 class Work(Protocol):
@@ -51,6 +64,13 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
     nodes: tuple[int, ...]
+
+    def open_arrivals(self) -> Arrivals:
+        """Where the ranks draw tickets as they become ready. Collective; closed with the transport.
+
+        One small broadcast, for which the host waits.
+        """
+        ...
 
     def all_reduce_(self, values_N: torch.Tensor) -> Work:
         """Sums `values_N` over all ranks, in place, by the backend's own collective."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_sparse.config import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.transport.arrivals import StoreArrivals
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerWatch, watch_peers
 from megatron_sparse.transport.waiters import Waiters
@@ -214,6 +215,7 @@ class ProcessGroupTransport:
         self._timeout_s = timeout_s
         self._watch: PeerWatch | None = None
         self._waiters = Waiters(WAITERS)
+        self._arrivals: list[StoreArrivals] = []
         if watch and self.world_size > 1:
             self._watch = watch_peers(ranks, dist.get_rank(), timeout_s, self._broadcast)
         # After the watch: when the hosts have been gathered, all ranks have joined it.
@@ -237,6 +239,18 @@ class ProcessGroupTransport:
         self.all_gather(gathered, own).finish()
         hosts = gathered.tolist()
         return tuple(hosts.index(host) for host in hosts)
+
+    def open_arrivals(self) -> StoreArrivals:
+        """See `Transport`. Another connection to the store at which the processes met."""
+        token = self._broadcast(secrets.token_hex(8).encode()).decode().strip()
+        store = dist.distributed_c10d._get_default_store()
+        arrivals = StoreArrivals(
+            store.clone(),  # type: ignore[attr-defined] - missing from torch's stubs
+            f"megatron_sparse/{token}", self.rank, self.world_size, self.device,
+            lambda name: Operation(name, self._watch, self._timeout_s),
+        )  # fmt: skip
+        self._arrivals.append(arrivals)
+        return arrivals
 
     def _announce(self, name: str) -> Operation:
         """Names an operation that is about to be posted.
@@ -365,6 +379,9 @@ class ProcessGroupTransport:
             broken: an operation has failed: the group is not used again, and peers that still
                 count on this rank hear that it is gone.
         """
+        for arrivals in self._arrivals:
+            arrivals.close()
+        self._arrivals.clear()
         if self._watch is not None:
             self._watch.close(broken=broken)
             self._watch = None

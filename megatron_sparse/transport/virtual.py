@@ -4,8 +4,9 @@ Every message is really copied, so a collective computes the same here as over a
 byte is counted on its directed link. The time is a MODEL and must be labelled so wherever it is
 shown: a message of m bytes from a to b starts when both have posted it and both ports are free,
 occupies the ports for beta m, and arrives after alpha + beta m; alpha and beta are those of the
-topology's link. Messages start in the order of their modelled times. Local work costs nothing
-unless the caller charges it.
+topology's link. Messages start in the order of their modelled times, at equal times in the order
+in which the later one of their two ranks has posted them. Local work costs nothing unless the
+caller charges it.
 
 What a real network would only do by chance happens here always: a receive buffer is overwritten
 with 0xFF when it is posted and filled at the last moment, and a sent buffer is read at that moment,
@@ -18,13 +19,16 @@ import heapq
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count
 from typing import Any
 
 import torch
 
 from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.topology import NO_TIME, Topology
+from megatron_sparse.transport.virtual_arrivals import VirtualArrival, VirtualArrivals
 from megatron_sparse.transport.virtual_rank import VirtualTransport, VirtualWork
 
 POISON = 0xFF
@@ -41,6 +45,7 @@ class _Half:
     data: torch.Tensor
     work: VirtualWork
     posted_s: float
+    number: int
     priced_bytes: float
     waiting_for: str
 
@@ -63,14 +68,15 @@ class VirtualCluster:
         topology: nodes and links; None for one node whose links take no time.
         device: where the ranks' tensors live.
         message_scale: how many bytes the clock takes each byte for, so that a small bucket can be
-            priced as a large one. All-gathers, by which ranks agree about sizes, do not grow with
-            the bucket and count once; so do the byte counters.
+            priced as a large one. All-gathers and int64 words, by which ranks agree about sizes, do
+            not grow with the bucket and count once; so do the byte counters.
 
     Attributes:
         transports: one for each rank.
         link_bytes: (sender, receiver) -> bytes.
         link_messages: (sender, receiver) -> messages.
         clock_s: the modelled clock of each rank, in seconds.
+        arrived: who has come on a visit to a bucket, while ranks are missing (`virtual_arrivals`).
 
     Raises:
         ConfigError: the topology has another number of ranks.
@@ -112,6 +118,7 @@ class VirtualCluster:
         self._port_free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._reductions: dict[int, _Reduction] = {}
         self._reduced: list[VirtualWork] = []
+        self.arrived: dict[tuple[str, int], list[VirtualArrival]] = defaultdict(list)
 
     @property
     def modelled_s(self) -> float:
@@ -168,14 +175,21 @@ class VirtualCluster:
             except StopIteration as end:
                 results[rank] = end.value
                 return
-            if not isinstance(outcome, VirtualWork):
+            if outcome is Marker.UNORDERED:
+                continue
+            if isinstance(outcome, Enum):
                 assert self.transports[rank].may_post, "the marker comes once"
                 self.transports[rank].may_post = False
-            elif outcome.ready():
+            elif not isinstance(outcome, VirtualWork) or outcome.ready():
+                # What is no message, such as a copy to the host, is not on the modelled clock.
                 outcome.finish()
             else:
                 waiting[rank] = outcome
                 return
+
+    def priced_bytes(self, data: torch.Tensor) -> float:
+        """How many bytes the clock takes a message for; a subclass may know better."""
+        return self.message_scale * data.nbytes
 
     def post_half(
         self, work: VirtualWork, peer: int, data: torch.Tensor, tag: int, *, is_send: bool
@@ -185,8 +199,12 @@ class VirtualCluster:
         assert peer != rank, "a rank exchanges nothing with itself"
         assert data.is_contiguous(), "messages are contiguous"
         waiting_for = f"rank {peer} to {'receive' if is_send else 'send'}"
-        scale = 1.0 if work.what == "all_gather" else self.message_scale
-        half = _Half(rank, peer, data, work, self.clock_s[rank], scale * data.nbytes, waiting_for)
+        is_agreement = work.what == "all_gather" or data.dtype == torch.int64
+        # A receive buffer holds nothing yet; its sender knows what is to be paid for.
+        priced = float(data.nbytes) if is_agreement or not is_send else self.priced_bytes(data)
+        half = _Half(
+            rank, peer, data, work, self.clock_s[rank], next(self._numbers), priced, waiting_for
+        )
         work.undelivered += 1
         work.waits_for[waiting_for] += 1
         if not is_send:
@@ -206,8 +224,8 @@ class VirtualCluster:
                 got=send.data.nbytes,
                 remedy="agree on sizes before the exchange",
             )
-        posted_s = max(send.posted_s, receive.posted_s)
-        heapq.heappush(self._matched, (posted_s, next(self._numbers), send, receive))
+        posted_s, number = max((half.posted_s, half.number) for half in (send, receive))
+        heapq.heappush(self._matched, (posted_s, number, send, receive))
 
     def post_reduction(
         self, number: int, work: VirtualWork, values_N: torch.Tensor, output: torch.Tensor
@@ -232,6 +250,14 @@ class VirtualCluster:
         if not missing:
             del self._reductions[number]
             self._reduce(reduction)
+
+    def open_arrivals(self, rank: int) -> VirtualArrivals:
+        """See `Transport`; called by the transports."""
+        return VirtualArrivals(self, rank)
+
+    def resume(self, works: Sequence[VirtualWork]) -> None:
+        """Takes works that have ended without a message; called by the arrivals."""
+        self._reduced.extend(works)
 
     def _reduce(self, reduction: _Reduction) -> None:
         """Adds in rank order; counts and times the steps of a ring over the ranks."""

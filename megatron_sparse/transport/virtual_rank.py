@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from megatron_sparse.transport.virtual import VirtualCluster
+    from megatron_sparse.transport.virtual_arrivals import VirtualArrivals
 
 TAG_OF_COLLECTIVES = -1
 
@@ -54,6 +55,10 @@ class VirtualTransport:
     def charge(self, seconds: float) -> None:
         """Adds local work to this rank's modelled clock."""
         self._cluster.clock_s[self.rank] += seconds
+
+    def open_arrivals(self) -> VirtualArrivals:
+        """See `Transport`."""
+        return self._cluster.open_arrivals(self.rank)
 
     def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:
         """See `Transport`. Counted and timed as a ring; added in rank order, in its own dtype."""

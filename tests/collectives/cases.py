@@ -19,8 +19,8 @@ from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import VirtualCluster
 
 EPOCH = 3
-OPTIONS = SchemeOptions.of(SchemeConfig(block_size=64))
-"""Blocks so small that the small buckets here have several."""
+OPTIONS = SchemeOptions.of(SchemeConfig(block_size=64)).with_straggler(1)
+"""Blocks so small that the small buckets here have several; and rank 1 is the straggler."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,11 @@ def make_bucket(case: Case, rank: int) -> Bucket:
 
 def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message:
     """The rank's encoded contribution, cut as the planner would have it cut."""
-    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.form))
+    scheme = SCHEMES[case.scheme]
+    layout = bucket.layout(scheme.is_sharded(case.form), scheme.finer(bucket))
     offsets = layout.range_offsets.tolist()
     nnz_R = torch.tensor(
-        [bucket.grad_N[a:b].count_nonzero() for a, b in itertools.pairwise(offsets)],
+        [int(bucket.grad_N[a:b].count_nonzero()) for a, b in itertools.pairwise(offsets)],
         dtype=torch.int64,
     )
     form = FORMAT_OF_SCHEME.get(case.scheme, "coo")
@@ -153,7 +154,9 @@ def steps_of(case: Case, transport, *, poison: bool = False):
         if case.wire != case.dtype:
             values = bucket.grad_N.to(VALUE_DTYPES[case.wire])
             bucket.grad_N.fill_(float("nan"))
-        sent = yield from scheme.run(bucket, values, EPOCH, transport, buffers, watch)
+        sent = yield from scheme.reduce(
+            bucket, values, EPOCH, transport, buffers, watch, case.options
+        )
     own = slice(None) if case.form is Form.ALL_REDUCE else bucket.shard(transport.rank)
     return bucket.grad_N[own].clone(), sent
 

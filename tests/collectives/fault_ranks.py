@@ -28,6 +28,7 @@ from tests.collectives.faults import (
     nap,
     stop_process,
 )
+from tests.straggler.settings import section_for
 
 NUMEL = 12_000
 SLOW_S = 0.5
@@ -53,6 +54,8 @@ class Side:
                 density=1.0, warmup_iters=0, ramp_iters=0, samples=500, keep_below_numel=0
             ),
             SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
+            # Not rank 0, which would be done first, and is who tells the others of a loss.
+            straggler=section_for(scheme, rank=dist.get_world_size() - 1),
         )
         assert dist.group.WORLD is not None
         self.progress = ProgressThread(torch.device("cpu"), timeout_s)

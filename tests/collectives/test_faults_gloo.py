@@ -27,6 +27,8 @@ from tests.collectives.fault_ranks import (
 from tests.collectives.faults import Fault
 from tests.ranks import _rank_main, run_ranks
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 N = 3
 TIMEOUT_S = 10.0
 SLACK_S = 4.0
@@ -36,17 +38,8 @@ SPARSE = [name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPAR
 OPERATIONS = ("exchange with ranks", "all_gather", "all_reduce")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forked_ranks():
-    """Ranks of this module are forked from a server that has imported everything."""
-    mp.set_forkserver_preload(["tests.collectives.fault_ranks"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "START_METHOD", "forkserver")
-        yield
-
-
 @pytest.fixture(scope="module")
-def posts():
+def posts(forked_ranks):
     """How many operations each rank posts, by scheme; and each scheme once without a fault."""
     cases = [(name, Fault("none", 0, 0)) for name in SCHEMES]
     by_rank = run_ranks(one_after_another, N, cases, 20.0)

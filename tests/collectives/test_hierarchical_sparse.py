@@ -63,8 +63,8 @@ def _assert_exact(case, results):
 
 def test_every_other_sparse_scheme_can_be_the_inner_one():
     sparse = {name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE}
-    assert set(INNER_SCHEMES) == sparse - {"hierarchical"}
-    for name in ("dense_ring", "hierarchical"):
+    assert set(INNER_SCHEMES) == sparse - {"hierarchical", "straggler_direct"}
+    for name in ("dense_ring", "hierarchical", "straggler_direct"):
         with pytest.raises(ConfigError, match=r"scheme\.inner"):
             SchemeConfig(name="hierarchical", inner=name)
 

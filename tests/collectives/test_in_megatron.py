@@ -10,6 +10,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from tests.ranks import run_ranks
+from tests.straggler.settings import section_for
 
 STEPS = 2
 
@@ -22,8 +23,9 @@ def _train(setting, scheme=None):
     attachment = None
     if scheme is not None:
         attachment = attach(
-            toy.ddp, toy.optimizer, scheme=scheme, density=1.0, warmup_iters=0, ramp_iters=0
-        )
+            toy.ddp, toy.optimizer, scheme=scheme, density=1.0, warmup_iters=0, ramp_iters=0,
+            straggler=section_for(scheme),
+        )  # fmt: skip
     try:
         for _ in range(STEPS):
             toy.step()

@@ -18,6 +18,7 @@ from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reducer import GradientReducer
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.ranks import run_ranks
+from tests.straggler.settings import section_for
 
 NUMEL = 12 * 1009
 CASES = list(
@@ -81,6 +82,7 @@ def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0,
             leak=leak,
         ),
         SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
+        straggler=section_for(scheme),
     )  # fmt: skip
     transport = ProcessGroupTransport(group, timeout_s, torch.device("cpu"))
     residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)

@@ -52,6 +52,7 @@ def test_messages_are_cut_into_shards_where_a_scheme_sends_shards():
         "sparse_ring",
         "omnireduce",
         "adaptive_ring",
+        "straggler_direct",
     }
     for scheme in SCHEMES.values():
         assert scheme.is_sharded(Form.REDUCE_SCATTER) == (scheme.takes is Input.SPARSE)
@@ -80,9 +81,9 @@ SPARSE = [name for name in SCHEMES if SCHEMES[name].takes is Input.SPARSE]
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_rank_with_another_bucket_is_refused_before_anything_is_sent(name):
-    cases = [Case(name, 3, numel=numel) for numel in (120, 120, 123)]
-    cluster = VirtualCluster(3)
-    with pytest.raises(CommunicationError, match="rank 2 of the group is not in the same"):
+    cases = [Case(name, 4, numel=numel) for numel in (120, 120, 120, 123)]
+    cluster = VirtualCluster(4)
+    with pytest.raises(CommunicationError, match="rank 3 of the group is not in the same"):
         cluster.run(lambda transport: steps_of(cases[transport.rank], transport))
 
 

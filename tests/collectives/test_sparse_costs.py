@@ -50,10 +50,10 @@ class Oracle:
         self.partial = "bf16" if (case.dtype, case.wire) == ("fp32", "bf16") else "fp32"
         self.final = case.wire
 
-    def sum(self, ranks, dtype, shard=None, *, dense=False, blocks=False):
+    def sum(self, ranks, dtype, shard=None, *, part=None, dense=False, blocks=False):
         """Bytes of the records of the sum of some ranks: the smallest format for each segment.
 
-        With `blocks` that is dense or blocks.
+        With `blocks` that is dense or blocks. Of a shard, or of the segments `part`, or of all.
         """
         total = sum(contribution(self.case, r).double() for r in ranks)
         cuts, keeps = self.layout.segment_offsets.tolist(), self.layout.segment_keep.tolist()
@@ -61,6 +61,8 @@ class Oracle:
         if shard is not None:
             first, last = self.layout.shard_segments[shard : shard + 2]
             segments = segments[first:last]
+        if part is not None:
+            segments = segments[part]
         size = 0
         for (start, stop), keep in segments:
             if blocks:
@@ -211,8 +213,8 @@ COSTS = {
 }
 
 
-IN_THEIR_OWN_FILES = {"adaptive_ring", "hierarchical"}
-"""Schemes whose cost depends on the topology."""
+IN_THEIR_OWN_FILES = {"adaptive_ring", "hierarchical", "straggler_direct"}
+"""Schemes whose cost depends on the topology, or on who comes late."""
 
 
 def test_every_sparse_scheme_has_its_cost_checked():

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_sparse.planner.gradient_recording import GradientRecording, Kind
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "model=gpt_tiny", "data=mock", "tracking=off", "model.num_layers=2", "model.hidden_size=64",
@@ -135,12 +137,29 @@ def test_nan_in_one_gradient_ends_in_megatrons_own_error(tmp_path):
     assert "found NaN in local grad norm" in text
 
 
+def _check_recording(run: Path) -> None:
+    """The first iteration was dense; in the second, what was selected is less than the gradient."""
+    recording = GradientRecording.open(run)
+    assert recording.iterations == [1, 2]
+    assert len(recording.buckets) > 2
+    for name in recording.buckets:
+        assert recording.kinds(1, name) == [Kind.GRADIENT]
+        gradients = recording.read(2, name)
+        selected = recording.read(2, name, Kind.SELECTED)
+        assert len(gradients) == len(selected) == 2
+        for gradient, part in zip(gradients, selected, strict=True):
+            assert 0 < part.to_dense().count_nonzero() < gradient.to_dense().numel()
+        assert not torch.equal(gradients[0].to_dense(), gradients[1].to_dense())
+
+
 def test_a_trace_shows_later_phases_of_a_bucket_during_later_backward_work(tmp_path):
     run = train(
         tmp_path, "traced", "scheme=direct", "compression.warmup_iters=1",
         "compression.ramp_iters=0", *_flags(True, False), "model.num_layers=4",
         "training.iterations=12", "tracking.trace_start=3", "tracking.trace_iters=10",
+        "tracking.record_gradients_iters=[1,2]",
     )  # fmt: skip
+    _check_recording(run)
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     iterations = range(3, 13)

@@ -169,8 +169,9 @@ class TestFigures:
 
         def figures(total, network, dense, wire):
             return in_order({
-                "total": total, "threshold": 1, "prune": 2, "encode": 3, "network": network,
-                "decode": 4, "dense": dense, "copy": 2, "wire_bytes": wire, "nnz": 10,
+                "total": total, "threshold": 1, "prune": 2, "profile": 0, "encode": 3,
+                "network": network, "decode": 4, "dense": dense, "copy": 2, "wire_bytes": wire,
+                "nnz": 10,
             })  # fmt: skip
 
         return torch.tensor([

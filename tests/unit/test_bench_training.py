@@ -80,6 +80,17 @@ def test_dense_schemes_have_one_row():
     assert found == [("plain", 1.0), ("dense_ring", 1.0), ("zen", 0.1), ("zen", 0.2)]
 
 
+def test_the_slow_rank_sleeps_in_every_row_and_is_pinned_where_it_can_be():
+    slow = setting(schemes=["dense", "straggler"], ranks=4, slow_rank=1, slow_ms=300.0)
+    assert list(slow.rows()) == [("dense", 1.0), ("straggler", 1.0)]
+    dense, aware = (compose(slow.arguments(scheme, 1.0, Path("out"))) for scheme in slow.schemes)
+    for config in (dense, aware):
+        assert config.straggler.inject_rank == 1
+        assert config.straggler.inject_delay_ms == 300
+    assert dense.sparse.straggler.mode == "off"
+    assert (aware.sparse.straggler.mode, aware.straggler.rank) == ("pinned", 1)
+
+
 def test_a_run_that_fails_shows_the_end_of_its_log(monkeypatch, tmp_path):
     def run(command, log):
         log.write("it was the memory\n")
@@ -99,6 +110,9 @@ def test_a_run_that_fails_shows_the_end_of_its_log(monkeypatch, tmp_path):
         (["training.lr=0"], "training.lr"),
         (["--netbed"], "--mbit R"),
         (["--density=0"], "(0, 1]"),
+        (["--slow-rank=1"], "no plain"),
+        (["--scheme=dense", "--slow-rank=2"], "0 to 1"),
+        (["--scheme=dense", "--slow-rank=1", "--slow-ms=0"], "more than 0"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(arguments, words, runs, tmp_path, capsys):

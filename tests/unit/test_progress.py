@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from megatron_sparse.collectives import POSTED
+from megatron_sparse.collectives import POSTED, UNORDERED
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.progress import GATE, ProgressThread
 from megatron_sparse.recording import Stopwatch
@@ -75,6 +75,30 @@ def test_a_later_bucket_selects_but_does_not_post_before_an_earlier_one_has_post
     first[1].event.set()
     a.wait()
     assert log[-1] == "a decode"
+
+
+def test_a_bucket_whose_other_posts_need_no_order_lets_the_next_one_post(progress):
+    log, straggler, last = [], ManualWork(), ManualWork()
+
+    def job():
+        yield GATE
+        log.append("a greets")
+        yield UNORDERED
+        yield straggler
+        log.append("a posts the rest")
+        yield POSTED
+        yield last
+
+    a = progress.submit("a", job, Stopwatch())
+    done = ManualWork()
+    done.event.set()
+    progress.submit("b", _job("b", log, [done]), Stopwatch()).wait()
+    assert log[0] == "a greets"
+    assert "a posts the rest" not in log
+    straggler.event.set()
+    last.event.set()
+    a.wait()
+    assert log[-1] == "a posts the rest"
 
 
 def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):

@@ -22,6 +22,7 @@ from megatron_sparse.simulate.pricing import (
     drive,
     make_bucket,
     make_message,
+    memory_bound,
     price,
 )
 from megatron_sparse.transport import Link, VirtualCluster
@@ -123,7 +124,7 @@ def test_traffic_of_the_codec():
 
 def test_local_work_is_charged_to_the_modelled_clock():
     cluster = VirtualCluster(1)
-    watch = ChargingStopwatch(cluster.transports[0], seconds_a_byte=0.5)
+    watch = ChargingStopwatch(cluster.transports[0], memory_bound(0.5))
     with watch.stage("decode"):
         torch.ones(3).zero_()
     # ones writes 12 bytes (empty, then a fill), zero_ 12 more.
@@ -208,7 +209,7 @@ def test_every_figure_is_drawn_from_its_table(figure, tmp_path):
 
 def test_command_line(tmp_path, capsys):
     cli.app(["simulate", "--list"], standalone_mode=False)
-    assert len(capsys.readouterr().out.splitlines()) == len(simulate.FIGURES) == 12
+    assert len(capsys.readouterr().out.splitlines()) == len(simulate.FIGURES) == 16
     where = ["--out", str(tmp_path / "new"), "--fast"]
     cli.app(["simulate", "--paper", "zen", "--figure", "8", *where], standalone_mode=False)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [

@@ -144,15 +144,32 @@ def test_lines_read_back():
         "step": 3,
         "scheme": "agsparse",
         "phase": "target",
+        "straggler": None,
         "planned_density": 0.01,
         "density": 0.01,
         "numel": 1000,
         "nnz": 10,
         "dense_bytes": 8,
         "wire_bytes": 4,
+        "predicted_us": None,
+        "measured_us": 12.3,
         "launched_us": 250_000.0,
         "finished_us": 500_000.0,
         # rounded to a tenth of a microsecond: the clock is no better
         "stage_us": dict.fromkeys(BUCKET_STAGES, 0.0) | {"prune": 12.3},
     }
     assert json.loads(bucket_line(record(numel=0, nnz=0, density=1), 9, 0.0))["density"] is None
+
+
+def test_what_was_predicted_stands_beside_what_was_measured():
+    planned = [record(predicted_us=us, stage_us={"prune": 500.0}) for us in (1000.0, 2000.0)]
+    line = json.loads(bucket_line(planned[0], 1, 0.0))
+    assert (line["predicted_us"], line["measured_us"]) == (1000.0, 500.0)
+    b = iteration_breakdown(1, planned, {}, iteration_s=1.0)
+    assert b.predicted_ms == 3.0
+    assert b.scalars()["plan/predicted_ms"] == 3.0
+    assert b.scalars()["plan/measured_ms"] == 1.0
+    # A sum of some of them would be compared with all of them.
+    mixed = iteration_breakdown(1, [*planned, record()], {}, iteration_s=1.0)
+    assert mixed.predicted_ms is None
+    assert "plan/measured_ms" not in mixed.scalars()

@@ -23,7 +23,7 @@ def traffic(iterations, dense_bytes, wire_bytes, density, iteration_ms):
     }
 
 
-STAGE_MS = dict(zip(STAGES, (70.0, 10.0, 15.0, 1.5, 2.0, 0.5, 40.0, 6.0), strict=True))
+STAGE_MS = dict(zip(STAGES, (70.0, 10.0, 15.0, 1.5, 2.0, 0.5, 40.0, 6.0, 0.25), strict=True))
 SUMMARY = {
     "name": "demo [1]",
     **traffic(100, 100 * 2**20, 30 * 2**20, 0.25, 100.0),
@@ -71,6 +71,7 @@ prune                   2.00    2.00%  error feedback and selection
 encode                  0.50    0.50%  building the message
 network                40.00   40.00%  bytes under way, peers waited for
 decode                  6.00    6.00%  adding up what came
+profile                 0.25    0.25%  now and then: sampling the sparsity
 
 synchronisation: 15.00 ms exposed, 31.25 ms overlapped with compute
 memory of this rank: residual 4.00 MiB, undo 4.00 MiB, messages 1.50 MiB

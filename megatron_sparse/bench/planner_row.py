@@ -1,0 +1,141 @@
+"""A case of `bench planner`: what was chosen, what would have been best, and the verdict on all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_sparse.planner.prices import DENSE, least
+
+NEAR = 0.05
+"""Regret up to which a choice counts as the best one."""
+ENOUGH = 0.95
+"""Part of the cases that must be near the best."""
+WORST_OVER_DENSE = 1.05
+
+HEADER = (
+    f"# {'case':<14} {'ranks':>5} {'cluster':<17} {'chosen':<14} {'chosen(us)':>11} "
+    f"{'predicted':>11} {'best':<14} {'best(us)':>11} {'dense(us)':>11} {'regret':>7}"
+)
+
+
+@dataclass(frozen=True)
+class PlannerRow:
+    """One case. Times are microseconds.
+
+    Attributes:
+        case: kind of gradients.
+        world_size: ranks.
+        cluster: name of the cluster.
+        numel: elements of the bucket.
+        density: of a rank's gradient, as it was sampled.
+        chosen: the planner's scheme.
+        chosen_us: what it took.
+        predicted_us: what it was predicted to take.
+        best: the scheme that took least.
+        best_us: what that took.
+        dense_us: what `dense` took.
+        modelled: whether the times are those of a virtual cluster.
+        taken_us: what each candidate took.
+        predictions_us: what each was predicted to take.
+    """
+
+    case: str
+    world_size: int
+    cluster: str
+    numel: int
+    density: float
+    chosen: str
+    chosen_us: float
+    predicted_us: float
+    best: str
+    best_us: float
+    dense_us: float
+    modelled: bool
+    taken_us: dict[str, float]
+    predictions_us: dict[str, float]
+
+    @classmethod
+    def of(
+        cls, case: str, world_size: int, cluster: str, numel: int, density: float,
+        predictions_us: Mapping[str, float], taken_us: Mapping[str, float], *, modelled: bool,
+    ) -> PlannerRow:  # fmt: skip
+        """Chooses by the predictions and looks up what was taken.
+
+        Args:
+            case: see the attributes, here and below.
+            world_size: see there.
+            cluster: see there.
+            numel: see there.
+            density: see there.
+            predictions_us: by scheme; `dense` is one of them.
+            taken_us: of the same schemes.
+            modelled: see there.
+        """
+        chosen = least(dict(predictions_us), list(predictions_us))
+        best = least(dict(taken_us), list(taken_us))
+        return cls(
+            case, world_size, cluster, numel, density, chosen, taken_us[chosen],
+            predictions_us[chosen], best, taken_us[best], taken_us[DENSE], modelled,
+            dict(taken_us), dict(predictions_us),
+        )  # fmt: skip
+
+    @property
+    def regret(self) -> float:
+        """By which part the chosen scheme took longer than the best one."""
+        return self.chosen_us / self.best_us - 1
+
+    @property
+    def over_dense(self) -> float:
+        """The chosen scheme's time over that of dense."""
+        return self.chosen_us / self.dense_us
+
+    def line(self) -> str:
+        """For the table."""
+        return (
+            f"  {self.case:<14} {self.world_size:>5} {self.cluster:<17} {self.chosen:<14} "
+            f"{self.chosen_us:>11.1f} {self.predicted_us:>11.1f} {self.best:<14} "
+            f"{self.best_us:>11.1f} {self.dense_us:>11.1f} {self.regret:>6.1%}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON lines."""
+        return asdict(self) | {"regret": self.regret}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rows say together.
+
+    Attributes:
+        cases: how many there are.
+        near: part of them whose choice is within `NEAR` of the best.
+        worst_over_dense: the largest time of a choice over that of dense.
+    """
+
+    cases: int
+    near: float
+    worst_over_dense: float
+
+    @classmethod
+    def of(cls, rows: Sequence[PlannerRow]) -> Verdict:
+        """Of at least one row."""
+        return cls(
+            len(rows),
+            sum(row.regret <= NEAR for row in rows) / len(rows),
+            max(row.over_dense for row in rows),
+        )
+
+    @property
+    def holds(self) -> bool:
+        """Whether the planner is as good as it claims to be."""
+        return self.near >= ENOUGH and self.worst_over_dense <= WORST_OVER_DENSE
+
+    def line(self) -> str:
+        """In words."""
+        return (
+            f"# {self.near:.1%} of {self.cases} cases within {NEAR:.0%} of the best (at least "
+            f"{ENOUGH:.0%} are claimed); worst {self.worst_over_dense:.2f} times dense (at most "
+            f"{WORST_OVER_DENSE:.2f}): {'holds' if self.holds else 'FAILS'}"
+        )

@@ -1,0 +1,131 @@
+"""One rank of a bench that runs between real ranks: its group, its threads, and how it ends.
+
+On CUDA devices the backend is NCCL; that has not been run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.bench.collective_launch import NETBED_MBIT
+from megatron_sparse.bench.host_load import HostLoad, foreign_share
+from megatron_sparse.errors import MegatronSparseError
+from megatron_sparse.progress import ProgressThread
+from megatron_sparse.transport import ProcessGroupTransport
+
+LINGER_S = 5.0
+
+
+class RankGroup:
+    """This rank in the group of all ranks; a context manager that ends its threads and its group.
+
+    Args:
+        timeout_s: seconds after which an operation that has not finished is an error.
+        store: where the ranks meet.
+        rank: of this process.
+        world_size: processes.
+
+    Raises:
+        CommunicationError: the ranks cannot reach one another.
+    """
+
+    def __init__(self, timeout_s: float, store: Any, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        on_cuda = torch.cuda.is_available()
+        self.backend = "nccl" if on_cuda else "gloo"
+        self._device = torch.device("cpu")
+        if on_cuda:
+            self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            self.backend, store=store, rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )  # fmt: skip
+        world = dist.group.WORLD
+        assert world is not None, "just made"
+        self._transport = ProcessGroupTransport(world, timeout_s, self._device)
+        self._progress = ProgressThread(self._device, timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._progress.close()
+        self._transport.close(broken=kind is not None)
+        if kind is None:
+            dist.destroy_process_group()
+
+    @property
+    def nodes(self) -> set[int]:
+        """The hosts, by the first rank on each."""
+        return set(self._transport.nodes)
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors, stacked, where `own` is."""
+        sent = own.to(self._device).contiguous()
+        gathered = sent.new_empty(self.world_size, *sent.shape)
+        self._transport.all_gather(gathered.view(-1), sent.view(-1)).finish()
+        return gathered.to(own.device)
+
+    def _foreign_load(self, load: HostLoad) -> float:
+        """The share of the machines that other programs took since `load` was made."""
+        spent = self._gather(torch.tensor(load.spent(), dtype=torch.float64))
+        # Hosts of the test bed have names of their own and are one machine all the same.
+        machines = 1 if NETBED_MBIT in os.environ else len(self.nodes)
+        return foreign_share(
+            float(spent[:, 0].mean()) * machines, float(spent[:, 1].mean()) * machines,
+            float(spent[:, 2].sum()),
+        )  # fmt: skip
+
+
+def as_rank[Group: RankGroup, Result](
+    make: Callable[[Any, int, int], Group],
+    action: Callable[[Group], Result],
+) -> Result:
+    """One rank's part where RANK and WORLD_SIZE are set.
+
+    An error that several ranks find is told by the first of them.
+
+    Args:
+        make: the group of this process, from the store, its rank and the number of ranks.
+        action: what to do in it.
+
+    Raises:
+        MegatronSparseError: what `make` or `action` raises.
+        SystemExit: an error that another rank has told of already; with its exit code.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    torch.set_num_threads(1)
+    store, rank, world_size = next(rendezvous("env://"))
+    try:
+        with make(store, rank, world_size) as group:
+            return action(group)
+    except MegatronSparseError as error:
+        if _said_already(store, rank, world_size):
+            sys.exit(error.exit_code)
+        raise
+
+
+def _said_already(store: Any, rank: int, world_size: int) -> bool:
+    """Whether another rank has an error to print: what one finds makes all fail.
+
+    Rank 0, where the store is, stays until all have asked or `LINGER_S` are over.
+    """
+    key = "megatron_sparse/bench_failed"
+    try:
+        said = store.add(key, 1) > 1
+        deadline_s = time.monotonic() + (LINGER_S if rank == 0 else 0.0)
+        while store.add(key, 0) < world_size and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+    except RuntimeError:
+        return True  # the store went with rank 0, which said so or was killed
+    return said

@@ -1,0 +1,210 @@
+"""Straggler-aware dense reduction (StragglAR, section 3): the others do not wait for the last one.
+
+All ranks know who the straggler is (`SchemeOptions.straggler`); deciding that is not done here.
+The bucket is cut into n - 1 chunks, at multiples of 4096 elements where it is long enough.
+
+Phase 1, n - 2 rounds, without the straggler: the n - 1 early ranks send each other the parts of
+their chunks, one peer at a time. Early rank number i adds the parts of chunk i in rank order.
+Greeting, on CPU: when the straggler comes, it and each early rank tell each other what they mean
+(`straggler_shares`); the first round of phase 2 is posted at the same time.
+Phase 2, n + log2 n - 2 rounds for powers of two (`make_schedule`): in round r the straggler and
+early rank r exchange chunk r and add, so that both hold it complete; all others pass on complete
+chunks, each to at most one peer in a round.
+
+Reduce-scatter: early rank i reduces its own shard, and piece i of n - 1 of the straggler's. In
+phase 2, n - 1 rounds, the straggler exchanges with each early rank: its part of that rank's shard
+against the early sum of a piece of its own. No scheme could take less time after its arrival: its
+port must let (n - 1) / n N b bytes out.
+
+The sum is early ranks' parts in rank order, then the straggler's. So it differs from
+`dense_allpairs` in the order of additions only, and not at all when the last rank is the straggler.
+Partial sums travel as in `accumulator`; complete chunks in the values' dtype.
+
+Deviations: phase 1 is pairwise instead of a ring (the same bytes in fp32, half in bf16, and in rank
+order); messages between two ranks of the one group, none of the paper's barriers, so ranks meet as
+soon as both can. Odd n, and any rank as the straggler.
+
+An early rank sends (n - 2) / (n - 1) N b bytes in phase 1. After the straggler's arrival: R rounds
+of N / (n - 1) elements, of b bytes each, or p from an early rank to the straggler.
+With no straggler known the scheme is `dense_ring`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives.accumulator import partial_dtype, store
+from megatron_sparse.collectives.base import (
+    POSTED,
+    UNORDERED,
+    Agreement,
+    Phase,
+    Steps,
+    Subgroup,
+    dense_tag,
+    whole_group,
+)
+from megatron_sparse.collectives.dense_ring import dense_ring
+from megatron_sparse.collectives.gather import in_rank_order, pairwise_rounds
+from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.collectives.straggler_shares import (
+    Greeting,
+    Share,
+    meetings_of,
+    shares_of,
+    straggler_of,
+)
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+
+def straggler(
+    bucket: Bucket,
+    values_N: torch.Tensor,
+    epoch: int,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+    options: SchemeOptions,
+) -> Steps:
+    """Sums `values_N` over all ranks into `bucket.grad_N`.
+
+    Arguments as of `dense`, and the options, of which the straggler is looked at.
+
+    Raises:
+        CommunicationError: ranks mean different collectives, or straggler, or buckets (on CPU).
+        ConfigError: the straggler is no rank of the group.
+        WireFormatError: a greeting is damaged.
+    """
+    late = straggler_of(options, transport.world_size)
+    if late is None:
+        return (yield from dense_ring(bucket, values_N, epoch, transport, buffers, watch))
+    scheme = f"straggler (rank {late})"
+    group = whole_group(transport, dense_tag(bucket, scheme, values_N, epoch))
+    shares = shares_of(bucket, late)
+    sums = _Sums(bucket, values_N, buffers, watch)
+    sent_bytes = 0
+    if group.rank != late:
+        early = Subgroup(transport, [share.rank for share in shares], group.tag)
+        yield from sums.reduce_early(shares, early)
+        sent_bytes = early.sent_bytes
+    greeting = None
+    if transport.device.type == "cpu":
+        agreement = Agreement(bucket, scheme, str(values_N.dtype), epoch)
+        greeting = Greeting(agreement, [], late, transport)
+    yield from _meet(sums, shares, late, group, greeting)
+    if bucket.form is Form.ALL_REDUCE:
+        store(bucket.grad_N, values_N)
+    return sent_bytes + group.sent_bytes
+
+
+def _meet(
+    sums: _Sums, shares: list[Share], late: int, group: Subgroup, greeting: Greeting | None
+) -> Phase:
+    """Phase 2."""
+    is_late = group.rank == late
+    meetings = meetings_of(sums.form, group.world_size, late)[group.rank]
+    for number, (peer, gives, takes) in enumerate(meetings):
+        summed = None
+        # What the straggler receives and what it is given have to be added; all else is complete.
+        if takes is not None and (is_late or (peer == late and gives is not None)):
+            summed = shares[takes]
+            sent, room = sums.parts(summed, is_late=is_late)
+            work = group.post([(peer, sent)], [(peer, room)])
+        else:
+            sends, receives = (
+                [] if index is None else [(peer, sums.values_N[shares[index].takes])]
+                for index in (gives, takes)
+            )
+            work = group.post(sends, receives)
+        if number == len(meetings) - 1:
+            yield POSTED
+        if number == 0 and greeting is not None:
+            if not is_late:
+                # The next bucket's early part need not wait for the straggler of this one.
+                yield UNORDERED
+            # First, so that of a straggler that never comes it is the name that the error has.
+            yield greeting.work
+            greeting.sizes()
+        yield work
+        if summed is not None:
+            sums.complete(summed, room, is_late=is_late)
+
+
+class _Sums:
+    """This rank's sums: of its share if it is early, of everything if it is the straggler.
+
+    Attributes:
+        values_N: own contributions, and then complete chunks.
+        form: of the bucket.
+    """
+
+    def __init__(
+        self, bucket: Bucket, values_N: torch.Tensor, buffers: MessageBuffers, watch: Stopwatch
+    ) -> None:
+        self.values_N, self.form = values_N, bucket.form
+        self._bucket, self._buffers, self._watch = bucket, buffers, watch
+        self._partial_dtype = partial_dtype(bucket, values_N)
+        # What the sums of an all-reduce are rounded to travels on; else they stay here.
+        self._target_N = values_N if bucket.form is Form.ALL_REDUCE else bucket.grad_N
+        self._early_sums: dict[int, torch.Tensor] = {}
+
+    def reduce_early(self, shares: list[Share], group: Subgroup) -> Phase:
+        """Phase 1: leaves the early ranks' sums of this rank's share here, in fp32."""
+        n, rank = group.world_size, group.rank
+        values_N, own = self.values_N, shares[rank].reduces
+        sizes = [part.stop - part.start for part in own]
+        numel = sum(sizes)
+        room = self._take("parts", (n - 1) * numel, values_N.dtype)
+        received = [list(place.split(sizes)) for place in room.view(n - 1, numel)]
+        received.insert(rank, [values_N[part] for part in own])
+        sums = self._take("early", numel, torch.float32).split(sizes)
+        self._early_sums = {part.start: sum_M for part, sum_M in zip(own, sums, strict=True)}
+
+        def add(sender: int) -> None:
+            with self._watch.stage("decode"):
+                for sum_M, part_M in zip(sums, received[sender], strict=True):
+                    if sender == 0:
+                        sum_M.copy_(part_M)
+                    else:
+                        sum_M.add_(part_M)
+
+        sent = [[values_N[part] for part in share.reduces] for share in shares]
+        yield from group.in_rounds(
+            pairwise_rounds(sent, received, group), in_rank_order(group, add)
+        )
+
+    def parts(self, share: Share, *, is_late: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the straggler and an early rank send each other, and room for what comes back.
+
+        An early rank goes on from its sum as it travels, so that both add the same numbers.
+        """
+        if is_late:
+            numel, dtype = share.gives.stop - share.gives.start, self._partial_dtype
+            return self.values_N[share.takes], self._take("incoming", numel, dtype)
+        sent = sum_M = self._early_sums[share.gives.start]
+        if self._partial_dtype != torch.float32:
+            sent = self._take("outgoing", sum_M.numel(), self._partial_dtype).copy_(sum_M)
+            sum_M.copy_(sent)
+        numel = share.takes.stop - share.takes.start
+        return sent, self._take("incoming", numel, self.values_N.dtype)
+
+    def complete(self, share: Share, received_M: torch.Tensor, *, is_late: bool) -> None:
+        """Adds early ranks' sum and straggler's part, and rounds the result into its place.
+
+        In one pass over memory: the next round waits for it.
+        """
+        elements = share.gives if is_late else share.takes
+        with self._watch.stage("decode"):
+            early_M, late_M = received_M, self.values_N[elements]
+            if not is_late:
+                early_M, late_M = self._early_sums[elements.start], received_M
+            elif early_M.dtype != torch.float32:
+                early_M = self._take("early", early_M.numel(), torch.float32).copy_(early_M)
+            torch.add(early_M, late_M, out=self._target_N[elements])
+
+    def _take(self, purpose: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        name = f"{purpose}:{self._bucket.name}"
+        return self._buffers.take(name, numel, self.values_N.device, dtype)

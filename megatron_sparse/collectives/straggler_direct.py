@@ -1,0 +1,323 @@
+"""Straggler-aware sparse reduction: StragglAR's schedule on records, with `direct` before it.
+
+No paper has it. All ranks know who the straggler is (`SchemeOptions.straggler`). Messages are cut
+at the borders of the n shards and of the n - 1 chunks (reduce-scatter: of the n - 1 pieces of every
+shard), whoever is late, so they can be encoded before that is known.
+
+Phase 1, without the straggler, `direct` among the n - 1 early ranks: they agree on sizes, and each
+sends early rank i the records of chunk i (n - 2 rounds), which adds them in rank order and encodes
+the sum once. All-reduce: the sums are all-gathered (n - 2 rounds), so that every early rank has the
+early sum. Reduce-scatter: early rank i adds up its own shard, and piece i of the straggler's.
+Greeting, 1 round (`straggler_shares`): the straggler and each early rank tell each other what they
+mean and the sizes of what follows.
+Phase 2, at most the R rounds of `make_schedule`: the straggler gives early rank r part r of its
+message and gets the sum of chunk r, and the others pass on parts of its message. Each rank adds
+those to the early sum. How many parts there are is for the sizes to say (`parts_of`): the larger
+the sums, the fewer parts still cross with them, and the sooner the others have them all.
+Reduce-scatter, n - 1 rounds: the straggler gives each early rank the records of its shard and gets
+the sum of a piece of its own.
+
+The sum is early ranks' messages in rank order, then the straggler's: with the last rank late, the
+bits of `direct`. The early sum travels as partial sums do (`records`), rounded once in the end.
+
+Let m be the straggler's message, D the records of the early sum, D' those of the whole sum, and let
+chunks be equal. After the straggler's arrival the busiest port carries D bytes in n rounds where
+D is several times m: then the message is everywhere before the last sums have come, and nothing
+can be less, because the straggler's own port must carry D. Where D is m, it carries
+m + (R - n + 1) m / (n - 1) in R + 1 rounds, R - n + 1 being log2 n - 1 for powers of two.
+The other way, to add the straggler's message to the sums where they are and to all-gather only
+then, would take m + (n - 2) / (n - 1) D' in 2 n - 2 rounds: more bytes, because D' is at least D
+and m. It would be the better one with no delay, by one D; then `direct` is better than both.
+A reduce-scatter's busiest port carries (n - 1) / n m after the arrival, which the straggler has to
+send anyway.
+
+An early rank sends in phase 1 (n - 2) / (n - 1) m bytes and (n - 2) D / (n - 1) (reduce-scatter:
+only about the former). With no straggler known the scheme is `direct`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Cuts, Form
+from megatron_sparse.collectives.base import (
+    UNORDERED,
+    Agreement,
+    Phase,
+    Round,
+    Steps,
+    Subgroup,
+    Yielded,
+    even_cuts,
+    exchange_sizes,
+    tag_of,
+    whole_group,
+)
+from megatron_sparse.collectives.direct import direct
+from megatron_sparse.collectives.gather import (
+    in_rank_order,
+    pairwise_all_gather,
+    pairwise_rounds,
+)
+from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.collectives.records import Cut, SparseSum, check_size, message_part
+from megatron_sparse.collectives.straggler_shares import (
+    Greeting,
+    chunk_cuts,
+    copies_of,
+    early_transport,
+    meetings_of,
+    shares_of,
+    straggler_of,
+)
+from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+NAME = "straggler_direct"
+
+
+def straggler_cuts(bucket: Bucket) -> Cuts:
+    """Where messages of a bucket are cut beside the shards' borders, whoever is late."""
+    pieces = bucket.world_size - 1
+    if pieces == 0:
+        return ()
+    parts = [slice(0, bucket.numel)]
+    if bucket.form is Form.REDUCE_SCATTER:
+        parts = [bucket.shard(rank) for rank in range(bucket.world_size)]
+    return tuple(sorted({cut for part in parts for cut in chunk_cuts(part, pieces)}))
+
+
+def straggler_direct(
+    bucket: Bucket,
+    message: Message,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+    options: SchemeOptions,
+) -> Steps:
+    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+
+    Arguments and errors as of `agsparse`, and the options, of which the straggler is looked at. The
+    message is cut into shards and at `straggler_cuts`, in both forms.
+
+    Raises:
+        ConfigError: the straggler is no rank of the group.
+    """
+    late = straggler_of(options, transport.world_size)
+    if late is None:
+        return (yield from direct(bucket, message, transport, buffers, watch))
+    sums = SparseSum(bucket, message, buffers, watch)
+    run = _Run(bucket, message, late, transport, sums)
+    sent_bytes = yield from run.as_straggler() if transport.rank == late else run.as_early()
+    sums.write(
+        slice(0, bucket.numel) if bucket.form is Form.ALL_REDUCE else bucket.shard(transport.rank)
+    )
+    return sent_bytes
+
+
+def parts_of(
+    message_sizes: Sequence[int],
+    early_sizes: Sequence[int],
+    copies: Sequence[Sequence[int]],
+) -> list[int]:
+    """Where the straggler's message is divided: the fewest parts of those that take least.
+
+    One part, two, four, ..., or one for each chunk: what takes least is the sum over all rounds of
+    the longest message in each.
+
+    Args:
+        message_sizes: bytes of the straggler's message in each chunk.
+        early_sizes: bytes of the early ranks' sum of each chunk.
+        copies: for each round, which parts others pass on (`copies_of`).
+
+    Returns:
+        Borders among the chunks, from 0 to their number.
+
+    Example:
+        >>> copies = [(), (0,), (0, 1), (1, 2)]
+        >>> parts_of([4, 4, 4], [4, 4, 4], copies), parts_of([4, 4, 4], [12, 12, 12], copies)
+        ([0, 1, 2, 3], [0, 3])
+    """
+    chunks = len(message_sizes)
+    numbers = [1 << power for power in range((chunks - 1).bit_length())] + [chunks]
+    best, least = [0, chunks], math.inf
+    for borders in (even_cuts(chunks, number) for number in numbers):
+        parts = [sum(message_sizes[a:b]) for a, b in pairwise(borders)]
+        parts += [0] * (chunks - len(parts))
+        exchanged = [max(pair) for pair in zip(parts, early_sizes, strict=True)]
+        exchanged += [0] * (len(copies) - chunks)
+        longest = [
+            max([own, *(parts[part] for part in passed_on)])
+            for own, passed_on in zip(exchanged, copies, strict=True)
+        ]
+        if sum(longest) < least:
+            best, least = borders, sum(longest)
+    return best
+
+
+class _Run:
+    """One rank's part of it; the arguments are the collective's."""
+
+    def __init__(
+        self, bucket: Bucket, message: Message, late: int, transport: Transport, sums: SparseSum
+    ) -> None:
+        self.bucket, self.message, self.late = bucket, message, late
+        self.transport, self.sums = transport, sums
+        self.shares = shares_of(bucket, late)
+        layout = message.layout
+        self.takes = [Cut(layout, elements=share.takes) for share in self.shares]
+        self.gives = [Cut(layout, elements=share.gives) for share in self.shares]
+        self.identity = (bucket, f"{NAME} (rank {late})", message.value_dtype, message.epoch)
+        self.group = whole_group(transport, tag_of(*self.identity))
+        n = transport.world_size
+        self.meetings = meetings_of(bucket.form, n, late)[transport.rank]
+        self.early_sizes: list[int] = []
+
+    def as_early(self) -> Generator[Yielded, None, int]:
+        """Returns the bytes that this rank has sent."""
+        sums, gives = self.sums, self.gives
+        early = Subgroup(self.transport, [share.rank for share in self.shares], self.group.tag)
+        yield from self._reduce_early(early)
+        capacity = gives[early.rank].capacity(sums.partial_dtype)
+        own = sums.encode(gives[early.rank], sums.partial_dtype, sums.take("given", capacity))
+        if self.bucket.form is Form.ALL_REDUCE:
+            yield from self._gather_early(own, early)
+        (sizes,) = yield from self._greet([own.numel()])
+        for size, cut in zip(sizes, self.takes, strict=True):
+            check_size(size, cut, self.message.value_dtype, self.late)
+        takes, sizes = self._message_parts(sizes)
+        parts = sums.take("late", sum(sizes)).split(sizes)
+
+        def arrived(share: int) -> None:
+            if share < len(takes):
+                sums.add_message(parts[share], takes[share], self.late)
+
+        yield from self._meet(
+            lambda peer, share: own if peer == self.late else parts[share], parts, arrived
+        )
+        return early.sent_bytes + self.group.sent_bytes
+
+    def as_straggler(self) -> Generator[Yielded, None, int]:
+        """Returns the bytes that this rank has sent."""
+        sums, message = self.sums, self.message
+        own_sizes = [message_part(message, cut).numel() for cut in self.takes]
+        rows = yield from self._greet(own_sizes)
+        sizes = [size for (size,) in rows]
+        for size, cut, share in zip(sizes, self.gives, self.shares, strict=True):
+            check_size(size, cut, sums.partial_dtype, share.rank)
+        self.early_sizes = sizes
+        takes, own_sizes = self._message_parts(own_sizes)
+        sent = [message_part(message, cut) for cut in takes]
+        sent += [message.buffer[:0]] * (len(self.shares) - len(takes))
+        parts = sums.take("given", sum(sizes)).split(sizes)
+
+        def arrived(share: int) -> None:
+            cut, rank = self.gives[share], self.shares[share].rank
+            sums.add_sum(parts[share], cut, sums.partial_dtype, rank, fresh=True)
+            sums.add_message(message_part(message, cut), cut, self.late)
+
+        yield from self._meet(lambda peer, share: sent[share], parts, arrived)
+        return self.group.sent_bytes
+
+    def _reduce_early(self, early: Subgroup) -> Phase:
+        """Phase 1's first half: the early ranks' sum of this rank's share."""
+        message, sums = self.message, self.sums
+        cuts = [
+            [Cut(message.layout, elements=part) for part in share.reduces] for share in self.shares
+        ]
+        sent = [[message_part(message, cut) for cut in of_share] for of_share in cuts]
+        table = yield from exchange_sizes(
+            [part.numel() for parts in sent for part in parts],
+            *self.identity, early_transport(self.transport, self.late), early.ranks,
+        )  # fmt: skip
+        own = cuts[early.rank]
+        first = early.rank * len(own)
+        sizes = [row[first : first + len(own)] for row in table]
+        for of_sender, rank in zip(sizes, early.ranks, strict=True):
+            for size, cut in zip(of_sender, own, strict=True):
+                check_size(size, cut, message.value_dtype, rank)
+        places = sums.take("received", sum(map(sum, sizes))).split([*map(sum, sizes)])
+        received = [place.split(parts) for place, parts in zip(places, sizes, strict=True)]
+
+        def add(sender: int) -> None:
+            came = sent[sender] if sender == early.rank else received[sender]
+            for records, cut in zip(came, own, strict=True):
+                sums.add_message(records, cut, early.ranks[sender], fresh=sender == 0)
+
+        yield from early.in_rounds(
+            pairwise_rounds(sent, received, early), in_rank_order(early, add)
+        )
+
+    def _gather_early(self, own: torch.Tensor, early: Subgroup) -> Phase:
+        """Phase 1's second half: the early ranks' sum of everything."""
+        sums, gives = self.sums, self.gives
+        table = yield from exchange_sizes(
+            [own.numel()], *self.identity, early_transport(self.transport, self.late), early.ranks
+        )
+        sizes = [size for (size,) in table]
+        for size, cut, rank in zip(sizes, gives, early.ranks, strict=True):
+            check_size(size, cut, sums.partial_dtype, rank)
+        self.early_sizes = sizes
+
+        def place(sender: int, records: torch.Tensor) -> None:
+            rank = early.ranks[sender]
+            sums.add_sum(records, gives[sender], sums.partial_dtype, rank, fresh=True)
+
+        room = sums.take("gathered", sum(sizes) - own.numel())
+        yield from pairwise_all_gather(own, room, sizes, early, place, last=False)
+
+    def _message_parts(self, sizes: list[int]) -> tuple[list[Cut], list[int]]:
+        """The straggler's message as it is sent: the cuts of its parts, and one size a share.
+
+        Shares beyond the parts have nothing of it.
+        """
+        if self.bucket.form is Form.REDUCE_SCATTER:
+            return self.takes, sizes
+        borders = parts_of(sizes, self.early_sizes, copies_of(self.transport.world_size, self.late))
+        cuts = [
+            Cut(
+                self.message.layout,
+                elements=slice(self.shares[a].takes.start, self.shares[b - 1].takes.stop),
+            )
+            for a, b in pairwise(borders)
+        ]
+        joined = [sum(sizes[a:b]) for a, b in pairwise(borders)]
+        return cuts, joined + [0] * (len(sizes) - len(cuts))
+
+    def _greet(self, sizes: list[int]) -> Generator[Yielded, None, list[list[int]]]:
+        greeting = Greeting(Agreement(*self.identity), sizes, self.late, self.transport)
+        if self.transport.rank != self.late and self.transport.device.type == "cpu":
+            # The next bucket's early part need not wait for the straggler of this one.
+            yield UNORDERED
+        yield greeting.work
+        return greeting.sizes()
+
+    def _meet(
+        self,
+        part_for: Callable[[int, int], torch.Tensor],
+        received: Sequence[torch.Tensor],
+        arrived: Callable[[int], None],
+    ) -> Phase:
+        """Phase 2; what one round has brought is added while the next one is on its way.
+
+        Args:
+            part_for: of a peer and a share, what goes to that peer.
+            received: room for each share.
+            arrived: is given each share that has come.
+        """
+        rounds: list[Round] = []
+        for peer, gives, takes in self.meetings:
+            sends = [] if gives is None else [(peer, part_for(peer, gives))]
+            rounds.append((sends, [] if takes is None else [(peer, received[takes])]))
+
+        def before(number: int) -> None:
+            takes = self.meetings[number - 1].receives if number else None
+            if takes is not None:
+                arrived(takes)
+
+        yield from self.group.in_rounds(rounds, before, last=True)

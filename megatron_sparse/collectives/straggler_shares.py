@@ -1,0 +1,167 @@
+"""What the straggler-aware collectives share: who reduces what, who meets whom, and the greeting.
+
+All but one of n ranks are early. They add up what they have as soon as they have it: early rank
+number i reduces share i. When the straggler comes it exchanges with each of them once: it gives its
+own contribution to one part of the bucket and takes the early ranks' sum of the same part
+(all-reduce: chunk i of n - 1), or of a piece of its own shard (reduce-scatter: it gives its
+contribution to rank i's shard).
+
+Agreement on CPU, and wherever sizes must be known: no early rank may wait for the straggler before
+its own part is done, so the two kinds greet each other when they meet: a row of 8 (n + 1) bytes
+each way between the straggler and every early rank says what is meant, and the sizes of what
+follows. Rows have a tag of their own, so that ranks that mean something else do meet, and are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives.base import Agreement
+from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.straggler.generate import make_schedule
+from megatron_sparse.straggler.schedule import Meetings, check_ranks, scatter_meetings
+from megatron_sparse.transport import Transport, Work
+from megatron_sparse.transport.subset import SubsetTransport
+
+GREETING_TAG = 0x5742_4747
+"""The same for all buckets: between two ranks greetings meet in the order of the buckets."""
+ALIGNMENT = 4096
+"""Elements: a tile of the sparse formats, and whole pages of memory."""
+MIN_UNITS = 256
+"""A chunk has so many units of alignment at least, so that none is larger than another by 1 %."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one early rank has to do.
+
+    Attributes:
+        rank: of the group.
+        takes: elements of the straggler's contribution that come to this rank.
+        gives: elements of the early ranks' sum that go from it to the straggler.
+    """
+
+    rank: int
+    takes: slice
+    gives: slice
+
+    @property
+    def reduces(self) -> tuple[slice, ...]:
+        """Elements that this rank adds up for all early ranks."""
+        return (self.takes,) if self.takes == self.gives else (self.takes, self.gives)
+
+
+def straggler_of(options: SchemeOptions, world_size: int) -> int | None:
+    """The straggler that all ranks know of; a rank alone has none.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    if options.straggler is None or world_size == 1:
+        return None
+    check_ranks(world_size, options.straggler)
+    return options.straggler
+
+
+def shares_of(bucket: Bucket, straggler: int) -> list[Share]:
+    """Each early rank's share, in rank order."""
+    early = [rank for rank in range(bucket.world_size) if rank != straggler]
+    if bucket.form is Form.ALL_REDUCE:
+        cuts = chunk_cuts(slice(0, bucket.numel), len(early))
+    else:
+        cuts = chunk_cuts(bucket.shard(straggler), len(early))
+    parts = [slice(start, stop) for start, stop in pairwise(cuts)]
+    if bucket.form is Form.ALL_REDUCE:
+        return [Share(rank, part, part) for rank, part in zip(early, parts, strict=True)]
+    return [Share(rank, bucket.shard(rank), part) for rank, part in zip(early, parts, strict=True)]
+
+
+def chunk_cuts(elements: slice, pieces: int) -> list[int]:
+    """Offsets that cut some elements into nearly even pieces, aligned where they are long enough.
+
+    Example:
+        >>> chunk_cuts(slice(0, 10), 3), chunk_cuts(slice(0, 3_000_000), 2)
+        ([0, 3, 6, 10], [0, 1499136, 3000000])
+    """
+    numel = elements.stop - elements.start
+    unit = ALIGNMENT
+    while unit > 1 and unit * MIN_UNITS * pieces > numel:
+        unit //= 2
+    inner = [numel * piece // pieces // unit * unit for piece in range(pieces)]
+    return [elements.start + offset for offset in (*inner, numel)]
+
+
+@lru_cache(maxsize=64)
+def meetings_of(form: Form, world_size: int, straggler: int) -> Meetings:
+    """Whom each rank meets after the straggler's arrival, and which shares' parts they exchange."""
+    if form is Form.REDUCE_SCATTER:
+        return scatter_meetings(world_size, straggler)
+    return make_schedule(world_size, straggler).meetings()
+
+
+@lru_cache(maxsize=64)
+def copies_of(world_size: int, straggler: int) -> tuple[tuple[int, ...], ...]:
+    """For each round, which chunks are passed on beside what the straggler exchanges."""
+    schedule = make_schedule(world_size, straggler)
+    passed_on = []
+    for number, transfers in enumerate(schedule.rounds):
+        partner = schedule.early_ranks[number] if number < schedule.chunks else None
+        pair = {partner, straggler}
+        passed_on.append({t.chunk for t in transfers if {t.sender, t.receiver} != pair})
+    return tuple(tuple(sorted(chunks)) for chunks in passed_on)
+
+
+class Greeting:
+    """The rows by which the straggler and the early ranks meet; see the module's docstring.
+
+    Args:
+        agreement: what this rank means.
+        sizes: what this rank will send; n - 1 at most.
+        straggler: its rank.
+        transport: of the whole group.
+
+    Attributes:
+        work: done when the rows have come. Made by the constructor, which posts them.
+    """
+
+    work: Work
+
+    def __init__(
+        self, agreement: Agreement, sizes: Sequence[int], straggler: int, transport: Transport
+    ) -> None:
+        early = [rank for rank in range(transport.world_size) if rank != straggler]
+        self._peers = early if transport.rank == straggler else [straggler]
+        self._agreement = agreement
+        row = agreement.row(sizes, len(early), transport.device)
+        self._rows = [torch.empty_like(row) for _ in self._peers]
+        self.work = transport.exchange(
+            [(peer, row) for peer in self._peers],
+            list(zip(self._peers, self._rows, strict=True)),
+            GREETING_TAG,
+        )
+
+    def sizes(self) -> list[list[int]]:
+        """What each peer will send: the straggler's peers are the early ranks, in rank order.
+
+        Reads the rows on the host.
+
+        Raises:
+            CommunicationError: a peer means something else.
+            WireFormatError: a row is damaged.
+        """
+        return [
+            self._agreement.read(row.tolist(), peer)
+            for peer, row in zip(self._peers, self._rows, strict=True)
+        ]
+
+
+def early_transport(transport: Transport, straggler: int) -> SubsetTransport:
+    """The early ranks as a transport of their own, for their agreement."""
+    early = [rank for rank in range(transport.world_size) if rank != straggler]
+    return SubsetTransport(transport, early, GREETING_TAG)

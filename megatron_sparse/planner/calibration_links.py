@@ -1,0 +1,254 @@
+"""Measures the links between ranks, and the backend's own all-reduce, as alpha and beta.
+
+Collectives send in rounds: every rank sends to one peer while it receives from another. So that is
+what is measured, instead of a ping-pong, which never loads a port both ways: the ranks of a node
+stand in a ring and all send to the next one at once (`intra`), and the first ranks of all nodes do
+(`inter`). Where nodes have several ranks they do all at once, too: if that takes as long as if they
+took turns, they share a port (`nic`).
+
+Several rounds follow one another between two readings of the clock; the slowest rank counts, and of
+the repetitions the median. `fit_link` says how alpha and beta follow.
+
+Everything is a generator over a `Transport` with a clock that is handed in, so that a virtual
+cluster's links can be measured as real ones are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from megatron_sparse.collectives.base import Yielded
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.transport import Link, Transport, Work
+from megatron_sparse.transport.base import Marker
+
+type Clock = Callable[[], float]
+type Measuring[T] = Generator[Work, None, T]
+
+SMALL_BYTES = 1024
+"""Messages that take no longer than empty ones on any network that trains models."""
+TAG = 1
+
+
+@dataclass(frozen=True)
+class LinkSweep:
+    """What is measured.
+
+    Attributes:
+        message_bytes: sizes, multiples of 8 in ascending order; one at least is small
+            (`SMALL_BYTES`), and two are more than twice that.
+        repeats: how often each is timed.
+        rounds: exchanges between two readings of the clock.
+    """
+
+    message_bytes: Sequence[int]
+    repeats: int
+    rounds: int
+
+
+QUICK = LinkSweep((8, 1024, 2**16, 2**18, 2**20), repeats=5, rounds=4)
+FULL = LinkSweep((8, 256, 1024, 2**16, 2**18, 2**20, 2**22, 2**23), repeats=11, rounds=4)
+
+
+@dataclass(frozen=True)
+class Links:
+    """What was found; the fields are those of `ClusterModel`."""
+
+    nodes: tuple[int, ...]
+    nic: str
+    intra: Link
+    inter: Link
+    dense: Link
+
+
+def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Links]:
+    """Measures them; the result is the same on all ranks.
+
+    Args:
+        transport: at least 2 ranks.
+        sweep: the sizes.
+        clock: seconds; this rank's.
+
+    Raises:
+        ConfigError: there is one rank only.
+    """
+    if transport.world_size < 2:
+        raise one_rank()
+    nodes = _members(transport)
+    inside = [ranks for ranks in nodes if len(ranks) > 1]
+    measured: dict[str, Link] = {}
+    nic = "rank"
+    if inside:
+        measured["intra"] = yield from _measure_rings(transport, inside, sweep, clock)
+    if len(nodes) > 1:
+        measured["inter"] = yield from _measure_rings(
+            transport, [[ranks[0] for ranks in nodes]], sweep, clock
+        )
+        nic = yield from _measure_nic(transport, nodes, sweep, clock)
+    either = next(iter(measured.values()))
+    dense = yield from _measure_dense(transport, sweep, clock)
+    sizes = tuple(len(ranks) for ranks in nodes)
+    return Links(
+        sizes, nic, measured.get("intra", either), measured.get("inter", either), dense
+    )  # fmt: skip
+
+
+def one_rank() -> ConfigError:
+    """The error for a group without links."""
+    return ConfigError(
+        "calibrate: one rank has no links", expected="at least 2 ranks", got=1, remedy="--ranks 2"
+    )
+
+
+def fit_link(message_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
+    """The alpha and beta of a link.
+
+    Beta is the slope of the least-squares line through all sizes that are not small: a network
+    that lets short bursts pass unlimited carries the small ones faster. Where noise hides the
+    slope, beta is what the largest message would need if all of its time were its bytes': too slow
+    rather than free. Alpha is the median of what is left at the small sizes.
+
+    Example:
+        >>> fit_link([0, 2000, 4000], [1.0, 5.0, 9.0])
+        Link(alpha_s=1.0, beta_s=0.002)
+    """
+    pairs = list(zip(message_bytes, times_s, strict=True))
+    large, large_s = zip(*(pair for pair in pairs if pair[0] > SMALL_BYTES), strict=True)
+    slope = float(f"{np.polyfit(large, large_s, 1)[0]:.6g}")
+    beta_s = slope if slope > 0 else times_s[-1] / message_bytes[-1]
+    rest = [spent - beta_s * size for size, spent in pairs if size <= SMALL_BYTES]
+    return Link(max(median(rest), 0.0), beta_s)
+
+
+def complete[T](steps: Generator[Yielded, None, T]) -> T:
+    """Drives a measurement or a collective to its end on this thread, waiting for each work."""
+    while True:
+        try:
+            outcome = next(steps)
+        except StopIteration as end:
+            return end.value
+        if not isinstance(outcome, Marker):
+            outcome.finish()
+
+
+def gather_rows(own: Sequence[float], transport: Transport) -> Measuring[torch.Tensor]:
+    """Every rank's numbers, as fp64 on the CPU: a row for each rank."""
+    row = torch.tensor(own, dtype=torch.float64, device=transport.device)
+    gathered = row.new_empty(transport.world_size * row.numel())
+    yield transport.all_gather(gathered, row)
+    return gathered.view(transport.world_size, -1).cpu()
+
+
+def timed(
+    transport: Transport, repeats: int, clock: Clock, action: Callable[[], Iterable[Yielded]]
+) -> Measuring[float]:
+    """The median over repetitions of the slowest rank's seconds; the first one is left out.
+
+    Args:
+        transport: all ranks begin together.
+        repeats: that count.
+        clock: this rank's.
+        action: makes the works, one after the other; what it does in between is timed, too.
+    """
+    spent = []
+    for _ in range(repeats + 1):
+        yield from gather_rows([0.0], transport)
+        start_s = clock()
+        for work in action():
+            if not isinstance(work, Marker):
+                yield work
+        spent.append(clock() - start_s)
+    rows = yield from gather_rows(spent[1:], transport)
+    return float(rows.max(0).values.median())
+
+
+def _members(transport: Transport) -> list[list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for rank, node in enumerate(transport.nodes):
+        found[node].append(rank)
+    return list(found.values())
+
+
+def _ring_times(
+    transport: Transport, rings: Sequence[Sequence[int]], sweep: LinkSweep, clock: Clock
+) -> Measuring[list[float]]:
+    """Seconds of a round, by size; ranks in no ring look on."""
+    times_s = []
+    for nbytes in sweep.message_bytes:
+        sent = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
+        pieces = _neighbours(transport.rank, rings, sent)
+
+        def rounds(pieces: tuple[list, list] = pieces) -> Iterable[Work]:
+            for _ in range(sweep.rounds):
+                yield transport.exchange(*pieces, TAG)
+
+        spent = yield from timed(transport, sweep.repeats, clock, rounds)
+        times_s.append(spent / sweep.rounds)
+    return times_s
+
+
+def _neighbours(
+    rank: int, rings: Sequence[Sequence[int]], sent: torch.Tensor
+) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]:
+    for ring in rings:
+        if rank in ring and len(ring) > 1:
+            place = ring.index(rank)
+            after, before = ring[(place + 1) % len(ring)], ring[place - 1]
+            return [(after, sent)], [(before, torch.empty_like(sent))]
+    return [], []
+
+
+def _measure_rings(
+    transport: Transport, rings: Sequence[Sequence[int]], sweep: LinkSweep, clock: Clock
+) -> Measuring[Link]:
+    times_s = yield from _ring_times(transport, rings, sweep, clock)
+    return fit_link(sweep.message_bytes, times_s)
+
+
+def _measure_nic(
+    transport: Transport, nodes: Sequence[Sequence[int]], sweep: LinkSweep, clock: Clock
+) -> Measuring[str]:
+    lanes = min(map(len, nodes))
+    if lanes == 1:
+        return "rank"
+    largest = LinkSweep(sweep.message_bytes[-1:], sweep.repeats, sweep.rounds)
+    rings = [[ranks[lane] for ranks in nodes] for lane in range(lanes)]
+    (one_s,) = yield from _ring_times(transport, rings[:1], largest, clock)
+    (all_s,) = yield from _ring_times(transport, rings, largest, clock)
+    # Ports of their own: one_s. A port that they share: lanes * one_s.
+    return "node" if all_s > one_s * (1 + lanes) / 2 else "rank"
+
+
+def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Link]:
+    n = transport.world_size
+    pieces, times_s = [], []
+    for nbytes in sweep.message_bytes:
+        piece = nbytes // 8  # Elements of 4 bytes: a ring's messages are half as long as above.
+        values_N = torch.zeros(n * piece, device=transport.device)
+
+        def reduce(values_N: torch.Tensor = values_N) -> Iterable[Work]:
+            yield transport.all_reduce_(values_N)
+
+        spent = yield from timed(transport, sweep.repeats, clock, reduce)
+        pieces.append(4.0 * piece)
+        times_s.append(spent / (2 * (n - 1)))
+    return fit_link(pieces, times_s)
+
+
+def host_clock(device: torch.device) -> Clock:
+    """The host's clock; on CUDA it waits for the device first."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return read

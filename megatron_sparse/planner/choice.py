@@ -1,0 +1,349 @@
+"""The choice: for each bucket the scheme that a cost model predicts to take the least time.
+
+All candidates are priced (`costs.predict_all`) from the bucket's shape, its sparsity profile and
+the cluster's model; the least wins, dense included. ZEN (section 2.4) compares two equations in
+this way; here it is every scheme of the registry, with codecs and the host in it, for each bucket.
+
+Before anything is measured a profile of independent uniform positions stands in. In the first
+steps of ramp and target, whenever the target density has fallen by half since, and every
+`planner.profile_every` steps, ranks sample a profile (`sampling`). A bucket that is dense goes by
+the best sparse candidate in such a step, since without a message there is nothing to sample;
+unless even full overlap would make no sparse candidate cheaper than dense. A bucket changes its
+scheme only for a gain of more than `planner.hysteresis`.
+
+With `scheme.deterministic=false` times count too. Every `planner.replan_every` steps the ranks
+exchange what they have measured of the present scheme and of `dense` (each rank's median over the
+last steps; the slowest rank's counts). A scheme that is slower than `dense` by more than the
+hysteresis is left for it; after `planner.retry_after` steps, or when the target density has fallen
+by half, the next best candidate gets its turn, and in the end the first one again. Dense is
+measured in the warm-up and whenever a bucket is dense; where that is `planner.retry_after` steps
+ago or never was, `PROBE_STEPS` steps are dense for it.
+
+All ranks decide alike: from the configuration and from exchanged numbers, the same bits on every
+rank, in the same order. Times travel with a fingerprint of the bucket's state, so ranks that have
+come apart are an error. Cost: the sampler's exchange in a profile step; 8 (2 + n) bytes a rank and
+bucket in a replan step; both before the collective, on the progress thread. What they change holds
+from the next step on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections import deque
+from collections.abc import Generator
+from dataclasses import asdict
+from functools import partial
+from statistics import median
+from typing import Any
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives import SchemeOptions
+from megatron_sparse.collectives.base import exchange_sizes
+from megatron_sparse.compression.schedule import Phase, phase_and_density
+from megatron_sparse.config import CompressionConfig, PlannerConfig, SchemeConfig
+from megatron_sparse.errors import CheckpointError, MegatronSparseError
+from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.planner.cluster import ClusterModel
+from megatron_sparse.planner.costs import BucketShape
+from megatron_sparse.planner.fingerprint import fingerprint
+from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, bucket_facts
+from megatron_sparse.planner.plan_state import BucketState
+from megatron_sparse.planner.prices import (
+    DENSE,
+    alike,
+    candidates,
+    explain,
+    fully_overlapping,
+    least,
+    prices_us,
+    prior,
+    runnable,
+    takes_dense,
+)
+from megatron_sparse.planner.sampling import sample_profile
+from megatron_sparse.recording import BucketRecord, Stopwatch
+from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
+
+logger = logging.getLogger("megatron_sparse")
+
+KEPT_RECORDS = 15
+"""Steps whose median is the measured time."""
+PROBE_STEPS = 5
+"""Dense steps that are taken to measure dense."""
+
+
+class PricedPlanner(FixedPlanner):
+    """See the module's docstring.
+
+    Args:
+        compression: the schedule of densities.
+        scheme: options of the candidates; `name` is `auto`.
+        planner: see `PlannerConfig`.
+        cluster: what links, codecs and the host cost.
+        logs: whether changes of plan are logged; on one rank of a group.
+    """
+
+    def __init__(
+        self,
+        compression: CompressionConfig,
+        scheme: SchemeConfig,
+        planner: PlannerConfig,
+        cluster: ClusterModel,
+        *,
+        logs: bool,
+    ) -> None:
+        super().__init__(compression, scheme)
+        self._cluster = cluster
+        self._config = planner
+        self._options = SchemeOptions.of(scheme)
+        self._logs = logs
+        self._joined = False
+        self._states: dict[str, BucketState] = {}
+        self._records: dict[tuple[str, str], deque[BucketRecord]] = {}
+
+    # The choice
+
+    def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
+        if bucket.world_size == 1:
+            return Choice(DENSE, "one rank")
+        state = self._state_of(bucket)
+        if state.failed and density <= state.failed_density / 2:
+            state.failed, state.dense_until, state.chosen = [], 0, None
+        if state.dense_until and step >= state.dense_until:
+            state.dense_until = 0
+            self._decide(bucket, state, step, density)
+        elif state.chosen is None:
+            self._decide(bucket, state, step, density)
+        if takes_dense(str(state.chosen)) and self._profiles(state, step, density):
+            scheme = least(state.predicted_us, _untried(state))
+            reason = f"to sample the sparsity; else {state.chosen}: {state.reason}"
+            return Choice(scheme, reason, state.predicted_us[scheme])
+        return _settled(state, step)
+
+    def _decide(self, bucket: Bucket, state: BucketState, step: int, density: float) -> None:
+        """Prices all candidates, and keeps or changes the scheme."""
+        shape = BucketShape(**bucket_facts(bucket, self._scheme.wire_dtype))
+        profile = state.profile or prior(shape, density)
+        names = runnable(candidates(self._config.schemes), self._options, bucket.grad_N.device.type)
+        price = partial(prices_us, shape, cluster=self._cluster, options=self._options, names=names)
+        prices = state.predicted_us = price(profile)
+        state.hopeless = False
+        before, failed = state.chosen, set(state.failed)
+        if not any(prices[name] < prices[DENSE] for name in prices.keys() - failed - {DENSE}):
+            state.failed = []  # All have had their turn.
+        best = least(prices, [name for name in prices if name not in state.failed])
+        keeps = before in prices and before not in state.failed
+        if keeps and prices[best] >= (1 - self._config.hysteresis) * prices[str(before)]:
+            best = str(before)
+        if takes_dense(best):
+            overlapping = price(fully_overlapping(profile))
+            state.hopeless = takes_dense(least(overlapping, overlapping))
+        how = "sampled" if state.profile else "assumed uniform"
+        state.chosen, state.density = best, density
+        state.reason = explain(best, prices, f"density {profile.density:.3g} {how}")
+        if best != before:
+            self._log(step, bucket, before or "nothing", best, state.reason)
+
+    def _profiles(self, state: BucketState, step: int, density: float) -> bool:
+        """Whether the bucket's sparsity is sampled in this step."""
+        if state.hopeless or step < state.dense_until or density >= 1:
+            return False
+        if not _untried(state):
+            return False
+        ramp, every = self._compression.warmup_iters, self._config.profile_every
+        target = ramp + self._compression.ramp_iters
+        since = step - (ramp if step < target else target)
+        return (
+            since < self._config.profile_iters
+            or (every > 0 and since % every == 0)
+            or density <= state.profile_density / 2
+        )
+
+    def _state_of(self, bucket: Bucket) -> BucketState:
+        state = self._states.get(bucket.name)
+        if state is None or not state.fits(bucket):
+            if state is not None and self._logs:
+                logger.warning(
+                    "bucket %s is planned anew: what is known is of %d elements on %d ranks, and "
+                    "it has %d on %d", bucket.name, state.numel, state.world_size, bucket.numel,
+                    bucket.world_size,
+                )  # fmt: skip
+            state = self._states[bucket.name] = BucketState.of(bucket)
+        return state
+
+    # What ranks tell one another
+
+    def join(self, transport: Transport) -> None:
+        """See `Planner`. Looks at the first group only: others may lie within one host.
+
+        Raises:
+            ConfigError: the cluster file was measured on another cluster.
+        """
+        if self._joined or self._cluster.is_model:
+            return
+        assert isinstance(transport, ProcessGroupTransport), "virtual ranks have model clusters"
+        self._cluster.check_fingerprint(fingerprint(transport))
+        self._joined = True
+
+    def follow(self, record: BucketRecord) -> None:
+        """See `Planner`."""
+        if not self._scheme.deterministic:
+            key = (record.bucket, record.scheme)
+            self._records.setdefault(key, deque(maxlen=KEPT_RECORDS)).append(record)
+
+    def share(
+        self,
+        bucket: Bucket,
+        plan: Plan,
+        step: int,
+        message: Message | None,
+        transport: Transport,
+        buffers: MessageBuffers,
+        watch: Stopwatch,
+    ) -> Generator[Work, None, None]:
+        """See `Planner`.
+
+        Raises:
+            CommunicationError: a rank has planned otherwise.
+        """
+        if plan.phase is Phase.OFF or bucket.world_size == 1:
+            return
+        state = self._state_of(bucket)
+        if not self._scheme.deterministic and step and step % self._config.replan_every == 0:
+            yield from self._compare(bucket, state, plan, step, transport)
+        if plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup_iters:
+            # Here, and not when the next step asks for it: pricing takes time.
+            _, density = phase_and_density(self._compression, step + 1)
+            self._decide(bucket, state, step + 1, density)
+        if message is not None and self._profiles(state, step, plan.density):
+            before = state.profile
+            state.profile = yield from sample_profile(
+                bucket, message, transport, buffers, watch, seed=self._compression.seed
+            )
+            state.profile_density = plan.density
+            # What has hardly changed would change nothing, and pricing takes time.
+            if before is None or not alike(before, state.profile, self._config.hysteresis):
+                self._decide(bucket, state, step, plan.density)
+
+    def _compare(
+        self, bucket: Bucket, state: BucketState, plan: Plan, step: int, transport: Transport
+    ) -> Generator[Work, None, None]:
+        """Agrees on what dense and the present scheme have taken, and acts upon it."""
+        chosen = state.chosen or DENSE
+        names = list(dict.fromkeys([DENSE, chosen]))
+        own_ns = [self._measured_ns(bucket.name, name, step) for name in names]
+        table = yield from exchange_sizes(
+            own_ns, bucket, f"plan {state.fingerprint():#x}", str(bucket.grad_N.dtype), step,
+            transport,
+        )  # fmt: skip
+        for index, name in enumerate(names):
+            if all(row[index] for row in table):
+                state.measured_us[name] = max(row[index] for row in table) / 1e3
+                state.dense_step = step if name == DENSE else state.dense_step
+        if plan.phase is Phase.WARMUP or chosen == DENSE or step < state.dense_until:
+            return
+        dense_us, chosen_us = state.measured_us.get(DENSE), state.measured_us.get(chosen)
+        if dense_us is None or step - state.dense_step >= self._config.retry_after:
+            reason = f"for {PROBE_STEPS} steps, to be measured"
+            self._go_dense(bucket, state, step, PROBE_STEPS, reason)
+        elif chosen_us is not None and dense_us < (1 - self._config.hysteresis) * chosen_us:
+            state.failed, state.failed_density = [*state.failed, chosen], plan.density
+            reason = f"{chosen} took {chosen_us:.0f} us and dense {dense_us:.0f} us, measured"
+            self._go_dense(bucket, state, step, self._config.retry_after, reason)
+
+    def _go_dense(
+        self, bucket: Bucket, state: BucketState, step: int, steps: int, reason: str
+    ) -> None:
+        state.dense_until, state.dense_reason = step + 1 + steps, reason
+        self._log(step, bucket, str(state.chosen), DENSE, reason)
+
+    def _measured_ns(self, bucket: str, scheme: str, step: int) -> int:
+        """This rank's median since it was last asked for; 0 without a measurement."""
+        records = self._records.pop((bucket, scheme), ())
+        # The step's own record is not complete yet, and a straggler may have changed a scheme.
+        times_us = [
+            sum(r.stage_us().values()) for r in records if r.step < step and r.scheme == scheme
+        ]
+        return round(median(times_us) * 1e3) if times_us else 0
+
+    def _log(self, step: int, bucket: Bucket, before: str, after: str, reason: str) -> None:
+        if self._logs:
+            logger.info("step %d: bucket %s: %s -> %s, %s",
+                        step, bucket.name, before, after, reason)  # fmt: skip
+
+    # What is kept
+
+    def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
+        """See `Planner`; the profile and the measured times are in it too."""
+        plan, state = self.plan_for(bucket, step), self._state_of(bucket)
+        choice = Choice(plan.scheme, plan.reason)
+        if plan.phase in (Phase.RAMP, Phase.TARGET) and bucket.world_size > 1:
+            choice = _settled(state, step)  # without the detour of a step that samples
+        return {
+            "bucket": bucket.name,
+            **bucket_facts(bucket, self._scheme.wire_dtype),
+            "density": plan.density,
+            "predicted_us": state.predicted_us,
+            "measured_us": state.measured_us,
+            "chosen": choice.scheme,
+            "reason": choice.reason,
+            "profile": state.to_dict()["profile"],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Planner`."""
+        buckets = {name: state.to_dict() for name, state in self._states.items()}
+        return {"basis": self._basis(), "buckets": buckets}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Planner`.
+
+        With other settings than they were made with, profiles are kept and plans are made anew;
+        so is, when it is next synchronised, everything about a bucket of another size or group.
+
+        Raises:
+            CheckpointError: the state is damaged.
+        """
+        if not state:
+            return  # of a run that had another planner
+        try:
+            self._states = {
+                name: BucketState.from_dict(values) for name, values in state["buckets"].items()
+            }
+            same = state["basis"] == self._basis()
+        except (TypeError, KeyError, AttributeError, MegatronSparseError) as error:
+            raise CheckpointError(
+                "the saved plan is damaged", expected="what the planner saved", got=error,
+                remedy="start from another checkpoint, or delete the plugin's folder in this one",
+            ) from error  # fmt: skip
+        if not same:
+            if self._logs:
+                logger.warning("the planner's settings have changed: all buckets are planned anew")
+            for name, kept in self._states.items():
+                self._states[name] = BucketState(
+                    kept.numel, kept.form, kept.world_size, profile=kept.profile,
+                    profile_density=kept.profile_density,
+                )  # fmt: skip
+
+    def _basis(self) -> int:
+        """A number for what the choice is made with."""
+        parts = [self._cluster.to_yaml(""), asdict(self._config)]
+        parts += [asdict(self._options), asdict(self._compression)]
+        return zlib.crc32(json.dumps(parts, sort_keys=True).encode())
+
+
+def _settled(state: BucketState, step: int) -> Choice:
+    """What has been decided for a step."""
+    scheme, reason = str(state.chosen), state.reason
+    if step < state.dense_until:
+        scheme, reason = DENSE, state.dense_reason
+    return Choice(scheme, reason, state.predicted_us[scheme])
+
+
+def _untried(state: BucketState) -> list[str]:
+    """The sparse candidates that have not failed."""
+    return [
+        name for name in state.predicted_us if not takes_dense(name) and name not in state.failed
+    ]

@@ -1,0 +1,387 @@
+"""What a cluster costs: links, the backend's all-reduce, codecs and the host, in one YAML file.
+
+`calibrate` measures a file on the user's own ranks; three model clusters are shipped. Cost models
+read it, all ranks the same one. An alpha-beta model (Hockney): a message of m bytes takes
+alpha + beta m. A codec's call on N elements takes seconds_per_call + N seconds_per_element, the
+latter by operation, format and density.
+
+Between two measured densities a codec's time is taken to be linear, as that of a scan with some
+work for each entry is; beyond them it is that of the nearest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from megatron_sparse.checks import in_range, one_of
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.transport.topology import Link, Topology
+
+FORMATS = ("dense", "coo", "pici", "blocks", "pairs", "hash_bitmap")
+"""Records; `pairs` and `hash_bitmap` are those of ZEN's Push and Pull, whole buckets of them."""
+RING_FORMATS = ("coo", "pici")
+"""Whose thresholds of the adaptive ring a file may hold."""
+CONFIG_MODULE, FOLDER = "megatron_sparse.configs", "cluster_models"
+_REMEASURE = "measure anew: megatron-sparse calibrate --out FILE --force"
+
+
+class CodecOp(StrEnum):
+    """What a rank does to a bucket locally.
+
+    Attributes:
+        SELECT: sampled threshold, error feedback, pruning and encoding of a dense gradient.
+        ENCODE: a dense vector into a record, its non-zeros counted first.
+        DECODE_ADD: a record into a dense sum.
+        DECODE: a record into a dense buffer whose content does not count.
+        ADD: a dense vector into a dense sum.
+        COPY: a dense vector.
+        PARTITION: a message's entries, cut by hash for all servers (`pairs`).
+    """
+
+    SELECT = "select"
+    ENCODE = "encode"
+    DECODE_ADD = "decode_add"
+    DECODE = "decode"
+    ADD = "add"
+    COPY = "copy"
+    PARTITION = "partition"
+
+
+@dataclass(frozen=True)
+class CodecRate:
+    """One measurement of a codec, on fp32 and with as many threads as a rank has.
+
+    Attributes:
+        op: what was done.
+        format: of the record; `dense` where there is none.
+        density: non-zeros / elements of the whole vector.
+        seconds_per_call: whatever the number of elements.
+        seconds_per_element: of the whole vector, zeros included.
+    """
+
+    op: CodecOp
+    format: str
+    density: float
+    seconds_per_call: float
+    seconds_per_element: float
+
+    def __post_init__(self) -> None:
+        one_of("op", self.op, tuple(CodecOp))
+        one_of("format", self.format, FORMATS)
+        in_range("density", self.density, 0, 1, low_open=True)
+        in_range("seconds_per_call", self.seconds_per_call, 0, math.inf)
+        in_range("seconds_per_element", self.seconds_per_element, 0, math.inf)
+
+
+@dataclass(frozen=True)
+class ClusterModel:
+    """See the module's docstring. Checked when it is made.
+
+    Attributes:
+        name: for tables.
+        device: `cpu` or `cuda`.
+        nodes: ranks on each node that was measured.
+        nic: as `Topology.nic`.
+        intra: between two ranks of a node.
+        inter: between nodes. Of the two, a link that the measured ranks do not have is written as
+            the other; `topology` never uses it.
+        dense: of the backend's own all-reduce, seen as a ring over all nodes: n ranks and m bytes
+            take 2 (n - 1) (alpha + beta m / n); half for a reduce-scatter.
+        host_s_per_message: what the progress thread adds to a pairwise message.
+        host_s_per_bucket: what a bucket costs besides: plan, launch, threads, records.
+        codec: the rates.
+        ring_densities: `scheme.ring_{intra,inter,gather}_density` by format, found by `calibrate
+            --sweep`; a format that it lacks was not swept.
+        fingerprint: of the machine that was measured, see `check_fingerprint`; empty for a model.
+
+    Raises:
+        ConfigError: names the key.
+    """
+
+    name: str
+    device: str
+    nodes: tuple[int, ...]
+    nic: str
+    intra: Link
+    inter: Link
+    dense: Link
+    host_s_per_message: float
+    host_s_per_bucket: float
+    codec: tuple[CodecRate, ...]
+    ring_densities: dict[str, tuple[float, float, float]]
+    fingerprint: dict[str, str]
+
+    def __post_init__(self) -> None:
+        one_of("device", self.device, ("cpu", "cuda"))
+        one_of("nic", self.nic, ("rank", "node"))
+        if not self.nodes:
+            raise ConfigError("nodes is empty", expected="ranks on each node", got=self.nodes)
+        for number, ranks in enumerate(self.nodes):
+            in_range(f"nodes[{number}]", ranks, 1, math.inf, integer=True)
+        for kind in ("intra", "inter", "dense"):
+            link = getattr(self, kind)
+            in_range(f"{kind}.alpha_s", link.alpha_s, 0, math.inf)
+            in_range(f"{kind}.beta_s", link.beta_s, 0, math.inf)
+        in_range("host_s_per_message", self.host_s_per_message, 0, math.inf)
+        in_range("host_s_per_bucket", self.host_s_per_bucket, 0, math.inf)
+        for form, densities in self.ring_densities.items():
+            one_of("ring_densities", form, RING_FORMATS)
+            if len(densities) != 3:
+                raise ConfigError(
+                    f"ring_densities.{form} does not fit",
+                    expected="three densities: intra, inter, gather",
+                    got=densities,
+                )
+            for number, density in enumerate(densities):
+                in_range(f"ring_densities.{form}[{number}]", density, 0, math.inf)
+
+    @property
+    def is_model(self) -> bool:
+        """Whether nothing of it was measured on the cluster that it stands for."""
+        return not self.fingerprint
+
+    def topology(self, world_size: int) -> Topology:
+        """Nodes and links for a number of ranks.
+
+        The measured nodes where they have as many ranks. Else, if there was one node only, one node
+        with all ranks; and if there were several, nodes as large as the largest, the last one with
+        what is left.
+
+        Example:
+            >>> find("perlmutter").topology(6).node_sizes
+            (4, 2)
+        """
+        links = (self.intra, self.inter, self.nic)
+        if world_size == sum(self.nodes):
+            return Topology(self.nodes, *links)
+        if len(self.nodes) == 1:
+            return Topology((world_size,), *links)
+        return Topology.even(world_size, max(self.nodes), *links)
+
+    def dense_link(self, world_size: int) -> Link:
+        """The link of the backend's ring for a number of ranks.
+
+        Within one node of a cluster that was measured across nodes, that is `intra`: the backend
+        was not measured there.
+        """
+        alone = len(self.nodes) > 1 and len(self.topology(world_size).node_sizes) == 1
+        return self.intra if alone else self.dense
+
+    def codec_s(
+        self, op: CodecOp, format: str, numel: float, density: float, element_bytes: int = 4
+    ) -> float:
+        """Seconds that a rank takes for one call.
+
+        Args:
+            op: what it does.
+            format: of the record, one of `FORMATS`; `dense` for what is no record.
+            numel: elements of the vector, zeros included; nothing takes no time.
+            density: non-zeros / elements.
+            element_bytes: of a value on the wire. Copies and additions take time in proportion;
+                the rest does not get faster with narrower values (docs/codecs.md).
+
+        Raises:
+            ConfigError: this was not measured.
+        """
+        if not numel:
+            return 0.0
+        found = self._rates.get((op, format))
+        if found is None:
+            known = sorted({f"{rate.op} {rate.format}" for rate in self.codec})
+            raise ConfigError(
+                f"cluster {self.name} has no codec rate for {op} {format}",
+                expected=", ".join(known), got=f"{op} {format}", remedy=_REMEASURE,
+            )  # fmt: skip
+        narrow = element_bytes / 4 if op in (CodecOp.ADD, CodecOp.COPY) else 1.0
+        per_call, per_element = _between(found, density)
+        return per_call + numel * per_element * narrow
+
+    @cached_property
+    def _rates(self) -> dict[tuple[CodecOp, str], list[CodecRate]]:
+        rates: dict[tuple[CodecOp, str], list[CodecRate]] = defaultdict(list)
+        for rate in sorted(self.codec, key=lambda rate: rate.density):
+            rates[rate.op, rate.format].append(rate)
+        return dict(rates)
+
+    def check_fingerprint(self, found: Mapping[str, str]) -> None:
+        """Refuses a file that was measured on another cluster; a model fits everywhere.
+
+        Args:
+            found: of the ranks that run now, `planner.fingerprint`.
+
+        Raises:
+            ConfigError: names the field that differs.
+        """
+        for field, measured in self.fingerprint.items():
+            if found.get(field) != measured:
+                raise ConfigError(
+                    f"cluster {self.name} was measured elsewhere: its {field} is not this one's",
+                    expected=found.get(field), got=measured, remedy=_REMEASURE,
+                )  # fmt: skip
+
+    @classmethod
+    def load(cls, path: Path) -> ClusterModel:
+        """Reads what `save` wrote.
+
+        Raises:
+            ConfigError: the file cannot be read, a key is missing or unknown, or a value is wrong.
+        """
+        try:
+            mapping = OmegaConf.to_container(OmegaConf.load(path))
+        except Exception as error:  # yaml's errors have no common base with those of the disk
+            mapping = " ".join(f"{type(error).__name__}: {error}".split())
+        if not isinstance(mapping, dict) or not mapping:
+            raise ConfigError(
+                f"{path} cannot be read", expected="a cluster, as YAML",
+                got=mapping or "nothing in it", remedy=_REMEASURE,
+            )  # fmt: skip
+        try:
+            return _cluster(mapping)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{path}: {error.what}", expected=error.expected, got=error.got,
+                remedy=error.remedy or _REMEASURE,
+            ) from None  # fmt: skip
+
+    def save(self, path: Path, comment: str) -> None:
+        """Writes the file.
+
+        Args:
+            path: the file; its folder is made.
+            comment: lines at its top, the first of them the command that made it.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.to_yaml(comment), "utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written", expected="a file that can be written", got=error,
+                remedy="give another --out",
+            ) from error  # fmt: skip
+
+    def to_yaml(self, comment: str) -> str:
+        """The file's text. The long list is not the last key: a cut file lacks one."""
+        text = io.StringIO()
+        text.writelines(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "codec":
+                text.write("codec:\n")
+                text.writelines(f"- {_flow(dataclasses.asdict(rate))}\n" for rate in value)
+            else:
+                plain = dataclasses.asdict(value) if isinstance(value, Link) else value
+                text.write(f"{field.name}: {_flow(plain)}\n")
+        return text.getvalue()
+
+
+def shipped() -> list[str]:
+    """Names of the model clusters."""
+    folder = files(CONFIG_MODULE) / FOLDER
+    names = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    return sorted(name.removesuffix(".yaml") for name in names)
+
+
+def find(name_or_path: str | Path) -> ClusterModel:
+    """A model cluster by its name, or a file.
+
+    Raises:
+        ConfigError: there is neither, or the file is wrong.
+    """
+    path = Path(name_or_path)
+    if str(name_or_path) in shipped():
+        return ClusterModel.load(Path(str(files(CONFIG_MODULE) / FOLDER / f"{path}.yaml")))
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no cluster {str(name_or_path)!r}",
+            expected=f"a file of `megatron-sparse calibrate`, or {' | '.join(shipped())}",
+            got=str(name_or_path), remedy="megatron-sparse calibrate --out FILE makes one",
+        )  # fmt: skip
+    return ClusterModel.load(path)
+
+
+def _between(rates: Sequence[CodecRate], density: float) -> tuple[float, float]:
+    """Seconds a call and an element at a density; the rates are sorted by theirs."""
+    if density <= rates[0].density:
+        return rates[0].seconds_per_call, rates[0].seconds_per_element
+    for low, high in pairwise(rates):
+        if density <= high.density:
+            part = (density - low.density) / (high.density - low.density)
+            return (
+                low.seconds_per_call + part * (high.seconds_per_call - low.seconds_per_call),
+                low.seconds_per_element
+                + part * (high.seconds_per_element - low.seconds_per_element),
+            )
+    return rates[-1].seconds_per_call, rates[-1].seconds_per_element
+
+
+def _cluster(mapping: Mapping[Any, Any]) -> ClusterModel:
+    values = _exact("the cluster", mapping, ClusterModel)
+    for kind in ("intra", "inter", "dense"):
+        values[kind] = Link(**_exact(kind, values[kind], Link))
+    rates = []
+    for number, row in enumerate(_typed("codec", values["codec"], list)):
+        key = f"codec[{number}]"
+        fields = _exact(key, row, CodecRate)
+        try:
+            one_of("op", fields["op"], tuple(CodecOp))
+            fields["op"] = CodecOp(fields["op"])
+            rates.append(CodecRate(**fields))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{key}.{error.what}", expected=error.expected, got=error.got, remedy=error.remedy
+            ) from None
+    densities = _typed("ring_densities", values["ring_densities"], dict)
+    values["ring_densities"] = {
+        form: tuple(_typed(f"ring_densities.{form}", triple, list))
+        for form, triple in densities.items()
+    }
+    found = _typed("fingerprint", values["fingerprint"], dict)
+    values["fingerprint"] = {str(field): str(value) for field, value in found.items()}
+    values["nodes"] = tuple(_typed("nodes", values["nodes"], list))
+    return ClusterModel(**values | {"name": str(values["name"]), "codec": tuple(rates)})
+
+
+def _exact(key: str, value: object, kind: type) -> dict[str, Any]:
+    """A mapping with the fields of a dataclass, no less and no more."""
+    mapping = _typed(key, value, dict)
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in sorted(map(str, mapping.keys() ^ set(names))):
+        raise ConfigError(
+            f"{key} {'lacks' if name in names else 'has an unknown key'} {name!r}",
+            expected=", ".join(names),
+            got=", ".join(map(str, mapping)) or "nothing",
+        )
+    return dict(mapping)
+
+
+def _typed[T](key: str, value: object, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        words = {dict: "keys and values", list: "a list"}
+        raise ConfigError(f"{key} has the wrong type", expected=words[kind], got=repr(value))
+    return value
+
+
+def _flow(value: object) -> str:
+    """YAML on one line; numbers in full."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_flow(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return json.dumps(value)  # which is YAML, and has no word that YAML takes for a number

@@ -1,0 +1,62 @@
+"""Which planner a configuration asks for, and what a cluster file says beside prices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_sparse.config import RING_DENSITIES, SparseConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.choice import PricedPlanner
+from megatron_sparse.planner.cluster import find
+from megatron_sparse.planner.pinned import PinnedPlanner
+from megatron_sparse.planner.plan import FixedPlanner, Planner
+
+
+def with_swept_thresholds(config: SparseConfig) -> SparseConfig:
+    """The thresholds of `adaptive_ring` that the cluster file has for the format in use.
+
+    What the configuration says itself stays, and so does all of it without a file, or where
+    `calibrate --sweep` was not run.
+
+    Raises:
+        ConfigError: the cluster file cannot be read.
+    """
+    scheme, cluster = config.scheme, config.planner.cluster
+    own = (scheme.ring_intra_density, scheme.ring_inter_density, scheme.ring_gather_density)
+    if cluster is None or any(density is not None for density in own):
+        return config
+    form = scheme.format if scheme.format in RING_DENSITIES else "pici"
+    swept = find(cluster).ring_densities.get(form)
+    if swept is None:
+        return config
+    intra, inter, gather = swept
+    return replace(
+        config,
+        scheme=replace(
+            scheme, ring_intra_density=intra, ring_inter_density=inter, ring_gather_density=gather
+        ),
+    )
+
+
+def planner_of(config: SparseConfig, *, logs: bool) -> Planner:
+    """The planner that a configuration asks for.
+
+    Args:
+        config: `scheme.name`, `planner.cluster` and `planner.pin` decide.
+        logs: whether it logs changes of plan.
+
+    Raises:
+        ConfigError: a file cannot be read, or settings contradict one another.
+    """
+    compression, scheme, planner = config.compression, config.scheme, config.planner
+    if planner.pin is not None:
+        if scheme.name != "auto":
+            raise ConfigError(
+                "planner.pin and scheme.name both say which scheme to take",
+                expected="scheme.name=auto", got=scheme.name, remedy="leave one of them out",
+            )  # fmt: skip
+        return PinnedPlanner(compression, scheme, Path(planner.pin))
+    if scheme.name == "auto" and planner.cluster is not None:
+        return PricedPlanner(compression, scheme, planner, find(planner.cluster), logs=logs)
+    return FixedPlanner(compression, scheme)

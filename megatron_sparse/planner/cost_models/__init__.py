@@ -1,0 +1,1 @@
+"""Cost models: one file for each family of collectives, on clocks that all of them share."""

@@ -1,0 +1,279 @@
+"""The modelled clocks of all ranks: what a collective's rounds take on a topology.
+
+A cost model runs a collective's rounds without data, on expected sizes. The network is the
+alpha-beta model (Hockney; SpCCL's equation 1) on two levels of links, as in `VirtualCluster`: a
+message starts when both ends have posted it and both ports are free, occupies the ports for beta m,
+and arrives after alpha + beta m. A rank goes on when what it sends has left and what it receives
+has come, so one slow rank holds up who waits for it.
+
+With one level, equal pieces of m bytes and no local work, n - 1 rounds take
+(n - 1)(alpha + beta m): the ring of the equations 2 of SpCCL and PCCL, and with m halved or doubled
+from round to round their recursive algorithms.
+
+Legend: n ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_sparse.transport.topology import Link, Topology
+
+
+@dataclass(frozen=True)
+class Round:
+    """What every rank does in one round; it sends at most one message and receives at most one.
+
+    Attributes:
+        target_n: to whom each rank sends; -1 for nobody.
+        nbytes_n: how much, by sender; nothing sends no message.
+        meanwhile_n: seconds of local work of each rank while its messages are on their way.
+    """
+
+    target_n: np.ndarray
+    nbytes_n: np.ndarray
+    meanwhile_n: np.ndarray
+
+
+class RankClocks:
+    """See the module's docstring.
+
+    Attributes:
+        now_n: seconds, of each rank. Mutated by everything that takes time.
+        card_free_s: since when each node's card is free, by port. Mutated.
+
+    Args:
+        topology: nodes and links.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        n = topology.world_size
+        self.topology = topology
+        self.now_n = np.zeros(n)
+        self.ranks_n = np.arange(n)
+        self._node_n = np.array(topology.nodes)
+        self._shares_nic = topology.nic == "node"
+        self.card_free_s: dict[tuple[str, int], float] = defaultdict(float)
+
+    def work(self, seconds: float | np.ndarray) -> None:
+        """Local work of every rank."""
+        self.now_n = self.now_n + seconds
+
+    def round(
+        self,
+        target_n: np.ndarray,
+        nbytes: float | np.ndarray,
+        meanwhile_s: float | np.ndarray = 0.0,
+    ) -> Round:
+        """A round, from values for all ranks or for each."""
+        n = target_n.shape
+        return Round(target_n, np.broadcast_to(nbytes, n), np.broadcast_to(meanwhile_s, n))
+
+    def shift(
+        self, step: int, nbytes: float | np.ndarray, meanwhile_s: float | np.ndarray = 0.0
+    ) -> Round:
+        """A round in which rank r sends to rank r - step, so that no rank's port is shared."""
+        return self.round((self.ranks_n - step) % self.ranks_n.size, nbytes, meanwhile_s)
+
+    def in_rounds(self, rounds: Sequence[Round], host_s: float = 0.0) -> None:
+        """Rounds that follow one another, for each rank when it is done with the one before.
+
+        Args:
+            rounds: of all ranks.
+            host_s: what a message costs its two ends before it is posted.
+        """
+        if self._shares_nic and len(rounds) > 1 and len(self.topology.node_sizes) > 1:
+            QueuedRounds(self.topology, rounds, host_s).run(self)
+            return
+        for each in rounds:
+            self._round(each, host_s)
+
+    def _round(self, each: Round, host_s: float) -> None:
+        senders = np.flatnonzero((each.target_n >= 0) & (each.nbytes_n > 0))
+        targets, nbytes = each.target_n[senders], each.nbytes_n[senders]
+        busy_n = np.zeros_like(self.now_n)
+        busy_n[senders] = busy_n[targets] = 1.0
+        self.now_n = self.now_n + host_s * busy_n
+        inside = self._node_n[senders] == self._node_n[targets]
+        intra, inter = self.topology.intra, self.topology.inter
+        beta = np.where(inside, intra.beta_s, inter.beta_s)
+        start = np.maximum(self.now_n[senders], self.now_n[targets])
+        if self._shares_nic:
+            self._queue(start, senders, targets, beta * nbytes, ~inside)
+        sent = start + beta * nbytes
+        done_n = self.now_n.copy()
+        done_n[senders] = sent
+        arrived = sent + np.where(inside, intra.alpha_s, inter.alpha_s)
+        done_n[targets] = np.maximum(done_n[targets], arrived)
+        self.now_n = np.maximum(self.now_n + each.meanwhile_n, done_n)
+
+    def _queue(
+        self,
+        start: np.ndarray,
+        senders: np.ndarray,
+        targets: np.ndarray,
+        port_s: np.ndarray,
+        crosses: np.ndarray,
+    ) -> None:
+        """Moves `start` of messages that wait for their nodes' ports. Mutates it."""
+        for i in sorted(np.flatnonzero(crosses), key=start.__getitem__):
+            ports = self.topology.ports(int(senders[i]), int(targets[i]))
+            start[i] = max(start[i], *(self.card_free_s[port] for port in ports))
+            for port in ports:
+                self.card_free_s[port] = start[i] + port_s[i]
+
+    def wait_for(self, others: RankClocks) -> None:
+        """All ranks go on when some of them, who began together, have done something."""
+        self.now_n = np.full(self.ranks_n.size, self.now_n.max() + others.now_n.max())
+
+    def everybody_at_once(self, nbytes: float, host_s: float = 0.0) -> None:
+        """Every rank sends as much to every other, all posted together; ends at one time for all.
+
+        Exact where all ranks begin at one time.
+        """
+        n = self.ranks_n.size
+        if n == 1:
+            return
+        alpha_s, bytes_beta_s = _all_pairs(self.topology)
+        latest_s = self.now_n.max() + host_s * (n - 1)
+        self.now_n = np.full(n, latest_s + alpha_s + bytes_beta_s * nbytes)
+
+    def with_root(self, nbytes_n: np.ndarray, host_s: float = 0.0) -> None:
+        """Every rank sends to rank 0, or it to every rank; ends at one time for all.
+
+        Args:
+            nbytes_n: on the way between rank 0 and each rank; its own counts nothing.
+            host_s: as of `in_rounds`, for each of rank 0's messages.
+        """
+        peers = self.ranks_n[1:]
+        if not peers.size:
+            return
+        inside = self._node_n[peers] == self._node_n[0]
+        ends = []
+        for link, which in ((self.topology.intra, inside), (self.topology.inter, ~inside)):
+            if which.any():
+                ends.append(link.alpha_s + link.beta_s * nbytes_n[peers[which]].sum())
+        self.now_n = np.full(self.ranks_n.size, self.now_n.max() + host_s * peers.size + max(ends))
+
+
+class QueuedRounds:
+    """Many rounds where the ranks of a node share a network card: messages take turns at it.
+
+    A rank that is ahead uses the card while another waits for its peer, so rounds cannot be looked
+    at one by one: here every message is an event, as in `VirtualCluster`.
+
+    Args:
+        topology: nodes and links.
+        rounds: of all ranks.
+        host_s: what a message costs its two ends before it is posted.
+    """
+
+    def __init__(self, topology: Topology, rounds: Sequence[Round], host_s: float) -> None:
+        self._topology, self._rounds, self._host_s = topology, rounds, host_s
+        n = topology.world_size
+        self._source = [self._sources(each) for each in rounds]
+        self._target = [each.target_n.tolist() for each in rounds]
+        self._nbytes = [each.nbytes_n.tolist() for each in rounds]
+        self._meanwhile = [each.meanwhile_n.tolist() for each in rounds]
+        self._place = [0] * n
+        """The round that each rank is in."""
+        self._pending = [0] * n
+        self._done_s = [0.0] * n
+        self._now_s = [0.0] * n
+        self._free_s: dict[tuple[str, int], float] = defaultdict(float)
+        self._ready: list[tuple[float, int, int, int]] = []
+
+    def _sources(self, each: Round) -> list[int]:
+        """From whom each rank receives in a round, -1 for nobody."""
+        source_n = np.full(each.target_n.shape, -1)
+        senders = np.flatnonzero((each.target_n >= 0) & (each.nbytes_n > 0))
+        source_n[each.target_n[senders]] = senders
+        return source_n.tolist()
+
+    def run(self, clocks: RankClocks) -> None:
+        """Moves the clocks on to the end of the last round. Mutates them."""
+        self._now_s = clocks.now_n.tolist()
+        self._free_s = clocks.card_free_s
+        for rank in range(len(self._now_s)):
+            self._enter(rank)
+        while self._ready:
+            since_s, rank, peer, number = heapq.heappop(self._ready)
+            ports = self._topology.ports(rank, peer)
+            start_s = max(since_s, *(self._free_s[port] for port in ports))
+            if start_s > since_s:
+                heapq.heappush(self._ready, (start_s, rank, peer, number))
+                continue
+            link = self._topology.link(rank, peer)
+            sent_s = start_s + link.beta_s * self._nbytes[number][rank]
+            for port in ports:
+                self._free_s[port] = sent_s
+            for end, done_s in ((rank, sent_s), (peer, sent_s + link.alpha_s)):
+                self._done_s[end] = max(self._done_s[end], done_s)
+                self._pending[end] -= 1
+                if not self._pending[end]:
+                    self._leave(end)
+        clocks.now_n = np.array(self._now_s)
+
+    def _enter(self, rank: int) -> None:
+        """Posts a rank's messages of its next round, or of the first one that has some."""
+        while (number := self._place[rank]) < len(self._rounds):
+            target, source = self._target[number][rank], self._source[number][rank]
+            sends = target >= 0 and self._nbytes[number][rank] > 0
+            self._pending[rank] = sends + (source >= 0)
+            if not self._pending[rank]:
+                self._now_s[rank] += self._meanwhile[number][rank]
+                self._place[rank] += 1
+                continue
+            self._now_s[rank] += self._host_s
+            self._done_s[rank] = self._now_s[rank]
+            pairs = [(rank, target)] * sends + [(source, rank)] * (source >= 0)
+            for sender, receiver in pairs:
+                peer = receiver if sender == rank else sender
+                # The later one of the two finds the other waiting.
+                if self._place[peer] == number and self._pending[peer] and peer != rank:
+                    since_s = max(self._now_s[rank], self._now_s[peer])
+                    heapq.heappush(self._ready, (since_s, sender, receiver, number))
+            return
+
+    def _leave(self, rank: int) -> None:
+        number = self._place[rank]
+        worked_s = self._now_s[rank] + self._meanwhile[number][rank]
+        self._now_s[rank] = max(worked_s, self._done_s[rank])
+        self._place[rank] += 1
+        self._enter(rank)
+
+
+def _all_pairs(topology: Topology) -> tuple[float, float]:
+    """Seconds, and seconds for each byte of a message, of all ranks' messages to all others.
+
+    A `VirtualCluster` starts messages by rank, whenever both ports are free: with private ports as
+    many in a row as there are other ranks in the next power of two, which is not the shortest
+    order for other numbers. Of a port that a node shares it is the sum of what crosses it.
+    """
+    n, sizes = topology.world_size, topology.node_sizes
+    largest = max(sizes)
+    within = (_next_power(largest) - 1) * topology.intra.beta_s
+    between = 0.0
+    if len(sizes) > 1 and topology.nic == "node":
+        between = max(size * (n - size) for size in sizes) * topology.inter.beta_s
+    elif len(sizes) > 1:
+        between = (_next_power(n) - largest) * topology.inter.beta_s
+    return slowest(topology).alpha_s, max(within, between)
+
+
+def _next_power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def slowest(topology: Topology) -> Link:
+    """The slowest link that a ring over all ranks has: what paces it."""
+    inter_is_used = len(topology.node_sizes) > 1
+    used = [topology.intra] * (max(topology.node_sizes) > 1) + [topology.inter] * inter_is_used
+    if not used:
+        return Link(0.0, 0.0)
+    return Link(max(link.alpha_s for link in used), max(link.beta_s for link in used))

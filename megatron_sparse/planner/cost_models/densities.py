@@ -1,0 +1,171 @@
+"""How dense the sums of ranks' contributions are expected to be: whole, by shard, by block.
+
+A profile (`SparsityProfile`) says how dense the sum of k ranks is (ZEN, definition 4), how much
+denser the densest of p partitions is than the mean (definition 5), for one rank and for the sum of
+all, and which part of the blocks holds something. What a collective needs beside that is assumed:
+
+- The densest partitions lie within one another, from the bucket's beginning on, as those of rows
+  sorted by frequency do: the densest of 4 is in the denser half. The skewness at 2, 4, ... n
+  partitions is then a Lorenz curve, which gives the density of every shard.
+- A shard's sum of k ranks lies on the power law in u = -log(1 - density) through its own densities
+  for one and for all ranks, as `SparsityProfile.sum_density` has it for the whole bucket; for
+  independent positions that is SpCCL's equation 7 again and again.
+- Within a shard a block holds something as if e of its elements were chosen independently, e being
+  such that all shards together have the measured fraction.
+
+Legend: P partitions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import NormalDist
+
+import numpy as np
+
+from megatron_sparse.planner.characteristics import SparsityProfile
+from megatron_sparse.planner.cost_models.shape import BucketShape
+
+MOST_DENSITY = 1 - 1e-12
+"""Taken for 1 where a logarithm would be infinite."""
+
+
+class SumDensities:
+    """Densities of the part of a bucket that selection may prune.
+
+    Args:
+        profile: of the whole bucket, or, where it has as many elements, of its pruned part; see
+            `without_chance`.
+        shape: the bucket.
+        ranks_each: ranks whose sum counts as one contribution, as a node's does.
+        lanes: only the first, densest, of so many parts of the bucket is looked at.
+    """
+
+    def __init__(
+        self, profile: SparsityProfile, shape: BucketShape, ranks_each: int = 1, lanes: int = 1
+    ) -> None:
+        self._profile, self._shape = profile, shape
+        self._ranks_each, self._lanes = ranks_each, lanes
+        self._known: dict[tuple[int, int], np.ndarray] = {}
+        self._kept = 0.0
+        if shape.kept_numel and profile.numel != shape.pruned_numel:
+            self._kept = shape.kept_numel / shape.numel
+
+    def of_lane(self, ranks_each: int, lanes: int) -> SumDensities:
+        """Where `ranks_each` ranks have added theirs: of the densest of `lanes` equal parts."""
+        return SumDensities(self._profile, self._shape, ranks_each, lanes)
+
+    def whole(self, ranks: int) -> float:
+        """Of the sum of some contributions."""
+        if self._lanes > 1:
+            return float(self._partitions(ranks * self._ranks_each, self._lanes)[0])
+        return self._mean(ranks * self._ranks_each)
+
+    def shards(self, ranks: int, parts: int) -> np.ndarray:
+        """Of the sum of some contributions: of each of P equal parts, densest first."""
+        return self._partitions(ranks * self._ranks_each, parts * self._lanes)[:parts]
+
+    def block_density(self, ranks: int, parts: int, block_size: int) -> np.ndarray:
+        """Fraction of a part's blocks that hold something, for one contribution or all of them."""
+        profile = self._profile
+        of_sum = ranks > 1
+        measured = _at(profile.sum_block_density if of_sum else profile.block_density, block_size)
+        # Fitted to what was measured, which is the whole bucket.
+        density_P = self._partitions(profile.world_size if of_sum else 1, max(parts, 64))
+        chosen = _independent_elements(density_P, measured, block_size)
+        here_P = self.shards(ranks, parts)
+        return -np.expm1(chosen * np.log1p(-np.minimum(here_P, MOST_DENSITY)))
+
+    def _mean(self, ranks: int) -> float:
+        density = self._profile.sum_density(ranks)
+        return min(max((density - self._kept) / (1 - self._kept), 0.0), 1.0)
+
+    def _partitions(self, ranks: int, parts: int) -> np.ndarray:
+        key = (ranks, parts)
+        if key not in self._known:
+            self._known[key] = self._computed(ranks, parts)
+        return self._known[key]
+
+    def _computed(self, ranks: int, parts: int) -> np.ndarray:
+        mean, everyone = self._mean(ranks), self._profile.world_size
+        own_P = self._mean(1) * _shares(self._profile.skewness, parts)
+        if ranks == 1 or everyone == 1:
+            shares_P = own_P
+        else:
+            sum_P = self._mean(everyone) * _shares(self._profile.sum_skewness, parts)
+            u_own = -np.log1p(-np.clip(own_P, 1e-12, MOST_DENSITY))
+            u_sum = np.maximum(-np.log1p(-np.clip(sum_P, 1e-12, MOST_DENSITY)), u_own)
+            slope_P = np.log(u_sum / u_own) / math.log(everyone)
+            shares_P = -np.expm1(-u_own * ranks**slope_P)
+        total = shares_P.mean()
+        return np.minimum(shares_P * (mean / total), 1.0) if total else shares_P
+
+
+def without_chance(profile: SparsityProfile) -> SparsityProfile:
+    """The profile with skewness that lasts: without what chance adds to the densest partition.
+
+    With m clumps of non-zero elements expected in each of p partitions, the fullest is about
+    q / sqrt(m) above the mean, q being the largest of p normal numbers (Blom's approximation); it
+    is another partition on every rank and in every step.
+    """
+    clumps = profile.numel / _clump_numel(profile)
+
+    def lasting(skewness: Mapping[int, float], density: float) -> dict[int, float]:
+        found = {}
+        for count, ratio in skewness.items():
+            largest = NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+            expected = max(density * clumps / count, 1.0)
+            found[count] = max(ratio - largest / math.sqrt(expected), 1.0)
+        return found
+
+    return replace(
+        profile,
+        skewness=lasting(profile.skewness, profile.density),
+        sum_skewness=lasting(profile.sum_skewness, profile.sum_density(profile.world_size)),
+    )
+
+
+def _clump_numel(profile: SparsityProfile) -> float:
+    """Elements that come together, as a row of an embedding does; 1 where they are independent."""
+    size = min(profile.block_density)
+    filled = profile.block_density[size]
+    if not filled:
+        return 1.0
+    together = profile.density * size / filled
+    density = min(profile.density, MOST_DENSITY)
+    alone = density * size / -math.expm1(size * math.log1p(-density))
+    return max(together / alone, 1.0)
+
+
+def _shares(skewness: Mapping[int, float], parts: int) -> np.ndarray:
+    """Each partition's density over the mean one, densest first."""
+    positions, held = [0.0], [0.0]
+    for count, ratio in sorted(skewness.items(), reverse=True):
+        positions.append(1 / count)
+        held.append(min(max(ratio / count, held[-1]), 1.0))
+    curve_P = np.interp(np.arange(parts + 1) / parts, [*positions, 1.0], [*held, 1.0])
+    return np.sort(np.diff(curve_P))[::-1] * parts
+
+
+def _at(measured: Mapping[int, float], size: int) -> float:
+    """The value at a block size, between the two nearest measured ones."""
+    sizes = sorted(measured)
+    return float(np.interp(math.log(size), np.log(sizes), [measured[key] for key in sizes]))
+
+
+def _independent_elements(density_P: np.ndarray, fraction: float, block_size: int) -> float:
+    """Elements of a block that, chosen independently, make this fraction of blocks hold one."""
+    log_empty_P = np.log1p(-np.minimum(density_P, MOST_DENSITY))
+
+    def filled(elements: float) -> float:
+        return float(-np.expm1(elements * log_empty_P).mean())
+
+    low, high = 0.0, float(block_size)
+    if filled(high) <= fraction:
+        return high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if filled(middle) < fraction else (low, middle)
+    return high

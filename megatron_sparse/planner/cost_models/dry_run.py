@@ -1,0 +1,179 @@
+"""A collective without data: what the cost models run their rounds on.
+
+Added to the papers' equations, in all models alike: local work by operation, format and density;
+what the host adds to each message and bucket; the agreement's all-gathers; headers; and every
+rank's own clock, so that the busiest rank, not the mean one, decides where shards or nodes differ.
+
+Left out: rounding to a narrower gradient at the end, padding of sections, and chance (all ranks'
+contributions are taken to have the same density).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.planner.cluster import ClusterModel, CodecOp
+from megatron_sparse.planner.cost_models.clocks import RankClocks
+from megatron_sparse.planner.cost_models.densities import SumDensities
+from megatron_sparse.planner.cost_models.records import BlockFormat, Density, Piece, RecordFormat
+from megatron_sparse.planner.cost_models.shape import BucketShape
+from megatron_sparse.transport.topology import Link, Topology
+
+WORD_BYTES = 8
+
+
+class DryRun:
+    """One collective on one bucket.
+
+    Attributes:
+        shape: the bucket.
+        densities: of what its ranks contribute.
+        cluster: what things cost.
+        options: of the scheme.
+        n: ranks.
+        scatter: whether it is a reduce-scatter.
+        clocks: of all ranks. Mutated.
+        host_s: what a message costs its ranks' hosts.
+        has_slots: message sizes are fixed beforehand (capacity mode), and nothing is agreed upon.
+
+    Args:
+        shape: the bucket.
+        densities: of what its ranks contribute.
+        cluster: what things cost.
+        options: of the scheme.
+        topology: the ranks' nodes and links.
+        charged: whether local work takes time.
+        hosted: whether messages cost the host time.
+    """
+
+    def __init__(
+        self,
+        shape: BucketShape,
+        densities: SumDensities,
+        cluster: ClusterModel,
+        options: SchemeOptions,
+        topology: Topology,
+        *,
+        charged: bool,
+        hosted: bool,
+    ) -> None:
+        self.shape, self.densities = shape, densities
+        self.cluster, self.options = cluster, options
+        self.n = topology.world_size
+        self.scatter = shape.form is Form.REDUCE_SCATTER
+        self.clocks = RankClocks(topology)
+        self.has_slots = options.capacity is not None
+        self.charged = charged
+        self.host_s = cluster.host_s_per_message if hosted else 0.0
+
+    def piece(self, parts: int = 1) -> Piece:
+        """One of equal parts of the bucket."""
+        return Piece(self.shape.pruned_numel / parts, self.shape.kept_numel / parts)
+
+    def format(self, name: str = "auto") -> RecordFormat | BlockFormat:
+        """Records of a format, as `Message` and `SparseSum` write them."""
+        if name == "blocks":
+            return BlockFormat(self.options.block_size, self.cluster)
+        return RecordFormat(name, self.cluster)
+
+    def message_density(self, parts: int = 1) -> np.ndarray:
+        """What a message's shards may hold, or in capacity mode their slots."""
+        density_P = self.densities.shards(1, parts)
+        return self._with_slots(density_P, self.densities.whole(1))
+
+    def sum_density(self, parts: int = 1) -> np.ndarray:
+        """The same of the sum over all ranks."""
+        density_P = self.densities.shards(self.n, parts)
+        return self._with_slots(density_P, self.n * self.densities.whole(1))
+
+    def _with_slots(self, density_P: np.ndarray, target: float) -> np.ndarray:
+        if self.options.capacity is None:
+            return density_P
+        return np.full_like(density_P, min(self.options.capacity * target, 1.0))
+
+    def select(self, form: str) -> None:
+        """Threshold, error feedback, pruning and encoding of the whole bucket."""
+        density = self.densities.whole(1)
+        if form == "blocks":
+            density = float(self.densities.block_density(1, 1, self.options.block_size)[0])
+        self.work(self.format(form).seconds(CodecOp.SELECT, self.piece(), density, self.b))
+
+    @property
+    def b(self) -> int:
+        """Bytes of a value."""
+        return self.shape.element_bytes
+
+    @property
+    def p(self) -> int:
+        """Bytes of a value of a partial sum."""
+        return self.shape.partial_bytes
+
+    def work(self, seconds: Density) -> None:
+        """Local work of every rank, if it takes time."""
+        self.clocks.work(self.local(seconds))
+
+    def local(self, seconds: Density) -> Density:
+        """What local work counts: nothing where only the network does."""
+        return seconds if self.charged else 0.0
+
+    def plain(self, op: CodecOp, numel: float) -> float:
+        """Seconds of an addition or a copy of fp32 values."""
+        return self.cluster.codec_s(op, "dense", numel, 1.0)
+
+    def part(
+        self, shape: BucketShape, topology: Topology, densities: SumDensities | None = None
+    ) -> DryRun:
+        """The same on some ranks, from the time 0 on; its clocks are its own."""
+        return DryRun(
+            shape, densities or self.densities, self.cluster, self.options, topology,
+            charged=self.charged, hosted=self.host_s > 0,
+        )  # fmt: skip
+
+    def node(self, ranks: int) -> Topology:
+        """Some ranks of one node."""
+        topology = self.clocks.topology
+        return Topology((ranks,), topology.intra, topology.inter)
+
+    def lane(self, sharing: float) -> Topology:
+        """One rank of each node.
+
+        Args:
+            sharing: what all lanes of a node send to other nodes over what this one does; it slows
+                this one down where they share a network card.
+        """
+        topology = self.clocks.topology
+        shared = sharing if topology.nic == "node" else 1.0
+        inter = Link(topology.inter.alpha_s, shared * topology.inter.beta_s)
+        return Topology((1,) * len(topology.node_sizes), topology.intra, inter)
+
+    def clearing_s(self, numel: float) -> float:
+        """Seconds to make fp32 values zero: a copy that reads nothing."""
+        return self.plain(CodecOp.COPY, numel) / 2
+
+    def exchange(self, target_n: np.ndarray, nbytes: Density) -> None:
+        """One round of messages to these ranks, -1 for none; bytes are by sender."""
+        self.exchanges([(target_n, nbytes)])
+
+    def exchanges(self, rounds: Sequence[tuple[np.ndarray, Density]]) -> None:
+        """Exchanges of (target, bytes by sender) that follow one another without local work."""
+        self.clocks.in_rounds([self.clocks.round(*each) for each in rounds], self.host_s)
+
+    def shift(self, step: int, nbytes: Density) -> None:
+        """A round in which rank r sends to rank r - step."""
+        self.shifts([(step, nbytes, 0.0)])
+
+    def shifts(self, rounds: Sequence[tuple[int, Density, Density]]) -> None:
+        """Rounds of (step, bytes by sender, local work meanwhile), one after the other."""
+        shift = self.clocks.shift
+        self.clocks.in_rounds(
+            [shift(step, nbytes, self.local(work_s)) for step, nbytes, work_s in rounds],
+            self.host_s,
+        )
+
+    def agree(self) -> None:
+        """The all-gather of what is meant and of sizes: 8 (2 + n) bytes from each to each."""
+        self.clocks.everybody_at_once(WORD_BYTES * (2 + self.n), self.host_s)

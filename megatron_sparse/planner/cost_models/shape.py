@@ -1,0 +1,72 @@
+"""What a cost model is asked about, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.checks import in_range
+from megatron_sparse.errors import ConfigError
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BucketShape:
+    """A bucket as cost models see it.
+
+    Attributes:
+        numel: elements, kept ones included.
+        kept_numel: of them, those that are always sent whole; taken to lie evenly in the bucket.
+        element_bytes: of a value on the wire: 4 or 2.
+        form: all-reduce or reduce-scatter.
+        world_size: ranks of the group.
+        partial_bytes: of a value of a partial sum on the wire: 4, or 2 where `scheme.wire_dtype`
+            narrows an fp32 gradient.
+
+    Raises:
+        ConfigError: numbers that no bucket has.
+    """
+
+    numel: int
+    kept_numel: int
+    element_bytes: int
+    form: Form
+    world_size: int
+    partial_bytes: int = FP32_BYTES
+
+    def __post_init__(self) -> None:
+        in_range("shape.numel", self.numel, 0, 2**40, integer=True)
+        in_range("shape.kept_numel", self.kept_numel, 0, self.numel, integer=True)
+        in_range("shape.world_size", self.world_size, 1, 2**20, integer=True)
+        for name in ("element_bytes", "partial_bytes"):
+            if getattr(self, name) not in (2, FP32_BYTES):
+                raise ConfigError(
+                    f"shape.{name} is unknown", expected="2 or 4", got=getattr(self, name)
+                )
+
+    @property
+    def pruned_numel(self) -> int:
+        """Elements that selection may leave out."""
+        return self.numel - self.kept_numel
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds until the last rank has its result, from a final gradient on: a MODEL.
+
+    Attributes:
+        network_s: what the links alone would take.
+        codec_s: what local work adds to that: selection, records, additions. What is hidden behind
+            the network is not in it.
+        host_s: what the host adds: a bucket's overhead, and that of the busiest rank's messages.
+    """
+
+    network_s: float
+    codec_s: float
+    host_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Of all three."""
+        return self.network_s + self.codec_s + self.host_s

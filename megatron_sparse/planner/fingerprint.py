@@ -1,0 +1,42 @@
+"""What the running ranks are, as far as a calibration depends on it."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.bench.collective_launch import netbed_mbit
+from megatron_sparse.transport import ProcessGroupTransport
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def fingerprint(transport: ProcessGroupTransport) -> dict[str, str]:
+    """What a calibration is good for only as long as it stays: see `check_fingerprint`.
+
+    The number of hosts and ranks is not part of it, only whether there are several hosts: a
+    cluster is measured on a few nodes, and used on many.
+    """
+    mbit = netbed_mbit()
+    return {
+        "processor": processor(transport.device),
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+        "transport": str(dist.get_backend(transport.group)),
+        "hosts": "several" if len(set(transport.nodes)) > 1 else "one",
+        "network": "its own" if mbit is None else f"test bed, {mbit} Mbit/s",
+    }
+
+
+def processor(device: torch.device) -> str:
+    """The model of the GPU, or of the CPU as far as the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if CPU_INFO.is_file():
+        for line in CPU_INFO.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.machine()

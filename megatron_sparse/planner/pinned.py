@@ -1,0 +1,62 @@
+"""A plan that is followed, whatever it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.config import CompressionConfig, SchemeConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.plan import Choice, FixedPlanner
+from megatron_sparse.planner.plan_state import read_plan
+
+
+class PinnedPlanner(FixedPlanner):
+    """Takes each bucket's scheme from a `plan.json`; density and phases are the configuration's.
+
+    Args:
+        compression: the schedule of densities.
+        scheme: options of the schemes; `name` is `auto`.
+        path: the file, or the folder of a run.
+
+    Raises:
+        ConfigError: it is no plan.
+    """
+
+    def __init__(self, compression: CompressionConfig, scheme: SchemeConfig, path: Path) -> None:
+        super().__init__(compression, scheme)
+        self._path = path
+        self._rows = read_plan(path)
+
+    def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
+        """As in the plan.
+
+        Raises:
+            ConfigError: the plan is of another model or group, or its scheme does not exist or
+                lacks the form.
+        """
+        row = self._rows.get(bucket.name)
+        if row is None:
+            raise self._misfit(bucket, "bucket", bucket.name, ", ".join(self._rows))
+        own: dict[str, Any] = {
+            "numel": bucket.numel, "form": str(bucket.form), "world_size": bucket.world_size,
+        }  # fmt: skip
+        for key, value in own.items():
+            if row[key] != value:
+                raise self._misfit(bucket, key, value, row[key])
+        able = [scheme.name for scheme in SCHEMES.values() if bucket.form in scheme.forms]
+        if row["chosen"] not in able:
+            raise self._misfit(bucket, "scheme", " | ".join(able), row["chosen"])
+        predicted_us = row["predicted_us"].get(row["chosen"])
+        return Choice(row["chosen"], f"pinned by {self._path}", predicted_us)
+
+    def _misfit(self, bucket: Bucket, what: str, expected: object, got: object) -> ConfigError:
+        return ConfigError(
+            f"{self._path} is not this model's plan: bucket {bucket.name} has another {what}",
+            expected=expected,
+            got=got,
+            remedy="pin the plan of a run of the same model on as many ranks, or leave out "
+            "planner.pin",
+        )

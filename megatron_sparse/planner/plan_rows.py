@@ -1,0 +1,206 @@
+"""The rows that `megatron-sparse plan` shows: of a run, of a recording, or of buckets by size.
+
+A row is a mapping: `bucket, numel, density, predicted_us` (scheme -> time), `chosen, reason`, and
+the bucket's other facts (`form, world_size, kept_numel, element_bytes, partial_bytes`). Predicted
+times are those of a cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives import SchemeOptions
+from megatron_sparse.config import CompressionConfig, SchemeConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.characteristics import SparsityProfile, profile_of
+from megatron_sparse.planner.cluster import ClusterModel
+from megatron_sparse.planner.costs import BucketShape
+from megatron_sparse.planner.gradient_recording import GradientRecording, Kind
+from megatron_sparse.planner.plan_state import read_plan
+from megatron_sparse.planner.prices import candidates, explain, least, prices_us, prior
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What buckets are priced with.
+
+    Attributes:
+        cluster: links, codecs, host.
+        schemes: the candidates; None takes all.
+        options: of the schemes.
+    """
+
+    cluster: ClusterModel
+    schemes: Sequence[str] | None = None
+    options: SchemeOptions = field(default_factory=lambda: SchemeOptions.of(SchemeConfig()))
+
+    def row(self, name: str, shape: BucketShape, profile: SparsityProfile, basis: str) -> Row:
+        """Prices one bucket.
+
+        Args:
+            name: the bucket's.
+            shape: its sizes.
+            profile: of the gradients.
+            basis: where the profile comes from, in words.
+        """
+        prices = prices_us(
+            shape, profile, cluster=self.cluster, options=self.options,
+            names=candidates(self.schemes),
+        )  # fmt: skip
+        chosen = least(prices, prices)
+        return {
+            "bucket": name,
+            "numel": shape.numel,
+            "kept_numel": shape.kept_numel,
+            "element_bytes": shape.element_bytes,
+            "partial_bytes": shape.partial_bytes,
+            "form": str(shape.form),
+            "world_size": shape.world_size,
+            "density": profile.density,
+            "predicted_us": prices,
+            "chosen": chosen,
+            "reason": explain(chosen, prices, f"density {profile.density:.3g} {basis}"),
+        }
+
+
+def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
+    """The plan that a run wrote, or what it would be elsewhere.
+
+    Args:
+        path: the run's folder, or its `plan.json`.
+        pricing: None leaves the plan as it was written.
+        ranks: with `pricing`, another number of ranks than the run's; None for the run's.
+
+    Raises:
+        ConfigError: there is no plan.
+        ProfileError: a profile in it is damaged.
+    """
+    rows = read_plan(path)
+    if pricing is None:
+        return list(rows.values())
+    priced = []
+    for name, row in rows.items():
+        shape = BucketShape(
+            row["numel"], row["kept_numel"], row["element_bytes"], Form(row["form"]),
+            ranks or row["world_size"], row["partial_bytes"],
+        )  # fmt: skip
+        known = row.get("profile")
+        profile = SparsityProfile.from_dict(known) if known else prior(shape, row["density"])
+        basis = "sampled in the run" if known else "assumed uniform"
+        priced.append(pricing.row(name, shape, profile, basis))
+    return priced
+
+
+def of_recording(
+    path: Path, pricing: Pricing, ranks: int | None, density: float | None, form: Form
+) -> list[Row]:
+    """Each bucket of a recording's last iteration.
+
+    Args:
+        path: of the recording, or of the run that made it.
+        pricing: see `Pricing`.
+        ranks: another number than was recorded: the profile is extrapolated.
+        density: prunes each rank's gradient to its largest elements; None takes what was
+            selected, or, where only gradients were recorded, these with the zeros they have.
+        form: what the buckets need.
+
+    Raises:
+        ProfileError: the recording is missing or damaged.
+    """
+    recording = GradientRecording.open(path)
+    iteration = recording.iterations[-1]
+    rows = []
+    for name in recording.buckets:
+        kinds = recording.kinds(iteration, name)
+        if density is None and Kind.SELECTED in kinds:
+            gradients = recording.read(iteration, name, Kind.SELECTED)
+            basis = f"selected in iteration {iteration}"
+        else:
+            gradients = recording.read(iteration, name)
+            basis = f"recorded in iteration {iteration}"
+            if density is not None:
+                gradients = [largest(gradient, density) for gradient in gradients]
+        profile = profile_of(gradients)
+        element_bytes = min(gradients[0].element_size(), 4)
+        shape = BucketShape(profile.numel, 0, element_bytes, form, ranks or profile.world_size)
+        rows.append(pricing.row(name, shape, profile, basis))
+    return rows
+
+
+def of_sizes(
+    sizes: Sequence[int], pricing: Pricing, ranks: int, density: float, form: Form
+) -> list[Row]:
+    """Fp32 buckets of which nothing is known but their sizes in bytes and a density."""
+    rows = []
+    for nbytes in sizes:
+        shape = BucketShape(nbytes // 4, 0, 4, form, ranks)
+        rows.append(pricing.row(f"{nbytes} B", shape, prior(shape, density), "assumed uniform"))
+    return rows
+
+
+def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
+    """A gradient with its largest elements alone; dense, 1-D.
+
+    Args:
+        gradient: dense or torch's sparse COO; only read.
+        density: part of the elements that is kept, at least one of them.
+
+    Example:
+        >>> largest(torch.tensor([1.0, -3.0, 2.0, 0.5]), 0.5).tolist()
+        [0.0, -3.0, 2.0, 0.0]
+    """
+    grad_N = gradient.to_dense().flatten()
+    index_K = grad_N.abs().topk(max(round(density * grad_N.numel()), 1)).indices
+    return torch.zeros_like(grad_N).index_copy_(0, index_K, grad_N[index_K])
+
+
+def rows(
+    *,
+    run: Path | None,
+    recording: Path | None,
+    sizes: Sequence[int] | None,
+    ranks: int | None,
+    pricing: Pricing | None,
+    density: float | None,
+    form: Form,
+) -> list[Row]:
+    """The rows of whichever of `run`, `recording` and `sizes` is given; see `of_run` and so on.
+
+    Raises:
+        ConfigError: none or several of them are given, or what they need is not; or there is no
+            plan.
+        ProfileError: the recording is missing or damaged.
+    """
+    given = {"RUN": run, "--recording": recording, "--bucket-bytes": sizes}
+    named = [option for option, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise ConfigError(
+            "plan: it is not clear what is to be planned",
+            expected="one of RUN, --recording DIR and --bucket-bytes SIZE,...",
+            got=" and ".join(named) or "none of them",
+        )
+    if run is not None and (pricing or ranks is None):
+        return of_run(run, pricing, ranks)
+    if pricing is None:
+        raise ConfigError(
+            f"plan: {named[0]}{' with --ranks' if run else ''} needs a cluster to be priced on",
+            expected="--cluster FILE, or the name of a shipped model cluster",
+            got="no --cluster",
+            remedy="--cluster ethernet_25gbit; megatron-sparse calibrate --out FILE measures one",
+        )
+    if recording is not None:
+        return of_recording(recording, pricing, ranks, density, form)
+    if ranks is None or sizes is None:
+        raise ConfigError(
+            "plan: --bucket-bytes needs a number of ranks", expected="--ranks N", got="no --ranks"
+        )
+    density = CompressionConfig().density if density is None else density
+    return of_sizes(sizes, pricing, ranks, density, form)

@@ -1,0 +1,127 @@
+"""What a planner knows and has decided about each bucket, as checkpoints and `plan.json` hold it.
+
+The same on every rank: it is made of shapes, of the configuration, and of numbers that the ranks
+have exchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.characteristics import SparsityProfile
+
+PLAN_FILE = "plan.json"
+
+
+@dataclass
+class BucketState:
+    """One bucket. Times are microseconds; steps are optimizer steps.
+
+    Attributes:
+        numel: elements of the bucket.
+        form: all-reduce or reduce-scatter.
+        world_size: ranks.
+        chosen: the scheme, None before the first choice.
+        reason: for it, in words.
+        density: the target density that it was chosen for.
+        predicted_us: of every candidate, when it was chosen.
+        profile: the last one, None before the first.
+        profile_density: the target density of the step it was taken in.
+        hopeless: no candidate would beat dense even if all ranks selected the same elements.
+        measured_us: by scheme, the last time that all ranks agreed upon.
+        dense_step: when dense was last measured; -1 if never.
+        failed: schemes that were slower than dense by measurement and are not tried again yet.
+        failed_density: the target density at which the last of them failed.
+        dense_until: the bucket is dense before this step, whatever is predicted; 0 for no step.
+        dense_reason: why.
+    """
+
+    numel: int
+    form: str
+    world_size: int
+    chosen: str | None = None
+    reason: str = ""
+    density: float = 1.0
+    predicted_us: dict[str, float] = field(default_factory=dict)
+    profile: SparsityProfile | None = None
+    profile_density: float = 1.0
+    hopeless: bool = False
+    measured_us: dict[str, float] = field(default_factory=dict)
+    dense_step: int = -1
+    failed: list[str] = field(default_factory=list)
+    failed_density: float = 1.0
+    dense_until: int = 0
+    dense_reason: str = ""
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> BucketState:
+        """Before anything is known."""
+        return cls(bucket.numel, str(bucket.form), bucket.world_size)
+
+    def fits(self, bucket: Bucket) -> bool:
+        """Whether it is this bucket's; another model, cut or group has others of that name."""
+        own = (self.numel, self.form, self.world_size)
+        return own == (bucket.numel, str(bucket.form), bucket.world_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        profile = None if self.profile is None else self.profile.to_dict()
+        return self.__dict__ | {
+            "profile": profile, "predicted_us": dict(self.predicted_us),
+            "measured_us": dict(self.measured_us), "failed": list(self.failed),
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> BucketState:
+        """The inverse of `to_dict`.
+
+        Raises:
+            TypeError: a field is missing or unknown.
+            ProfileError: the profile is none.
+        """
+        profile = values["profile"]
+        made = None if profile is None else SparsityProfile.from_dict(profile)
+        return cls(**{**values, "profile": made})
+
+    def fingerprint(self) -> int:
+        """A number that two ranks share only if they have decided alike from the same numbers."""
+        return zlib.crc32(json.dumps(self.to_dict(), sort_keys=True).encode())
+
+
+def read_plan(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a `plan.json`, by bucket.
+
+    Args:
+        path: the file, or the folder of a run that has it.
+
+    Raises:
+        ConfigError: there is none, or it is no plan.
+    """
+    file = path / PLAN_FILE if path.is_dir() else path
+    needed = {"bucket", "numel", "form", "world_size", "density", "chosen", "predicted_us"}
+    try:
+        rows = json.loads(file.read_text("utf-8"))["buckets"]
+        found = {row["bucket"]: row for row in rows}
+        lacking = sorted({key for row in rows for key in needed - row.keys()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file} is no plan",
+            expected=f"the {PLAN_FILE} of a run",
+            got=" ".join(f"{type(error).__name__}: {error}".split()),
+            remedy="name a run's folder, or its plan.json; a run writes it when it ends",
+        ) from None
+    if lacking:
+        raise ConfigError(
+            f"{file} was written by another version",
+            expected=", ".join(sorted(needed)),
+            got=f"rows without {', '.join(lacking)}",
+            remedy="train anew; a run writes its plan when it ends",
+        )
+    return found

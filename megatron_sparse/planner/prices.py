@@ -1,0 +1,109 @@
+"""What each candidate is predicted to take for one bucket, and what follows from it.
+
+Pure functions of a bucket's shape, its profile and the cluster: the planner in training, the
+command `plan` and the bench of the planner choose by the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.config import CANDIDATES
+from megatron_sparse.planner.characteristics import SparsityProfile
+from megatron_sparse.planner.cluster import ClusterModel
+from megatron_sparse.planner.costs import BucketShape, predict_all
+
+DENSE = "dense"
+"""What no choice must be slower than: the backend's own collective."""
+WAITS_ON_CUDA = "zen"
+"""Its CUDA path waits for the host many times for each record, which no cost model knows."""
+
+
+def candidates(schemes: Collection[str] | None) -> list[str]:
+    """The schemes to choose from, in the order of `CANDIDATES`; `dense` always is one of them.
+
+    Args:
+        schemes: as `planner.schemes`; None takes all.
+    """
+    wanted = CANDIDATES if schemes is None else {*schemes, DENSE}
+    return [name for name in CANDIDATES if name in wanted]
+
+
+def runnable(names: Collection[str], options: SchemeOptions, device: str) -> list[str]:
+    """Those of some schemes that are fit for a device, `cpu` or `cuda`."""
+    unable = set()
+    if device == "cuda":
+        unable = {WAITS_ON_CUDA} | ({"hierarchical"} if options.inner == WAITS_ON_CUDA else set())
+    return [name for name in names if name not in unable]
+
+
+def prices_us(
+    shape: BucketShape,
+    profile: SparsityProfile,
+    *,
+    cluster: ClusterModel,
+    options: SchemeOptions,
+    names: Collection[str],
+) -> dict[str, float]:
+    """Predicted microseconds by scheme: of those in `names` that have the form and fit `options`.
+
+    Raises:
+        ConfigError: the cluster lacks a rate.
+    """
+    found = predict_all(shape, profile, cluster, options, names)
+    return {name: prediction.total_s * 1e6 for name, prediction in found.items()}
+
+
+def takes_dense(scheme: str) -> bool:
+    """Whether a scheme sends all elements."""
+    return SCHEMES[scheme].takes is Input.DENSE
+
+
+def least(prices: dict[str, float], names: Collection[str]) -> str:
+    """The name with the least price; the first of several."""
+    return min(names, key=lambda name: prices[name])
+
+
+def prior(shape: BucketShape, density: float) -> SparsityProfile:
+    """What is believed of a bucket before it was sampled: independent, uniform positions."""
+    return SparsityProfile.uniform(shape.pruned_numel or shape.numel, density, shape.world_size)
+
+
+def fully_overlapping(profile: SparsityProfile) -> SparsityProfile:
+    """The same ranks, had they all selected the same elements: as good as it gets."""
+    return replace(
+        profile,
+        densification=dict.fromkeys(profile.densification, 1.0),
+        overlap=(1.0,) * len(profile.overlap),
+        sum_skewness=dict(profile.skewness),
+        sum_block_density=dict(profile.block_density),
+    )
+
+
+def alike(first: SparsityProfile, second: SparsityProfile, tolerance: float) -> bool:
+    """Whether what schemes cost by differs by no more than a part `tolerance` of itself."""
+
+    def costs(profile: SparsityProfile) -> list[float]:
+        n = profile.world_size
+        ratios = [*profile.skewness.values(), *profile.sum_skewness.values()]
+        blocks = [*profile.block_density.values(), *profile.sum_block_density.values()]
+        return [profile.density, profile.sum_density(n), *ratios, *blocks]
+
+    if (first.numel, first.world_size) != (second.numel, second.world_size):
+        return False
+    pairs = zip(costs(first), costs(second), strict=True)
+    return all(abs(a - b) <= tolerance * max(a, b) for a, b in pairs)
+
+
+def explain(chosen: str, prices: dict[str, float], basis: str) -> str:
+    """Why, in words: the chosen scheme's time beside dense's and the next one's."""
+    told = [f"{chosen} {prices[chosen]:.0f} us"]
+    others = [name for name in prices if name not in (chosen, DENSE)]
+    if chosen != DENSE:
+        told.append(f"dense {prices[DENSE]:.0f} us")
+    if others:
+        next_best = least(prices, others)
+        told.append(f"{next_best} {prices[next_best]:.0f} us")
+    return f"{', '.join(told)} ({basis})"

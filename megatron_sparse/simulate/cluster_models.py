@@ -1,0 +1,90 @@
+"""The model clusters that `configs/cluster_models` holds, made from the papers' machines: MODELS.
+
+Links are those of `machines`. The backend's all-reduce is the virtual cluster's: a ring at the rate
+of the links between nodes. Codec rates are not measured on any GPU. Each call of the codec is made
+on the CPU, the bytes that its tensor operations move are counted (`TrafficCounter`), and they
+are taken to move at half of the peak rate of the GPU's memory (`Machine.codec_rate`). Nothing is
+charged for launches, and nothing for the host: the virtual clock knows neither.
+
+`python -m megatron_sparse.simulate.cluster_models` writes the files anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from megatron_sparse.planner.calibration_codec import DENSITIES, CodecCall, codec_calls, fit_rate
+from megatron_sparse.planner.cluster import CONFIG_MODULE, FOLDER, ClusterModel, CodecRate
+from megatron_sparse.simulate.machines import AWS_25, AWS_100, PERLMUTTER_RING, Machine
+from megatron_sparse.simulate.pricing import TrafficCounter
+
+MACHINES = {
+    "ethernet_25gbit": (AWS_25, 16),
+    "ethernet_100gbit": (AWS_100, 16),
+    "perlmutter": (PERLMUTTER_RING, 16),
+}
+"""Of each model cluster the machine, and the nodes that the paper used."""
+NUMELS = (2**16, 2**18)
+"""Bytes are counted at. They are linear in it; a sample for the threshold is smaller than both."""
+
+
+def model(name: str) -> ClusterModel:
+    """A model cluster, made anew; takes seconds."""
+    machine, nodes = MACHINES[name]
+    return ClusterModel(
+        name=name,
+        device="cuda",
+        nodes=(machine.ranks_per_node,) * nodes,
+        nic=machine.nic,
+        intra=machine.inter if machine.ranks_per_node == 1 else machine.intra,
+        inter=machine.inter,
+        dense=machine.inter,
+        host_s_per_message=0.0,
+        host_s_per_bucket=0.0,
+        codec=tuple(_rates(machine)),
+        ring_densities={},
+        fingerprint={},
+    )
+
+
+def comment(name: str) -> str:
+    """The file's first lines."""
+    machine, _ = MACHINES[name]
+    return (
+        f"megatron-sparse calibrate --sweep --virtual --cluster {name} --ranks 8\n"
+        f"A MODEL, not measured: {machine.name}. Made by simulate/cluster_models.py;"
+        "\nlinks: simulate/machines.py. Codec: memory-bound on a GPU, bytes moved at "
+        f"{machine.codec_rate / 1e9:.0f} GB/s.\nNo host overhead."
+    )
+
+
+def path_of(name: str) -> Path:
+    """The shipped file."""
+    return Path(str(files(CONFIG_MODULE) / FOLDER / f"{name}.yaml"))
+
+
+def _rates(machine: Machine) -> Iterator[CodecRate]:
+    calls: list[CodecCall] = []
+    moved_s = []
+    for numel in NUMELS:
+        calls = list(codec_calls(numel, DENSITIES, torch.device("cpu")))
+        moved_s.append([moved_bytes(call) / machine.codec_rate for call in calls])
+    for call, *times_s in zip(calls, *moved_s, strict=True):
+        yield fit_rate(call, NUMELS, times_s)
+
+
+def moved_bytes(call: CodecCall) -> float:
+    """Bytes that one call moves, when its buffers exist already."""
+    call.run()
+    with TrafficCounter() as counter:
+        call.run()
+    return counter.moved_bytes
+
+
+if __name__ == "__main__":
+    for cluster in MACHINES:
+        model(cluster).save(path_of(cluster), comment(cluster))

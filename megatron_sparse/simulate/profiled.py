@@ -1,0 +1,352 @@
+"""ZEN's figures 2, 3, 8, 16 and 17 for the user's own gradients, from a recording.
+
+2 and 3 show what was recorded; 17 counts bytes of it; 16 times this machine's CPU on it. 8 is a
+MODEL as in `simulate.zen`: bytes on the busiest port only, of as many ranks as were recorded.
+
+Deviations: the paper's figure 16 is a V100's. Its figure 17b shows the speedup of training, which
+needs the rest of an iteration; here it is that of synchronisation, by the bytes that the busiest
+rank receives.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from megatron_sparse.collectives.base import even_cuts
+from megatron_sparse.config import SchemeConfig
+from megatron_sparse.formats.hash_partition import PermutationHash
+from megatron_sparse.formats.hierarchical_hash import hierarchical_hash
+from megatron_sparse.planner.balance import Loads
+from megatron_sparse.planner.bit_sets import overlap_ratios, pack, union_counts
+from megatron_sparse.planner.characteristics import SparsityProfile, counts_between
+from megatron_sparse.simulate.figures import (
+    MODEL,
+    Figure,
+    Row,
+    draw_bars,
+    draw_lines,
+    groups,
+    log_axis,
+    shared_legend,
+    styles_of,
+)
+from megatron_sparse.simulate.machines import BANDWIDTH_ONLY
+from megatron_sparse.simulate.pricing import Job, Outcome
+from megatron_sparse.simulate.zen import available, draw_normalised, outcomes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+MOST_SERIES, MOST_DENSITY = 6, 0.5
+MOST_SIMULATED = 2**20
+"""Elements that figure 8 simulates: of a larger bucket evenly spread pieces stand for it."""
+PIECE_NUMEL = 256
+MOST_HASHED, REPETITIONS = 2**18, 7
+"""Entries that figure 16 hashes, and how often."""
+BINS, PARTITIONS, OMNIREDUCE_BLOCK = 25, 8, 256
+RECORDED = "recorded gradients"
+
+
+class Sample(Protocol):
+    """What is drawn: see `profile_report.Sample`."""
+
+    @property
+    def bucket(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def numel(self) -> int:
+        """Elements of it."""
+        ...
+
+    @property
+    def elements(self) -> Sequence[np.ndarray]:
+        """Each rank's non-zero ones: int64, ascending."""
+        ...
+
+    @property
+    def profile(self) -> SparsityProfile:
+        """Exact."""
+        ...
+
+    @property
+    def contiguous(self) -> Loads:
+        """Who gets how much where a shard is a range."""
+        ...
+
+    @property
+    def hashed(self) -> Loads:
+        """The same where a hash spreads the elements."""
+        ...
+
+
+def figures(samples: Sequence[Sample]) -> list[Figure]:
+    """The figures, to be made into a folder.
+
+    Args:
+        samples: of at least one bucket. Those with the most non-zero elements are drawn.
+    """
+    by_bucket: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_bucket.setdefault(sample.bucket, []).append(sample)
+    nnz = {name: sum(own_K.size for own_K in members[0].elements)
+           for name, members in by_bucket.items()}  # fmt: skip
+    shown = {
+        name: by_bucket[name]
+        for name in sorted(sorted(nnz, key=lambda name: -nnz[name])[:MOST_SERIES])
+    }
+    # One bucket is what a scheme synchronises, not all together; and a dense one shows nothing.
+    single = [name for name in nnz if name.rpartition("/")[2] != "all"]
+    sparse = [name for name in single if by_bucket[name][0].profile.density < MOST_DENSITY]
+    largest = by_bucket[max(sparse or single, key=lambda name: nnz[name])][0]
+    ranks = largest.profile.world_size
+
+    def figure(
+        number: int,
+        title: str,
+        assumptions: str,
+        rows: Callable[[], list[Row]],
+        draw: Callable[[list[Row], Canvas], None],
+        label: str = RECORDED,
+    ) -> Figure:
+        return Figure(
+            "zen", number, f"ZEN figure {number}: {title}", assumptions, lambda fast: rows(), draw,
+            label=label,
+        )  # fmt: skip
+
+    of = f"bucket {largest.bucket}, {ranks} ranks"
+    found = [
+        figure(2, "overlap ratios, densification", f"{ranks} ranks", lambda: rows_2(shown), draw_2),
+        figure(3, "where non-zeros lie, skewness", "mean over ranks", lambda: rows_3(shown),
+               draw_3),
+        figure(16, "cost of Algorithm 1", of, lambda: rows_16(largest), draw_16,
+               "measured on this machine's CPU"),
+        figure(17, "sizes of formats, what each step gains", "bytes, no latency or codec time",
+               lambda: rows_17(shown, largest), draw_17, "counted on the recorded gradients"),
+    ]  # fmt: skip
+    if ranks > 1:
+        priced = figure(
+            8, "synchronisation", f"bytes on the busiest port only; {of}",
+            lambda: rows_8(largest), draw_normalised, MODEL,
+        )  # fmt: skip
+        found.insert(2, priced)
+    return found
+
+
+def _row(panel: str, series: str, x: float | str, y: float) -> Row:
+    return {"panel": panel, "series": series, "x": x, "y": y}
+
+
+def rows_2(shown: dict[str, list[Sample]]) -> list[Row]:
+    """a: probability density of the overlap ratios of all pairs; b: mean densification ratio."""
+    rows = []
+    for name, members in shown.items():
+        ratios: list[float] = []
+        for sample in members:
+            words_nW = np.stack([pack(own_K, sample.numel) for own_K in sample.elements])
+            ratios += overlap_ratios(words_nW, len(words_nW) ** 2)
+        heights, edges = np.histogram(ratios, bins=BINS, range=(0, 1))
+        width = 1 / BINS
+        rows += [
+            _row("a", name, float(edge) + width / 2, height / max(len(ratios), 1) / width)
+            for edge, height in zip(edges[:-1], heights.tolist(), strict=True)
+        ]
+        rows += [
+            _row("b", name, k, statistics.fmean(s.profile.densification[k] for s in members))
+            for k in union_counts(members[0].profile.world_size)
+        ]
+    return rows
+
+
+def rows_3(shown: dict[str, list[Sample]]) -> list[Row]:
+    """a: percent of the non-zero elements in each of eight partitions; b: skewness ratio."""
+    rows = []
+    for name, members in shown.items():
+        cuts = even_cuts(members[0].numel, PARTITIONS)
+        counts = sum(
+            np.array(counts_between(own_K, cuts)) for sample in members for own_K in sample.elements
+        )
+        total = max(int(np.sum(counts)), 1)
+        rows += [
+            _row("a", name, place + 1, 100 * count / total)
+            for place, count in enumerate(np.asarray(counts).tolist())
+        ]
+        rows += [
+            _row("b", name, p, statistics.fmean(s.profile.skewness[p] for s in members))
+            for p in members[0].profile.skewness
+        ]
+    return rows
+
+
+def thinned(elements_K: np.ndarray, numel: int, most: int) -> tuple[np.ndarray, int]:
+    """Evenly spread pieces of a gradient, put together: they keep its density, overlap and skew.
+
+    Args:
+        elements_K: its non-zero elements, ascending.
+        numel: its size.
+        most: the most elements of what comes out.
+
+    Returns:
+        Non-zero elements of what comes out, and its size.
+    """
+    if numel <= most:
+        return elements_K, numel
+    taken = np.arange(most // PIECE_NUMEL) * (numel // PIECE_NUMEL) // (most // PIECE_NUMEL)
+    piece_K = elements_K // PIECE_NUMEL
+    place_K = np.searchsorted(taken, piece_K)
+    held_K = taken[np.minimum(place_K, taken.size - 1)] == piece_K
+    return (place_K * PIECE_NUMEL + elements_K % PIECE_NUMEL)[held_K], taken.size * PIECE_NUMEL
+
+
+def rows_8(sample: Sample) -> list[Row]:
+    """Time over the dense all-reduce's, against the number of ranks."""
+    rows, names = [], available()
+    names.pop("Sparse PS", None)  # Not in the paper's figure either.
+    for n in union_counts(len(sample.elements))[1:]:
+        parts = [thinned(own_K, sample.numel, MOST_SIMULATED) for own_K in sample.elements[:n]]
+        # Shards are equal: the last elements are made up, and zero.
+        numel = -(-parts[0][1] // n) * n
+
+        def gradient(rank: int, parts: list = parts, numel: int = numel) -> torch.Tensor:
+            grad_N = torch.zeros(numel)
+            grad_N[torch.from_numpy(parts[rank][0])] = 1.0
+            return grad_N
+
+        job = Job(BANDWIDTH_ONLY, n, 4 * sample.numel, numel, charged=False)
+        found = outcomes(job, gradient, names)
+        dense = found["AllReduce"]
+        pushed = sample.profile.density * (1 + sample.profile.densification[n]) / 2
+        for name, part in (("in COO", 2 * pushed), ("without index", pushed)):
+            ideal = Outcome(part * dense.time_s, 0.0, part * dense.wire_bytes)
+            found[f"Balanced Parallelism {name} (counted)"] = ideal
+        rows += [
+            {
+                "series": name, "ranks": n, "normalised_time": outcome.time_s / dense.time_s,
+                "wire_mib": outcome.wire_bytes / 2**20, "simulated_numel": numel,
+            }
+            for name, outcome in found.items()
+        ]  # fmt: skip
+    return rows
+
+
+def rows_16(sample: Sample) -> list[Row]:
+    """Milliseconds of Algorithm 1, a: by the parallel memory r1, b: by the rehashes k."""
+    whole_K = max(sample.elements, key=lambda own_K: own_K.size)
+    indices_K = torch.from_numpy(whole_K[:: -(-max(whole_K.size, 1) // MOST_HASHED)].copy())
+    n, entries = max(sample.profile.world_size, 2), indices_K.numel()
+    h0, values_K = PermutationHash(sample.numel, n, SchemeConfig().hash_seed), indices_K.float()
+
+    def time_ms(memory: int, rehashes: int) -> float:
+        slots = max(-(-memory * entries // n), 1)
+        times = []
+        for _ in range(REPETITIONS):
+            start_s = time.perf_counter()
+            hierarchical_hash(h0, indices_K, values_K, parallel_slots=slots, rehashes=rehashes)
+            times.append((time.perf_counter() - start_s) * 1e3)
+        return min(times)  # What another process takes is not its cost.
+
+    time_ms(1, 1)  # The first call loads the extension.
+    rows = [_row("a", "k = 3", memory, time_ms(memory, 3)) for memory in (1, 2, 3, 4)]
+    return rows + [_row("b", "r1 = 2", k, time_ms(2, k)) for k in (1, 2, 3, 4)]
+
+
+def rows_17(shown: dict[str, list[Sample]], largest: Sample) -> list[Row]:
+    """a: fp32 sizes of one rank's part and of the sum over the dense size; b: speedups."""
+    rows = []
+    for density, blocks, servers in sorted(set(_spread(shown))):
+        sizes = {
+            "COO": 2 * density,
+            "bitmap": density + servers / 32,
+            "hash bitmap": density + 1 / 32,
+            f"blocks of {OMNIREDUCE_BLOCK}": blocks,
+        }
+        rows += [_row("a", name, density, size) for name, size in sizes.items()]
+    profile, n = largest.profile, largest.profile.world_size
+    one, total = profile.density, profile.sum_density(n)
+    steps = {
+        "contiguous shards, COO": 2 * one * largest.contiguous.push
+        + 2 * total * largest.contiguous.pull,
+        "Algorithm 1, COO": 2 * one * largest.hashed.push + 2 * total * largest.hashed.pull,
+        "Algorithm 1, hash bitmap": 2 * one * largest.hashed.push
+        + total * largest.hashed.pull
+        + 1 / 32,
+    }
+    rows += [
+        _row("b", name, largest.bucket, 2 / part if part else 0.0) for name, part in steps.items()
+    ]
+    return rows
+
+
+def _spread(shown: dict[str, list[Sample]]) -> Iterable[tuple[float, float, int]]:
+    """Density and fraction of blocks of every bucket and its sum, and its number of servers."""
+    for members in shown.values():
+        for profile in (sample.profile for sample in members):
+            n, size = profile.world_size, OMNIREDUCE_BLOCK
+            yield profile.density, profile.block_density[size], n
+            yield profile.sum_density(n), profile.sum_block_density[size], n
+
+
+def _panels(rows: list[Row], canvas: Canvas) -> list[tuple]:
+    panels = canvas.subplots(1, 2)
+    return list(zip(panels, groups(rows, "panel").values(), strict=True))
+
+
+def draw_2(rows: list[Row], canvas: Canvas) -> None:
+    """Two panels of lines."""
+    styles = styles_of(rows)
+    (left, pairs), (right, sums) = _panels(rows, canvas)
+    draw_lines(left, pairs, "x", "y", styles)
+    left.set(xlabel="overlap ratio of two ranks", ylabel="probability density")
+    draw_lines(right, sums, "x", "y", styles)
+    right.set(xlabel="ranks", ylabel="densification ratio")
+    shared_legend(canvas, [left, right])
+
+
+def draw_3(rows: list[Row], canvas: Canvas) -> None:
+    """A map of percentages, and lines."""
+    (left, shares), (right, skews) = _panels(rows, canvas)
+    by_bucket = groups(shares, "series")
+    grid = np.array([[row["y"] for row in members] for members in by_bucket.values()])
+    left.imshow(grid, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+    for (line, column), share in np.ndenumerate(grid):
+        colour = "white" if share > 50 else "black"
+        left.text(column, line, f"{share:.0f}", ha="center", va="center", fontsize=8, color=colour)
+    left.set_yticks(range(len(by_bucket)), list(by_bucket), fontsize=7)
+    left.set_xticks(range(PARTITIONS), range(1, PARTITIONS + 1))
+    left.set_xlabel("partition (% of the non-zero elements)")
+    draw_lines(right, skews, "x", "y", styles_of(rows))
+    for which in "xy":
+        log_axis(right, which)
+    right.set(xlabel="partitions", ylabel="skewness ratio")
+    shared_legend(canvas, [right])
+
+
+def draw_16(rows: list[Row], canvas: Canvas) -> None:
+    """Two panels of lines."""
+    styles = styles_of(rows)
+    (left, memory), (right, rehashes) = _panels(rows, canvas)
+    draw_lines(left, memory, "x", "y", styles)
+    left.set(xlabel="parallel memory r1 (times the entries)", ylabel="time (ms)", ylim=(0, None))
+    draw_lines(right, rehashes, "x", "y", styles)
+    right.set(xlabel="rehashes k", ylim=(0, None))
+    shared_legend(canvas, [left, right])
+
+
+def draw_17(rows: list[Row], canvas: Canvas) -> None:
+    """Lines and bars."""
+    (left, sizes), (right, steps) = _panels(rows, canvas)
+    draw_lines(left, sizes, "x", "y", styles_of(sizes))
+    left.axhline(1.0, color="black", linewidth=0.8)
+    left.set(xlabel="density of one rank, and of the sum", ylabel="size / dense size")
+    left.legend(fontsize=7)
+    draw_bars(right, steps, "x", "y")
+    right.axhline(1.0, color="black", linewidth=0.8)
+    right.set_ylabel("speedup of synchronisation over AllReduce")
+    right.legend(fontsize=7)

@@ -1,0 +1,260 @@
+"""StragglAR's figures 5, 6c, 7 and 9: all-reduces of which one rank comes late.
+
+The registered collectives run on the virtual cluster with all their messages; the late rank's clock
+begins later. As in the paper's section 4.3 time is alpha-beta alone: alpha = 3 us and the GPUs'
+published point-to-point rate, and local work takes no time. That is what the paper's figures 6c, 7
+and 9 show; its figure 5 was measured on GPUs, and is here the same model at its sizes and delays.
+
+Series that know of a straggler come in two cases: *ideal*, where the delay hides all that the early
+ranks can do without it, and *no delay*, their worst. Times count from the last rank's arrival.
+
+Beyond the paper: the critical delay is also taken from the cluster, as the worst case less the
+ring's time, beside the exact formula of appendix B and the one simplified for large n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_sparse.collectives import SCHEMES, SchemeOptions
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.config import SchemeConfig
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.simulate.figures import (
+    COLOURS,
+    Figure,
+    Row,
+    draw_lines,
+    groups,
+    log_axis,
+    shared_legend,
+    styles_of,
+)
+from megatron_sparse.simulate.machines import DGX_A100, DGX_H100, GIB, MIB, Machine
+from megatron_sparse.simulate.pricing import ChargingStopwatch, Job, drive, make_bucket
+from megatron_sparse.straggler import critical_delay_s, make_schedule
+from megatron_sparse.transport import Link
+from megatron_sparse.transport.virtual_rank import VirtualTransport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+NAMES = {
+    "straggler": "StragglAR", "dense_ring": "ring", "dense_rhd": "RHD",
+    "dense_allpairs": "MSCCL (all-pairs)", "dense_broadcast": "broadcast",
+}  # fmt: skip
+"""What the paper calls each scheme."""
+AWARE = ("straggler", "dense_broadcast")
+"""Schemes for which a delay makes a difference."""
+IDEAL_S = 10.0
+"""A delay that hides everything."""
+POWERS, FAST_POWERS = (4, 8, 16, 32, 64, 128, 256), (4, 8)
+EVENS, FAST_EVENS = (6, 10, 12, 14, 20, 24, 28, 36, 48, 60), (6, 10)
+"""No powers of two; making a schedule takes seconds from 60 ranks on."""
+MEAN_DELAYS_MS = {DGX_H100.name: 4.48, DGX_A100.name: 9.46}
+"""Of the paper's fine-tuning runs (section 4.1)."""
+
+
+@cache
+def after_s(
+    machine: Machine, scheme: str, world_size: int, full_bytes: int, delay_s: float
+) -> float:
+    """Seconds from the straggler's arrival to the last rank's end.
+
+    Args:
+        machine: all ranks on one node of it.
+        scheme: a dense one.
+        world_size: ranks; the last one is late.
+        full_bytes: size of the fp32 buffer.
+        delay_s: how late.
+    """
+    # So that neither n pieces nor n - 1 chunks have a remainder.
+    numel = world_size * (world_size - 1) * 2
+    job = Job(machine, world_size, full_bytes, numel, charged=False)
+    options = SchemeOptions.of(SchemeConfig(name=scheme)).with_straggler(world_size - 1)
+
+    def start(transport: VirtualTransport, watch: ChargingStopwatch) -> Steps:
+        if transport.rank == world_size - 1:
+            transport.charge(delay_s)
+        bucket = make_bucket(job, torch.ones(numel))
+        return SCHEMES[scheme].reduce(
+            bucket, bucket.grad_N, 0, transport, MessageBuffers(), watch, options
+        )
+
+    return drive(job, start).time_s - delay_s
+
+
+def cases(schemes: Sequence[str] = tuple(NAMES)) -> list[tuple[str, str, float]]:
+    """Name, scheme and delay of each series: those that know of a straggler come twice."""
+    found = []
+    for scheme in schemes:
+        if scheme in AWARE:
+            found.append((f"{NAMES[scheme]}, ideal", scheme, IDEAL_S))
+            found.append((f"{NAMES[scheme]}, no delay", scheme, 0.0))
+        else:
+            found.append((NAMES[scheme], scheme, 0.0))
+    return found
+
+
+def _row(
+    panel: str, series: str, machine: Machine, n: int, size: int, delay_s: float, time_s: float
+) -> Row:
+    return {
+        "series": series, "panel": panel, "machine": machine.name, "ranks": n,
+        "size_mib": size / MIB, "delay_ms": delay_s * 1e3, "time_ms": time_s * 1e3,
+        "total_ms": (delay_s + time_s) * 1e3, "algbw_gbs": size / time_s / 1e9,
+    }  # fmt: skip
+
+
+def rows_5(fast: bool) -> list[Row]:
+    """Over sizes with an ideal and with the mean delay; over delays at the largest size."""
+    sizes = [2**power * MIB for power in ((4, 12) if fast else range(4, 13))]
+    delays_ms = (0, 5) if fast else (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15)
+    rows = []
+    for machine in (DGX_H100, DGX_A100):
+        mean_s = MEAN_DELAYS_MS[machine.name] * 1e-3
+        for scheme, name in NAMES.items():
+            for size in sizes:
+                for panel, delay_s in (("ideal delay", IDEAL_S), ("mean delay", mean_s)):
+                    time_s = after_s(machine, scheme, 8, size, delay_s)
+                    rows.append(_row(panel, name, machine, 8, size, delay_s, time_s))
+            for delay_ms in delays_ms:
+                time_s = after_s(machine, scheme, 8, sizes[-1], delay_ms * 1e-3)
+                rows.append(_row("delays", name, machine, 8, sizes[-1], delay_ms * 1e-3, time_s))
+    return rows
+
+
+def _scaling_rows(ranks: Sequence[int]) -> list[Row]:
+    rows = []
+    for n in ranks:
+        ring_s = after_s(DGX_H100, "dense_ring", n, GIB, 0.0)
+        for series, scheme, delay_s in cases():
+            time_s = after_s(DGX_H100, scheme, n, GIB, delay_s)
+            row = _row("scaling", series, DGX_H100, n, GIB, delay_s, time_s)
+            rows.append(row | {"speedup": ring_s / time_s})
+    return rows
+
+
+def critical_on_cluster_s(n: int, full_bytes: int) -> float:
+    """The delay from which on the straggler-aware form wins over the ring, as the cluster has it.
+
+    A delay below the reduce-scatter's time is hidden whole, so it is the difference without any.
+    """
+    aware_s = after_s(DGX_H100, "straggler", n, full_bytes, 0.0)
+    return aware_s - after_s(DGX_H100, "dense_ring", n, full_bytes, 0.0)
+
+
+def rows_7(fast: bool) -> list[Row]:
+    """The critical delay of 1 GiB, and what of it grows with the size, over s beta."""
+    rows, link = [], DGX_H100.intra
+    buffer_s = GIB * link.beta_s
+    for n in FAST_POWERS if fast else POWERS:
+        rounds, log_n = len(make_schedule(n).rounds), math.log2(n)
+        cluster_s = critical_on_cluster_s(n, GIB)
+        exact_s = critical_delay_s(n, rounds, GIB, link)
+        simplified_s = (log_n - 2) * link.alpha_s + log_n / n * buffer_s
+        # It is linear in the size, so another GiB adds what beta has in it.
+        grows_s = {
+            "on the cluster": critical_on_cluster_s(n, 2 * GIB) - cluster_s,
+            "appendix B, exact": critical_delay_s(n, rounds, GIB, Link(0.0, link.beta_s)),
+            "appendix B, simplified": log_n / n * buffer_s,
+        }
+        delays_s = dict(zip(grows_s, (cluster_s, exact_s, simplified_s), strict=True))
+        for panel, times_s in (("critical delay", delays_s), ("beta only", grows_s)):
+            rows += [
+                {
+                    "series": series, "panel": panel, "machine": DGX_H100.name, "ranks": n,
+                    "time_ms": time_s * 1e3, "ratio": time_s / buffer_s,
+                }
+                for series, time_s in times_s.items()
+            ]  # fmt: skip
+    return rows
+
+
+def draw_5(rows: list[Row], canvas: Canvas) -> None:
+    """A line of panels for each machine: bandwidth over sizes, total time over delays."""
+    by_machine = groups(rows, "machine")
+    columns = list(groups(rows, "panel"))
+    panels = canvas.subplots(len(by_machine), len(columns), squeeze=False)
+    styles = styles_of(rows)
+    for line, (machine, part) in zip(panels, by_machine.items(), strict=True):
+        for axes, (panel, members) in zip(line, groups(part, "panel").items(), strict=False):
+            if panel == "delays":
+                draw_lines(axes, members, "delay_ms", "total_ms", styles)
+                axes.set_xlabel("delay (ms)")
+                axes.set_ylabel("total time (ms)")
+                axes.set_title(f"{machine}, {members[0]['size_mib']:g} MiB", fontsize=9)
+            else:
+                draw_lines(axes, members, "size_mib", "algbw_gbs", styles)
+                log_axis(axes, "x")
+                axes.set_xticks(sorted({row["size_mib"] for row in members})[::2])
+                axes.set_xlabel("buffer (MiB)")
+                axes.set_ylabel("size / time (GB/s)")
+                axes.set_title(f"{machine}, {panel}", fontsize=9)
+    shared_legend(canvas, list(panels.flat))
+
+
+def _draw_scaling(axes: Axes, rows: list[Row], y: str, label: str) -> None:
+    draw_lines(axes, rows, "ranks", y, styles_of(rows))
+    both = [
+        [row for row in rows if row["series"] == f"{NAMES['straggler']}, {case}"]
+        for case in ("no delay", "ideal")
+    ]
+    axes.fill_between(
+        [row["ranks"] for row in both[0]], [row[y] for row in both[0]],
+        [row[y] for row in both[1]], color=COLOURS[0], alpha=0.12, linewidth=0,
+    )  # fmt: skip
+    log_axis(axes, "x")
+    axes.set_xticks(sorted({row["ranks"] for row in rows}))
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(label)
+
+
+def draw_scaling(rows: list[Row], canvas: Canvas) -> None:
+    """Speedup over the ring, and bandwidth."""
+    left, right = canvas.subplots(1, 2)
+    _draw_scaling(left, rows, "speedup", "speedup over the ring")
+    _draw_scaling(right, rows, "algbw_gbs", "size / time (GB/s)")
+    shared_legend(canvas, [left, right])
+
+
+def draw_7(rows: list[Row], canvas: Canvas) -> None:
+    """The critical delay on the left, the ratio on the right."""
+    styles = styles_of(rows)
+    panels = canvas.subplots(1, 2)
+    for axes, (panel, part) in zip(panels, groups(rows, "panel").items(), strict=True):
+        is_delay = panel == "critical delay"
+        draw_lines(axes, part, "ranks", "time_ms" if is_delay else "ratio", styles)
+        for which in ("x", "y"):
+            log_axis(axes, which)
+        axes.set_xticks(sorted({row["ranks"] for row in part}))
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("critical delay (ms)" if is_delay else "beta-competitive ratio")
+        axes.set_title("1 GiB" if is_delay else "what grows with s, over s beta", fontsize=9)
+    shared_legend(canvas, list(panels))
+
+
+_LINKS = "alpha 3 us, {} GB/s between any two ranks; local work takes no time"
+_H100 = _LINKS.format(450)
+
+FIGURES = (
+    Figure(
+        "stragglar", 5, "StragglAR figure 5: all-reduces of 8 ranks of which one is late",
+        _LINKS.format("450 (H100) and 300 (A100)"), rows_5, draw_5, 6.5,
+    ),
+    Figure(
+        "stragglar", 6, "StragglAR figure 6c: all-reduce of 1 GiB over the number of ranks", _H100,
+        lambda fast: _scaling_rows(FAST_POWERS if fast else POWERS), draw_scaling,
+    ),
+    Figure("stragglar", 7, "StragglAR figure 7: the critical delay", _H100, rows_7, draw_7),
+    Figure(
+        "stragglar", 9, "StragglAR figure 9: 1 GiB, even numbers of ranks that are no powers of 2",
+        _H100, lambda fast: _scaling_rows(FAST_EVENS if fast else EVENS), draw_scaling,
+    ),
+)  # fmt: skip

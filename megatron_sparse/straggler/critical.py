@@ -1,0 +1,156 @@
+"""When it pays to go on without the straggler: the critical delay (StragglAR, appendix B).
+
+A straggler-aware form does `early_s` seconds of work among the early ranks, which a delay may hide,
+and has `after_s` left once the straggler has come; the form that knows of no straggler takes
+`otherwise_s` from that moment. A straggler that is late by D then wins
+
+    gain(D) = otherwise_s - after_s - max(0, early_s - D)
+
+which is negative for D below the critical delay early_s + after_s - otherwise_s and does not grow
+beyond the ideal delay, early_s. Where another rank is last than the expected one nothing is hidden:
+D counts as 0, and the loss is that of table 1's worst case. So the rule is: on average over the
+steps looked back at, min(D, early_s) in those in which the expected rank was last must exceed the
+critical delay; the product of predicted delay and persistence, with delays that are longer than
+useful cut off.
+
+Deviations: exact for every n, where the paper drops terms for large n; the form to beat is the
+cheapest of ring, recursive halving/doubling and all-pairs, or the backend's own, not only the ring;
+reduce-scatter and sparse forms are added. Times are the alpha-beta model's: codecs and the host
+are in them as far as the measured alpha and beta have them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import fmean
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.straggler.cost import (
+    Cost,
+    allpairs_cost,
+    reduce_scatter_cost,
+    rhd_cost,
+    ring_cost,
+    straggler_aware_cost,
+)
+from megatron_sparse.straggler.detector import Readiness, delay_s, last_rank
+from megatron_sparse.straggler.generate import make_schedule
+from megatron_sparse.transport import Link
+
+
+@dataclass(frozen=True)
+class SplitTimes:
+    """One bucket with and without straggler-awareness, in seconds; see the module's docstring.
+
+    Attributes:
+        early_s: what a delay can hide; also the ideal delay.
+        after_s: from the straggler's arrival, when it was at least that late.
+        otherwise_s: from the straggler's arrival in the form that waits for everybody.
+    """
+
+    early_s: float
+    after_s: float
+    otherwise_s: float
+
+    @property
+    def critical_s(self) -> float:
+        """The delay from which on the straggler-aware form wins; negative where it never loses."""
+        return self.early_s + self.after_s - self.otherwise_s
+
+    def gain_s(self, delay_s: float) -> float:
+        """Seconds that a straggler's delay wins; negative for a loss.
+
+        Example:
+            >>> SplitTimes(early_s=3.0, after_s=4.0, otherwise_s=6.0).gain_s(2.5)
+            1.5
+        """
+        return min(delay_s, self.early_s) - self.critical_s
+
+    @property
+    def can_win(self) -> bool:
+        """Whether any delay is long enough."""
+        return self.after_s < self.otherwise_s
+
+
+def expected_delay_s(steps: Sequence[Readiness], straggler: int, most_s: float = math.inf) -> float:
+    """Mean over past steps of the delay of `straggler`: 0 where another rank was the last one.
+
+    Args:
+        steps: of one bucket, at least one.
+        straggler: the rank that is expected to be last.
+        most_s: longer delays count as this one.
+    """
+    return fmean(
+        min(delay_s(ready_s), most_s) if last_rank(ready_s) == straggler else 0.0
+        for ready_s in steps
+    )
+
+
+def dense_split(
+    n: int, buffer_bytes: float, link: Link, form: Form, dense: Link | None = None
+) -> SplitTimes:
+    """The dense form beside a dense collective that waits.
+
+    As a reduce-scatter the early ranks reduce n shards, and the straggler sends each of the n - 1
+    others theirs, which is what it sends in a ring too: nothing can be won.
+
+    Args:
+        n: ranks.
+        buffer_bytes: of the bucket.
+        link: between any two ranks.
+        form: all-reduce or reduce-scatter.
+        dense: of the backend's own collective as a ring, which then is the one to beat; None takes
+            the best of ring, recursive halving/doubling and all-pairs on `link`.
+    """
+    early = reduce_scatter_cost(n).time_s(buffer_bytes, link)
+    if form is Form.REDUCE_SCATTER:
+        ring = Cost(n - 1, (n - 1) / n)
+        sent = ring.time_s(buffer_bytes, link)
+        return SplitTimes(early, sent, min(sent, ring.time_s(buffer_bytes, dense or link)))
+    if dense is not None:
+        otherwise = ring_cost(n).time_s(buffer_bytes, dense)
+    else:
+        others = (ring_cost(n), rhd_cost(n), allpairs_cost(n))
+        otherwise = min(other.time_s(buffer_bytes, link) for other in others)
+    after = straggler_aware_cost(n, _rounds(n)).time_s(buffer_bytes, link)
+    return SplitTimes(early, after, otherwise)
+
+
+def sparse_split(
+    n: int, message_bytes: float, sum_bytes: float, link: Link, form: Form
+) -> SplitTimes:
+    """The sparse form, `straggler_direct`, beside `direct`; bytes of the busiest port.
+
+    The early ranks exchange their messages' pieces and gather the sum of them all while they wait.
+    After the arrival the straggler takes that sum and sends its message, and the rounds in which
+    only chunks of the message spread follow. `direct` exchanges and gathers when all have come.
+    The sum of the early ranks is taken to be as large as everybody's, which it never exceeds.
+
+    Args:
+        n: ranks.
+        message_bytes: one rank's whole message.
+        sum_bytes: the whole sum, encoded.
+        link: between any two ranks.
+        form: of a reduce-scatter the straggler sends n - 1 shards, in both: nothing can be won.
+    """
+    both, share = message_bytes + sum_bytes, (n - 1) / n
+    if form is Form.REDUCE_SCATTER:
+        sent = Cost(n, share).time_s(message_bytes, link)
+        early = Cost(n - 2, (n - 2) / (n - 1)).time_s(message_bytes, link)
+        return SplitTimes(early, sent, sent)
+    rounds = _rounds(n)
+    spread_bytes = (rounds - (n - 1)) / (n - 1) * message_bytes
+    after_bytes = max(message_bytes, sum_bytes) + spread_bytes
+    return SplitTimes(
+        early_s=Cost(2 * (n - 2), (n - 2) / (n - 1)).time_s(both, link),
+        after_s=Cost(1 + rounds, 1).time_s(after_bytes, link),
+        otherwise_s=Cost(2 * n, share).time_s(both, link),
+    )
+
+
+@lru_cache(maxsize=64)
+def _rounds(n: int) -> int:
+    return len(make_schedule(n).rounds)

@@ -1,0 +1,145 @@
+"""Who comes last, by how much, and whether it will be the same rank again.
+
+Pure functions of times of readiness: for one bucket in one step, the seconds at which each rank was
+ready to exchange it, counted from any origin that the ranks share. The straggler is the rank that
+was ready last, of several the lowest; its delay is what it was ready after the last of the others
+(StragglAR, appendix C, which has it as a difference of waiting times).
+
+A straggler is *persistent* where a rank was the last one in most steps: the lower end of Wilson's
+one-sided 95 % interval for its share of the steps looked back at is above one half, of at least
+`MIN_STRAGGLER_HISTORY` steps. *Persistence* is the probability that the last rank of a step is the
+last one of the next step too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+
+from megatron_sparse.config import MIN_STRAGGLER_HISTORY
+
+Readiness = Sequence[float]
+"""Seconds, one for each rank, of one bucket in one step."""
+
+Z_95 = 1.6448536269514722
+"""Standard deviations that a normal variable exceeds with a probability of 5 %."""
+MAJORITY = 0.5
+
+
+def last_rank(ready_s: Readiness) -> int:
+    """The rank that was ready last; of several that were, the lowest."""
+    return max(range(len(ready_s)), key=lambda rank: (ready_s[rank], -rank))
+
+
+def delay_s(ready_s: Readiness) -> float:
+    """Seconds from when all others were ready to when the straggler was; 0 for one rank.
+
+    Example:
+        >>> delay_s([1.0, 4.5, 2.0])
+        2.5
+    """
+    *_, second, last = sorted([*ready_s, ready_s[0]] if len(ready_s) == 1 else ready_s)
+    return last - second
+
+
+@dataclass(frozen=True)
+class DelayStatistics:
+    """What is known of the stragglers of one bucket, or of all.
+
+    Attributes:
+        count: observations: one for each bucket and step.
+        median_s: of the straggler's delay.
+        mean_s: of it.
+        max_s: of it.
+        persistence: see the module's docstring; None for fewer than two steps.
+        rank: which was last most often.
+        share: of the observations in which it was.
+    """
+
+    count: int
+    median_s: float
+    mean_s: float
+    max_s: float
+    persistence: float | None
+    rank: int
+    share: float
+
+    @classmethod
+    def of(cls, buckets: Sequence[Sequence[Readiness]]) -> DelayStatistics | None:
+        """Of the given buckets' steps, each in order; None where nothing was observed."""
+        observed = [ready_s for steps in buckets for ready_s in steps]
+        if not observed:
+            return None
+        delays = [delay_s(ready_s) for ready_s in observed]
+        lasts = [[last_rank(ready_s) for ready_s in steps] for steps in buckets]
+        again = [a == b for ranks in lasts for a, b in pairwise(ranks)]
+        counts = Counter(rank for ranks in lasts for rank in ranks)
+        rank = max(counts, key=lambda rank: (counts[rank], -rank))
+        return cls(
+            count=len(observed),
+            median_s=median(delays),
+            mean_s=fmean(delays),
+            max_s=max(delays),
+            persistence=fmean(again) if again else None,
+            rank=rank,
+            share=counts[rank] / len(observed),
+        )
+
+
+def delay_cdf(delays_s: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Delays in ascending order, and for each the fraction that is not longer.
+
+    Example:
+        >>> delay_cdf([0.3, 0.1])
+        ([0.1, 0.3], [0.5, 1.0])
+    """
+    ordered = sorted(delays_s)
+    return ordered, [(index + 1) / len(ordered) for index in range(len(ordered))]
+
+
+def share_bound(hits: int, count: int) -> float:
+    """Lower end of Wilson's one-sided 95 % interval for a probability seen as `hits` of `count`.
+
+    Example:
+        Five of five give 0.65, fifteen of twenty 0.57, six of ten 0.35.
+    """
+    share, z2 = hits / count, Z_95**2
+    middle = share + z2 / (2 * count)
+    spread = Z_95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return (middle - spread) / (1 + z2 / count)
+
+
+def persistent_straggler(steps: Sequence[Readiness]) -> int | None:
+    """The rank that is last in most steps, None where there is none; see the module's docstring."""
+    if len(steps) < MIN_STRAGGLER_HISTORY:
+        return None
+    counts = Counter(map(last_rank, steps))
+    rank, hits = max(counts.items(), key=lambda item: (item[1], -item[0]))
+    return rank if share_bound(hits, len(steps)) > MAJORITY else None
+
+
+class History:
+    """Times of readiness of the last steps, by bucket. The same on every rank that adds the same.
+
+    Args:
+        length: steps that are kept of each bucket.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._steps: dict[str, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=length))
+
+    def add(self, bucket: str, ready_s: Readiness) -> None:
+        """Appends one step of a bucket."""
+        self._steps[bucket].append(tuple(ready_s))
+
+    def steps(self, bucket: str) -> list[tuple[float, ...]]:
+        """What is known of a bucket, the oldest step first."""
+        return list(self._steps.get(bucket, ()))
+
+    def statistics(self) -> DelayStatistics | None:
+        """Of all buckets together."""
+        return DelayStatistics.of([list(steps) for steps in self._steps.values()])

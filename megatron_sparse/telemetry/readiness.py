@@ -1,0 +1,98 @@
+"""When the ranks were ready: the lines of a run, their statistics, and who came last.
+
+`readiness.jsonl` has one line for each bucket and iteration: what each rank of the group waited for
+the last one, in milliseconds (`waited_ms`, 0 for the straggler). It is written in the modes of
+`straggler.mode` that measure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.recording import ReadinessRecord
+from megatron_sparse.straggler.detector import DelayStatistics, delay_s, last_rank
+from megatron_sparse.telemetry.lines import read_lines
+
+READINESS_FILE = "readiness.jsonl"
+
+
+def readiness_line(record: ReadinessRecord) -> str:
+    """The line of `readiness.jsonl` for one bucket in one step."""
+    return json.dumps(
+        {
+            "iteration": record.step + 1,
+            "bucket": record.bucket,
+            "waited_ms": [round(waited_s * 1e3, 4) for waited_s in record.waited_s],
+        },
+        separators=(",", ":"),
+    )
+
+
+def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
+    """Reads what a run has measured: by bucket, in the order of its steps.
+
+    Raises:
+        ConfigError: nothing was measured, or the file is not what a run writes.
+    """
+    path = Path(run_dir) / READINESS_FILE
+    found: dict[str, list[ReadinessRecord]] = defaultdict(list)
+    try:
+        for line in read_lines(path):
+            waited_s = tuple(float(waited_ms) / 1e3 for waited_ms in line["waited_ms"])
+            found[line["bucket"]].append(
+                ReadinessRecord(line["bucket"], line["iteration"] - 1, waited_s)
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir} holds no measured delays",
+            expected=f"a run's folder with {READINESS_FILE}",
+            got=error.strerror,
+            remedy="train with straggler.mode=observe, persistent or dynamic, three iterations at "
+            "least",
+        ) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} was not written by this version of megatron_sparse",
+            expected="lines with iteration, bucket and waited_ms",
+            got=f"{type(error).__name__}: {error}",
+        ) from None
+    return dict(found)
+
+
+def statistics_of(buckets: Sequence[Sequence[ReadinessRecord]]) -> DelayStatistics | None:
+    """Of the given buckets' records together; None where there are none."""
+    return DelayStatistics.of([[record.ready_s for record in records] for records in buckets])
+
+
+def summary_of(statistics: DelayStatistics | None) -> dict[str, Any] | None:
+    """For `summary.json`; milliseconds."""
+    if statistics is None:
+        return None
+    return {
+        "count": statistics.count,
+        "median_ms": statistics.median_s * 1e3,
+        "mean_ms": statistics.mean_s * 1e3,
+        "max_ms": statistics.max_s * 1e3,
+        "persistence": statistics.persistence,
+        "rank": statistics.rank,
+        "share": statistics.share,
+    }
+
+
+def step_scalars(records: Sequence[ReadinessRecord]) -> dict[str, float]:
+    """Of one step, for the dashboards: the delays of all its buckets, and who made the longest.
+
+    Names are `straggler/delay_ms` and `straggler/rank`; both are of the step before the last.
+    """
+    if not records:
+        return {}
+    longest = max(records, key=lambda record: delay_s(record.ready_s))
+    return {
+        "straggler/delay_ms": sum(delay_s(record.ready_s) for record in records) * 1e3,
+        "straggler/rank": float(last_rank(longest.ready_s)),
+    }

@@ -1,0 +1,293 @@
+"""What the straggler-aware schemes cost after the straggler's arrival, on the model's clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives.records import Cut
+from megatron_sparse.collectives.straggler_direct import parts_of
+from megatron_sparse.collectives.straggler_shares import copies_of, shares_of
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.straggler import (
+    broadcast_cost,
+    make_schedule,
+    ring_cost,
+    straggler_aware_cost,
+)
+from megatron_sparse.transport import Link, Topology, VirtualCluster
+from tests.collectives.cases import OPTIONS, Case, make_bucket, make_message, steps_of
+from tests.collectives.test_sparse_costs import Oracle
+
+LINK = Link(1e-5, 1e-9)
+SCALE = 256.0
+"""What the clock takes a byte for, so that small buckets take as long as large ones."""
+WITHIN = 0.01
+"""Greetings and headers take less than this part of the time: buckets are chosen so."""
+
+
+def _run(case, delay_s=0.0, late=None, link=LINK, scale=SCALE):
+    """The cluster after one run in which one rank came late, and the bytes that ranks report."""
+    topology = Topology((case.n,), link, link)
+    cluster = VirtualCluster(case.n, topology, message_scale=scale)
+
+    def start(transport):
+        if transport.rank == late:
+            transport.charge(delay_s)
+        return (yield from steps_of(case, transport))
+
+    return cluster, [sent for _, sent in cluster.run(start)]
+
+
+def _after_s(case, delay_s, late, link=LINK, scale=SCALE):
+    """Modelled seconds from a rank's late arrival to the end."""
+    return _run(case, delay_s, late, link, scale)[0].modelled_s - delay_s
+
+
+def _dense(n, straggler, form=Form.ALL_REDUCE, chunk=64, dtypes=("fp32", "fp32")):
+    numel = n * (n - 1) * chunk
+    dtype, wire = dtypes
+    options = OPTIONS.with_straggler(straggler)
+    return Case("straggler", n, form, dtype, wire, 1.0, numel, options=options)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 16])
+def test_after_its_arrival_all_is_done_in_the_rounds_of_the_schedule(n):
+    for straggler in (0, n - 1):
+        case = _dense(n, straggler)
+        rounds = len(make_schedule(n, straggler).rounds)
+        expected = straggler_aware_cost(n, rounds).time_s(4 * SCALE * case.numel, LINK)
+        delay_s = 10 * expected
+        after_s = _after_s(case, delay_s, straggler)
+        # Ranks do not wait for the rounds of others: with idle ranks (odd n) it may take less.
+        assert after_s <= expected * (1 + WITHIN), straggler
+        if n & (n - 1) == 0:
+            assert after_s >= expected * (1 - WITHIN), straggler
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_it_beats_every_dense_scheme_after_the_arrival(n):
+    """Table 1: in bytes, where latency does not count."""
+    link, straggler = Link(0.0, 1e-9), n - 1
+    case = _dense(n, straggler)
+    delay_s = 1.0
+    aware = _after_s(case, delay_s, straggler, link)
+    for name in ("dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast"):
+        plain = Case(name, n, density=1.0, numel=case.numel, options=case.options)
+        other = _after_s(plain, delay_s, straggler, link)
+        # (2 (n - 1) / n) / ((n + log2 n - 2) / (n - 1)), 1.125 for 4 ranks and 1.36 for 8.
+        assert other > aware * 1.1, name
+    assert aware < ring_cost(n).time_s(4 * SCALE * case.numel, link)
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_the_broadcast_baseline_hides_its_all_reduce_too(n):
+    """StragglAR's appendix F: after the arrival, log2 n times the buffer."""
+    for straggler in (0, n - 1):
+        case = replace(_dense(n, straggler), scheme="dense_broadcast")
+        after_s = _after_s(case, 1.0, straggler)
+        assert after_s == pytest.approx(
+            broadcast_cost(n).time_s(4 * SCALE * case.numel, LINK), rel=WITHIN
+        )
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 6, 7, 8, 16])
+def test_without_a_delay_it_takes_the_worst_case_of_table_1(n):
+    for straggler in (0, n - 1):
+        case = _dense(n, straggler)
+        rounds = len(make_schedule(n, straggler).rounds)
+        worst = straggler_aware_cost(n, rounds, worst=True).time_s(4 * SCALE * case.numel, LINK)
+        assert _run(case)[0].modelled_s <= worst * (1 + WITHIN)
+
+
+@pytest.mark.parametrize("n", [4, 7, 8])
+def test_a_wrong_guess_costs_the_worst_case_and_no_more(n):
+    straggler = n - 1
+    case = _dense(n, straggler)
+    rounds = len(make_schedule(n, straggler).rounds)
+    worst = straggler_aware_cost(n, rounds, worst=True).time_s(4 * SCALE * case.numel, LINK)
+    for late in range(n - 1):
+        delay_s = 0.5
+        assert _after_s(case, delay_s, late) <= worst * (1 + WITHIN), late
+
+
+@pytest.mark.parametrize("n", [3, 4, 8])
+def test_a_reduce_scatter_takes_what_the_stragglers_port_must_send(n):
+    for straggler in (0, n - 1):
+        case = _dense(n, straggler, Form.REDUCE_SCATTER)
+        after_s = _after_s(case, 0.5, straggler)
+        # Between n - 1 latencies and one: it can send on before what it sent has come.
+        port_s = LINK.beta_s * 4 * SCALE * case.numel * (n - 1) / n
+        assert after_s >= port_s + LINK.alpha_s
+        assert after_s <= (port_s + (n - 1) * LINK.alpha_s) * (1 + WITHIN)
+
+
+@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
+@pytest.mark.parametrize("form", list(Form))
+def test_dense_bytes_are_those_of_the_header(form, dtypes):
+    for n, straggler in ((2, 1), (3, 0), (4, 2), (6, 5), (8, 3)):
+        case = _dense(n, straggler, form, 64, dtypes)
+        cluster, reported = _run(case)
+        b = 4 if dtypes[1] == "fp32" else 2
+        p = 2 if dtypes == ("fp32", "bf16") else 4
+        greeting = 8 * (n + 1)
+        for rank in range(n):
+            sent = _dense_bytes(case, rank, straggler, b, p)
+            assert reported[rank] == sent
+            greetings = (n - 1 if rank == straggler else 1) * greeting
+            assert cluster.sent_bytes(rank) == sent + greetings
+
+
+def _dense_bytes(case, rank, straggler, b, p):
+    n, chunk = case.n, case.numel // (case.n - 1)
+    if case.form is Form.REDUCE_SCATTER:
+        shard, piece = case.numel // n, case.numel // (n * (n - 1))
+        if rank == straggler:
+            return (n - 1) * shard * b
+        return (n - 2) * (shard + piece) * b + piece * p
+    transfers = [t for r in make_schedule(n, straggler).rounds for t in r if t.sender == rank]
+    if rank == straggler:
+        return len(transfers) * chunk * b
+    reducing = sum(t.receiver == straggler for t in transfers)
+    assert reducing == 1
+    return (n - 2) * chunk * b + (len(transfers) - 1) * chunk * b + chunk * p
+
+
+def test_greetings_do_not_grow_with_a_scaled_bucket():
+    """A bucket so small that greetings are most of what is sent."""
+    case, scale = _dense(8, 7, chunk=1), 1e6
+    rounds = len(make_schedule(8).rounds)
+    expected = straggler_aware_cost(8, rounds).time_s(4 * case.numel * scale, LINK)
+    assert _after_s(case, 1e3, 7, scale=scale) == pytest.approx(expected, rel=WITHIN)
+
+
+def _sparse(n, straggler, form=Form.ALL_REDUCE, dtypes=("fp32", "fp32"), density=0.05, chunk=128):
+    options = OPTIONS.with_straggler(straggler)
+    dtype, wire = dtypes
+    numel = n * (n - 1) * chunk
+    return Case("straggler_direct", n, form, dtype, wire, density, numel, options=options)
+
+
+class _Parts:
+    """Bytes of what the ranks of a sparse case exchange."""
+
+    def __init__(self, case, straggler):
+        self.case, self.straggler, self.n = case, straggler, case.n
+        self.shares = shares_of(make_bucket(case, 0), straggler)
+        self.early_ranks = [share.rank for share in self.shares]
+        self.messages = [
+            make_message(make_bucket(case, rank), case, MessageBuffers()) for rank in range(case.n)
+        ]
+        self.oracle = Oracle(case)
+        self.early = [self.early_sum(share.gives) for share in self.shares]
+        self.parts = [self.message(straggler, share.takes) for share in self.shares]
+        if case.form is Form.ALL_REDUCE:
+            borders = parts_of(self.parts, self.early, copies_of(case.n, straggler))
+            joined = [sum(self.parts[a:b]) for a, b in pairwise(borders)]
+            self.parts = joined + [0] * (case.n - 1 - len(joined))
+
+    def _segments(self, elements):
+        return Cut(self.messages[0].layout, elements=elements).segments
+
+    def message(self, rank, elements):
+        """Of a rank's own records."""
+        return sum(self.messages[rank].segment_bytes[self._segments(elements)])
+
+    def early_sum(self, elements):
+        """Of the records of the early ranks' sum."""
+        dtype = self.oracle.partial
+        return self.oracle.sum(self.early_ranks, dtype, part=self._segments(elements))
+
+    def transfer(self, sender, receiver, chunk):
+        """Of what passes in one transfer of the schedule."""
+        if sender != self.straggler and receiver == self.straggler:
+            return self.early[chunk]
+        return self.parts[chunk]
+
+    def rounds(self):
+        """The transfers after the arrival."""
+        if self.case.form is Form.ALL_REDUCE:
+            return make_schedule(self.n, self.straggler).rounds
+        late = self.straggler
+        return [[(late, rank, i), (rank, late, i)] for i, rank in enumerate(self.early_ranks)]
+
+    def sent(self, rank):
+        """By a rank, in all phases."""
+        after = [t for transfers in self.rounds() for t in transfers if t[0] == rank]
+        total = sum(self.transfer(*t) for t in after)
+        if rank == self.straggler:
+            return total
+        for share in self.shares:
+            if share.rank != rank:
+                total += sum(self.message(rank, part) for part in share.reduces)
+            elif self.case.form is Form.ALL_REDUCE:
+                total += (self.n - 2) * self.early[self.early_ranks.index(rank)]
+        return total
+
+
+@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
+@pytest.mark.parametrize("form", list(Form))
+def test_sparse_bytes_are_those_of_the_header(form, dtypes):
+    for n, straggler in ((2, 1), (3, 0), (4, 2), (6, 5)):
+        case = _sparse(n, straggler, form, dtypes)
+        parts = _Parts(case, straggler)
+        cluster, reported = _run(case, scale=1.0)
+        row = 8 * (n + 1)
+        for rank in range(n):
+            assert reported[rank] == parts.sent(rank), (n, rank)
+            # The early ranks' agreement is two rows to each, and all greet.
+            rows = n - 1 if rank == straggler else 2 * (n - 2) + 1
+            assert cluster.sent_bytes(rank) == reported[rank] + rows * row, (n, rank)
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("n", [3, 4, 8])
+def test_the_sparse_form_takes_its_rounds_after_the_arrival(n, form):
+    for straggler in (0, n - 1):
+        case = _sparse(n, straggler, form, chunk=1024)
+        parts = _Parts(case, straggler)
+        # In the model a round is over for a pair when its longer message has come; no round of
+        # the whole can then take longer than its longest message.
+        longest = [max(parts.transfer(*t) for t in transfers) for transfers in parts.rounds()]
+        rounds = 1 + len(longest)
+        expected = rounds * LINK.alpha_s + sum(longest) * LINK.beta_s
+        after_s = _after_s(case, 0.5, straggler, scale=1.0)
+        assert after_s <= expected * (1 + WITHIN)
+        ideal = max(
+            sum(parts.transfer(*t) for ts in parts.rounds() for t in ts if t[side] == straggler)
+            for side in (0, 1)
+        )
+        assert after_s >= ideal * LINK.beta_s
+
+
+@pytest.mark.parametrize("density", [0.01, 0.1])
+@pytest.mark.parametrize("n", [4, 8])
+def test_the_sparse_form_beats_the_plain_ones_and_the_dense_form(n, density):
+    """After the arrival, in bytes; a model. Positions are independent, the worst there is."""
+    link, straggler = Link(0.0, 1e-9), n - 1
+    case = _sparse(n, straggler, density=density, chunk=32768 // n)
+    aware = _after_s(case, 0.5, straggler, link, 1.0)
+    after = {
+        name: _after_s(replace(case, scheme=name), 0.5, straggler, link, 1.0) / aware
+        for name in ("direct", "agsparse", "dsar_split_ag", "straggler")
+    }
+    # D against (n - 1) / n (m + D'), which is n / (n - 1) D at least where positions differ.
+    assert after["direct"] > 1.05, after
+    assert after["dsar_split_ag"] > 1.5, after
+    assert after["straggler"] > 1.5, after
+    # Without overlap (n - 1) m is D, and the straggler's port takes as long in both.
+    assert after["agsparse"] > 0.97, after
+
+
+def test_a_message_has_the_parts_that_take_least():
+    """Against all borders that it may choose from, round by round."""
+    copies = copies_of(8, 7)
+    assert len(copies) == len(make_schedule(8).rounds)
+    assert copies[0] == ()
+    for message, early, parts in ((10, 10, 7), (10, 20, 4), (10, 70, 1), (0, 0, 1)):
+        assert len(parts_of([message] * 7, [early] * 7, copies)) == parts + 1, (message, early)
+    # A crowded chunk does not decide for all.
+    assert parts_of([70, 0, 0, 0, 0, 0, 0], [10] * 7, copies) == [0, 7]

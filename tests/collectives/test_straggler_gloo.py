@@ -1,0 +1,120 @@
+"""The straggler-aware schemes over real processes and sockets."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.errors import MegatronSparseError
+from megatron_sparse.progress import ProgressThread
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import ProcessGroupTransport
+from tests.collectives.cases import OPTIONS, Case, exact_sum, numel_for, steps_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+N = 4
+LATE = 2
+TIMEOUT_S = 3.0
+SLACK_S = 4.0
+"""What a loaded machine adds to a timeout."""
+NAMES = ("straggler", "straggler_direct")
+CASES = [
+    Case(name, N, form, *dtypes, 0.2, numel_for(N, 20_000, form), options=OPTIONS.with_straggler(s))
+    for name in NAMES
+    for form in Form
+    for dtypes, s in ((("fp32", "fp32"), LATE), (("bf16", "bf16"), 0))
+]
+
+
+class _Side:
+    """One rank's transport and progress thread."""
+
+    def __init__(self, timeout_s: float) -> None:
+        import torch.distributed as dist
+
+        assert dist.group.WORLD is not None
+        self.transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
+        self.progress = ProgressThread(torch.device("cpu"), timeout_s)
+
+    def launch(self, case: Case):
+        """Starts a collective; what to wait for, and a list that will hold its outcome."""
+        outcome: list[tuple[torch.Tensor, int]] = []
+
+        def job():
+            outcome.append((yield from steps_of(case, self.transport)))
+
+        return self.progress.submit("b", job, Stopwatch()), outcome
+
+    def close(self) -> None:
+        broken = self.progress.broken
+        self.progress.close()
+        self.transport.close(broken=broken)
+
+
+def _one_late(rank: int, world_size: int) -> list[torch.Tensor]:
+    side = _Side(20.0)
+    results = []
+    for case in CASES:
+        if rank == LATE:
+            time.sleep(0.1)
+        pending, outcome = side.launch(case)
+        pending.wait()
+        results.append(outcome[0][0].double())
+    side.close()
+    return results
+
+
+def test_exact_over_gloo_with_a_late_rank():
+    """The late rank is the straggler in half of the cases and somebody else in the others."""
+    by_rank = run_ranks(_one_late, N)
+    for index, case in enumerate(CASES):
+        results = [results[index] for results in by_rank]
+        if case.form is Form.REDUCE_SCATTER:
+            results = [torch.cat(results)]
+        for result in results:
+            assert torch.equal(result, exact_sum(case)), case
+
+
+def _never_comes(rank: int, world_size: int) -> list[tuple[str, float]]:
+    """The error that a rank gets of each scheme, and after how many seconds."""
+    import torch.distributed as dist
+
+    outcomes = []
+    for name in NAMES:
+        case = Case(name, N, density=0.2, numel=20_000, options=OPTIONS.with_straggler(LATE))
+        first, side = _Side(20.0), _Side(TIMEOUT_S)
+        # Once without a fault, so that on no rank something has to be loaded when it counts.
+        first.launch(case)[0].wait()
+        first.close()
+        dist.barrier()
+        if rank == LATE:
+            # It is alive, so that nothing but the timeout tells.
+            time.sleep(TIMEOUT_S + 1.5)
+        start_s = time.monotonic()
+        pending, _ = side.launch(case)
+        text = ""
+        try:
+            pending.wait()
+        except MegatronSparseError as error:
+            text = f"{type(error).__name__}: {error}"
+        outcomes.append((text, time.monotonic() - start_s))
+        side.close()
+        dist.barrier()
+    return outcomes
+
+
+def test_a_straggler_that_never_comes_is_named_within_the_timeout():
+    by_rank = run_ranks(_never_comes, N, linger_s=0.0)
+    for index, name in enumerate(NAMES):
+        for rank, outcomes in enumerate(by_rank):
+            text, seconds = outcomes[index]
+            assert text.startswith("CommunicationError"), (name, rank, text)
+            if rank != LATE:
+                assert seconds < TIMEOUT_S + SLACK_S, (name, rank)
+                # Whose time is up says whom it waited for; the others quote it.
+                assert f"ranks [{LATE}]" in text, (name, rank, text)

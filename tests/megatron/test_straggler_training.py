@@ -1,0 +1,78 @@
+"""Training with a rank that sleeps in every backward pass: 3 ranks, as a user would start it."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from megatron_sparse import cli
+from tests.megatron.test_pretrain import losses, train
+
+SLOW_MS = 400.0
+"""More than what a machine that is busy otherwise makes ranks differ by."""
+SLOW = (
+    "cluster.ranks_per_node=3", "training.global_batch_size=6", "compression.warmup_iters=0",
+    "compression.ramp_iters=0", "compression.density=0.05", "straggler.inject_rank=2",
+    f"straggler.inject_delay_ms={SLOW_MS}",
+)  # fmt: skip
+
+
+def _pinned(rank):
+    return ("scheme=straggler_direct", "straggler.mode=pinned", f"straggler.rank={rank}")
+
+
+def _schemes(run):
+    lines = [json.loads(line) for line in (run / "buckets.jsonl").read_text().splitlines()]
+    return {(line["scheme"], line["straggler"]) for line in lines}
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """A run that waits for everybody, and measures."""
+    folder = tmp_path_factory.mktemp("runs")
+    return train(folder, "observed", "scheme=direct", "straggler.mode=observe", *SLOW)
+
+
+def test_delays_are_in_the_run(observed, tmp_path, capsys):
+    summary = json.loads((observed / "summary.json").read_text())["stragglers"]
+    assert summary["max_ms"] > SLOW_MS / 2
+    lines = [json.loads(line) for line in (observed / "readiness.jsonl").read_text().splitlines()]
+    # Of five iterations the first three are known to all; the first bucket waits for the sleeper.
+    first = [line for line in lines if line["bucket"] == lines[0]["bucket"]]
+    assert [line["iteration"] for line in first] == [1, 2, 3]
+    # The first iteration also loads and allocates, which takes ranks differently long.
+    assert all(line["waited_ms"][2] == 0 for line in first[1:])
+    breakdown = [json.loads(line) for line in (observed / "breakdown.jsonl").open()]
+    assert breakdown[-1]["extra"]["straggler/delay_ms"] > SLOW_MS / 2
+
+    picture, table = tmp_path / "cdf.png", tmp_path / "delays.csv"
+    arguments = ["stragglers", str(observed), "--output", str(picture), "--csv", str(table)]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 0
+    assert "persistence" in capsys.readouterr().out
+    assert picture.stat().st_size > 0
+    assert len(list(csv.DictReader(table.open()))) == len(lines)
+
+
+def test_going_on_without_the_last_rank_gives_the_same_bits(observed, tmp_path):
+    """Ranks add in order, then the straggler: with the last rank that is the order of `direct`."""
+    run = train(tmp_path, "aware", *_pinned(2), *SLOW)
+    assert _schemes(run) == {("straggler_direct", 2)}
+    assert losses(run) == losses(observed)
+    assert not (run / "readiness.jsonl").exists()
+    plan = json.loads((run / "plan.json").read_text())
+    pinned = {"scheme": "straggler_direct", "rank": 2, "least_delay_ms": None}
+    assert all(bucket["straggler"] == pinned for bucket in plan["buckets"])
+
+
+@pytest.mark.slow
+def test_a_wrong_guess_changes_the_order_of_addition_only_and_repeats(observed, tmp_path):
+    runs = [train(tmp_path, name, *_pinned(1), *SLOW) for name in ("once", "again")]
+    assert losses(runs[0]) == losses(runs[1])
+    # Five steps of Adam at fp32, whose sums differ in the last bit.
+    assert list(losses(runs[0]).values()) == pytest.approx(
+        list(losses(observed).values()), rel=1e-4
+    )

@@ -1,0 +1,71 @@
+"""Planners on virtual ranks, with prices that the test states, and gradients that it selects."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.config import CompressionConfig, PlannerConfig, SchemeConfig
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.planner.choice import PricedPlanner
+from megatron_sparse.planner.cluster import find
+from megatron_sparse.recording import BucketRecord, Stopwatch
+from megatron_sparse.simulate.pricing import make_message
+from megatron_sparse.transport import VirtualCluster
+
+NUMEL = 2**14
+SPARSE = ("agsparse", "direct", "ssar_rd")
+
+
+def a_bucket(grad_N=None, world_size=4, name="b", form=Form.ALL_REDUCE):
+    """One pruned parameter that is the whole bucket."""
+    grad_N = torch.zeros(NUMEL) if grad_N is None else grad_N
+    pieces = [ParameterSlice("w", 0, grad_N.numel())]
+    return Bucket(name, grad_N, pieces, form, world_size)
+
+
+def a_planner(cluster="ethernet_25gbit", *, compression=None, scheme=None, **planner):
+    """A planner whose first step is at the target, unless `compression` says otherwise."""
+    schedule = {"warmup_iters": 0, "ramp_iters": 0, "density": 0.01} | (compression or {})
+    return PricedPlanner(
+        CompressionConfig(**schedule), SchemeConfig(**(scheme or {})), PlannerConfig(**planner),
+        find(cluster), logs=True,
+    )  # fmt: skip
+
+
+class Ranks:
+    """n virtual ranks, each with a planner of its own, that synchronise one bucket."""
+
+    def __init__(self, world_size=4, **settings):
+        self.world_size = world_size
+        self.planners = [a_planner(**settings) for _ in range(world_size)]
+        self.took_us = {}
+        """By scheme: what a step takes, of rank 0 alone; others take 1 us."""
+
+    def step(self, step, gradients=None):
+        """Plans, tells the planners how long it took, and lets them talk; returns the schemes."""
+        plans = []
+
+        def start(transport):
+            rank = transport.rank
+            planner = self.planners[rank]
+            grad_N = torch.zeros(NUMEL) if gradients is None else gradients[rank].clone()
+            bucket = a_bucket(grad_N, self.world_size)
+            plan = planner.plan_for(bucket, step)
+            plans.append(plan)
+            watch, buffers = Stopwatch(), MessageBuffers()
+            record = BucketRecord(
+                bucket.name, step, plan.scheme, plan.phase, plan.density, NUMEL, watch=watch
+            )
+            planner.follow(record)
+            message = None
+            if gradients is not None and not plan.scheme.startswith("dense"):
+                message = make_message(bucket, plan.sharded, "auto", buffers, watch)
+            transport_step = planner.share(bucket, plan, step, message, transport, buffers, watch)
+            yield from transport_step
+            watch.add("network", self.took_us.get(plan.scheme, 1.0) if rank == 0 else 1.0)
+            return 0
+
+        VirtualCluster(self.world_size).run(start)
+        (scheme,) = {plan.scheme for plan in plans}
+        return scheme

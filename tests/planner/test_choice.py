@@ -1,0 +1,352 @@
+"""The planner that chooses by predicted time: what it takes, keeps, measures, saves and refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_sparse.bench.collective_path import residual_of
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.schedule import Phase
+from megatron_sparse.config import PlannerConfig, SparseConfig
+from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
+from megatron_sparse.planner import FixedPlanner, choice
+from megatron_sparse.planner.cluster import find
+from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
+from megatron_sparse.planner.pinned import PinnedPlanner
+from megatron_sparse.progress import ProgressThread
+from megatron_sparse.recording import NullRecorder
+from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.simulate.gradients import fully_overlapping, uniform
+from megatron_sparse.transport import ProcessGroupTransport
+from tests.planner.planned import NUMEL, SPARSE, Ranks, a_bucket, a_planner
+from tests.ranks import run_ranks
+
+TIMED = {"scheme": {"deterministic": False}, "replan_every": 10, "retry_after": 100}
+
+
+@pytest.fixture
+def prices(monkeypatch):
+    """Predicted microseconds by scheme, as the test sets them."""
+    stated = {"dense": 100.0, "agsparse": 50.0, "direct": 60.0, "ssar_rd": 70.0}
+    monkeypatch.setattr(choice, "prices_us", lambda *_, **__: dict(stated))
+    return stated
+
+
+def plan(planner, step=0, **bucket):
+    return planner.plan_for(a_bucket(**bucket), step)
+
+
+def test_the_least_predicted_time_wins_and_the_reason_names_the_others(prices):
+    found = plan(a_planner())
+    assert (found.scheme, found.predicted_us) == ("agsparse", 50.0)
+    assert "dense 100 us" in found.reason
+    assert "assumed uniform" in found.reason
+    prices["dense_rhd"] = 20.0  # whatever overlaps
+    found = plan(a_planner())
+    assert (found.scheme, found.density, found.sharded) == ("dense_rhd", 1.0, False)
+
+
+def test_the_warmup_is_dense_and_one_rank_sends_nothing(prices):
+    planner = a_planner(compression={"warmup_iters": 2})
+    assert [plan(planner, step).scheme for step in range(3)] == ["dense", "dense", "agsparse"]
+    assert plan(planner, 0).phase is Phase.WARMUP
+    assert plan(a_planner(), world_size=1).scheme == "dense"
+    planner.enabled = False
+    assert plan(planner, 5).phase is Phase.OFF
+
+
+def test_a_small_gain_does_not_change_the_scheme_and_a_large_one_does(prices, caplog):
+    caplog.set_level(logging.INFO, "megatron_sparse")
+    ranks = Ranks(profile_every=1, hysteresis=0.1)
+
+    def gradients(density):
+        return [uniform(NUMEL, density).gradient(rank) for rank in range(4)]
+
+    assert ranks.step(0, gradients(0.01)) == "agsparse"
+    prices["direct"] = 46.0  # 8 % less
+    ranks.step(1, gradients(0.02))
+    assert ranks.step(2, gradients(0.03)) == "agsparse"
+    prices["direct"] = 44.0  # 12 % less
+    assert ranks.step(3, gradients(0.03)) == "agsparse"
+    assert ranks.step(4, gradients(0.04)) == "agsparse", "what has not changed is not priced"
+    assert ranks.step(5, gradients(0.04)) == "direct", "from the next step on"
+    assert "step 4: bucket b: agsparse -> direct" in caplog.text
+
+
+def test_ranks_sample_the_same_profile_and_state(prices):
+    ranks = Ranks()
+    model = fully_overlapping(NUMEL, 0.02)
+    ranks.step(0, [model.gradient(rank) for rank in range(4)])
+    states = [planner.state_dict() for planner in ranks.planners]
+    assert all(state == states[0] for state in states)
+    profile = states[0]["buckets"]["b"]["profile"]
+    assert profile["density"] == pytest.approx(0.02, rel=0.01)  # as many rows as there are
+    assert profile["densification"]["4"] == pytest.approx(1.0)
+    assert "sampled" in ranks.planners[0].report(a_bucket(), 1)["reason"]
+
+
+def test_a_dense_bucket_goes_sparse_to_be_sampled_unless_overlap_would_not_help(monkeypatch):
+    """Sparse costs 50 us if all ranks overlap, else 150; then, whatever they do, 150."""
+    gains = [True]
+
+    def stated(shape, profile, **_):
+        overlaps = profile.densification[4] == 1.0
+        return {"dense": 100.0, "direct": 50.0 if overlaps and gains[0] else 150.0}
+
+    monkeypatch.setattr(choice, "prices_us", stated)
+    every = {"profile_iters": 1, "profile_every": 5}
+    disjoint = [uniform(NUMEL, 0.01).gradient(rank) for rank in range(4)]
+    ranks = Ranks(**every)
+    found = [ranks.step(step, disjoint) for step in range(7)]
+    assert found == ["direct", *["dense"] * 4, "direct", "dense"]
+    ranks = Ranks(**every)
+    same = [disjoint[0]] * 4
+    assert [ranks.step(step, same) for step in range(3)] == ["direct"] * 3
+    gains[0] = False
+    ranks = Ranks(**every)
+    assert [ranks.step(step, same) for step in range(7)] == ["dense"] * 7
+
+
+def test_a_scheme_that_is_measured_slower_than_dense_gives_way_and_gets_another_turn(
+    prices, caplog
+):
+    caplog.set_level(logging.INFO, "megatron_sparse")
+    ranks = Ranks(compression={"warmup_iters": 20}, **TIMED)
+    ranks.took_us = {"dense": 90.0, "agsparse": 120.0, "direct": 80.0}
+    found = [ranks.step(step) for step in range(250)]
+    # Dense is measured in the warm-up, agsparse by step 30, and only rank 0 is slow.
+    assert found[:20] == ["dense"] * 20
+    assert found[20:31] == ["agsparse"] * 11
+    assert found[31:131] == ["dense"] * 100
+    # The next best one is tried, stays, and dense is measured again every 100 steps.
+    assert set(found[131:141]) == {"direct"}
+    assert found.count("dense") == 120 + 5 * sum(
+        found[i] == "dense" and found[i - 1] == "direct" for i in range(132, 250)
+    )
+    assert "agsparse took 120 us and dense 90 us, measured" in caplog.text
+    states = [planner.state_dict() for planner in ranks.planners]
+    assert all(state == states[0] for state in states)
+    assert states[0]["buckets"]["b"]["measured_us"]["direct"] == 80.0
+
+
+def test_when_every_scheme_has_failed_the_first_one_is_tried_again(prices):
+    ranks = Ranks(compression={"warmup_iters": 20}, **TIMED)
+    ranks.took_us = {"dense": 50.0} | dict.fromkeys(SPARSE, 90.0)
+    found = [ranks.step(step) for step in range(400)]
+    order = [found[i] for i in range(1, 400) if found[i] != "dense" and found[i - 1] == "dense"]
+    assert order == ["agsparse", "direct", "ssar_rd", "agsparse"]
+    assert found.count("dense") > 320
+
+
+def test_without_a_warmup_some_steps_are_dense_to_measure_it(prices):
+    ranks = Ranks(**TIMED)
+    ranks.took_us = {"dense": 50.0, "agsparse": 90.0}
+    found = [ranks.step(step) for step in range(40)]
+    assert found == ["agsparse"] * 11 + ["dense"] * 5 + ["agsparse"] * 5 + ["dense"] * 19
+
+
+def test_half_the_density_is_a_new_chance(prices):
+    ranks = Ranks(
+        compression={"warmup_iters": 10, "ramp_iters": 40, "ramp_start_density": 0.16}, **TIMED
+    )
+    ranks.took_us = {"dense": 50.0, "agsparse": 90.0, "direct": 90.0, "ssar_rd": 90.0}
+    found = [ranks.step(step) for step in range(50)]
+    # The density falls to half in 10 steps: agsparse fails in step 20, and is back in step 30.
+    assert found[21:30] == ["dense"] * 9
+    assert found[30] == "agsparse"
+
+
+def test_deterministic_takes_no_decision_from_timing(prices):
+    ranks = Ranks(compression={"warmup_iters": 20}, replan_every=10)
+    ranks.took_us = {"dense": 1.0, "agsparse": 1e6}
+    assert {ranks.step(step) for step in range(20, 60)} == {"agsparse"}
+    assert ranks.planners[0].state_dict()["buckets"]["b"]["measured_us"] == {}
+
+
+def test_ranks_that_have_come_apart_are_an_error(prices):
+    ranks = Ranks(**TIMED)
+    for step in range(20):
+        ranks.step(step)
+    ranks.planners[2].load_state_dict(ranks.planners[2].state_dict() | {"buckets": {}})
+    with pytest.raises(CommunicationError, match="not in the same collective"):
+        ranks.step(20)
+
+
+def test_a_resumed_planner_decides_alike(prices):
+    gradients = [uniform(NUMEL, 0.01).gradient(rank) for rank in range(4)]
+    ranks = Ranks(**TIMED)
+    ranks.took_us = {"agsparse": 80.0}
+    for step in range(15):
+        ranks.step(step, gradients)
+    resumed = Ranks(**TIMED)
+    for before, after in zip(ranks.planners, resumed.planners, strict=True):
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        assert after.state_dict() == before.state_dict()
+    assert [resumed.step(s) for s in range(15, 20)] == [ranks.step(s) for s in range(15, 20)]
+
+
+def test_what_is_saved_of_another_model_or_group_is_not_used(prices, caplog):
+    first = a_planner()
+    plan(first)
+    other = a_planner()
+    other.load_state_dict(first.state_dict())
+    assert plan(other, world_size=8).scheme == "agsparse"
+    assert "bucket b is planned anew" in caplog.text
+    changed = a_planner(hysteresis=0.2)
+    changed.load_state_dict(first.state_dict())
+    assert "settings have changed" in caplog.text
+    assert changed.state_dict()["buckets"]["b"]["chosen"] is None
+
+
+@pytest.mark.parametrize("damage", [{"buckets": {"b": {"numel": 3}}}, {"buckets": 7}, {"basis": 1}])
+def test_a_damaged_state_is_one_error(damage):
+    with pytest.raises(CheckpointError, match="damaged"):
+        a_planner().load_state_dict(damage)
+
+
+def _written(tmp_path, **changes):
+    row = a_planner().report(a_bucket(), 0) | changes
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"step": 1, "buckets": [row]}))
+    return path
+
+
+def test_a_pinned_plan_is_followed(prices, tmp_path):
+    path = _written(tmp_path, chosen="ssar_rd")
+    config = SparseConfig.from_overrides(
+        warmup_iters=1, ramp_iters=0, planner=PlannerConfig(pin=str(path))
+    )
+    planner = planner_of(config, logs=False)
+    assert isinstance(planner, PinnedPlanner)
+    found = plan(planner, 1)
+    assert (found.scheme, found.predicted_us) == ("ssar_rd", 70.0)
+    assert plan(planner, 0).scheme == "dense"
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"bucket": "other"}, "bucket"), ({"numel": 5}, "numel"), ({"world_size": 8}, "world_size"),
+     ({"chosen": "magic"}, "scheme"), ({"form": "reduce_scatter"}, "form")],
+)  # fmt: skip
+def test_a_plan_of_another_model_is_refused(prices, tmp_path, changes, word):
+    path = _written(tmp_path, **changes)
+    config = SparseConfig.from_overrides(
+        warmup_iters=0, ramp_iters=0, planner=PlannerConfig(pin=str(path))
+    )
+    with pytest.raises(ConfigError, match=f"another {word}"):
+        plan(planner_of(config, logs=False))
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", '{"buckets": [{}]}', '{"buckets": [3]}'])
+def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    config = SparseConfig.from_overrides(planner=PlannerConfig(pin=str(path)))
+    with pytest.raises(ConfigError, match="is no plan"):
+        planner_of(config, logs=False)
+
+
+def test_the_configuration_says_which_planner():
+    assert type(planner_of(SparseConfig(), logs=False)) is FixedPlanner
+    priced = SparseConfig.from_overrides(planner=PlannerConfig(cluster="perlmutter"))
+    assert isinstance(planner_of(priced, logs=False), choice.PricedPlanner)
+    fixed = SparseConfig.from_overrides(
+        scheme="direct", planner=PlannerConfig(cluster="perlmutter")
+    )
+    assert type(planner_of(fixed, logs=False)) is FixedPlanner
+    both = SparseConfig.from_overrides(scheme="direct", planner=PlannerConfig(pin="p.json"))
+    with pytest.raises(ConfigError, match=r"planner\.pin and scheme\.name"):
+        planner_of(both, logs=False)
+    unknown = SparseConfig.from_overrides(planner=PlannerConfig(cluster="no_such_cluster"))
+    with pytest.raises(ConfigError, match="there is no cluster"):
+        planner_of(unknown, logs=False)
+
+
+def test_swept_thresholds_are_taken_where_none_are_given(tmp_path):
+    swept = replace(find("perlmutter"), ring_densities={"pici": (0.1, 0.2, 0.3)})
+    path = tmp_path / "cluster.yaml"
+    swept.save(path, "a test")
+    section = PlannerConfig(cluster=str(path))
+
+    def densities(**overrides):
+        config = SparseConfig.from_overrides(planner=section, **overrides)
+        return with_swept_thresholds(config).scheme.ring_densities()
+
+    assert densities() == (0.1, 0.2, 0.3)
+    assert densities(format="coo") == (0.3, 0.4, 0.5), "SpCCL's: not swept"
+    assert densities(ring_intra_density=0.7)[0] == 0.7
+    assert with_swept_thresholds(SparseConfig()) == SparseConfig()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"schemes": ["magic"]}, {"schemes": []}, {"schemes": ["straggler"]}, {"hysteresis": 2.0},
+     {"profile_iters": 0}, {"replan_every": 0}, {"retry_after": 1.5}, {"profile_every": -1}],
+)  # fmt: skip
+def test_wrong_settings_are_refused(wrong):
+    with pytest.raises(ConfigError, match=r"planner\."):
+        PlannerConfig(**wrong)
+
+
+def test_only_candidates_are_chosen_and_dense_always_is_one():
+    planner = a_planner(schemes=["ssar_rd", "zen"])
+    assert set(planner.report(a_bucket(), 0)["predicted_us"]) == {"dense", "ssar_rd", "zen"}
+    assert planner.plan_for(a_bucket(torch.zeros(NUMEL)), 0).scheme in ("dense", "ssar_rd", "zen")
+
+
+def _train(rank, world_size, steps):
+    """The whole data path with a model cluster on gloo: plans, predictions, sums."""
+    import torch.distributed as dist
+
+    config = SparseConfig.from_overrides(
+        warmup_iters=2, ramp_iters=0, density=0.02, deterministic=False, timeout_s=30.0,
+        planner=PlannerConfig(cluster="ethernet_25gbit", replan_every=4, profile_iters=1),
+    )  # fmt: skip
+    group = dist.group.WORLD
+    assert group is not None
+    transport = ProcessGroupTransport(group, 30.0, torch.device("cpu"))
+    progress = ProgressThread(torch.device("cpu"), 30.0)
+    planner = planner_of(config, logs=False)
+    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    records = []
+    recorder = NullRecorder()
+    recorder.record_bucket = records.append
+    reducer = GradientReducer(config, transport, planner, residuals, recorder, progress)
+    errors = []
+    for step in range(steps):
+        pending = []
+        for name, numel in (("large", 2**18), ("small", 2**10)):
+            generator = torch.Generator().manual_seed(1000 * step + rank)
+            grad_N = torch.randint(-7, 8, (numel,), generator=generator).float()
+            bucket = a_bucket(grad_N.clone(), world_size, name)
+            before_N = residual_of(residuals, bucket)
+            pending.append((bucket, grad_N + before_N, reducer.start(bucket, step)))
+        for bucket, given_N, handle in pending:
+            handle.wait()
+            sent_N = given_N - residual_of(residuals, bucket)
+            dist.all_reduce(sent_N)
+            errors.append((bucket.grad_N - sent_N).abs().max().item())
+    sparse = sum(SCHEMES[record.scheme].takes is Input.SPARSE for record in records)
+    found = [(r.bucket, r.step, r.scheme, r.predicted_us) for r in records]
+    state = planner.state_dict()
+    transport.close()
+    progress.close()
+    return found, state, max(errors), sparse
+
+
+def test_two_gloo_ranks_plan_alike_and_sum_exactly():
+    (found, state, error, sparse), other = run_ranks(_train, 2, 10)
+    assert (found, state) == other[:2]
+    assert max(error, other[2]) == 0.0, "small integers"
+    assert sparse > 0, "the large bucket is worth it at 25 Gbit/s"
+    for _, step, _, predicted_us in found:
+        assert (predicted_us is not None) == (step >= 2), "the warm-up is not predicted"
+    assert state["buckets"]["large"]["profile"]["density"] > 0
+    assert "dense" in state["buckets"]["large"]["measured_us"]

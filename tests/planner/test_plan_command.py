@@ -1,0 +1,114 @@
+"""`megatron-sparse plan`: tables, JSON lines, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron_sparse import cli
+from megatron_sparse.planner.gradient_recording import GradientRecorder, Kind
+from megatron_sparse.planner.plan_rows import largest
+from megatron_sparse.simulate.gradients import fully_overlapping
+from tests.planner.planned import NUMEL, a_bucket, a_planner
+
+KEYS = {"bucket", "numel", "density", "predicted_us", "chosen", "reason"}
+FEW = ("--schemes", "direct,ssar_rd,agsparse")
+
+
+def run(*arguments):
+    """Runs a command in this process; returns its exit code."""
+    try:
+        cli.main(["plan", *map(str, arguments)])
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def refused(capsys, *arguments):
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1
+    assert "Traceback" not in error
+    return error
+
+
+def test_buckets_by_size(tmp_path, capsys):
+    out = tmp_path / "plan.jsonl"
+    arguments = ("--bucket-bytes", "64K,16M", "--ranks", 4, "--cluster", "ethernet_25gbit")
+    assert run(*arguments, "--density", 0.001, *FEW, "--json", out) == 0
+    printed = capsys.readouterr().out
+    rows = rows_of(out)
+    assert [row["numel"] for row in rows] == [2**14, 2**22]
+    for row in rows:
+        assert row.keys() >= KEYS
+        prices = row["predicted_us"]
+        assert set(prices) == {"dense", "direct", "ssar_rd", "agsparse"}
+        assert row["chosen"] == min(prices, key=prices.get)
+        assert f"* {row['chosen']} " in " ".join(printed.split())
+        assert row["density"] == 0.001
+    assert rows[1]["chosen"] != "dense", "0.1 % of 16 MiB over 25 Gbit/s"
+    assert "chosen: " in printed
+    assert "assumed uniform" in printed
+
+
+def test_a_run_as_it_was_written_and_on_another_cluster(tmp_path, capsys):
+    planner = a_planner()
+    written = [planner.report(a_bucket(name=name), 0) for name in ("a", "b")]
+    (tmp_path / "plan.json").write_text(json.dumps({"step": 1, "buckets": written}))
+    out = tmp_path / "out.jsonl"
+    assert run(tmp_path, "--json", out) == 0
+    assert rows_of(out) == json.loads(json.dumps(written))
+    printed = capsys.readouterr().out
+    assert "bucket a, b:" in printed, "what is alike is shown once"
+    assert "2 buckets: " in printed
+    assert run(tmp_path, "--cluster", "perlmutter", "--ranks", 8, *FEW, "--json", out) == 0
+    there = rows_of(out)
+    assert [row["world_size"] for row in there] == [8, 8]
+    assert there[0]["predicted_us"]["dense"] != written[0]["predicted_us"]["dense"]
+
+
+def test_a_recording(tmp_path, capsys):
+    gradients = fully_overlapping(NUMEL, 0.02)
+    for rank in range(2):
+        recorder = GradientRecorder(tmp_path, [1], rank=rank, world_size=2)
+        recorder.record("w", 1, Kind.GRADIENT, gradients.gradient(rank))
+    out = tmp_path / "out.jsonl"
+    where = ("--recording", tmp_path, "--cluster", "ethernet_25gbit", *FEW, "--json", out)
+    assert run(*where) == 0
+    (row,) = rows_of(out)
+    assert (row["numel"], row["world_size"]) == (NUMEL, 2)
+    assert row["density"] == pytest.approx(0.02, rel=0.01)
+    assert run(*where, "--density", 0.01) == 0
+    assert rows_of(out)[0]["density"] == pytest.approx(0.01, rel=0.01)
+    assert "recorded in iteration 1" in capsys.readouterr().out
+
+
+def test_the_largest_elements():
+    assert largest(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), 0.25).tolist() == [0, -3.0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ((), "none of them"),
+        (("runs/x", "--bucket-bytes", "1M"), "RUN and --bucket-bytes"),
+        (("--bucket-bytes", "1M", "--ranks", "4"), "needs a cluster"),
+        (("--bucket-bytes", "1M", "--cluster", "perlmutter"), "number of ranks"),
+        (("--bucket-bytes", "x", "--ranks", "2", "--cluster", "perlmutter"), "not a size"),
+        (("--bucket-bytes", "1M", "--ranks", "2", "--cluster", "atlantis"), "no cluster"),
+        (("runs/x", "--ranks", "4"), "needs a cluster"),
+        (("no_such_run",), "is no plan"),
+        (("--recording", "no_such", "--cluster", "perlmutter"), "no recording"),
+        (("runs/x", "--cluster", "perlmutter", "--schemes", "magic"), "planner.schemes"),
+        (("runs/x", "--form", "broadcast"), "--form"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_error(capsys, tmp_path, monkeypatch, arguments, word):
+    monkeypatch.chdir(tmp_path)
+    assert word in refused(capsys, *arguments)

@@ -1,0 +1,103 @@
+"""What a run keeps of its delays: lines, summary, scalars, the command's table and files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_sparse import cli
+from megatron_sparse.config import TrackingConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.recording import ReadinessRecord
+from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
+from megatron_sparse.telemetry.run import RunTelemetry
+
+QUIET = TrackingConfig(console=False, tensorboard=False, wandb="disabled")
+
+
+def _iterate(telemetry, iterations):
+    """Two buckets; what is known in an iteration is of the one two before it."""
+    for iteration in iterations:
+        if iteration > 2:
+            step = iteration - 3
+            telemetry.record_readiness(ReadinessRecord("a", step, (0.003, 0.0, 0.001 * iteration)))
+            telemetry.record_readiness(ReadinessRecord("b", step, (0.0, 0.002, 0.005)))
+        last = telemetry.end_iteration(iteration, iteration_s=0.1)
+    return last
+
+
+def test_lines_scalars_and_summary(tmp_path):
+    telemetry = RunTelemetry(tmp_path, QUIET, is_writer=True)
+    last = _iterate(telemetry, range(1, 6))
+    # Of step 2: 3 ms of bucket a, whose other ranks waited 3 and 5 ms, and 2 ms of b.
+    assert last.extra == {"straggler/delay_ms": pytest.approx(5), "straggler/rank": 1}
+    stragglers = telemetry.close()["stragglers"]
+    assert stragglers["count"] == 6
+    assert stragglers["max_ms"] == pytest.approx(3)
+    assert stragglers["persistence"] == 1
+    assert (stragglers["rank"], stragglers["share"]) == (0, 0.5)
+    records = load_readiness(tmp_path)
+    assert [record.step for record in records["a"]] == [0, 1, 2]
+    assert records["b"][0].waited_s == (0.0, 0.002, 0.005)
+
+
+def test_a_resumed_run_writes_each_iteration_once(tmp_path):
+    first = RunTelemetry(tmp_path, QUIET, is_writer=True)
+    _iterate(first, range(1, 8))
+    first.close()
+    second = RunTelemetry(tmp_path, QUIET, is_writer=True)
+    for iteration in (4, 5, 6):  # from the checkpoint of iteration 3: steps 3 and 4 anew
+        if iteration == 6:
+            second.record_readiness(ReadinessRecord("a", 3, (0.0, 0.007)))
+        second.end_iteration(iteration, iteration_s=0.1)
+    second.close()
+    lines = [json.loads(line) for line in (tmp_path / READINESS_FILE).read_text().splitlines()]
+    assert [line["iteration"] for line in lines if line["bucket"] == "a"] == [1, 2, 3, 4]
+    assert len((tmp_path / "breakdown.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_run_that_measures_nothing_has_no_file(tmp_path):
+    telemetry = RunTelemetry(tmp_path, QUIET, is_writer=True)
+    telemetry.end_iteration(1, iteration_s=0.1)
+    assert telemetry.close()["stragglers"] is None
+    assert not (tmp_path / READINESS_FILE).exists()
+    with pytest.raises(ConfigError, match="holds no measured delays"):
+        load_readiness(tmp_path)
+
+
+def test_the_command_prints_draws_and_writes(tmp_path, capsys):
+    telemetry = RunTelemetry(tmp_path, QUIET, is_writer=True)
+    _iterate(telemetry, range(1, 6))
+    telemetry.close()
+    picture, table = tmp_path / "cdf.png", tmp_path / "delays.csv"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["stragglers", str(tmp_path), f"--output={picture}", f"--csv={table}"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("persistence", "all", "3.00", "100%"))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = table.read_text().splitlines()
+    assert rows[:2] == ["iteration,bucket,last_rank,delay_ms", "1,a,1,3.0000"]
+    assert len(rows) == 1 + 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "no measured delays"),
+        (["RUN", "--output=cdf.xyz"], "cannot be written"),
+        (["RUN", "--csv=no/such/folder.csv"], "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_error(arguments, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "RUN").mkdir()
+    line = {"iteration": 1, "bucket": "a", "waited_ms": [0.0, 1.0]}
+    (tmp_path / "RUN" / READINESS_FILE).write_text(json.dumps(line) + "\n")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["stragglers", *arguments])
+    assert ended.value.code == ConfigError.exit_code
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1
+    assert words in error

@@ -1,0 +1,213 @@
+"""Tickets: the decision is one and the same on all ranks, whoever comes when."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sparse.errors import CommunicationError
+from megatron_sparse.transport import VirtualCluster
+from megatron_sparse.transport.arrivals import StoreArrivals
+from megatron_sparse.transport.process_group import Operation
+
+LATE_S = 0.12
+"""Long beside what a store in this process takes, some milliseconds on a busy machine."""
+
+
+def _store():
+    return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+
+
+@pytest.fixture
+def offices():
+    """Makes the arrivals of n ranks, each in this process, over one store; closes them."""
+    made = []
+
+    def make(n, timeout_s=20.0, store=None):
+        shared = store or _store()
+        for rank in range(n):
+            made.append(
+                StoreArrivals(
+                    shared,
+                    "test",
+                    rank,
+                    n,
+                    torch.device("cpu"),
+                    lambda name: Operation(name, None, timeout_s),
+                )
+            )
+        return made
+
+    yield make
+    for office in made:
+        office.close()
+    left = [t.name for t in threading.enumerate() if t.name == "megatron_sparse_arrivals"]
+    assert not left, "a closed office leaves no thread behind"
+
+
+def _arrive(office, delay_s, grace):
+    time.sleep(delay_s)
+    arrival = office.arrive("b", grace)
+    arrival.finish()
+    return arrival.straggler, time.perf_counter(), arrival.waited()
+
+
+def _all_arrive(offices, delays_s, grace):
+    with ThreadPoolExecutor(len(offices)) as pool:
+        futures = [
+            pool.submit(_arrive, office, delay_s, grace)
+            for office, delay_s in zip(offices, delays_s, strict=True)
+        ]
+        return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_the_missing_rank_is_named_at_once_and_nobody_waits_for_it(offices, late):
+    delays = [LATE_S * (rank == late) for rank in range(3)]
+    results = _all_arrive(offices(3), delays, lambda missing: 0.0)
+    assert {straggler for straggler, _, _ in results} == {late}
+    ended = [end for _, end, _ in results]
+    early = max(end for rank, end in enumerate(ended) if rank != late)
+    # They went on before the straggler came; half its delay is left for a slow machine.
+    assert ended[late] - early > LATE_S / 2
+
+
+def test_who_comes_within_the_grace_is_waited_for(offices):
+    results = _all_arrive(offices(3), [0, LATE_S / 4, 0], lambda missing: 20 * LATE_S)
+    assert {straggler for straggler, _, _ in results} == {None}
+
+
+def test_who_comes_after_the_grace_is_not(offices):
+    results = _all_arrive(offices(3), [0, 0, LATE_S], lambda missing: LATE_S / 4)
+    assert {straggler for straggler, _, _ in results} == {2}
+
+
+def test_the_grace_is_asked_for_about_the_missing_rank(offices):
+    asked = []
+
+    def grace(missing):
+        asked.append(missing)
+        return math.inf
+
+    _all_arrive(offices(4), [0, LATE_S, 0, 0], grace)
+    assert asked == [1]
+
+
+def test_waits_are_measured_without_a_common_clock(offices):
+    results = _all_arrive(offices(3), [0, LATE_S / 2, LATE_S], None)
+    assert {straggler for straggler, _, _ in results} == {None}
+    waits = [waited.result(timeout=5) for _, _, waited in results]
+    assert waits[2] == 0
+    # A twentieth of the wait may be added, and this machine's threads take some milliseconds.
+    assert waits[0] == pytest.approx(LATE_S, abs=0.05)
+    assert waits[1] == pytest.approx(LATE_S / 2, abs=0.05)
+
+
+def test_visits_do_not_mix_and_old_keys_are_deleted(offices):
+    store = _store()
+    made = offices(2, store=store)
+    for visit in range(6):
+        late = visit % 2
+        delays = [0.03 * (rank == late) for rank in range(2)]
+        results = _all_arrive(made, delays, lambda missing: 0.0)
+        assert {straggler for straggler, _, _ in results} == {late}
+        for _, _, waited in results:
+            waited.result(timeout=5)
+    # At most three keys each of the last two visits.
+    assert store.num_keys() <= 6
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(2, 5),
+    st.lists(st.floats(0, 0.004), min_size=5, max_size=5),
+    st.floats(0, 0.004),
+)
+def test_all_ranks_hold_the_same_decision_when_it_is_a_close_thing(n, delays, grace_s):
+    store = _store()
+    made = [
+        StoreArrivals(
+            store, "test", rank, n, torch.device("cpu"), lambda name: Operation(name, None, 20.0)
+        )
+        for rank in range(n)
+    ]
+    try:
+        results = _all_arrive(made, delays[:n], lambda missing: grace_s)
+    finally:
+        for office in made:
+            office.close()
+    assert len({straggler for straggler, _, _ in results}) == 1
+
+
+def test_a_rank_among_several_that_never_come_is_an_error_in_time(offices):
+    made = offices(3, timeout_s=0.3)
+    start_s = time.perf_counter()
+    with pytest.raises(CommunicationError, match=r"all ranks but one at bucket b failed"):
+        _arrive(made[0], 0, lambda missing: 0.0)
+    assert time.perf_counter() - start_s < 2
+
+
+def test_a_single_rank_that_never_comes_is_named_to_the_others(offices):
+    made = offices(3, timeout_s=5.0)
+    results = _all_arrive(made[:2], [0, 0], lambda missing: 0.0)
+    assert {straggler for straggler, _, _ in results} == {2}
+
+
+def test_a_store_that_is_gone_is_a_typed_error(offices, monkeypatch):
+    made = offices(2)
+
+    class Gone:
+        def add(self, *_):
+            raise RuntimeError("connection reset by peer")
+
+    monkeypatch.setattr(made[0], "_store", Gone())
+    arrival = made[0].arrive("b", lambda missing: 0.0)
+    with pytest.raises(CommunicationError, match="connection reset"):
+        arrival.finish()
+
+
+class TestVirtual:
+    """The same decisions from modelled clocks."""
+
+    def _run(self, delays, grace):
+        cluster = VirtualCluster(len(delays))
+
+        def start(transport):
+            transport.charge(delays[transport.rank])
+            arrival = transport.open_arrivals().arrive("b", grace)
+            if grace is not None:
+                yield arrival
+            else:
+                yield from ()
+            return arrival.straggler, arrival.waited()
+
+        return cluster, cluster.run(start)
+
+    def test_without_grace_the_last_one_is_named_when_the_others_are_there(self):
+        cluster, results = self._run([0.0, 5.0, 2.0], lambda missing: 0.0)
+        assert [straggler for straggler, _ in results] == [1, 1, 1]
+        assert cluster.clock_s == [2.0, 5.0, 2.0]
+        assert [waited.result() for _, waited in results] == [5.0, 0.0, 3.0]
+
+    def test_within_the_grace_all_wait(self):
+        cluster, results = self._run([0.0, 5.0, 2.0], lambda missing: 3.0)
+        assert [straggler for straggler, _ in results] == [None] * 3
+        assert cluster.clock_s == [5.0] * 3
+
+    def test_after_the_grace_they_go_on(self):
+        cluster, results = self._run([0.0, 5.0, 2.0], lambda missing: 2.5)
+        assert [straggler for straggler, _ in results] == [1] * 3
+        assert cluster.clock_s == [4.5, 5.0, 4.5]
+
+    def test_measuring_takes_no_time(self):
+        cluster, results = self._run([0.0, 5.0, 2.0], None)
+        assert cluster.clock_s == [0.0, 5.0, 2.0]
+        assert [waited.result() for _, waited in results] == [5.0, 0.0, 3.0]
