@@ -110,22 +110,28 @@ def as_rank[Group: RankGroup, Result](
         with make(store, rank, world_size) as group:
             return action(group)
     except MegatronSparseError as error:
-        if _said_already(store, rank, world_size):
-            sys.exit(error.exit_code)
+        code = _said_already(store, rank, world_size, error.exit_code)
+        if code is not None:
+            sys.exit(code)
         raise
 
 
-def _said_already(store: Any, rank: int, world_size: int) -> bool:
-    """Whether another rank has an error to print: what one finds makes all fail.
+def _said_already(store: Any, rank: int, world_size: int, own_code: int) -> int | None:
+    """The exit code of another rank that has an error to print, None if this one is the first.
 
-    Rank 0, where the store is, stays until all have asked or `LINGER_S` are over.
+    What one finds makes all fail, mostly with another error: they leave with the same code. Rank 0,
+    where the store is, stays until all have asked or `LINGER_S` are over.
     """
     key = "megatron_sparse/bench_failed"
+    code = None
     try:
-        said = store.add(key, 1) > 1
+        if store.add(key, 1) == 1:
+            store.set(f"{key}/code", str(own_code))
+        else:
+            code = int(store.get(f"{key}/code"))
         deadline_s = time.monotonic() + (LINGER_S if rank == 0 else 0.0)
         while store.add(key, 0) < world_size and time.monotonic() < deadline_s:
             time.sleep(0.05)
     except RuntimeError:
-        return True  # the store went with rank 0, which said so or was killed
-    return said
+        return own_code  # the store went with rank 0, which said so or was killed
+    return code
