@@ -121,9 +121,9 @@ class Attachment:
         self.recorder = recorder
         self.step = 0
         self.grad_norm: float | None = None
-        self.planner = planner_of(config, logs=dist.get_rank() == 0)
         self.groups = collect(chunks, ParameterFilter(config.compression))
         self._check_attachable()
+        self.planner = planner_of(config, logs=dist.get_rank() == 0)
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), config.scheme.timeout_s)
         device = self.buckets[0].grad_N.device if self.buckets else torch.device("cpu")
         self.progress = ProgressThread(device, config.scheme.timeout_s)
