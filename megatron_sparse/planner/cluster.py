@@ -6,7 +6,8 @@ alpha + beta m. A codec's call on N elements takes seconds_per_call + N seconds_
 latter by operation, format and density.
 
 Between two measured densities a codec's time is taken to be linear, as that of a scan with some
-work for each entry is; beyond them it is that of the nearest one.
+work for each entry is; beyond them it is that of the nearest one. Where a record changes its form
+time jumps (`PAIRS_END`), and the lines of either side are carried on to there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from megatron_sparse.transport.topology import Link, Topology
 
 FORMATS = ("dense", "coo", "pici", "blocks", "pairs", "hash_bitmap")
 """Records; `pairs` and `hash_bitmap` are those of ZEN's Push and Pull, whole buckets of them."""
+PAIRS_END = 1 / 32
+"""Density from which a record of `pairs` holds a bitmap, which is smaller, whatever the dtype."""
 RING_FORMATS = ("coo", "pici")
 """Whose thresholds of the adaptive ring a file may hold."""
 CONFIG_MODULE, FOLDER = "megatron_sparse.configs", "cluster_models"
@@ -207,6 +210,8 @@ class ClusterModel:
                 expected=", ".join(known), got=f"{op} {format}", remedy=_REMEASURE,
             )  # fmt: skip
         narrow = element_bytes / 4 if op in (CodecOp.ADD, CodecOp.COPY) else 1.0
+        if format == "pairs":
+            found = _on_this_side(found, density)
         per_call, per_element = _between(found, density)
         return per_call + numel * per_element * narrow
 
@@ -316,19 +321,41 @@ def find(name_or_path: str | Path) -> ClusterModel:
     return ClusterModel.load(path)
 
 
+def _on_this_side(rates: Sequence[CodecRate], density: float) -> Sequence[CodecRate]:
+    """Rates of pairs, or of bitmaps, whichever a record holds, carried on to where they change.
+
+    All rates where fewer than two are of that form, too few for a line.
+    """
+    is_pairs = density < PAIRS_END
+    side = [rate for rate in rates if (rate.density < PAIRS_END) is is_pairs]
+    if len(side) < 2:
+        return rates
+    near, next_to = (side[-1], side[-2]) if is_pairs else (side[0], side[1])
+    per_call, per_element = _on_line(near, next_to, PAIRS_END)
+    border = dataclasses.replace(
+        near, density=PAIRS_END,
+        seconds_per_call=max(per_call, 0.0), seconds_per_element=max(per_element, 0.0),
+    )  # fmt: skip
+    return [*side, border] if is_pairs else [border, *side]
+
+
 def _between(rates: Sequence[CodecRate], density: float) -> tuple[float, float]:
     """Seconds a call and an element at a density; the rates are sorted by theirs."""
     if density <= rates[0].density:
         return rates[0].seconds_per_call, rates[0].seconds_per_element
     for low, high in pairwise(rates):
         if density <= high.density:
-            part = (density - low.density) / (high.density - low.density)
-            return (
-                low.seconds_per_call + part * (high.seconds_per_call - low.seconds_per_call),
-                low.seconds_per_element
-                + part * (high.seconds_per_element - low.seconds_per_element),
-            )
+            return _on_line(low, high, density)
     return rates[-1].seconds_per_call, rates[-1].seconds_per_element
+
+
+def _on_line(one: CodecRate, other: CodecRate, density: float) -> tuple[float, float]:
+    """Seconds a call and an element on the straight line through two rates."""
+    part = (density - one.density) / (other.density - one.density)
+    return (
+        one.seconds_per_call + part * (other.seconds_per_call - one.seconds_per_call),
+        one.seconds_per_element + part * (other.seconds_per_element - one.seconds_per_element),
+    )
 
 
 def _cluster(mapping: Mapping[Any, Any]) -> ClusterModel:

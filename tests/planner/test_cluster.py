@@ -125,6 +125,26 @@ class TestAnswers:
             found = CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, beyond)
             assert found == CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, nearest)
 
+    def test_pairs_that_become_a_bitmap_are_not_mixed_with_it(self):
+        """Pairs: 2 and 3 ns an element at 1 and 2 %; a bitmap: 20 and 30 ns at 5 and 10 %."""
+        rates = tuple(
+            CodecRate(CodecOp.ENCODE, "pairs", density, 0.0, ns * 1e-9)
+            for density, ns in ((0.01, 2), (0.02, 3), (0.05, 20), (0.1, 30))
+        )
+        cluster = dataclasses.replace(CLUSTER, codec=rates)
+        for density, ns in ((0.015, 2.5), (0.03, 4.0), (0.04, 18.0), (0.075, 25.0), (0.5, 30.0)):
+            found = cluster.codec_s(CodecOp.ENCODE, "pairs", 1000, density)
+            assert found == pytest.approx(ns * 1e-6)
+
+    def test_with_one_density_of_a_form_all_are_on_one_line(self):
+        rates = tuple(
+            CodecRate(CodecOp.ENCODE, "pairs", density, 0.0, ns * 1e-9)
+            for density, ns in ((0.01, 2), (0.05, 20))
+        )
+        cluster = dataclasses.replace(CLUSTER, codec=rates)
+        found = cluster.codec_s(CodecOp.ENCODE, "pairs", 1000, 0.03)
+        assert found == pytest.approx(11e-6)
+
     def test_nothing_takes_no_time(self):
         assert CLUSTER.codec_s(CodecOp.ENCODE, "coo", 0, 0.1) == 0
 
