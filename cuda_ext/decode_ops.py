@@ -73,7 +73,7 @@ def decode_add_(
     def look(words: torch.Tensor) -> None:
         if on_cuda:
             codec_cuda.check_status(words, segment_offsets, base, acc_M.numel())
-        _refuse_message(words, segment_offsets, value_dtype, epoch, rank, slots_S is not None)
+        refuse_message(words, segment_offsets, value_dtype, epoch, rank, slots_S is not None)
 
     if reports is None:
         look(status.cpu())
@@ -81,7 +81,7 @@ def decode_add_(
         reports.add(status, look)
 
 
-def _refuse_message(
+def refuse_message(
     status: torch.Tensor,
     segment_offsets: torch.Tensor,
     value_dtype: int,

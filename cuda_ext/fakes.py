@@ -125,6 +125,10 @@ def _prune_encode_records(
     return segment_offsets.new_empty(STATUS_WORDS + 2 * segment_formats.shape[0])
 
 
+def _peer_collective(*arguments: Any) -> None:
+    """Mutates its outputs and returns nothing."""
+
+
 _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "cpu": {
         "prune_": _prune,
@@ -138,6 +142,7 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "cuda": {
         "encode_records": _encode_records,
         "prune_encode_records": _prune_encode_records,
+        "peer_collective": _peer_collective,
         **hash_ops.CUDA_FAKES,
     },
 }

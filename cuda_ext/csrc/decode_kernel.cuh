@@ -19,16 +19,6 @@ namespace megatron_sparse {
 constexpr int kDecodeThreads = 256;
 constexpr int kDecodeWarps = kDecodeThreads / 32;
 
-template <int VALUE>
-__device__ __forceinline__ float value_at(const uint8_t* values, int64_t at) {
-  using Raw = typename RawType<VALUE>::type;
-  return widen<ScalarLanes, VALUE>(reinterpret_cast<const Raw*>(values)[at]);
-}
-
-__device__ __forceinline__ const uint32_t* indices_of(const DecodeRecord& record) {
-  return reinterpret_cast<const uint32_t*>(record.payload + record.sections.indices);
-}
-
 // A warp's unit: `entry` is its first entry, or its tile.
 struct Unit {
   int64_t segment;

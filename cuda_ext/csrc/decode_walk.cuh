@@ -5,28 +5,13 @@
 // CPU's decoder: the lowest wrong segment, and of its fields the first in the order of DecodeField.
 #pragma once
 
-#include "decode_launch.h"
+#include "decode_record.cuh"
 #include "launch_grid.cuh"
-#include "record.h"
 #include "scan.cuh"
 
 namespace megatron_sparse {
 
 constexpr int kWalkThreads = 256;
-// Entries that a warp checks and adds at a time, where the format has no tiles of its own.
-constexpr int kUnitEntries = 1024;
-
-struct DecodeRecord {
-  const uint8_t* payload;
-  Sections sections;
-  int64_t numel;
-  int64_t acc_begin;  // of the segment
-  int64_t nnz;
-  int64_t blocks;
-  int64_t block_size;
-  int64_t units_per_block;
-  uint8_t kind;
-};
 
 struct DecodeWorkspace {
   DecodeRecord* records;  // [segments]
@@ -47,103 +32,6 @@ inline DecodeWorkspace lay_out_decode_workspace(void* base, int64_t segment_coun
   w.wrong = memory.take<unsigned long long>(1);
   w.bytes = memory.used();
   return w;
-}
-
-struct Complaint {
-  bool wrong;
-  int64_t field;
-  int64_t value;
-};
-
-__device__ __forceinline__ Complaint complain(DecodeField field, uint64_t value) {
-  return {true, field, static_cast<int64_t>(value)};
-}
-
-// Checks one record and, if nothing is wrong, describes it. `available` counts from the header's
-// end to that of the record's slot or, without slots, the message's.
-__device__ inline Complaint check_record(const DecodeArguments& call, int64_t segment, int64_t at,
-                                         DecodeRecord& record) {
-  const int64_t slot_end = call.slots != nullptr ? call.slots[segment + 1] : call.message_bytes;
-  const int64_t available = slot_end - at - kHeaderBytes;
-  if (available < 0) return complain(kDecodeSize, static_cast<uint64_t>(slot_end));
-  const Header header = *reinterpret_cast<const Header*>(call.message + at);
-  const int64_t offset = call.segment_offsets[segment];
-  const int64_t numel = call.segment_offsets[segment + 1] - offset;
-  const int64_t value_bytes = dtype_bytes(call.value_dtype);
-  if (header.magic != kMagic) return complain(kDecodeMagic, header.magic);
-  if (header.version != kVersion) return complain(kDecodeVersion, header.version);
-  if (header.checksum != checksum_of(header)) return complain(kDecodeChecksum, header.checksum);
-  if (header.format > kFormatBlocks) return complain(kDecodeFormat, header.format);
-  if (header.dtype != call.value_dtype) return complain(kDecodeDtype, header.dtype);
-  const uint8_t flags_known = header.format == kFormatPici ? kFlagLinear : 0;
-  if ((header.flags & ~flags_known) != 0) return complain(kDecodeFlags, header.flags);
-  if (header.epoch != call.epoch) return complain(kDecodeEpoch, header.epoch);
-  if (header.offset != static_cast<uint64_t>(offset)) return complain(kDecodeOffset, header.offset);
-  if (header.numel != static_cast<uint64_t>(numel)) return complain(kDecodeNumel, header.numel);
-  if (header.nnz > header.numel) return complain(kDecodeNnz, header.nnz);
-
-  record.payload = call.message + at + kHeaderBytes;
-  record.numel = numel;
-  record.acc_begin = offset - call.base;
-  record.nnz = static_cast<int64_t>(header.nnz);
-  record.blocks = record.block_size = record.units_per_block = 0;
-  record.kind = header.format;
-  if (header.format == kFormatPici && header.flags == 0) record.kind = kKindPiciPaper;
-  const uint64_t announced = header.payload_bytes;
-  if (record.kind == kKindBlocks) {
-    // The sub-header says how long the record is: it must be there before it is read.
-    if (announced < kBlocksSubheader) return complain(kDecodePayloadBytes, announced);
-    if (available < kBlocksSubheader) return complain(kDecodeSize, available);
-    const uint4 subheader = *reinterpret_cast<const uint4*>(record.payload);
-    record.block_size = subheader.x;
-    record.blocks = subheader.y;
-    if (subheader.x == 0 || subheader.z != 0 || subheader.w != 0) {
-      return complain(kDecodeBlockSize, subheader.x);
-    }
-    // As many as the segment has, so that the sizes below cannot overflow.
-    const int64_t most = (numel + record.block_size - 1) / record.block_size;
-    if (record.blocks > most || record.nnz > record.blocks * record.block_size) {
-      return complain(kDecodeBlockCount, subheader.y);
-    }
-    record.units_per_block = (record.block_size + kUnitEntries - 1) / kUnitEntries;
-  }
-  record.sections =
-      sections_of(record.kind, numel, record.nnz, record.blocks, record.block_size, value_bytes);
-  if (announced != static_cast<uint64_t>(record.sections.payload)) {
-    return complain(kDecodePayloadBytes, announced);
-  }
-  if (record.sections.payload > available) return complain(kDecodeSize, kHeaderBytes + available);
-  return {false, 0, 0};
-}
-
-__device__ __forceinline__ int64_t units_of(const DecodeRecord& record) {
-  switch (record.kind) {
-    case kKindDense:
-      return (record.numel + kUnitEntries - 1) / kUnitEntries;
-    case kKindCoo:
-      return (record.nnz + kUnitEntries - 1) / kUnitEntries;
-    case kKindBlocks:
-      return record.blocks * record.units_per_block;
-    default:
-      return tiles_of(record.numel);
-  }
-}
-
-// Where each record begins, as far as the sizes can be followed; returns how many begin inside the
-// message, and where the last one ends.
-__device__ inline int64_t follow_sizes(const DecodeArguments& call, int64_t* header_at,
-                                       int64_t& end) {
-  int64_t at = 0, walked = 0;
-  while (walked < call.segment_count && call.message_bytes - at >= kHeaderBytes) {
-    header_at[walked++] = at;
-    const uint64_t payload = reinterpret_cast<const Header*>(call.message + at)->payload_bytes;
-    at += kHeaderBytes;
-    // Such a size is wrong, and check_record says why; the next record cannot be found.
-    if (payload > static_cast<uint64_t>(call.message_bytes - at) || payload % 16 != 0) break;
-    at += static_cast<int64_t>(payload);
-  }
-  end = at;
-  return walked;
 }
 
 __global__ void __launch_bounds__(kWalkThreads)

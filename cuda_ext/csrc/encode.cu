@@ -8,7 +8,6 @@ namespace {
 
 template <class Value>
 void launch_place_values(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
-  if (a.slots != nullptr) cudaMemsetAsync(a.out, 0, static_cast<size_t>(a.capacity), stream);
   const cudaLaunchConfig_t one = grid_for(1, 1, kPlanThreads, stream);
   cudaLaunchKernelEx(&one, plan_records_kernel<Value>, work, a);
   const int64_t tiles = a.numel / kPiciTile + a.segment_count;
@@ -30,11 +29,26 @@ void launch_cut(const EncodeArguments& a, const Workspace& work, cudaStream_t st
                      a.segment_count, a.numel, a.status);
 }
 
-void launch_place(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
+void launch_place_records(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
   if (a.value_dtype == kFp32) {
     launch_place_values<uint32_t>(a, work, stream);
   } else {
     launch_place_values<uint16_t>(a, work, stream);
+  }
+}
+
+void launch_place(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
+  if (a.slots != nullptr) cudaMemsetAsync(a.out, 0, static_cast<size_t>(a.capacity), stream);
+  launch_place_records(a, work, stream);
+}
+
+void launch_compact_grad(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
+  if (a.grad_dtype == kFp32) {
+    launch_compact(a, GradSource<kFp32>{a.grad}, work, stream);
+  } else if (a.grad_dtype == kBf16) {
+    launch_compact(a, GradSource<kBf16>{a.grad}, work, stream);
+  } else {
+    launch_compact(a, GradSource<kFp16>{a.grad}, work, stream);
   }
 }
 
@@ -43,13 +57,7 @@ void launch_encode(const EncodeArguments& a, void* stream_pointer) {
   const Workspace work = workspace_of(a);
   launch_cut(a, work, stream);
   if (a.segment_count == 0) return;
-  if (a.grad_dtype == kFp32) {
-    launch_compact(a, GradSource<kFp32>{a.grad}, work, stream);
-  } else if (a.grad_dtype == kBf16) {
-    launch_compact(a, GradSource<kBf16>{a.grad}, work, stream);
-  } else {
-    launch_compact(a, GradSource<kFp16>{a.grad}, work, stream);
-  }
+  launch_compact_grad(a, work, stream);
   launch_place(a, work, stream);
 }
 

@@ -27,7 +27,15 @@ void launch_compact(const EncodeArguments& a, const Source& source, const Worksp
                      a.segment_count, a.value_dtype, a.block_size);
 }
 
-// Plans the records and moves what was kept into them.
+// The pass over the gradient as it is.
+void launch_compact_grad(const EncodeArguments& arguments, const Workspace& work,
+                         cudaStream_t stream);
+
+// Plans the records and moves what was kept into them; between slots nothing is written.
+void launch_place_records(const EncodeArguments& arguments, const Workspace& work,
+                          cudaStream_t stream);
+
+// The same, after slots were cleared: what travels whole must not hold what was there before.
 void launch_place(const EncodeArguments& arguments, const Workspace& work, cudaStream_t stream);
 
 }  // namespace megatron_sparse

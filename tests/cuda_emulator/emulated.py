@@ -41,7 +41,10 @@ def compile_library(folder: Path, extra: Sequence[str] = ()) -> Path:
         subprocess.run(command, check=True)
         return target
 
-    units = (SOURCES / "prune_encode.cu", HERE / "codec_api.cpp", HERE / "hash_api.cpp")
+    units = (
+        SOURCES / "prune_encode.cu", HERE / "codec_api.cpp", HERE / "hash_api.cpp",
+        HERE / "peer_api.cpp",
+    )  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, units))
     library = folder / "codecs_on_cpu.so"

@@ -17,7 +17,7 @@
 namespace {
 
 inline const char* keep(std::string text) {
-  static std::string kept;
+  static thread_local std::string kept;  // ranks may run in threads of their own
   kept = std::move(text);
   return kept.c_str();
 }
