@@ -15,9 +15,11 @@ import typer
 
 import megatron_sparse
 from megatron_sparse.bench_cli import JsonFile, bench, parse_densities, parse_size
+from megatron_sparse.bench_convergence_cli import convergence
 from megatron_sparse.bench_planner_cli import planner
 from megatron_sparse.bench_straggler_cli import stragglers
 from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.redaction import redact_text
 
 app = typer.Typer(
     help="Gradient compression for Megatron-LM.",
@@ -27,6 +29,10 @@ app = typer.Typer(
 )
 bench.command(help="What is left to do when the last rank arrives, scheme by scheme.")(stragglers)
 bench.command(help="The planner's choice beside the best of all schemes.")(planner)
+bench.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    help="Final validation loss of small models, compressed beside dense.",
+)(convergence)
 app.add_typer(bench, name="bench")
 
 
@@ -39,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(None if arguments is None else list(arguments), prog_name="megatron-sparse")
     except MegatronSparseError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # The message may quote the command line, and the log of a job keeps it.
+        print(f"error: {redact_text(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
@@ -73,11 +80,46 @@ def train(context: typer.Context) -> None:
 
 
 @app.command(help="Say what this machine has of all that can be used, and what is missing.")
-def doctor(json: JsonFile = None) -> None:
-    """Exits with 1 when a part is missing that training needs."""
+def doctor(
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="Look at the ranks of a job and their links.")
+    ] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Start so many here; else those of srun, torchrun.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Set the variables of configs/cluster/NAME.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that ranks may take to answer.")] = 60,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as failures.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Exits with 1 when a part is missing that training needs. See docs/slurm.md for a job's."""
     from megatron_sparse import doctor as report
+    from megatron_sparse import doctor_distributed as job
 
+    if distributed:
+        raise typer.Exit(job.run(job.Request(ranks, cluster, timeout, strict, json)))
+    if ranks is not None or cluster is not None or strict:
+        raise ConfigError(
+            "--ranks, --cluster and --strict are for a job's ranks",
+            expected="--distributed with them",
+            got="none",
+            remedy="add --distributed",
+        )
     raise typer.Exit(report.run(json))
+
+
+@app.command(help="All runs of a sweep in one table.")
+def sweep(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The runs_dir of the sweep.")],
+    csv: Annotated[Path | None, typer.Option(metavar="FILE.csv", help="The table.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """For `train --multirun`. See docs/slurm.md."""
+    from megatron_sparse import sweep as runs
+
+    runs.report(folder, csv, json)
 
 
 @app.command(help="Make a training corpus from what is installed.")
@@ -277,6 +319,38 @@ def straggler_delays(
     from megatron_sparse.telemetry import straggler_report
 
     straggler_report.run(run, output, csv)
+
+
+@app.command("report", help="One HTML page of a run, or of several side by side.")
+def write_report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    output: Annotated[
+        Path, typer.Option(metavar="FILE.html", help="The page; nothing beside it is needed.")
+    ] = Path("report.html"),
+    png: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write every chart as PNG, too.")
+    ] = None,
+) -> None:
+    """Prints the files that it wrote. A run may still be going on."""
+    from megatron_sparse.report import page
+
+    for path in page.run(runs, output, png):
+        print(path)
+
+
+@app.command(help="Make a W&B workspace: communication time first, then what explains it.")
+def dashboard(
+    target: Annotated[str, typer.Argument(metavar="ENTITY/PROJECT", help="Where runs are.")],
+    name: Annotated[str, typer.Option(help="Of the workspace.")] = "megatron_sparse",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do not talk to W&B.")] = False,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the workspace's specification.")
+    ] = None,
+) -> None:
+    """See docs/tracking.md."""
+    from megatron_sparse import dashboard as maker
+
+    print(maker.run(target, name, json, dry_run=dry_run))
 
 
 @app.command(help="Regenerate figures of the papers on the virtual cluster: a model.")

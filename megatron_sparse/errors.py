@@ -85,6 +85,12 @@ class ScheduleError(MegatronSparseError):
     """A schedule breaks a rule: names the round, the rank and the chunk."""
 
 
+class SweepError(MegatronSparseError):
+    """Runs of a sweep failed, or its folder holds none or damaged ones."""
+
+    exit_code = 1
+
+
 class SelectionError(MegatronSparseError):
     """Selections and optimizer steps came in an order that would corrupt the residual."""
 

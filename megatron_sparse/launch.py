@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_sparse
-from megatron_sparse import composition
+from megatron_sparse import composition, provenance, slurm
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
 from megatron_sparse.megatron.models import parameter_count
@@ -42,41 +42,12 @@ def run(config: RunConfig, command: str) -> int:
     Raises:
         MegatronSparseError: what is found wrong before the ranks start, or on this rank.
     """
-    os.environ.update(slurm_ranks(os.environ))
+    os.environ.update(slurm.ranks(os.environ))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from megatron_sparse.megatron import worker
 
         return worker.run_started(config, command)
     return _launch(config, command)
-
-
-def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torch wants to know of a task that `srun` started.
-
-    Empty where torchrun said it already and outside of an srun of several tasks:
-    SLURM_STEP_NUM_TASKS tells its tasks from the script of a batch job, which has SLURM_PROCID too.
-
-    Raises:
-        ConfigError: MASTER_ADDR is not set.
-    """
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-    if "RANK" in environment or "SLURM_PROCID" not in environment or tasks == 1:
-        return {}
-    if "MASTER_ADDR" not in environment:
-        raise ConfigError(
-            "the ranks do not know where to meet",
-            expected="MASTER_ADDR in the environment of srun",
-            got="none",
-            remedy="export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)",
-        )
-    # Jobs that share a node must not share a port.
-    port = 20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": str(tasks),
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
-    }
 
 
 def decide(config: RunConfig) -> RunConfig:
@@ -109,7 +80,7 @@ def decide(config: RunConfig) -> RunConfig:
 
 
 def make_run_dir(config: RunConfig, command: str) -> Path:
-    """Makes the run's folder with its `config.yaml`, as `resume` says.
+    """Makes the run's folder with its `config.yaml` and `starts.jsonl`, as `resume` says.
 
     Returns:
         The folder, absolute. An earlier run of this name is in it or was moved to `NAME.1`, ...
@@ -131,6 +102,7 @@ def make_run_dir(config: RunConfig, command: str) -> Path:
             _move_aside(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         composition.save(config, run_dir / CONFIG_FILE, command)
+        provenance.record_start(run_dir, command)
     except OSError as error:
         raise ConfigError(
             "the run's folder cannot be made",
@@ -173,12 +145,19 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
     if config.cluster.device == "cpu":
         # Compiling Megatron's fusions takes half a minute at every start and gains nothing here.
         found |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    return found | package_path()
+
+
+def package_path() -> dict[str, str]:
+    """PYTHONPATH for processes that have to find the package where this one found it.
+
+    Empty where it is installed.
+    """
     checkout = Path(megatron_sparse.__file__).parent.parent
-    if (checkout / "pyproject.toml").is_file():
-        # Not installed: the ranks have to find the package where this process found it.
-        path = os.environ.get("PYTHONPATH")
-        found["PYTHONPATH"] = str(checkout) + (os.pathsep + path if path else "")
-    return found
+    if not (checkout / "pyproject.toml").is_file():
+        return {}
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": str(checkout) + (os.pathsep + path if path else "")}
 
 
 @contextmanager
@@ -224,6 +203,7 @@ def preflight(config: RunConfig) -> int:
 
     if config.plugin:
         _ = config.sparse  # checks what must hold between its sections
+        arguments.check_wrap(config)
     vocab_size, _ = training.find_data(config)
     arguments.check_load(config)
     return vocab_size

@@ -22,6 +22,9 @@ from megatron_sparse.config import (
 )
 from megatron_sparse.errors import ConfigError
 
+SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM")
+"""What `training.save_signal` takes."""
+
 
 @dataclass
 class ModelConfig:
@@ -126,6 +129,8 @@ class ClusterConfig:
         omp_num_threads: CPU threads of each rank.
         env: environment variables for the ranks (NCCL_* and the like). One that is set already
             where the run is started keeps its value.
+        requeue: when `training.save_signal` has ended the run, ask Slurm to start its job again;
+            with `resume=auto` it goes on where it was.
     """
 
     nodes: int = 1
@@ -133,8 +138,10 @@ class ClusterConfig:
     device: str = "auto"
     omp_num_threads: int = 1
     env: dict[str, str] = field(default_factory=dict)
+    requeue: bool = False
 
     def __post_init__(self) -> None:
+        is_flag("cluster.requeue", self.requeue)
         in_range("cluster.nodes", self.nodes, 1, math.inf, integer=True)
         in_range("cluster.ranks_per_node", self.ranks_per_node, 1, math.inf, integer=True)
         one_of("cluster.device", self.device, ("auto", "cpu", "cuda"))
@@ -222,6 +229,9 @@ class TrainingConfig:
         eval_interval: iterations between validations; 0 does not validate.
         eval_iters: iterations of each validation.
         save_interval: iterations between checkpoints in the run's folder; 0 saves none.
+        save_signal: a signal's name, such as SIGUSR1. When a rank gets it, the run saves a
+            checkpoint after the iteration that it is at and ends with code 0. Such a run also saves
+            one at its end.
         load: folder of checkpoints to start from; a resumed run takes its own.
     """
 
@@ -243,6 +253,7 @@ class TrainingConfig:
     eval_interval: int = 0
     eval_iters: int = 10
     save_interval: int = 0
+    save_signal: str | None = None
     load: str | None = None
 
     def __post_init__(self) -> None:
@@ -273,6 +284,8 @@ class TrainingConfig:
         is_flag("training.overlap_grad_reduce", self.overlap_grad_reduce)
         is_flag("training.use_distributed_optimizer", self.use_distributed_optimizer)
         one_of("training.precision", self.precision, ("auto", *DTYPES))
+        if self.save_signal is not None:
+            one_of("training.save_signal", self.save_signal, SAVE_SIGNALS)
 
 
 @dataclass
@@ -321,6 +334,13 @@ class RunConfig:
                 got=repr(self.name),
             )
         is_flag("plugin", self.plugin)
+        if self.cluster.requeue and self.training.save_signal is None:
+            raise ConfigError(
+                "cluster.requeue has no signal to wait for",
+                expected=" | ".join(SAVE_SIGNALS) + " in training.save_signal",
+                got="null",
+                remedy="set training.save_signal=SIGUSR1, and sbatch --signal=USR1@120",
+            )
         one_of("resume", self.resume, ("never", "auto", "must"))
         tensor, pipeline = self.training.tensor_parallel, self.training.pipeline_parallel
         divides(

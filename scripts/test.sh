@@ -50,6 +50,9 @@ fi
 say "building the extension, CUDA part included"
 "$PYTHON" -m megatron_sparse.cuda_ext.build
 
+# Slurm and the like, where this may install them; tests that lack them skip and say so.
+bash scripts/system_packages.sh "$VIRTUAL_ENV/megatron-sparse-packages.log"
+
 say "tests"
 code=0
 # One thread a process: several ranks share the machine's cores.

@@ -36,8 +36,10 @@ _KNOWN_NOISE = (
 )
 
 
-def train(config: RunConfig, run_dir: Path, store: Any = None) -> None:
-    """Trains on this rank until `training.iterations`; returns on every rank.
+def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
+    """Trains on this rank until `training.iterations`, or until `training.save_signal`.
+
+    Returns on every rank: None, or the iteration after which a signal has ended the run.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK. Makes the process group and destroys it.
 
@@ -89,7 +91,9 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> None:
         # Also when Megatron leaves early by sys.exit (--exit-interval, a signal).
         if plugin is not None:
             plugin.close()
+    stopped_at = None if config.training.save_signal is None else _stopped_at()
     _leave()
+    return stopped_at
 
 
 def silence_known_noise() -> None:
@@ -232,6 +236,18 @@ def _early_exit() -> Iterator[None]:
             ) from None
         if error.code != 0:
             raise
+
+
+def _stopped_at() -> int | None:
+    """The last iteration where a signal came before the end; the same on every rank."""
+    from megatron.training import get_args, get_signal_handler
+
+    megatron_args: Any = get_args()
+    handler: Any = get_signal_handler()
+    last = megatron_args.curr_iteration + 1
+    # A collective: one rank may have heard the signal later than Megatron's last look.
+    heard = any(handler.signals_received())
+    return last if heard and last < megatron_args.train_iters else None
 
 
 def _leave() -> None:

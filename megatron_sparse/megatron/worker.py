@@ -17,8 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_sparse import composition, launch
+from megatron_sparse import composition, launch, slurm
 from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.rank_log import rank_log
 from megatron_sparse.run_config import RunConfig
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -40,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         from megatron_sparse.megatron import training
 
-        training.train(composition.load(path), path.parent)
+        config = composition.load(path)
+        _survive_early_signals(config)
+        _after(config, training.train(config, path.parent), int(os.environ["RANK"]))
     except MegatronSparseError as error:
         _tell_launcher(str(error), typed=True)
         return error.exit_code
@@ -65,6 +68,7 @@ def run_started(config: RunConfig, command: str) -> int:
     Raises:
         MegatronSparseError: on the first rank to fail.
     """
+    _survive_early_signals(config)
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != config.cluster.world_size:
         raise ConfigError(
@@ -82,12 +86,33 @@ def run_started(config: RunConfig, command: str) -> int:
         run_dir = _meet(config, command, store, rank)
         from megatron_sparse.megatron import training
 
-        training.train(config, run_dir, store)
+        with rank_log(run_dir, rank, world_size):
+            stopped_at = training.train(config, run_dir, store)
+        _after(config, stopped_at, rank)
     except MegatronSparseError as error:
         if _said_already(store):
             return error.exit_code
         raise
     return 0
+
+
+def _survive_early_signals(config: RunConfig) -> None:
+    """Ignores `training.save_signal`, which kills a process, until Megatron listens to it."""
+    if config.training.save_signal is not None:
+        signal.signal(signal.Signals[config.training.save_signal], signal.SIG_IGN)
+
+
+def _after(config: RunConfig, stopped_at: int | None, rank: int) -> None:
+    """Says that a signal has ended the run, and has Slurm start it again; rank 0 does."""
+    if stopped_at is None or rank != 0:
+        return
+    print(
+        f"{config.training.save_signal} has ended the run after iteration {stopped_at}; "
+        "the checkpoint is saved, and resume=auto goes on from it",
+        flush=True,
+    )
+    if config.cluster.requeue:
+        slurm.requeue(os.environ)
 
 
 def _said_already(store: Any) -> bool:

@@ -17,8 +17,13 @@ from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.run_config import RunConfig
 
 CONFIGS = Path(composition.__file__).parent.parent / "configs"
-# Model clusters are no group of Hydra: tests/planner/test_cluster.py has them.
-FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "cluster_models")
+# Model clusters are no group of Hydra: tests/planner/test_cluster.py has them. The launcher is of
+# Hydra's own group, which is composed in a multirun only.
+FILES = sorted(
+    path
+    for path in CONFIGS.rglob("*.yaml")
+    if path.parent.name not in ("cluster_models", "launcher")
+)
 COMMAND = re.compile(r"# (?:srun )?python scripts/train\.py (.+)")
 
 
@@ -120,7 +125,7 @@ def test_command_line_wins_over_an_experiment():
 def test_nodes_come_from_slurm(monkeypatch):
     monkeypatch.setenv("SLURM_NNODES", "3")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
-    for name in ("perlmutter", "infiniband"):
+    for name in ("perlmutter", "infiniband", "aws_efa"):
         cluster = compose([f"cluster={name}"]).cluster
         assert (cluster.nodes, cluster.ranks_per_node) == (3, 2)
 

@@ -294,6 +294,7 @@ def recorded(checkout: Path) -> Path:
             f'setup_environment() {{ echo "setup $* strict=${{MEGATRON_SPARSE_STRICT:-}}" >>{log}\n'
             f"  PYTHON={python} VIRTUAL_ENV={checkout} PATH={checkout}/bin:$PATH; }}\n"
         )
+    executable(checkout / "scripts/system_packages.sh", f'echo "packages" >>{log}\n')
     executable(checkout / "scripts/fuzz.sh", f'echo "fuzz $*" >>{log}; exit "${{FUZZ_CODE:-0}}"\n')
     (checkout / ".git").mkdir()
     return log
@@ -313,6 +314,7 @@ def test_test_script_runs_everything_strictly(checkout: Path, recorded: Path) ->
         "pre-commit install-hooks",
         "pre-commit run --all-files",
         "python -m megatron_sparse.cuda_ext.build",
+        "packages",
         "python -m pytest -m not slow",
         "fuzz 120",
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse import launch
+from megatron_sparse import launch, slurm
 from megatron_sparse.composition import compose, load
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
@@ -140,24 +140,24 @@ class TestSlurm:
     """Which processes of Slurm's are ranks."""
 
     def test_a_task_of_srun_is_a_rank(self):
-        assert launch.slurm_ranks(TASK) == {
-            "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_PORT": "22345",
+        assert slurm.ranks(TASK) == {
+            "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "22345",
         }  # fmt: skip
 
     def test_a_port_of_the_users_is_kept(self):
-        assert launch.slurm_ranks(TASK | {"MASTER_PORT": "1"})["MASTER_PORT"] == "1"
+        assert slurm.ranks(TASK | {"MASTER_PORT": "1"})["MASTER_PORT"] == "1"
 
     def test_others_are_not(self):
         batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}
-        assert launch.slurm_ranks(batch_script) == {}
-        assert launch.slurm_ranks(TASK | {"SLURM_STEP_NUM_TASKS": "1"}) == {}
-        assert launch.slurm_ranks(TASK | {"RANK": "0"}) == {}
-        assert launch.slurm_ranks({}) == {}
+        assert slurm.ranks(batch_script) == {}
+        assert slurm.ranks(TASK | {"SLURM_STEP_NUM_TASKS": "1"}) == {}
+        assert slurm.ranks(TASK | {"RANK": "0"}) == {}
+        assert slurm.ranks({}) == {}
 
     def test_an_address_is_asked_for(self):
         task = {key: value for key, value in TASK.items() if key != "MASTER_ADDR"}
         with pytest.raises(ConfigError, match="scontrol show hostnames"):
-            launch.slurm_ranks(task)
+            slurm.ranks(task)
 
 
 def test_the_summary_says_when_the_target_is_reached(config):

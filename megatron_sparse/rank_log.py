@@ -1,0 +1,87 @@
+"""One log for each rank: what it prints goes to RUN/logs/rankR.log.
+
+For ranks that srun or torchrun started; our own launcher's ranks have torch's agent for it. It is
+done below Python, on the file descriptors, so that what C++ libraries say of a crash is in it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_sparse.errors import MegatronSparseError
+
+LOGS = "logs"
+"""The folder of the logs, in the run's folder."""
+TEE_S = 10
+"""Seconds that `tee` may take to write what is left."""
+
+
+@contextmanager
+def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
+    """Sends this process's stdout and stderr to the rank's log, and appends to it.
+
+    The last rank, on which Megatron prints, writes to where it did as well; only there where that
+    is a terminal, for the sake of what draws on it. Afterwards all is as it was. An untyped error
+    leaves its traceback in the log.
+
+    Args:
+        run_dir: the run's folder, which exists.
+        rank: of this process.
+        world_size: ranks.
+    """
+    folder = run_dir / LOGS
+    folder.mkdir(exist_ok=True)
+    path = folder / f"rank{rank}.log"
+    if rank < world_size - 1:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        with _redirected(log):
+            yield
+    elif sys.stdout.isatty():
+        yield
+    else:
+        # In a session of its own: a signal to the job's processes, which is for the rank, would
+        # end it, and the rank's next line would be its last.
+        tee = subprocess.Popen(
+            ["tee", "-a", str(path)], stdin=subprocess.PIPE, start_new_session=True
+        )
+        assert tee.stdin is not None
+        try:
+            with _redirected(os.dup(tee.stdin.fileno())):
+                yield
+        finally:
+            tee.stdin.close()
+            try:
+                tee.wait(TEE_S)
+            except subprocess.TimeoutExpired:
+                # A process that the rank has left behind holds the other end.
+                tee.terminate()
+
+
+@contextmanager
+def _redirected(target: int) -> Iterator[None]:
+    """Puts an open file descriptor in the place of 1 and 2, and closes it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = {number: os.dup(number) for number in (1, 2)}
+    for number in before:
+        os.dup2(target, number)
+    os.close(target)
+    try:
+        yield
+    except (MegatronSparseError, SystemExit):
+        raise
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, kept in before.items():
+            os.dup2(kept, number)
+            os.close(kept)

@@ -1,0 +1,139 @@
+"""What Slurm tells its tasks, and what a job may ask of Slurm.
+
+A task of `srun` finds its place in SLURM_* variables, from which `ranks` makes those that torch
+reads. Everything else is asked of `scontrol`, which a compute node has.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+
+from megatron_sparse.errors import ConfigError
+
+SCONTROL_S = 30
+"""Seconds that Slurm's controller may take to answer."""
+KILL_S = 120
+"""Seconds that Slurm may take to end a job that it starts again; KillWait is 30 by default."""
+FIRST_PORT, PORTS = 20_000, 10_000
+"""Jobs that share a node must not share a port: it follows from the job's number."""
+
+
+def ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """What torch wants to know of a task that `srun` started.
+
+    Empty where torchrun said it already and outside of an srun of several tasks:
+    SLURM_STEP_NUM_TASKS tells its tasks from the script of a batch job, which has SLURM_PROCID too.
+
+    Raises:
+        ConfigError: MASTER_ADDR is not set, and Slurm does not say which node is the first.
+    """
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "RANK" in environment or "SLURM_PROCID" not in environment or tasks == 1:
+        return {}
+    address = environment.get("MASTER_ADDR")
+    port = FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % PORTS
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "MASTER_ADDR": address or hosts(environment)[0],
+        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
+    }
+
+
+def hosts(environment: Mapping[str, str]) -> list[str]:
+    """The nodes of this task's step, in the order of its ranks.
+
+    Raises:
+        ConfigError: Slurm does not say.
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    try:
+        found = _scontrol("show", "hostnames", nodes).split() if nodes else []
+        reason = "no nodes"
+    except (OSError, subprocess.SubprocessError) as error:
+        found, reason = [], str(error)
+    if not found:
+        raise ConfigError(
+            "the ranks do not know where to meet",
+            expected="MASTER_ADDR in the environment of srun, or an answer of scontrol",
+            got=reason,
+            remedy="export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)",
+        )
+    return found
+
+
+def host_of_each_rank(environment: Mapping[str, str]) -> list[str]:
+    """Where Slurm has put each task of this step; empty outside of an srun.
+
+    Right for Slurm's own distribution (`block`), the only one under which ranks of a node are
+    neighbours.
+
+    Example:
+        >>> tasks_per_node("4,1(x2)")
+        [4, 1, 1]
+    """
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE")
+    if counts is None or "SLURM_PROCID" not in environment:
+        return []
+    return [
+        host
+        for host, tasks in zip(hosts(environment), tasks_per_node(counts), strict=True)
+        for _ in range(tasks)
+    ]
+
+
+def tasks_per_node(counts: str) -> list[int]:
+    """Spells out Slurm's `4,1(x2)`."""
+    found: list[int] = []
+    for part in counts.split(","):
+        parsed = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        assert parsed, f"Slurm writes N or N(xTIMES), not {part!r}"
+        found += [int(parsed[1])] * int(parsed[2] or 1)
+    return found
+
+
+def requeue(environment: Mapping[str, str]) -> None:
+    """Asks Slurm to end this job and start it again, with the same number and script.
+
+    For one rank, as the last thing that it does: Slurm kills what is left of the job, and this
+    process is there for up to `KILL_S` to be killed.
+
+    Raises:
+        ConfigError: this is no job, or Slurm refuses.
+    """
+    job = environment.get("SLURM_JOB_ID")
+    try:
+        if job is None:
+            raise FileNotFoundError("no SLURM_JOB_ID in the environment")
+        _scontrol("requeue", job)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None)
+        raise ConfigError(
+            "the job cannot be requeued",
+            expected="a batch job of Slurm that was submitted with --requeue",
+            got=(said or str(error)).strip(),
+            remedy="submit it again with resume=auto: the checkpoint is saved; or leave out "
+            "cluster.requeue",
+        ) from None
+    # Whoever started this rank, submitit for one, would take its end for that of the run.
+    time.sleep(KILL_S)
+
+
+def _scontrol(*arguments: str) -> str:
+    """Its answer.
+
+    Raises:
+        OSError: there is none on PATH.
+        subprocess.SubprocessError: it fails, or takes too long.
+    """
+    command = shutil.which("scontrol")
+    if command is None:
+        raise FileNotFoundError("no scontrol on PATH")
+    return subprocess.run(
+        [command, *arguments], capture_output=True, text=True, timeout=SCONTROL_S, check=True
+    ).stdout

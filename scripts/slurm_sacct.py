@@ -1,0 +1,39 @@
+#!/usr/bin/env python3
+"""Stands in for `sacct` on the Slurm bed, which has no accounting daemon.
+
+submitit learns from `sacct -o JobID,State,NodeList --parsable2 -j JOB ...` how its jobs are, and
+waits for ever where that fails. This answers the same question, and nothing else, from
+`scontrol show job`, which knows a job for `MinJobAge` seconds after its end.
+"""
+
+import re
+import subprocess
+import sys
+from itertools import pairwise
+
+
+def job_id(fields: dict[str, str]) -> str:
+    """As sacct spells it: a task of an array is ARRAY_TASK, and ARRAY_[TASKS] while it waits."""
+    task = fields.get("ArrayTaskId")
+    if task is None:
+        return fields["JobId"]
+    return f"{fields['ArrayJobId']}_{task if task.isdigit() else f'[{task}]'}"
+
+
+def main(arguments: list[str]) -> None:
+    """Prints a line for each job that scontrol knows."""
+    print("JobID|State|NodeList")
+    jobs = [value for flag, value in pairwise(arguments) if flag == "-j"]
+    for job in jobs:
+        shown = subprocess.run(
+            ["scontrol", "--oneliner", "show", "job", job],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        for line in shown.stdout.splitlines():
+            fields = dict(re.findall(r"(\w+)=(\S*)", line))
+            if "JobId" in fields:
+                print(f"{job_id(fields)}|{fields['JobState']}|{fields.get('NodeList', '')}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,293 @@
+"""Jobs of a real Slurm, started by scripts/slurm_bed.sh: three nodes on the loopback.
+
+All runs are the same training of two ranks, so that whatever happens to a job on the way, its
+losses are those of the run that nothing happened to. Waits are generous: they end at the first
+sight of what they wait for, and a busy machine must not fail them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BED = str(ROOT / "scripts" / "slurm_bed.sh")
+TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "setsid")
+PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
+ITERATIONS = 60
+DISTURBED_AT = 8
+WAIT_S = 280
+TRAINING = (
+    "cluster.device=cpu", "cluster.env.GLOO_SOCKET_IFNAME=lo", "data=mock", "data.vocab_size=512",
+    "data.num_workers=0", "model.num_layers=2", "model.hidden_size=64", "model.seq_length=32",
+    "compression.warmup_iters=0", "compression.ramp_iters=0", "compression.density=0.05",
+    f"training.iterations={ITERATIONS}", "training.lr_warmup_iters=1", "training.log_interval=1",
+    "scheme=direct", "tracking=off",
+)  # fmt: skip
+
+
+def _why_not() -> str | None:
+    """Why there can be no Slurm here; None where there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "the Slurm bed needs root on Linux"
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
+    if missing:
+        return f"the Slurm bed needs {', '.join(missing)}: bash scripts/system_packages.sh"
+    spaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true"]
+    tried = subprocess.run(spaces, capture_output=True, text=True, check=False)
+    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+WHY_NOT = _why_not()
+pytestmark = [
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+    pytest.mark.timeout(600),
+]
+
+
+def until(what: str, seen: Callable[[], bool], notes: Callable[[], str] = str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not seen():
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"no {what} after {WAIT_S} s: {notes()}")
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One batch job.
+
+    Attributes:
+        bed: where it runs.
+        number: Slurm's.
+        output: its file.
+    """
+
+    bed: Bed
+    number: str
+    output: Path
+
+    def field(self, name: str) -> str:
+        shown = ""
+
+        def answers() -> bool:
+            nonlocal shown
+            shown = self.bed.run("scontrol", "show", "job", self.number).stdout
+            return bool(shown)
+
+        until("answer of scontrol, which a busy machine's controller owes at times", answers)
+        found = re.search(rf"\b{name}=(\S+)", shown)
+        assert found, f"scontrol says nothing of {name}: {shown}"
+        return found[1]
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def reaches(self, iteration: int) -> None:
+        line = re.compile(rf"iteration +{iteration}/")
+        until(f"iteration {iteration}", lambda: bool(line.search(self.text())), self.end)
+
+    def finishes(self) -> None:
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        until("end of the job", lambda: self.field("JobState") in ended, self.end)
+        assert self.field("JobState") == "COMPLETED", self.end()
+
+    def end(self) -> str:
+        return f"{self.field('JobState')}\n" + "\n".join(self.text().splitlines()[-40:])
+
+    def losses(self) -> dict[int, str]:
+        """Of each iteration, the last one that was printed."""
+        pairs = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", self.text())
+        return {int(iteration): loss for iteration, loss in pairs}
+
+
+@dataclass(frozen=True)
+class Bed:
+    """A Slurm, and where its jobs write."""
+
+    folder: Path
+    runs: Path
+
+    def environment(self) -> dict[str, str]:
+        clean = {
+            key: value for key, value in os.environ.items()
+            if not key.startswith(("SLURM", "RANK", "MASTER_", "WANDB_"))
+        }  # fmt: skip
+        return clean | {
+            "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{PATH}",
+            "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "SLURM_CONF": str(self.folder / "slurm.conf"), "COLUMNS": "200",
+        }  # fmt: skip
+
+    def run(self, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=ROOT, env=self.environment() | more, capture_output=True, text=True,
+            timeout=WAIT_S, check=False,
+        )  # fmt: skip
+
+    def submit(self, script: str, name: str, *overrides: str, **more: str) -> Job:
+        output = self.runs / f"{name}.out"
+        done = self.run(
+            "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={output}",
+            f"scripts/{script}", *TRAINING, f"runs_dir={self.runs}", f"name={name}", *overrides,
+            **more,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return Job(self, done.stdout.strip(), output)
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory) -> Iterator[Bed]:
+    # A short path: a socket is in it.
+    parent = Path(tempfile.mkdtemp(prefix="slurm"))
+    process = subprocess.Popen(
+        ["bash", BED, "hold", str(parent / "bed"), "3"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        if not process.stdout.readline().startswith("Slurm is up"):
+            pytest.fail(f"the bed did not start: {process.stderr.read()}")
+        yield Bed(parent / "bed", tmp_path_factory.mktemp("runs"))
+    finally:
+        process.stdin.close()
+        process.wait(60)
+        process.stdout.close()
+        process.stderr.close()
+        shutil.rmtree(parent)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(bed: Bed) -> Job:
+    job = bed.submit("train_srun.sbatch", "undisturbed", MEGATRON_SPARSE_PREFLIGHT="on")
+    job.finishes()
+    return job
+
+
+def test_srun_starts_ranks_and_leaves_a_complete_folder(bed: Bed, undisturbed: Job):
+    """Two nodes, one rank each, the pre-flight check before them."""
+    assert sorted(undisturbed.losses()) == list(range(1, ITERATIONS + 1))
+    assert "megatron_sparse doctor: 2 of 2 ranks" in undisturbed.text()
+    assert "every rank sees every other" in undisturbed.text()
+    run = bed.runs / "undisturbed"
+    assert (run / "config.yaml").is_file()
+    (start,) = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
+    assert start["slurm_job"] == undisturbed.number
+    assert start["environment"]["SLURM_JOB_NODELIST"] == "n[0-1]"
+    assert start["host"] == "n0"
+    logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
+    assert set(logs) == {"rank0.log", "rank1.log"}
+    assert f"iteration {ITERATIONS:8}/" in logs["rank1.log"], "Megatron prints on the last rank"
+    assert "lm loss" not in logs["rank0.log"]
+
+
+def test_signal_saves_and_slurm_starts_the_job_again(bed: Bed, undisturbed: Job):
+    """Both forms, at the same time; restarted runs go on with the losses of the undisturbed one."""
+    off = {"MEGATRON_SPARSE_PREFLIGHT": "off", "RANKS_PER_NODE": "1"}
+    jobs = {form: bed.submit(f"train_{form}.sbatch", form, **off) for form in ("srun", "torchrun")}
+    for job in jobs.values():
+        job.reaches(DISTURBED_AT)
+        # As --signal=USR1@S does it: to the job's steps.
+        assert bed.run("scancel", "--signal=USR1", job.number).returncode == 0
+    for form, job in jobs.items():
+        job.finishes()
+        assert job.field("Restarts") == "1", job.end()
+        said = re.search(r"SIGUSR1 has ended the run after iteration (\d+)", job.text())
+        log = (bed.runs / form / "logs" / "rank0.log").read_text()
+        assert said, job.end()
+        assert DISTURBED_AT <= int(said[1]) < ITERATIONS
+        assert "no longer answer" not in job.text(), job.end()
+        assert "loading checkpoint from" in log
+        # Each iteration is there once: the second start began where the first had ended.
+        lines = re.findall(r"iteration +(\d+)/", job.text())
+        assert lines == [str(iteration) for iteration in range(1, ITERATIONS + 1)]
+        assert job.losses() == undisturbed.losses()
+        starts = (bed.runs / form / "starts.jsonl").read_text().splitlines()
+        assert [json.loads(start)["slurm_restarts"] for start in starts] == [0, 1]
+
+
+def test_a_node_that_fails_is_replaced(bed: Bed, undisturbed: Job):
+    """Not the node of the batch script, whose loss Slurm sees itself: the other one."""
+    job = bed.submit(
+        "train_srun.sbatch", "replaced", "training.save_interval=4",
+        MEGATRON_SPARSE_PREFLIGHT="off",
+    )  # fmt: skip
+    job.reaches(DISTURBED_AT)
+    assert job.field("NodeList") == "n[0-1]"
+    assert bed.run("bash", BED, "fail", str(bed.folder), "n1").returncode == 0
+    try:
+        job.finishes()
+        assert job.field("NodeList") == "n[0,2]"
+        assert job.field("Restarts") == "1"
+        assert job.losses() == undisturbed.losses()
+        starts = (bed.runs / "replaced" / "starts.jsonl").read_text().splitlines()
+        assert len(starts) == 2
+    finally:
+        assert bed.run("bash", BED, "start", str(bed.folder), "n1").returncode == 0
+
+
+def test_sweep_by_submitit_is_one_table(bed: Bed, undisturbed: Job):
+    """A run that works and one that cannot, as jobs of two tasks each."""
+    folder = bed.runs / "sweep"
+    done = bed.run(
+        sys.executable, "scripts/train.py", "--multirun", "hydra/launcher=submitit_slurm",
+        *TRAINING, "model.num_attention_heads=4,7", "cluster.ranks_per_node=2",
+        f"runs_dir={folder}", "hydra.launcher.timeout_min=10",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 of 2 runs of the sweep failed" in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    table = bed.run(
+        sys.executable, "-m", "megatron_sparse.cli", "sweep", str(folder),
+        "--json", str(folder / "table.jsonl"), "--csv", str(folder / "table.csv"),
+    )  # fmt: skip
+    assert table.returncode == 0, table.stderr
+    lines = (folder / "table.jsonl").read_text().splitlines()
+    works, cannot = map(json.loads, lines)
+    assert (works["name"], works["state"]) == ("run_num_attention_heads-4", "finished")
+    assert (cannot["name"], cannot["state"]) == ("run_num_attention_heads-7", "failed")
+    assert "num_attention_heads" in cannot["error"]
+    assert works["iterations"] == ITERATIONS
+    # The same training as the undisturbed job's, on one node instead of two.
+    last = float(undisturbed.losses()[ITERATIONS])
+    assert works["loss_last"] == pytest.approx(last, rel=1e-6), "printed with 7 digits"
+    assert len((folder / "table.csv").read_text().splitlines()) == 3
+
+
+def test_scripts_say_what_is_wrong(bed: Bed):
+    """Outside of a job, and with an interpreter that does not fit."""
+    alone = bed.run("bash", "scripts/train_srun.sbatch")
+    assert alone.returncode == 2
+    assert "sbatch scripts/train_srun.sbatch" in alone.stderr
+    job = bed.submit("train_torchrun.sbatch", "nopython", PYTHON="/bin/false")
+    until("end", lambda: job.field("JobState") == "FAILED", job.end)
+    assert job.field("ExitCode") == "2:0"
+    assert "the interpreter does not fit" in job.text()
+
+
+def test_the_bed_refuses_what_it_cannot_do(bed: Bed, tmp_path: Path):
+    for arguments, words in (
+        (["up", str(bed.folder)], "folder is in use"),
+        (["up", str(tmp_path / "new"), "0"], "NODES is out of range"),
+        (["up", str(tmp_path / ("long" * 30))], "too long for a socket"),
+        (["down", str(tmp_path)], "there is no bed to end"),
+        (["fail", str(bed.folder), "n9"], "the node is unknown"),
+        (["jump", str(bed.folder)], "the action is unknown"),
+    ):
+        done = subprocess.run(["bash", BED, *arguments], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.count("error:") == 1
+        assert words in done.stderr

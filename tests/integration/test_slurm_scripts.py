@@ -1,0 +1,48 @@
+"""`train` of `scripts/slurm_job.sh`: which failed jobs are started again. Stand-ins for Slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("code", "gone", "restarts", "state", "requeued"),
+    [
+        (0, "n1", 0, "RUNNING", False),
+        (2, "n1", 0, "RUNNING", False),  # the user's mistake
+        (3, "n1", 0, "RUNNING", True),
+        (1, "none", 0, "RUNNING", False),  # all nodes answer: the run failed by itself
+        (1, "n1", 3, "RUNNING", False),  # often enough
+        (143, "n1", 0, "COMPLETING", False),  # a rank has asked for the restart already
+    ],
+)
+def test_only_a_lost_node_starts_a_job_again(
+    tmp_path: Path, code: int, gone: str, restarts: int, state: str, requeued: bool
+) -> None:
+    stand_ins = {
+        "scontrol": f'[ "$1" = show ] && echo n0 n1 || echo "$*" >>{tmp_path}/asked',
+        "srun": f'case "$*" in *nodelist={gone}*) exit 1;; esac',
+        "squeue": f"echo {state}",
+        "sleep": ":",
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f". scripts/slurm_job.sh; train sh -c 'exit {code}'"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env=os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_RESTART_COUNT": str(restarts),
+        },
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if requeued else "")
+    assert ("no longer answer: n1" in done.stderr) is (requeued or restarts == 3)
