@@ -34,6 +34,7 @@ from omegaconf.errors import (
 
 import megatron_sparse
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.redaction import redact, redact_command
 from megatron_sparse.run_config import RunConfig
 
 CONFIG_MODULE = "megatron_sparse.configs"
@@ -129,9 +130,15 @@ def load(path: Path) -> RunConfig:
 
 
 def save(config: RunConfig, path: Path, command: str) -> None:
-    """Writes every value of the run as YAML, under a comment with the command that made it."""
-    text = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
-    head = f"# {command}\n# megatron_sparse {megatron_sparse.__version__}\n"
+    """Writes every value of the run as YAML, under a comment with the command that made it.
+
+    Secrets are left out: of the command, and of `cluster.env`, whose values the ranks have in their
+    environment and do not read here. Every other value is what `load` gives back.
+    """
+    values = dataclasses.asdict(config)
+    values["cluster"]["env"] = redact(values["cluster"]["env"])
+    text = OmegaConf.to_yaml(OmegaConf.create(values))
+    head = f"# {redact_command(command)}\n# megatron_sparse {megatron_sparse.__version__}\n"
     path.write_text(head + text, "utf-8")
 
 

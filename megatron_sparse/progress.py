@@ -20,6 +20,7 @@ import torch
 
 from megatron_sparse.collectives import POSTED, UNORDERED
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
+from megatron_sparse.ranges import marked
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Work
 from megatron_sparse.transport.liveness import announce_failure, posting_for
@@ -260,7 +261,8 @@ class ProgressThread:
             with running.pending.watch.stage("network"):
                 work.finish()
         else:
-            work.finish()
+            with marked("network"):
+                work.finish()
             running.pending.watch.add_span("network", running.since_s, time.perf_counter())
 
     def _fail(self, failed: _Running, error: BaseException) -> None:

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_sparse.ranges import open_range
+
 BUCKET_STAGES = ("threshold", "prune", "encode", "network", "decode", "profile")
 """Stages that each bucket goes through, possibly while the backward pass goes on."""
 
@@ -33,6 +35,9 @@ class BucketRecord:
     planner's cost model expects of all stages together, None where no such model chose the scheme.
     `launched_s` and `finished_s` are `time.perf_counter` seconds of the host. `straggler` is the
     rank of the group that the bucket went on without, None where all waited for one another.
+    `thresholds_R` are those of the ranges that were selected from, fp32 on the bucket's device
+    (negative: the range is sent whole), None for a bucket that went dense; whoever reads them on
+    the host does so after the iteration.
     """
 
     bucket: str
@@ -48,6 +53,7 @@ class BucketRecord:
     launched_s: float = 0.0
     finished_s: float = 0.0
     straggler: int | None = None
+    thresholds_R: torch.Tensor | None = None
     watch: Stopwatch = field(default_factory=lambda: Stopwatch())
 
     def stage_us(self) -> dict[str, float]:
@@ -80,7 +86,8 @@ class Stopwatch:
     """Times stages with the host clock on CPU and with events on CUDA.
 
     On CUDA `stage` only records events on the current stream, so timing adds no host
-    synchronisation; `times_us` waits for them and is meant for the end of an iteration.
+    synchronisation; `times_us` waits for them and is meant for the end of an iteration. A profiler
+    that is on sees each stage as a range, see `ranges`.
 
     Attributes:
         spans: (stage, begin, end) in host seconds; empty on CUDA.
@@ -95,17 +102,22 @@ class Stopwatch:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Adds the time of the `with` body to stage `name`."""
-        if self._cuda:
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((name, begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self.add_span(name, start, time.perf_counter())
+        opened = open_range(name)
+        try:
+            if self._cuda:
+                begin = torch.cuda.Event(enable_timing=True)
+                end = torch.cuda.Event(enable_timing=True)
+                begin.record()
+                yield
+                end.record()
+                self._events.append((name, begin, end))
+            else:
+                start = time.perf_counter()
+                yield
+                self.add_span(name, start, time.perf_counter())
+        finally:
+            if opened is not None:
+                opened.end()
 
     def add_span(self, name: str, begin_s: float, end_s: float) -> None:
         """Adds the host time between two readings of `time.perf_counter` to stage `name`."""

@@ -45,6 +45,7 @@ class IterationBreakdown:
         learning_rate: None when the caller gave none.
         skipped: the optimizer refused the step.
         extra: further numbers of the caller; a value that is not finite is None.
+        planned_density: the density that was asked for, weighted by elements; None like `density`.
     """
 
     iteration: int
@@ -65,6 +66,7 @@ class IterationBreakdown:
     learning_rate: float | None = None
     skipped: bool = False
     extra: dict[str, float | None] = field(default_factory=dict)
+    planned_density: float | None = None
 
     @property
     def wire_ratio(self) -> float | None:
@@ -72,22 +74,20 @@ class IterationBreakdown:
         return self.wire_bytes / self.dense_bytes if self.dense_bytes else None
 
     def scalars(self) -> dict[str, float]:
-        """The breakdown as flat names for a dashboard; what is None is left out.
-
-        `time_ms/*` are milliseconds, `sparse/*_bytes` bytes of the iteration, ratios lie in
-        [0, 1] (`sparse/wire_ratio` may exceed 1 where compression loses).
-        """
+        """The breakdown as flat names for a dashboard, see `metrics`; what is None is left out."""
         named: dict[str, float | None] = {
-            "sparse/dense_bytes": self.dense_bytes,
-            "sparse/wire_bytes": self.wire_bytes,
-            "sparse/wire_ratio": self.wire_ratio,
-            "sparse/density": self.density,
-            "plan/predicted_ms": self.predicted_ms,
-            "plan/measured_ms": self._measured_ms(),
-            "time_ms/iteration": self.iteration_ms,
-            **{f"time_ms/{stage}": time_ms for stage, time_ms in self.stage_ms.items()},
-            "time_ms/exposed": self.exposed_ms,
-            "time_ms/overlapped": self.overlapped_ms,
+            "comm/exposed_ms": self.exposed_ms,
+            "comm/overlapped_ms": self.overlapped_ms,
+            "comm/dense_bytes": self.dense_bytes,
+            "comm/wire_bytes": self.wire_bytes,
+            "comm/wire_ratio": self.wire_ratio,
+            "compression/density": self.density,
+            "compression/target_density": self.planned_density,
+            "planner/predicted_ms": self.predicted_ms,
+            "planner/measured_ms": self._measured_ms(),
+            **{f"planner/buckets/{scheme}": count for scheme, count in self.schemes.items()},
+            "breakdown/iteration_ms": self.iteration_ms,
+            **{f"breakdown/{stage}_ms": time_ms for stage, time_ms in self.stage_ms.items()},
             "train/loss": self.loss,
             "train/grad_norm": self.grad_norm,
             "train/learning_rate": self.learning_rate,
@@ -167,6 +167,7 @@ def iteration_breakdown(
     numel_by_phase: dict[str, int] = {}
     schemes: dict[str, int] = {}
     dense_bytes = wire_bytes = nnz = numel = 0
+    planned = 0.0
     for record in records:
         for stage, time_us in record.stage_us().items():
             stage_us[stage] += time_us
@@ -178,6 +179,7 @@ def iteration_breakdown(
         wire_bytes += record.wire_bytes
         nnz += record.nnz
         numel += record.numel
+        planned += record.density * record.numel
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
     numbers = {name: finite(value) for name, value in (extra or {}).items()}
     return IterationBreakdown(
@@ -200,6 +202,7 @@ def iteration_breakdown(
         learning_rate=numbers.pop("learning_rate", None),
         skipped=bool(skipped),
         extra=numbers,
+        planned_density=planned / numel if numel else None,
     )
 
 
@@ -208,7 +211,9 @@ def _sum_ms(times_us: Sequence[float | None]) -> float | None:
     return sum(known_us) / 1e3 if known_us and len(known_us) == len(times_us) else None
 
 
-def bucket_line(record: BucketRecord, iteration: int, origin_s: float) -> str:
+def bucket_line(
+    record: BucketRecord, iteration: int, origin_s: float, threshold: float | None = None
+) -> str:
     """The line of `buckets.jsonl` for one bucket.
 
     Formatted by hand: the general encoder takes three times as long, and there are hundreds of
@@ -218,6 +223,7 @@ def bucket_line(record: BucketRecord, iteration: int, origin_s: float) -> str:
         record: the bucket's record.
         iteration: number of the iteration.
         origin_s: `time.perf_counter` seconds that `launched_us` and `finished_us` count from.
+        threshold: the median one of its parameters; None where it was not looked at.
 
     Returns:
         JSON; `density` is what was sent (nnz / numel), `planned_density` what was asked for;
@@ -232,6 +238,7 @@ def bucket_line(record: BucketRecord, iteration: int, origin_s: float) -> str:
         f'"scheme":{_quoted(record.scheme)},"phase":{_quoted(record.phase)},'
         f'"straggler":{"null" if record.straggler is None else record.straggler},'
         f'"planned_density":{float(record.density)!r},"density":{density},'
+        f'"threshold":{"null" if threshold is None else repr(threshold)},'
         f'"numel":{record.numel},"nnz":{record.nnz},'
         f'"dense_bytes":{record.dense_bytes},"wire_bytes":{record.wire_bytes},'
         f'"predicted_us":{predicted},"measured_us":{sum(stage_us.values()):.1f},'

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
+from megatron_sparse.telemetry.quantities import ms, percent, size
 
 _SUMMARY_FILE = "summary.json"
 
@@ -72,14 +73,14 @@ def print_summary(
     if summary["loss_first"] is not None:
         console.print(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
     console.print(
-        f"density: target {_percent(summary['target_density'])}, "
-        f"sent {_percent(_reached_density(summary))}"
+        f"density: target {percent(summary['target_density'])}, "
+        f"sent {percent(_reached_density(summary))}"
     )
     console.print()
     console.print(_traffic_table(summary))
     console.print()
     iteration_ms = summary["iteration_ms"]
-    title = f"an iteration of the training thread: {_ms(iteration_ms)} ms (median)"
+    title = f"an iteration of the training thread: {ms(iteration_ms)} ms (median)"
     console.print(_stage_table(title, _step_stages(summary), iteration_ms))
     console.print()
     title = "its buckets, added up; beside the thread's stages or inside them"
@@ -87,17 +88,17 @@ def print_summary(
     console.print(_stage_table(title, parts, iteration_ms))
     console.print()
     console.print(
-        f"synchronisation: {_ms(summary['exposed_ms'])} ms exposed, "
-        f"{_ms(summary['overlapped_ms'])} ms overlapped with compute"
+        f"synchronisation: {ms(summary['exposed_ms'])} ms exposed, "
+        f"{ms(summary['overlapped_ms'])} ms overlapped with compute"
     )
     if stragglers := summary.get("stragglers"):
         console.print(
-            f"stragglers: the last rank was late by {_ms(stragglers['median_ms'])} ms (median), "
-            f"{_ms(stragglers['max_ms'])} ms at most; rank {stragglers['rank']} in "
+            f"stragglers: the last rank was late by {ms(stragglers['median_ms'])} ms (median), "
+            f"{ms(stragglers['max_ms'])} ms at most; rank {stragglers['rank']} in "
             f"{stragglers['share']:.0%}"
         )
     if memory := summary.get("memory_bytes"):
-        parts_text = ", ".join(f"{purpose} {_size(held)}" for purpose, held in memory.items())
+        parts_text = ", ".join(f"{purpose} {size(held)}" for purpose, held in memory.items())
         console.print(f"memory of this rank: {parts_text}")
 
 
@@ -118,11 +119,11 @@ def _traffic_table(summary: dict[str, Any]) -> Table:
         table.add_row(
             phase,
             str(row["iterations"]),
-            _size(row["dense_bytes"]),
-            _size(row["wire_bytes"]),
-            _percent(row["wire_ratio"]),
-            _percent(row["density"]),
-            _ms(row["iteration_ms"]),
+            size(row["dense_bytes"]),
+            size(row["wire_bytes"]),
+            percent(row["wire_ratio"]),
+            percent(row["density"]),
+            ms(row["iteration_ms"]),
             style="bold" if phase == "all" else None,
         )
     return table
@@ -139,7 +140,7 @@ def _stage_table(
     table.add_column("", no_wrap=True, overflow="ellipsis")
     for stage, time_ms in stage_ms.items():
         share = time_ms / iteration_ms if iteration_ms and time_ms is not None else None
-        table.add_row(stage, _ms(time_ms), _percent(share), _MEANING[stage])
+        table.add_row(stage, ms(time_ms), percent(share), _MEANING[stage])
     return table
 
 
@@ -154,23 +155,3 @@ def _step_stages(summary: dict[str, Any]) -> dict[str, float | None]:
 
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=None, pad_edge=False)
-
-
-def _ms(time_ms: float | None) -> str:
-    return "-" if time_ms is None else f"{time_ms:.2f}"
-
-
-def _percent(ratio: float | None) -> str:
-    """Two decimals, or as many as a smaller share needs to show two digits."""
-    if ratio is None:
-        return "-"
-    return f"{ratio:.2%}" if ratio == 0 or ratio >= 0.001 else f"{100 * ratio:.2g}%"
-
-
-def _size(count: float) -> str:
-    """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"

@@ -24,8 +24,12 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and isinstance(value.get("iteration"), int) else None
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON lines file in order; a damaged line is left out with a warning.
+
+    Args:
+        path: the file.
+        damaged: numbers of damaged lines, from 1, are added to it.
 
     Raises:
         OSError: the file cannot be read.
@@ -35,6 +39,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             value = _parse(line)
             if value is None:
                 logger.warning("%s: line %d is damaged and left out", path.name, number)
+                if damaged is not None:
+                    damaged.append(number)
             else:
                 yield value
 

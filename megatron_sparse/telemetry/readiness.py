@@ -84,15 +84,19 @@ def summary_of(statistics: DelayStatistics | None) -> dict[str, Any] | None:
     }
 
 
-def step_scalars(records: Sequence[ReadinessRecord]) -> dict[str, float]:
+def step_scalars(records: Sequence[ReadinessRecord], without: int = 0) -> dict[str, float]:
     """Of one step, for the dashboards: the delays of all its buckets, and who made the longest.
 
-    Names are `straggler/delay_ms` and `straggler/rank`; both are of the step before the last.
+    Names are `straggler/delay_ms` and `straggler/rank`, both of the step before the last, and
+    `straggler/buckets_without`, of this one.
+
+    Args:
+        records: of the step before the last; none where nothing is measured.
+        without: buckets that went on without a rank.
     """
-    if not records:
-        return {}
-    longest = max(records, key=lambda record: delay_s(record.ready_s))
-    return {
-        "straggler/delay_ms": sum(delay_s(record.ready_s) for record in records) * 1e3,
-        "straggler/rank": float(last_rank(longest.ready_s)),
-    }
+    scalars = {"straggler/buckets_without": float(without)} if records or without else {}
+    if records:
+        longest = max(records, key=lambda record: delay_s(record.ready_s))
+        scalars["straggler/delay_ms"] = sum(delay_s(record.ready_s) for record in records) * 1e3
+        scalars["straggler/rank"] = float(last_rank(longest.ready_s))
+    return scalars

@@ -24,6 +24,9 @@ from megatron_sparse.telemetry.breakdown import IterationBreakdown, bucket_line,
 from megatron_sparse.telemetry.console import print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.lines import JsonLines, read_lines
+from megatron_sparse.telemetry.live import open_view
+from megatron_sparse.telemetry.metrics import bucket_scalars, plan_table, thresholds
+from megatron_sparse.telemetry.profiling import IterationTraces
 from megatron_sparse.telemetry.readiness import (
     READINESS_FILE,
     load_readiness,
@@ -33,14 +36,15 @@ from megatron_sparse.telemetry.readiness import (
     summary_of,
 )
 from megatron_sparse.telemetry.sinks import IsolatedSink, ScalarSink
-from megatron_sparse.telemetry.trace import Span, Timeline
+from megatron_sparse.telemetry.trace import Span
 
 logger = logging.getLogger(__name__)
 
 BREAKDOWN_FILE = "breakdown.jsonl"
 BUCKETS_FILE = "buckets.jsonl"
 SUMMARY_FILE = "summary.json"
-TRACE_FILE = "trace.json"
+
+PlanRows = Callable[[], Sequence[Mapping[str, Any]]]
 
 
 class RunTelemetry:
@@ -54,16 +58,19 @@ class RunTelemetry:
 
     Args:
         run_dir: folder for the files, made if needed; None writes none.
-        tracking: console table and flush interval.
+        tracking: console, intervals, traces.
         is_writer: whether this rank writes.
         sinks: dashboards, closed by `close`.
         resolved_config: for the summary: `name` and `compression.density` are looked up in it.
+        iterations: of the whole run, for the time that is left; None where nobody knows.
+        plan_rows: gives the rows of `plan.json`; asked at sampled iterations whose schemes are
+            others than before. None shows no plan.
 
     Raises:
         ConfigError: the writer cannot write to `run_dir`.
 
     Example:
-        >>> telemetry = RunTelemetry(None, TrackingConfig(console=False), is_writer=False)
+        >>> telemetry = RunTelemetry(None, TrackingConfig(console="off"), is_writer=False)
         >>> telemetry.record_stage("host_wait", 0.002)
         >>> telemetry.end_iteration(1, iteration_s=0.1).exposed_ms
         2.0
@@ -77,6 +84,8 @@ class RunTelemetry:
         is_writer: bool,
         sinks: Sequence[ScalarSink] = (),
         resolved_config: Mapping[str, Any] | None = None,
+        iterations: int | None = None,
+        plan_rows: PlanRows | None = None,
     ) -> None:
         self._run_dir = Path(run_dir) if run_dir is not None and is_writer else None
         self._tracking = tracking
@@ -87,7 +96,7 @@ class RunTelemetry:
         self._records: list[BucketRecord] = []
         self._step_s: dict[str, float] = {}
         self._spans: list[Span] = []
-        self._timeline: Timeline | None = None
+        self._traces: IterationTraces | None = None
         self._history = RunHistory()
         self._last: IterationBreakdown | None = None
         self._since_flush = 0
@@ -96,6 +105,12 @@ class RunTelemetry:
         self._readiness: list[ReadinessRecord] = []
         self._readiness_file: JsonLines | None = None
         self._files: tuple[JsonLines, ...] = ()
+        self._plan_rows = plan_rows
+        self._schemes_shown: list[tuple[str, str]] = []
+        self._view = None
+        if is_writer:
+            every = tracking.sample_every
+            self._view = open_view(tracking.console, self._name, iterations, every)
         if self._run_dir is not None:
             self._open_files(self._run_dir)
 
@@ -122,7 +137,18 @@ class RunTelemetry:
                 remedy="resume with the version that started the run, or choose another run folder",
             ) from None
         self._files = files
+        self._traces = IterationTraces(run_dir, self._tracking)
         atexit.register(self.flush)
+
+    def samples(self, iteration: int) -> bool:
+        """Whether this rank looks at what costs more in this iteration."""
+        every = self._tracking.sample_every
+        return self._is_writer and every > 0 and iteration % every == 0
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Starts torch.profiler where this iteration is the first that it shall see."""
+        if self._traces is not None:
+            self._traces.begin(iteration)
 
     def record_bucket(self, record: BucketRecord) -> None:
         """Keeps `record` for the running iteration; its times are not read before its end."""
@@ -173,6 +199,7 @@ class RunTelemetry:
         step_s, self._step_s = self._step_s, {}
         spans, self._spans = self._spans, []
         readiness, self._readiness = self._readiness, []
+        without = sum(record.straggler is not None for record in records)
         breakdown = iteration_breakdown(
             iteration,
             records,
@@ -181,7 +208,7 @@ class RunTelemetry:
             loss=loss,
             grad_norm=grad_norm,
             skipped=skipped,
-            extra={**step_scalars(readiness), **(extra or {})},
+            extra={**step_scalars(readiness, without), **(extra or {})},
         )
         if self._last is None or iteration <= self._last.iteration:
             self._begin_at(iteration)
@@ -190,13 +217,20 @@ class RunTelemetry:
         if self._machine is None:
             # Now, because at the end of the run the process group may be gone.
             self._machine = _machine()
+        threshold = thresholds(records) if self.samples(iteration) else {}
         if self._files:
-            self._write(breakdown, records, readiness)
-        self._trace(iteration, spans, records)
+            self._write(breakdown, records, readiness, threshold)
+        if self._traces is not None:
+            self._traces.end(iteration, spans, records)
         if self._is_writer:
             scalars = breakdown.scalars()
+            if self.samples(iteration):
+                scalars |= bucket_scalars(records, threshold, readiness)
+                self._show_plan(records, iteration)
             for sink in self._sinks:
                 sink.log(scalars, iteration)
+        if self._view is not None:
+            self._view.update(breakdown)
         return breakdown
 
     def scalars(self) -> dict[str, float]:
@@ -223,7 +257,10 @@ class RunTelemetry:
         if self._closed is not None:
             return self._closed
         self.flush()
-        self._write_trace()
+        if self._traces is not None:
+            self._traces.close()
+        if self._view is not None:
+            self._view.close()
         atexit.unregister(self.flush)
         summary = self._closed = self._summary()
         summary["memory_bytes"] = dict(memory or {})
@@ -234,7 +271,7 @@ class RunTelemetry:
                 _write_whole(self._run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
             except OSError as error:
                 logger.error("%s cannot be written: %s", SUMMARY_FILE, error)
-        if self._is_writer and self._tracking.console:
+        if self._is_writer and self._tracking.console != "off":
             print_summary(summary)
         return summary
 
@@ -248,12 +285,14 @@ class RunTelemetry:
         breakdown: IterationBreakdown,
         records: Sequence[BucketRecord],
         readiness: Sequence[ReadinessRecord],
+        threshold: Mapping[str, float],
     ) -> None:
         breakdowns, buckets = self._files[:2]
         breakdowns.append(breakdown.line())
         origin_s = min((record.launched_s for record in records), default=0.0)
         for record in records:
-            buckets.append(bucket_line(record, breakdown.iteration, origin_s))
+            found = threshold.get(record.bucket)
+            buckets.append(bucket_line(record, breakdown.iteration, origin_s, found))
         if readiness:
             self._write_readiness(readiness)
         self._since_flush += 1
@@ -276,25 +315,15 @@ class RunTelemetry:
         for record in readiness:
             self._readiness_file.append(readiness_line(record))
 
-    def _trace(self, iteration: int, spans: list[Span], records: Sequence[BucketRecord]) -> None:
-        """Adds the iteration to the timeline if it is one of those; the last one writes it."""
-        start, count = self._tracking.trace_start, self._tracking.trace_iters
-        if self._run_dir is None or not start <= iteration < start + count:
+    def _show_plan(self, records: Sequence[BucketRecord], iteration: int) -> None:
+        """Gives the dashboards the plan, if a bucket's scheme is another than when last shown."""
+        schemes = sorted((record.bucket, str(record.scheme)) for record in records)
+        if self._plan_rows is None or not self._sinks or schemes == self._schemes_shown:
             return
-        if self._timeline is None:
-            self._timeline = Timeline(dist.get_rank() if dist.is_initialized() else 0)
-        self._timeline.add(iteration, spans, records)
-        if iteration == start + count - 1:
-            self._write_trace()
-
-    def _write_trace(self) -> None:
-        timeline, self._timeline = self._timeline, None
-        if timeline is None or self._run_dir is None:
-            return
-        try:
-            timeline.write(self._run_dir / TRACE_FILE)
-        except OSError as error:
-            logger.error("%s cannot be written: %s", TRACE_FILE, error)
+        self._schemes_shown = schemes
+        rows = plan_table(self._plan_rows())
+        for sink in self._sinks:
+            sink.log_plan(rows, iteration)
 
     def _on_files(self, act: Callable[[JsonLines], None]) -> None:
         try:

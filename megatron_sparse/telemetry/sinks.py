@@ -1,16 +1,21 @@
-"""Dashboards: TensorBoard and Weights & Biases behind one small interface."""
+"""Dashboards: TensorBoard and Weights & Biases behind one small interface.
+
+Both get the same names, see `metrics`, and nothing secret: a configuration passes `redact`.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_sparse.config import TrackingConfig
 from megatron_sparse.errors import ConfigError, DependencyError
+from megatron_sparse.redaction import redact
+from megatron_sparse.telemetry.metrics import GROUPS, PLAN, PLAN_COLUMNS, STEP
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +25,9 @@ class ScalarSink(Protocol):
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Writes `scalars` for iteration `step`; called in ascending order of `step`."""
+
+    def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Writes the plan as it is from iteration `step` on; lines with `metrics.PLAN_COLUMNS`."""
 
     def close(self) -> None:
         """Writes what is buffered; called once."""
@@ -38,11 +46,11 @@ class IsolatedSink:
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Passes on to the sink; does nothing once it has failed."""
-        if self._works:
-            try:
-                self._sink.log(scalars, step)
-            except Exception as error:
-                self._turn_off(error)
+        self._try(lambda: self._sink.log(scalars, step))
+
+    def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Passes on to the sink; does nothing once it has failed."""
+        self._try(lambda: self._sink.log_plan(rows, step))
 
     def close(self) -> None:
         """Closes the sink, one that has failed too: it may hold files and threads."""
@@ -50,6 +58,13 @@ class IsolatedSink:
             self._sink.close()
         except Exception as error:
             if self._works:
+                self._turn_off(error)
+
+    def _try(self, act: Callable[[], None]) -> None:
+        if self._works:
+            try:
+                act()
+            except Exception as error:
                 self._turn_off(error)
 
     def _turn_off(self, error: Exception) -> None:
@@ -66,8 +81,8 @@ class TensorBoardSink:
     """Scalars for TensorBoard.
 
     Args:
-        writer: anything with `SummaryWriter`'s `add_scalar`, `flush` and `close`, for example the
-            one that Megatron has. It stays the caller's: `close` only flushes it.
+        writer: anything with `SummaryWriter`'s `add_scalar`, `add_text`, `flush` and `close`, for
+            example the one that Megatron has. It stays the caller's: `close` only flushes it.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -114,6 +129,12 @@ class TensorBoardSink:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
+    def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Adds a text: a table in Markdown, which TensorBoard shows as one."""
+        lines = [PLAN_COLUMNS, ["---"] * len(PLAN_COLUMNS), *rows]
+        text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+        self._writer.add_text(PLAN, text, step)
+
     def close(self) -> None:
         """Flushes the events; closes the writer if `open` made it."""
         self._writer.flush()
@@ -127,11 +148,20 @@ class WandbSink:
     Args:
         run: a run, or the `wandb` module while it has one (Megatron's writer). It stays the
             caller's: `close` does not finish it.
+        config: the resolved configuration, shown as `megatron_sparse` beside what the run's own
+            configuration holds already; None for none.
     """
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, config: Mapping[str, Any] | None = None) -> None:
         self._run = run
         self._owned = False
+        # Every curve over the iteration: wandb's own step counts rows, and restarts when resumed.
+        run.define_metric(STEP, hidden=True)
+        for group in GROUPS:
+            run.define_metric(f"{group}/*", step_metric=STEP)
+        if config is not None:
+            # A resumed run has it already, perhaps with other values.
+            run.config.update({"megatron_sparse": redact(config)}, allow_val_change=True)
 
     @classmethod
     def open(
@@ -162,7 +192,7 @@ class WandbSink:
                 id=run_id(run_dir / "wandb"),
                 # Offline, wandb has nobody to ask whether the run exists and warns about it.
                 resume="allow" if mode == "online" else None,
-                config=dict(config or {}),
+                config=redact(config or {}),
             )
         except (wandb.Error, OSError) as error:
             raise ConfigError(
@@ -177,7 +207,12 @@ class WandbSink:
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Logs one row of history at `step`."""
-        self._run.log(dict(scalars), step=step)
+        self._run.log({**scalars, STEP: step}, step=step)
+
+    def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Logs a table into the row of `step`."""
+        table = _import_wandb().Table(columns=list(PLAN_COLUMNS), data=[list(row) for row in rows])
+        self._run.log({PLAN: table}, step=step)
 
     def close(self) -> None:
         """Finishes the run if `open` started it, which waits for a running upload."""

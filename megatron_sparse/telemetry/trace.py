@@ -25,7 +25,7 @@ Span = tuple[str, float, float]
 
 
 class Timeline:
-    """Collects events in the Trace Event Format; times are microseconds from the first event.
+    """Collects events in the Trace Event Format.
 
     Args:
         rank: whose events they are.
@@ -56,20 +56,29 @@ class Timeline:
             for name, begin_s, end_s in record.watch.spans:
                 self._span(row, name, begin_s, end_s, {"iteration": iteration})
 
-    def write(self, path: Path) -> None:
-        """Writes everything; a reader never finds half a file.
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return not self._events
 
-        Raises:
-            OSError: the file cannot be written.
+    @property
+    def begin_us(self) -> float:
+        """Of the first event, in microseconds of `time.perf_counter`; 0 if there is none."""
+        return min((event["ts"] for event in self._events), default=0.0)
+
+    def events(self, origin_us: float) -> list[dict[str, Any]]:
+        """Everything, for `write_trace`.
+
+        Args:
+            origin_us: of `time.perf_counter`, what the times shall count from.
         """
-        origin_us = min((event["ts"] for event in self._events), default=0.0)
-        events = [event | {"ts": event["ts"] - origin_us} for event in self._events]
-        names = {"training thread": TRAINING_ROW, **self._rows}
-        common = {"ph": "M", "name": "thread_name", "pid": self._rank}
-        rows = [common | {"tid": row, "args": {"name": name}} for name, row in names.items()]
-        part = path.with_name(f".{path.name}.partial")
-        part.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": rows + events}))
-        os.replace(part, path)
+        common = {"ph": "M", "pid": self._rank}
+        process = {"name": "process_name", "args": {"name": f"rank {self._rank}: buckets"}}
+        rows = [common | process] + [
+            common | {"name": "thread_name", "tid": row, "args": {"name": name}}
+            for name, row in {"training thread": TRAINING_ROW, **self._rows}.items()
+        ]
+        return rows + [event | {"ts": event["ts"] - origin_us} for event in self._events]
 
     def _span(
         self, row: int, name: str, begin_s: float, end_s: float, arguments: dict[str, Any]
@@ -78,3 +87,21 @@ class Timeline:
             "ph": "X", "name": name, "pid": self._rank, "tid": row, "ts": begin_s * 1e6,
             "dur": (end_s - begin_s) * 1e6, "args": arguments,
         })  # fmt: skip
+
+
+def write_trace(
+    path: Path, events: Sequence[dict[str, Any]], trace: dict[str, Any] | None = None
+) -> None:
+    """Writes a file in the Trace Event Format; a reader never finds half of it.
+
+    Args:
+        path: the file.
+        events: of one or several timelines with the same origin.
+        trace: whatever else the file shall hold.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    part = path.with_name(f".{path.name}.partial")
+    part.write_text(json.dumps({"displayTimeUnit": "ms", **(trace or {}), "traceEvents": events}))
+    os.replace(part, path)

@@ -13,7 +13,7 @@ from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
 from megatron_sparse.telemetry.run import RunTelemetry
 
-QUIET = TrackingConfig(console=False, tensorboard=False, wandb="disabled")
+QUIET = TrackingConfig(console="off", tensorboard=False, wandb="disabled")
 
 
 def _iterate(telemetry, iterations):
@@ -31,7 +31,11 @@ def test_lines_scalars_and_summary(tmp_path):
     telemetry = RunTelemetry(tmp_path, QUIET, is_writer=True)
     last = _iterate(telemetry, range(1, 6))
     # Of step 2: 3 ms of bucket a, whose other ranks waited 3 and 5 ms, and 2 ms of b.
-    assert last.extra == {"straggler/delay_ms": pytest.approx(5), "straggler/rank": 1}
+    assert last.extra == {
+        "straggler/buckets_without": 0,
+        "straggler/delay_ms": pytest.approx(5),
+        "straggler/rank": 1,
+    }
     stragglers = telemetry.close()["stragglers"]
     assert stragglers["count"] == 6
     assert stragglers["max_ms"] == pytest.approx(3)

@@ -51,6 +51,7 @@ def test_sums_over_buckets():
     assert (b.iteration_ms, b.exposed_ms) == (50.0, 5.0)
     assert (b.dense_bytes, b.wire_bytes, b.nnz, b.numel) == (24000, 18200, 100, 4000)
     assert b.density == 0.025
+    assert b.planned_density == 0.01
     assert b.schemes == {"agsparse": 1, "dense": 1}
     assert (b.loss, b.grad_norm, b.learning_rate, b.skipped) == (2.5, 1.25, 1e-3, False)
     assert b.extra == {"residual_norm": 4.0}
@@ -87,12 +88,12 @@ def test_iteration_without_buckets():
     b = iteration_breakdown(1, [], {}, iteration_s=0.25, skipped=True)
     assert (b.phase, b.density, b.wire_ratio, b.schemes) == ("off", None, None, {})
     assert b.scalars() == {
-        "sparse/dense_bytes": 0.0,
-        "sparse/wire_bytes": 0.0,
-        "time_ms/iteration": 250.0,
-        **{f"time_ms/{stage}": 0.0 for stage in STAGES},
-        "time_ms/exposed": 0.0,
-        "time_ms/overlapped": 0.0,
+        "comm/dense_bytes": 0.0,
+        "comm/wire_bytes": 0.0,
+        "comm/exposed_ms": 0.0,
+        "comm/overlapped_ms": 0.0,
+        "breakdown/iteration_ms": 250.0,
+        **{f"breakdown/{stage}_ms": 0.0 for stage in STAGES},
         "train/skipped": 1.0,
     }
 
@@ -107,13 +108,15 @@ def test_scalars_have_units_and_names():
         extra={"learning_rate": 0.5, "residual_norm": 2.0, "cluster/rtt_ms": 1.0},
     )
     scalars = b.scalars()
-    assert scalars["sparse/wire_bytes"] == 250.0
-    assert scalars["sparse/wire_ratio"] == 0.25
-    assert scalars["sparse/density"] == 0.01
-    assert scalars["time_ms/prune"] == 2.0
-    assert scalars["time_ms/optimizer"] == 10.0
+    assert scalars["comm/wire_bytes"] == 250.0
+    assert scalars["comm/wire_ratio"] == 0.25
+    assert scalars["compression/density"] == 0.01
+    assert scalars["breakdown/prune_ms"] == 2.0
+    assert scalars["breakdown/optimizer_ms"] == 10.0
     assert scalars["train/loss"] == 3.0
     assert scalars["train/learning_rate"] == 0.5
+    assert scalars["compression/target_density"] == 0.01
+    assert scalars["planner/buckets/agsparse"] == 1.0
     assert scalars["extra/residual_norm"] == 2.0
     assert scalars["cluster/rtt_ms"] == 1.0
     assert "train/grad_norm" not in scalars
@@ -147,6 +150,7 @@ def test_lines_read_back():
         "straggler": None,
         "planned_density": 0.01,
         "density": 0.01,
+        "threshold": None,
         "numel": 1000,
         "nnz": 10,
         "dense_bytes": 8,
@@ -158,6 +162,7 @@ def test_lines_read_back():
         # rounded to a tenth of a microsecond: the clock is no better
         "stage_us": dict.fromkeys(BUCKET_STAGES, 0.0) | {"prune": 12.3},
     }
+    assert json.loads(bucket_line(r, 9, 5.0, 1.5e-7))["threshold"] == 1.5e-7
     assert json.loads(bucket_line(record(numel=0, nnz=0, density=1), 9, 0.0))["density"] is None
 
 
@@ -167,9 +172,9 @@ def test_what_was_predicted_stands_beside_what_was_measured():
     assert (line["predicted_us"], line["measured_us"]) == (1000.0, 500.0)
     b = iteration_breakdown(1, planned, {}, iteration_s=1.0)
     assert b.predicted_ms == 3.0
-    assert b.scalars()["plan/predicted_ms"] == 3.0
-    assert b.scalars()["plan/measured_ms"] == 1.0
+    assert b.scalars()["planner/predicted_ms"] == 3.0
+    assert b.scalars()["planner/measured_ms"] == 1.0
     # A sum of some of them would be compared with all of them.
     mixed = iteration_breakdown(1, [*planned, record()], {}, iteration_s=1.0)
     assert mixed.predicted_ms is None
-    assert "plan/measured_ms" not in mixed.scalars()
+    assert "planner/measured_ms" not in mixed.scalars()

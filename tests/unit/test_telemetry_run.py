@@ -16,7 +16,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BUCKET_STAGES, STAGES, STEP_STAGES, BucketRecord, Stopwatch
 from megatron_sparse.telemetry import RunTelemetry, load_summary
 
-QUIET = TrackingConfig(console=False)
+QUIET = TrackingConfig(console="off")
 CONFIG = {"name": "demo", "compression": {"density": 0.01}}
 LOSS = {1: 9.0, 2: 8.0, 3: 7.0, 4: 6.0, 5: 5.0, 6: 4.0}
 PHASE = {1: "warmup", 2: "warmup", 3: "ramp", 4: "target", 5: "target", 6: "target"}
@@ -225,7 +225,7 @@ def test_without_a_folder_there_is_a_summary_and_no_file(tmp_path, monkeypatch):
 
 
 def test_flush_interval(tmp_path):
-    telemetry = open_run(tmp_path, tracking=TrackingConfig(console=False, flush_every=3))
+    telemetry = open_run(tmp_path, tracking=TrackingConfig(console="off", flush_every=3))
     seen = []
     for iteration in range(1, 8):
         iterate(telemetry, iteration)
@@ -256,7 +256,7 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path):
 
 
 def test_a_disk_that_fails_does_not_stop_training(tmp_path, caplog):
-    telemetry = open_run(tmp_path, tracking=TrackingConfig(console=False, flush_every=1))
+    telemetry = open_run(tmp_path, tracking=TrackingConfig(console="off", flush_every=1))
     iterate(telemetry, 1)
     (tmp_path / "breakdown.jsonl").unlink()
     (tmp_path / "breakdown.jsonl").mkdir()

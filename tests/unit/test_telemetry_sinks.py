@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +17,9 @@ from megatron_sparse.telemetry import (
     WandbSink,
     open_sinks,
 )
+from megatron_sparse.telemetry.metrics import GROUPS
 from megatron_sparse.telemetry.sinks import IsolatedSink, wandb_mode
+from tests.tracked import tensorboard_scalars, wandb_history, wandb_records
 
 KEY = "0123456789abcdef" * 2 + "feedc0de"  # 40 characters, as wandb's keys have
 
@@ -42,56 +42,9 @@ def wandb(monkeypatch, tmp_path):
     module.teardown()
 
 
-def wandb_records(run_dir: Path):
-    """The records of every `.wandb` file in `run_dir`.
-
-    wandb's reader of its own file left Python with release 0.22; what it read is LevelDB's log
-    format: after 7 bytes of file header, blocks of 32 KiB with chunks of (crc, length, type).
-    """
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    for path in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
-        data = path.read_bytes()
-        assert data[:4] == b":W&B"
-        offset, body = 7, b""
-        while offset + 7 <= len(data):
-            left = 32768 - offset % 32768
-            if left < 7:
-                offset += left
-                continue
-            _, length, kind = struct.unpack_from("<IHB", data, offset)
-            body += data[offset + 7 : offset + 7 + length]
-            offset += 7 + length
-            if kind in (1, 4):  # a whole record, or its last chunk
-                record = Record()
-                record.ParseFromString(body)
-                body = b""
-                yield record
-
-
-def wandb_history(run_dir: Path) -> list[dict[str, float]]:
-    rows = []
-    for record in wandb_records(run_dir):
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({i.key or i.nested_key[0]: json.loads(i.value_json) for i in items})
-    return rows
-
-
-def tensorboard_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-    }
-
-
 def train(run_dir, sinks, iterations):
     telemetry = RunTelemetry(
-        run_dir, TrackingConfig(console=False), is_writer=True, sinks=sinks
+        run_dir, TrackingConfig(console="off"), is_writer=True, sinks=sinks
     )  # fmt: skip
     for iteration in iterations:
         telemetry.record_stage("optimizer", 0.25)
@@ -104,7 +57,7 @@ def test_tensorboard_reads_back(tmp_path):
     train(tmp_path, sinks, [1, 2])
     scalars = tensorboard_scalars(tmp_path / "tensorboard")
     assert scalars["train/loss"] == [(1, 8.0), (2, 4.0)]
-    assert scalars["time_ms/optimizer"] == [(1, 250.0), (2, 250.0)]
+    assert scalars["breakdown/optimizer_ms"] == [(1, 250.0), (2, 250.0)]
 
 
 def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path):
@@ -138,7 +91,11 @@ def test_a_writer_that_is_not_ours_is_flushed_and_left_open():
 
 def test_a_run_that_is_not_ours_is_logged_to_and_left_open():
     class Run:
-        logged = None
+        def __init__(self):
+            self.logged, self.metrics, self.config = None, {}, {}
+
+        def define_metric(self, name, step_metric=None, hidden=False):
+            self.metrics[name] = (step_metric, hidden)
 
         def log(self, scalars, step):
             self.logged = (scalars, step)
@@ -150,28 +107,32 @@ def test_a_run_that_is_not_ours_is_logged_to_and_left_open():
     sink = WandbSink(run)
     sink.log({"a": 1.0}, 5)
     sink.close()
-    assert run.logged == ({"a": 1.0}, 5)
+    assert run.logged == ({"a": 1.0, "iteration": 5}, 5)
+    assert run.metrics.pop("iteration") == (None, True)
+    assert run.metrics == {f"{group}/*": ("iteration", False) for group in GROUPS}
 
 
 def test_wandb_offline_reads_back_and_no_file_has_the_key(wandb, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     run_dir = tmp_path / "runs" / "demo"
     tracking = TrackingConfig(tensorboard=True, wandb="offline", wandb_project="proj")
-    config = {"compression": {"density": 0.01}}
+    config = {"compression": {"density": 0.01}, "cluster": {"env": {"HF_TOKEN": "planted"}}}
     train(run_dir, open_sinks(run_dir, tracking, config), [1, 2])
 
     rows = wandb_history(run_dir)
     assert [(row["_step"], row["train/loss"]) for row in rows] == [(1, 8.0), (2, 4.0)]
-    assert all(row["time_ms/optimizer"] == 250.0 for row in rows)
+    assert all(row["breakdown/optimizer_ms"] == 250.0 for row in rows)
     (run,) = (r.run for r in wandb_records(run_dir) if r.WhichOneof("record_type") == "run")
     assert (run.project, run.display_name) == ("proj", "demo")
-    assert {u.key: json.loads(u.value_json) for u in run.config.update if u.key != "_wandb"} == (
-        config
-    )
+    assert {u.key: json.loads(u.value_json) for u in run.config.update if u.key != "_wandb"} == {
+        "compression": {"density": 0.01},
+        "cluster": {"env": {"HF_TOKEN": "***"}},
+    }
 
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files)
-    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+    for secret in (KEY, "planted"):
+        assert [path for path in files if secret.encode() in path.read_bytes()] == []
     output = capfd.readouterr()
     assert KEY not in output.out + output.err
 

@@ -1,0 +1,194 @@
+"""`megatron-sparse dashboard ENTITY/PROJECT`: a W&B workspace with the panels to look at first.
+
+The order is that of the questions: what does synchronisation cost, where does an iteration go, what
+was sent, does it still learn, did the plan keep its word, which bucket, who was late. Names and
+units are those of `telemetry.metrics`; a panel of a family (`bucket/<bucket>/...`) finds its curves
+by a pattern.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_sparse.errors import ConfigError, DependencyError
+from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
+from megatron_sparse.telemetry.metrics import STEP
+
+COLUMNS, PANEL_HEIGHT = 24, 8
+"""W&B's grid; a section's panels share its width."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot over the iterations.
+
+    Attributes:
+        title: what it shows, with the unit in brackets.
+        metrics: its curves' names; with one `<...>` in it, a pattern for many.
+        plot: `line` or `stacked-area`.
+        log: a logarithmic axis.
+    """
+
+    title: str
+    metrics: tuple[str, ...]
+    plot: Literal["line", "stacked-area"] = "line"
+    log: bool = False
+
+    @property
+    def pattern(self) -> str | None:
+        """A regular expression, where the panel names a family."""
+        (first, *rest) = self.metrics
+        if "<" not in first:
+            return None
+        assert not rest, "a panel has one pattern or several names"
+        return "^" + ".+".join(re.escape(part) for part in re.split(r"<\w+>", first)) + "$"
+
+
+def _stages(stages: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"breakdown/{stage}_ms" for stage in stages)
+
+
+SECTIONS: dict[str, tuple[Panel, ...]] = {
+    "Communication time": (
+        Panel("Waited for synchronisation (ms)", ("comm/exposed_ms",)),
+        Panel("Hidden behind compute (ms)", ("comm/overlapped_ms",)),
+        Panel("Iteration (ms)", ("breakdown/iteration_ms",)),
+        Panel("The training thread's stages (ms)", _stages(STEP_STAGES), "stacked-area"),
+        Panel("The buckets' stages, summed (ms)", _stages(BUCKET_STAGES), "stacked-area"),
+        Panel("Network time by bucket (ms)", ("bucket/<bucket>/network_ms",)),
+    ),
+    "Bytes on the wire": (
+        Panel("Wire over dense", ("comm/wire_ratio",), log=True),
+        Panel("Sent by this rank (B)", ("comm/wire_bytes", "comm/dense_bytes"), log=True),
+        Panel("Sent by bucket (B)", ("bucket/<bucket>/wire_bytes",), log=True),
+    ),
+    "Learning": (
+        Panel("Loss", ("train/loss",)),
+        Panel("Gradient norm", ("train/grad_norm",), log=True),
+        Panel("Skipped steps", ("train/skipped",)),
+    ),
+    "Compression": (
+        Panel(
+            "Density: sent and asked for",
+            ("compression/density", "compression/target_density"), log=True,
+        ),
+        Panel("Residual over gradient norm", ("compression/residual_ratio",), log=True),
+        Panel("Residual norm", ("compression/residual_norm",), log=True),
+        Panel("Threshold by bucket", ("bucket/<bucket>/threshold",), log=True),
+    ),
+    "Plan": (
+        Panel(
+            "Predicted and measured (ms)", ("planner/predicted_ms", "planner/measured_ms")
+        ),
+        Panel("Buckets by scheme", ("planner/buckets/<scheme>",)),
+        Panel("Predicted by bucket (ms)", ("bucket/<bucket>/predicted_ms",)),
+        Panel("Measured by bucket (ms)", ("bucket/<bucket>/measured_ms",)),
+    ),
+    "Stragglers": (
+        Panel("Delay of the last rank, all buckets (ms)", ("straggler/delay_ms",)),
+        Panel("Who was last", ("straggler/rank",)),
+        Panel("Buckets that did not wait", ("straggler/buckets_without",)),
+        Panel("Delay by bucket (ms)", ("bucket/<bucket>/delay_ms",)),
+    ),
+}  # fmt: skip
+
+
+def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str:
+    """Makes the workspace, or writes what it would be.
+
+    Args:
+        target: `ENTITY/PROJECT`.
+        name: of the workspace.
+        json_path: where to write its specification; None writes none.
+        dry_run: do not talk to W&B.
+
+    Returns:
+        A line for the user: the address, or what was left out.
+
+    Raises:
+        ConfigError: the target is none, the file cannot be written, or W&B refuses.
+        DependencyError: wandb-workspaces is not installed.
+    """
+    entity, slash, project = target.partition("/")
+    if not (entity and slash and project) or "/" in project:
+        raise ConfigError(
+            "this is no project of W&B",
+            expected="ENTITY/PROJECT, such as my-team/megatron_sparse",
+            got=target,
+            remedy="both are in the address of the project's page",
+        )
+    workspace = make(entity, project, name)
+    if json_path is not None:
+        try:
+            json_path.write_text(json.dumps(specification(workspace), indent=1) + "\n", "utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{json_path} cannot be written", expected="a file that can be made", got=error
+            ) from None
+    if dry_run:
+        panels = sum(len(panels) for panels in SECTIONS.values())
+        return f"{panels} panels in {len(SECTIONS)} sections; nothing was sent to W&B"
+    try:
+        workspace.save()
+    except Exception as error:  # the library lets through what requests, gql and wandb raise
+        raise ConfigError(
+            "W&B did not take the workspace",
+            expected="a key that may write to the project, and a server that answers",
+            got=f"{type(error).__name__}: {error}",
+            remedy="wandb login; or --dry-run --json FILE to look at it without a server",
+        ) from None
+    return workspace.url
+
+
+def make(entity: str, project: str, name: str) -> Any:
+    """The `wandb_workspaces.workspaces.Workspace`, not saved; talks to no server.
+
+    Raises:
+        DependencyError: wandb-workspaces is not installed.
+    """
+    try:
+        from wandb_workspaces import workspaces
+        from wandb_workspaces.reports import v2 as reports
+        from wandb_workspaces.reports.v2.interface import Layout
+    except ImportError as error:
+        raise DependencyError(
+            "wandb-workspaces is not installed",
+            expected="an importable `wandb_workspaces`",
+            got=error,
+            remedy="pip install 'megatron-sparse[dashboard]'",
+        ) from None
+
+    def plot(panel: Panel, place: int, of: int) -> Any:
+        width = COLUMNS // min(of, 3)
+        layout = Layout(
+            x=width * (place % 3), y=PANEL_HEIGHT * (place // 3), w=width, h=PANEL_HEIGHT
+        )
+        curves: dict[str, Any] = (
+            {"metric_regex": panel.pattern} if panel.pattern else {"y": list(panel.metrics)}
+        )
+        return reports.LinePlot(
+            title=panel.title, x=STEP, plot_type=panel.plot, log_y=panel.log, layout=layout,
+            **curves,
+        )  # fmt: skip
+
+    sections = [
+        workspaces.Section(
+            name=title,
+            # Who scrolls has seen the first two; more at once would load slowly.
+            is_open=position < 2,
+            panels=[plot(panel, place, len(panels)) for place, panel in enumerate(panels)],
+        )
+        for position, (title, panels) in enumerate(SECTIONS.items())
+    ]
+    return workspaces.Workspace(entity=entity, project=project, name=name, sections=sections)
+
+
+def specification(workspace: Any) -> dict[str, Any]:
+    """What `save` would send, as plain values."""
+    # The library has no public way to see it.
+    model = workspace._to_model()
+    return json.loads(model.model_dump_json(by_alias=True, exclude_none=True))

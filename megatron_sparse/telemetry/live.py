@@ -1,0 +1,335 @@
+"""What the writing rank shows while it trains: a view that is drawn again and again, or lines.
+
+`live` keeps a few lines at the bottom of the terminal; what Megatron and everybody else prints or
+logs scrolls by above them, because the process's standard output and error go through rich. It is
+drawn when an iteration ends, at most `FRAMES_PER_S` times a second, by the training thread: no
+thread of its own. `plain` prints a line now and then, for files and pipes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import IO, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
+from megatron_sparse.telemetry.breakdown import IterationBreakdown
+from megatron_sparse.telemetry.quantities import ms, percent, size
+
+logger = logging.getLogger(__name__)
+
+FRAMES_PER_S = 5
+WINDOW = 20
+"""Iterations that times are averaged over: single ones jump."""
+MIN_COLUMNS = 40
+_STYLES = {"forward_backward": "green", "optimizer": "cyan", "host_wait": "red", "other": "white"}
+
+
+class View(Protocol):
+    """Shows how the training goes."""
+
+    def update(self, breakdown: IterationBreakdown) -> None:
+        """Called at the end of each iteration."""
+
+    def close(self) -> None:
+        """Gives the terminal back. May be called twice."""
+
+
+class Progress:
+    """Where the run is, and the means of its last iterations.
+
+    Args:
+        name: of the run.
+        total: iterations of the whole run; None where nobody knows.
+    """
+
+    def __init__(self, name: str | None, total: int | None) -> None:
+        self.name = name or "run"
+        self.total = total
+        self._last: deque[IterationBreakdown] = deque(maxlen=WINDOW)
+        self._ended_s: deque[float] = deque(maxlen=WINDOW + 1)
+        self._loss: float | None = None
+
+    def add(self, breakdown: IterationBreakdown, now_s: float) -> None:
+        """Takes an iteration that ended at `now_s`."""
+        self._last.append(breakdown)
+        self._ended_s.append(now_s)
+        if breakdown.loss is not None:
+            self._loss = breakdown.loss
+
+    @property
+    def latest(self) -> IterationBreakdown:
+        """The last iteration."""
+        return self._last[-1]
+
+    @property
+    def iteration_ms(self) -> float:
+        """Mean time of an iteration."""
+        return self.mean_ms(lambda b: b.iteration_ms)
+
+    def mean_ms(self, of: Callable[[IterationBreakdown], float]) -> float:
+        """Mean of a number over the last iterations."""
+        return sum(of(b) for b in self._last) / len(self._last)
+
+    def stages(self) -> dict[str, float]:
+        """The training thread's stages and, as `other`, what none of them claims."""
+        parts = {s: self.mean_ms(lambda b, s=s: b.stage_ms[s]) for s in STEP_STAGES}
+        return parts | {"other": max(0.0, self.iteration_ms - sum(parts.values()))}
+
+    def bucket_stages(self) -> dict[str, float]:
+        """The buckets' stages, summed over buckets."""
+        return {s: self.mean_ms(lambda b, s=s: b.stage_ms[s]) for s in BUCKET_STAGES}
+
+    def left_s(self) -> float | None:
+        """Seconds to the end by the pace of the last iterations, everything between them included.
+
+        None before the second iteration, and without a total.
+        """
+        if self.total is None or len(self._ended_s) < 2:
+            return None
+        pace_s = (self._ended_s[-1] - self._ended_s[0]) / (len(self._ended_s) - 1)
+        return max(0, self.total - self.latest.iteration) * pace_s
+
+    def place(self) -> str:
+        """`120/500, 1:52 left`; the last iteration has nothing left."""
+        of_all = "" if self.total is None else f"/{self.total}"
+        left_s = self.left_s()
+        left = "" if not left_s else f", {clock(left_s)} left"
+        return f"{self.latest.iteration}{of_all}{left}"
+
+    def facts(self) -> str:
+        """Loss, what was sent, density, phase."""
+        last = self.latest
+        loss = "" if self._loss is None else f"loss {self._loss:.4f}  "
+        return (
+            f"{loss}wire/dense {percent(last.wire_ratio)} ({size(last.wire_bytes)})  "
+            f"density {percent(last.density)}  {last.phase}"
+        )
+
+    def traffic(self) -> str:
+        """How much of the synchronisation is seen."""
+        exposed, overlapped = (
+            ms(self.mean_ms(lambda b, name=name: getattr(b, name)))
+            for name in ("exposed_ms", "overlapped_ms")
+        )
+        return f"synchronisation: {exposed} ms exposed, {overlapped} ms overlapped"
+
+
+def clock(seconds: float) -> str:
+    """`1:52`, `2:03:04`, `3d 04:05`.
+
+    Example:
+        >>> [clock(112), clock(7384), clock(3 * 86400 + 14700)]
+        ['1:52', '2:03:04', '3d 04:05']
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class LiveView:
+    """See the module's docstring.
+
+    Args:
+        progress: of the run.
+        console: a terminal; None takes standard output.
+    """
+
+    def __init__(self, progress: Progress, console: Console | None = None) -> None:
+        self._progress = progress
+        self._console = console or Console(highlight=False)
+        self._live: Live | None = None
+        self._logs: list[tuple[logging.StreamHandler, IO[str]]] = []
+        self._drawn_s = 0.0
+
+    def update(self, breakdown: IterationBreakdown) -> None:
+        """Draws, unless it has just been."""
+        now_s = time.perf_counter()
+        self._progress.add(breakdown, now_s)
+        if now_s - self._drawn_s >= 1 / FRAMES_PER_S:
+            self._drawn_s = now_s
+            self._draw()
+
+    def close(self) -> None:
+        """Draws the last iteration and leaves it standing."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.update(self.render(), refresh=True)
+            live.stop()
+            for handler, stream in self._logs:
+                handler.setStream(stream)
+            self._console.print()
+
+    def render(self) -> RenderableType:
+        """The view as it is now."""
+        return render(self._progress, self._console.width)
+
+    def _draw(self) -> None:
+        if self._live is None:
+            # From the first iteration on: what Megatron prints before is left alone.
+            self._live = Live(console=self._console, auto_refresh=False)
+            before = sys.stdout, sys.stderr
+            self._live.start()
+            self._logs = _redirect_logs(before)
+            # A rank that is killed could not give a hidden one back.
+            self._console.show_cursor(True)
+        self._live.update(self.render(), refresh=True)
+
+
+def _redirect_logs(
+    before: tuple[IO[str], IO[str]],
+) -> list[tuple[logging.StreamHandler, IO[str]]]:
+    """Lets log handlers write where standard output and error go now: they keep what they got.
+
+    Args:
+        before: standard output and error when the handlers were made.
+
+    Returns:
+        The handlers and their old streams.
+    """
+    loggers = [logging.root, *logging.Logger.manager.loggerDict.values()]
+    moved = []
+    for found in loggers:
+        for handler in getattr(found, "handlers", []):  # a placeholder has none
+            if isinstance(handler, logging.StreamHandler) and handler.stream in before:
+                now = sys.stdout if handler.stream is before[0] else sys.stderr
+                moved.append((handler, handler.stream))
+                handler.setStream(now)
+    return moved
+
+
+def render(progress: Progress, columns: int) -> RenderableType:
+    """The live view.
+
+    Args:
+        progress: with an iteration at least.
+        columns: of the terminal; in fewer than `MIN_COLUMNS` there are no bars.
+    """
+    last = progress.latest
+    head = Table.grid(padding=(0, 1), expand=True)
+    head.add_column(no_wrap=True)
+    head.add_column(ratio=1)
+    head.add_column(no_wrap=True, justify="right")
+    bar = ProgressBar(total=progress.total or last.iteration, completed=last.iteration)
+    head.add_row(Text(progress.name, style="bold"), bar, progress.place())
+    iteration_ms = progress.iteration_ms
+    stages = Table.grid(padding=(0, 1), expand=True)
+    stages.add_column(no_wrap=True, width=max(map(len, STEP_STAGES)))
+    stages.add_column(justify="right", no_wrap=True, width=10)
+    stages.add_column(justify="right", no_wrap=True, width=4)
+    if columns >= MIN_COLUMNS:
+        stages.add_column(ratio=1)
+    for stage, time_ms in progress.stages().items():
+        share = time_ms / iteration_ms if iteration_ms else 0.0
+        row: list[RenderableType] = [stage, f"{time_ms:.2f} ms", f"{share:.0%}"]
+        if columns >= MIN_COLUMNS:
+            style = _STYLES[stage]
+            row.append(
+                ProgressBar(total=1, completed=share, complete_style=style, finished_style=style)
+            )
+        stages.add_row(*row)
+    inside = "  ".join(f"{stage} {ms(t)}" for stage, t in progress.bucket_stages().items() if t)
+    return Group(
+        Rule(style="dim"),
+        head,
+        Text(progress.facts()),
+        Text(f"an iteration of {iteration_ms:.2f} ms, mean of the last ones", style="dim"),
+        stages,
+        Text(progress.traffic()),
+        Text(f"buckets, ms: {inside}" if inside else "no bucket yet", style="dim"),
+    )
+
+
+class PlainView:
+    """A line every `every` iterations, and none with 0.
+
+    Args:
+        progress: of the run.
+        every: iterations between lines.
+        file: where to; None takes standard output.
+    """
+
+    def __init__(self, progress: Progress, every: int, file: IO[str] | None = None) -> None:
+        self._progress = progress
+        self._every = every
+        self._file = file
+
+    def update(self, breakdown: IterationBreakdown) -> None:
+        """Prints if it is time."""
+        self._progress.add(breakdown, time.perf_counter())
+        if self._every and breakdown.iteration % self._every == 0:
+            parts = " + ".join(f"{stage} {ms(t)}" for stage, t in self._progress.stages().items())
+            print(
+                f"{self._progress.name}: {self._progress.place()}  {self._progress.facts()}  "
+                f"{self._progress.iteration_ms:.2f} ms = {parts}",
+                file=self._file or sys.stdout, flush=True,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class IsolatedView:
+    """Keeps a view's failures away from the training loop, like `sinks.IsolatedSink`."""
+
+    def __init__(self, view: View) -> None:
+        self._view: View | None = view
+
+    def update(self, breakdown: IterationBreakdown) -> None:
+        """Passes on; does nothing once it has failed."""
+        self._try(lambda view: view.update(breakdown))
+
+    def close(self) -> None:
+        """Passes on."""
+        self._try(lambda view: view.close())
+
+    def _try(self, act: Callable[[View], None]) -> None:
+        if self._view is None:
+            return
+        try:
+            act(self._view)
+        except Exception as error:
+            self._view = None
+            logger.error("the console's view is off: %s: %s", type(error).__name__, error)
+
+
+def open_view(
+    console: str, name: str | None, total: int | None, every: int, stream: IO[str] | None = None
+) -> IsolatedView | None:
+    """The view that `tracking.console` asks for.
+
+    Args:
+        console: of the configuration; `auto` looks whether `stream` is a terminal that can move
+            its cursor.
+        name: of the run.
+        total: its iterations; None where nobody knows.
+        every: `tracking.sample_every`, for lines.
+        stream: where to; None takes standard output.
+
+    Returns:
+        None for `off`.
+    """
+    if console == "off":
+        return None
+    out: IO[str] = sys.stdout if stream is None else stream
+    if console == "auto":
+        moves = out.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        console = "live" if moves else "plain"
+    progress = Progress(name, total)
+    if console == "plain":
+        return IsolatedView(PlainView(progress, every, out))
+    return IsolatedView(LiveView(progress, Console(file=out, highlight=False)))

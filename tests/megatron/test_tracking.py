@@ -1,0 +1,167 @@
+"""A run on 2 ranks with everything on: W&B offline, TensorBoard, files and profile agree."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse.dashboard import SECTIONS
+from megatron_sparse.ranges import PREFIX
+from megatron_sparse.recording import STEP_STAGES
+from megatron_sparse.telemetry.breakdown import IterationBreakdown
+from megatron_sparse.telemetry.metrics import METRICS, PLAN, PLAN_COLUMNS, known
+from tests.megatron.test_pretrain import train
+from tests.tracked import tensorboard_scalars, wandb_history, wandb_records
+
+ITERATIONS, EVERY = 8, 2
+SECRET = "planted-secret"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    pytest.importorskip("wandb")
+    folder = tmp_path_factory.mktemp("tracked")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_API_KEY", SECRET)
+        for place in ("CONFIG", "CACHE", "DATA"):
+            patch.setenv(f"WANDB_{place}_DIR", str(folder / "home" / place))
+        return train(
+            folder, "tracked", "scheme=auto", "planner.cluster=ethernet_25gbit",
+            "compression.warmup_iters=2", "compression.ramp_iters=1", "compression.density=0.02",
+            "training.overlap_grad_reduce=true", f"training.iterations={ITERATIONS}",
+            "straggler.mode=observe", "tracking.tensorboard=true", "tracking.wandb=offline",
+            f"tracking.sample_every={EVERY}", "tracking.trace_start=4", "tracking.profile_iters=2",
+            f"cluster.env.HF_TOKEN={SECRET}",
+        )  # fmt: skip
+
+
+def lines(run: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def ours(names) -> set[str]:
+    """Without those of Megatron, which have no slash, and of W&B."""
+    return {name for name in names if "/" in name and name != PLAN}
+
+
+def test_wandb_tells_what_the_files_tell(run):
+    rows = {row["iteration"]: row for row in wandb_history(run)}
+    assert list(rows) == list(range(1, ITERATIONS + 1))
+    assert all(row["_step"] == iteration for iteration, row in rows.items())
+    for line in lines(run, "breakdown.jsonl"):
+        # The same double went both ways.
+        expected = IterationBreakdown(**line).scalars()
+        row = rows[line["iteration"]]
+        assert {name: row[name] for name in expected} == expected
+    checked = set()
+    for line in lines(run, "buckets.jsonl"):
+        row, prefix = rows[line["iteration"]], f"bucket/{line['bucket']}"
+        if line["iteration"] % EVERY:
+            assert f"{prefix}/wire_bytes" not in row
+            assert line["threshold"] is None
+            continue
+        for name in ("wire_bytes", "dense_bytes", "density", "threshold"):
+            assert row.get(f"{prefix}/{name}") == line[name]
+        # The lines round to a tenth of a microsecond, each stage of the sum by itself.
+        for name, time_us in (
+            ("network_ms", line["stage_us"]["network"]), ("measured_ms", line["measured_us"]),
+            ("sync_ms", line["finished_us"] - line["launched_us"]),
+        ):  # fmt: skip
+            assert row[f"{prefix}/{name}"] == pytest.approx(time_us / 1e3, abs=2e-4)
+        if line["predicted_us"] is not None:
+            assert row[f"{prefix}/predicted_ms"] == pytest.approx(
+                line["predicted_us"] / 1e3, abs=2e-4
+            )
+        checked |= {name for name, value in row.items() if value is not None}
+    # A selected bucket has a threshold, a dense one has none.
+    assert any(name.endswith("/threshold") for name in checked)
+    assert {"compression/residual_norm", "compression/residual_ratio"} <= checked
+    last = rows[ITERATIONS]
+    assert last["compression/residual_norm"] > 0
+    assert last["straggler/delay_ms"] >= 0
+
+
+def test_every_name_is_listed_and_all_that_such_a_run_has_are_there(run):
+    logged = ours(name for row in wandb_history(run) for name in row)
+    assert [name for name in logged if not known(name)] == []
+    absent = {m.name for m in METRICS if not any(m.matches(name) for name in logged)}
+    # Nobody goes on without a rank in a run that only observes; nothing extra is measured.
+    assert absent == {"bucket/<bucket>/straggler", "extra/<name>"}
+
+
+def test_tensorboard_has_the_same_scalars(run):
+    scalars = tensorboard_scalars(run / "tensorboard")
+    rows = wandb_history(run)
+    names = ours(name for row in rows for name in row)
+    assert ours(scalars) >= names
+    for name in names:
+        # TensorBoard keeps fp32.
+        expected = [
+            (row["iteration"], struct.unpack("f", struct.pack("f", row[name]))[0])
+            for row in rows
+            if name in row
+        ]
+        assert scalars[name] == expected, name
+
+
+def test_every_panel_of_the_dashboard_draws_something(run):
+    logged = ours(name for row in wandb_history(run) for name in row)
+    for panel in (panel for panels in SECTIONS.values() for panel in panels):
+        if panel.pattern is not None:
+            assert [name for name in logged if re.search(panel.pattern, name)], panel.title
+        else:
+            assert set(panel.metrics) <= logged, panel.title
+
+
+def test_the_plan_is_a_table(run):
+    rows = [row for row in wandb_history(run) if PLAN in row]
+    assert rows
+    path = max(run.glob("wandb/offline-run-*/files/media/table/planner/plan_*"))
+    table = json.loads(path.read_text())
+    assert table["columns"] == list(PLAN_COLUMNS)
+    planned = json.loads((run / "plan.json").read_text())["buckets"]
+    assert [line[0] for line in table["data"]] == [row["bucket"] for row in planned]
+
+
+def test_the_configuration_is_in_wandb_without_secrets(run):
+    updates = {
+        (update.key or update.nested_key[0]): json.loads(update.value_json)
+        for record in wandb_records(run)
+        if record.WhichOneof("record_type") == "config"
+        for update in record.config.update
+    }
+    config = updates["megatron_sparse"]
+    assert config["compression"]["density"] == 0.02
+    assert config["cluster"]["env"]["HF_TOKEN"] == "***"
+    steps = {
+        record.metric.glob_name: record.metric.step_metric
+        for record in wandb_records(run)
+        if record.WhichOneof("record_type") == "metric" and record.metric.glob_name
+    }
+    assert steps == {f"{m.group}/*": "iteration" for m in METRICS}
+
+
+def test_no_file_of_the_run_has_a_secret(run):
+    files = [path for path in run.parent.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_the_profile_has_every_stage_and_the_backward_pass(run):
+    events = json.loads((run / "profile.json").read_text())["traceEvents"]
+    ranges = {event["name"] for event in events if event["name"].startswith(PREFIX)}
+    stages = {*STEP_STAGES, "threshold", "prune", "network", "decode", "profile"}
+    assert {PREFIX + stage for stage in stages} <= ranges
+    assert any("Backward" in event["name"] for event in events)
+    assert {e["args"]["iteration"] for e in events if e["name"].startswith("dense")} == {4, 5}
+
+
+def test_without_a_terminal_there_are_plain_lines(run):
+    text = (run.parent / "tracked.log").read_text()
+    told = re.findall(r"^tracked: (\d+)/8.*wire/dense.* ms = forward_backward", text, re.M)
+    assert told == ["2", "4", "6", "8"]
+    assert "\x1b" not in text
