@@ -67,6 +67,10 @@ class Bucket:
         form: all-reduce, or reduce-scatter over `world_size` equal shards.
         world_size: ranks in the group.
         reduction: sum or average; the reducer does the division.
+        instances: groups of `world_size` ranks whose shards are added up afterwards; see
+            `megatron_sparse.instances`.
+        fp32_sums: a dense reduce-scatter adds in fp32 and rounds once, whatever the dtype of the
+            gradients; sparse ones always do.
     """
 
     name: str
@@ -75,6 +79,8 @@ class Bucket:
     form: Form
     world_size: int
     reduction: Reduction = Reduction.SUM
+    instances: int = 1
+    fp32_sums: bool = False
     layouts: dict[tuple[bool, Cuts], Layout] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -42,7 +42,18 @@ TIMED_STRAGGLER_MODES = ("persistent", "dynamic")
 """Those that decide from timing."""
 MIN_STRAGGLER_HISTORY = 5
 """Fewer steps say nothing about who will be last."""
+CONSOLES = ("auto", "live", "plain", "off")
 THRESHOLD_SCOPES = ("parameter", "bucket", "tp_group")
+RESIDUAL_CHECKPOINTS = ("full", "sum", "none")
+METHODS = ("topk", "threshold_reuse", "sidco", "dgc")
+"""The classes in `compression`, see `compression.method`."""
+SHARED_THRESHOLD_METHODS = ("topk", "dgc")
+"""Those whose threshold a tensor-parallel group can agree upon: they sample in every step."""
+TAIL_FITS = ("exponential", "gamma", "pareto")
+RAMP_SHAPES = ("exponential", "linear", "staircase")
+REUSE_BAND = (0.8, 1.3)
+"""Kept counts over the target between which `threshold_reuse` leaves a threshold alone: those of
+DGC's threshold adaptation."""
 CANDIDATES = tuple(name for name in SCHEMES if name not in ("auto", *STRAGGLER_SCHEMES))
 """What the planner chooses from."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
@@ -55,6 +66,11 @@ class CompressionConfig:
 
     Attributes:
         enabled: False synchronises densely; what the residual still holds is sent first.
+        method: what is accumulated and how thresholds are found; docs/compression.md says when to
+            take which. `topk`: leaky error feedback, thresholds from samples of every step.
+            `threshold_reuse`: the same, with thresholds that serve for several steps. `sidco`: the
+            same, with thresholds from a tail that is fitted to the samples. `dgc`: Deep Gradient
+            Compression's momentum correction, for SGD without momentum of its own.
         density: the fraction of each pruned range that is sent (nnz / numel), in (0, 1].
         leak: factor on what was not sent when it enters the residual; 1 loses nothing.
         samples: how many elements of a range are looked at for its threshold. The kept count's
@@ -63,29 +79,43 @@ class CompressionConfig:
             overlap on and off), `bucket` (one for each bucket, whose cut depends on overlap) or
             `tp_group` (one for each bucket of all ranks of Megatron's tensor-parallel group, from
             samples that they gather; not with plans that ranks of it may not share:
-            `planner.cluster`).
+            `planner.cluster`; with the methods `topk` and `dgc`).
+        reuse_iters: `threshold_reuse`: steps that a threshold serves for, the one it was sampled in
+            included.
+        tail_fit: `sidco`: what is fitted to the magnitudes: `exponential`, `pareto` (generalised),
+            or `gamma` first and `pareto` to what exceeds it.
+        momentum: `dgc`: of the velocity that each rank accumulates; it takes the place of the
+            optimizer's.
+        momentum_masking: `dgc`: forget the velocity of what is sent (momentum factor masking).
         residual_dtype: fp32 or bf16 (stochastically rounded; half the memory).
         undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
             repeated (fp16 loss scaling, Megatron's rerun mode); `always`, `never`.
         warmup_iters: iterations synchronised densely at the start.
         ramp_iters: iterations over which the density falls from `ramp_start_density` to `density`.
         ramp_start_density: the first density of the ramp.
-        ramp_shape: `exponential` (equal factors) or `linear` (equal differences).
+        ramp_shape: `exponential` (equal factors), `linear` (equal differences) or `staircase`
+            (DGC's warm-up: equal times at a density, at a quarter of it, and so on, while that is
+            above `density`).
         keep_below_numel: parameters with fewer elements are always sent whole; so are all
             one-dimensional ones and those that tensor parallelism replicates.
         keep_patterns: regular expressions; a parameter whose name one of them finds is kept whole.
-        residual_checkpoint: `full` saves each rank's residual with Megatron's checkpoint, `none`
-            drops it.
+        residual_checkpoint: `full` saves each rank's residual with Megatron's checkpoint, `sum` one
+            for all data-parallel ranks, whose total it keeps; `none` neither saves nor restores it.
         residual_alarm: warn when a rank's residual norm exceeds this many times the norm of the
             gradient it sends; 0 turns the alarm off.
         seed: of the sample positions and of stochastic rounding.
     """
 
     enabled: bool = True
+    method: str = "topk"
     density: float = 0.01
     leak: float = 1.0
     samples: int = 40_000
     threshold_scope: str = "parameter"
+    reuse_iters: int = 32
+    tail_fit: str = "pareto"
+    momentum: float = 0.9
+    momentum_masking: bool = True
     residual_dtype: str = "fp32"
     undo: str = "auto"
     warmup_iters: int = 500
@@ -100,22 +130,46 @@ class CompressionConfig:
 
     def __post_init__(self) -> None:
         is_flag("compression.enabled", self.enabled)
+        one_of("compression.method", self.method, METHODS)
         in_range("compression.density", self.density, 0, 1, low_open=True)
         in_range("compression.leak", self.leak, 0, 1)
         in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
         one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
+        in_range("compression.reuse_iters", self.reuse_iters, 1, math.inf, integer=True)
+        one_of("compression.tail_fit", self.tail_fit, TAIL_FITS)
+        in_range("compression.momentum", self.momentum, 0, 0.999)
+        is_flag("compression.momentum_masking", self.momentum_masking)
         one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
         one_of("compression.undo", self.undo, ("auto", "always", "never"))
         in_range("compression.warmup_iters", self.warmup_iters, 0, math.inf, integer=True)
         in_range("compression.ramp_iters", self.ramp_iters, 0, math.inf, integer=True)
         in_range("compression.ramp_start_density", self.ramp_start_density, 0, 1, low_open=True)
-        one_of("compression.ramp_shape", self.ramp_shape, ("exponential", "linear"))
+        one_of("compression.ramp_shape", self.ramp_shape, RAMP_SHAPES)
         in_range("compression.keep_below_numel", self.keep_below_numel, 0, math.inf, integer=True)
-        one_of("compression.residual_checkpoint", self.residual_checkpoint, ("full", "none"))
+        one_of("compression.residual_checkpoint", self.residual_checkpoint, RESIDUAL_CHECKPOINTS)
         in_range("compression.residual_alarm", self.residual_alarm, 0, math.inf)
         in_range("compression.seed", self.seed, 0, 2**63 - 1, integer=True)
         for pattern in self.keep_patterns:
             is_pattern("compression.keep_patterns", pattern)
+        self._check_method()
+
+    def _check_method(self) -> None:
+        """What does not go with the method."""
+        if self.threshold_scope == "tp_group" and self.method not in SHARED_THRESHOLD_METHODS:
+            raise ConfigError(
+                f"compression.method={self.method} has thresholds of its own on each rank",
+                expected="compression.threshold_scope=parameter or bucket",
+                got="tp_group",
+                remedy="set compression.threshold_scope=bucket, or compression.method="
+                + " or ".join(SHARED_THRESHOLD_METHODS),
+            )
+        if self.method == "dgc" and self.residual_dtype != "fp32":
+            raise ConfigError(
+                "compression.method=dgc adds up velocities in the residual",
+                expected="compression.residual_dtype=fp32",
+                got=self.residual_dtype,
+                remedy="leave it out: in bf16 additions under 1/256 of an element would be lost",
+            )
 
 
 @dataclass
@@ -315,38 +369,53 @@ class TrackingConfig:
     """Where the measurements go.
 
     Attributes:
-        console: print the breakdown table at the end of a run.
+        console: what the writing rank shows while it trains: `live` (a view that is drawn again
+            and again, for a terminal), `plain` (a line now and then), `auto` (`live` on a terminal,
+            else `plain`) and, with each of them, the breakdown table at the end; `off` is silent.
         tensorboard: write scalars for TensorBoard into the run's folder.
         wandb: `auto` (online with a key, offline without), `online`, `offline`, `disabled`.
         wandb_project: project name for Weights & Biases.
         wandb_entity: team or user; null takes the account's default.
         flush_every: iterations between flushes of the JSON lines.
+        sample_every: iterations between looks at what costs more than the rest: the metrics of
+            each bucket, its threshold, the residual's norm (one read of the residual), and the
+            lines of `console=plain`; 0 never looks. docs/tracking.md says what they cost.
         trace_iters: iterations whose timeline goes to `trace.json` in the run's folder, for
             chrome://tracing and ui.perfetto.dev; 0 writes none.
-        trace_start: the first of them.
+        profile_iters: iterations that torch.profiler records, on the writing rank, with every
+            operator and kernel of forward, backward and synchronisation, into `profile.json` there;
+            0 records none.
+        trace_start: the first of both.
+        nvtx: open an NVTX range around every stage, for Nsight Systems; needs a GPU.
         record_gradients_iters: iterations whose gradients every rank writes to `gradients/` in the
             run's folder, for `megatron-sparse profile`; docs/profiling.md says how large they are.
         record_gradients: what of them: `gradient` (before selection), `selected`, or `both`.
     """
 
-    console: bool = True
+    console: str = "auto"
     tensorboard: bool = True
     wandb: str = "auto"
     wandb_project: str = "megatron_sparse"
     wandb_entity: str | None = None
     flush_every: int = 10
+    sample_every: int = 10
     trace_iters: int = 0
+    profile_iters: int = 0
     trace_start: int = 1
+    nvtx: bool = False
     record_gradients_iters: list[int] = field(default_factory=list)
     record_gradients: str = "both"
 
     def __post_init__(self) -> None:
-        is_flag("tracking.console", self.console)
+        one_of("tracking.console", self.console, CONSOLES)
         is_flag("tracking.tensorboard", self.tensorboard)
         one_of("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
         in_range("tracking.flush_every", self.flush_every, 1, math.inf, integer=True)
+        in_range("tracking.sample_every", self.sample_every, 0, math.inf, integer=True)
         in_range("tracking.trace_iters", self.trace_iters, 0, math.inf, integer=True)
+        in_range("tracking.profile_iters", self.profile_iters, 0, math.inf, integer=True)
         in_range("tracking.trace_start", self.trace_start, 1, math.inf, integer=True)
+        is_flag("tracking.nvtx", self.nvtx)
         for iteration in self.record_gradients_iters:
             in_range("tracking.record_gradients_iters", iteration, 1, math.inf, integer=True)
         one_of("tracking.record_gradients", self.record_gradients, ("gradient", "selected", "both"))
@@ -387,6 +456,14 @@ class SparseConfig:
                 got="plans that each data-parallel group makes for itself: planner.cluster="
                 f"{self.planner.cluster}",
                 remedy="pin the plan of another run, or set compression.threshold_scope=bucket",
+            )
+        capacity, most = self.scheme.capacity, REUSE_BAND[1]
+        if self.compression.method == "threshold_reuse" and capacity and capacity <= most:
+            raise ConfigError(
+                "compression.method=threshold_reuse would not see that a threshold is too low",
+                expected=f"scheme.capacity > {most:g}, the most that is let pass, or none",
+                got=f"scheme.capacity={capacity:g}",
+                remedy=f"set scheme.capacity={most + 0.2:g}, or choose another method",
             )
         if self.straggler.mode in TIMED_STRAGGLER_MODES and self.scheme.deterministic:
             raise ConfigError(

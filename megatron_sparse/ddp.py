@@ -21,6 +21,7 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
 from megatron_sparse.config import SparseConfig
@@ -83,6 +84,7 @@ class DDPState:
             )
         self.config = with_swept_thresholds(config or SparseConfig.from_overrides(**overrides))
         _check_no_step_is_undone(self.config, ddp)
+        _check_state_is_own(self.config)
         self.step = 0
         self._all_at_end = ddp.static_graph
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
@@ -90,7 +92,7 @@ class DDPState:
         self._buckets: dict[int, Bucket] = {}
         self._launched = 0
         self._placed: set[int] = set()
-        self._unplaced: dict[str, torch.Tensor] = {}
+        self._unplaced: dict[str, dict[str, torch.Tensor]] = {}
         self._in_flight: list[PendingReduction | PendingRowSparse] = []
         self._device = device
         timeout_s = self.config.scheme.timeout_s
@@ -105,11 +107,18 @@ class DDPState:
             RESIDUAL_DTYPES[self.config.compression.residual_dtype], undo=False,
             outcome=Outcome.ASSUMED,
         )  # fmt: skip
+        self._method = method_of(self.config.compression, self.residuals)
         recorder = recorder or NullRecorder()
         self._reducer = GradientReducer(
-            self.config, self._transport, self._planner, self.residuals, recorder, self._progress
-        )
+            self.config, self._transport, self._planner, self.residuals, recorder, self._progress,
+            method=self._method,
+        )  # fmt: skip
         self._row_reducer = RowSparseReducer(self._transport, recorder, self._progress)
+        if self.config.compression.method == "dgc":
+            logger.warning(
+                "compression.method=dgc: DDP does not show its hook the optimizer; it must be SGD "
+                "with momentum 0, whose place compression.momentum takes"
+            )
         if ddp.find_unused_parameters:
             logger.warning(
                 "find_unused_parameters: DDP ignores what is synchronised for a parameter that no "
@@ -225,9 +234,10 @@ class DDPState:
             self._take_residuals_back()
         self._buckets[index] = bucket
         self._placed.add(index)
-        mine = {p.name: self._unplaced.pop(p.name) for p in slices if p.name in self._unplaced}
-        if mine:
-            self.residuals.load([bucket], mine)
+        for store, waiting in self._unplaced.items():
+            mine = {p.name: waiting.pop(p.name) for p in slices if p.name in waiting}
+            if mine:
+                self._method.stores[store].load([bucket], mine)
         return bucket
 
     def _take_residuals_back(self) -> None:
@@ -237,11 +247,12 @@ class DDPState:
         """
         for index in self._buckets.keys() - self._placed:
             bucket = self._buckets.pop(index)
-            if bucket.name in self.residuals:
-                residual_N = self.residuals.begin(bucket)
-                for piece in bucket.parameters:
-                    self._unplaced[piece.name] = residual_N[piece.start : piece.stop]
-                self.residuals.load([bucket], {})
+            for name, store in self._method.stores.items():
+                if bucket.name in store:
+                    held_N, waiting = store[bucket.name], self._unplaced.setdefault(name, {})
+                    for piece in bucket.parameters:
+                        waiting[piece.name] = held_N[piece.start : piece.stop]
+                    store.load([bucket], {})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, to be saved between two steps by every rank for itself.
@@ -249,10 +260,11 @@ class DDPState:
         Tensors are copies on the host; on CUDA that waits for them. With
         `residual_checkpoint=none` it holds no residuals.
         """
-        residuals: dict[str, torch.Tensor] = {}
+        stores: dict[str, dict[str, torch.Tensor]] = {}
         if self.config.compression.residual_checkpoint != "none":
-            held = self._unplaced | dict(self.residuals.by_parameter())
-            residuals = {name: view.detach().cpu().clone() for name, view in held.items()}
+            for store, values in self._method.stores.items():
+                held = self._unplaced.get(store, {}) | dict(values.by_parameter())
+                stores[store] = {name: view.detach().cpu().clone() for name, view in held.items()}
         return {
             "version": VERSION,
             "rank": self._transport.rank,
@@ -260,7 +272,9 @@ class DDPState:
             "step": self.step,
             "enabled": self.enabled,
             "planner": self._planner.state_dict(),
-            "residuals": residuals,
+            "residuals": stores.pop("residual", {}),
+            "stores": stores,
+            "method": self._method.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -283,7 +297,9 @@ class DDPState:
                     "with zero residuals by not loading it",
                 )
         numels = {name: parameter.numel() for parameter, name in self._names.items()}
-        for name, residual in state["residuals"].items():
+        stores = {"residual": state["residuals"]} | state.get("stores", {})
+        saved = [item for values in stores.values() for item in values.items()]
+        for name, residual in saved:
             if residual.numel() != numels.get(name):
                 raise CheckpointError(
                     f"the saved residual of {name} does not fit the model",
@@ -291,8 +307,12 @@ class DDPState:
                     got=residual.numel(),
                     remedy="resume with the same model",
                 )
-        self.residuals.load(self._buckets.values(), {})
-        self._unplaced = dict(state["residuals"])
+        own = self._method.stores
+        for store in own.values():
+            store.load(self._buckets.values(), {})
+        kept = self.config.compression.residual_checkpoint != "none"
+        self._unplaced = {name: dict(stores[name]) for name in own if kept and name in stores}
+        self._method.load_state_dict(state.get("method", {}))
         self._planner.load_state_dict(state.get("planner", {}))
         self.step, self._planner.enabled = state["step"], state["enabled"]
 
@@ -332,6 +352,17 @@ def _device_of(ddp: object) -> torch.device:
             remedy="use one process for each device",
         )
     return devices.pop()
+
+
+def _check_state_is_own(config: SparseConfig) -> None:
+    """Each rank saves for itself, so there is no one to add residuals up."""
+    if config.compression.residual_checkpoint == "sum":
+        raise ConfigError(
+            "compression.residual_checkpoint=sum does not go with plain DDP",
+            expected="full or none",
+            got="sum",
+            remedy="set compression.residual_checkpoint=full",
+        )
 
 
 def _check_no_step_is_undone(config: SparseConfig, ddp: DistributedDataParallel) -> None:

@@ -14,17 +14,21 @@ from typing import Any
 
 from megatron_sparse.bucket import Bucket, Reduction
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.compression.method import CompressionMethod
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.group_threshold import group_threshold
+from megatron_sparse.instances import summed_over_instances
 from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.gradient_recording import NOT_RECORDING, GradientRecorder, Kind
 from megatron_sparse.planner.sampling import selected_values
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.progress import GATE, Pending, ProgressThread
+from megatron_sparse.ranges import marked
 from megatron_sparse.recording import BucketRecord, Recorder, Stopwatch
 from megatron_sparse.straggler_watch import StragglerWatch
 from megatron_sparse.transport import Transport
@@ -45,7 +49,8 @@ class PendingReduction:
             MegatronSparseError: the bucket was not synchronised; its content is undefined.
         """
         start_s = time.perf_counter()
-        self._pending.wait()
+        with marked("host_wait"):
+            self._pending.wait()
         self._record.finished_s = self._pending.finished_s
         self._recorder.record_stage("host_wait", time.perf_counter() - start_s)
         self._recorder.record_bucket(self._record)
@@ -63,6 +68,9 @@ class GradientReducer:
         progress: drives the phases; shared by all reducers of the process.
         recording: given the gradients of the iterations that it wants.
         tensor_parallel: the group that agrees on thresholds, for `threshold_scope=tp_group`.
+        instances: the ranks that own the same shards in other instances of the distributed
+            optimizer, if there are any.
+        method: the compression method, shared by all reducers of these residuals; see `Selector`.
 
     Raises:
         ConfigError: that scope without such a group.
@@ -78,8 +86,11 @@ class GradientReducer:
         progress: ProgressThread,
         recording: GradientRecorder = NOT_RECORDING,
         tensor_parallel: Transport | None = None,
+        instances: Transport | None = None,
+        method: CompressionMethod | None = None,
     ) -> None:
         self.transport = transport
+        self.instances = instances
         self.planner = planner
         planner.join(transport)
         self.recorder = recorder
@@ -88,7 +99,9 @@ class GradientReducer:
         self.threshold_group = _threshold_group(config, tensor_parallel)
         self.buffers = MessageBuffers()
         self.options = SchemeOptions.of(config.scheme)
-        self.selector = Selector(config.compression, residuals, transport.rank, self.buffers)
+        self.selector = Selector(
+            config.compression, residuals, transport.rank, self.buffers, method
+        )
         self.stragglers = StragglerWatch(config, transport, recorder)
 
     def start(
@@ -134,7 +147,7 @@ class GradientReducer:
         agreed = None
         if self.threshold_group is not None and plan.density < 1:
             yield GATE
-            residual_N = self.selector.residuals.begin(bucket)
+            residual_N = self.selector.begin(bucket, record.watch)
             agreed = residual_N, (yield from group_threshold(
                 bucket, residual_N, plan.density, step, self.selector.config,
                 self.threshold_group, record.watch,
@@ -145,15 +158,17 @@ class GradientReducer:
             finer=SCHEMES[plan.scheme].finer(bucket), step=step,
             watch=record.watch, capacity=self.options.capacity, agreed=agreed,
         )  # fmt: skip
+        record.thresholds_R = self.selector.thresholds_R
         if self.recording.wants(step + 1, Kind.SELECTED):
             selected_N = selected_values(bucket, message, self.buffers)
             self.recording.record(bucket.name, step + 1, Kind.SELECTED, selected_N)
         yield GATE
         options = yield from self._decide(bucket, plan, record)
         yield from self._share(bucket, plan, step, message, record)
-        record.wire_bytes = yield from SCHEMES[plan.scheme].exchange(
+        steps = SCHEMES[plan.scheme].exchange(
             bucket, message, self.transport, self.buffers, record.watch, options
         )
+        record.wire_bytes = yield from self._over_instances(steps, bucket, step, record)
         record.nnz = message.nnz
 
     def _dense(
@@ -165,8 +180,19 @@ class GradientReducer:
         yield GATE
         options = yield from self._decide(bucket, plan, record)
         yield from self._share(bucket, plan, step, None, record)
-        record.wire_bytes = yield from SCHEMES[record.scheme].reduce(
+        steps = SCHEMES[record.scheme].reduce(
             bucket, values_N, step, self.transport, self.buffers, record.watch, options
+        )
+        record.wire_bytes = yield from self._over_instances(steps, bucket, step, record)
+
+    def _over_instances(
+        self, steps: Steps, bucket: Bucket, step: int, record: BucketRecord
+    ) -> Steps:
+        """The collective, and the sum over the optimizer's instances where there are several."""
+        if self.instances is None:
+            return steps
+        return summed_over_instances(
+            steps, bucket, step, self.transport.rank, self.instances, self.buffers, record.watch
         )
 
     def _prepare(self, bucket: Bucket, step: int, watch: Stopwatch) -> None:
@@ -207,6 +233,7 @@ def _threshold_group(config: SparseConfig, given: Transport | None) -> Transport
 
 def _average(bucket: Bucket, watch: Stopwatch) -> None:
     """Divides the gradient by the number of ranks where the bucket asks for the average."""
-    if bucket.reduction is Reduction.AVG and bucket.world_size > 1:
+    ranks = bucket.world_size * bucket.instances
+    if bucket.reduction is Reduction.AVG and ranks > 1:
         with watch.stage("prune"):
-            bucket.grad_N.div_(bucket.world_size)
+            bucket.grad_N.div_(ranks)

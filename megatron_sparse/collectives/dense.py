@@ -6,7 +6,9 @@ to be read on the host, ranks that disagree wait for NCCL's watchdog.
 
 Bytes on the wire: 2 (n - 1) / n N b for a ring all-reduce, half of it for a reduce-scatter. This
 is also how Megatron synchronises, so on the same backend and ranks the sums are bit for bit its
-own. Where values travel in a narrower dtype, the backend adds in that dtype.
+own. Where values travel in a narrower dtype, the backend adds in that dtype; a bucket whose
+`fp32_sums` forbids that is reduce-scattered by `dense_allpairs`, which is what Megatron's
+`reduce_scatter_with_fp32_accumulation` does.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Form
 from megatron_sparse.collectives.base import POSTED, Steps, exchange_sizes
+from megatron_sparse.collectives.dense_allpairs import dense_allpairs
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
@@ -41,6 +44,8 @@ def dense(
     Raises:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
     """
+    if bucket.fp32_sums and bucket.form is Form.REDUCE_SCATTER:
+        return (yield from dense_allpairs(bucket, values_N, epoch, transport, buffers, watch))
     if transport.device.type == "cpu":
         yield from exchange_sizes([], bucket, "dense", str(values_N.dtype), epoch, transport)
     own = slice(None)

@@ -5,7 +5,7 @@ residual before the selection changes it, so a skipped step (fp16 overflow) or a
 (Megatron's rerun mode) leaves it as it was. Without `undo` there is one buffer for each bucket.
 
 Residuals are contributions to the *averaged* gradient, in units of the loss scale when there is
-one.
+one, and of what gradients are multiplied by after their sum (`commit` follows its changes).
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class ResidualStore:
     def __contains__(self, bucket: str) -> bool:
         return bucket in self._residuals
 
+    def __getitem__(self, bucket: str) -> torch.Tensor:
+        return self._residuals[bucket]
+
     @property
     def nbytes(self) -> int:
         """Bytes held by residuals and undo copies."""
@@ -98,9 +101,39 @@ class ResidualStore:
                 self._undo_copies[name].copy_(residual_N)
         return residual_N
 
-    def commit(self) -> None:
-        """The optimizer took the step: every pending selection counts."""
+    def commit(self, unit_change: torch.Tensor | None = None) -> None:
+        """The optimizer took the step: every pending selection counts.
+
+        Where gradients are divided by a number that is known only after the selection (a step's
+        tokens, for a loss per token), the old residual entered it in the unit of the step before.
+        What it owed is put right here: `e' += (unit_change - 1) * e`, with `e` from the undo copy.
+        No host sync; one pass over residual and copy.
+
+        Args:
+            unit_change: fp32 or fp64 scalar on the residual's device, the last step's unit in units
+                of this step's; null where the unit is the same.
+
+        Raises:
+            SelectionError: the unit changes and there is no undo copy.
+        """
+        if unit_change is not None:
+            for name, residual_N in self._residuals.items():
+                self._change_unit(name, residual_N, unit_change)
         self._pending.clear()
+
+    def _change_unit(self, name: str, residual_N: torch.Tensor, change: torch.Tensor) -> None:
+        if name not in self._pending:
+            residual_N.mul_(change)
+        elif self._pending[name]:
+            if not self.undo:
+                raise SelectionError(
+                    f"bucket {name}: the residual's unit changes and its old value is not kept",
+                    expected="an undo copy of the residual",
+                    got="none",
+                    remedy="set compression.undo=auto or always",
+                )
+            # The copy has served: the next selection overwrites it.
+            residual_N.add_(self._undo_copies[name].mul_(change - 1))
 
     def rollback(self) -> None:
         """The optimizer skipped the step: every residual is as it was before.
@@ -141,8 +174,19 @@ class ResidualStore:
         """The residuals, in the order in which buckets were first seen."""
         return self._residuals.values()
 
+    def settled(self, bucket: Bucket) -> torch.Tensor | None:
+        """The residual of `bucket` without a selection that is pending, for checkpoints.
+
+        Megatron's rerun mode saves between a backward pass and the optimizer step that it then
+        repeats. None where nothing counts yet; a pending selection without an undo copy counts.
+        """
+        name = bucket.name
+        if self.undo and name in self._pending:
+            return self._undo_copies[name] if self._pending[name] else None
+        return self._residuals.get(name)
+
     def by_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the residual of each parameter, for checkpoints.
+        """Views of the residual of each parameter, pending selections included.
 
         Names and offsets within a parameter do not change with the bucket size, with overlap or
         with the data-parallel size; bucket numbers and padding do.

@@ -1,7 +1,8 @@
 """Selection: gradient + residual -> encoded message + new residual.
 
 Leaky error feedback: `x = g + e`; what exceeds its range's threshold is sent, and the residual
-becomes `leak * x` where it does not and the rounding error where it does.
+becomes `leak * x` where it does not and the rounding error where it does. What e is when a step
+begins, and the thresholds, are the method's (`method.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Cuts
 from megatron_sparse.compression.keys import draw_key
+from megatron_sparse.compression.method import CompressionMethod
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import ResidualStore
-from megatron_sparse.compression.threshold import KEEP_ALL, range_thresholds
+from megatron_sparse.compression.threshold import KEEP_ALL
 from megatron_sparse.config import CompressionConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.formats.message import (
@@ -34,6 +37,11 @@ class Selector:
         residuals: where the rest goes; mutated.
         rank: keys the stochastic rounding, so that ranks do not round alike.
         buffers: where messages live.
+        method: shared with the selectors of other groups; None makes the configured one, for who
+            needs no more of its state than `residuals`.
+
+    Attributes:
+        thresholds_R: of the last selection, for telemetry; fp32 on the device, None before it.
     """
 
     def __init__(
@@ -42,11 +50,22 @@ class Selector:
         residuals: ResidualStore,
         rank: int,
         buffers: MessageBuffers,
+        method: CompressionMethod | None = None,
     ) -> None:
         self.config = config
         self.residuals = residuals
+        self.method = method or method_of(config, residuals)
         self.rank = rank
         self.buffers = buffers
+        self.thresholds_R: torch.Tensor | None = None
+
+    def begin(self, bucket: Bucket, watch: Stopwatch) -> torch.Tensor:
+        """The bucket's residual with all that the method adds to the gradient; mutates it.
+
+        For who must see it before `select`, which is then given it as `agreed`.
+        """
+        with watch.stage("prune"):
+            return self.method.begin(bucket)
 
     def select(
         self,
@@ -89,17 +108,20 @@ class Selector:
         if capacity is not None:
             capacity_S = segment_capacity(layout, capacity * density)
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
-        residual_N, threshold = agreed or (self.residuals.begin(bucket), None)
+        residual_N, threshold = agreed or (self.begin(bucket, watch), None)
         with watch.stage("threshold"):
-            thresholds_R = range_thresholds(
-                bucket, layout, residual_N, density, step, self.config, threshold
+            thresholds_R = self.method.thresholds(
+                bucket, layout, residual_N, density, step, threshold
             )
+        self.thresholds_R = thresholds_R
         key = self._rounding_key(bucket, step)
         with watch.stage("prune"):
-            return prune_encode(
+            message = prune_encode(
                 bucket, layout, residual_N, thresholds_R, self.config.leak, value_dtype, key, step,
                 self.buffers, form, block_size, capacity_S,
             )  # fmt: skip
+        self.method.selected(bucket, message)
+        return message
 
     def take_whole(
         self, bucket: Bucket, wire_dtype: str | None, *, step: int, watch: Stopwatch
@@ -111,10 +133,10 @@ class Selector:
         """
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
         narrow = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
-        if not narrow and bucket.name not in self.residuals:
+        if not narrow and not self.method.has_addend(bucket):
             return bucket.grad_N
         layout = bucket.layout(sharded=False)
-        residual_N = self.residuals.begin(bucket)
+        residual_N = self.begin(bucket, watch)
         with watch.stage("prune"):
             thresholds_R = torch.full(
                 layout.range_piece.shape, KEEP_ALL, device=bucket.grad_N.device

@@ -7,9 +7,11 @@ floor((j + 1) n / s), and a counter hash picks one of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from megatron_sparse.bucket import Bucket, Layout
+from megatron_sparse.bucket import Bucket, Layout, ParameterSlice
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.config import CompressionConfig
 from megatron_sparse.cuda_ext import ops
@@ -42,32 +44,53 @@ def range_thresholds(
         fp32 thresholds_R on the bucket's device; kept ranges, and all of them at density 1, hold
         `KEEP_ALL`. No host synchronisation.
     """
+    return spread(
+        piece_thresholds(bucket, layout, residual_N, density, step, config, agreed), layout
+    )
+
+
+def piece_thresholds(
+    bucket: Bucket,
+    layout: Layout,
+    residual_N: torch.Tensor,
+    density: float,
+    step: int,
+    config: CompressionConfig,
+    agreed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The threshold of every piece of the layout; see `range_thresholds`."""
     device = bucket.grad_N.device
+    pruned_P = pruned_pieces(bucket, layout)
     if density >= 1:
-        return torch.full(layout.range_piece.shape, KEEP_ALL, device=device)
-    pruned_P = [
-        owner >= 0 and not bucket.parameters[owner].keep for owner in layout.piece_parameter
-    ]
+        return torch.full((len(pruned_P),), KEEP_ALL, device=device)
     threshold = agreed
     if threshold is None and config.threshold_scope == "bucket":
         magnitudes_S = sampled_magnitudes(bucket, residual_N, step, config)
         if not magnitudes_S.numel():
-            return torch.full(layout.range_piece.shape, KEEP_ALL, device=device)
+            return torch.full((len(pruned_P),), KEEP_ALL, device=device)
         threshold = ops.threshold_of_samples(magnitudes_S, density)
     if threshold is not None:
-        thresholds_P = threshold.where(torch.tensor(pruned_P, device=device), KEEP_ALL)
-    else:
-        names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
-        keys = [draw_key(config.seed, step, "sample", name) for name in names]
-        thresholds_P = ops.sample_threshold(
-            bucket.grad_N,
-            residual_N,
-            layout.piece_offsets,
-            torch.tensor([density if pruned else 1.0 for pruned in pruned_P]),
-            config.samples,
-            torch.tensor(keys, dtype=torch.int64),
-        )
-    return thresholds_P[layout.range_piece.to(device)]
+        return threshold.where(torch.tensor(pruned_P, device=device), KEEP_ALL)
+    names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
+    keys = [draw_key(config.seed, step, "sample", name) for name in names]
+    return ops.sample_threshold(
+        bucket.grad_N,
+        residual_N,
+        layout.piece_offsets,
+        torch.tensor([density if pruned else 1.0 for pruned in pruned_P]),
+        config.samples,
+        torch.tensor(keys, dtype=torch.int64),
+    )
+
+
+def spread(thresholds_P: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """From the layout's pieces to its ranges, each of which lies in one piece."""
+    return thresholds_P[layout.range_piece.to(thresholds_P.device)]
+
+
+def pruned_pieces(bucket: Bucket, layout: Layout) -> list[bool]:
+    """Whether something may be pruned from each piece: kept parameters and padding are whole."""
+    return [owner >= 0 and not bucket.parameters[owner].keep for owner in layout.piece_parameter]
 
 
 def sampled_magnitudes(
@@ -78,20 +101,52 @@ def sampled_magnitudes(
     Returns:
         fp32 on the bucket's device: `samples` of them, or as many as there are elements.
     """
-    device = bucket.grad_N.device
-    pruned = [p for p in bucket.parameters if not p.keep]
+    key = draw_key(config.seed, step, "sample", bucket.name)
+    positions = _positions([p for p in bucket.parameters if not p.keep], config.samples, key)
+    return _magnitudes(bucket, residual_N, positions)
+
+
+def sampled_rows(
+    bucket: Bucket, residual_N: torch.Tensor, step: int, config: CompressionConfig
+) -> list[torch.Tensor]:
+    """Samples for each threshold that `threshold_scope` asks for.
+
+    Returns:
+        For `parameter` those of each pruned parameter, in order; for `bucket` those of all of
+        them, in one; nothing where nothing may be pruned. fp32 on the bucket's device; one copy of
+        positions to it.
+    """
+    pruned = [p for p in bucket.parameters if not p.keep and p.stop > p.start]
     if not pruned:
-        return torch.zeros(0, device=device)
-    starts = torch.tensor([p.start for p in pruned])
-    ends = torch.tensor([p.stop - p.start for p in pruned]).cumsum(0)
+        return []
+    if config.threshold_scope == "bucket":
+        return [sampled_magnitudes(bucket, residual_N, step, config)]
+    positions = [
+        _positions([p], config.samples, draw_key(config.seed, step, "sample", p.name))
+        for p in pruned
+    ]
+    magnitudes_S = _magnitudes(bucket, residual_N, torch.cat(positions))
+    return list(magnitudes_S.split([p.numel() for p in positions]))
+
+
+def _positions(parameters: Sequence[ParameterSlice], samples: int, key: int) -> torch.Tensor:
+    """Elements of the bucket, int64 on the CPU, one from each stratum of the parameters' union."""
+    if not parameters:
+        return torch.zeros(0, dtype=torch.int64)
+    starts = torch.tensor([p.start for p in parameters])
+    ends = torch.tensor([p.stop - p.start for p in parameters]).cumsum(0)
     numel = int(ends[-1])
-    samples = min(numel, config.samples)
-    generator = torch.Generator().manual_seed(draw_key(config.seed, step, "sample", bucket.name))
-    inside = torch.rand(samples, generator=generator, dtype=torch.float64)
-    if samples == numel:
+    count = min(numel, samples)
+    generator = torch.Generator().manual_seed(key)
+    inside = torch.rand(count, generator=generator, dtype=torch.float64)
+    if count == numel:
         inside.zero_()
-    positions = ((torch.arange(samples) + inside) * (numel / samples)).long().clamp_(max=numel - 1)
+    positions = ((torch.arange(count) + inside) * (numel / count)).long().clamp_(max=numel - 1)
     owner = torch.searchsorted(ends, positions, right=True)
     first = torch.cat([ends.new_zeros(1), ends[:-1]])
-    index = (positions - first[owner] + starts[owner]).to(device, non_blocking=True)
+    return positions - first[owner] + starts[owner]
+
+
+def _magnitudes(bucket: Bucket, residual_N: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    index = positions.to(bucket.grad_N.device, non_blocking=True)
     return (bucket.grad_N[index].float() + residual_N[index].float()).abs()

@@ -62,6 +62,7 @@ class Message:
         counted: `nnz`, None until the reports have been read.
         slots: where the records lie in capacity mode; None for back to back.
         reports: in capacity mode of all codec calls on the bucket; None where each is looked at.
+        counted_pruned: `pruned_nnz`, None until the reports have been read.
     """
 
     buffer: torch.Tensor
@@ -72,19 +73,31 @@ class Message:
     counted: int | None
     slots: Slots | None = None
     reports: Reports | None = None
+    counted_pruned: int | None = None
 
     @property
     def nnz(self) -> int:
         """Non-zero elements, kept ones included. Reads the reports where they have not been."""
+        self._read_counts()
+        assert self.counted is not None, "the encoder's count is one of the reports"
+        return self.counted
+
+    @property
+    def pruned_nnz(self) -> int:
+        """Those of them in segments that may be pruned. Reads the reports as `nnz` does."""
+        self._read_counts()
+        assert self.counted_pruned is not None, "counted together with nnz"
+        return self.counted_pruned
+
+    def _read_counts(self) -> None:
         if self.counted is None:
             assert self.reports is not None, "what counts later reports"
             self.reports.read()
-        assert self.counted is not None, "the encoder's count is one of the reports"
-        return self.counted
 
     def take_counts(self, nnz_S: torch.Tensor) -> None:
         """Is told the non-zero elements of each segment, on the CPU."""
         self.counted = int(nnz_S.sum())
+        self.counted_pruned = int(nnz_S[self.layout.segment_keep == 0].sum())
 
     @property
     def nbytes(self) -> int:
@@ -154,7 +167,7 @@ def encode(
         bucket.grad_N, layout.segment_offsets, layout.segment_keep, nnz_S, value_dtype, epoch, out,
         buffers, form=FORMAT_CODES[form], block_size=block_size,
     )  # fmt: skip
-    return Message(out, layout, sizes.tolist(), value_dtype, epoch, int(nnz_S.sum()))
+    return _counted(Message(out, layout, sizes.tolist(), value_dtype, epoch, None), nnz_S)
 
 
 def encode_segments(
@@ -271,9 +284,14 @@ def prune_encode(
         reports=reports,
     )  # fmt: skip
     if slots is None or reports is None:
-        return Message(out, layout, sizes.tolist(), value_dtype, epoch, int(nnz_S.sum()))
+        return _counted(Message(out, layout, sizes.tolist(), value_dtype, epoch, None), nnz_S)
     message = Message(out, layout, slots.sizes(), value_dtype, epoch, None, slots, reports)
     reports.add(nnz_S, message.take_counts, is_status=False)
+    return message
+
+
+def _counted(message: Message, nnz_S: torch.Tensor) -> Message:
+    message.take_counts(nnz_S)
     return message
 
 

@@ -27,5 +27,14 @@ __all__ = ["Attachment", "Plugin", "attach", "detach", "install"]
 def __getattr__(name: str) -> object:
     # Lazy, because cpu_mode must run before anything imports megatron.
     if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name]), name)
+        try:
+            return getattr(import_module(_EXPORTS[name]), name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("megatron."):
+                raise
+            # This Megatron lacks a whole module: an older one has no training loop.
+            from megatron_sparse.megatron.doors import require_doors
+
+            require_doors("install" if _EXPORTS[name].endswith(".plugin") else "attach")
+            raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,6 +19,8 @@ from megatron_sparse.megatron.models import model_flags
 from megatron_sparse.run_config import RunConfig
 
 PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+OTHER_WRAPS = ("use_megatron_fsdp", "use_torch_fsdp2")
+"""Flags that put something else in the place of Megatron's DistributedDataParallel."""
 CHECKPOINTS = "checkpoints"
 """Where a run keeps its checkpoints, in its folder."""
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -103,13 +105,34 @@ _OF_APEX_OR_TE = (
 def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
     own = run_dir / CHECKPOINTS
     flags: dict[str, object] = {}
-    if config.training.save_interval:
-        flags |= {"save": str(own), "save_interval": config.training.save_interval}
+    if config.training.save_interval or config.training.save_signal:
+        # With `save` Megatron saves at the end, too, and asks for the interval there.
+        interval = config.training.save_interval or config.training.iterations
+        flags |= {"save": str(own), "save_interval": interval}
+    if config.training.save_signal:
+        flags |= {"exit_signal_handler": True, "exit_signal": config.training.save_signal}
     if has_checkpoint(own):
         flags["load"] = str(own)
     elif config.training.load is not None:
         flags["load"] = config.training.load
     return flags
+
+
+def check_wrap(config: RunConfig) -> None:
+    """Checks that Megatron will wrap the model in what the plugin attaches to.
+
+    Raises:
+        ConfigError: a flag asks for FSDP.
+    """
+    for key in OTHER_WRAPS:
+        if config.megatron.get(key):
+            raise ConfigError(
+                f"megatron.{key} leaves the plugin nothing to attach to",
+                expected="Megatron's DistributedDataParallel; training.use_distributed_optimizer "
+                "shards the optimizer's state",
+                got=f"megatron.{key}={config.megatron[key]}",
+                remedy="leave the key out, or train without the plugin: plugin=false",
+            )
 
 
 def check_load(config: RunConfig) -> None:

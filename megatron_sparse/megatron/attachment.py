@@ -1,9 +1,8 @@
 """`attach`: compressed gradient synchronisation for a model that Megatron wrapped in DDP.
 
-The class of each bucket group is swapped for a subclass that overrides one method,
-`start_grad_sync`. It lets Megatron's own method do its preparation (CUDA-graph events, extra main
-gradients, the NaN check, gradient scaling) over a group of one rank, where its collective changes
-nothing, and then starts the reducer in its place, whose handle Megatron waits for.
+The class of each bucket group is swapped for a subclass (`bucket_group`), which starts the reducer
+in place of Megatron's collective. Here is what belongs to the whole process: reducers, residuals,
+the outcome of steps.
 """
 
 from __future__ import annotations
@@ -19,22 +18,26 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megatron_sparse.bucket import Bucket
+from megatron_sparse.compression.dgc import check_optimizer
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
 from megatron_sparse.config import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
 from megatron_sparse.megatron.buckets import (
     GroupBuckets,
     collect,
-    group_attribute,
     tensor_parallel_group,
 )
 from megatron_sparse.megatron.doors import require_doors
+from megatron_sparse.megatron.units import ResidualUnit, divides_by_tokens, is_fp16
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.gradient_recording import GradientRecorder
 from megatron_sparse.progress import ProgressThread
+from megatron_sparse.ranges import marked
 from megatron_sparse.recording import NullRecorder, Recorder
-from megatron_sparse.reducer import GradientReducer, PendingReduction
+from megatron_sparse.reducer import GradientReducer
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
 
@@ -44,59 +47,6 @@ ALARM_INTERVAL = 100
 """Steps between looks at the residual's norm, each of which reads the residual once."""
 
 
-class _Handle:
-    """What Megatron calls `wait()` on."""
-
-    def __init__(self, pending: list[PendingReduction]) -> None:
-        self._pending = pending
-
-    def wait(self) -> None:
-        """Waits for every bucket of the group, in launch order."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
-
-
-class CompressedBucketGroup(_ParamAndGradBucketGroup):
-    """Megatron's bucket group with one method replaced; never constructed, only swapped in."""
-
-    sparse_attachment: Attachment
-    sparse_group: GroupBuckets
-
-    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """See `_ParamAndGradBucketGroup.start_grad_sync`.
-
-        `force_all_reduce` (Megatron's --save-wgrads-interval) falls through to Megatron: the step
-        is dense and leaves the residual alone.
-        """
-        if force_all_reduce:
-            super().start_grad_sync(force_all_reduce=True)
-            return
-        if self.is_first_batch and self.grad_reduce_handle is not None:
-            return
-        self._prepare_alone()
-        handle = self.sparse_attachment.launch(self.sparse_group)
-        if self.ddp_config.overlap_grad_reduce:
-            self.grad_reduce_handle = handle
-        else:
-            handle.wait()
-
-    def _prepare_alone(self) -> None:
-        """Runs Megatron's method over a one-rank group, so that only its preparation counts."""
-        attribute = group_attribute(self)
-        group = getattr(self, attribute)
-        setattr(self, attribute, self.sparse_attachment.alone)
-        try:
-            # As an all-reduce: a reduce-scatter would cut the bucket by the real group's size.
-            # Megatron logs a line for each forced bucket, so it is forced only where needed.
-            super().start_grad_sync(force_all_reduce=self.ddp_config.use_distributed_optimizer)
-        finally:
-            setattr(self, attribute, group)
-        if self.grad_reduce_handle is not None:
-            self.grad_reduce_handle.wait()
-            self.grad_reduce_handle = None
-
-
 class Attachment:
     """The plugin's state in one process. Made by `attach`; ended by `detach`.
 
@@ -104,9 +54,10 @@ class Attachment:
         config: as given.
         step: optimizer steps seen so far, skipped ones included; drives warm-up and ramp.
         residuals: error feedback of every bucket.
+        method: the compression method, with all that it keeps.
         planner: holds the running switch, see `enabled`.
         grad_norm: what the last optimizer step returned as the gradient's norm, if it did.
-        loss_scale: the loss scale that residuals are in units of, null without loss scaling.
+        unit: what residuals are in units of.
     """
 
     def __init__(
@@ -131,6 +82,7 @@ class Attachment:
             RESIDUAL_DTYPES[config.compression.residual_dtype], undo=False,
             outcome=Outcome.ASSUMED,
         )  # fmt: skip
+        self.method = method_of(config.compression, self.residuals)
         self._reducers: dict[int, GradientReducer] = {}
         self._transports: list[ProcessGroupTransport] = []
         tensor_parallel = None
@@ -139,7 +91,7 @@ class Attachment:
         self._tensor_parallel = tensor_parallel
         self._launched: set[int] = set()
         self._optimizer: Any = None
-        self.loss_scale: float | None = None
+        self.unit = ResidualUnit(chunks)
         for group in self.groups:
             self._reducer_of(group, device)
             host: Any = group.host
@@ -180,10 +132,13 @@ class Attachment:
         if key not in self._reducers:
             transport = self._transport_of(group.process_group, device)
             ranks = dist.get_process_group_ranks(group.process_group)
+            instances = None
+            if group.instances_group is not None:
+                instances = self._transport_of(group.instances_group, device)
             self._reducers[key] = GradientReducer(
                 self.config, transport, self.planner, self.residuals, self.recorder, self.progress,
                 GradientRecorder.of(self.config.tracking, self._run_dir, ranks, transport.rank),
-                self._tensor_parallel,
+                self._tensor_parallel, instances, self.method,
             )  # fmt: skip
         return self._reducers[key]
 
@@ -204,25 +159,38 @@ class Attachment:
             undo: whether a step can be skipped or repeated, so that undo copies are needed.
 
         Raises:
-            ConfigError: `compression.undo=never` with an optimizer that may skip steps.
+            ConfigError: `compression.undo=never` with an optimizer that may skip steps, or an
+                optimizer that the method is not defined for.
         """
+        check_optimizer(self.config.compression, optimizer)
         wanted = self.config.compression.undo
+        undo = undo or self.unit.per_token
         if undo and wanted == "never":
             raise ConfigError(
-                "compression.undo=never, but steps may be skipped or repeated",
-                expected="fp32 or bf16 training with --rerun-mode disabled",
-                got="fp16 loss scaling or Megatron's rerun mode",
+                "compression.undo=never, but steps may be skipped or repeated, or tokens vary",
+                expected="fp32 or bf16 training with --rerun-mode disabled and no loss per token",
+                got="fp16 loss scaling, Megatron's rerun mode or --calculate-per-token-loss",
                 remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
             )
-        self.residuals.undo = undo or wanted == "always"
-        self.residuals.outcome = Outcome.REPORTED
+        stores = self.stores()
+        if self.unit.per_token and len(stores) > 1:
+            raise ConfigError(
+                f"compression.method={self.config.compression.method} with a loss per token",
+                expected="a method that keeps nothing but the residual",
+                got=f"{', '.join(stores)}, with calculate_per_token_loss",
+                remedy="leave one of them out: a velocity has no unit where tokens vary",
+            )
+        for store in stores.values():
+            store.undo = undo or wanted == "always"
+            store.outcome = Outcome.REPORTED
         self._optimizer = optimizer
-        self.loss_scale = self._read_loss_scale()
+        self.unit.bind(optimizer)
         original = optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
             start_s = time.perf_counter()
-            result = original(*args, **kwargs)
+            with marked("optimizer"):
+                result = original(*args, **kwargs)
             self.recorder.record_stage("optimizer", time.perf_counter() - start_s)
             success, self.grad_norm = True, None
             if isinstance(result, tuple):
@@ -232,11 +200,11 @@ class Attachment:
 
         optimizer.step = step
 
-    def launch(self, group: GroupBuckets) -> _Handle:
+    def launch(self, group: GroupBuckets) -> Handle:
         """Starts the synchronisation of one bucket group. Called by `start_grad_sync`."""
         self._count_launch(group)
         reducer = self._reducers[id(group.process_group)]
-        return _Handle([reducer.start(bucket, self.step) for bucket in group.buckets])
+        return Handle([reducer.start(bucket, self.step) for bucket in group.buckets])
 
     def _count_launch(self, group: GroupBuckets) -> None:
         """Without an optimizer to tell, a group's second launch is what begins a new step."""
@@ -248,56 +216,84 @@ class Attachment:
 
     def restore(
         self,
-        residuals: dict[str, torch.Tensor],
+        stores: dict[str, dict[str, torch.Tensor]],
         *,
         step: int,
         enabled: bool,
         loss_scale: float | None,
+        gradient_factor: float | None,
         planner: dict[str, Any],
+        method: dict[str, Any],
     ) -> set[str]:
-        """Takes over a checkpoint's state; returns names in `residuals` that no bucket has.
+        """Takes over a checkpoint's state; returns names of parameters that no bucket has.
 
         Args:
-            residuals: 1-D tensors by parameter name; parameters that are not named start at zero.
+            stores: by the name of the store, 1-D tensors by parameter name; parameters that are not
+                named start at zero, and stores that the method has not are ignored.
             step: steps taken so far.
             enabled: the running switch.
             loss_scale: that the residuals are in units of.
+            gradient_factor: that the residuals are in units of.
             planner: the planner's state, empty for none.
+            method: what `method_state` gave on this rank, empty for none.
         """
-        unused = self.residuals.load(self.buckets, residuals)
+        unused: set[str] = set()
+        for name, store in self.stores().items():
+            unused |= store.load(self.buckets, stores.get(name, {}))
         self.step = step
         self.planner.enabled = enabled
         self.planner.load_state_dict(planner)
-        self.loss_scale = loss_scale or self._read_loss_scale()
+        self.load_method_state(method)
+        self.unit.restore(loss_scale, gradient_factor)
         self._follow_loss_scale()
         return unused
 
+    def stores(self) -> dict[str, ResidualStore]:
+        """What is held for every element of the gradient, by name; checkpoints save all of it."""
+        return self.method.stores
+
+    def method_state(self) -> dict[str, Any]:
+        """This rank's small numbers by bucket, for checkpoints: plain containers and tensors."""
+        return self.method.state_dict()
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        """Takes over what `method_state` gave; empty where the checkpoint has none that fits."""
+        self.method.load_state_dict(state)
+
     def _step_ended(self, success: bool) -> None:
+        change = self.unit.end_step(accepted=success)
         if success:
-            self.residuals.commit()
+            for store in self.stores().values():
+                store.commit(change)
+            self.method.commit()
         else:
-            self.residuals.rollback()
+            for store in self.stores().values():
+                store.rollback()
+            self.method.rollback()
         self.step += 1
         self._follow_loss_scale()
         if success and self.step % ALARM_INTERVAL == 0:
             self._check_residual()
 
     def _follow_loss_scale(self) -> None:
-        scale = self._read_loss_scale()
-        if scale and self.loss_scale and scale != self.loss_scale:
-            self.residuals.rescale(scale / self.loss_scale)
-        self.loss_scale = scale
+        factor = self.unit.follow_loss_scale()
+        if factor is not None:
+            for store in self.stores().values():
+                store.rescale(factor)
+            self.method.rescale(factor)
 
-    def _read_loss_scale(self) -> float | None:
-        if not _is_fp16(self._optimizer):
-            return None
-        return float(self._optimizer.get_loss_scale())
+    def residual_norm(self) -> float:
+        """The residual's norm in units of `grad_norm`: without loss scale, divided by tokens.
+
+        Reads the residual once, and two numbers on the host.
+        """
+        return float(self.residuals.norm()) * self.unit.of_gradient()
 
     def _check_residual(self) -> None:
         limit = self.config.compression.residual_alarm
         if not limit or not self.grad_norm:
             return
-        norm = float(self.residuals.norm())
+        norm = self.residual_norm()
         if not norm <= limit * self.grad_norm:
             logger.warning(
                 "step %d: the residual's norm is %.3g, %.3g times the gradient's norm of %.3g; "
@@ -315,11 +311,13 @@ class Attachment:
         ]
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes held on this rank: `residual`, `undo` and `messages` (encode and receive)."""
-        undo = self.residuals.undo_nbytes
-        return {
-            "residual": self.residuals.nbytes - undo,
-            "undo": undo,
+        """Bytes held on this rank: `residual`, `undo` and `messages` (encode and receive).
+
+        And whatever else the method keeps for each element, by the store's name.
+        """
+        held = {name: store.nbytes - store.undo_nbytes for name, store in self.stores().items()}
+        return held | {
+            "undo": sum(store.undo_nbytes for store in self.stores().values()),
             "messages": sum(r.buffers.nbytes for r in self._reducers.values()),
         }
 
@@ -330,6 +328,7 @@ class Attachment:
             if host.__class__ is CompressedBucketGroup:
                 host.__class__ = _ParamAndGradBucketGroup
                 del host.sparse_attachment, host.sparse_group
+        self.unit.close()
         if self._optimizer is not None:
             self._optimizer.__dict__.pop("step", None)
             self._optimizer = None
@@ -339,16 +338,12 @@ class Attachment:
         return_group(self.alone)
 
 
-def _is_fp16(optimizer: Any) -> bool:
-    return bool(getattr(getattr(optimizer, "config", None), "fp16", False))
-
-
 def may_repeat_or_skip(optimizer: Any) -> bool:
     """Whether steps can be skipped (fp16 loss scaling) or repeated (Megatron's rerun mode)."""
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
     reruns = get_rerun_state_machine().get_mode() is not RerunMode.DISABLED
-    return _is_fp16(optimizer) or reruns
+    return is_fp16(optimizer) or reruns
 
 
 def attach(
@@ -391,12 +386,19 @@ def attach(
             remedy="put the options into the SparseConfig",
         )
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    if optimizer is None and any(_is_fp16_model(chunk) for chunk in chunks):
+    if optimizer is None and any(is_fp16(chunk) for chunk in chunks):
         raise ConfigError(
             "fp16 training needs the optimizer",
             expected="attach(model, optimizer, ...)",
             got="no optimizer",
             remedy="pass Megatron's optimizer, whose loss scaling skips steps",
+        )
+    if optimizer is None and any(map(divides_by_tokens, chunks)):
+        raise ConfigError(
+            "a loss per token needs the optimizer",
+            expected="attach(model, optimizer, ...)",
+            got="no optimizer, with calculate_per_token_loss",
+            remedy="pass Megatron's optimizer: the residual's unit changes from step to step",
         )
     attachment = Attachment(
         chunks, config or SparseConfig.from_overrides(**overrides), recorder or NullRecorder()
@@ -411,7 +413,3 @@ def detach(attachment: Attachment) -> None:
     `attachment.enabled = False` and train one more step.
     """
     attachment.close()
-
-
-def _is_fp16_model(chunk: Any) -> bool:
-    return bool(getattr(getattr(chunk, "config", None), "fp16", False))

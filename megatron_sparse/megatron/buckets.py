@@ -12,14 +12,24 @@ from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.errors import ConfigError, HostError
 
+INSTANCES_ATTRIBUTE = "inter_distributed_optimizer_instance_group"
+"""The attribute of a bucket group that holds the ranks with the same shards in other instances."""
+
 
 @dataclass
 class GroupBuckets:
-    """One Megatron bucket group and what the reducer needs of it."""
+    """One Megatron bucket group and what the reducer needs of it.
+
+    `expert` marks parameters that the ranks of the expert data-parallel group share. The ranks of
+    `instances_group` own the same shards in other instances of the distributed optimizer; null for
+    one instance.
+    """
 
     host: Any
     process_group: torch.distributed.ProcessGroup
     buckets: list[Bucket]
+    expert: bool = False
+    instances_group: torch.distributed.ProcessGroup | None = None
 
 
 def collect(chunks: list[Any], keep: ParameterFilter) -> list[GroupBuckets]:
@@ -43,7 +53,10 @@ def collect(chunks: list[Any], keep: ParameterFilter) -> list[GroupBuckets]:
         )
         for kind, groups in kinds:
             for group_index, group in enumerate(groups):
-                process_group = group_of(group)
+                process_group = getattr(group, group_attribute(group))
+                instances = None
+                if has_instances(group):
+                    instances = getattr(group, INSTANCES_ATTRIBUTE)
                 buckets = [
                     _bucket(
                         f"{prefix}{kind}{group_index}.{bucket_index}", bucket, names, index_of,
@@ -51,13 +64,19 @@ def collect(chunks: list[Any], keep: ParameterFilter) -> list[GroupBuckets]:
                     )
                     for bucket_index, bucket in enumerate(group.buckets)
                 ]  # fmt: skip
-                result.append(GroupBuckets(group, process_group, buckets))
+                result.append(
+                    GroupBuckets(group, process_group, buckets, kind == "expert", instances)
+                )
     return result
 
 
-def group_of(group: Any) -> torch.distributed.ProcessGroup:
-    """The process group that Megatron would reduce this bucket group over."""
-    return getattr(group, group_attribute(group))
+def has_instances(group: Any) -> bool:
+    """Whether a bucket group's distributed optimizer has several instances."""
+    return _instances(group.ddp_config) > 1
+
+
+def _instances(ddp_config: Any) -> int:
+    return getattr(ddp_config, "num_distributed_optimizer_instances", 1)
 
 
 def group_attribute(group: Any) -> str:
@@ -96,14 +115,8 @@ def check_supported(chunk: Any) -> None:
             "a model chunk cannot be attached to",
             expected="megatron.core.distributed.DistributedDataParallel",
             got=f"{type(chunk).__module__}.{type(chunk).__qualname__}",
-            remedy="attach after the DDP wrap, and without Megatron-FSDP or torch FSDP2",
-        )
-    if getattr(chunk.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
-        raise HostError(
-            "several distributed-optimizer instances are not supported",
-            expected="num_distributed_optimizer_instances=1",
-            got=chunk.ddp_config.num_distributed_optimizer_instances,
-            remedy="drop --num-distributed-optimizer-instances, or train without the plugin",
+            remedy="attach after the DDP wrap, and without --use-megatron-fsdp, --use-custom-fsdp "
+            "and --use-torch-fsdp2",
         )
 
 
@@ -131,7 +144,11 @@ def _bucket(
     slices.sort(key=lambda piece: piece.start)
     form = Form.REDUCE_SCATTER if ddp_config.use_distributed_optimizer else Form.ALL_REDUCE
     reduction = Reduction.AVG if ddp_config.average_in_collective else Reduction.SUM
-    return Bucket(name, host_bucket.grad_data.view(-1), tuple(slices), form, world_size, reduction)
+    return Bucket(
+        name, host_bucket.grad_data.view(-1), tuple(slices), form, world_size, reduction,
+        _instances(ddp_config),
+        getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
+    )  # fmt: skip
 
 
 def _replicated(parameter: torch.nn.Parameter) -> bool:

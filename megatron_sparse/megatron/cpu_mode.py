@@ -112,6 +112,19 @@ def _put(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
 
+def _rewritten(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs with the mode on: torch turns it off inside a call that it has handed to the mode, and
+    `backward` is one, in which Megatron's autograd functions make tensors.
+    """
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with CudaToCpu():
+            return original(*args, **kwargs)
+
+    return run
+
+
 _STREAM = _Stream()
 _PROPERTIES = SimpleNamespace(name="cpu", major=8, minor=0)
 
@@ -128,6 +141,8 @@ CORE_PATCHES = (
           "training.models.dist_utils: the stream on which the model is wrapped in DDP"),
     Patch("torch.cuda.current_stream", _always(_STREAM),
           "core.distributed.param_and_grad_buffer: lets it wait for CUDA graphs"),
+    Patch("torch.autograd._engine_run_backward", _rewritten,
+          "core.tensor_parallel: sequence parallelism and expert parallelism in the backward pass"),
     # With these two torch.cuda's own generator code works on the CPU's generator.
     Patch("torch.cuda._initialized", _put(True),
           "core.tensor_parallel.random: otherwise it tries to initialise CUDA"),

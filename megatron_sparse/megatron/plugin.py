@@ -3,11 +3,13 @@
 Four functions of `megatron.training.training` are wrapped, each for one reason:
 `get_megatron_optimizer` is where the DDP-wrapped chunks and the optimizer meet, before any
 checkpoint is loaded (`attach`); `train_step` is one iteration (breakdown, metrics);
-`save_checkpoint` and `load_checkpoint` carry the residual.
+`save_checkpoint` and `load_checkpoint` carry the residual, in Megatron's own distributed checkpoint
+by way of the optimizer's `sharded_state_dict`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import logging
@@ -29,6 +31,7 @@ from megatron_sparse.megatron import checkpoint
 from megatron_sparse.megatron.attachment import Attachment, may_repeat_or_skip
 from megatron_sparse.megatron.doors import require_doors
 from megatron_sparse.planner.plan_state import PLAN_FILE
+from megatron_sparse.ranges import mark_nvtx, marked
 from megatron_sparse.recording import BucketRecord, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink, WandbSink
 
@@ -56,6 +59,8 @@ class Plugin:
         self._resolved_config = resolved_config
         self._host_wait_s = 0.0
         self._optimizer_bound = False
+        self._optimizer: Any = None
+        self._saves_sharded = False
         self._originals: dict[str, Callable[..., Any]] = {}
         for name in ("get_megatron_optimizer", "train_step", "save_checkpoint", "load_checkpoint"):
             self._originals[name] = getattr(host, name)
@@ -80,6 +85,9 @@ class Plugin:
             memory = None if self.attachment is None else self.attachment.memory_report()
             self.telemetry.close(memory)
             self.telemetry = None
+        if self._optimizer is not None:
+            self._optimizer.__dict__.pop("sharded_state_dict", None)
+            self._optimizer = None
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
@@ -110,10 +118,12 @@ class Plugin:
         if writer := get_tensorboard_writer():
             sinks.append(TensorBoardSink(writer))
         if run := get_wandb_writer():
-            sinks.append(WandbSink(run))
+            sinks.append(WandbSink(run, self._resolved_config or dataclasses.asdict(self.config)))
+        mark_nvtx(self.config.tracking.nvtx)
         return RunTelemetry(
             self._run_dir, self.config.tracking, is_writer=_is_writer(), sinks=sinks,
-            resolved_config=self._resolved_config,
+            resolved_config=self._resolved_config, iterations=_arguments().train_iters,
+            plan_rows=lambda: self.attachment.plan_rows() if self.attachment else [],
         )  # fmt: skip
 
     def _get_megatron_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +134,26 @@ class Plugin:
         assert self.attachment is not None
         self.attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
         self._optimizer_bound = True
+        self._add_state_to(optimizer)
         return optimizer
+
+    def _add_state_to(self, optimizer: Any) -> None:
+        """Lets the plugin's state travel with the optimizer's in Megatron's own checkpoint."""
+        checkpoint.check_structure(
+            constant=_arguments().ckpt_assume_constant_structure,
+            mode=self.config.compression.residual_checkpoint,
+        )
+        original = optimizer.sharded_state_dict
+
+        def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+            state = original(*args, **kwargs)
+            if self._saves_sharded:
+                assert self.attachment is not None
+                state[checkpoint.KEY] = checkpoint.sharded_state(self.attachment)
+            return state
+
+        optimizer.sharded_state_dict = sharded_state_dict
+        self._optimizer = optimizer
 
     def _train_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._optimizer_bound:
@@ -140,7 +169,8 @@ class Plugin:
 
         def timed(*inner_args: Any, **inner_kwargs: Any) -> Any:
             start_s, self._host_wait_s = time.perf_counter(), 0.0
-            result = forward_backward(*inner_args, **inner_kwargs)
+            with marked("forward_backward"):
+                result = forward_backward(*inner_args, **inner_kwargs)
             elapsed_s = time.perf_counter() - start_s
             self.record_stage("forward_backward", elapsed_s - self._host_wait_s)
             return result
@@ -148,6 +178,8 @@ class Plugin:
         bound.arguments["forward_backward_func"] = timed
         # Before the step, after which the scheduler sets the next iteration's.
         learning_rate = float(bound.arguments["optimizer"].param_groups[0]["lr"])
+        assert self.telemetry is not None
+        self.telemetry.begin_iteration(_arguments().curr_iteration + 1)
         start_s = time.perf_counter()
         result = original(*bound.args, **bound.kwargs)
         self._end_iteration(result, time.perf_counter() - start_s, learning_rate)
@@ -161,13 +193,17 @@ class Plugin:
         assert self.telemetry is not None
         assert self.attachment is not None
         loss = loss_dict.get("lm loss") if loss_dict else None
+        iteration = _arguments().curr_iteration + 1
+        extra = {"learning_rate": learning_rate}
+        if self.telemetry.samples(iteration):
+            extra |= self._residual_scalars()
         breakdown = self.telemetry.end_iteration(
-            _arguments().curr_iteration + 1,
+            iteration,
             iteration_s=iteration_s,
             loss=None if loss is None else float(loss),
             grad_norm=self.attachment.grad_norm,
             skipped=skipped,
-            extra={"learning_rate": learning_rate},
+            extra=extra,
         )
         if loss_dict and breakdown.dense_bytes:
             ratio = breakdown.wire_bytes / breakdown.dense_bytes
@@ -175,17 +211,35 @@ class Plugin:
                 [ratio], device=loss.device if loss is not None else None
             )
 
+    def _residual_scalars(self) -> dict[str, float]:
+        """The residual's norm: one read of the residual, and of the result on the host."""
+        assert self.attachment is not None
+        norm = self.attachment.residual_norm()
+        scalars = {"compression/residual_norm": norm}
+        if grad_norm := self.attachment.grad_norm:
+            scalars["compression/residual_ratio"] = norm / grad_norm
+        return scalars
+
     def _save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
-        result = self._originals["save_checkpoint"](iteration, *args, **kwargs)
         assert self.attachment is not None
         arguments = _arguments()
-        if kwargs.get("non_persistent_ckpt"):
-            logger.warning("non-persistent checkpoints do not hold the residual")
-            return result
-        folder = get_checkpoint_name(arguments.save, iteration, return_base_dir=True)
-        checkpoint.save(self.attachment, Path(folder))
-        # No rank goes on, and perhaps exits, before every rank's part is on disk.
-        dist.barrier()
+        temporary = bool(kwargs.get("non_persistent_ckpt"))
+        local = temporary and arguments.non_persistent_ckpt_type == "local"
+        sharded = arguments.ckpt_format == "torch_dist" and not local
+        if local:
+            logger.warning("local checkpoints do not hold the residual")
+        elif sharded and arguments.no_save_optim:
+            logger.warning("--no-save-optim leaves the residual out, as the optimizer's state")
+        self._saves_sharded = sharded
+        try:
+            result = self._originals["save_checkpoint"](iteration, *args, **kwargs)
+        finally:
+            self._saves_sharded = False
+        if not (sharded or local):
+            folder = get_checkpoint_name(arguments.save, iteration, return_base_dir=True)
+            checkpoint.save(self.attachment, Path(folder))
+            # No rank goes on, and perhaps exits, before every rank's part is on disk.
+            dist.barrier()
         return result
 
     def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,8 +250,7 @@ class Plugin:
         folder = getattr(_arguments(), bound.arguments["load_arg"])
         iteration = result[0]
         if folder and iteration and self.attachment is not None:
-            name = get_checkpoint_name(folder, iteration, return_base_dir=True)
-            checkpoint.load(self.attachment, Path(name), iteration)
+            checkpoint.load(self.attachment, _loaded_folder(folder, iteration), iteration)
         return result
 
     def _write_plan(self, run_dir: Path) -> None:
@@ -214,6 +267,16 @@ class Plugin:
 def _arguments() -> Any:
     """Megatron's parsed arguments; its getter is not annotated."""
     return get_args()
+
+
+def _loaded_folder(folder: str, iteration: int) -> Path:
+    """Where Megatron found the checkpoint: under `folder`, or where temporary ones are."""
+    arguments = _arguments()
+    loaded = Path(get_checkpoint_name(folder, iteration, return_base_dir=True))
+    if loaded.is_dir() or arguments.non_persistent_ckpt_type != "global":
+        return loaded
+    other = arguments.non_persistent_global_ckpt_dir or os.path.join(folder, "non_persistent")
+    return Path(get_checkpoint_name(other, iteration, return_base_dir=True))
 
 
 def _is_writer() -> bool:

@@ -28,6 +28,13 @@ class SmallGPTConfig:
     tensor_parallel: int = 1
     average_in_collective: bool = False
     bucket_size: int | None = 40_000
+    check_for_nan: bool = False
+    loss_per_token: bool = False
+    loss_scale_window: int = 1000
+    optimizer: str = "adam"
+    sgd_momentum: float = 0.0
+    clip_grad: float = 1.0
+    weight_decay: float = 0.01
 
 
 class SmallGPT:
@@ -61,6 +68,7 @@ class SmallGPT:
             params_dtype=dtype, bf16=setting.bf16, fp16=setting.fp16, hidden_dropout=0.0,
             attention_dropout=0.0, gradient_accumulation_fusion=False,
             tensor_model_parallel_size=setting.tensor_parallel,
+            calculate_per_token_loss=setting.loss_per_token,
         )  # fmt: skip
         model: Any = GPTModel(
             config=config, transformer_layer_spec=get_gpt_layer_local_spec(),
@@ -76,14 +84,17 @@ class SmallGPT:
                 use_distributed_optimizer=setting.distributed_optimizer,
                 bucket_size=setting.bucket_size,
                 average_in_collective=setting.average_in_collective,
+                check_for_nan_in_grad=setting.check_for_nan,
             ),
             model,
         )
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam",
+                optimizer=setting.optimizer,
+                sgd_momentum=setting.sgd_momentum,
                 lr=1e-2,
-                clip_grad=1.0,
+                clip_grad=setting.clip_grad,
+                weight_decay=setting.weight_decay,
                 bf16=setting.bf16,
                 fp16=setting.fp16,
                 params_dtype=dtype,
@@ -91,7 +102,7 @@ class SmallGPT:
                 initial_loss_scale=2.0**10,
                 min_loss_scale=1.0,
                 hysteresis=1,
-                loss_scale_window=1000,
+                loss_scale_window=setting.loss_scale_window,
             ),
             [self.ddp],
         )

@@ -11,7 +11,8 @@ so that the sum has the density D = 1 - (1 - d)^n (ZEN, definition 4):
 A reduce-scatter sends half of the first and (n - 1) / n N m(d) in the others (SparCML, Renggli et
 al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions make D smaller, so
 `direct` is never worse than predicted. With `scheme.capacity` c, messages and sums take what they
-may hold at most: d becomes min(c d, 1), and D becomes min(n c d, 1).
+may hold at most: d becomes min(c d, 1), and D becomes min(n c d, 1). Where the distributed
+optimizer has k instances, every scheme sends 2 (k - 1) / k N b / n more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ BITMAP_BYTES = 1 / 8
 def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
     """Bytes that each rank of a ring sends for the whole bucket at full density."""
     ring = (bucket.world_size - 1) / bucket.world_size * bucket.numel * element_bytes
-    return ring if bucket.form is Form.REDUCE_SCATTER else 2 * ring
+    within = ring if bucket.form is Form.REDUCE_SCATTER else 2 * ring
+    return within + _instances_wire_bytes(bucket, element_bytes)
+
+
+def _instances_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
+    """Bytes of a ring all-reduce of this rank's shard; see `megatron_sparse.instances`."""
+    shard_bytes = bucket.numel / bucket.world_size * element_bytes
+    return 2 * (bucket.instances - 1) / bucket.instances * shard_bytes
 
 
 def predicted_bytes(bucket: Bucket, density: float, scheme: SchemeConfig) -> dict[str, float]:
@@ -51,7 +59,8 @@ def predicted_bytes(bucket: Bucket, density: float, scheme: SchemeConfig) -> dic
         agsparse = (n - 1) * message
         direct = shares * (message + message_bytes(sum_density))
     dense = dense_wire_bytes(bucket, element_bytes)
-    return {"dense": dense, "agsparse": agsparse, "direct": direct}
+    across = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
+    return {"dense": dense, "agsparse": agsparse + across, "direct": direct + across}
 
 
 def record_bytes(density: float, element_bytes: int, form: str) -> float:

@@ -1,22 +1,30 @@
 """Process groups of the plugin's own, pooled.
 
 `new_group(use_local_synchronization=True)` needs only the members to call it, which is what a
-plugin can arrange; but it names the group after its ranks alone, so a group that is destroyed and
-made again meets the old one's addresses in the store and hangs. Groups are therefore kept for the
-life of the process and lent again. Lending is collective in practice (attach and detach are), so
-every member gets the same group.
+plugin can arrange. torch names such a group after its ranks and the number of groups that the
+calling process is in, which need not be the same for all members (the stages of a pipeline differ
+in it), and members that have made up different names wait for one another until the timeout. So
+the group is named here: after its ranks, and how many the plugin has made of them before. Lending
+is collective in practice (attach and detach are), so the members agree. A group that is destroyed
+would leave its addresses in the store, so groups are kept for the life of the process and lent
+again.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 _Key = tuple[int, tuple[int, ...], str, float]
 _free: dict[_Key, list[dist.ProcessGroup]] = defaultdict(list)
 _lent: dict[dist.ProcessGroup, _Key] = {}
+_made: Counter[tuple[int, ...]] = Counter()
 
 
 def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
@@ -25,17 +33,32 @@ def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.Proce
     if _free[key]:
         group = _free[key].pop()
     else:
-        made = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc="megatron_sparse",
-        )
+        with _named(ranks):
+            made = dist.new_group(
+                ranks,
+                timeout=timedelta(seconds=timeout_s),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc="megatron_sparse",
+            )
         assert isinstance(made, dist.ProcessGroup), "only members ask for a group"
         group = made
     _lent[group] = key
     return group
+
+
+@contextmanager
+def _named(ranks: list[int]) -> Iterator[None]:
+    """Lets `new_group` use a name on which all members agree; it takes none from its caller."""
+    _made[tuple(ranks)] += 1
+    members = hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()
+    name = f"megatron_sparse_{_made[tuple(ranks)]}_{members}"
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda _: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
 
 
 def return_group(group: dist.ProcessGroup, *, broken: bool = False) -> None:

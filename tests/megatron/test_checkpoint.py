@@ -1,88 +1,54 @@
-"""The plugin's part of a checkpoint: sizes that change, files that are damaged or missing."""
+"""The plugin's state in files of its own: sizes that change, files that are damaged or missing."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_sparse.megatron import cpu_mode
+from tests.megatron.checkpoint_cases import STEPS, attached, load_and_go_on, pruned_stores
 from tests.ranks import run_ranks
 
-STEPS = 3
-OPTIONS = {
-    "density": 0.05, "scheme": "agsparse", "warmup_iters": 0, "ramp_iters": 0,
-    "keep_below_numel": 256,
-}  # fmt: skip
+TIMEOUT_S = 500.0
+"""A test machine may be many times slower than a quiet one."""
 
 
-def _attached(**options):
-    cpu_mode.enable()
-    from megatron_sparse.megatron import attach
-    from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
-
-    model = SmallGPT(SmallGPTConfig(bucket_size=options.pop("bucket_size", 40_000), overlap=True))
-    return model, attach(model.ddp, model.optimizer, **(OPTIONS | options))
-
-
-def _residuals(attachment):
-    return {name: view.clone() for name, view in attachment.residuals.by_parameter()}
-
-
-def _save(rank, world_size, folder, **options):
-    model, attachment = _attached(**options)
+def _save(rank, world_size, folder):
+    """One checkpoint for each mode, all of the same state."""
+    model, attachment = attached()
     from megatron_sparse.megatron import checkpoint
 
     for _ in range(STEPS):
         model.step()
-    path = checkpoint.save(attachment, Path(folder))
-    assert not path.with_suffix(".part").exists()
-    return _residuals(attachment)
-
-
-def _load(rank, world_size, folder, options):
-    model, attachment = _attached(**options)
-    from megatron_sparse.errors import CheckpointError
-    from megatron_sparse.megatron import checkpoint
-
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("megatron_sparse").addHandler(handler)
-    logging.getLogger("megatron_sparse").setLevel(logging.INFO)
-    try:
-        checkpoint.load(attachment, Path(folder), iteration=77)
-    except CheckpointError as error:
-        return {"error": str(error)}
-    loaded = _residuals(attachment)
-    return {
-        "step": attachment.step, "residuals": loaded, "messages": messages,
-        "goes on": model.step()[1],
-    }  # fmt: skip
+    for mode in ("sum", "none", "full"):
+        attachment.config.compression.residual_checkpoint = mode
+        path = checkpoint.save(attachment, Path(folder, mode))
+        assert not path.with_suffix(".part").exists()
+    return pruned_stores(attachment)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint of two ranks, and what each held."""
+    """A folder with a checkpoint of two ranks for each mode, and what each rank held."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    return folder, run_ranks(_save, 2, str(folder))
+    return folder, run_ranks(_save, 2, str(folder), timeout_s=TIMEOUT_S)
 
 
-def _copy(folder, target):
-    for path in (folder / "megatron_sparse").iterdir():
-        copied = target / "megatron_sparse" / path.name
-        copied.parent.mkdir(exist_ok=True)
-        copied.write_bytes(path.read_bytes())
-    return target / "megatron_sparse"
+def test_a_structure_that_is_promised_to_be_constant_is_refused():
+    from megatron_sparse.errors import ConfigError
+    from megatron_sparse.megatron.checkpoint_layout import check_structure
+
+    for constant, mode in ((False, "full"), (True, "none")):
+        check_structure(constant=constant, mode=mode)
+    with pytest.raises(ConfigError, match="residuals appear while training"):
+        check_structure(constant=True, mode="sum")
 
 
 def _copy(folder, target):
     (target / "megatron_sparse").mkdir(parents=True)
     for path in (folder / "megatron_sparse").iterdir():
         (target / "megatron_sparse" / path.name).write_bytes(path.read_bytes())
-    return target / "megatron_sparse"
 
 
 def _rewrite(folder, change):
@@ -92,8 +58,18 @@ def _rewrite(folder, change):
         torch.save(state, path)
 
 
+def _to_version_1(state):
+    """As the plugin wrote its files before residuals had company."""
+    state["residuals"] = state.pop("stores")["residual"]
+    for key in ("mode", "kept", "gradient_factor", "method", "buckets"):
+        del state[key]
+    for key in [key for key in state["place"] if key.startswith("expert_") and key[7:] != "size"]:
+        del state["place"][key]
+    state["version"] = 1
+
+
 def _load_all(rank, world_size, cases):
-    return {name: _load(rank, world_size, *case) for name, case in cases.items()}
+    return {name: load_and_go_on(Path(path), **options) for name, (path, options) in cases.items()}
 
 
 REFUSED = {
@@ -107,29 +83,39 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def loaded(saved, tmp_path_factory):
     """What two ranks get from the checkpoint, whole and spoilt in several ways."""
+    whole = saved[0] / "full"
     folder = tmp_path_factory.mktemp("spoilt")
-    for name in (*REFUSED, "missing"):
-        _copy(saved[0], folder / name)
+    for name in (*REFUSED, "missing", "version 1"):
+        _copy(whole, folder / name)
     (folder / "missing/megatron_sparse/rank_00001.pt").unlink()
     _rewrite(folder / "layout/megatron_sparse", lambda s: s["place"].update(tensor_size=2))
     _rewrite(folder / "version/megatron_sparse", lambda s: s.update(version=99))
     _rewrite(
         folder / "size/megatron_sparse",
-        lambda s: s["residuals"].update({n: v[:-1] for n, v in s["residuals"].items()}),
+        lambda s: s["stores"]["residual"].update(
+            {name: value[:-1] for name, value in s["stores"]["residual"].items()}
+        ),
     )
+    _rewrite(folder / "version 1/megatron_sparse", _to_version_1)
     for path in (folder / "damaged/megatron_sparse").iterdir():
         path.write_bytes(path.read_bytes()[:100])
-    cases = {name: (str(folder / name), {}) for name in (*REFUSED, "missing")}
-    cases["other buckets"] = (str(saved[0]), {"bucket_size": None})
-    return run_ranks(_load_all, 2, cases, timeout_s=200)
+    cases = {name: (str(folder / name), {}) for name in (*REFUSED, "missing", "version 1")}
+    cases["other buckets"] = (str(whole), {"bucket_size": None})
+    cases["sum"] = (str(saved[0] / "sum"), {})
+    _copy(whole, folder / "method")
+    _rewrite(folder / "method/megatron_sparse", lambda s: s.update(kept=["residual", "velocity"]))
+    cases["method"] = (str(folder / "method"), {})
+    return run_ranks(_load_all, 2, cases, timeout_s=TIMEOUT_S)
 
 
-def test_the_same_size_gives_every_rank_its_own_back_whatever_the_buckets(saved, loaded):
+@pytest.mark.parametrize("case", ["other buckets", "version 1"])
+def test_the_same_size_gives_every_rank_its_own_back(saved, loaded, case):
+    """Whatever the buckets, and from files of the first version too."""
     for results, own in zip(loaded, saved[1], strict=True):
-        result = results["other buckets"]
+        result = results[case]
         assert result["step"] == STEPS
-        assert result["residuals"].keys() == own.keys()
-        assert all(torch.equal(result["residuals"][name], own[name]) for name in own)
+        assert result["stores"].keys() == own.keys()
+        assert all(torch.equal(result["stores"][name], own[name]) for name in own)
         assert result["goes on"] is True
 
 
@@ -137,8 +123,14 @@ def test_a_missing_rank_starts_every_rank_at_zero_and_says_so(loaded):
     for results in loaded:
         result = results["missing"]
         assert result["step"] == 77
-        assert not any(view.any() for view in result["residuals"].values())
+        assert not any(view.any() for view in result["stores"].values())
         assert any("residuals start at zero" in message for message in result["messages"])
+
+
+def test_what_another_compression_method_kept_is_named_in_the_log(saved, loaded):
+    messages = loaded[0]["method"]["messages"]
+    assert any("velocity is not used any more" in message for message in messages)
+    assert loaded[0]["method"]["stores"].keys() == saved[1][0].keys()
 
 
 @pytest.mark.parametrize("spoilt", list(REFUSED))
@@ -147,32 +139,30 @@ def test_what_does_not_fit_is_refused(loaded, spoilt):
         assert REFUSED[spoilt] in results[spoilt]["error"]
 
 
-def _save_none(rank, world_size, folder):
-    _save(rank, world_size, folder, residual_checkpoint="none")
-    return Path(folder, "megatron_sparse", f"rank_{rank:05d}.pt").stat().st_size
-
-
-def _alone(rank, world_size, folder, empty):
-    """One rank loads what two saved; then saves and loads without residuals."""
-    moved = _load(rank, world_size, folder, {})
-    size = _save_none(rank, world_size, empty)
-    return moved, size, _load(rank, world_size, empty, {"residual_checkpoint": "none"})
-
-
 @pytest.fixture(scope="module")
-def alone(saved, tmp_path_factory):
-    return run_ranks(_alone, 1, str(saved[0]), str(tmp_path_factory.mktemp("empty")))[0]
+def alone(saved):
+    """What one rank gets from what two saved."""
+    cases = {mode: (str(saved[0] / mode), {}) for mode in ("full", "sum", "none")}
+    return run_ranks(_load_all, 1, cases, timeout_s=TIMEOUT_S)[0]
 
 
-def test_another_data_parallel_size_preserves_the_total(saved, alone):
-    result, held = alone[0], saved[1]
+@pytest.mark.parametrize("mode", ["full", "sum"])
+def test_another_data_parallel_size_preserves_the_total(saved, alone, mode):
+    held = saved[1]
     for name in held[0]:
-        assert torch.equal(result["residuals"][name], held[0][name] + held[1][name])
-    assert any("data-parallel size was 2" in message for message in result["messages"])
+        assert torch.equal(alone[mode]["stores"][name], held[0][name] + held[1][name])
+    assert any("data-parallel size was 2" in message for message in alone[mode]["messages"])
 
 
-def test_residual_checkpoint_none_keeps_the_step_and_drops_the_residual(alone):
-    _, size, result = alone
-    assert size < 10_000
-    assert result["step"] == STEPS
-    assert not any(view.any() for view in result["residuals"].values())
+def test_a_sum_is_given_out_whole(saved, loaded):
+    held = saved[1]
+    for name in held[0]:
+        parts = [results["sum"]["stores"][name] for results in loaded]
+        assert torch.equal(parts[0] + parts[1], held[0][name] + held[1][name])
+
+
+def test_residual_checkpoint_none_keeps_the_step_and_drops_the_residual(saved, alone):
+    for path in (saved[0] / "none/megatron_sparse").iterdir():
+        assert path.stat().st_size < 10_000
+    assert alone["none"]["step"] == STEPS
+    assert not any(view.any() for view in alone["none"]["stores"].values())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from megatron_sparse.planner.plan_state import read_plan
+from tests.megatron.checkpoint_cases import saved_object
 from tests.megatron.test_pretrain import losses, train
 
 PLANNED = (
@@ -31,9 +31,7 @@ def test_a_planned_run_resumes_bit_exactly_and_its_plan_can_be_pinned(tmp_path):
     assert any(row["chosen"] != "dense" for row in rows.values())
     assert any(row["profile"] for row in rows.values())
     part = train(tmp_path, "part", *PLANNED, "megatron.exit_interval=3")
-    saved = torch.load(
-        part / "checkpoints/iter_0000003/megatron_sparse/rank_00000.pt", weights_only=True
-    )
+    saved = saved_object(part, 3, "megatron_sparse.state.tp0.pp0/shard_0_2")
     assert set(saved["planner"]["buckets"]) == set(rows)
     train(tmp_path, "part", *PLANNED, "resume=must")
     assert losses(part) == losses(whole)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_sparse.planner.gradient_recording import GradientRecording, Kind
+from tests.megatron.checkpoint_cases import saved_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -83,18 +84,11 @@ def test_training_and_resuming_is_bit_exact(tmp_path, overlap, distributed):
     assert max(losses(part)) == 3
     resumed = train(tmp_path, "part", *flags, "resume=must")
     assert losses(resumed) == losses(whole)
-    for rank in range(2):
-        assert torch.equal(*(_residual(run, rank) for run in (whole, resumed)))
-
-
-def _residual(run: Path, rank: int) -> torch.Tensor:
-    """A rank's residual after the last iteration, from the checkpoint that Megatron saves there."""
-    path = run / f"checkpoints/iter_{ITERATIONS:07d}/megatron_sparse/rank_{rank:05d}.pt"
-    state = torch.load(path, weights_only=True)
-    assert state["step"] == ITERATIONS
-    values = torch.cat([state["residuals"][name] for name in sorted(state["residuals"])])
-    assert values.any()
-    return values
+    tensors, again = (saved_tensors(run, ITERATIONS) for run in (whole, resumed))
+    assert tensors.keys() == again.keys()
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    residuals = [rows for name, rows in tensors.items() if "megatron_sparse.residual." in name]
+    assert all(any(rows[rank].any() for rows in residuals) for rank in range(2))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

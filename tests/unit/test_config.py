@@ -9,7 +9,13 @@ import pytest
 
 from megatron_sparse.checks import divides, in_range, is_flag, is_pattern, one_of
 from megatron_sparse.collectives import SCHEMES as COLLECTIVES
-from megatron_sparse.config import SCHEMES, CompressionConfig, SchemeConfig, SparseConfig
+from megatron_sparse.config import (
+    SCHEMES,
+    CompressionConfig,
+    SchemeConfig,
+    SparseConfig,
+    TrackingConfig,
+)
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.run_config import (
@@ -83,6 +89,10 @@ class TestPluginSections:
             (SchemeConfig, "wire_dtype", "int8"),
             (SchemeConfig, "timeout_s", 0),
             (SchemeConfig, "deterministic", 1),
+            (TrackingConfig, "console", True),
+            (TrackingConfig, "sample_every", -1),
+            (TrackingConfig, "profile_iters", 1.5),
+            (TrackingConfig, "nvtx", "on"),
         ],
     )
     def test_refusals_name_the_key(self, section, key, value):

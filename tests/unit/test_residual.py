@@ -122,3 +122,50 @@ def test_rescale_and_norm():
     assert float(store.norm()) == 6.0
     store.rescale(0.5)
     assert float(store.norm()) == 3.0
+
+
+def test_a_change_of_unit_puts_right_what_the_old_residual_owed():
+    """`e' = x - sent + (change - 1) * e`: as if the old residual had come in the new unit."""
+    store, bucket = _store(), _bucket(sizes=(4,), padding=0)
+    old = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    store.begin(bucket).copy_(old)
+    store.commit()
+    selected = store.begin(bucket)
+    selected[:2] = 0  # sent
+    store.commit(torch.tensor(1.5))
+    assert torch.equal(store.settled(bucket), torch.tensor([0.5, 1.0, 4.5, 6.0]))
+
+
+def test_a_change_of_unit_rescales_what_was_not_selected_from():
+    store, bucket = _store(), _bucket(sizes=(4,), padding=0)
+    store.begin(bucket).fill_(2.0)
+    store.commit()
+    store.commit(torch.tensor(0.5))
+    assert torch.equal(store.settled(bucket), torch.ones(4))
+
+
+def test_the_first_selection_owes_nothing_in_an_older_unit():
+    store, bucket = _store(), _bucket(sizes=(4,), padding=0)
+    store.begin(bucket).fill_(2.0)
+    store.commit(torch.tensor(3.0))
+    assert torch.equal(store.settled(bucket), torch.full((4,), 2.0))
+
+
+def test_without_undo_a_change_of_unit_is_an_error():
+    store, bucket = _store(undo=False), _bucket()
+    store.begin(bucket)
+    store.commit()
+    store.begin(bucket)
+    with pytest.raises(SelectionError, match="unit changes"):
+        store.commit(torch.tensor(2.0))
+
+
+def test_a_checkpoint_does_not_see_a_pending_selection():
+    store, bucket = _store(), _bucket(sizes=(4,), padding=0)
+    store.begin(bucket).fill_(1.0)
+    assert store.settled(bucket) is None
+    store.commit()
+    store.begin(bucket).fill_(2.0)
+    assert torch.equal(store.settled(bucket), torch.ones(4))
+    store.commit()
+    assert torch.equal(store.settled(bucket), torch.full((4,), 2.0))

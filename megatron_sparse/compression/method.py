@@ -1,0 +1,149 @@
+"""The seam of the compression methods, and the default one: sampled top-k with error feedback.
+
+A method decides two things about a bucket: what is added to the gradient before anything is
+selected (the residual and, for DGC, a velocity), and which thresholds select. The rest (pruning,
+encoding, leak, rounding) is the same for all of them, in one fused pass.
+
+| `compression.method` | class | beside the residual it keeps |
+|---|---|---|
+| `topk` | `SampledTopK` | nothing |
+| `threshold_reuse` | `threshold_reuse.ThresholdReuse` | thresholds, and their kept counts |
+| `sidco` | `tail_fit.SIDCo` | nothing |
+| `dgc` | `dgc.DGC` | a velocity of each element |
+
+Whatever a method keeps is provisional until the step is accepted, follows the loss scale, and is
+saved with the residual.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Layout
+from megatron_sparse.compression.residual import ResidualStore
+from megatron_sparse.compression.threshold import range_thresholds
+from megatron_sparse.config import CompressionConfig
+from megatron_sparse.formats.message import Message
+
+
+class CompressionMethod(Protocol):
+    """What the selection of a bucket asks; one object serves all buckets of a rank.
+
+    Calls for one bucket come in the order `begin`, `thresholds`, `selected`, or `begin` alone for a
+    dense plan; buckets of a step may come in any order. All of them are made by the progress
+    thread; the others between two steps.
+
+    Attributes:
+        stores: what is kept for each element, by name; "residual" is among them. Who owns the
+            method commits, rolls back, rescales, saves and loads them, beside the method itself.
+    """
+
+    stores: dict[str, ResidualStore]
+
+    def begin(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's residual [N], all that is added to the gradient; mutates it."""
+        ...
+
+    def has_addend(self, bucket: Bucket) -> bool:
+        """Whether `begin` may return anything but zeros: a dense plan needs no pass without it."""
+        ...
+
+    def thresholds(
+        self,
+        bucket: Bucket,
+        layout: Layout,
+        residual_N: torch.Tensor,
+        density: float,
+        step: int,
+        agreed: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The threshold of every range of the layout; see `threshold.range_thresholds`."""
+        ...
+
+    def selected(self, bucket: Bucket, message: Message) -> None:
+        """Told what the thresholds have selected."""
+        ...
+
+    def commit(self) -> None:
+        """The optimizer took the step: what is kept beside the stores counts."""
+        ...
+
+    def rollback(self) -> None:
+        """The optimizer skipped the step: what is kept beside the stores is as it was before."""
+        ...
+
+    def rescale(self, factor: float) -> None:
+        """The loss scale changed by `factor`; so did the unit of what is kept beside the stores."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the stores: plain containers and CPU tensors.
+
+        To be called between two steps; on CUDA it waits for the tensors.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave on the same rank; an empty one starts anew.
+
+        Raises:
+            CheckpointError: the state is damaged.
+        """
+        ...
+
+
+class SampledTopK:
+    """Leaky error feedback; thresholds from samples of every step. The base of the others.
+
+    Cost: no pass over the gradient of its own; `samples` elements of each range are read.
+
+    Args:
+        config: density, samples, scope.
+        residuals: error feedback.
+    """
+
+    def __init__(self, config: CompressionConfig, residuals: ResidualStore) -> None:
+        self.config = config
+        self.residuals = residuals
+        self.stores = {"residual": residuals}
+
+    def begin(self, bucket: Bucket) -> torch.Tensor:
+        """See `CompressionMethod`."""
+        return self.residuals.begin(bucket)
+
+    def has_addend(self, bucket: Bucket) -> bool:
+        """See `CompressionMethod`."""
+        return bucket.name in self.residuals
+
+    def thresholds(
+        self,
+        bucket: Bucket,
+        layout: Layout,
+        residual_N: torch.Tensor,
+        density: float,
+        step: int,
+        agreed: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `CompressionMethod`."""
+        return range_thresholds(bucket, layout, residual_N, density, step, self.config, agreed)
+
+    def selected(self, bucket: Bucket, message: Message) -> None:
+        """See `CompressionMethod`: nothing is learnt from it."""
+
+    def commit(self) -> None:
+        """See `CompressionMethod`: there is nothing beside the stores."""
+
+    def rollback(self) -> None:
+        """See `CompressionMethod`: there is nothing beside the stores."""
+
+    def rescale(self, factor: float) -> None:
+        """See `CompressionMethod`: there is nothing beside the stores."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `CompressionMethod`: the residual is all there is."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `CompressionMethod`."""

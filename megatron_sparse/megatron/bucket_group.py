@@ -1,0 +1,100 @@
+"""The subclass of Megatron's bucket group that `attach` swaps in.
+
+It overrides `start_grad_sync`, which lets Megatron's own method do its preparation (CUDA-graph
+events, extra main gradients, the NaN check, gradient scaling) over a group of one rank, where its
+collective changes nothing, and then starts the reducer in its place, whose handle Megatron waits
+for. `finish_grad_sync` is overridden too, for the one case in which Megatron does not wait.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from megatron_sparse.megatron.buckets import (
+    INSTANCES_ATTRIBUTE,
+    GroupBuckets,
+    group_attribute,
+    has_instances,
+)
+from megatron_sparse.reducer import PendingReduction
+
+if TYPE_CHECKING:
+    from megatron_sparse.megatron.attachment import Attachment
+
+
+class Handle:
+    """What Megatron calls `wait()` on."""
+
+    def __init__(self, pending: list[PendingReduction]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Waits for every bucket of the group, in launch order."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+
+
+class CompressedBucketGroup(_ParamAndGradBucketGroup):
+    """Megatron's bucket group with two methods replaced; never constructed, only swapped in."""
+
+    sparse_attachment: Attachment
+    sparse_group: GroupBuckets
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """See `_ParamAndGradBucketGroup.start_grad_sync`.
+
+        `force_all_reduce` (Megatron's --save-wgrads-interval) falls through to Megatron: the step
+        is dense and leaves the residual alone.
+        """
+        if force_all_reduce:
+            super().start_grad_sync(force_all_reduce=True)
+            return
+        if self.is_first_batch and self.grad_reduce_handle is not None:
+            return
+        self._prepare_alone()
+        handle = self.sparse_attachment.launch(self.sparse_group)
+        overlap = self.ddp_config.overlap_grad_reduce
+        if overlap:
+            self.grad_reduce_handle = handle
+        if not overlap or (self.is_first_batch and has_instances(self)):
+            handle.wait()
+
+    def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        """See `_ParamAndGradBucketGroup.finish_grad_sync`.
+
+        With several instances of the distributed optimizer Megatron waits for a stream of its own
+        in place of the handle, and does not take the handle away.
+        """
+        if not has_instances(self):
+            super().finish_grad_sync(*args, **kwargs)
+            return
+        if self.grad_reduce_handle is not None:
+            self.grad_reduce_handle.wait()
+        # In the first batch this launches, and waits in `start_grad_sync`.
+        super().finish_grad_sync(*args, **kwargs)
+        self.grad_reduce_handle = None
+
+    def _prepare_alone(self) -> None:
+        """Runs Megatron's method over groups of one rank, so that only its preparation counts."""
+        alone = self.sparse_attachment.alone
+        # Waiting for the bucket before saves its all-to-all's memory; here there is none to save.
+        changed = {group_attribute(self): alone, "previous_grad_reduce_bucket_group": None}
+        if has_instances(self):
+            changed[INSTANCES_ATTRIBUTE] = alone
+        before = {name: getattr(self, name, None) for name in changed}
+        vars(self).update(changed)
+        try:
+            # As an all-reduce: a reduce-scatter would cut the bucket by the real group's size.
+            # Megatron logs a line for each forced bucket, so it is forced only where needed.
+            super().start_grad_sync(force_all_reduce=self.ddp_config.use_distributed_optimizer)
+        finally:
+            vars(self).update(before)
+        if self.grad_reduce_handle is not None:
+            self.grad_reduce_handle.wait()
+            self.grad_reduce_handle = None
+        if has_instances(self) and self.ddp_config.overlap_grad_reduce:
+            torch.cuda.current_stream().wait_stream(self.communication_stream)

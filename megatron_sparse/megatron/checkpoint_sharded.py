@@ -1,0 +1,190 @@
+"""The plugin's state inside Megatron's distributed checkpoint (`--ckpt-format torch_dist`).
+
+`sharded_state` gives what is added to the state dict that Megatron saves, so that its parallel and
+asynchronous writing apply; `read` asks the checkpoint what it holds before it asks for it, so that
+a missing key or another data-parallel size is no error of Megatron's.
+
+Keys begin with `megatron_sparse.`: `header` (one object), `state.tp0.pp0` (one object for each
+data-parallel rank) and `<store>.<part of the model>.<parameter>`: one row of the parameter's
+elements for each data-parallel rank, or with `residual_checkpoint=sum` the sum of all rows, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+from megatron_sparse.errors import CheckpointError
+from megatron_sparse.megatron.attachment import Attachment
+from megatron_sparse.megatron.checkpoint_files import check_sizes
+from megatron_sparse.megatron.checkpoint_layout import (
+    VERSION,
+    Place,
+    Saved,
+    add_rows,
+    common_state,
+    expert_parameters,
+    part_of_sum,
+    rank_state,
+    rows_for,
+    store_contents,
+)
+
+PREFIX = "megatron_sparse"
+
+
+def sharded_state(attachment: Attachment) -> dict[str, Any]:
+    """Sharded objects and tensors to be saved by `dist_checkpointing.save`.
+
+    Put it under a key of its own into the state dict that every rank saves. With
+    `residual_checkpoint=full` tensors are the residuals themselves on a GPU, which must not change
+    before the save has copied them, and copies on a CPU; with `sum` building it is collective.
+    """
+    here = Place.here()
+    header = common_state(attachment) | {
+        "model_sizes": here.model_sizes(), "data_size": here.data_size,
+    }  # fmt: skip
+    state: dict[str, Any] = {
+        "header": ShardedObject(f"{PREFIX}.header", header, (1,), (0,), replica_id=dist.get_rank()),
+        "rank": ShardedObject(
+            _state_key(here), rank_state(attachment), (here.data_size,), (here.data,)
+        ),
+    }
+    experts = expert_parameters(attachment)
+    mode = attachment.config.compression.residual_checkpoint
+    for store, name, view in store_contents(attachment):
+        expert = name in experts
+        key = f"{_store_key(store, here, expert)}{name}"
+        if mode == "sum":
+            tensor = ShardedTensor.from_rank_offsets(key, view)
+        else:
+            row, size = here.row(expert)
+            # Writers may read host memory after training has gone on; that of a GPU they copy.
+            view = view.clone() if view.device.type == "cpu" else view
+            tensor = ShardedTensor.from_rank_offsets(key, view, (0, row, size), prepend_axis_num=1)
+        state[f"{store}.{name}"] = tensor
+    return state
+
+
+def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | None:
+    """What this rank takes over; None where the checkpoint holds no state of the plugin.
+
+    Reads the metadata and this rank's own part; not collective.
+
+    Args:
+        attachment: says which stores are wanted.
+        checkpoint: folder of a distributed checkpoint.
+        stores: whether residuals are wanted; without them the layout of the model does not matter.
+
+    Raises:
+        CheckpointError: the state is of another version or another model-parallel layout.
+    """
+    here = Place.here()
+    found = {
+        key: entry
+        for key, entry in load_sharded_metadata(str(checkpoint)).items()
+        if key.startswith(f"{PREFIX}.")
+    }
+    header_object = ShardedObject(f"{PREFIX}.header", None, (1,), (0,))
+    if header_object.unique_key not in found:
+        return None
+    header = _load(checkpoint, {"header": header_object})["header"]
+    if header["version"] != VERSION:
+        raise CheckpointError(
+            f"the plugin's state in {checkpoint} was written by another version",
+            expected=VERSION,
+            got=header["version"],
+            remedy="resume with that version of megatron_sparse",
+        )
+    if stores:
+        check_sizes(tuple(header["model_sizes"]), here, "set compression.residual_checkpoint=none")
+    saved = Saved(
+        header["step"], header["enabled"], header["loss_scale"], header["gradient_factor"],
+        header["data_size"], header["mode"], header["kept"],
+    )  # fmt: skip
+    same = saved.data_size == here.data_size
+    rank_object = ShardedObject(
+        _state_key(here), None, (saved.data_size,), (here.data if same else 0,)
+    )
+    pieces = _pieces(attachment, here, found, saved.mode) if stores else []
+    template: dict[str, Any] = {f"{p.store}.{p.name}": p.template for p in pieces if p.template}
+    # Only a model that is cut in another way, whose residuals are not wanted, has no such part.
+    if rank_object.unique_key in found:
+        template["rank"] = rank_object
+    loaded = _load(checkpoint, template) if template else {}
+    if "rank" in loaded:
+        saved.planner, saved.buckets = loaded["rank"]["planner"], loaded["rank"]["buckets"]
+        saved.method = loaded["rank"]["method"] if same else {}
+    for piece in pieces:
+        if piece.template:
+            rows = [row.view(-1) for row in loaded[f"{piece.store}.{piece.name}"].values()]
+            value = add_rows(rows)
+            if saved.mode == "sum":
+                value = part_of_sum(value, piece.row, piece.size)
+            saved.stores.setdefault(piece.store, {})[piece.name] = value
+    return saved
+
+
+@dataclass
+class _Piece:
+    """A parameter of a store, and which of its saved rows fall to this rank."""
+
+    store: str
+    name: str
+    row: int
+    size: int
+    template: dict[str, ShardedTensor]
+
+
+def _pieces(attachment: Attachment, here: Place, found: dict[str, Any], mode: str) -> list[_Piece]:
+    pieces = []
+    for store in attachment.stores():
+        for expert in (False, True):
+            prefix, (row, size) = _store_key(store, here, expert), here.row(expert)
+            for key, entry in found.items():
+                if key.startswith(prefix):
+                    template = _whole(entry) if mode == "sum" else _rows(entry, row, size)
+                    pieces.append(_Piece(store, key.removeprefix(prefix), row, size, template))
+    return pieces
+
+
+def _whole(entry: ShardedTensor) -> dict[str, ShardedTensor]:
+    """Asks for a sum, all of it."""
+    empty = torch.empty(entry.global_shape, dtype=entry.dtype)
+    return {"sum": ShardedTensor.from_rank_offsets(entry.key, empty)}
+
+
+def _rows(entry: ShardedTensor, row: int, size: int) -> dict[str, ShardedTensor]:
+    """Asks for the rows that fall to row `row` of `size`; for none of them where there are less."""
+    count, numel = entry.global_shape
+    return {
+        str(j): ShardedTensor.from_rank_offsets(
+            entry.key, torch.empty(numel, dtype=entry.dtype), (0, j, count), prepend_axis_num=1
+        )
+        for j in rows_for(row, size, count)
+    }
+
+
+def _state_key(place: Place) -> str:
+    return f"{PREFIX}.state.{place.shard(expert=False)}"
+
+
+def _store_key(store: str, place: Place, expert: bool) -> str:
+    return f"{PREFIX}.{store}.{place.shard(expert)}."
+
+
+def _load(checkpoint: Path, template: dict[str, Any]) -> dict[str, Any]:
+    """Reads on this rank alone what `template` describes, and nothing else."""
+    loaded = dist_checkpointing.load(
+        {PREFIX: template}, str(checkpoint), validate_access_integrity=False
+    )
+    assert isinstance(loaded, dict)
+    return loaded[PREFIX]

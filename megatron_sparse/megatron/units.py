@@ -1,0 +1,112 @@
+"""What residuals are in units of: the loss scale, and what Megatron multiplies the sum by.
+
+fp16 gradients carry the loss scale, which changes after some steps. With a loss per token gradients
+are added up undivided and then multiplied by one over the step's tokens, a number that
+`finalize_model_grads` knows only when buckets have been sent. A residual is put right after each
+step in which one of them has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class ResidualUnit:
+    """Follows both factors in one process.
+
+    Wraps `scale_gradients` of the chunks whose loss is per token, until `close`.
+
+    Args:
+        chunks: Megatron's DDP-wrapped model chunks.
+
+    Attributes:
+        loss_scale: of the residuals, null without loss scaling.
+        gradient_factor: what Megatron multiplied the last accepted step's sum by, a scalar on the
+            device; null where it does not.
+    """
+
+    def __init__(self, chunks: Iterable[Any]) -> None:
+        self.loss_scale: float | None = None
+        self.gradient_factor: torch.Tensor | None = None
+        self._new_factor: torch.Tensor | None = None
+        self._optimizer: Any = None
+        self._chunks = [chunk for chunk in chunks if divides_by_tokens(chunk)]
+        for chunk in self._chunks:
+            self._watch(chunk)
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the gradient factor may change from step to step."""
+        return bool(self._chunks)
+
+    def bind(self, optimizer: Any) -> None:
+        """Reads the loss scale of `optimizer` from now on."""
+        self._optimizer = optimizer
+        self.loss_scale = self._read_loss_scale()
+
+    def _watch(self, chunk: Any) -> None:
+        original = chunk.scale_gradients
+
+        def scale_gradients(factor: torch.Tensor) -> None:
+            self._new_factor = factor
+            original(factor)
+
+        chunk.scale_gradients = scale_gradients
+
+    def end_step(self, accepted: bool) -> torch.Tensor | None:
+        """Takes over the factor of a step that was accepted.
+
+        Returns:
+            fp64 scalar on the device: the old factor in units of the new one; None where there are
+            not two to compare.
+        """
+        old, new, self._new_factor = self.gradient_factor, self._new_factor, None
+        if new is None or not accepted:
+            return None
+        self.gradient_factor = new
+        return None if old is None else old.to(new.device, torch.float64) / new
+
+    def follow_loss_scale(self) -> float | None:
+        """Takes over the optimizer's present loss scale.
+
+        Returns:
+            What residuals have to be multiplied by; None where it is as it was.
+        """
+        old, self.loss_scale = self.loss_scale, self._read_loss_scale()
+        if not old or not self.loss_scale or old == self.loss_scale:
+            return None
+        return self.loss_scale / old
+
+    def restore(self, loss_scale: float | None, gradient_factor: float | None) -> None:
+        """Takes over the units of residuals that come from a checkpoint; null for unknown ones."""
+        self.gradient_factor = None if gradient_factor is None else torch.tensor(gradient_factor)
+        self.loss_scale = loss_scale or self._read_loss_scale()
+
+    def of_gradient(self) -> float:
+        """One residual unit in units of the gradient that Megatron's optimizer sees.
+
+        Reads the factor on the host.
+        """
+        factor = 1.0 if self.gradient_factor is None else float(self.gradient_factor)
+        return factor / (self.loss_scale or 1.0)
+
+    def _read_loss_scale(self) -> float | None:
+        return float(self._optimizer.get_loss_scale()) if is_fp16(self._optimizer) else None
+
+    def close(self) -> None:
+        """Gives the chunks their own method back."""
+        for chunk in self._chunks:
+            chunk.__dict__.pop("scale_gradients", None)
+
+
+def is_fp16(owner: Any) -> bool:
+    """Whether an optimizer or a model chunk trains in fp16, with loss scaling."""
+    return bool(getattr(getattr(owner, "config", None), "fp16", False))
+
+
+def divides_by_tokens(chunk: Any) -> bool:
+    """Whether Megatron divides the summed gradient by the step's number of tokens."""
+    return bool(getattr(getattr(chunk, "config", None), "calculate_per_token_loss", False))

@@ -1,0 +1,99 @@
+"""Checkpoints of small models, and how to look into them: what the checkpoint tests share."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+
+from megatron_sparse.megatron import cpu_mode
+
+MODES = ("full", "sum", "none")
+STEPS = 3
+OPTIONS = {
+    "density": 0.05, "scheme": "agsparse", "warmup_iters": 0, "ramp_iters": 0,
+    "keep_below_numel": 256,
+}  # fmt: skip
+
+
+def attached(bucket_size=40_000, **options):
+    """A fresh model on this rank, and its attachment."""
+    cpu_mode.enable()
+    from megatron_sparse.megatron import attach
+    from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
+
+    model = SmallGPT(SmallGPTConfig(bucket_size=bucket_size, overlap=True))
+    return model, attach(model.ddp, model.optimizer, **(OPTIONS | options))
+
+
+def pruned_stores(attachment):
+    """Copies of everything that the stores hold, by store and parameter."""
+    return {
+        f"{name}.{parameter}": view.clone()
+        for name, store in attachment.stores().items()
+        for parameter, view in store.by_parameter()
+    }
+
+
+def gradient_numel(attachment):
+    """Elements of all parameters of all buckets."""
+    return sum(p.stop - p.start for bucket in attachment.buckets for p in bucket.parameters)
+
+
+def load_and_go_on(folder, **options):
+    """Loads into a fresh model: what was restored, what the log said, and one more step."""
+    model, attachment = attached(**options)
+    from megatron_sparse.errors import CheckpointError
+    from megatron_sparse.megatron import checkpoint, detach
+
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("megatron_sparse")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        checkpoint.load(attachment, folder, iteration=77)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    finally:
+        logger.removeHandler(handler)
+    result = {
+        "step": attachment.step, "stores": pruned_stores(attachment), "messages": messages,
+        "goes on": model.step()[1], "after": pruned_stores(attachment),
+    }  # fmt: skip
+    detach(attachment)
+    return result
+
+
+def saved_tensors(run: Path, iteration: int) -> dict[str, torch.Tensor]:
+    """All tensors of a run's distributed checkpoint: weights, optimizer state and residuals."""
+    reader = torch_checkpoint.FileSystemReader(_folder(run, iteration))
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, torch_checkpoint.metadata.TensorStorageMetadata)
+    }
+    torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def saved_object(run: Path, iteration: int, key: str) -> Any:
+    """An object of a run's distributed checkpoint, by its key and shard."""
+    state: dict[str, Any] = {key: io.BytesIO()}
+    reader = torch_checkpoint.FileSystemReader(_folder(run, iteration))
+    torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
+    found = state[key]
+    if isinstance(found, io.BytesIO):
+        found.seek(0)
+        found = torch.load(found, weights_only=True)
+    return found[0]
+
+
+def _folder(run: Path, iteration: int) -> Path:
+    return run / f"checkpoints/iter_{iteration:07d}"

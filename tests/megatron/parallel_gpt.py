@@ -1,0 +1,277 @@
+"""A small GPT in any of Megatron's layouts: chunks, DDP wrap, schedule, optimizer and data.
+
+It trains as `megatron.training` does: `get_forward_backward_func` runs the microbatches, and its
+schedule calls `finalize_model_grads`. Built of megatron.core alone, so that many layouts fit into
+one launch of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HIDDEN, HEADS, SEQUENCE, VOCABULARY, MICRO_BATCH = 32, 4, 16, 64, 2
+PRUNED_FROM = 512
+"""Elements from which on a parameter is pruned: `keep_below_numel` of these tests."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of Megatron's settings matters to gradient synchronisation.
+
+    Attributes:
+        tensor, pipeline, context, expert: ranks of each kind of parallelism.
+        expert_tensor: tensor parallelism inside the experts; null takes `tensor`.
+        virtual: model chunks of each pipeline stage.
+        experts: of each layer; 0 builds dense layers.
+        sequence_parallel: with torch's norm wrapped, because Megatron's refuses it.
+        tied: one matrix for the embedding and the output.
+        attention: without it a layer is its MLP; Megatron's own attention refuses context
+            parallelism.
+        microbatches: of a step.
+        precision: of the parameters.
+        instances: of the distributed optimizer.
+        ddp: fields of `DistributedDataParallelConfig`.
+        aligned: gradients of a chunk are synchronised when the schedule says so
+            (`grad_sync_func`), as with --overlap-grad-reduce in an interleaved pipeline.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    virtual: int = 1
+    experts: int = 0
+    sequence_parallel: bool = False
+    tied: bool = False
+    attention: bool = True
+    microbatches: int = 1
+    precision: str = "fp32"
+    instances: int = 1
+    layers: int = 2
+    ddp: dict[str, Any] = field(default_factory=dict)
+    aligned: bool = False
+
+
+@contextmanager
+def parallel_state_of(layout: Layout) -> Iterator[None]:
+    """Megatron's process groups for a layout, while in the block.
+
+    megatron-core 0.19.2 keeps the kind of reduce-scatter in a global, which
+    `reduce_scatter_with_fp32_accumulation` sets for all models that come later; it is put back.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import param_and_grad_buffer
+
+    reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
+
+    parallel_state.initialize_model_parallel(
+        layout.tensor, layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context, expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        num_distributed_optimizer_instances=layout.instances,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter
+
+
+class ShardedSequenceNorm(torch.nn.Module):
+    """torch's LayerNorm with its parameters flagged as Apex's and Transformer Engine's are."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(hidden_size, eps)
+        for parameter in self.norm.parameters():
+            vars(parameter)["sequence_parallel"] = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `torch.nn.LayerNorm`."""
+        return self.norm(x)
+
+
+class ParallelGPT:
+    """See the module's docstring. The same weights and data in every run of a layout."""
+
+    def __init__(self, layout: Layout, seed: int = 7) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        self.layout = layout
+        self.config = self._transformer_config()
+        self.chunks = [self._chunk(stage) for stage in range(layout.virtual)]
+        ddp_config = self.chunks[0].ddp_config
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam", lr=1e-2, clip_grad=1.0, bf16=layout.precision == "bf16",
+                params_dtype=DTYPES[layout.precision],
+                use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+                overlap_param_gather=ddp_config.overlap_param_gather,
+            ),
+            self.chunks,
+        )  # fmt: skip
+        self._set_schedule(ddp_config)
+        rank = parallel_state.get_data_parallel_rank()
+        self.generator = torch.Generator().manual_seed(100 + rank)
+
+    def _transformer_config(self) -> Any:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        layout, dtype = self.layout, DTYPES[self.layout.precision]
+        moe = {}
+        if layout.experts:
+            moe = {
+                "num_moe_experts": layout.experts, "moe_router_topk": 2, "add_bias_linear": False,
+                "moe_token_dispatcher_type": "allgather",
+                "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
+            }  # fmt: skip
+        return TransformerConfig(
+            num_layers=layout.layers, hidden_size=HIDDEN, num_attention_heads=HEADS,
+            params_dtype=dtype, pipeline_dtype=dtype, bf16=layout.precision == "bf16",
+            hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+            context_parallel_size=layout.context, expert_model_parallel_size=layout.expert,
+            sequence_parallel=layout.sequence_parallel, **moe,
+        )  # fmt: skip
+
+    def _chunk(self, stage: int) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer.module import Float16Module
+
+        layout = self.layout
+        virtual_stage = stage if layout.virtual > 1 else None
+        model: Any = GPTModel(
+            config=self.config, transformer_layer_spec=self._block_spec(virtual_stage),
+            vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=False, vp_stage=virtual_stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=False, vp_stage=virtual_stage
+            ),
+            share_embeddings_and_output_weights=layout.tied, vp_stage=virtual_stage,
+        )  # fmt: skip
+        if layout.precision != "fp32":
+            model = Float16Module(self.config, model)
+        ddp_config = DistributedDataParallelConfig(
+            bucket_size=8_000, num_distributed_optimizer_instances=layout.instances, **layout.ddp
+        )
+        return DistributedDataParallel(
+            self.config, ddp_config, model, disable_bucketing=stage > 0
+        )  # fmt: skip
+
+    def _block_spec(self, virtual_stage: int | None) -> Any:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+        from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+        from megatron.core.transformer.spec_utils import ModuleSpec
+        from megatron.core.transformer.transformer_block import (
+            TransformerBlockSubmodules,
+            get_num_layers_to_build,
+        )
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
+        parts = get_gpt_layer_local_submodules(num_experts=self.layout.experts or None)
+        parts.input_layernorm = parts.pre_mlp_layernorm = ShardedSequenceNorm
+        if not self.layout.attention:
+            parts.input_layernorm = parts.self_attention = IdentityOp
+            parts.self_attn_bda = IdentityFuncOp
+        layer = ModuleSpec(module=TransformerLayer, submodules=parts)
+        count = get_num_layers_to_build(self.config, vp_stage=virtual_stage)
+        return TransformerBlockSubmodules([layer] * count, ShardedSequenceNorm)
+
+    def _set_schedule(self, ddp_config: Any) -> None:
+        """As `megatron.training.training.train` does."""
+        from megatron.core.distributed import finalize_model_grads
+
+        config = self.config
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+
+        def each(functions: list[Any]) -> Any:
+            return functions if len(functions) > 1 else functions[0]
+
+        if ddp_config.overlap_grad_reduce:
+            config.no_sync_func = each([chunk.no_sync for chunk in self.chunks])
+            if self.layout.aligned:
+                config.grad_sync_func = each([chunk.start_grad_sync for chunk in self.chunks])
+
+    def _batches(self) -> Iterator[torch.Tensor]:
+        """Tokens whose odd positions follow from the even ones, so that there is a loss to gain."""
+        for _ in range(self.layout.microbatches):
+            tokens = torch.randint(0, 17, (MICRO_BATCH, SEQUENCE), generator=self.generator)
+            tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % VOCABULARY
+            yield tokens
+
+    def _forward(self, batches: Iterator[torch.Tensor], chunk: Any) -> tuple[torch.Tensor, Any]:
+        from megatron.core import parallel_state
+
+        tokens = next(batches)
+        positions = torch.arange(SEQUENCE).expand_as(tokens)
+        parts, part = self.layout.context, parallel_state.get_context_parallel_rank()
+        tokens = tokens.chunk(parts, 1)[part].contiguous()
+        positions = positions.chunk(parts, 1)[part].contiguous()
+        length = tokens.shape[1]
+        mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+
+        def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            # Not the result itself: the schedule divides that in place.
+            loss = losses.float().mean()
+            return loss / parts, {"loss": loss.detach().clone()}
+
+        return chunk(tokens, positions, mask, labels=tokens), loss_of
+
+    def gradients(self, *, force_all_reduce: bool = False) -> float:
+        """One step's forward and backward passes; returns this rank's loss, 0 if it has none."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+            chunk.force_all_reduce = force_all_reduce
+        self.optimizer.zero_grad()
+        batches = list(self._batches())
+        run: Any = get_forward_backward_func()
+        losses = run(
+            forward_step_func=self._forward,
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(batches), seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH,
+            forward_only=False, force_all_reduce=force_all_reduce,
+        )  # fmt: skip
+        return float(sum(loss["loss"] for loss in losses)) if losses else 0.0
+
+    def step(self, *, force_all_reduce: bool = False) -> float:
+        """One training step; returns the loss summed over ranks and microbatches."""
+        loss = torch.tensor(self.gradients(force_all_reduce=force_all_reduce))
+        self.optimizer.step()
+        dist.all_reduce(loss)
+        return loss.item()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters by chunk and name, copied, after a pending all-gather."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+        return {
+            f"{number}.{name}": parameter.detach().clone()
+            for number, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.module.named_parameters()
+        }

@@ -1,0 +1,272 @@
+"""The plugin's state in Megatron's distributed checkpoint: rows, sums, sizes that change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sparse.megatron import cpu_mode
+from tests.megatron.checkpoint_cases import (
+    MODES,
+    STEPS,
+    attached,
+    gradient_numel,
+    load_and_go_on,
+    pruned_stores,
+)
+from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of
+from tests.ranks import run_ranks
+
+TIMEOUT_S = 500.0
+"""A test machine may be many times slower than a quiet one, of which a launch takes ten seconds."""
+
+OVERLAP = {"overlap_grad_reduce": True}
+LAYOUTS = {
+    "experts": Layout(
+        tensor=2, sequence_parallel=True, expert=2, expert_tensor=1, experts=4,
+        ddp=OVERLAP | {"use_distributed_optimizer": True},
+    ),
+    "virtual pipeline": Layout(
+        pipeline=2, virtual=2, layers=4, microbatches=2, ddp=OVERLAP, aligned=True
+    ),
+    "instances": Layout(instances=2, ddp={"use_distributed_optimizer": True}),
+}  # fmt: skip
+
+
+def _save_all(rank, world_size, folder):
+    """One checkpoint for each mode, all of the same state; then what each gives back."""
+    model, attachment = attached()
+    from megatron.core import dist_checkpointing
+
+    from megatron_sparse.megatron import checkpoint
+
+    for _ in range(STEPS):
+        model.step()
+    held = pruned_stores(attachment)
+    for mode in MODES:
+        attachment.config.compression.residual_checkpoint = mode
+        target = Path(folder, mode)
+        target.mkdir(exist_ok=True)
+        torch.distributed.barrier()
+        state = {"other": 1, checkpoint.KEY: checkpoint.sharded_state(attachment)}
+        dist_checkpointing.save(state, str(target))
+    numel = gradient_numel(attachment)
+    results = {mode: load_and_go_on(Path(folder, mode)) for mode in MODES}
+    results["other buckets"] = load_and_go_on(Path(folder, "full"), bucket_size=None)
+    results["not wanted"] = load_and_go_on(Path(folder, "full"), residual_checkpoint="none")
+    results["off"] = load_and_go_on(Path(folder, "full"), enabled=False)
+    results["thresholds"] = _thresholds(Path(folder, "thresholds"))
+    results |= _as_if_tensor_parallel(Path(folder, "full"))
+    return held, results, numel
+
+
+def _as_if_tensor_parallel(folder):
+    """What a rank of a model that is cut in another way would get."""
+    from megatron_sparse.megatron.checkpoint_layout import Place
+
+    here = Place.here()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Place, "here", lambda: replace(here, tensor_size=2))
+        return {
+            "layout": load_and_go_on(folder),
+            "layout, not wanted": load_and_go_on(folder, residual_checkpoint="none"),
+        }
+
+
+def _thresholds(folder):
+    """What the method keeps beside the stores, as it was saved and as it comes back."""
+    from megatron_sparse.megatron import checkpoint, detach
+
+    model, attachment = attached(method="threshold_reuse")
+    from megatron.core import dist_checkpointing
+
+    for _ in range(STEPS):
+        model.step()
+    folder.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    state = {checkpoint.KEY: checkpoint.sharded_state(attachment)}
+    dist_checkpointing.save(state, str(folder))
+    saved = attachment.method_state()
+    detach(attachment)
+    model, attachment = attached(method="threshold_reuse")
+    checkpoint.load(attachment, folder, iteration=77)
+    loaded = attachment.method_state()
+    detach(attachment)
+    return saved, loaded
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder for each mode; of each of two ranks what it held, and what it got back."""
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, run_ranks(_save_all, 2, str(folder), timeout_s=TIMEOUT_S)
+
+
+def test_every_rank_gets_its_own_row_back_bit_for_bit(saved):
+    for held, results, _ in saved[1]:
+        for case in ("full", "other buckets"):
+            result = results[case]
+            assert result["step"] == STEPS
+            assert result["stores"].keys() == held.keys()
+            assert all(torch.equal(result["stores"][name], held[name]) for name in held)
+            assert result["goes on"] is True
+
+
+def test_every_rank_gets_its_own_thresholds_back(saved):
+    (first, first_again), (second, second_again) = (rank[1]["thresholds"] for rank in saved[1])
+    assert repr(first_again) == repr(first)
+    assert repr(second_again) == repr(second)
+    assert repr(first) != repr(second)
+
+
+def test_other_buckets_are_named_in_the_log(saved):
+    messages = saved[1][0][1]["other buckets"]["messages"]
+    assert any("residuals move by parameter name" in line for line in messages)
+    assert not any("parameter name" in line for line in saved[1][0][1]["full"]["messages"])
+
+
+def test_a_sum_is_given_out_whole_and_each_element_to_one_rank(saved):
+    ranks = saved[1]
+    for name in ranks[0][0]:
+        total = ranks[0][0][name] + ranks[1][0][name]
+        parts = [results["sum"]["stores"][name] for _, results, _ in ranks]
+        # With two ranks the sum takes one addition, whatever its order: exact.
+        assert torch.equal(parts[0] + parts[1], total)
+        assert not (parts[0].bool() & parts[1].bool()).any()
+    assert any("from their sum" in line for line in ranks[0][1]["sum"]["messages"])
+
+
+def _tensor_bytes(folder):
+    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
+
+
+def test_sizes_on_disk_are_what_the_documentation_says(saved):
+    """`full` writes a residual for each rank, `sum` one, beside what `none` writes too."""
+    folder, ranks = saved
+    numel = ranks[0][2]
+    base = _tensor_bytes(folder / "none")
+    full, total = (_tensor_bytes(folder / mode) - base for mode in ("full", "sum"))
+    # torch.save puts a header of one to two kilobytes before each tensor.
+    header = 2048 * len(ranks[0][0])
+    assert 0 < full - 2 * 4 * numel < 2 * header
+    assert 0 < total - 4 * numel < header
+    assert base < 0.2 * total
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [("none", "saved with compression.residual_checkpoint=none"),
+     ("not wanted", "start at zero (compression.residual_checkpoint=none)")],
+)  # fmt: skip
+def test_without_residuals_the_step_is_kept_and_the_log_says_so(saved, case, words):
+    for rank, (_, results, _) in enumerate(saved[1]):
+        result = results[case]
+        assert result["step"] == STEPS
+        assert not any(view.any() for view in result["stores"].values())
+        assert any(words in line for line in result["messages"]) is (rank == 0)
+
+
+def test_another_model_parallel_layout_is_refused_unless_residuals_are_not_wanted(saved):
+    for _, results, _ in saved[1]:
+        assert "another model-parallel layout" in results["layout"]["error"]
+        assert results["layout, not wanted"]["step"] == STEPS
+
+
+def test_with_compression_switched_off_the_residual_goes_with_the_next_step(saved):
+    for held, results, _ in saved[1]:
+        result = results["off"]
+        assert all(torch.equal(result["stores"][name], held[name]) for name in held)
+        assert not any(view.any() for view in result["after"].values())
+    assert any("switched off" in line for line in saved[1][0][1]["off"]["messages"])
+
+
+def _load_modes(rank, world_size, folder):
+    return {mode: load_and_go_on(Path(folder, mode)) for mode in ("full", "sum")}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_another_data_parallel_size_preserves_the_total(saved, size):
+    """Of both modes; with three ranks the third has no row of two, but a part of the sum."""
+    folder, ranks = saved
+    moved = run_ranks(_load_modes, size, str(folder), timeout_s=TIMEOUT_S)
+    for name in ranks[0][0]:
+        total = ranks[0][0][name] + ranks[1][0][name]
+        for mode in ("full", "sum"):
+            rows = [result[mode]["stores"].get(name, torch.zeros_like(total)) for result in moved]
+            assert torch.equal(sum(rows[1:], rows[0]), total)
+    messages = moved[0]["full"]["messages"]
+    assert any(f"data-parallel size was 2 and is {size}" in line for line in messages)
+    assert all(result["full"]["goes on"] for result in moved)
+
+
+def _round_trip(layout, folder):
+    """Whether each mode gives back what was held: rows exactly, and the sum over ranks."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from megatron_sparse.megatron import attach, checkpoint, detach
+    from megatron_sparse.megatron.checkpoint_layout import expert_parameters
+
+    options = {"density": 0.1, "scheme": "agsparse", "warmup_iters": 0, "ramp_iters": 0,
+               "keep_below_numel": PRUNED_FROM}  # fmt: skip
+    model = ParallelGPT(layout)
+    attachment = attach(model.chunks, model.optimizer, **options)
+    model.step()
+    held = pruned_stores(attachment)
+    experts = expert_parameters(attachment)
+    report = {"experts": bool(experts), "held": len(held)}
+    for mode in ("full", "sum"):
+        attachment.config.compression.residual_checkpoint = mode
+        target = Path(folder, mode)
+        target.mkdir(exist_ok=True, parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save({checkpoint.KEY: checkpoint.sharded_state(attachment)}, str(target))
+    detach(attachment)
+    for mode in ("full", "sum"):
+        fresh = ParallelGPT(layout)
+        again = attach(fresh.chunks, fresh.optimizer, **options)
+        checkpoint.load(again, Path(folder, mode), iteration=77)
+        got = pruned_stores(again)
+        same = got.keys() == held.keys()
+        for name, own in held.items():
+            if mode == "full":
+                same = same and torch.equal(got[name], own)
+                continue
+            if name.removeprefix("residual.") in experts:
+                group = parallel_state.get_expert_data_parallel_group()
+            else:
+                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            totals = [view.double() for view in (got[name], own)]
+            for total in totals:
+                torch.distributed.all_reduce(total, group=group)
+            # Up to three fp32 additions, each of which rounds by 6e-8 of a partial sum.
+            same = same and torch.allclose(*totals, rtol=1e-5, atol=1e-7)
+        report[mode] = same
+        detach(again)
+    return report
+
+
+def _round_trips(rank, world_size, folder):
+    cpu_mode.enable()
+    reports = {}
+    for name, layout in LAYOUTS.items():
+        with parallel_state_of(layout):
+            reports[name] = _round_trip(layout, Path(folder, name))
+    return reports
+
+
+@pytest.fixture(scope="module")
+def round_trips(tmp_path_factory):
+    return run_ranks(_round_trips, 4, str(tmp_path_factory.mktemp("layouts")), timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_every_layout_gets_its_residuals_back(round_trips, name):
+    for rank in round_trips:
+        report = rank[name]
+        assert report["held"] > 0
+        assert report["full"]
+        assert report["sum"]
+        assert report["experts"] is (name == "experts")

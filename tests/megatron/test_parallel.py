@@ -1,0 +1,295 @@
+"""The plugin in each of Megatron's layouts, 4 gloo ranks. docs/parallelism.md is the table of it.
+
+Every layout is trained in the same process: by Megatron alone, densely through the plugin, by two
+exact sparse schemes at density 1, and pruned.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.compression.threshold import KEEP_ALL
+from megatron_sparse.megatron import cpu_mode
+from megatron_sparse.recording import NullRecorder
+from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of
+from tests.ranks import run_ranks
+
+STEPS = 3
+WORLD_SIZE = 4
+AT_TARGET = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": PRUNED_FROM}
+OVERLAP = {"overlap_grad_reduce": True}
+SHARDED = {"use_distributed_optimizer": True}
+
+LAYOUTS = {
+    "tensor": Layout(tensor=2),
+    "sequence": Layout(tensor=2, sequence_parallel=True, ddp=OVERLAP),
+    "pipeline": Layout(pipeline=2, microbatches=3, ddp=OVERLAP),
+    "virtual_pipeline": Layout(
+        pipeline=2, virtual=2, layers=4, microbatches=2, ddp=OVERLAP, aligned=True
+    ),
+    "tied_embeddings": Layout(pipeline=2, tied=True, microbatches=2, ddp=SHARDED | OVERLAP),
+    "context": Layout(context=2, attention=False, ddp=OVERLAP),
+    "expert": Layout(expert=2, experts=4, ddp=OVERLAP),
+    "expert_and_tensor": Layout(
+        tensor=2, sequence_parallel=True, expert=2, expert_tensor=1, experts=4,
+        ddp=SHARDED | OVERLAP,
+    ),
+    "microbatches": Layout(microbatches=3, ddp=OVERLAP),
+    "all_reduce": Layout(),
+    "reduce_scatter": Layout(ddp=SHARDED),
+    "param_gather": Layout(ddp=SHARDED | OVERLAP | {"overlap_param_gather": True}),
+    "average": Layout(ddp=SHARDED | OVERLAP | {"average_in_collective": True}),
+    "expert_average": Layout(expert=2, experts=4, ddp={"average_in_collective": True}),
+    "bf16": Layout(precision="bf16", ddp=OVERLAP),
+    "bf16_in_fp32": Layout(precision="bf16", ddp=OVERLAP | {"grad_reduce_in_fp32": True}),
+    "extra_main_grads": Layout(
+        precision="bf16", microbatches=3,
+        ddp=OVERLAP | {"param_name_patterns_for_fp32_local_accumulation": ("*weight",)},
+    ),
+    "fp32_accumulation": Layout(
+        precision="bf16",
+        ddp=SHARDED | OVERLAP | {"reduce_scatter_with_fp32_accumulation": True},
+    ),
+    "instances": Layout(instances=2, ddp=SHARDED),
+    "instances_overlapped": Layout(
+        instances=2, precision="bf16", microbatches=2, ddp=SHARDED | OVERLAP
+    ),
+    "instances_average": Layout(
+        instances=2, ddp=SHARDED | OVERLAP | {"average_in_collective": True}
+    ),
+    "instances_expert": Layout(instances=2, expert=2, experts=4, ddp=SHARDED | OVERLAP),
+}  # fmt: skip
+TENSOR = LAYOUTS["tensor"]
+ONE_RANK = Layout(tensor=2, pipeline=2)
+FORCED = [Layout(ddp=OVERLAP), Layout(ddp=SHARDED), Layout(ddp=SHARDED | OVERLAP)]
+
+
+class Records(NullRecorder):
+    """Adds up what the buckets sent and would have sent, and keeps the thresholds."""
+
+    def __init__(self) -> None:
+        self.wire = self.dense = 0
+        self.thresholds = []
+
+    def record_bucket(self, record) -> None:
+        self.wire += record.wire_bytes
+        self.dense += record.dense_bytes
+        if record.thresholds_R is not None:
+            pruned = record.thresholds_R[record.thresholds_R > KEEP_ALL]
+            self.thresholds.append(pruned.unique().tolist())
+
+
+def _train(layout, **plugin):
+    from megatron_sparse.megatron import attach, detach
+
+    model, sent = ParallelGPT(layout), Records()
+    attachment = None
+    if plugin:
+        attachment = attach(model.chunks, model.optimizer, recorder=sent, **AT_TARGET, **plugin)
+    losses = [model.step() for _ in range(STEPS)]
+    result = {"losses": losses, "weights": model.weights(), "sent": sent, "model": model}
+    if attachment is not None:
+        held = attachment.residuals.by_parameter()
+        result["pruned"] = {name for name, residual in held if residual.any()}
+        detach(attachment)
+    return result
+
+
+def _copies(model):
+    """By parameter, which of Megatron's ranks hold a copy of it: those with the same key."""
+    from megatron.core import parallel_state as state
+
+    tensor = state.get_tensor_model_parallel_rank()
+    stage = state.get_pipeline_model_parallel_rank()
+    expert = state.get_expert_model_parallel_rank(), state.get_expert_tensor_parallel_rank()
+    keys = {}
+    for number, chunk in enumerate(model.chunks):
+        for name, parameter in chunk.module.named_parameters():
+            if not getattr(parameter, "allreduce", True):
+                key = ("expert", stage, *expert)
+            elif getattr(parameter, "tensor_model_parallel", False):
+                key = ("sharded", stage, tensor)
+            else:
+                key = ("replicated", stage)
+            keys[f"{number}.{name}"] = key
+    return keys
+
+
+def _with_keys(run):
+    keys = _copies(run["model"])
+    return {name: (keys[name], weight) for name, weight in run["weights"].items()}
+
+
+def _report(layout):
+    """What one layout's runs gave on this rank."""
+    plain = _train(layout)
+    dense = _train(layout, scheme="dense")
+    whole = {name: _train(layout, scheme=name, density=1.0) for name in ("agsparse", "direct")}
+    sparse = _train(layout, scheme="direct", density=0.1)
+    return {
+        "plain": plain["losses"],
+        "dense": dense["losses"],
+        "differing": [n for n, w in plain["weights"].items() if not w.equal(dense["weights"][n])],
+        "whole": {name: run["losses"] for name, run in whole.items()},
+        "sparse": sparse["losses"],
+        "pruned": sparse["pruned"],
+        "bytes": (sparse["sent"].wire, sparse["sent"].dense),
+        "dense bytes": (dense["sent"].wire, dense["sent"].dense),
+        "copies": _with_keys(sparse),
+    }
+
+
+def _thresholds(scope):
+    """This rank's tensor-parallel rank, thresholds of the pruned ranges by step, and weights."""
+    from megatron.core import parallel_state
+
+    run = _train(TENSOR, scheme="direct", density=0.1, threshold_scope=scope)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return rank, run["sent"].thresholds, _with_keys(run)
+
+
+def _one_rank(layout):
+    """A data-parallel group of one rank, where `auto` has nothing to send."""
+    plain, attached = _train(layout), _train(layout, scheme="auto", density=0.1)
+    return plain["losses"], attached["losses"], attached["pruned"], attached["sent"].wire
+
+
+def _forced(layout):
+    """A pruned step, a step as with --save-wgrads-interval, and a pruned one again."""
+    from megatron_sparse.megatron import attach, detach
+
+    model = ParallelGPT(layout)
+    attachment = attach(model.chunks, model.optimizer, scheme="direct", density=0.1, **AT_TARGET)
+
+    def held():
+        return torch.cat([r.clone() for _, r in sorted(attachment.residuals.by_parameter())])
+
+    model.step()
+    residuals = [held()]
+    model.gradients(force_all_reduce=True)
+    gradients = torch.cat([bucket.grad_N.clone() for bucket in attachment.buckets])
+    residuals.append(held())
+    model.optimizer.step()
+    model.step()
+    residuals.append(held())
+    detach(attachment)
+    return residuals, gradients
+
+
+def _matrix(rank, world_size):
+    cpu_mode.enable()
+    reports = {}
+    for name, layout in LAYOUTS.items():
+        with parallel_state_of(layout):
+            reports[name] = _report(layout)
+    with parallel_state_of(TENSOR):
+        reports["thresholds"] = {s: _thresholds(s) for s in ("tp_group", "bucket")}
+    with parallel_state_of(ONE_RANK):
+        reports["one rank"] = _one_rank(ONE_RANK)
+    for layout in FORCED:
+        with parallel_state_of(layout):
+            reports.setdefault("forced", []).append(_forced(layout))
+    return reports
+
+
+@pytest.fixture(scope="module")
+def matrix():
+    return run_ranks(_matrix, WORLD_SIZE, timeout_s=800)
+
+
+# The fixture starts four ranks; a busy machine takes minutes to import Megatron in all of them.
+pytestmark = pytest.mark.timeout(1000)
+each_layout = pytest.mark.parametrize("name", LAYOUTS)
+
+
+@each_layout
+def test_dense_is_megatron(matrix, name):
+    """Bit for bit, losses and weights."""
+    for rank in matrix:
+        assert rank[name]["dense"] == rank[name]["plain"]
+        assert rank[name]["differing"] == []
+        assert len(set(rank[name]["plain"])) == STEPS, "the model does not learn anything"
+
+
+@each_layout
+def test_density_one_is_megatron(matrix, name):
+    """Up to the order of addition."""
+    # Sums of the same numbers: one rounding in 2^24 apart in fp32, and in bf16 one in 2^8, where
+    # Megatron itself rounds after every addition. Adam divides by the gradient's size, so two
+    # steps later the loss is apart by that, times the learning rate of 1e-2.
+    rtol = 1e-5 if LAYOUTS[name].precision == "fp32" else 5e-3
+    for rank in matrix:
+        for losses in rank[name]["whole"].values():
+            assert losses == pytest.approx(rank[name]["plain"], rel=rtol)
+
+
+def _assert_equal_copies(ranks):
+    first = {}
+    for copies in ranks:
+        for parameter, (key, weight) in copies.items():
+            copy = first.setdefault((parameter, key), weight)
+            assert torch.equal(copy, weight), f"{parameter} of {key}"
+    assert len(first) < sum(map(len, ranks))
+
+
+@each_layout
+def test_copies_stay_equal(matrix, name):
+    """Pruned: all ranks that hold a parameter, or the same shard of it, hold the same bits."""
+    _assert_equal_copies([rank[name]["copies"] for rank in matrix])
+
+
+@each_layout
+def test_what_is_pruned_is_held_back(matrix, name):
+    for rank in matrix:
+        assert rank[name]["sparse"] != rank[name]["plain"]
+        assert any("mlp" in parameter for parameter in rank[name]["pruned"])
+        wire, dense = rank[name]["bytes"]
+        assert 0 < wire < dense
+        # A ring's bytes, rounded down bucket by bucket.
+        assert rank[name]["dense bytes"][0] == pytest.approx(rank[name]["dense bytes"][1], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["expert", "expert_and_tensor", "instances_expert"])
+def test_experts_are_pruned(matrix, name):
+    for rank in matrix:
+        assert any("experts" in parameter for parameter in rank[name]["pruned"])
+
+
+def test_tied_embeddings_stay_tied(matrix):
+    first, last = (matrix[rank]["tied_embeddings"]["copies"] for rank in (0, 2))
+    (embedding,) = [weight for n, (_, weight) in first.items() if "word_embeddings" in n]
+    (output,) = [weight for n, (_, weight) in last.items() if "output_layer" in n]
+    assert torch.equal(embedding, output)
+
+
+def test_one_threshold_for_the_ranks_of_a_tensor_parallel_group(matrix):
+    """With threshold_scope=bucket each rank has its own; with tp_group they share one."""
+    for scope, shared in (("tp_group", True), ("bucket", False)):
+        ranks, thresholds, copies = zip(*(r["thresholds"][scope] for r in matrix), strict=True)
+        assert ranks == (0, 1, 0, 1)
+        assert all(len(of_bucket) == 1 for step in thresholds for of_bucket in step)
+        assert len(thresholds[0]) == STEPS, "one bucket, without overlap"
+        for first, second in ((0, 1), (2, 3)):
+            assert (thresholds[first] == thresholds[second]) is shared
+        assert thresholds[0] != thresholds[2], "another tensor-parallel group"
+        # Also with thresholds of their own ranks must not prune what they hold copies of.
+        _assert_equal_copies(copies)
+
+
+def test_a_data_parallel_group_of_one_rank_is_left_alone(matrix):
+    for rank in matrix:
+        plain, attached, pruned, wire = rank["one rank"]
+        assert attached == plain
+        assert not pruned
+        assert wire == 0
+
+
+def test_forced_all_reduce_is_megatrons_and_leaves_the_residual(matrix):
+    for forced in zip(*(rank["forced"] for rank in matrix), strict=True):
+        for residuals, gradients in forced:
+            assert residuals[0].any()
+            assert torch.equal(residuals[0], residuals[1])
+            assert not torch.equal(residuals[1], residuals[2])
+            # The whole sum everywhere, with the distributed optimizer too: it is an all-reduce.
+            assert torch.equal(gradients, forced[0][1])

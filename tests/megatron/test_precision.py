@@ -1,0 +1,340 @@
+"""fp32, bf16 and fp16 with loss scaling: overflows, repeats, scales and tokens that vary.
+
+docs/precision.md is the table of what is tested here and elsewhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.megatron import cpu_mode
+from tests.doc_tables import untrue_rows
+from tests.ranks import run_ranks
+
+TIMEOUT_S = 500.0
+"""A test machine may be many times slower than a quiet one."""
+SMALL = {"layers": 1, "hidden": 32, "sequence": 16, "micro_batch": 2}
+PLUGIN = {
+    "density": 0.05, "scheme": "agsparse", "warmup_iters": 0, "ramp_iters": 0,
+    "keep_below_numel": 256,
+}  # fmt: skip
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+INJECTIONS = list(itertools.product(PRECISIONS, ("nan", "inf"), ("one", "all")))
+CHECKED = list(itertools.product(("fp32", "bf16"), ("nan", "inf")))
+COUNTS = ((16, 4), (3, 5), (12, 16), (1, 2), (16, 16))
+"""Tokens of each sequence that count, by step and rank."""
+
+
+def _model(attached=True, plugin=None, **setting):
+    from megatron_sparse.megatron import attach
+    from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
+
+    model = SmallGPT(SmallGPTConfig(**SMALL | setting))
+    if not attached:
+        return model, None
+    return model, attach(model.ddp, model.optimizer, **PLUGIN | (plugin or {}))
+
+
+def _residuals(attachment):
+    return {name: view.clone() for name, view in attachment.residuals.by_parameter()}
+
+
+def _equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def _poison(model, rank, value, extent):
+    """The next backward pass of rank 1 leaves `value` in one gradient, once or all over it."""
+    if rank != 1:
+        return
+    parameter = next(p for p in model.ddp.parameters() if p.dim() == 2)
+
+    def spoil(grad):
+        handle.remove()
+        spoilt = grad.clone()
+        (spoilt.view(-1)[:1] if extent == "one" else spoilt).fill_(float(value))
+        return spoilt
+
+    handle = parameter.register_hook(spoil)
+
+
+def _inject(rank, precision, value, extent):
+    """One good step and one with a spoilt gradient, with the plugin and without."""
+    from megatron_sparse.megatron import detach
+
+    setting = PRECISIONS[precision] | {"distributed_optimizer": precision == "bf16"}
+    plain, _ = _model(attached=False, **setting)
+    model, attachment = _model(**setting)
+    for each in (plain, model):
+        each.step()
+    before, weights = _residuals(attachment), model.weights()
+    scale = float(model.optimizer.get_loss_scale())
+    for each in (plain, model):
+        _poison(each, rank, value, extent)
+    report = {"taken": (model.step()[1], plain.step()[1])}
+    after = _residuals(attachment)
+    factor = float(model.optimizer.get_loss_scale()) / scale
+    report |= {
+        "nan": (model.weights().isnan(), plain.weights().isnan()),
+        "scales": tuple(float(m.optimizer.get_loss_scale()) for m in (model, plain)),
+        "finite": all(view.isfinite().all() for view in after.values()),
+        "restored": _equal({name: view * factor for name, view in before.items()}, after),
+        "weights kept": torch.equal(weights, model.weights()),
+    }
+    detach(attachment)
+    return report
+
+
+def _checked(rank, precision, value):
+    """Megatron's own check of each rank's gradient, which raises before anything is sent.
+
+    Only the rank with the spoilt gradient runs, as the other would wait for it.
+    """
+    from megatron_sparse.megatron import detach
+
+    plain, _ = _model(attached=False, check_for_nan=True, **PRECISIONS[precision])
+    model, attachment = _model(check_for_nan=True, **PRECISIONS[precision])
+    model.step()
+    before, errors = _residuals(attachment), []
+    for each in (plain, model):
+        _poison(each, rank, value, "one")
+        if rank == 1:
+            with pytest.raises(RuntimeError, match="in local grad norm") as raised:
+                each.gradients(each.batch())
+            errors.append(str(raised.value))
+    report = {"errors": errors, "intact": _equal(before, _residuals(attachment))}
+    dist.barrier()
+    detach(attachment)
+    return report
+
+
+def _growth():
+    """The loss scale doubles after two good steps; the residual is as it was, in the new unit."""
+    from megatron_sparse.megatron import detach
+
+    model, attachment = _model(fp16=True, loss_scale_window=2)
+    model.step()
+    model.gradients(model.batch())
+    before, scale = _residuals(attachment), float(model.optimizer.get_loss_scale())
+    model.optimizer.step()
+    after = _residuals(attachment)
+    factor = float(model.optimizer.get_loss_scale()) / scale
+    report = {
+        "factor": factor,
+        "rescaled": _equal({name: view * factor for name, view in before.items()}, after),
+        "unscaled": attachment.residual_norm() * attachment.unit.loss_scale,
+        "norm": float(attachment.residuals.norm()),
+    }
+    detach(attachment)
+    return report
+
+
+def _rerun_step(model, rank, reject):
+    """One step as Megatron's loop takes it; returns how often the gradients were computed."""
+    from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
+    iterator = RerunDataIterator(iter([model.batch()]))
+    runs = 0
+    while machine.should_run_forward_backward(iterator):
+        loss = model.gradients(next(iterator))
+        machine.validate_result(
+            result=loss, rejection_func=lambda _: reject and rank == 1, message="test",
+            tolerance=0.0, fatal=False,
+        )  # fmt: skip
+        runs += 1
+    machine.should_checkpoint_and_exit()
+    model.optimizer.step()
+    return runs
+
+
+def _rerun(rank):
+    """Three steps in Megatron's rerun mode, the second of them repeated, or none."""
+    from megatron.core import rerun_state_machine as rerun
+
+    from megatron_sparse.megatron import detach
+
+    results = []
+    for repeated in (None, 1):
+        rerun.destroy_rerun_state_machine()
+        rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.VALIDATE_RESULTS)
+        model, attachment = _model()
+        runs = [_rerun_step(model, rank, step == repeated) for step in range(3)]
+        results.append((runs, model.weights(), _residuals(attachment)))
+        detach(attachment)
+    rerun.destroy_rerun_state_machine()
+    return results
+
+
+def _sum(tensors):
+    """One fp64 vector of all tensors, added up over the ranks."""
+    flat = torch.cat([tensor.double().view(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    return flat
+
+
+def _per_token_step(model, attachment, n_tokens):
+    """One step whose loss counts `n_tokens` of each sequence.
+
+    Returns what the ranks had, in units of the averaged gradient: the old residuals, the gradients,
+    what Megatron got, and the new residuals.
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    computed = {}
+    launch = attachment.launch
+
+    def remember(group):
+        computed.update({bucket.name: bucket.grad_N.clone() for bucket in group.buckets})
+        return launch(group)
+
+    attachment.launch = remember
+    unit, old = attachment.unit.gradient_factor, _residual_by_bucket(attachment)
+    model.ddp.zero_grad_buffer()
+    model.optimizer.zero_grad()
+    tokens = model.batch()
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    losses = model.ddp(tokens, positions, mask, labels=tokens).float()
+    losses[:, :n_tokens].sum().backward()
+    count = torch.tensor(n_tokens * tokens.shape[0])
+    finalize_model_grads([model.ddp], num_tokens=count)
+    del attachment.launch
+    got = torch.cat([bucket.grad_N.double() for bucket in attachment.buckets])
+    model.optimizer.step()
+    factor = 1.0 / float(count)  # to which Megatron has added the other ranks' tokens
+    return {
+        "old": _sum(old) * (0.0 if unit is None else float(unit)),
+        "old, unit ignored": _sum(old) * factor,
+        "computed": _sum([computed[bucket.name] for bucket in attachment.buckets]) * factor,
+        "got": got,
+        "new": _sum(_residual_by_bucket(attachment)) * factor,
+    }
+
+
+def _residual_by_bucket(attachment):
+    held = [attachment.residuals.settled(bucket) for bucket in attachment.buckets]
+    return [
+        torch.zeros_like(bucket.grad_N) if view is None else view.clone()
+        for bucket, view in zip(attachment.buckets, held, strict=True)
+    ]
+
+
+def _per_token(rank):
+    from megatron_sparse.errors import ConfigError
+    from megatron_sparse.megatron import attach, detach
+
+    reports = {}
+    for overlap in (False, True):
+        model, attachment = _model(overlap=overlap, bucket_size=8_000, loss_per_token=True)
+        reports[overlap] = [_per_token_step(model, attachment, c[rank]) for c in COUNTS]
+        reports["state"] = attachment.residuals.undo, float(attachment.unit.gradient_factor)
+        detach(attachment)
+        reports["detached"] = "scale_gradients" not in vars(model.ddp)
+    try:
+        attach(model.ddp, config=None, **PLUGIN)
+    except ConfigError as error:
+        reports["no optimizer"] = str(error)
+    return reports
+
+
+def _all(rank, world_size):
+    cpu_mode.enable()
+    return {
+        "injected": {case: _inject(rank, *case) for case in INJECTIONS},
+        "checked": {case: _checked(rank, *case) for case in CHECKED},
+        "growth": _growth(),
+        "rerun": _rerun(rank),
+        "per token": _per_token(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(_all, 2, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("case", [case for case in INJECTIONS if case[0] == "fp16"])
+def test_with_loss_scaling_every_rank_skips_the_step_and_restores_the_residual(ranks, case):
+    for rank in ranks:
+        report = rank["injected"][case]
+        assert report["taken"] == (False, False)
+        assert report["scales"][0] == report["scales"][1]
+        assert report["weights kept"]
+        assert report["restored"]
+
+
+@pytest.mark.parametrize("case", [case for case in INJECTIONS if case[0] != "fp16"])
+def test_without_loss_scaling_the_same_weights_become_nan_as_without_the_plugin(ranks, case):
+    for rank in ranks:
+        report = rank["injected"][case]
+        assert report["taken"] == (True, True)
+        assert report["nan"][1].any()
+        assert torch.equal(*report["nan"])
+        assert report["finite"]
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_megatrons_check_of_each_gradient_raises_its_own_error(ranks, case):
+    assert ranks[0]["checked"][case]["errors"] == []
+    plain, plugin = ranks[1]["checked"][case]["errors"]
+    assert plugin == plain
+    assert f"found {'NaN' if case[1] == 'nan' else 'Inf'}" in plain
+    assert all(rank["checked"][case]["intact"] for rank in ranks)
+
+
+def test_the_residual_follows_a_loss_scale_that_grows(ranks):
+    for rank in ranks:
+        assert rank["growth"]["factor"] == 2.0
+        assert rank["growth"]["rescaled"]
+
+
+def test_the_alarm_compares_norms_without_the_loss_scale(ranks):
+    for rank in ranks:
+        # The scale is a power of two: exact.
+        assert rank["growth"]["unscaled"] == rank["growth"]["norm"] > 0
+
+
+def test_rerun_mode_does_not_update_the_residual_twice(ranks):
+    for rank in ranks:
+        (once, weights, residuals), (repeated, weights_too, residuals_too) = rank["rerun"]
+        assert once == [1, 1, 1]
+        assert repeated == [1, 2, 1]
+        assert torch.equal(weights, weights_too)
+        assert _equal(residuals, residuals_too)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_a_loss_per_token_nothing_is_lost_when_the_number_of_tokens_changes(ranks, overlap):
+    """Old residuals + gradients = what Megatron got + new residuals, each in its own unit."""
+    for rank in ranks:
+        for step, report in enumerate(rank["per token"][overlap]):
+            error = report["old"] + report["computed"] - report["got"] - report["new"]
+            largest = float(report["computed"].abs().max())
+            # Each of a dozen fp32 operations rounds by at most 6e-8 of the largest value in it.
+            assert float(error.abs().max()) < 1e-6 * largest
+            if step:
+                ignored = float((report["old, unit ignored"] - report["old"]).abs().max())
+                assert ignored > 1e-3 * largest
+
+
+def test_a_loss_per_token_keeps_undo_copies_and_its_factor(ranks):
+    for rank in ranks:
+        undo, factor = rank["per token"]["state"]
+        assert undo is True
+        assert factor == pytest.approx(1 / (2 * sum(COUNTS[-1])), rel=1e-6)  # fp32
+        assert rank["per token"]["detached"]
+
+
+def test_a_loss_per_token_without_the_optimizer_is_refused(ranks):
+    assert all("needs the optimizer" in rank["per token"]["no optimizer"] for rank in ranks)
+
+
+@pytest.mark.parametrize("page", ["docs/precision.md", "docs/checkpoints.md"])
+def test_every_row_of_the_documentation_names_a_test_that_exists(page):
+    assert untrue_rows(page) == []

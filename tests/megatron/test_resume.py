@@ -1,0 +1,110 @@
+"""Resuming in Megatron's own loop: tensor and pipeline parallel, bf16 and fp16, and what changes.
+
+`test_pretrain.py` has overlap and distributed optimizer on and off, with a run that is stopped.
+Here a run goes on from a checkpoint that another one left behind as it went.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.megatron.checkpoint_cases import saved_tensors
+from tests.megatron.test_pretrain import ITERATIONS, losses, train
+
+SAVED_AT = 3
+TARGET = (
+    "compression.warmup_iters=1", "compression.ramp_iters=1", "compression.density=0.02",
+    f"training.save_interval={SAVED_AT}",
+)  # fmt: skip
+PLANNED = (
+    "scheme=auto", "planner.cluster=ethernet_25gbit", "planner.profile_iters=1",
+    "planner.profile_every=2", "planner.schemes=[direct,ssar_rd]",
+    # Buckets that are worth pruning, by that cluster's prices.
+    "data.vocab_size=4096", "compression.ramp_iters=0",
+)  # fmt: skip
+LAYOUTS = {
+    "tensor parallel, bf16, planned": (
+        "cluster.ranks_per_node=4", "training.tensor_parallel=2", "training.precision=bf16",
+        *PLANNED,
+    ),
+    "pipeline parallel, fp16": (
+        "cluster.ranks_per_node=4", "training.pipeline_parallel=2", "training.precision=fp16",
+        "scheme=agsparse", "training.use_distributed_optimizer=true", "megatron.hysteresis=1",
+        "megatron.initial_loss_scale=4194304", "megatron.loss_scale_window=2",
+    ),
+    "momentum": (
+        "compression=dgc", "scheme=agsparse", "megatron.optimizer=sgd", "megatron.sgd_momentum=0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if name == "momentum" else ()) for name in LAYOUTS],
+)
+def test_resuming_is_bit_exact(tmp_path, layout):
+    flags = (*TARGET, *LAYOUTS[layout])
+    whole = train(tmp_path, "whole", *flags)
+    resumed = train(
+        tmp_path, "resumed", *flags, f"training.load={whole / 'checkpoints'}",
+        f"megatron.ckpt_step={SAVED_AT}",
+    )  # fmt: skip
+    expected = losses(whole)
+    assert losses(resumed) == {i: expected[i] for i in range(SAVED_AT + 1, ITERATIONS + 1)}
+    tensors, again = saved_tensors(whole, ITERATIONS), saved_tensors(resumed, ITERATIONS)
+    assert tensors.keys() == again.keys()
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    residuals = [value for name, value in tensors.items() if ".residual." in name]
+    assert all(len(rows) == 2 for rows in residuals)
+    assert any(bool(rows[1].any()) for rows in residuals)
+    assert any(".momentum." in name for name in tensors) is (layout == "momentum")
+    if "fp16" in layout:
+        lines = [json.loads(line) for line in (whole / "breakdown.jsonl").open()]
+        assert {line["skipped"] for line in lines} == {False, True}
+    if "planned" in layout:
+        plans = [json.loads((run / "plan.json").read_text()) for run in (whole, resumed)]
+        assert plans[0] == plans[1]
+        assert any(row["profile"] for row in plans[0]["buckets"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_with_one_rank_and_without_the_plugin(tmp_path):
+    flags = ("scheme=agsparse", *TARGET, "compression.residual_checkpoint=sum")
+    first = train(tmp_path, "first", *flags, "megatron.exit_interval=3")
+    load = (
+        f"training.load={first / 'checkpoints'}", "cluster.ranks_per_node=1",
+        "megatron.ddp_bucket_size=80000",
+    )  # fmt: skip
+    alone = train(tmp_path, "alone", *flags, *load)
+    assert min(losses(alone)) == SAVED_AT + 1
+    text = (tmp_path / "alone.log").read_text()
+    assert "residuals restored from their sum" in text
+    assert "data-parallel size was 2 and is 1" in text
+    plain = train(tmp_path, "plain", "plugin=false", f"training.save_interval={ITERATIONS}", *load)
+    assert not any("megatron_sparse" in name for name in saved_tensors(plain, ITERATIONS))
+    assert any("megatron_sparse" in name for name in saved_tensors(alone, ITERATIONS))
+
+
+@pytest.mark.slow
+def test_asynchronous_and_temporary_checkpoints_hold_the_residual(tmp_path):
+    """Megatron's `global` non-persistent checkpoints, written while training goes on."""
+    flags = ("scheme=agsparse", *TARGET[:-1], f"training.save_interval={ITERATIONS}")
+    first = train(
+        tmp_path, "first", *flags, "megatron.async_save=true", "megatron.async_strategy=mcore",
+        "megatron.non_persistent_save_interval=2", "megatron.non_persistent_ckpt_type=global",
+    )  # fmt: skip
+    tensors = saved_tensors(first, ITERATIONS)
+    # As if the run had been killed before its last checkpoint was complete.
+    (first / "checkpoints/latest_checkpointed_iteration.txt").unlink()
+    resumed = train(
+        tmp_path, "resumed", *flags, f"training.load={first / 'checkpoints'}",
+        "megatron.non_persistent_ckpt_type=global",
+    )  # fmt: skip
+    assert losses(resumed) == {ITERATIONS: losses(first)[ITERATIONS]}
+    again = saved_tensors(resumed, ITERATIONS)
+    assert tensors.keys() == again.keys()
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    assert any("megatron_sparse.residual." in name for name in tensors)

@@ -1,0 +1,26 @@
+"""Process groups that are lent: members may be in other groups too, and they are used again."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.transport.groups import borrow_group, return_group
+from tests.ranks import run_ranks
+
+
+def _lend(rank, world_size):
+    if rank == 0:  # As a stage of a pipeline that is in groups which the others are not in.
+        dist.new_group([0], use_local_synchronization=True)
+    first, second = (borrow_group([0, 1], "gloo", 20.0) for _ in range(2))
+    sums = []
+    for group in (first, second):
+        values = torch.ones(1)
+        dist.all_reduce(values, group=group)
+        sums.append(values.item())
+    return_group(first)
+    return sums, borrow_group([0, 1], "gloo", 20.0) is first, first is second
+
+
+def test_members_that_are_in_different_numbers_of_groups_meet_and_a_returned_group_is_lent_again():
+    assert run_ranks(_lend, 2) == [([2.0, 2.0], True, False)] * 2
