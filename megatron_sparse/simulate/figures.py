@@ -71,7 +71,7 @@ class Figure:
         Raises:
             DependencyError: matplotlib is missing.
         """
-        canvas_of = _canvas_class()
+        canvas_of = canvas_class()
         rows = self.rows(fast)
         folder.mkdir(parents=True, exist_ok=True)
         table, picture = (folder / f"{self.name}.{end}" for end in ("csv", "png"))
@@ -87,7 +87,12 @@ class Figure:
         return [table, picture]
 
 
-def _canvas_class() -> type[Canvas]:
+def canvas_class() -> type[Canvas]:
+    """Matplotlib's figure, imported when something is drawn: that takes a second.
+
+    Raises:
+        DependencyError: matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:

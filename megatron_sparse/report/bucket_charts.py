@@ -1,0 +1,150 @@
+"""Charts of one run: its iterations stage by stage, its buckets, and how sparse they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
+from megatron_sparse.report import theme
+from megatron_sparse.report.charts import Chart, short, thinned, thinned_note
+from megatron_sparse.report.run_charts import AXIS_IN, BAR_IN, label_of, stacked_axes
+from megatron_sparse.report.run_data import BucketMedians, RunData
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_BUCKETS = 16
+"""Bars of a chart; the table below it has more."""
+
+
+def charts_of(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart]]:
+    """By section.
+
+    Args:
+        run: that the charts are of.
+        runs: of the report; titles name the run where there are several.
+    """
+    end = "" if len(runs) == 1 else f", {label_of(run, runs)}"
+    suffix = "" if len(runs) == 1 else f"-{run.key.lower()}"
+    found = {"time": [_breakdown(run, suffix, end)], "buckets": [], "sparsity": []}
+    if run.buckets:
+        found["buckets"] = [_buckets(run, suffix, end)]
+    if run.profiles:
+        found["sparsity"] = [_densification(run, suffix, end), _skewness(run, suffix, end)]
+    return found
+
+
+def _breakdown(run: RunData, suffix: str, end: str) -> Chart:
+    columns = run.iterations
+
+    def draw(axes: Axes) -> None:
+        claimed = sum(columns.stage_ms[stage] for stage in STEP_STAGES)
+        other = np.maximum(columns.iteration_ms - claimed, 0.0)
+        stages = {stage: columns.stage_ms[stage] for stage in STEP_STAGES} | {"other": other}
+        thin = {stage: thinned(columns.number, value) for stage, value in stages.items()}
+        x = thin["other"][0]
+        if len(x) == 1:
+            axes.set_xlim(x[0] - 1, x[0] + 1)
+            x = np.array([x[0] - 0.4, x[0] + 0.4])
+        axes.stackplot(
+            x, *(np.broadcast_to(y, x.shape) for _, y in thin.values()), labels=list(thin),
+            colors=[theme.STAGES[stage].light for stage in thin], linewidth=0,
+        )  # fmt: skip
+        axes.set_ylim(0, float(np.percentile(columns.iteration_ms, 98)) * 1.15)
+        axes.margins(x=0)
+        axes.set(xlabel="iteration", ylabel="ms")
+        axes.figure.legend(loc="outside lower center", ncols=4, columnspacing=1.0)
+
+    note = "The training thread's stages, one on the other; host_wait is the exposed part."
+    return Chart(
+        f"breakdown{suffix}", f"Where the time went (ms){end}",
+        note + thinned_note([len(columns.number)]), draw,
+    )  # fmt: skip
+
+
+def slowest(run: RunData, most: int) -> list[BucketMedians]:
+    """The buckets whose stages take longest together, in the order in which they are launched."""
+    chosen = sorted(run.buckets.values(), key=lambda bucket: -bucket.measured_us)[:most]
+    names = {bucket.name for bucket in chosen}
+    return [bucket for bucket in run.buckets.values() if bucket.name in names]
+
+
+def _buckets(run: RunData, suffix: str, end: str) -> Chart:
+    shown = slowest(run, MOST_BUCKETS)
+    predicted = any(bucket.predicted_us is not None for bucket in shown)
+
+    def draw(axes: Axes) -> None:
+        places, left = np.arange(len(shown)), np.zeros(len(shown))
+        for stage in BUCKET_STAGES:
+            widths = np.array([bucket.stage_us.get(stage, 0.0) / 1e3 for bucket in shown])
+            if not widths.any():
+                continue
+            colour = theme.STAGES[stage].light
+            axes.barh(places, widths, left=left, color=colour, height=0.62, label=stage)
+            left += widths
+        if predicted:
+            known = [(i, b.predicted_us / 1e3) for i, b in enumerate(shown) if b.predicted_us]
+            axes.plot(
+                [time_ms for _, time_ms in known], [place for place, _ in known], marker="D",
+                linestyle="none", markersize=4, color=theme.INK.light, label="predicted",
+            )  # fmt: skip
+        stacked_axes(axes, [short(bucket.name) for bucket in shown])
+
+    count = max(bucket.count for bucket in shown)
+    few = f"The {len(shown)} slowest of {len(run.buckets)} buckets" if (
+        len(run.buckets) > len(shown)
+    ) else "Each bucket"  # fmt: skip
+    note = f"{few}, medians of the last {count} iterations." + (
+        " The diamond is what the planner's cost model expected of all stages." if predicted else ""
+    )
+    return Chart(
+        f"buckets{suffix}", f"Buckets, stage by stage (ms){end}", note, draw,
+        AXIS_IN + 0.2 + BAR_IN * max(len(shown), 2),
+    )  # fmt: skip
+
+
+def _profile_lines(axes: Axes, run: RunData, values: Sequence[dict[int, float]]) -> None:
+    """A line for each bucket, as many as have a colour of their own; the others in grey."""
+    for index, (name, points) in enumerate(zip(run.profiles, values, strict=True)):
+        named = len(values) <= len(theme.SERIES)
+        axes.plot(
+            list(points), list(points.values()), marker="o", markersize=3,
+            color=theme.of_run(index).light if named else theme.MUTED.light,
+            label=short(name) if named else None, alpha=1.0 if named else 0.5,
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if len(values) <= len(theme.SERIES):
+        axes.figure.legend(loc="outside lower center", ncols=3, columnspacing=1.0)
+
+
+def _densification(run: RunData, suffix: str, end: str) -> Chart:
+    def draw(axes: Axes) -> None:
+        values = [
+            {k: profile.sum_density(k) * 100 for k in profile.densification}
+            for profile in run.profiles.values()
+        ]
+        _profile_lines(axes, run, values)
+        axes.set(xlabel="ranks in the sum", ylabel="non-zero %")
+        axes.set_ylim(bottom=0)
+
+    note = (
+        f"Density of the sum of k ranks' gradients, {run.profiled} (ZEN, definition 4): flat where "
+        "ranks have the same elements, rising in proportion where they do not."
+    )
+    return Chart(f"densification{suffix}", f"How sums fill up{end}", note, draw)
+
+
+def _skewness(run: RunData, suffix: str, end: str) -> Chart:
+    def draw(axes: Axes) -> None:
+        _profile_lines(axes, run, [profile.skewness for profile in run.profiles.values()])
+        axes.set(xlabel="partitions", ylabel="densest / mean")
+
+    note = (
+        "Density of the densest of p even ranges over the mean one (ZEN, definition 5): 1 where "
+        "the elements are spread evenly."
+    )
+    return Chart(f"skewness{suffix}", f"How unevenly they lie{end}", note, draw)

@@ -1,0 +1,168 @@
+"""A chart: drawn by matplotlib once, shown as SVG inside the page or written as PNG.
+
+SVG rather than an interactive library: a page of ten charts takes a few hundred kilobytes instead
+of the megabytes of a plotting script, prints sharply, needs no script at all, and takes the
+colours of the reader's screen (`theme`). Charts are narrow, so that their words can be read on a
+phone; a wide screen shows several side by side.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_sparse.report import theme
+from megatron_sparse.simulate.figures import canvas_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+WIDTH_IN, HEIGHT_IN, PNG_DPI = 4.1, 2.6, 200
+MOST_POINTS = 200
+"""Of a line: more cannot be told apart on so narrow a chart, and make the page large."""
+MOST_LETTERS = 22
+"""Of a name in a chart; tables have it in full."""
+
+_STYLE: Any = {
+    # Words stay words: they can be searched, and take the font of the page.
+    "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9,
+    # A run's name is text, whatever dollars and underscores are in it.
+    "text.parse_math": False,
+    "text.color": theme.INK.light, "axes.labelcolor": theme.INK.light,
+    "axes.edgecolor": theme.MUTED.light, "xtick.color": theme.MUTED.light,
+    "ytick.color": theme.MUTED.light, "xtick.labelcolor": theme.INK.light,
+    "ytick.labelcolor": theme.INK.light, "grid.color": theme.LINE.light, "grid.linewidth": 0.6,
+    "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.facecolor": "none", "lines.linewidth": 1.4,
+    "legend.frameon": False, "legend.fontsize": 8.4, "legend.handlelength": 1.4,
+    "figure.constrained_layout.use": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture of a report.
+
+    Attributes:
+        name: of its PNG, without the ending, and of its place in the page.
+        title: what it shows, with units.
+        note: how to read it.
+        draw: puts it onto empty axes.
+        height_in: of the picture.
+    """
+
+    name: str
+    title: str
+    note: str
+    draw: Callable[[Axes], None]
+    height_in: float = HEIGHT_IN
+
+    def svg(self) -> str:
+        """An `<svg>` element whose colours are the page's variables and whose ids are its own.
+
+        Raises:
+            DependencyError: matplotlib is missing.
+        """
+        with _drawn(self) as canvas:
+            file = io.StringIO()
+            nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
+        return _themed(_cleaned(file.getvalue(), self.name), self.title)
+
+    def write_png(self, folder: Path) -> Path:
+        """Writes `<name>.png`, title included, in the light colours.
+
+        Raises:
+            DependencyError: matplotlib is missing.
+            OSError: the file cannot be written.
+        """
+        path = folder / f"{self.name}.png"
+        with _drawn(self) as canvas:
+            canvas.suptitle(self.title, fontsize=9)
+            canvas.savefig(path, dpi=PNG_DPI, facecolor=theme.PAPER.light)
+        return path
+
+
+@contextmanager
+def _drawn(chart: Chart) -> Iterator[Canvas]:
+    canvas_of = canvas_class()
+    from matplotlib import rc_context
+
+    with rc_context(_STYLE | {"svg.hashsalt": chart.name}):
+        canvas = canvas_of(figsize=(WIDTH_IN, chart.height_in))
+        chart.draw(canvas.subplots())
+        yield canvas
+
+
+def _cleaned(text: str, prefix: str) -> str:
+    """The element alone, with ids that no other chart of the page has."""
+    text = text[text.index("<svg") :]
+    # A style sheet inside would be that of the whole page.
+    text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)
+    # Only inside tags: words of the user stay as they are.
+    return re.sub(
+        r"<[^>]+>",
+        lambda tag: re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", tag.group()),
+        text,
+    )
+
+
+def _themed(text: str, title: str) -> str:
+    text = re.sub(
+        r"<[^>]+>", lambda tag: _COLOUR.sub(lambda found: _VARIABLES[found.group()], tag.group()),
+        text,
+    )  # fmt: skip
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
+    # The page's width decides, not the inches above.
+    head = re.sub(r' (width|height)="[^"]*pt"', "", text[: text.index(">")])
+    return f'{head} role="img" aria-label="{html.escape(title)}"{text[text.index(">") :]}'
+
+
+_VARIABLES = {colour.light: f"var(--{colour.name})" for colour in theme.COLOURS}
+_COLOUR = re.compile("|".join(_VARIABLES))
+
+
+def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most `MOST_POINTS` points: means of neighbours, NaN left out.
+
+    Args:
+        x: ascending.
+        y: as many values.
+
+    Returns:
+        The middles of the neighbours' `x`, and the means; NaN where there was nothing else.
+    """
+    parts = min(len(x), MOST_POINTS)
+    return _means(x, parts), _means(y, parts)
+
+
+def _means(values: np.ndarray, parts: int) -> np.ndarray:
+    pieces = [piece[np.isfinite(piece)] for piece in np.array_split(values, parts)]
+    return np.array([piece.mean() if piece.size else np.nan for piece in pieces])
+
+
+def thinned_note(lengths: Sequence[int]) -> str:
+    """Says how many iterations a point stands for; empty if one."""
+    most = -(-max(lengths) // MOST_POINTS)
+    return f" Each point is the mean of up to {most} iterations." if most > 1 else ""
+
+
+def short(name: str) -> str:
+    """A name that leaves room for the chart.
+
+    Example:
+        >>> short("a_run_whose_name_goes_on_and_on")
+        'a_run_whose_name_goes…'
+    """
+    return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1] + "…"

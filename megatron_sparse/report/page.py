@@ -1,0 +1,187 @@
+"""`megatron-sparse report`: one HTML page of one run or of several side by side, and PNGs.
+
+The page is one file that asks for nothing else: charts are SVG, styles are inside, there is no
+script, and a content security policy forbids what an older browser might still try. Every text
+that comes from a run (names, folders, plans, configuration) is escaped by the template engine.
+Secrets in the configuration are hidden, should the run's file hold one (`redaction`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+import megatron_sparse
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.report import bucket_charts, run_charts, tables, theme
+from megatron_sparse.report.charts import Chart
+from megatron_sparse.report.run_data import RunData, canonical, load_run
+
+MOST_RUNS = len(theme.SERIES)
+"""A colour each."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        name: of its anchor.
+        title: its heading.
+        charts: come first.
+        tables: come after them.
+        absent: what is said where the runs have nothing for it.
+        folds: (title, text) that the reader may unfold.
+    """
+
+    name: str
+    title: str
+    charts: list[Chart] = field(default_factory=list)
+    tables: list[tables.Table] = field(default_factory=list)
+    absent: str = ""
+    folds: list[tuple[str, str]] = field(default_factory=list)
+
+
+def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
+    """Reads the runs and writes the report.
+
+    Args:
+        folders: of the runs; the first is the one that others are compared with.
+        output: the page; its folder is made if needed.
+        png: folder for a PNG of every chart; None writes none.
+
+    Returns:
+        The files, the page first.
+
+    Raises:
+        ConfigError: a folder is no run's, there are too many, or a file cannot be written.
+        DependencyError: matplotlib is missing.
+    """
+    if not 1 <= len(folders) <= MOST_RUNS:
+        raise ConfigError(
+            "report: too many runs for one page",
+            expected=f"1 to {MOST_RUNS} folders",
+            got=len(folders),
+            remedy="make several reports",
+        )
+    runs = [load_run(folder, index) for index, folder in enumerate(folders)]
+    sections = sections_of(runs)
+    try:
+        # Before anything is drawn, which takes seconds.
+        for folder in (output.parent, *([] if png is None else [png])):
+            folder.mkdir(parents=True, exist_ok=True)
+        output.write_text(render(runs, sections), encoding="utf-8")
+        written = [output]
+        if png is not None:
+            written += [chart.write_png(png) for s in sections for chart in s.charts]
+    except OSError as error:
+        raise ConfigError(
+            "the report cannot be written",
+            expected="a file and a folder that can be made",
+            got=error,
+            remedy="choose others with --output and --png",
+        ) from None
+    return written
+
+
+def sections_of(runs: Sequence[RunData]) -> list[Section]:
+    """Everything that there is to show, in the order in which it is read."""
+    charts = run_charts.charts_of(runs)
+    for one in runs:
+        for section, more in bucket_charts.charts_of(one, runs).items():
+            charts.setdefault(section, []).extend(more)
+    with_buckets = [one for one in runs if one.buckets]
+    profiled = [one for one in runs if one.profiles]
+    delayed = [one for one in runs if one.readiness]
+    return [
+        Section("summary", "Summary", tables=[tables.summary_table(runs)]),
+        Section("loss", "Loss", charts["loss"], absent=_unless(charts["loss"], "No finite loss.")),
+        Section("time", "Where the time went", charts["time"]),
+        Section(
+            "bytes", "Bytes on the wire", charts["bytes"],
+            [tables.phase_table(one, runs) for one in runs],
+            _unless(charts["bytes"], "One rank alone sends nothing."),
+        ),
+        Section(
+            "buckets", "Buckets: plan and times", charts["buckets"],
+            [tables.bucket_table(one, runs) for one in with_buckets],
+            _unless(with_buckets, "No times by bucket."),
+        ),
+        Section(
+            "sparsity", "Sparsity", charts["sparsity"],
+            [tables.sparsity_table(one, runs) for one in profiled],
+            _unless(
+                profiled, "Not measured: train with scheme=auto planner.cluster=FILE, or with "
+                "tracking.record_gradients_iters=[...]."
+            ),
+        ),
+        Section(
+            "stragglers", "Stragglers", charts["stragglers"],
+            [tables.straggler_table(delayed)] if delayed else [],
+            _unless(delayed, "Not measured: train with straggler.mode=observe."),
+        ),
+        Section(
+            "configuration", "Configuration",
+            tables=[tables.difference_table(runs)] if len(runs) > 1 else [],
+            folds=[_configuration(one, runs) for one in runs if one.config],
+            absent=_unless([one for one in runs if one.config], "Unknown."),
+        ),
+    ]  # fmt: skip
+
+
+def _unless(found: Sequence[object], sentence: str) -> str:
+    return "" if found else sentence
+
+
+def _configuration(one: RunData, runs: Sequence[RunData]) -> tuple[str, str]:
+    lines = [f"{key}: {canonical(value)}" for key, value in one.config.items()]
+    return f"All of {run_charts.label_of(one, runs)}", "\n".join([one.command, "", *lines])
+
+
+def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
+    """The page's text."""
+    source = files("megatron_sparse.report")
+    page = Environment(autoescape=True, undefined=StrictUndefined).from_string(
+        (source / "page.html.j2").read_text(encoding="utf-8")
+    )
+    gaps = [
+        gap if len(runs) == 1 else f"{run_charts.label_of(one, runs)}: {gap}"
+        for one in runs
+        for gap in one.gaps
+    ]
+    return page.render(
+        title=" and ".join(one.name for one in runs) if len(runs) < 3 else f"{len(runs)} runs",
+        colours=theme.COLOURS,
+        # Our own file: its quotes and arrows are not to be escaped.
+        style=Markup((source / "page.css").read_text(encoding="utf-8")),
+        runs=[
+            {
+                "key": one.key, "name": one.name, "folder": str(one.folder),
+                "colour": theme.of_run(one.index).name,
+            }
+            for one in runs
+        ],
+        gaps=gaps,
+        sections=[_shown(section) for section in sections],
+        version=megatron_sparse.__version__,
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    )  # fmt: skip
+
+
+def _shown(section: Section) -> dict[str, Any]:
+    return {
+        "name": section.name, "title": section.title, "absent": section.absent,
+        "tables": section.tables,
+        "charts": [
+            {"name": c.name, "title": c.title, "note": c.note, "svg": Markup(c.svg())}
+            for c in section.charts
+        ],
+        "folds": [{"title": title, "text": text} for title, text in section.folds],
+    }  # fmt: skip

@@ -1,0 +1,231 @@
+"""Charts with a line or a bar for each run: loss, bytes, time, medians of stages, stragglers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
+from megatron_sparse.report import theme
+from megatron_sparse.report.charts import Chart, short, thinned, thinned_note
+from megatron_sparse.report.run_data import RunData
+from megatron_sparse.straggler.detector import delay_cdf, delay_s, last_rank
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+BYTES_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+BAR_IN, AXIS_IN = 0.3, 1.1
+"""Height of a bar with its gap, and of everything else in a chart of bars."""
+
+
+def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
+    """By section, those that there is something to draw of."""
+    sending = [run for run in runs if run.iterations.dense_bytes.any()]
+    found = {
+        "loss": [_loss(runs)] if any(np.isfinite(r.iterations.loss).any() for r in runs) else [],
+        "bytes": [_wire_ratio(sending), _sent(sending)] if sending else [],
+        "time": [_iteration_time(runs), *_stage_medians(runs)],
+        "stragglers": [],
+    }
+    if measured := [run for run in runs if run.readiness]:
+        found["stragglers"] = [_delays(measured), _last_ranks(measured)]
+    return found
+
+
+def label_of(run: RunData, of: Sequence[RunData]) -> str:
+    """The run's letter and name; the name alone where there is one run."""
+    return short(run.name) if len(of) == 1 else f"{run.key}: {short(run.name)}"
+
+
+def _lengths(runs: Sequence[RunData]) -> list[int]:
+    return [len(run.iterations.number) for run in runs]
+
+
+def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) -> None:
+    handles = []
+    for run, value in zip(runs, values, strict=True):
+        x, y = thinned(run.iterations.number, value)
+        single = np.isfinite(y).sum() == 1
+        handles += axes.plot(
+            x, y, color=theme.of_run(run.index).light, marker="o" if single else None
+        )
+    axes.set_xlabel("iteration")
+    _legend(axes, handles, runs)
+
+
+def _legend(axes: Axes, handles: Sequence[Artist], runs: Sequence[RunData]) -> None:
+    if len(runs) > 1:
+        axes.legend(list(handles), [label_of(run, runs) for run in runs])
+
+
+def _loss(runs: Sequence[RunData]) -> Chart:
+    def draw(axes: Axes) -> None:
+        _lines(axes, runs, [run.iterations.loss for run in runs])
+        axes.set_ylabel("loss")
+
+    note = "Training loss; iterations whose loss is not finite or was not logged are left out."
+    return Chart("loss", "Training loss", note + thinned_note(_lengths(runs)), draw)
+
+
+def _wire_ratio(runs: Sequence[RunData]) -> Chart:
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import LogLocator, NullLocator
+
+        _lines(axes, runs, [run.iterations.wire_ratio * 100 for run in runs])
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+        axes.set_ylabel("of a dense ring")
+
+    note = (
+        "Bytes that the first rank sent, over those that each rank of a dense ring would send; "
+        "headers included. The scale is logarithmic."
+    )
+    return Chart("wire-ratio", "Bytes on the wire against dense", note, draw)
+
+
+def _sent(runs: Sequence[RunData]) -> Chart:
+    totals = [max(r.iterations.dense_bytes.sum(), r.iterations.wire_bytes.sum()) for r in runs]
+    power = min(int(np.log2(max(*totals, 1.0)) // 10), len(BYTES_UNITS) - 1)
+
+    def draw(axes: Axes) -> None:
+        handles = []
+        for run in runs:
+            colour = theme.of_run(run.index).light
+            columns = run.iterations
+            for values, dash in ((columns.dense_bytes, ":"), (columns.wire_bytes, "-")):
+                x, y = thinned(columns.number, np.cumsum(values) / 2 ** (10 * power))
+                (handle,) = axes.plot(x, y, color=colour, linestyle=dash)
+            handles.append(handle)
+        axes.set_xlabel("iteration")
+        axes.set_ylabel(BYTES_UNITS[power])
+        _legend(axes, handles, runs)
+
+    note = "Added up from the first iteration on; dotted: what a dense ring would have sent."
+    return Chart("sent", f"Sent so far ({BYTES_UNITS[power]})", note, draw)
+
+
+def _iteration_time(runs: Sequence[RunData]) -> Chart:
+    highest = max(float(np.percentile(run.iterations.iteration_ms, 98)) for run in runs)
+
+    def draw(axes: Axes) -> None:
+        _lines(axes, runs, [run.iterations.iteration_ms for run in runs])
+        axes.set_ylim(0, highest * 1.15)
+        axes.set_ylabel("ms")
+
+    note = (
+        "Wall-clock time. The first iterations compile and allocate, so the scale ends a little "
+        "above what 98 % of iterations stay below."
+    )
+    return Chart(
+        "iteration-time", "Time of an iteration (ms)", note + thinned_note(_lengths(runs)), draw
+    )
+
+
+def _stage_medians(runs: Sequence[RunData]) -> list[Chart]:
+    return [
+        _stacked(
+            "thread-stages", "An iteration of the training thread (ms, median)",
+            "Stages of the training thread follow one another; host_wait is the exposed part of "
+            "synchronisation, other is what no stage claims.",
+            runs, [thread_medians(run) for run in runs],
+        ),
+        _stacked(
+            "bucket-stages", "Its buckets, added up (ms, median)",
+            "Stages of all buckets, which may run beside the training thread and beside each "
+            "other: not to be added to the training thread's.",
+            runs,
+            [{s: run.summary["stage_ms"][s] or 0.0 for s in BUCKET_STAGES} for run in runs],
+        ),
+    ]  # fmt: skip
+
+
+def thread_medians(run: RunData) -> dict[str, float]:
+    """Milliseconds of the training thread's stages, and what no stage claims as `other`."""
+    parts = {stage: run.summary["stage_ms"][stage] or 0.0 for stage in STEP_STAGES}
+    rest = (run.summary["iteration_ms"] or 0.0) - sum(parts.values())
+    return parts | {"other": max(rest, 0.0)}
+
+
+def _stacked(
+    name: str, title: str, note: str, runs: Sequence[RunData], parts: Sequence[dict[str, float]]
+) -> Chart:
+    def draw(axes: Axes) -> None:
+        places, left = np.arange(len(runs)), np.zeros(len(runs))
+        for stage in parts[0]:
+            widths = np.array([of_run[stage] for of_run in parts])
+            colour = theme.STAGES[stage].light
+            axes.barh(places, widths, left=left, color=colour, height=0.62, label=stage)
+            left += widths
+        stacked_axes(axes, [label_of(run, runs) for run in runs])
+
+    return Chart(name, title, note, draw, AXIS_IN + BAR_IN * max(len(runs), 2))
+
+
+def stacked_axes(axes: Axes, names: Sequence[str]) -> None:
+    """What all charts of stacked bars look like: names at the left, first on top, legend below."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("ms")
+    axes.figure.legend(loc="outside lower center", ncols=4, columnspacing=1.0)
+
+
+def _delays(runs: Sequence[RunData]) -> Chart:
+    def draw(axes: Axes) -> None:
+        handles = []
+        for run in runs:
+            records = [record for of_bucket in run.readiness.values() for record in of_bucket]
+            delays_s, fractions = delay_cdf([delay_s(record.ready_s) for record in records])
+            keep = np.unique(np.linspace(0, len(delays_s) - 1, 200).astype(int))
+            (handle,) = axes.step(
+                np.array(delays_s)[keep] * 1e3, np.array(fractions)[keep], where="post",
+                color=theme.of_run(run.index).light,
+            )  # fmt: skip
+            handles.append(handle)
+        axes.set(xlabel="delay of the last rank (ms)", ylabel="fraction", ylim=(0, 1.02))
+        _legend(axes, handles, runs)
+
+    note = (
+        "For each delay, the fraction of bucket synchronisations whose last rank was not later "
+        "than that after all others."
+    )
+    return Chart("straggler-delays", "How late the last rank was", note, draw)
+
+
+def _last_ranks(runs: Sequence[RunData]) -> Chart:
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        width = 0.8 / len(runs)
+        most = 0
+        for index, run in enumerate(runs):
+            shares = last_shares(run)
+            most = max(most, len(shares))
+            axes.bar(
+                np.arange(len(shares)) + (index - (len(runs) - 1) / 2) * width,
+                np.array(shares) * 100, width=width,
+                color=theme.of_run(run.index).light,
+            )  # fmt: skip
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(xlabel="rank", ylabel="last in %", xlim=(-0.6, most - 0.4))
+        axes.grid(axis="x", visible=False)
+        _legend(axes, [bars[0] for bars in axes.containers], runs)
+
+    note = "How often each rank was the last one; all alike would be 1 / ranks."
+    return Chart("straggler-ranks", "Who was last", note, draw)
+
+
+def last_shares(run: RunData) -> list[float]:
+    """For each rank, the share of bucket synchronisations in which it was the last one."""
+    records = [record for of_bucket in run.readiness.values() for record in of_bucket]
+    counts = np.bincount(
+        [last_rank(record.ready_s) for record in records],
+        minlength=max(len(record.ready_s) for record in records),
+    )
+    return (counts / len(records)).tolist()

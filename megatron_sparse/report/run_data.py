@@ -1,0 +1,392 @@
+"""What a report shows of one run: its folder, read once.
+
+Every line of `breakdown.jsonl` becomes a point of some columns; of `buckets.jsonl` only the last
+`WINDOW` iterations are kept, so that memory does not grow with the length of a run. What is missing
+or damaged and can be done without becomes a sentence in `RunData.gaps`, which the page shows;
+a folder without any iteration is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.planner.characteristics import SparsityProfile, profile_of
+from megatron_sparse.planner.gradient_recording import FOLDER as GRADIENTS
+from megatron_sparse.planner.gradient_recording import GradientRecording, Kind
+from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan
+from megatron_sparse.recording import STAGES, ReadinessRecord
+from megatron_sparse.redaction import redact, redact_text
+from megatron_sparse.telemetry import load_summary
+from megatron_sparse.telemetry.breakdown import IterationBreakdown
+from megatron_sparse.telemetry.history import RunHistory
+from megatron_sparse.telemetry.lines import read_lines
+from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
+from megatron_sparse.telemetry.run import BREAKDOWN_FILE, BUCKETS_FILE, SUMMARY_FILE
+
+CONFIG_FILE = "config.yaml"
+WINDOW = 200
+"""Iterations at the end of a run of which buckets' medians are made."""
+LINES_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Iterations:
+    """One value an iteration; NaN where there is none.
+
+    Attributes:
+        number: as the training loop counts.
+        loss: of the iteration.
+        iteration_ms: wall-clock time.
+        dense_bytes: what a dense ring would have sent.
+        wire_bytes: what was sent.
+        stage_ms: by stage of `recording.STAGES`.
+    """
+
+    number: np.ndarray
+    loss: np.ndarray
+    iteration_ms: np.ndarray
+    dense_bytes: np.ndarray
+    wire_bytes: np.ndarray
+    stage_ms: Mapping[str, np.ndarray]
+
+    @property
+    def wire_ratio(self) -> np.ndarray:
+        """Bytes on the wire over those of dense; NaN where dense would send nothing."""
+        dense = np.where(self.dense_bytes > 0, self.dense_bytes, np.nan)
+        return self.wire_bytes / dense
+
+
+@dataclass(frozen=True)
+class BucketMedians:
+    """One bucket at the end of a run: medians over its last iterations with the last scheme.
+
+    Attributes:
+        name: the bucket's.
+        scheme: that carried it last.
+        count: iterations that the medians are of.
+        numel: elements.
+        density: sent.
+        dense_bytes: what a dense ring would send.
+        wire_bytes: what was sent.
+        stage_us: by stage.
+        measured_us: all stages together.
+        predicted_us: what the cost model expected of them; None where no model chose.
+    """
+
+    name: str
+    scheme: str
+    count: int
+    numel: int
+    density: float
+    dense_bytes: int
+    wire_bytes: int
+    stage_us: Mapping[str, float]
+    measured_us: float
+    predicted_us: float | None
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Everything that a report needs of one run.
+
+    Attributes:
+        index: of the run in the report, from 0.
+        folder: as the user wrote it.
+        name: of the run.
+        summary: the fields of `summary.json`; of a run that has not ended, those that its
+            iterations give.
+        iterations: see there.
+        buckets: by name, in the order in which they are launched.
+        plan: rows of `plan.json`, by bucket.
+        profiles: of the gradients' sparsity, by bucket.
+        profiled: where they come from, in words.
+        readiness: what ranks waited for one another, by bucket.
+        command: that started the run; empty if unknown.
+        config: keys with dots -> values.
+        gaps: what is missing, in sentences.
+    """
+
+    index: int
+    folder: Path
+    name: str
+    summary: Mapping[str, Any]
+    iterations: Iterations
+    buckets: Mapping[str, BucketMedians]
+    plan: Mapping[str, Mapping[str, Any]]
+    profiles: Mapping[str, SparsityProfile]
+    profiled: str
+    readiness: Mapping[str, list[ReadinessRecord]]
+    command: str
+    config: Mapping[str, Any]
+    gaps: Sequence[str]
+
+    @property
+    def key(self) -> str:
+        """A letter that stands for the run where its name takes too much room."""
+        return chr(ord("A") + self.index)
+
+
+def load_run(folder: Path, index: int) -> RunData:
+    """Reads a run's folder; the run may still be going on.
+
+    Args:
+        folder: of the run.
+        index: of the run in the report, from 0.
+
+    Raises:
+        ConfigError: it is no run's folder, holds no whole iteration, or was written by a version
+            whose lines have other fields.
+    """
+    gaps: list[str] = []
+    lines, history = _load_breakdown(folder, gaps)
+    iterations = Iterations(
+        number=np.array([line.iteration for line in lines]),
+        loss=np.array([np.nan if line.loss is None else line.loss for line in lines]),
+        iteration_ms=np.array([line.iteration_ms for line in lines]),
+        dense_bytes=np.array([line.dense_bytes for line in lines], dtype=np.float64),
+        wire_bytes=np.array([line.wire_bytes for line in lines], dtype=np.float64),
+        stage_ms={
+            stage: np.array([line.stage_ms.get(stage, 0.0) for line in lines]) for stage in STAGES
+        },
+    )
+    command, config = _load_config(folder, gaps)
+    summary = _load_summary(folder, history, config, gaps)
+    plan, profiles = _load_plan(folder, gaps)
+    profiled = "sampled by the planner"
+    if not profiles and (folder / GRADIENTS).is_dir():
+        profiles, profiled = _recorded_profiles(folder, gaps)
+    return RunData(
+        index=index,
+        folder=folder,
+        name=str(summary.get("name") or folder.resolve().name),
+        summary=summary,
+        iterations=iterations,
+        buckets=_load_buckets(folder, lines[-1].iteration, gaps),
+        plan=plan,
+        profiles=profiles,
+        profiled=profiled,
+        readiness=_load_readiness(folder, gaps),
+        command=command,
+        config=config,
+        gaps=gaps,
+    )
+
+
+def _load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdown], RunHistory]:
+    path, damaged = folder / BREAKDOWN_FILE, []
+    history = RunHistory()
+    try:
+        lines = [IterationBreakdown(**line) for line in read_lines(path, damaged)]
+        for line in lines:
+            history.append(line)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} is no run's folder",
+            expected=f"a folder with {BREAKDOWN_FILE}, such as runs/quickstart",
+            got=f"{path.name}: {error.strerror}",
+            remedy="name the folder that training printed; its first lines are written after "
+            "tracking.flush_every iterations",
+        ) from None
+    except (TypeError, ValueError, KeyError) as error:
+        raise _other_version(path, error) from None
+    if not lines:
+        raise ConfigError(
+            f"{folder} has no iteration to report",
+            expected=f"at least one whole line in {BREAKDOWN_FILE}",
+            got=_damaged_sentence(path, damaged) if damaged else "an empty file",
+            remedy="train for longer; lines are written every tracking.flush_every iterations",
+        )
+    _note_damaged(path, damaged, gaps)
+    return lines, history
+
+
+def _other_version(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{path} was not written by this version of megatron_sparse",
+        expected="lines as docs/reading-the-breakdown.md describes them",
+        got=f"{type(error).__name__}: {error}",
+        remedy="make the report with the version that trained",
+    )
+
+
+def _damaged_sentence(path: Path, damaged: list[int]) -> str:
+    named = ", ".join(map(str, damaged[:LINES_NAMED]))
+    more = f" and {len(damaged) - LINES_NAMED} more" if len(damaged) > LINES_NAMED else ""
+    return f"{path.name}: damaged lines left out: {named}{more}"
+
+
+def _note_damaged(path: Path, damaged: list[int], gaps: list[str]) -> None:
+    if damaged:
+        gaps.append(_damaged_sentence(path, damaged))
+
+
+def _load_summary(
+    folder: Path, history: RunHistory, config: Mapping[str, Any], gaps: list[str]
+) -> Mapping[str, Any]:
+    """Totals of the iterations there are; of the file what they do not say."""
+    path = folder / SUMMARY_FILE
+    found: Any = {}
+    if path.exists():
+        try:
+            found = load_summary(folder)
+            if not isinstance(found, dict):
+                raise ConfigError("", got="no JSON object")
+        except ConfigError as error:
+            found = {}
+            gaps.append(f"{SUMMARY_FILE} is damaged: {_one_line(error.got)}")
+    else:
+        gaps.append(
+            f"the run has not ended, or was killed: there is no {SUMMARY_FILE}, and totals are "
+            "those of the iterations so far"
+        )
+    known = {"name": config.get("name"), "target_density": config.get("compression.density")}
+    return {**known, **found, **history.summary()}
+
+
+def _load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:
+    """The command in the first line, and the keys."""
+    path = folder / CONFIG_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+        values: Any = yaml.safe_load(text)
+        if not isinstance(values, dict):
+            raise ValueError("not the sections of a run")
+    except OSError:
+        gaps.append(f"there is no {CONFIG_FILE}: nothing is known of how the run was configured")
+        return "", {}
+    except (ValueError, yaml.YAMLError) as error:
+        gaps.append(f"{CONFIG_FILE} is damaged: {_one_line(error)}")
+        return "", {}
+    first = text.partition("\n")[0]
+    command = redact_text(first[1:].strip()) if first.startswith("#") else ""
+    return command, flat(redact(values))
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as keys with dots.
+
+    Example:
+        >>> flat({"scheme": {"name": "direct", "options": {}}, "name": "x"})
+        {'scheme.name': 'direct', 'scheme.options': {}, 'name': 'x'}
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _load_plan(
+    folder: Path, gaps: list[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, SparsityProfile]]:
+    if not (folder / PLAN_FILE).exists():
+        gaps.append(f"there is no {PLAN_FILE}, which a run writes when it ends")
+        return {}, {}
+    try:
+        rows = read_plan(folder)
+        profiles = {
+            name: SparsityProfile.from_dict(row["profile"])
+            for name, row in rows.items()
+            if row.get("profile")
+        }
+    except (ConfigError, ProfileError) as error:
+        gaps.append(f"{error.what}: {_one_line(error.got)}")
+        return {}, {}
+    return rows, profiles
+
+
+def _recorded_profiles(folder: Path, gaps: list[str]) -> tuple[dict[str, SparsityProfile], str]:
+    """Exact ones, of the last recorded iteration: reads as much as the ranks have written in it."""
+    profiles: dict[str, SparsityProfile] = {}
+    try:
+        recording = GradientRecording.open(folder)
+        iteration = recording.iterations[-1]
+        for name in recording.buckets:
+            kinds = recording.kinds(iteration, name)
+            if kinds:
+                kind = Kind.SELECTED if Kind.SELECTED in kinds else Kind.GRADIENT
+                profiles[name] = profile_of(recording.read(iteration, name, kind))
+    except ProfileError as error:
+        gaps.append(f"{error.what}: {_one_line(error.got)}")
+        return {}, ""
+    return profiles, f"recorded in iteration {iteration}"
+
+
+def _load_buckets(folder: Path, last: int, gaps: list[str]) -> dict[str, BucketMedians]:
+    """Of the iterations from `last - WINDOW + 1` on."""
+    path, damaged = folder / BUCKETS_FILE, []
+    recent: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=WINDOW))
+    try:
+        for line in read_lines(path, damaged):
+            if last - WINDOW < line["iteration"] <= last:
+                recent[line["bucket"]].append(line)
+        found = {name: _medians(name, list(lines)) for name, lines in recent.items()}
+    except OSError as error:
+        gaps.append(f"{BUCKETS_FILE} cannot be read ({error.strerror}): no times by bucket")
+        return {}
+    except (TypeError, ValueError, KeyError) as error:
+        raise _other_version(path, error) from None
+    _note_damaged(path, damaged, gaps)
+    return found
+
+
+def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
+    scheme = lines[-1]["scheme"]
+    alike = [line for line in lines if line["scheme"] == scheme]
+
+    def middle(of: Callable[[dict[str, Any]], float]) -> float:
+        return float(median(of(line) for line in alike))
+
+    numel = lines[-1]["numel"]
+    predicted = alike[-1].get("predicted_us")
+    return BucketMedians(
+        name=str(name),
+        scheme=str(scheme),
+        count=len(alike),
+        numel=numel,
+        density=middle(lambda line: line["nnz"]) / numel if numel else 0.0,
+        dense_bytes=alike[-1]["dense_bytes"],
+        wire_bytes=int(middle(lambda line: line["wire_bytes"])),
+        stage_us={
+            stage: middle(lambda line, stage=stage: line["stage_us"][stage])
+            for stage in lines[-1]["stage_us"]
+        },
+        measured_us=middle(lambda line: sum(line["stage_us"].values())),
+        predicted_us=None if predicted is None else float(predicted),
+    )
+
+
+def _load_readiness(folder: Path, gaps: list[str]) -> dict[str, list[ReadinessRecord]]:
+    if not (folder / READINESS_FILE).exists():
+        return {}
+    try:
+        return load_readiness(folder)
+    except ConfigError as error:
+        gaps.append(f"{error.what}: {_one_line(error.got)}")
+        return {}
+
+
+def _one_line(value: object) -> str:
+    return " ".join(str(value).split())
+
+
+def canonical(value: object) -> str:
+    """A configuration value as it is shown and compared.
+
+    Example:
+        >>> canonical(None), canonical([1, 2]), canonical("x")
+        ('null', '[1, 2]', 'x')
+    """
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,146 @@
+"""The report in a real browser: on a desk, on a phone, on paper, in the dark.
+
+Chromium is there where scripts/system_packages.sh has installed it, as in CI.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse.report import page, theme
+from tests.integration import browser
+from tests.report_runs import make_run
+
+PROGRAM = browser.find()
+pytestmark = pytest.mark.skipif(
+    PROGRAM is None, reason="no chromium: bash scripts/system_packages.sh installs it"
+)
+
+DESK, PHONE = (1280, 900), (360, 740)
+# Whoever is wider than the screen, but not inside a part that scrolls by itself.
+TOO_WIDE = """
+[...document.querySelectorAll('body *')]
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 0.5 && !e.closest('.scroll'))
+  .map(e => e.tagName + '.' + e.className + ' ' + e.textContent.slice(0, 40))
+"""
+LONG = "a_run_whose_name_has_no_place_to_break_" * 4
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Path:
+    """A page of two runs, one with a name that nothing can break and a run that goes on."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = [
+        make_run(folder / "first", "first", config={"data": {"dir": "data/" + "deep/" * 40}}),
+        make_run(folder / "second", LONG, density=0.05, ends=False, plan=False, delays=False),
+    ]
+    return page.run(runs, folder / "report.html", None)[0]
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory) -> Iterator[browser.Browser]:
+    assert PROGRAM is not None
+    profile = tmp_path_factory.mktemp("browser") / "profile"
+    profile.mkdir()
+    opened = browser.Browser(PROGRAM, profile)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("screen", [DESK, PHONE])
+def test_it_fits_and_is_in_the_colours_of_the_reader(tab, report, tmp_path, screen, dark):
+    tab.open(report, *screen, dark=dark)
+    width = screen[0]
+    assert tab.value("document.documentElement.scrollWidth") <= width
+    assert tab.value(TOO_WIDE) == []
+    paper = getattr(theme.PAPER, "dark" if dark else "light")
+    rgb = tuple(int(paper[i : i + 2], 16) for i in (1, 3, 5))
+    assert tab.value("getComputedStyle(document.body).backgroundColor") == f"rgb{rgb}"
+    shot = Picture(tab.screenshot(tmp_path / "page.png"))
+    assert shot.width == width
+    assert shot.share(rgb) > 0.5, "most of the page is paper"
+
+
+@pytest.mark.parametrize("screen", [DESK, PHONE])
+def test_every_chart_shows_something_in_words_large_enough(tab, report, tmp_path, screen):
+    tab.open(report, *screen)
+    boxes = tab.value(
+        "[...document.querySelectorAll('figure svg')].map(e => {const b = "
+        "e.getBoundingClientRect(); return {x: b.x, y: b.y + scrollY, width: b.width, "
+        "height: b.height}})"
+    )
+    assert len(boxes) >= 12
+    whole = Picture(tab.screenshot(tmp_path / "page.png"))
+    paper = whole.pixel(1, 1)
+    for box in boxes:
+        assert box["width"] >= 300
+        part = whole.part(*(int(box[key]) for key in ("x", "y", "width", "height")))
+        assert 0.005 < 1 - part.share(paper) < 0.9, "a chart is blank, or nothing but colour"
+    heights = tab.value(
+        "[...document.querySelectorAll('figure svg text')].map(e => {const m = e.getScreenCTM();"
+        "return parseFloat(getComputedStyle(e).fontSize) * Math.hypot(m.a, m.b)})"
+    )
+    # Of a phone's pixels, which are 1/160 of an inch: 9 of them are 1.4 mm.
+    assert min(heights) >= 9
+
+
+def test_nothing_is_asked_for_but_the_page(tab, report):
+    tab.requests.clear()
+    tab.open(report, *DESK)
+    assert set(tab.requests) == {report.resolve().as_uri()}
+    assert tab.value("document.scripts.length") == 0
+
+
+def test_it_prints_on_a4(tab, report, tmp_path):
+    tab.open(report, *DESK, dark=True)
+    pdf = tab.pdf(tmp_path / "report.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF")
+    boxes = {tuple(map(float, b.split())) for b in re.findall(rb"/MediaBox \[([^\]]+)\]", pdf)}
+    (box,) = boxes
+    # A4 in points; Chromium rounds to pixels of 1/96 inch.
+    assert box[2:] == pytest.approx((595.3, 841.9), abs=1)
+    pages = pdf.count(b"/Type /Page\n")
+    assert 2 <= pages <= 10
+    # What a wide table would do: Chromium shrinks all pages until it fits.
+    tab.call("Emulation.setEmulatedMedia", media="print", features=[])
+    tab.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=703,
+        height=1000,
+        deviceScaleFactor=1,
+        mobile=False,
+    )  # fmt: skip - 210 mm less the margins
+    assert tab.value("document.documentElement.scrollWidth") <= 703
+    assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(254, 254, 254)"
+    tab.call("Emulation.setEmulatedMedia", media="", features=[])
+
+
+class Picture:
+    """The pixels of a PNG."""
+
+    def __init__(self, path: Path) -> None:
+        from matplotlib import image
+
+        pixels = image.imread(path)
+        self._pixels = (pixels[..., :3] * 255).round().astype("uint8")
+
+    @property
+    def width(self) -> int:
+        return self._pixels.shape[1]
+
+    def pixel(self, x: int, y: int) -> tuple[int, ...]:
+        return tuple(int(part) for part in self._pixels[y, x])
+
+    def part(self, x: int, y: int, width: int, height: int) -> Picture:
+        made = object.__new__(Picture)
+        made._pixels = self._pixels[y : y + height, x : x + width]
+        return made
+
+    def share(self, colour: tuple[int, ...]) -> float:
+        """Of the pixels that have this colour."""
+        return float((self._pixels == colour).all(axis=-1).mean())
