@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
@@ -22,22 +25,55 @@ CPU = (
 )
 
 
-def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
+EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
+OWN_LINES = ("# line 1", "# line 2")
+
+
+def run(script: Path) -> str:
+    """What the script prints on two ranks."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-        str(ROOT / "examples" / "pretrain_gpt.py"), *MODEL.split(), *CPU.split(),
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script),
+        *MODEL.split(), *CPU.split(),
     ]  # fmt: skip
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=400
     )
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-5000:]
+    return output
+
+
+def losses(output: str) -> list[str]:
+    """As Megatron prints them, iteration by iteration."""
+    return re.findall(r"lm loss: (\S+)", output)
+
+
+@pytest.mark.timeout(900)
+def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
+    """With them and without them: the same losses, because the first 500 iterations are dense."""
+    text = EXAMPLE.read_text()
+    kept = [line for line in text.splitlines(keepends=True)
+            if not line.rstrip().split(":")[0].endswith(OWN_LINES)
+            and line != "import megatron_sparse\n"]  # fmt: skip
+    with_lines, without = tmp_path / "with.py", tmp_path / "without.py"
+    with_lines.write_text(text)
+    without.write_text("".join(kept))
+    # Two lines and the import they need; nothing else of the script speaks of the plugin.
+    assert len(text.splitlines()) - len(kept) == 3
+    outside = "".join(kept).split('"""', 2)[2].replace("from megatron_sparse.megatron import", "")
+    assert "megatron_sparse" not in outside
+
+    output = run(with_lines)
     # The plugin's own metric in Megatron's log line, and its table at the end.
     assert "iteration        4/       4" in output
     assert "wire ratio" in output
     assert "warmup" in output
+    plain = run(without)
+    assert "wire ratio" not in plain
+    assert losses(output) == losses(plain)
+    assert len(losses(plain)) == 4

@@ -1,0 +1,133 @@
+"""What `bench convergence` trains: one factor at a time around the default compression.
+
+The default is what `config.CompressionConfig` says, with warm-up and ramp scaled to the length of
+the run. A setting that trains with SGD is compared with dense SGD, every other one with dense Adam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_sparse.bench.table import check_arguments
+
+DENSE, DEFAULT = "dense", "topk1"
+SGD_DENSE = "sgd_dense"
+WARMUP_SHARE, RAMP_SHARE = 0.15, 0.3
+"""Of a run's iterations: those synchronised densely, and those on the way to the target density;
+one to two, as `config.CompressionConfig` has them."""
+VALIDATIONS = 10
+"""In a run, at equal distances, the last one at its end."""
+_SGD = ("megatron.optimizer=sgd", "training.lr=0.3", "training.min_lr=0.03")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to compress.
+
+    Attributes:
+        name: of the run's folder, and on the command line.
+        label: in tables and pictures.
+        overrides: arguments of `train`.
+        warmup: share of the iterations that are synchronised densely.
+        ramp: share of the iterations on the way to the target density.
+        baseline: name of the setting that it is compared with.
+        tier: 1 runs first.
+    """
+
+    name: str
+    label: str
+    overrides: tuple[str, ...] = ()
+    warmup: float = WARMUP_SHARE
+    ramp: float = RAMP_SHARE
+    baseline: str = DENSE
+    tier: int = 1
+
+
+SETTINGS = (
+    Setting(DENSE, "dense", ("compression=dense",)),
+    Setting(DEFAULT, "1 % (default)"),
+    Setting("topk01", "0.1 %", ("compression=topk999",)),
+    Setting("topk5", "5 %", ("compression=topk95",)),
+    Setting("leak09", "1 %, leak 0.9", ("compression.leak=0.9",), tier=2),
+    Setting("cold", "1 %, no warm-up, no ramp", warmup=0, ramp=0, tier=2),
+    Setting("noramp", "1 %, warm-up, no ramp", ramp=0, tier=3),
+    Setting("longramp", "1 %, ramp of 70 %", ramp=0.7, tier=3),
+    Setting(SGD_DENSE, "SGD, dense", ("compression=dense", *_SGD), baseline=SGD_DENSE, tier=3),
+    Setting("sgd_topk1", "SGD, 1 %", _SGD, baseline=SGD_DENSE, tier=3),
+)  # fmt: skip
+BY_NAME = {setting.name: setting for setting in SETTINGS}
+CORPORA = {"gpt": "prose", "starcoder": "code"}
+"""The models, and what each learns from."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of the study."""
+
+    model: str
+    setting: Setting
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.model}-{self.setting.name}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Which runs, and how long each.
+
+    Attributes:
+        models: of `CORPORA`.
+        settings: names of `SETTINGS`.
+        seeds: of weights, the order of samples and the sample positions of thresholds.
+        iters: iterations of each run.
+        out: folder of the runs and the corpora.
+        overrides: more arguments of `train`, for all runs.
+    """
+
+    models: Sequence[str]
+    settings: Sequence[str]
+    seeds: Sequence[int]
+    iters: int
+    out: Path
+    overrides: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_arguments("bench convergence", [
+            ("model", self.models, set(self.models) <= set(CORPORA), " | ".join(CORPORA)),
+            ("setting", self.settings, set(self.settings) <= set(BY_NAME), " | ".join(BY_NAME)),
+            ("seeds", self.seeds, min(self.seeds, default=0) >= 1, "numbers of 1 or more"),
+            ("iters", self.iters, self.iters > 0 and self.iters % VALIDATIONS == 0,
+             f"a multiple of {VALIDATIONS}"),
+        ])  # fmt: skip
+
+    def runs(self) -> Iterator[Run]:
+        """The most important first, and what is compared with each other close together."""
+        chosen = [setting for setting in SETTINGS if setting.name in self.settings]
+        for tier in sorted({setting.tier for setting in chosen}):
+            for model in self.models:
+                for seed in self.seeds:
+                    for setting in chosen:
+                        if setting.tier == tier:
+                            yield Run(model, setting, seed)
+
+    def corpus_dir(self, model: str) -> Path:
+        """Where the model's corpus is made."""
+        return self.out / "corpora" / CORPORA[model]
+
+    def arguments(self, run: Run) -> list[str]:
+        """Of `train`, without those that say where."""
+        return [
+            "experiment=convergence", f"model={run.model}_tiny", f"data={CORPORA[run.model]}",
+            f"training.iterations={self.iters}",
+            f"training.lr_warmup_iters={min(100, self.iters // 4)}",
+            f"training.eval_interval={self.iters // VALIDATIONS}",
+            f"training.seed={run.seed}", f"compression.seed={run.seed}",
+            f"compression.warmup_iters={round(self.iters * run.setting.warmup)}",
+            f"compression.ramp_iters={round(self.iters * run.setting.ramp)}",
+            *run.setting.overrides, *self.overrides,
+        ]  # fmt: skip
