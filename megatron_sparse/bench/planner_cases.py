@@ -89,7 +89,7 @@ def _model(kind: str, numel: int) -> GradientModel:
 
 
 def recorded(path: Path) -> list[Workload]:
-    """The largest bucket of a recording's last iteration.
+    """The largest sparse bucket of a recording's last iteration; the largest if none is sparse.
 
     Raises:
         ProfileError: there is no recording, or it is damaged.
@@ -102,5 +102,9 @@ def recorded(path: Path) -> list[Workload]:
         kind = Kind.SELECTED if Kind.SELECTED in kinds else Kind.GRADIENT
         return [g.to_dense().float() for g in recording.read(iteration, name, kind)]
 
-    found = max((read(name) for name in recording.buckets), key=lambda ranks: ranks[0].numel())
+    found = max(map(read, recording.buckets), key=lambda ranks: (_is_sparse(ranks), len(ranks[0])))
     return [Workload(path.name, found.__getitem__, found[0].numel(), len(found))]
+
+
+def _is_sparse(gradients: Sequence[torch.Tensor]) -> bool:
+    return any(2 * int(gradient.count_nonzero()) < gradient.numel() for gradient in gradients)

@@ -92,15 +92,12 @@ def as_rank[Group: RankGroup, Result](
 ) -> Result:
     """One rank's part where RANK and WORLD_SIZE are set.
 
-    An error that several ranks find is told by the first of them.
+    A typed error ends the process with its exit code. One that several ranks find is told by the
+    first of them.
 
     Args:
         make: the group of this process, from the store, its rank and the number of ranks.
         action: what to do in it.
-
-    Raises:
-        MegatronSparseError: what `make` or `action` raises.
-        SystemExit: an error that another rank has told of already; with its exit code.
     """
     from torch.distributed.rendezvous import rendezvous
 
@@ -111,9 +108,12 @@ def as_rank[Group: RankGroup, Result](
             return action(group)
     except MegatronSparseError as error:
         code = _said_already(store, rank, world_size, error.exit_code)
-        if code is not None:
-            sys.exit(code)
-        raise
+        if code is None:
+            print(f"error: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The error holds on to the group, whose threads abort a process that ends in the usual way.
+        os._exit(error.exit_code if code is None else code)
 
 
 def _said_already(store: Any, rank: int, world_size: int, own_code: int) -> int | None:

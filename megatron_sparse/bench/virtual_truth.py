@@ -221,6 +221,7 @@ def _drive(
         if entry.takes is Input.DENSE:
             return entry.reduce(bucket, bucket.grad_N, 0, posting, buffers, watch, options)
         residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+        residuals.begin(bucket)  # Memory that a run takes once is no cost of a step.
         selector = Selector(CompressionConfig(), residuals, transport.rank, buffers)
         message = selector.select(
             bucket, 1.0, None, form=options.message_format(scheme),

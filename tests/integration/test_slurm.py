@@ -106,10 +106,13 @@ class Job:
     def end(self) -> str:
         return f"{self.field('JobState')}\n" + "\n".join(self.text().splitlines()[-40:])
 
-    def losses(self) -> dict[int, str]:
-        """Of each iteration, the last one that was printed."""
-        pairs = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", self.text())
-        return {int(iteration): loss for iteration, loss in pairs}
+    def losses(self) -> dict[int, float]:
+        """Of each iteration, the last one that was recorded.
+
+        Not what Megatron prints: the second loss after a start is the mean of two there.
+        """
+        lines = (self.output.with_suffix("") / "breakdown.jsonl").read_text().splitlines()
+        return {line["iteration"]: line["loss"] for line in map(json.loads, lines)}
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ def test_signal_saves_and_slurm_starts_the_job_again(bed: Bed, undisturbed: Job)
         assert said, job.end()
         assert DISTURBED_AT <= int(said[1]) < ITERATIONS
         assert "no longer answer" not in job.text(), job.end()
-        assert "loading checkpoint from" in log
+        assert "loading distributed checkpoint from" in log
         # Each iteration is there once: the second start began where the first had ended.
         lines = re.findall(r"iteration +(\d+)/", job.text())
         assert lines == [str(iteration) for iteration in range(1, ITERATIONS + 1)]
@@ -232,7 +235,10 @@ def test_a_node_that_fails_is_replaced(bed: Bed, undisturbed: Job):
         job.finishes()
         assert job.field("NodeList") == "n[0,2]"
         assert job.field("Restarts") == "1"
-        assert job.losses() == undisturbed.losses()
+        # The writing rank was on the lost node, and what it had not written yet went with it.
+        found = job.losses()
+        assert set(range(DISTURBED_AT + 1, ITERATIONS + 1)) <= found.keys()
+        assert found.items() <= undisturbed.losses().items()
         starts = (bed.runs / "replaced" / "starts.jsonl").read_text().splitlines()
         assert len(starts) == 2
     finally:
@@ -262,8 +268,7 @@ def test_sweep_by_submitit_is_one_table(bed: Bed, undisturbed: Job):
     assert "num_attention_heads" in cannot["error"]
     assert works["iterations"] == ITERATIONS
     # The same training as the undisturbed job's, on one node instead of two.
-    last = float(undisturbed.losses()[ITERATIONS])
-    assert works["loss_last"] == pytest.approx(last, rel=1e-6), "printed with 7 digits"
+    assert works["loss_last"] == undisturbed.losses()[ITERATIONS]
     assert len((folder / "table.csv").read_text().splitlines()) == 3
 
 

@@ -76,19 +76,6 @@ def test_a_model_that_is_not_megatrons_ddp_is_refused():
         attach(SimpleNamespace(config=None))
 
 
-def test_several_optimizer_instances_are_refused():
-    from megatron_sparse.megatron import attach
-
-    chunk = SimpleNamespace(
-        bucket_groups=[], buffers=[], ddp_config=SimpleNamespace(
-            num_distributed_optimizer_instances=2
-        ),
-        module=SimpleNamespace(named_parameters=lambda: []), config=None,
-    )  # fmt: skip
-    with pytest.raises(HostError, match="num_distributed_optimizer_instances=1"):
-        attach(chunk)
-
-
 def test_fp16_without_the_optimizer_is_refused():
     from megatron_sparse.megatron import attach
 

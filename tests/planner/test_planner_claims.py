@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from megatron_sparse import cli
 from megatron_sparse.bench import planner_cases
@@ -13,6 +14,7 @@ from megatron_sparse.bench.planner import Trial, sampled_profile
 from megatron_sparse.bench.planner_row import PlannerRow, Verdict
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.characteristics import profile_of
+from megatron_sparse.planner.gradient_recording import GradientRecorder, Kind
 
 NUMEL, FULL = 2**16, 2**24
 ZEN_OWN = ("zen", "ssar_rd")
@@ -49,6 +51,26 @@ class TestZen:
     def test_dense_at_high_density(self):
         (row,) = rows(["uniform_90"], (16,), ["ethernet_25gbit"], ZEN_OWN)
         assert row.chosen == row.best == "dense"
+
+
+def test_a_recording_is_tried_on_its_largest_sparse_bucket(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randperm(NUMEL, generator=generator)
+    for rank in range(4):
+        recorder = GradientRecorder(tmp_path / "run", [7], rank=rank, world_size=4)
+        embedding = torch.zeros(NUMEL)
+        embedding[positions[: NUMEL // 50]] = 1.0 + rank
+        recorder.record("embedding", 7, Kind.GRADIENT, embedding)
+        recorder.record("small", 7, Kind.GRADIENT, torch.zeros(64))
+        recorder.record("layer", 7, Kind.GRADIENT, torch.ones(2 * NUMEL))
+    (workload,) = planner_cases.recorded(tmp_path / "run")
+    assert (workload.numel, workload.most_ranks) == (NUMEL, 4)
+    gradient = workload.gradients(4)[3]
+    assert gradient.count_nonzero() == NUMEL // 50
+    assert gradient.max() == 4
+    found = list(Trial([workload], (2, 4, 8), ("ethernet_25gbit",), None, FULL).rows())
+    assert [row.world_size for row in found] == [2, 4]
+    assert Verdict.of(found).holds, "\n".join(row.line() for row in found)
 
 
 def test_the_planner_sees_a_sample():

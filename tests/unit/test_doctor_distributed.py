@@ -304,6 +304,7 @@ def test_planted_absent_rank(tmp_path):
 def test_absent_rank_0_is_said_by_the_others(tmp_path):
     (ended,) = finish([start(1, 2, free_port(), tmp_path / "report.jsonl", 2, code="")])
     assert ended[0] == 3
-    assert ended[2].startswith("error: doctor: rank 1 on ")
+    # torch may warn of the socket before it.
+    assert "error: doctor: rank 1 on " in ended[2]
     assert "cannot reach rank 0" in ended[2]
     assert "Traceback" not in ended[2]

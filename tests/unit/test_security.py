@@ -35,6 +35,11 @@ PICKLED_COLLECTIVES = {
     "send_object_list", "recv_object_list",
 }  # fmt: skip
 """torch.distributed's, which unpickle what a peer sent."""
+JUSTIFIED = {
+    "megatron_sparse/transport/peer_memory.py": ["dist.all_gather_object"],
+}  # fmt: skip
+"""CUDA IPC handles, which only torch's own pickled form carries, between ranks of one job on one
+machine: whoever could send another one runs the same user's code already."""
 YAML_LOADERS = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
 RUNS_TEXT = {"eval", "exec", "os.system", "os.popen"}
 
@@ -93,9 +98,11 @@ def test_the_check_lets_pass(line):
 
 def test_nothing_shipped_unpickles_or_evaluates():
     found = [
-        f"{path.relative_to(ROOT)}, {danger}"
+        f"{name}, {danger}"
         for path in python_files()
+        for name in (str(path.relative_to(ROOT)),)
         for danger in dangers(path.read_text(encoding="utf-8"))
+        if danger.partition(": ")[2] not in JUSTIFIED.get(name, ())
     ]
     assert found == []
 
