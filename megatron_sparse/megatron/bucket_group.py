@@ -97,4 +97,5 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
         if has_instances(self) and self.ddp_config.overlap_grad_reduce:
-            torch.cuda.current_stream().wait_stream(self.communication_stream)
+            made_by_megatron: Any = self.communication_stream
+            torch.cuda.current_stream().wait_stream(made_by_megatron)

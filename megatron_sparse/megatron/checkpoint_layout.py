@@ -55,8 +55,9 @@ class Place:
             parallel_state.get_expert_model_parallel_world_size(),
             parallel_state.get_expert_data_parallel_rank(),
             parallel_state.get_expert_data_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
+            # None only where Megatron's groups were not made.
+            parallel_state.get_expert_tensor_parallel_rank() or 0,
+            parallel_state.get_expert_tensor_parallel_world_size() or 1,
         )
 
     def model_sizes(self) -> tuple[int, int, int]:

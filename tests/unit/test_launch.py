@@ -141,7 +141,8 @@ class TestSlurm:
 
     def test_a_task_of_srun_is_a_rank(self):
         assert slurm.ranks(TASK) == {
-            "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "22345",
+            "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
+            "MASTER_ADDR": "n0", "MASTER_PORT": "22345",
         }  # fmt: skip
 
     def test_a_port_of_the_users_is_kept(self):
