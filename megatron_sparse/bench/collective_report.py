@@ -52,17 +52,14 @@ def run_as_rank[Bench: RankBench](
 ) -> Rows:
     """One rank's part where RANK and WORLD_SIZE are set; rank 0 prints and writes.
 
+    A typed error, such as a JSON file that cannot be written, ends the process: `as_rank`.
+
     Args:
         make: the bench of this process, from the store, its rank and the number of ranks.
         rows: what the bench measures.
         settings: a dataclass, printed.
         header: of the table.
         json_path: written anew after each row.
-
-    Raises:
-        ConfigError: the JSON file cannot be written.
-        CommunicationError: a rank is gone.
-        SystemExit: an error that another rank has told of already; with its exit code.
     """
 
     def measure(bench: Bench) -> Rows:

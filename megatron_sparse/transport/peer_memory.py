@@ -100,15 +100,12 @@ class VirtualRanks:
         return PeerWindows(own, tuple(window.data_ptr() for window in own))
 
 
-class SymmetricMemory:
-    """torch's symmetric memory, which is an alpha interface: this is the only place that uses it.
-
-    Only what it calls buffers is used. Its signals end in a trap when they time out, which would
-    kill the process; the kernels have flags and deadlines of their own.
+class _OneRankEach:
+    """What providers with one process for each rank have in common.
 
     Args:
-        group: the ranks of the domain, one process and one GPU each.
-        device: this rank's GPU.
+        group: the ranks of the domain, one process and one GPU each, all on one machine.
+        device: this rank's GPU, which must reach the peers' (`nvidia-smi topo -p2p r`).
 
     Raises:
         ConfigError: the device is no GPU.
@@ -120,6 +117,14 @@ class SymmetricMemory:
         self.world_size, self.local_ranks = dist.get_world_size(group), 1
         self.first_rank = dist.get_rank(group)
         self.device = device
+
+
+class SymmetricMemory(_OneRankEach):
+    """torch's symmetric memory, which is an alpha interface: this is the only place that uses it.
+
+    Only what it calls buffers is used. Its signals end in a trap when they time out, which would
+    kill the process; the kernels have flags and deadlines of their own.
+    """
 
     def open(self, nbytes: int) -> PeerWindows:
         """See `WindowProvider`.
@@ -150,23 +155,8 @@ class SymmetricMemory:
         return PeerWindows((window,), tuple(base + inside for base in bases), (handle,))
 
 
-class CudaIpc:
-    """Memory that one process allocates and the others of the machine map (cudaIpcOpenMemHandle).
-
-    Args:
-        group: the ranks of the domain, one process each, all on one machine.
-        device: this rank's GPU, which must reach the peers' (`nvidia-smi topo -p2p r`).
-
-    Raises:
-        ConfigError: the device is no GPU.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        _check_cuda(device)
-        self._group = group
-        self.world_size, self.local_ranks = dist.get_world_size(group), 1
-        self.first_rank = dist.get_rank(group)
-        self.device = device
+class CudaIpc(_OneRankEach):
+    """Memory that one process allocates and the others map (cudaIpcOpenMemHandle)."""
 
     def open(self, nbytes: int) -> PeerWindows:
         """See `WindowProvider`."""

@@ -9,7 +9,8 @@ from megatron_sparse.bucket import Bucket, Form
 from megatron_sparse.collectives import SCHEMES, SchemeOptions
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
-from megatron_sparse.config import METHODS, CompressionConfig, SchemeConfig
+from megatron_sparse.compression_config import METHODS, CompressionConfig
+from megatron_sparse.config import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import Stopwatch

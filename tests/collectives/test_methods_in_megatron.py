@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.compression.tail_fit import fit_thresholds
-from megatron_sparse.config import METHODS, TAIL_FITS
+from megatron_sparse.compression_config import METHODS, TAIL_FITS
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig

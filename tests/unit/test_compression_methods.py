@@ -15,7 +15,7 @@ from megatron_sparse.compression.methods import METHODS, method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.compression.threshold_reuse import correction
-from megatron_sparse.config import METHODS as NAMES
+from megatron_sparse.compression_config import METHODS as NAMES
 from megatron_sparse.config import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError
 from megatron_sparse.formats.message import Message, MessageBuffers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.compression.tail_fit import fit_thresholds, stages_of
-from megatron_sparse.config import TAIL_FITS
+from megatron_sparse.compression_config import TAIL_FITS
 from megatron_sparse.reference.tail_fit import fit_threshold
 
 SAMPLES = 40_000
