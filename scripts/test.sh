@@ -7,6 +7,8 @@
 #
 # Without arguments, or with --full, the decoders are fuzzed at the end, for 120 s or for
 # MEGATRON_SPARSE_FUZZ_SECONDS (0 leaves it out), and for the minute and a half that its build takes.
+# They also run the tests in MEGATRON_SPARSE_TEST_WORKERS processes (as many as there are cores, at
+# most 4: many tests start ranks of their own); with arguments that is -n 4 --dist loadfile.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source-path=SCRIPTDIR source=env.sh
@@ -14,6 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 selection=(-m "not slow")
 lint=true
+cores=$(nproc)
 if [ "${1:-}" = --full ]; then
   selection=()
   shift
@@ -55,6 +58,10 @@ bash scripts/system_packages.sh "$VIRTUAL_ENV/megatron-sparse-packages.log"
 
 say "tests"
 code=0
+if $lint; then
+  # A file's tests stay in one process: they share fixtures, and a few of them their ports.
+  selection+=(-n "${MEGATRON_SPARSE_TEST_WORKERS:-$((cores < 4 ? cores : 4))}" --dist loadfile)
+fi
 # One thread a process: several ranks share the machine's cores.
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest "${selection[@]}" "$@" || code=$?
 fuzz_seconds=${MEGATRON_SPARSE_FUZZ_SECONDS:-120}

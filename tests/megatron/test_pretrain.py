@@ -28,6 +28,9 @@ AT_TARGET = (
     "compression.density=0.02",
 )  # fmt: skip
 ITERATIONS = 5
+TIMEOUT_S = 400
+"""Of a run; ten seconds on an idle machine."""
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
 
 def train(folder: Path, name: str, *overrides: str, check: bool = True) -> Path:
@@ -38,7 +41,7 @@ def train(folder: Path, name: str, *overrides: str, check: bool = True) -> Path:
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     output = result.stdout + result.stderr
     (folder / f"{name}.log").write_text(output)
