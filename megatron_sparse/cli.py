@@ -338,6 +338,25 @@ def write_report(
         print(path)
 
 
+@app.command(help="The live view of a run, from its folder: here, or as a picture.")
+def view(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    iteration: Annotated[
+        int | None, typer.Option(min=1, help="When it had ended; the last one by default.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw it there instead.")
+    ] = None,
+    columns: Annotated[
+        int | None, typer.Option(min=20, help="The terminal's by default, 100 in a picture.")
+    ] = None,
+) -> None:
+    """For a run whose terminal is elsewhere. See docs/tracking.md."""
+    from megatron_sparse.report import live_view
+
+    live_view.run(run, iteration, output, columns)
+
+
 @app.command(help="Make a W&B workspace: communication time first, then what explains it.")
 def dashboard(
     target: Annotated[str, typer.Argument(metavar="ENTITY/PROJECT", help="Where runs are.")],

@@ -107,7 +107,7 @@ def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str
         dry_run: do not talk to W&B.
 
     Returns:
-        A line for the user: the address, or what was left out.
+        Lines for the user: the address, or what would have been made.
 
     Raises:
         ConfigError: the target is none, the file cannot be written, or W&B refuses.
@@ -130,8 +130,11 @@ def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str
                 f"{json_path} cannot be written", expected="a file that can be made", got=error
             ) from None
     if dry_run:
-        panels = sum(len(panels) for panels in SECTIONS.values())
-        return f"{panels} panels in {len(SECTIONS)} sections; nothing was sent to W&B"
+        count = sum(len(panels) for panels in SECTIONS.values())
+        lines = [f"{count} panels in {len(SECTIONS)} sections; nothing was sent to W&B"]
+        for title, panels in SECTIONS.items():
+            lines += ["", title, *(f"  {panel.title}" for panel in panels)]
+        return "\n".join(lines)
     try:
         workspace.save()
     except Exception as error:  # the library lets through what requests, gql and wandb raise

@@ -83,7 +83,7 @@ def _wire_ratio(runs: Sequence[RunData]) -> Chart:
         axes.set_ylabel("of a dense ring")
 
     note = (
-        "Bytes that the first rank sent, over those that each rank of a dense ring would send; "
+        "Bytes that the writing rank sent, over those that each rank of a dense ring would send; "
         "headers included. The scale is logarithmic."
     )
     return Chart("wire-ratio", "Bytes on the wire against dense", note, draw)
@@ -159,6 +159,8 @@ def _stacked(
         places, left = np.arange(len(runs)), np.zeros(len(runs))
         for stage in parts[0]:
             widths = np.array([of_run[stage] for of_run in parts])
+            if not widths.any():
+                continue
             colour = theme.STAGES[stage].light
             axes.barh(places, widths, left=left, color=colour, height=0.62, label=stage)
             left += widths
@@ -173,7 +175,8 @@ def stacked_axes(axes: Axes, names: Sequence[str]) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("ms")
-    axes.figure.legend(loc="outside lower center", ncols=4, columnspacing=1.0)
+    if axes.patches:
+        axes.figure.legend(loc="outside lower center", ncols=4, columnspacing=1.0)
 
 
 def _delays(runs: Sequence[RunData]) -> Chart:

@@ -148,7 +148,7 @@ def load_run(folder: Path, index: int) -> RunData:
             whose lines have other fields.
     """
     gaps: list[str] = []
-    lines, history = _load_breakdown(folder, gaps)
+    lines, history = load_breakdown(folder, gaps)
     iterations = Iterations(
         number=np.array([line.iteration for line in lines]),
         loss=np.array([np.nan if line.loss is None else line.loss for line in lines]),
@@ -159,7 +159,7 @@ def load_run(folder: Path, index: int) -> RunData:
             stage: np.array([line.stage_ms.get(stage, 0.0) for line in lines]) for stage in STAGES
         },
     )
-    command, config = _load_config(folder, gaps)
+    command, config = load_config(folder, gaps)
     summary = _load_summary(folder, history, config, gaps)
     plan, profiles = _load_plan(folder, gaps)
     profiled = "sampled by the planner"
@@ -182,7 +182,17 @@ def load_run(folder: Path, index: int) -> RunData:
     )
 
 
-def _load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdown], RunHistory]:
+def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdown], RunHistory]:
+    """The iterations of a run in order, at least one, and what a summary is made of.
+
+    Args:
+        folder: of the run.
+        gaps: sentences about damaged lines are added to it.
+
+    Raises:
+        ConfigError: it is no run's folder, holds no whole iteration, or was written by a version
+            whose lines have other fields.
+    """
     path, damaged = folder / BREAKDOWN_FILE, []
     history = RunHistory()
     try:
@@ -253,8 +263,13 @@ def _load_summary(
     return {**known, **found, **history.summary()}
 
 
-def _load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:
-    """The command in the first line, and the keys."""
+def load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:
+    """The command in the first line, and the keys with dots; nothing where there is no file.
+
+    Args:
+        folder: of the run.
+        gaps: a sentence about a file that is missing or damaged is added to it.
+    """
     path = folder / CONFIG_FILE
     try:
         text = path.read_text(encoding="utf-8")

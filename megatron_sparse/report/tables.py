@@ -45,7 +45,7 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         ("ranks", lambda run: _ranks(run.summary)),
         ("loss, first to last", _losses),
         ("schemes at the end", _schemes),
-        ("density asked for", lambda run: percent(run.summary.get("target_density"))),
+        ("density asked for", _target_density),
         ("density sent", lambda run: percent(at_target(run)["density"])),
         ("bytes sent / dense", lambda run: percent(at_target(run)["wire_ratio"])),
         ("bytes sent, whole run", lambda run: _traffic(run.summary)),
@@ -92,6 +92,12 @@ def _losses(run: RunData) -> str:
 def _schemes(run: RunData) -> str:
     counts = Counter(bucket.scheme for bucket in run.buckets.values())
     return ", ".join(f"{scheme} x {n}" for scheme, n in counts.most_common()) or UNKNOWN
+
+
+def _target_density(run: RunData) -> str:
+    """With compression switched off, the configuration's density was never asked for."""
+    is_off = set(run.summary["phases"]) == {"off"}
+    return UNKNOWN if is_off else percent(run.summary.get("target_density"))
 
 
 def _traffic(traffic: Any) -> str:

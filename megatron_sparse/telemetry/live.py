@@ -78,6 +78,11 @@ class Progress:
         """Mean time of an iteration."""
         return self.mean_ms(lambda b: b.iteration_ms)
 
+    def window(self) -> str:
+        """Of how many iterations means are."""
+        count = len(self._last)
+        return "so far" if count == 1 else f"mean of the last {count}"
+
     def mean_ms(self, of: Callable[[IterationBreakdown], float]) -> float:
         """Mean of a number over the last iterations."""
         return sum(of(b) for b in self._last) / len(self._last)
@@ -235,7 +240,7 @@ def render(progress: Progress, columns: int) -> RenderableType:
         stages.add_column(ratio=1)
     for stage, time_ms in progress.stages().items():
         share = time_ms / iteration_ms if iteration_ms else 0.0
-        row: list[RenderableType] = [stage, f"{time_ms:.2f} ms", f"{share:.0%}"]
+        row: list[RenderableType] = [stage, f"{ms(time_ms)} ms", f"{share:.0%}"]
         if columns >= MIN_COLUMNS:
             style = _STYLES[stage]
             row.append(
@@ -247,7 +252,7 @@ def render(progress: Progress, columns: int) -> RenderableType:
         Rule(style="dim"),
         head,
         Text(progress.facts()),
-        Text(f"an iteration of {iteration_ms:.2f} ms, mean of the last ones", style="dim"),
+        Text(f"an iteration takes {ms(iteration_ms)} ms, {progress.window()}", style="dim"),
         stages,
         Text(progress.traffic()),
         Text(f"buckets, ms: {inside}" if inside else "no bucket yet", style="dim"),
@@ -275,7 +280,7 @@ class PlainView:
             parts = " + ".join(f"{stage} {ms(t)}" for stage, t in self._progress.stages().items())
             print(
                 f"{self._progress.name}: {self._progress.place()}  {self._progress.facts()}  "
-                f"{self._progress.iteration_ms:.2f} ms = {parts}",
+                f"{ms(self._progress.iteration_ms)} ms = {parts}",
                 file=self._file or sys.stdout, flush=True,
             )  # fmt: skip
 

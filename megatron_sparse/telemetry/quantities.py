@@ -4,13 +4,16 @@ from __future__ import annotations
 
 
 def ms(time_ms: float | None) -> str:
-    """Milliseconds with two decimals, `-` for None.
+    """Milliseconds with two decimals, without them from 10 s on; `-` for None.
 
     Example:
-        >>> ms(12.345)
-        '12.35'
+        >>> ms(12.345), ms(16250.17)
+        ('12.35', '16250')
     """
-    return "-" if time_ms is None else f"{time_ms:.2f}"
+    if time_ms is None:
+        return "-"
+    # The bound is that of rounding, so that no more than ten characters are ever needed.
+    return f"{time_ms:.2f}" if time_ms < 9999.995 else f"{time_ms:.0f}"
 
 
 def percent(ratio: float | None) -> str:

@@ -31,7 +31,7 @@ CHECKER = Checker()
 TOUR = ROOT / "docs" / "quick-tour.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 # Seconds at most, on runs made for the purpose; one of each kind that the pages have.
-CHEAP = ("report", "plan", "stragglers", "schedule", "profile", "simulate --list")
+CHEAP = ("report", "view", "plan", "stragglers", "schedule", "profile", "simulate --list")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -166,6 +166,7 @@ def test_cheap_commands_run(command, workplace, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(5 * 280)  # each command has its own limit below
 def test_the_quick_tour_as_it_is_written(tmp_path):
     """All of it, in order, on two real ranks; the environment it begins with is this one."""
     commands = commands_of(TOUR)

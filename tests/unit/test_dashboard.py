@@ -52,7 +52,11 @@ def test_the_specification_has_the_panels(tmp_path, capsys):
         cli.main(["dashboard", "team/project", "--dry-run", "--json", str(path)])
     assert exit_.value.code == 0
     n = len(all_panels())
-    assert f"{n} panels in {len(dashboard.SECTIONS)} sections" in capsys.readouterr().out
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"{n} panels in {len(dashboard.SECTIONS)} sections; nothing was sent to W&B"
+    titles = [panel.title for panel in all_panels()]
+    assert [line[2:] for line in lines if line.startswith("  ")] == titles
+    assert lines[:3] == ["", "Communication time", "  Waited for synchronisation (ms)"]
     specification = json.loads(path.read_text())
     assert (specification["entity"], specification["project"]) == ("team", "project")
     sections = specification["spec"]["section"]["panelBankConfig"]["sections"]

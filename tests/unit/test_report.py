@@ -49,6 +49,15 @@ def report(folder: Path, *runs: Path, png: Path | None = None) -> str:
     return output.read_text()
 
 
+def sentences(*runs: Path) -> str:
+    """What the page says around its charts, without drawing them, which is what takes time."""
+    loaded = [load_run(folder, index) for index, folder in enumerate(runs)]
+    sections = page.sections_of(loaded)
+    said = [gap for one in loaded for gap in one.gaps]
+    said += [section.absent for section in sections]
+    return " ".join(said + [chart.note for section in sections for chart in section.charts])
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "one", "one")
@@ -148,6 +157,7 @@ def test_numbers_of_the_summary(run, tmp_path):
     table = cells(tables.summary_table(runs))
     assert table["iterations"] == ["12", "12"]
     assert table["loss, first to last"] == ["9.0000 to 0.7500"] * 2
+    assert table["density asked for"] == ["1.00%", "5.00%"]
     # 3 buckets of 12,000 and 60,000 bytes against 600,000, at the target.
     assert table["bytes sent / dense"] == ["2.00%", "10.00%"]
     assert table["density sent"] == ["1.00%", "5.00%"]
@@ -155,6 +165,22 @@ def test_numbers_of_the_summary(run, tmp_path):
     assert table["against A"] == ["-", "1.00 times as long"]
     assert table["exposed, ms"] == ["10.00", "10.00"]
     assert table["memory of the plugin"] == ["residual 390.62 KiB"] * 2
+
+
+def test_a_run_without_compression_asked_for_no_density(tmp_path):
+    """Its configuration has one all the same."""
+    folder = make_run(tmp_path / "dense", "dense", iterations=2)
+    before = (folder / "breakdown.jsonl").read_text()
+    for text, asked in ((before, "1.00%"), (before.replace('"warmup"', '"off"'), "-")):
+        (folder / "breakdown.jsonl").write_text(text)
+        data = load_run(folder, 0)
+        assert cells(tables.summary_table([data]))["density asked for"] == [asked]
+
+
+def test_a_stage_that_took_no_time_is_not_in_the_legend(run):
+    charts = {c.name: c for s in page.sections_of([load_run(run, 0)]) for c in s.charts}
+    words = set(re.findall(r">([a-z_]+)</text>", charts["bucket-stages"].svg()))
+    assert words == {"one", "ms", "prune", "network"}
 
 
 def test_numbers_of_the_buckets(run):
@@ -209,7 +235,7 @@ class TestGaps:
         gaps = " ".join(data.gaps)
         assert "has not ended" in gaps
         assert "no plan.json" in gaps
-        text = report(tmp_path, folder)
+        text = sentences(folder)
         for sentence in ("has not ended", "tracking.record_gradients_iters", "mode=observe"):
             assert sentence in text
 
@@ -234,7 +260,7 @@ class TestGaps:
         folder = make_run(tmp_path / "run", "run")
         for name in ("buckets.jsonl", "config.yaml"):
             (folder / name).unlink()
-        text = report(tmp_path, folder)
+        text = sentences(folder)
         assert "No times by bucket" in text
         assert "nothing is known of how the run was configured" in text
 
@@ -329,8 +355,10 @@ def test_many_buckets(tmp_path):
     assert [row[0] for row in table.rows] == [f"dense{i}.0" for i in range(5, count)]
     assert "5 faster buckets are left out" in table.note
     assert "5 more buckets" in tables.sparsity_table(data, [data]).note
-    text = report(tmp_path, tmp_path / "run")
-    assert f"The 16 slowest of {count} buckets" in text
+    assert f"The 16 slowest of {count} buckets" in sentences(tmp_path / "run")
+    # Bars, and lines too many for a colour each.
+    for chart in page.sections_of([data])[4].charts + page.sections_of([data])[5].charts:
+        assert chart.svg().startswith("<svg")
 
 
 def test_a_missing_library_is_named(run, tmp_path, monkeypatch):

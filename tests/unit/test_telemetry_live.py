@@ -75,6 +75,18 @@ def test_it_fits_the_terminal(width):
     assert max(map(len, drawn(progressed(), width))) <= width
 
 
+@pytest.mark.parametrize(
+    ("time_ms", "shown"), [(9999.99, "9999.99 ms"), (16_250.17, "16250 ms"), (1e6, "1000000 ms")]
+)
+def test_a_long_iteration_is_not_cut_off(time_ms, shown):
+    progress = Progress("demo", 10)
+    stage_ms = dict.fromkeys(STAGES, 0.0) | {"forward_backward": time_ms}
+    progress.add(breakdown(1, stage_ms=stage_ms, iteration_ms=time_ms), 0.0)
+    lines = drawn(progress, 80)
+    assert lines[3] == f"an iteration takes {shown}, so far"
+    assert f"{shown} 100%" in lines[4]
+
+
 def test_what_nobody_knows_is_left_out():
     progress = Progress(None, None)
     progress.add(breakdown(1, loss=None, dense_bytes=0, wire_bytes=0, density=None), 0.0)
