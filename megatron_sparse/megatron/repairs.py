@@ -2,7 +2,8 @@
 
 The wheel holds the compiled index builder of the datasets but not the Makefile that Megatron calls
 at every start. And without Transformer Engine and Apex the optimizer is `torch.optim.AdamW`, with
-which a run on the distributed optimizer fails to resume or, worse, resumes with other numbers. Each
+which a run on the distributed optimizer fails to resume or, worse, resumes with other numbers. SGD
+resumes with no optimizer of Megatron's, since nothing makes the state that is to be loaded. Each
 repair wraps one function; none changes what works without it.
 """
 
@@ -29,16 +30,23 @@ def apply() -> None:
     try:
         from megatron.core.datasets import utils as datasets
         from megatron.core.optimizer import distrib_optimizer as optimizers
+        from megatron.core.optimizer.optimizer import (
+            Float16OptimizerWithFloat16Params,
+            FP32Optimizer,
+        )
 
         compile_helpers = datasets.compile_helpers
         adam_is_torch = not optimizers.HAVE_APEX_OR_TE
         optimizer: Any = optimizers.DistributedOptimizer
         state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+        whole: list[Any] = [FP32Optimizer, Float16OptimizerWithFloat16Params]
+        sharded = [kind.sharded_state_dict for kind in whole]
     except (ImportError, AttributeError) as error:
         raise HostError(
             "this Megatron cannot be repaired",
-            expected="megatron.core.datasets.utils.compile_helpers and "
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+            expected="megatron.core.datasets.utils.compile_helpers, "
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer, FP32Optimizer and "
+            "Float16OptimizerWithFloat16Params",
             got=error,
             remedy="pip install 'megatron-core>=0.19,<0.20'",
         ) from None
@@ -48,6 +56,9 @@ def apply() -> None:
     if adam_is_torch and not hasattr(load_state_dict, _MARK):
         optimizer.state_dict = with_state(state_dict)
         optimizer.load_state_dict = _marked(with_own_steps(without_grad(load_state_dict)))
+    for kind, sharded_state_dict in zip(whole, sharded, strict=True):
+        if not hasattr(sharded_state_dict, _MARK):
+            kind.sharded_state_dict = _marked(with_sgd_state(sharded_state_dict))
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,6 +108,27 @@ def with_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
         return state_dict(self)
+
+    return repaired
+
+
+def with_sgd_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes SGD's momentum buffers before a checkpoint is loaded into them.
+
+    Megatron calls `init_state_fn` for it, which is None for SGD.
+    """
+
+    def init_state(sgd: Any, config: Any) -> None:
+        for group in sgd.param_groups:
+            for parameter in group["params"] if group["momentum"] else ():
+                # Momentum times zero and the gradient is what the first step makes of it.
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    @functools.wraps(sharded_state_dict)
+    def repaired(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.init_state_fn is None:
+            self.init_state_fn = init_state
+        return sharded_state_dict(self, *args, **kwargs)
 
     return repaired
 
