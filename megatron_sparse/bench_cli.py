@@ -180,7 +180,7 @@ def collectives(
     from megatron_sparse.bench import collectives as runner
     from megatron_sparse.bench.collective_sweep import Sweep
     from megatron_sparse.bench.table import write_rows
-    from megatron_sparse.collectives import SCHEMES
+    from megatron_sparse.collectives import OVER_GROUPS
     from megatron_sparse.transport import Link, Topology
 
     started = launcher.started_ranks()
@@ -190,7 +190,7 @@ def collectives(
         max_bytes=parse_size("--max-bytes", max_bytes),
         densities=parse_densities(density),
         dtypes=dtype.split(","),
-        schemes=["auto", *SCHEMES] if scheme == "all" else scheme.split(","),
+        schemes=["auto", *OVER_GROUPS] if scheme == "all" else scheme.split(","),
         ops=op.split(","),
         message_format=format,
         warmup=warmup,
@@ -298,7 +298,7 @@ def cost_models(
     from megatron_sparse.bench import cost_models as runner
     from megatron_sparse.bucket import Form
     from megatron_sparse.checks import one_of
-    from megatron_sparse.collectives import SCHEMES
+    from megatron_sparse.collectives import OVER_GROUPS
     from megatron_sparse.planner.cluster import find
 
     one_of("--op", op, tuple(map(str, Form)))
@@ -306,7 +306,7 @@ def cost_models(
         runner.report(runner.measured_rows(measured, find(cluster)), json)
         return
     sweep = runner.CostSweep(
-        schemes=list(SCHEMES) if scheme == "all" else scheme.split(","),
+        schemes=list(OVER_GROUPS) if scheme == "all" else scheme.split(","),
         kinds=kind.split(","),
         densities=parse_densities(density),
         world_sizes=parse_ranks(ranks),

@@ -45,14 +45,21 @@ class Reduction(StrEnum):
 class ParameterSlice:
     """Where one parameter lies in its bucket.
 
-    `keep` marks a parameter that is always sent whole. `name` is stable across runs and
-    independent of how parameters are grouped into buckets.
+    `keep` marks a parameter that is always sent whole, `lossless` one of which exactly what is not
+    zero is sent; one that is neither is pruned. `name` is stable across runs and independent of how
+    parameters are grouped into buckets.
     """
 
     name: str
     start: int
     stop: int
     keep: bool = False
+    lossless: bool = False
+
+    @property
+    def pruned(self) -> bool:
+        """Whether a threshold decides what is sent of it."""
+        return not self.keep and not self.lossless
 
 
 @dataclass
@@ -71,6 +78,7 @@ class Bucket:
             `megatron_sparse.instances`.
         fp32_sums: a dense reduce-scatter adds in fp32 and rounds once, whatever the dtype of the
             gradients; sparse ones always do.
+        has_windows: windows of peer memory were made for it; set by the reducer.
     """
 
     name: str
@@ -81,6 +89,7 @@ class Bucket:
     reduction: Reduction = Reduction.SUM
     instances: int = 1
     fp32_sums: bool = False
+    has_windows: bool = False
     layouts: dict[tuple[bool, Cuts], Layout] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -127,8 +136,9 @@ class Layout:
 
     Attributes:
         segment_offsets: S+1 offsets of the wire segments; a segment never crosses a shard's
-            border nor the border between kept and pruned elements.
+            border nor one between kept, lossless and pruned elements.
         segment_keep: for each segment, whether it is always sent whole.
+        segment_lossless: for each segment, whether all that is not zero is sent.
         shard_segments: n+1 indices into the segments: shard i is segments [i] to [i+1].
         range_offsets: R+1 offsets; a refinement of the segments by piece.
         range_segment: the segment of each range.
@@ -139,6 +149,7 @@ class Layout:
 
     segment_offsets: torch.Tensor
     segment_keep: torch.Tensor
+    segment_lossless: torch.Tensor
     shard_segments: tuple[int, ...]
     range_offsets: torch.Tensor
     range_segment: torch.Tensor
@@ -148,7 +159,7 @@ class Layout:
 
     @classmethod
     def of(cls, bucket: Bucket, shards: int, finer: Cuts = ()) -> Layout:
-        """Cuts `bucket` into `shards` equal shards, then by kept and pruned runs.
+        """Cuts `bucket` into `shards` equal shards, then by runs of one kind.
 
         `finer` are further borders, each from 0 to the bucket's end.
 
@@ -164,19 +175,22 @@ class Layout:
         numel = bucket.numel
         shard_starts = [shard * (numel // shards) for shard in range(shards)]
         pieces, owners = _pieces(bucket)
-        keeps = _piece_keeps(bucket, owners)
+        kinds = _piece_kinds(bucket, owners)
         kind_borders = {
             start
             for index, start in enumerate(pieces[:-1])
-            if index == 0 or keeps[index] != keeps[index - 1]
+            if index == 0 or kinds[index] != kinds[index - 1]
         }
         segments = _split_long(sorted({*shard_starts, numel, *kind_borders, *finer}))
         cuts = sorted({*segments, *pieces})
-        keep_of_segment = [keeps[piece] for piece in _owner(pieces, segments)]
+        kind_of_segment = [kinds[piece] for piece in _owner(pieces, segments)]
         firsts = [segments.index(start) for start in shard_starts] if numel else [0] * shards
         return cls(
             segment_offsets=torch.tensor(segments, dtype=torch.int64),
-            segment_keep=torch.tensor(keep_of_segment, dtype=torch.uint8),
+            segment_keep=torch.tensor([keep for keep, _ in kind_of_segment], dtype=torch.uint8),
+            segment_lossless=torch.tensor(
+                [lossless for _, lossless in kind_of_segment], dtype=torch.uint8
+            ),
             shard_segments=(*firsts, len(segments) - 1),
             range_offsets=torch.tensor(cuts, dtype=torch.int64),
             range_segment=torch.tensor(_owner(segments, cuts), dtype=torch.int64),
@@ -207,15 +221,16 @@ def _pieces(bucket: Bucket) -> tuple[list[int], list[int]]:
     return offsets, owners
 
 
-def _piece_keeps(bucket: Bucket, owners: Sequence[int]) -> list[bool]:
-    """Whether each piece is always sent whole; padding follows the parameter before it."""
-    keeps: list[bool] = []
+def _piece_kinds(bucket: Bucket, owners: Sequence[int]) -> list[tuple[bool, bool]]:
+    """Whether each piece is kept, and lossless; padding follows the parameter before it."""
+    kinds: list[tuple[bool, bool]] = []
     for owner in owners:
         if owner >= 0:
-            keeps.append(bucket.parameters[owner].keep)
+            parameter = bucket.parameters[owner]
+            kinds.append((parameter.keep, parameter.lossless))
         else:
-            keeps.append(keeps[-1] if keeps else True)
-    return keeps
+            kinds.append(kinds[-1] if kinds else (True, False))
+    return kinds
 
 
 def _split_long(borders: list[int]) -> list[int]:

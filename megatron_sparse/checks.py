@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from megatron_sparse.errors import ConfigError
 
@@ -83,6 +84,18 @@ def is_pattern(key: str, value: str) -> None:
             expected="a pattern of Python's re module",
             got=f"{value!r}: {error}",
         ) from None
+
+
+def are_patterns(key: str, values: Sequence[str]) -> None:
+    """Refuses what is not a list of regular expressions; a text alone would be one of each letter.
+
+    Raises:
+        ConfigError: says which is none.
+    """
+    if isinstance(values, str):
+        raise ConfigError(f"{key} is no list", expected=f"[{values}]", got=values)
+    for value in values:
+        is_pattern(key, value)
 
 
 def divides(part_key: str, part: int, whole_key: str, whole: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from megatron_sparse.checks import in_range, is_flag, is_pattern, one_of
+from megatron_sparse.checks import are_patterns, in_range, is_flag, one_of
 from megatron_sparse.errors import ConfigError
 
 THRESHOLD_SCOPES = ("parameter", "bucket", "tp_group")
@@ -60,6 +60,9 @@ class CompressionConfig:
         keep_below_numel: parameters with fewer elements are always sent whole; so are all
             one-dimensional ones and those that tensor parallelism replicates.
         keep_patterns: regular expressions; a parameter whose name one of them finds is kept whole.
+        lossless_patterns: the same for parameters of which exactly what is not zero is sent, such
+            as an embedding that is not tied to the output layer; docs/natural-sparsity.md. Not
+            with `scheme.capacity`.
         residual_checkpoint: `full` saves each rank's residual with Megatron's checkpoint, `sum` one
             for all data-parallel ranks, whose total it keeps; `none` neither saves nor restores it.
         residual_alarm: warn when a rank's residual norm exceeds this many times the norm of the
@@ -85,6 +88,7 @@ class CompressionConfig:
     ramp_shape: str = "exponential"
     keep_below_numel: int = 4096
     keep_patterns: list[str] = field(default_factory=list)
+    lossless_patterns: list[str] = field(default_factory=list)
     residual_checkpoint: str = "full"
     residual_alarm: float = 1000.0
     seed: int = 1234
@@ -110,8 +114,15 @@ class CompressionConfig:
         one_of("compression.residual_checkpoint", self.residual_checkpoint, RESIDUAL_CHECKPOINTS)
         in_range("compression.residual_alarm", self.residual_alarm, 0, math.inf)
         in_range("compression.seed", self.seed, 0, 2**63 - 1, integer=True)
-        for pattern in self.keep_patterns:
-            is_pattern("compression.keep_patterns", pattern)
+        are_patterns("compression.keep_patterns", self.keep_patterns)
+        are_patterns("compression.lossless_patterns", self.lossless_patterns)
+        for pattern in set(self.lossless_patterns) & set(self.keep_patterns):
+            raise ConfigError(
+                "compression.lossless_patterns and .keep_patterns exclude each other",
+                expected="a pattern in one of them",
+                got=f"{pattern!r} in both",
+                remedy="leave it in lossless_patterns where most is zero, else in keep_patterns",
+            )
         self._check_method()
 
     def _check_method(self) -> None:

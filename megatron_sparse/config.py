@@ -1,4 +1,5 @@
-"""The typed configuration: with `compression_config` the only place where defaults live.
+"""The typed configuration: with `compression_config` and `tracking_config` the only place where
+defaults live.
 
 Every section is a dataclass that checks itself when it is made, so a wrong value is one
 `ConfigError` that names the key, wherever it came from (Hydra, a YAML file, Python).
@@ -15,6 +16,7 @@ from typing import Any
 from megatron_sparse.checks import in_range, is_flag, one_of
 from megatron_sparse.compression_config import REUSE_BAND, CompressionConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.tracking_config import TrackingConfig
 
 DTYPES = ("fp32", "bf16", "fp16")
 MESSAGE_FORMATS = ("auto", "coo", "pici", "dense")
@@ -22,7 +24,7 @@ SCHEMES = (
     "auto", "dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast",
     "dense_hierarchical", "agsparse", "direct", "ssar_rd", "ssar_split_ag", "dsar_split_ag",
     "sparse_ring", "sparse_ps", "omnireduce", "zen", "adaptive_ring", "hierarchical", "straggler",
-    "straggler_direct",
+    "straggler_direct", "peer_two_shot",
 )  # fmt: skip
 """`auto` and the names in `collectives.SCHEMES`."""
 FORMAT_OF_SCHEME = {"omnireduce": "blocks", "zen": "coo"}
@@ -32,18 +34,19 @@ INNER_SCHEMES = (
     "omnireduce", "zen", "adaptive_ring",
 )  # fmt: skip
 """What `hierarchical` can run across the nodes: every other sparse scheme but `straggler_direct`,
-whose straggler is a rank of the whole group."""
+whose straggler is a rank of the whole group, and `peer_two_shot`, which ends at the node."""
 RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
 """Thresholds of `adaptive_ring` inside nodes, between them, and for its all-gather: SpCCL's choice
 for its cluster (sections IV-C and IV-D, there as sparsities)."""
 STRAGGLER_SCHEMES = ("straggler", "straggler_direct")
 """Schemes that go on without the straggler: the dense form and the sparse one."""
+NCCL_ERRORS = ("torch", "typed")
+PEER_WINDOWS = ("auto", "symmetric_memory", "cuda_ipc")
 STRAGGLER_MODES = ("off", "observe", "pinned", "persistent", "dynamic")
 TIMED_STRAGGLER_MODES = ("persistent", "dynamic")
 """Those that decide from timing."""
 MIN_STRAGGLER_HISTORY = 5
 """Fewer steps say nothing about who will be last."""
-CONSOLES = ("auto", "live", "plain", "off")
 CANDIDATES = tuple(name for name in SCHEMES if name not in ("auto", *STRAGGLER_SCHEMES))
 """What the planner chooses from."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
@@ -83,9 +86,17 @@ class SchemeConfig:
         ring_gather_density: the same for complete sums, whatever link they cross; SpCCL's: 0.5 for
             `coo`, else 0.9.
         inner: `hierarchical`: the sparse scheme that runs across the nodes, one of `INNER_SCHEMES`.
+        peer_windows: `peer_two_shot`: where the memory comes from that all ranks reach by pointer:
+            `symmetric_memory` (torch's), `cuda_ipc`, or `auto`, the first of them that works.
+        peer_in_order_of_coming: `peer_two_shot`: owners fetch each rank's part as soon as that rank
+            has come, into memory of their own, for groups in which somebody is late. It is so too
+            where `straggler.mode` has stragglers left behind.
         timeout_s: seconds after which a collective that has not finished is an error.
         watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
             rank and group), long before the timeout; docs/collectives.md, Faults.
+        nccl_errors: what becomes of a failed operation of NCCL: `torch` leaves it to torch's
+            watchdog, which ends the process; `typed` aborts communicators instead, and raises an
+            error that names the group (docs/peer-memory.md, Between nodes). On CUDA, with Megatron.
         deterministic: freeze every decision that would be taken from timing.
     """
 
@@ -101,8 +112,11 @@ class SchemeConfig:
     ring_inter_density: float | None = None
     ring_gather_density: float | None = None
     inner: str = "direct"
+    peer_windows: str = "auto"
+    peer_in_order_of_coming: bool = False
     timeout_s: float = 300.0
     watch_peers: bool = True
+    nccl_errors: str = "torch"
     deterministic: bool = True
 
     def __post_init__(self) -> None:
@@ -132,7 +146,10 @@ class SchemeConfig:
         for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
             in_range(f"scheme.ring_{link}_density", density, 0, math.inf)
         one_of("scheme.inner", self.inner, INNER_SCHEMES)
+        one_of("scheme.peer_windows", self.peer_windows, PEER_WINDOWS)
+        is_flag("scheme.peer_in_order_of_coming", self.peer_in_order_of_coming)
         is_flag("scheme.watch_peers", self.watch_peers)
+        one_of("scheme.nccl_errors", self.nccl_errors, NCCL_ERRORS)
         is_flag("scheme.deterministic", self.deterministic)
         in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
 
@@ -155,7 +172,8 @@ class PlannerConfig:
         cluster: what the links and the codecs cost: a file that `megatron-sparse calibrate` wrote,
             or the name of a shipped model cluster. null compares bytes instead of times, and
             nothing below has an effect but `pin`.
-        schemes: the candidates, of `CANDIDATES`; `dense` always is one. null takes all.
+        schemes: the candidates, of `CANDIDATES`; `dense` always is one. null takes all but
+            `peer_two_shot`, whose windows take memory.
         profile_iters: steps at the beginning of ramp and target in which the sparsity of each
             bucket is sampled.
         profile_every: steps after which it is sampled again; 0 never does.
@@ -241,62 +259,10 @@ class StragglerConfig:
                 got="null",
             )
 
-
-@dataclass
-class TrackingConfig:
-    """Where the measurements go.
-
-    Attributes:
-        console: what the writing rank shows while it trains: `live` (a view that is drawn again
-            and again, for a terminal), `plain` (a line now and then), `auto` (`live` on a terminal,
-            else `plain`) and, with each of them, the breakdown table at the end; `off` is silent.
-        tensorboard: write scalars for TensorBoard into the run's folder.
-        wandb: `auto` (online with a key, offline without), `online`, `offline`, `disabled`.
-        wandb_project: project name for Weights & Biases.
-        wandb_entity: team or user; null takes the account's default.
-        flush_every: iterations between flushes of the JSON lines.
-        sample_every: iterations between looks at what costs more than the rest: the metrics of
-            each bucket, its threshold, the residual's norm (one read of the residual), and the
-            lines of `console=plain`; 0 never looks. docs/tracking.md says what they cost.
-        trace_iters: iterations whose timeline goes to `trace.json` in the run's folder, for
-            chrome://tracing and ui.perfetto.dev; 0 writes none.
-        profile_iters: iterations that torch.profiler records, on the writing rank, with every
-            operator and kernel of forward, backward and synchronisation, into `profile.json` there;
-            0 records none.
-        trace_start: the first of both.
-        nvtx: open an NVTX range around every stage, for Nsight Systems; needs a GPU.
-        record_gradients_iters: iterations whose gradients every rank writes to `gradients/` in the
-            run's folder, for `megatron-sparse profile`; docs/profiling.md says how large they are.
-        record_gradients: what of them: `gradient` (before selection), `selected`, or `both`.
-    """
-
-    console: str = "auto"
-    tensorboard: bool = True
-    wandb: str = "auto"
-    wandb_project: str = "megatron_sparse"
-    wandb_entity: str | None = None
-    flush_every: int = 10
-    sample_every: int = 10
-    trace_iters: int = 0
-    profile_iters: int = 0
-    trace_start: int = 1
-    nvtx: bool = False
-    record_gradients_iters: list[int] = field(default_factory=list)
-    record_gradients: str = "both"
-
-    def __post_init__(self) -> None:
-        one_of("tracking.console", self.console, CONSOLES)
-        is_flag("tracking.tensorboard", self.tensorboard)
-        one_of("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
-        in_range("tracking.flush_every", self.flush_every, 1, math.inf, integer=True)
-        in_range("tracking.sample_every", self.sample_every, 0, math.inf, integer=True)
-        in_range("tracking.trace_iters", self.trace_iters, 0, math.inf, integer=True)
-        in_range("tracking.profile_iters", self.profile_iters, 0, math.inf, integer=True)
-        in_range("tracking.trace_start", self.trace_start, 1, math.inf, integer=True)
-        is_flag("tracking.nvtx", self.nvtx)
-        for iteration in self.record_gradients_iters:
-            in_range("tracking.record_gradients_iters", iteration, 1, math.inf, integer=True)
-        one_of("tracking.record_gradients", self.record_gradients, ("gradient", "selected", "both"))
+    @property
+    def leaves_behind(self) -> bool:
+        """Whether the others may go on without the rank that comes last."""
+        return self.mode not in ("off", "observe")
 
 
 @dataclass
@@ -310,7 +276,7 @@ class SparseConfig:
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
 
     def __post_init__(self) -> None:
-        if self.scheme.name in STRAGGLER_SCHEMES and self.straggler.mode in ("off", "observe"):
+        if self.scheme.name in STRAGGLER_SCHEMES and not self.straggler.leaves_behind:
             raise ConfigError(
                 f"scheme.name={self.scheme.name} is told of no straggler",
                 expected="straggler.mode=pinned | persistent | dynamic",
@@ -319,7 +285,7 @@ class SparseConfig:
                 "straggler.mode=persistent scheme.deterministic=false",
             )
         able = ("auto", *STRAGGLER_SCHEMES)
-        if self.straggler.mode not in ("off", "observe") and self.scheme.name not in able:
+        if self.straggler.leaves_behind and self.scheme.name not in able:
             raise ConfigError(
                 f"scheme.name={self.scheme.name} waits for every rank",
                 expected=f"{' | '.join(able)} with straggler.mode={self.straggler.mode}",
@@ -342,6 +308,13 @@ class SparseConfig:
                 expected=f"scheme.capacity > {most:g}, the most that is let pass, or none",
                 got=f"scheme.capacity={capacity:g}",
                 remedy=f"set scheme.capacity={most + 0.2:g}, or choose another method",
+            )
+        if self.compression.lossless_patterns and capacity is not None:
+            raise ConfigError(
+                "compression.lossless_patterns would lose what a message of fixed size cannot hold",
+                expected="scheme.capacity=null",
+                got=f"scheme.capacity={capacity:g}",
+                remedy="leave scheme.capacity out, or use compression.keep_patterns instead",
             )
         if self.straggler.mode in TIMED_STRAGGLER_MODES and self.scheme.deterministic:
             raise ConfigError(

@@ -20,18 +20,20 @@ import torch
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
+from megatron_sparse.bucket import Bucket, Form, Reduction
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
 from megatron_sparse.config import SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError, HostError
+from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
+from megatron_sparse.planner.plan import Windows
 from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import NullRecorder, Recorder
 from megatron_sparse.reducer import GradientReducer, PendingReduction
 from megatron_sparse.row_sparse_reducer import PendingRowSparse, RowSparseReducer
-from megatron_sparse.transport import ProcessGroupTransport
+from megatron_sparse.transport import ProcessGroupTransport, Transport
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -88,7 +90,7 @@ class DDPState:
         self.step = 0
         self._all_at_end = ddp.static_graph
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-        self._keep = ParameterFilter(self.config.compression)
+        self._filter = ParameterFilter(self.config.compression)
         self._buckets: dict[int, Bucket] = {}
         self._launched = 0
         self._placed: set[int] = set()
@@ -103,6 +105,7 @@ class DDPState:
         )
         self._progress = ProgressThread(device, timeout_s)
         self._planner = planner_of(self.config, logs=self._transport.rank == 0)
+        _check_no_windows(self._planner, self._transport)
         self.residuals = ResidualStore(
             RESIDUAL_DTYPES[self.config.compression.residual_dtype], undo=False,
             outcome=Outcome.ASSUMED,
@@ -220,8 +223,9 @@ class DDPState:
         index, slices, start = self._launched, [], 0
         for parameter in grad_bucket.parameters():
             name, stop = self._names[parameter], start + parameter.numel()
-            keep = self._keep.keeps(name, parameter.shape, replicated=False)
-            slices.append(ParameterSlice(name, start, stop, keep))
+            slices.append(
+                self._filter.slice_of(name, start, stop, parameter.shape, replicated=False)
+            )
             start = stop
         bucket = Bucket(
             f"bucket{index}", grad_bucket.buffer(), tuple(slices), Form.ALL_REDUCE,
@@ -362,6 +366,17 @@ def _check_state_is_own(config: SparseConfig) -> None:
             expected="full or none",
             got="sum",
             remedy="set compression.residual_checkpoint=full",
+        )
+
+
+def _check_no_windows(planner: Planner, transport: Transport) -> None:
+    """Windows are made for buckets that stay, and DDP makes new ones behind the first step."""
+    if planner.windows(transport) is Windows.REQUIRED:
+        raise ConfigError(
+            "peer_two_shot does not go with plain DDP, whose buckets change after the first step",
+            expected="a scheme that runs over any process group",
+            got="scheme.name=peer_two_shot, or planner.pin of a plan that takes it",
+            remedy="use scheme.name=direct, or Megatron with megatron_sparse.attach",
         )
 
 

@@ -141,6 +141,10 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         **config.cluster.env,
     }
+    if config.plugin and config.scheme.nccl_errors == "typed" and config.cluster.device == "cuda":
+        from megatron_sparse.transport.nccl_errors import ENVIRONMENT
+
+        found = ENVIRONMENT | found
     found |= {name: os.environ[name] for name in found if name in os.environ}
     if config.cluster.device == "cpu":
         # Compiling Megatron's fusions takes half a minute at every start and gains nothing here.
@@ -203,10 +207,21 @@ def preflight(config: RunConfig) -> int:
 
     if config.plugin:
         _ = config.sparse  # checks what must hold between its sections
+        _check_windows(config)
         arguments.check_wrap(config)
     vocab_size, _ = training.find_data(config)
     arguments.check_load(config)
     return vocab_size
+
+
+def _check_windows(config: RunConfig) -> None:
+    """Says before the ranks start what each of them would find when it attaches."""
+    from megatron_sparse.collectives import SCHEMES
+    from megatron_sparse.collectives.peer_windows import refusal
+
+    scheme = SCHEMES.get(config.scheme.name)
+    if scheme is not None and scheme.needs_windows and config.cluster.device == "cpu":
+        raise refusal("cluster.device=cpu")
 
 
 def check_megatron_section(config: RunConfig) -> None:
@@ -225,6 +240,8 @@ def check_megatron_section(config: RunConfig) -> None:
 
 def describe(config: RunConfig, vocab_size: int, run_dir: Path) -> str:
     """The run in three lines."""
+    from megatron_sparse.collectives import SCHEMES, Input
+
     training, cluster = config.training, config.cluster
     millions = parameter_count(config.model, vocab_size, training.tensor_parallel) / 1e6
     backend = "NCCL" if cluster.device == "cuda" else "gloo"
@@ -232,6 +249,8 @@ def describe(config: RunConfig, vocab_size: int, run_dir: Path) -> str:
         how = "plain Megatron, without the plugin"
     elif not config.compression.enabled:
         how = "compression off"
+    elif config.scheme.name in SCHEMES and SCHEMES[config.scheme.name].takes is Input.DENSE:
+        how = f"scheme {config.scheme.name}"
     else:
         first = config.compression.warmup_iters + config.compression.ramp_iters + 1
         how = f"scheme {config.scheme.name}, density {config.compression.density:.4g}"

@@ -46,6 +46,9 @@ class Pending:
 
     Attributes:
         name: of the bucket, for errors.
+        host_cpu_s: seconds of the processor that the progress thread has spent in its steps.
+        host_wall_s: seconds of the clock of the same; longer where the thread had to wait for a
+            core, for the interpreter's lock, or for the device.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Pending:
         self.start_event = start
         self.finish_event: torch.cuda.Event | None = None
         self.finished_s = 0.0
+        self.host_cpu_s = self.host_wall_s = 0.0
         self._on_done = on_done
         self._done = threading.Event()
 
@@ -81,6 +85,11 @@ class Pending:
             raise self.error
         if self.finish_event is not None:
             torch.cuda.current_stream().wait_event(self.finish_event)
+
+    def charge(self, cpu_s: float, wall_s: float) -> None:
+        """Adds a step's time, given when it began by `time.thread_time` and `perf_counter`."""
+        self.host_cpu_s += time.thread_time() - cpu_s
+        self.host_wall_s += time.perf_counter() - wall_s
 
     def end(self, error: BaseException | None) -> None:
         """Called once by the progress thread."""
@@ -222,6 +231,7 @@ class ProgressThread:
 
     def _step(self, running: _Running) -> None:
         pending = running.pending
+        begun = time.thread_time(), time.perf_counter()
         try:
             if pending.start_event is not None:
                 torch.cuda.current_stream().wait_event(pending.start_event)
@@ -239,11 +249,13 @@ class ProgressThread:
                 running.since_s = time.perf_counter()
                 running.work = work = cast(Work, outcome)
                 work.when_ready(self._wake_up)
+            pending.charge(*begun)
         except StopIteration:
             if self._stream is not None:
                 pending.finish_event = torch.cuda.Event()
                 pending.finish_event.record()
             self._running.remove(running)
+            pending.charge(*begun)
             pending.end(None)
         except BaseException as error:  # handed to the thread that waits
             self._fail(running, error)

@@ -31,10 +31,12 @@ class BucketRecord:
 
     `dense_bytes` is what each rank of a ring all-reduce (or reduce-scatter) of the whole bucket
     would send, `wire_bytes` what this rank did send in pairwise messages (for `dense`, whose bytes
-    are the backend's business, that of a ring). Times are microseconds; `predicted_us` is what the
-    planner's cost model expects of all stages together, None where no such model chose the scheme.
-    `launched_s` and `finished_s` are `time.perf_counter` seconds of the host. `straggler` is the
-    rank of the group that the bucket went on without, None where all waited for one another.
+    are the backend's business, that of a ring). Times are microseconds. `host_cpu_us` is what the
+    progress thread spent of the processor in the bucket's steps, codecs on a CPU included, and
+    `host_wall_us` how long these steps took; waiting for works is in neither. `predicted_us` is
+    what the planner's cost model expects of all stages together, None where no such model chose the
+    scheme. `launched_s` and `finished_s` are `time.perf_counter` seconds of the host. `straggler`
+    is the rank of the group that the bucket went on without, None where all waited for one another.
     `thresholds_R` are those of the ranges that were selected from, fp32 on the bucket's device
     (negative: the range is sent whole), None for a bucket that went dense; whoever reads them on
     the host does so after the iteration.
@@ -52,9 +54,16 @@ class BucketRecord:
     predicted_us: float | None = None
     launched_s: float = 0.0
     finished_s: float = 0.0
+    host_cpu_us: float = 0.0
+    host_wall_us: float = 0.0
     straggler: int | None = None
     thresholds_R: torch.Tensor | None = None
     watch: Stopwatch = field(default_factory=lambda: Stopwatch())
+
+    def end(self, finished_s: float, host_cpu_s: float, host_wall_s: float) -> None:
+        """Takes over what the progress thread has measured, in seconds."""
+        self.finished_s = finished_s
+        self.host_cpu_us, self.host_wall_us = host_cpu_s * 1e6, host_wall_s * 1e6
 
     def stage_us(self) -> dict[str, float]:
         """Microseconds of every stage in `BUCKET_STAGES`. On CUDA this waits for the events."""

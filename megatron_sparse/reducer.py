@@ -8,23 +8,26 @@ the average, each rank's gradient is divided first, on the progress thread: one 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
 
 from megatron_sparse.bucket import Bucket, Reduction
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives.peer_windows import ProcessRanks, open_windows
 from megatron_sparse.compression.method import CompressionMethod
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config import SparseConfig
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, DependencyError, HostError
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.group_threshold import group_threshold
 from megatron_sparse.instances import summed_over_instances
 from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.gradient_recording import NOT_RECORDING, GradientRecorder, Kind
+from megatron_sparse.planner.plan import Windows
 from megatron_sparse.planner.sampling import selected_values
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.progress import GATE, Pending, ProgressThread
@@ -32,6 +35,8 @@ from megatron_sparse.ranges import marked
 from megatron_sparse.recording import BucketRecord, Recorder, Stopwatch
 from megatron_sparse.straggler_watch import StragglerWatch
 from megatron_sparse.transport import Transport
+
+logger = logging.getLogger("megatron_sparse")
 
 
 class PendingReduction:
@@ -51,7 +56,8 @@ class PendingReduction:
         start_s = time.perf_counter()
         with marked("host_wait"):
             self._pending.wait()
-        self._record.finished_s = self._pending.finished_s
+        done = self._pending
+        self._record.end(done.finished_s, done.host_cpu_s, done.host_wall_s)
         self._recorder.record_stage("host_wait", time.perf_counter() - start_s)
         self._recorder.record_bucket(self._record)
 
@@ -89,6 +95,7 @@ class GradientReducer:
         instances: Transport | None = None,
         method: CompressionMethod | None = None,
     ) -> None:
+        self._config = config
         self.transport = transport
         self.instances = instances
         self.planner = planner
@@ -103,6 +110,47 @@ class GradientReducer:
             config.compression, residuals, transport.rank, self.buffers, method
         )
         self.stragglers = StragglerWatch(config, transport, recorder)
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        """Makes what schemes need of all buckets at once, before the first of them is started.
+
+        That is windows of peer memory, where the planner may ask for them; nothing otherwise.
+        Collective over the group; waits for the device then. Marks the buckets.
+
+        Args:
+            buckets: all that this reducer will ever synchronise. Their sizes must not change.
+
+        Raises:
+            ConfigError: a scheme that needs windows, for a group that cannot have any.
+            HostError: the ranks cannot reach one another's memory.
+            DependencyError: this torch has no such memory.
+        """
+        wanted = self.planner.windows(self.transport)
+        if wanted is Windows.NONE or not buckets:
+            return
+        try:
+            peers = open_windows(
+                cast("ProcessRanks", self.transport), buckets, self._config.scheme,
+                in_order_of_coming=self._config.scheme.peer_in_order_of_coming
+                or self._config.straggler.leaves_behind,
+            )  # fmt: skip
+        except (ConfigError, HostError, DependencyError) as error:
+            if wanted is Windows.REQUIRED:
+                raise
+            if self.transport.rank == 0:
+                logger.warning(
+                    "the planner has no windows of peer memory to choose: %s (got: %s)",
+                    error.what, error.got,
+                )  # fmt: skip
+            return
+        self.options = self.options.with_peers(peers)
+        for bucket in buckets:
+            bucket.has_windows = True
+
+    @property
+    def window_bytes(self) -> int:
+        """Of GPU memory that this rank's windows take."""
+        return 0 if self.options.peers is None else self.options.peers.nbytes
 
     def start(
         self, bucket: Bucket, step: int, on_done: Callable[[], None] | None = None

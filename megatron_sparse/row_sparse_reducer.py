@@ -57,7 +57,8 @@ class PendingRowSparse:
             # Made on the progress thread's stream; its memory must not go back there too early.
             for part in (self.reduced.indices(), self.reduced.values()):
                 part.record_stream(torch.cuda.current_stream(part.device))
-        self.record.finished_s = self.pending.finished_s
+        done = self.pending
+        self.record.end(done.finished_s, done.host_cpu_s, done.host_wall_s)
         self._recorder.record_stage("host_wait", time.perf_counter() - start_s)
         self._recorder.record_bucket(self.record)
         return self.reduced

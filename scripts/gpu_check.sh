@@ -62,6 +62,8 @@ fi
 stage codecs 60 "$python" "${codecs[@]}" --max-bytes 256M --iters 10 --json "$out/codecs.jsonl"
 stage hashing 30 "$python" "${codecs[@]}" --max-bytes 64M --iters 5 \
   --format hash_bitmap,pairs,row_sparse --json "$out/hashing.jsonl"
+stage host 18 "$python" -m megatron_sparse.cli bench collectives --ranks 1 --scheme dense,direct \
+  --min-bytes 64M --max-bytes 64M --density 0.01 --json "$out/host.jsonl"
 stage two-shot 30 "$python" -m megatron_sparse.bench.peer --json "$out/peer.jsonl"
 
 if $dry_run; then
@@ -101,7 +103,7 @@ date -u +%Y-%m-%dT%H:%MZ
 for name in tests memcheck racecheck; do
   if [ -f "$out/$name.log" ]; then printf '%-10s %s\n' "$name" "$(tail -n 1 "$out/$name.log")"; fi
 done
-for name in codecs hashing two-shot; do
+for name in codecs hashing host two-shot; do
   printf '\n%s\n' "$name"
   cat "$out/$name.log"
 done

@@ -27,6 +27,7 @@ from megatron_sparse.bench.rank_group import RankGroup
 from megatron_sparse.bucket import Bucket, Form
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.errors import CommunicationError
+from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.progress import GATE
 from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
@@ -168,7 +169,9 @@ class RankBench(RankGroup):
             total_us = self._timed(lambda: reducer.start(bucket, step).wait())
             record = recorder.record
             sent = {"wire_bytes": record.wire_bytes, "nnz": record.nnz}
-            return {"total": total_us, **record.stage_us(), **sent}
+            return {
+                "total": total_us, **record.stage_us(), "host_cpu": record.host_cpu_us, **sent,
+            }  # fmt: skip
 
         return run
 
@@ -177,7 +180,7 @@ class RankBench(RankGroup):
         path = HalvedPath(case, self._sweep, self._transport)
 
         def run(step: int) -> dict[str, float]:
-            watch, sent = Stopwatch(self._device), {"wire_bytes": 0}
+            watch, sent = Stopwatch(self._device), {"wire_bytes": 0.0}
             nnz, exchange = path.select(bucket, step, watch)
             before_us = watch.times_us()
 
@@ -185,8 +188,12 @@ class RankBench(RankGroup):
                 yield GATE
                 sent["wire_bytes"] = yield from exchange()
 
-            submit = self._progress.submit
-            total_us = self._timed(lambda: submit(bucket.name, job, watch).wait())
+            def submit() -> None:
+                pending = self._progress.submit(bucket.name, job, watch)
+                pending.wait()
+                sent["host_cpu"] = pending.host_cpu_s * 1e6
+
+            total_us = self._timed(submit)
             stages = {name: us - before_us[name] for name, us in watch.times_us().items()}
             return {"total": total_us, **stages, **sent, "nnz": nnz}
 
@@ -196,9 +203,13 @@ class RankBench(RankGroup):
         config = case.config(self._sweep, straggler=self.world_size - 1)
         recorder = _LastRecord()
         planner = FixedPlanner(config.compression, config.scheme)
-        return GradientReducer(
+        reducer = GradientReducer(
             config, self._transport, planner, residuals, recorder, self._progress
-        ), recorder
+        )
+        dtype = VALUE_DTYPES[case.dtype]
+        grad_N = torch.empty(case.numel, dtype=dtype, device=self._device)
+        reducer.prepare([case.bucket(grad_N, self.world_size)])
+        return reducer, recorder
 
     def _dense(self, case: Case, values_N: torch.Tensor) -> None:
         """What training without the plugin does."""

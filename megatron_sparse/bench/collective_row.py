@@ -19,14 +19,14 @@ from megatron_sparse.bench.collective_sweep import Case
 from megatron_sparse.bench.table import cell
 from megatron_sparse.recording import BUCKET_STAGES
 
-MEASURED = ("total", *BUCKET_STAGES, "dense", "copy", "wire_bytes", "nnz")
+MEASURED = ("total", *BUCKET_STAGES, "host_cpu", "dense", "copy", "wire_bytes", "nnz")
 """What a rank measures in a round: microseconds, bytes and elements."""
 
 HEADER = (
     f"#{'size(B)':>10} {'count':>10} {'type':>5} {'op':>14} {'scheme':>18} {'density':>8} "
     f"{'wire(B)':>11} {'time(us)':>10} {'algbw':>7} {'busbw':>7} {'#wrong':>6} {'p99(us)':>10} "
     f"{'dense(us)':>10} {'speedup':>7} {'/floor':>6} {'net/':>5} {'prune':>8} {'encode':>8} "
-    f"{'network':>8} {'decode':>8} {'host':>8}"
+    f"{'network':>8} {'decode':>8} {'host':>8} {'cpu':>8}"
 )
 
 
@@ -49,6 +49,8 @@ class Row:
         network_us: waiting for messages, for slower ranks too.
         decode_us: adding messages up.
         host_us: `time_us` less the stages: the launch, the progress thread, its polling.
+        host_cpu_us: what the progress thread spent of the processor: on a CPU with the codecs, on
+            CUDA what the Python path costs the host; null for virtual ranks, which have none.
         transport: `gloo`, `nccl` or `virtual`.
         mbit: rate of each rank's link in Mbit/s as given; null where it was measured.
         modelled: `time_us`, `dense_us` and `network_us` are those of an alpha-beta model.
@@ -79,6 +81,7 @@ class Row:
     network_us: float | None
     decode_us: float | None
     host_us: float | None
+    host_cpu_us: float | None
     transport: str
     mbit: int | None
     modelled: bool
@@ -103,7 +106,8 @@ class Row:
             op=str(case.form), scheme=case.scheme, dtype=case.dtype, density=case.density,
             count=case.numel, bytes=case.nbytes, world_size=n, wire_bytes=None, time_us=None,
             dense_us=None, encode_us=None, network_us=None, decode_us=None, host_us=None,
-            transport=transport, mbit=mbit, modelled=False, wrong=wrong, carried_by=carried_by,
+            host_cpu_us=None, transport=transport, mbit=mbit, modelled=False, wrong=wrong,
+            carried_by=carried_by,
         )  # fmt: skip
 
     def measured(
@@ -130,6 +134,7 @@ class Row:
         self.network_us = median(stage["network"].tolist())
         self.decode_us = median(stage["decode"].tolist())
         self.host_us = median((total - sum(stage.values())).tolist())
+        self.host_cpu_us = median(rounds["host_cpu"][slowest, every].tolist())
         self.copy_us = median(rounds["copy"].max(axis=0).tolist())
         self.wire_bytes = round(median(rounds["wire_bytes"].max(axis=0).tolist()))
         nnz = float(rounds["nnz"].mean())
@@ -151,7 +156,10 @@ class Row:
         time_us, name = self.time_us, self.scheme
         if self.carried_by != self.scheme:
             name = f"{self.scheme}:{self.carried_by}"
-        stages = (self.prune_us, self.encode_us, self.network_us, self.decode_us, self.host_us)
+        stages = (
+            self.prune_us, self.encode_us, self.network_us, self.decode_us, self.host_us,
+            self.host_cpu_us,
+        )  # fmt: skip
         return (
             f"{self.bytes:>11} {self.count:>10} {self.dtype:>5} {self.op:>14} {name:>18} "
             f"{self.density:>8g} {cell(self.wire_bytes, 11, 0)} {cell(time_us, 10, 0)} "

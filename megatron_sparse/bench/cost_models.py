@@ -24,7 +24,7 @@ from megatron_sparse.bench import virtual_truth
 from megatron_sparse.bench.codec_prices import CodecPrices, MemoryBoundPrices, TimedPrices
 from megatron_sparse.bench.table import check_arguments, torch_threads, write_rows
 from megatron_sparse.bucket import Form
-from megatron_sparse.collectives import SCHEMES, SchemeOptions
+from megatron_sparse.collectives import OVER_GROUPS, SchemeOptions
 from megatron_sparse.config import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.header import PICI_TILE
@@ -139,7 +139,8 @@ class CostSweep:
     def __post_init__(self) -> None:
         smallest = PICI_TILE * max(self.world_sizes, default=1)
         check_arguments("bench cost-models", [
-            ("scheme", self.schemes, set(self.schemes) <= set(SCHEMES), " | ".join(SCHEMES)),
+            ("scheme", self.schemes, set(self.schemes) <= set(OVER_GROUPS),
+             " | ".join(OVER_GROUPS)),
             ("kind", self.kinds, set(self.kinds) <= set(KINDS), " | ".join(KINDS)),
             ("density", self.densities, all(0 < d <= 1 for d in self.densities), "in (0, 1]"),
             ("ranks", self.world_sizes, all(n >= 2 for n in self.world_sizes), "2 or more"),

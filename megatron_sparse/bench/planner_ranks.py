@@ -101,7 +101,9 @@ class PlannerRanks(RankBench):
             grad_N = workload.source(self.rank).to(self._device)
             profile = self._profile(grad_N)
             shape = BucketShape(grad_N.numel(), 0, 4, self._trial.form, self.world_size)
-            names = runnable(candidates(self._trial.schemes), options, self._device.type)
+            names = runnable(
+                candidates(self._trial.schemes), options, self._device.type, has_windows=False
+            )
             predictions_us = prices_us(
                 shape, profile, cluster=cluster, options=options, names=names
             )  # fmt: skip

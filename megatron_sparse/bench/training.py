@@ -30,7 +30,7 @@ ITERATION = re.compile(
 TAIL_LINES = 30
 HEADER = (
     f"#{'scheme':>19} {'density':>8} {'iteration(ms)':>13} {'slowest':>9} {'exposed(ms)':>11} "
-    f"{'wire(B)':>11} {'dense(B)':>11} {'speedup':>7} {'loss':>17}"
+    f"{'cpu(us)':>8} {'wire(B)':>11} {'dense(B)':>11} {'speedup':>7} {'loss':>17}"
 )
 
 
@@ -125,6 +125,8 @@ class Row:
         iteration_ms: median.
         slowest_ms: the slowest iteration that counts.
         exposed_ms: of the median iteration, spent waiting for gradients; null for `plain`.
+        host_cpu_us: of the processor, spent by the progress thread for each bucket: codecs
+            included, since ranks have no GPU; the median iteration's. Null for `plain`.
         wire_bytes: sent by the last rank in an iteration; null for `plain`.
         dense_bytes: what a dense ring would send; null for `plain`.
         loss_first: of the first iteration.
@@ -143,6 +145,7 @@ class Row:
     iteration_ms: float
     slowest_ms: float
     exposed_ms: float | None
+    host_cpu_us: float | None
     wire_bytes: float | None
     dense_bytes: float | None
     loss_first: float
@@ -156,7 +159,8 @@ class Row:
         return (
             f"{self.scheme:>20} {self.density:>8g} {self.iteration_ms:>13.1f} "
             f"{self.slowest_ms:>9.1f} {cell(self.exposed_ms, 11, 1)} "
-            f"{cell(self.wire_bytes, 11, 0)} {cell(self.dense_bytes, 11, 0)} {self.speedup:>7.2f} "
+            f"{cell(self.host_cpu_us, 8, 0)} {cell(self.wire_bytes, 11, 0)} "
+            f"{cell(self.dense_bytes, 11, 0)} {self.speedup:>7.2f} "
             f"{self.loss_first:>7.4f} -> {self.loss_last:.4f}"
             f"{f'  noisy: {self.foreign_load:.0%}' if self.noisy else ''}"
         )
@@ -229,10 +233,15 @@ def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, floa
     """What only the plugin measures: medians over the iterations that count."""
     names = ("exposed_ms", "wire_bytes", "dense_bytes")
     if plain:
-        return dict.fromkeys(names)
+        return dict.fromkeys((*names, "host_cpu_us"))
     lines = (folder / "breakdown.jsonl").read_text().splitlines()[warmup:]
     iterations = [json.loads(line) for line in lines]
-    return {name: median(iteration[name] for iteration in iterations) for name in names}
+    of_bucket_us = [
+        1e3 * iteration["host_cpu_ms"] / sum(iteration["schemes"].values())
+        for iteration in iterations
+    ]
+    found = {name: median(iteration[name] for iteration in iterations) for name in names}
+    return found | {"host_cpu_us": median(of_bucket_us)}
 
 
 def _make_folder(out: Path) -> None:

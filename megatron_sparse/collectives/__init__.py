@@ -10,6 +10,15 @@ this one still waits and decodes.
 
 from megatron_sparse.collectives.base import POSTED, UNORDERED, Steps
 from megatron_sparse.collectives.options import SchemeOptions
-from megatron_sparse.collectives.schemes import SCHEMES, Input, Scheme
+from megatron_sparse.collectives.schemes import OVER_GROUPS, SCHEMES, Input, Scheme
 
-__all__ = ["POSTED", "SCHEMES", "UNORDERED", "Input", "Scheme", "SchemeOptions", "Steps"]
+__all__ = [
+    "OVER_GROUPS",
+    "POSTED",
+    "SCHEMES",
+    "UNORDERED",
+    "Input",
+    "Scheme",
+    "SchemeOptions",
+    "Steps",
+]

@@ -7,9 +7,10 @@ fingerprint.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_sparse.config import FORMAT_OF_SCHEME, SchemeConfig
+from megatron_sparse.transport.peer_memory import PeerMemory
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class SchemeOptions:
         inner: `scheme.inner`.
         straggler: the rank of the group that is known to come last to this bucket, None where none
             is. No part of the configuration: whoever decides sets it by `with_straggler`.
+        peers: the windows of the group's buckets, None where none were made. No part of the
+            configuration either: see `with_peers`.
     """
 
     format: str
@@ -38,6 +41,7 @@ class SchemeOptions:
     ring_densities: tuple[float, float, float]
     inner: str
     straggler: int | None
+    peers: PeerMemory | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, config: SchemeConfig) -> SchemeOptions:
@@ -57,6 +61,10 @@ class SchemeOptions:
     def with_straggler(self, straggler: int | None) -> SchemeOptions:
         """The options for a bucket and step whose straggler has been agreed on."""
         return replace(self, straggler=straggler)
+
+    def with_peers(self, peers: PeerMemory) -> SchemeOptions:
+        """The options for a group whose buckets have windows of peer memory."""
+        return replace(self, peers=peers)
 
     def message_format(self, scheme: str) -> str:
         """The format in which selection encodes the messages of a scheme.

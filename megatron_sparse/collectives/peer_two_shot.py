@@ -7,16 +7,14 @@ launches about a dozen kernels and reads 72 bytes of error words at the end. For
 each shard on the device, by `scheme.ring_intra_density` for messages and `ring_gather_density` for
 sums (SpCCL's thresholds). The result is bit for bit that of `direct`.
 
-It is no entry of `SCHEMES`: it needs `PeerMemory`, which a group's transport does not have, and
-whose windows must have been made for the buckets. `with_peer_memory` joins the two.
+It needs windows that were made for all buckets of the group beforehand (`peer_windows`); they come
+with the options. The transport moves nothing.
 
 Rank r reads from its peers about |shard_r of their messages| and all sums but its own: the same
 bytes that `direct` sends, in two meetings.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -29,7 +27,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import FORMAT_CODES, WIRE_CODES, Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
-from megatron_sparse.transport.peer_memory import PeerMemory, WindowProvider
+from megatron_sparse.transport.subset import SubsetTransport
 
 NAME = "peer_two_shot"
 
@@ -49,46 +47,10 @@ def peer_layout(bucket: Bucket, value_dtype: str, form: str) -> PeerLayout:
     )  # fmt: skip
 
 
-def with_peer_memory(
-    transport: Transport,
-    provider: WindowProvider,
-    buckets: Sequence[Bucket],
-    value_dtype: str,
-    options: SchemeOptions,
-    deadline_s: float,
-    *,
-    in_order_of_coming: bool = False,
-) -> PeerMemory:
-    """The windows for these buckets of a group. Collective; waits for the device.
-
-    Args:
-        transport: the group, whose ranks are those of the NVLink domain.
-        provider: of the windows.
-        buckets: all that will be synchronised.
-        value_dtype: of their records.
-        options: of the scheme.
-        deadline_s: of each wait.
-        in_order_of_coming: owners take shards as ranks come.
-
-    Raises:
-        ConfigError: the group is not on CUDA, or is not the provider's.
-        HostError: the ranks cannot reach one another's memory.
-    """
-    if transport.device.type != "cuda" or provider.world_size != transport.world_size:
-        raise ConfigError(
-            f"{NAME} needs the memory of GPUs that reach one another",
-            expected=f"a group of {provider.world_size} ranks on CUDA, all of one NVLink domain",
-            got=f"{transport.world_size} ranks on {transport.device.type}",
-            remedy="use scheme.name=direct, which does the same over any process group",
-        )
-    layouts = {b.name: peer_layout(b, value_dtype, options.format) for b in buckets}
-    return PeerMemory(provider, layouts, deadline_s, in_order_of_coming=in_order_of_coming)
-
-
 def peer_two_shot(
     bucket: Bucket,
     message: Message,
-    peers: PeerMemory,
+    transport: Transport | SubsetTransport,
     buffers: MessageBuffers,
     watch: Stopwatch,
     options: SchemeOptions,
@@ -101,24 +63,34 @@ def peer_two_shot(
     Args:
         bucket: receives the sum: all of it, or this rank's shard.
         message: this rank's contribution, cut into shards, with or without slots.
-        peers: the windows; this process runs one rank.
+        transport: the group; its ranks are those of the windows.
         buffers: not used: what is received is read where it lies.
         watch: receives the time of all kernels, as `network`.
-        options: thresholds and the format of sums.
+        options: the windows, of which this process runs one rank; thresholds and the format of
+            sums.
 
     Raises:
-        ConfigError: the windows were not made for this bucket.
+        ConfigError: there are no windows, or they were not made for this bucket.
         CommunicationError: a rank did not come in time; every rank names the same one.
         WireFormatError: a rank's records are wrong.
     """
     del buffers
+    peers = options.peers
+    if peers is None:
+        raise ConfigError(
+            f"bucket {bucket.name}: {NAME} without windows of peer memory",
+            expected="windows, made for a group of GPUs of one machine when a model was attached",
+            got=f"none, on {transport.device.type}",
+            remedy="use scheme.name=direct, which does the same over any process group",
+        )
     layout = peers.layouts.get(bucket.name)
-    if layout is None or layout.value_dtype != WIRE_CODES[message.value_dtype]:
+    own = (bucket.numel, WIRE_CODES[message.value_dtype])
+    if layout is None or (layout.numel, layout.value_dtype) != own:
         raise ConfigError(
             f"bucket {bucket.name}: the windows were made for other buckets",
-            expected=f"one of {len(peers.layouts)} buckets, with values as they were then",
-            got=f"{bucket.name} with {message.value_dtype} values",
-            remedy="make the windows for all buckets, after the last change of them",
+            expected=f"one of {len(peers.layouts)} buckets, with elements and dtype as they were",
+            got=f"{bucket.name} with {bucket.numel} {message.value_dtype} values",
+            remedy="attach again after the last change of buckets or dtypes",
         )
     rank = peers.domain.first_rank
     scatter = bucket.form is Form.REDUCE_SCATTER

@@ -23,6 +23,7 @@ from megatron_sparse.collectives.dsar_split_ag import dsar_split_ag
 from megatron_sparse.collectives.hierarchical import hierarchical
 from megatron_sparse.collectives.omnireduce import omnireduce
 from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.collectives.peer_two_shot import peer_two_shot
 from megatron_sparse.collectives.sparse_ps import sparse_ps
 from megatron_sparse.collectives.sparse_ring import sparse_ring
 from megatron_sparse.collectives.ssar_rd import ssar_rd
@@ -64,6 +65,8 @@ class Scheme:
         takes_options: the collective's last argument is a `SchemeOptions`.
         takes_slots: it takes messages of fixed size, as `scheme.capacity` has them made.
         finer: elements at which its messages of a bucket are cut beside the shards' borders.
+        needs_windows: it runs in windows of peer memory (`collectives.peer_windows`), which must
+            have been made for all buckets of the group: on CUDA, inside one machine.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Scheme:
     takes_options: bool = False
     takes_slots: bool = False
     finer: Callable[[Bucket], Cuts] = _no_cuts
+    needs_windows: bool = False
 
     def reduce(
         self,
@@ -174,6 +178,19 @@ SCHEMES = {
             takes_options=True,
             finer=straggler_cuts,
         ),
+        Scheme(
+            "peer_two_shot",
+            Input.SPARSE,
+            BOTH,
+            True,
+            peer_two_shot,
+            takes_options=True,
+            takes_slots=True,
+            needs_windows=True,
+        ),
     )
 }
 """All collectives by name."""
+
+OVER_GROUPS = {name: scheme for name, scheme in SCHEMES.items() if not scheme.needs_windows}
+"""Those that run over any process group and on the virtual cluster."""

@@ -41,8 +41,8 @@ def range_thresholds(
         agreed: the one threshold that ranks have agreed upon (`group_threshold`); None samples.
 
     Returns:
-        fp32 thresholds_R on the bucket's device; kept ranges, and all of them at density 1, hold
-        `KEEP_ALL`. No host synchronisation.
+        fp32 thresholds_R on the bucket's device; ranges that are not pruned, and all
+        of them at density 1, hold `KEEP_ALL`. No host synchronisation.
     """
     return spread(
         piece_thresholds(bucket, layout, residual_N, density, step, config, agreed), layout
@@ -89,8 +89,8 @@ def spread(thresholds_P: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def pruned_pieces(bucket: Bucket, layout: Layout) -> list[bool]:
-    """Whether something may be pruned from each piece: kept parameters and padding are whole."""
-    return [owner >= 0 and not bucket.parameters[owner].keep for owner in layout.piece_parameter]
+    """Whether each piece has a threshold: kept and lossless parameters and padding have none."""
+    return [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
 
 
 def sampled_magnitudes(
@@ -102,7 +102,7 @@ def sampled_magnitudes(
         fp32 on the bucket's device: `samples` of them, or as many as there are elements.
     """
     key = draw_key(config.seed, step, "sample", bucket.name)
-    positions = _positions([p for p in bucket.parameters if not p.keep], config.samples, key)
+    positions = _positions([p for p in bucket.parameters if p.pruned], config.samples, key)
     return _magnitudes(bucket, residual_N, positions)
 
 
@@ -116,7 +116,7 @@ def sampled_rows(
         them, in one; nothing where nothing may be pruned. fp32 on the bucket's device; one copy of
         positions to it.
     """
-    pruned = [p for p in bucket.parameters if not p.keep and p.stop > p.start]
+    pruned = [p for p in bucket.parameters if p.pruned and p.stop > p.start]
     if not pruned:
         return []
     if config.threshold_scope == "bucket":

@@ -51,7 +51,7 @@ class Served:
 
     Attributes:
         thresholds_P: fp32, of the bucket's pieces, on its device or, after a resume, on the CPU.
-        parameters: their names, in order: a bucket of others is sampled anew.
+        parameters: names of those that are pruned, in order: a bucket of others is sampled anew.
         density: the target.
         sampled_step: when they were sampled.
         step: when they last served.
@@ -111,7 +111,7 @@ class ThresholdReuse(SampledTopK):
             or step - last.sampled_step >= self.config.reuse_iters
         ):
             return None
-        pruned = sum(p.stop - p.start for p in bucket.parameters if not p.keep)
+        pruned = sum(p.stop - p.start for p in bucket.parameters if p.pruned)
         factor = correction(last.kept_count, density * pruned, density)
         if factor is None:
             return None
@@ -204,4 +204,4 @@ def correction(kept: int, target: float, density: float) -> float | None:
 
 
 def _names(bucket: Bucket) -> tuple[str, ...]:
-    return tuple(p.name for p in bucket.parameters)
+    return tuple(p.name for p in bucket.parameters if p.pruned)

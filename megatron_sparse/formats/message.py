@@ -84,7 +84,7 @@ class Message:
 
     @property
     def pruned_nnz(self) -> int:
-        """Those of them in segments that may be pruned. Reads the reports as `nnz` does."""
+        """Those of them in segments that are pruned. Reads the reports as `nnz` does."""
         self._read_counts()
         assert self.counted_pruned is not None, "counted together with nnz"
         return self.counted_pruned
@@ -97,7 +97,8 @@ class Message:
     def take_counts(self, nnz_S: torch.Tensor) -> None:
         """Is told the non-zero elements of each segment, on the CPU."""
         self.counted = int(nnz_S.sum())
-        self.counted_pruned = int(nnz_S[self.layout.segment_keep == 0].sum())
+        unpruned_S = self.layout.segment_keep | self.layout.segment_lossless
+        self.counted_pruned = int(nnz_S[unpruned_S == 0].sum())
 
     @property
     def nbytes(self) -> int:

@@ -1,15 +1,14 @@
-"""`attach`: compressed gradient synchronisation for a model that Megatron wrapped in DDP.
+"""Compressed gradient synchronisation for a model that Megatron wrapped in DDP.
 
-The class of each bucket group is swapped for a subclass (`bucket_group`), which starts the reducer
-in place of Megatron's collective. Here is what belongs to the whole process: reducers, residuals,
-the outcome of steps.
+`core_entry` and `plugin` make an `Attachment`. The class of each bucket group is swapped for a
+subclass (`bucket_group`), which starts the reducer in place of Megatron's collective. Here is what
+belongs to the whole process: reducers, residuals, the outcome of steps.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,16 @@ from megatron_sparse.megatron.buckets import (
     collect,
     tensor_parallel_group,
 )
-from megatron_sparse.megatron.doors import require_doors
-from megatron_sparse.megatron.units import ResidualUnit, divides_by_tokens, is_fp16
+from megatron_sparse.megatron.units import ResidualUnit
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.gradient_recording import GradientRecorder
 from megatron_sparse.progress import ProgressThread
 from megatron_sparse.ranges import marked
-from megatron_sparse.recording import NullRecorder, Recorder
+from megatron_sparse.recording import Recorder
 from megatron_sparse.reducer import GradientReducer
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
+from megatron_sparse.transport.nccl_errors import Looks
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -58,6 +57,7 @@ class Attachment:
         planner: holds the running switch, see `enabled`.
         grad_norm: what the last optimizer step returned as the gradient's norm, if it did.
         unit: what residuals are in units of.
+        looks: at NCCL's groups, where `scheme.nccl_errors=typed`.
     """
 
     def __init__(
@@ -89,11 +89,22 @@ class Attachment:
         if config.compression.threshold_scope == "tp_group":
             tensor_parallel = self._transport_of(tensor_parallel_group(), device)
         self._tensor_parallel = tensor_parallel
+        self.looks: Looks | None = None
+        if config.scheme.nccl_errors == "typed" and device.type == "cuda":
+            self.looks = Looks(config.scheme.timeout_s, self._who_is_gone, device)
         self._launched: set[int] = set()
         self._optimizer: Any = None
         self.unit = ResidualUnit(chunks)
         for group in self.groups:
             self._reducer_of(group, device)
+        for key, reducer in self._reducers.items():
+            reducer.prepare([
+                bucket
+                for group in self.groups
+                if id(group.process_group) == key
+                for bucket in group.buckets
+            ])  # fmt: skip
+        for group in self.groups:
             host: Any = group.host
             host.__class__ = CompressedBucketGroup
             host.sparse_attachment = self
@@ -150,6 +161,19 @@ class Attachment:
         self._transports.append(transport)
         return transport
 
+    def _who_is_gone(self) -> str | None:
+        return next(filter(None, (each.trouble() for each in self._transports)), None)
+
+    def check_before_save(self) -> None:
+        """Lets nothing be saved behind an error of NCCL; collective where that is looked for.
+
+        Raises:
+            CommunicationError: a group has failed on some rank; see `Looks.agree`.
+        """
+        if self.looks is not None:
+            store = dist.distributed_c10d._get_default_store()
+            self.looks.agree("a checkpoint", store, dist.get_rank(), dist.get_world_size())
+
     def bind_optimizer(self, optimizer: Any, *, undo: bool) -> None:
         """Learns the outcome of each step from `optimizer.step()`, whose return value it reads.
 
@@ -188,6 +212,8 @@ class Attachment:
         original = optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            if self.looks is not None:
+                self.looks.check("the optimizer's step")
             start_s = time.perf_counter()
             with marked("optimizer"):
                 result = original(*args, **kwargs)
@@ -313,12 +339,15 @@ class Attachment:
     def memory_report(self) -> dict[str, int]:
         """Bytes held on this rank: `residual`, `undo` and `messages` (encode and receive).
 
-        And whatever else the method keeps for each element, by the store's name.
+        And whatever else the method keeps for each element, by the store's name; and `windows`, of
+        peer memory, where there are some.
         """
         held = {name: store.nbytes - store.undo_nbytes for name, store in self.stores().items()}
+        windows = sum(r.window_bytes for r in self._reducers.values())
         return held | {
             "undo": sum(store.undo_nbytes for store in self.stores().values()),
             "messages": sum(r.buffers.nbytes for r in self._reducers.values()),
+            **({"windows": windows} if windows else {}),
         }
 
     def close(self) -> None:
@@ -336,80 +365,3 @@ class Attachment:
         for transport in self._transports:
             transport.close(broken=self.progress.broken)
         return_group(self.alone)
-
-
-def may_repeat_or_skip(optimizer: Any) -> bool:
-    """Whether steps can be skipped (fp16 loss scaling) or repeated (Megatron's rerun mode)."""
-    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
-
-    reruns = get_rerun_state_machine().get_mode() is not RerunMode.DISABLED
-    return is_fp16(optimizer) or reruns
-
-
-def attach(
-    model: Any,
-    optimizer: Any = None,
-    config: SparseConfig | None = None,
-    *,
-    recorder: Recorder | None = None,
-    **overrides: Any,
-) -> Attachment:
-    """Compresses the gradient synchronisation of a model that Megatron's DDP wraps.
-
-    Collective: every rank must call it, with the same configuration. Buffers are allocated when
-    they are first needed.
-
-    Args:
-        model: a `megatron.core.distributed.DistributedDataParallel` or a list of them.
-        optimizer: Megatron's optimizer, whose steps tell which selections count. Without it every
-            selection counts at once, so fp16 with loss scaling is refused.
-        config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
-        recorder: told the time and bytes of each bucket.
-        **overrides: see `SparseConfig.from_overrides`.
-
-    Returns:
-        The attachment; `detach` it, or switch it with `attachment.enabled`.
-
-    Raises:
-        HostError: Megatron lacks the door, or the model is of a kind that is refused.
-        ConfigError: a value is refused, or fp16 without the optimizer.
-
-    Example:
-        >>> attachment = attach(ddp_model, optimizer, density=0.01)  # doctest: +SKIP
-    """
-    require_doors("attach")
-    if config is not None and overrides:
-        raise ConfigError(
-            "attach got both a config and single options",
-            expected="one of them",
-            got=", ".join(overrides),
-            remedy="put the options into the SparseConfig",
-        )
-    chunks = list(model) if isinstance(model, Sequence) else [model]
-    if optimizer is None and any(is_fp16(chunk) for chunk in chunks):
-        raise ConfigError(
-            "fp16 training needs the optimizer",
-            expected="attach(model, optimizer, ...)",
-            got="no optimizer",
-            remedy="pass Megatron's optimizer, whose loss scaling skips steps",
-        )
-    if optimizer is None and any(map(divides_by_tokens, chunks)):
-        raise ConfigError(
-            "a loss per token needs the optimizer",
-            expected="attach(model, optimizer, ...)",
-            got="no optimizer, with calculate_per_token_loss",
-            remedy="pass Megatron's optimizer: the residual's unit changes from step to step",
-        )
-    attachment = Attachment(
-        chunks, config or SparseConfig.from_overrides(**overrides), recorder or NullRecorder()
-    )
-    if optimizer is not None:
-        attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
-    return attachment
-
-
-def detach(attachment: Attachment) -> None:
-    """Undoes `attach`. What the residual holds is dropped; to send it first, set
-    `attachment.enabled = False` and train one more step.
-    """
-    attachment.close()

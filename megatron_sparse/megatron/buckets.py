@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
+from megatron_sparse.bucket import Bucket, Form, Reduction
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.errors import ConfigError, HostError
 
@@ -32,10 +32,11 @@ class GroupBuckets:
     instances_group: torch.distributed.ProcessGroup | None = None
 
 
-def collect(chunks: list[Any], keep: ParameterFilter) -> list[GroupBuckets]:
+def collect(chunks: list[Any], parameter_filter: ParameterFilter) -> list[GroupBuckets]:
     """All bucket groups of the DDP-wrapped model chunks, in Megatron's order.
 
     Raises:
+        ConfigError: patterns for two kinds find one parameter.
         HostError: a chunk is not Megatron's DistributedDataParallel, or uses a feature that the
             plugin refuses.
     """
@@ -60,7 +61,7 @@ def collect(chunks: list[Any], keep: ParameterFilter) -> list[GroupBuckets]:
                 buckets = [
                     _bucket(
                         f"{prefix}{kind}{group_index}.{bucket_index}", bucket, names, index_of,
-                        keep, group.ddp_config, process_group.size(),
+                        parameter_filter, group.ddp_config, process_group.size(),
                     )
                     for bucket_index, bucket in enumerate(group.buckets)
                 ]  # fmt: skip
@@ -125,20 +126,20 @@ def _bucket(
     host_bucket: Any,
     names: dict[torch.nn.Parameter, str],
     index_of: dict[torch.nn.Parameter, tuple[int, ...]],
-    keep: ParameterFilter,
+    parameter_filter: ParameterFilter,
     ddp_config: Any,
     world_size: int,
 ) -> Bucket:
     slices = []
     for parameter in host_bucket.params_list:
         start, stop = index_of[parameter][:2]
-        parameter_name = names[parameter]
         slices.append(
-            ParameterSlice(
-                parameter_name,
+            parameter_filter.slice_of(
+                names[parameter],
                 start - host_bucket.offset,
                 stop - host_bucket.offset,
-                keep.keeps(parameter_name, parameter.shape, _replicated(parameter)),
+                parameter.shape,
+                _replicated(parameter),
             )
         )
     slices.sort(key=lambda piece: piece.start)

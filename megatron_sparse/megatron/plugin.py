@@ -28,8 +28,9 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 from megatron_sparse.config import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint
-from megatron_sparse.megatron.attachment import Attachment, may_repeat_or_skip
+from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.doors import require_doors
+from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.ranges import mark_nvtx, marked
 from megatron_sparse.recording import BucketRecord, ReadinessRecord
@@ -222,6 +223,7 @@ class Plugin:
 
     def _save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
         assert self.attachment is not None
+        self.attachment.check_before_save()
         arguments = _arguments()
         temporary = bool(kwargs.get("non_persistent_ckpt"))
         local = temporary and arguments.non_persistent_ckpt_type == "local"

@@ -110,3 +110,11 @@ def is_fp16(owner: Any) -> bool:
 def divides_by_tokens(chunk: Any) -> bool:
     """Whether Megatron divides the summed gradient by the step's number of tokens."""
     return bool(getattr(getattr(chunk, "config", None), "calculate_per_token_loss", False))
+
+
+def may_repeat_or_skip(optimizer: Any) -> bool:
+    """Whether steps can be skipped (fp16 loss scaling) or repeated (Megatron's rerun mode)."""
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+
+    reruns = get_rerun_state_machine().get_mode() is not RerunMode.DISABLED
+    return is_fp16(optimizer) or reruns

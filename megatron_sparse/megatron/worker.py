@@ -13,12 +13,13 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megatron_sparse import composition, launch, slurm
-from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.rank_log import rank_log
 from megatron_sparse.run_config import RunConfig
 
@@ -38,14 +39,18 @@ def main(argv: list[str] | None = None) -> int:
         The exit code. What went wrong is in the agent's error file, for the launcher to print.
     """
     (path,) = map(Path, sys.argv[1:] if argv is None else argv)
+    config = None
     try:
         from megatron_sparse.megatron import training
 
         config = composition.load(path)
         _survive_early_signals(config)
-        _after(config, training.train(config, path.parent), int(os.environ["RANK"]))
+        with _nccl_errors(config):
+            stopped_at = training.train(config, path.parent)
+        _after(config, stopped_at, int(os.environ["RANK"]))
     except MegatronSparseError as error:
         _tell_launcher(str(error), typed=True)
+        _leave_if_aborted(config, error)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # the launcher passes Ctrl-C on, and says so itself
@@ -86,11 +91,15 @@ def run_started(config: RunConfig, command: str) -> int:
         run_dir = _meet(config, command, store, rank)
         from megatron_sparse.megatron import training
 
-        with rank_log(run_dir, rank, world_size):
+        with rank_log(run_dir, rank, world_size), _nccl_errors(config):
             stopped_at = training.train(config, run_dir, store)
         _after(config, stopped_at, rank)
     except MegatronSparseError as error:
-        if _said_already(store):
+        said = _said_already(store)
+        if not said and _has_aborted(config, error):
+            print(f"error: {error}", file=sys.stderr)
+        _leave_if_aborted(config, error)
+        if said:
             return error.exit_code
         raise
     return 0
@@ -100,6 +109,35 @@ def _survive_early_signals(config: RunConfig) -> None:
     """Ignores `training.save_signal`, which kills a process, until Megatron listens to it."""
     if config.training.save_signal is not None:
         signal.signal(signal.Signals[config.training.save_signal], signal.SIG_IGN)
+
+
+def _nccl_errors(config: RunConfig) -> AbstractContextManager[None]:
+    """Makes typed errors of torch's own, where the configuration asks for it."""
+    if not _is_typed(config):
+        return nullcontext()
+    from megatron_sparse.transport.nccl_errors import as_typed
+
+    return as_typed()
+
+
+def _is_typed(config: RunConfig) -> bool:
+    on_cuda = config.cluster.device == "cuda"
+    return config.plugin and on_cuda and config.scheme.nccl_errors == "typed"
+
+
+def _has_aborted(config: RunConfig | None, error: MegatronSparseError) -> bool:
+    return config is not None and _is_typed(config) and isinstance(error, CommunicationError)
+
+
+def _leave_if_aborted(config: RunConfig | None, error: MegatronSparseError) -> None:
+    """Ends the process where NCCL has failed and torch was told not to.
+
+    Else its groups' destructors would wait for operations that never end.
+    """
+    if _has_aborted(config, error):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
 
 
 def _after(config: RunConfig, stopped_at: int | None, rank: int) -> None:

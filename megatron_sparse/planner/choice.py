@@ -39,7 +39,7 @@ from statistics import median
 from typing import Any
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SchemeOptions
+from megatron_sparse.collectives import SCHEMES, SchemeOptions
 from megatron_sparse.collectives.base import exchange_sizes
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config import CompressionConfig, PlannerConfig, SchemeConfig
@@ -48,7 +48,7 @@ from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.fingerprint import fingerprint
-from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, bucket_facts
+from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, Windows, bucket_facts
 from megatron_sparse.planner.plan_state import BucketState
 from megatron_sparse.planner.prices import (
     DENSE,
@@ -126,7 +126,10 @@ class PricedPlanner(FixedPlanner):
         """Prices all candidates, and keeps or changes the scheme."""
         shape = BucketShape(**bucket_facts(bucket, self._scheme.wire_dtype))
         profile = state.profile or prior(shape, density)
-        names = runnable(candidates(self._config.schemes), self._options, bucket.grad_N.device.type)
+        names = runnable(
+            candidates(self._config.schemes), self._options, bucket.grad_N.device.type,
+            has_windows=bucket.has_windows,
+        )  # fmt: skip
         price = partial(prices_us, shape, cluster=self._cluster, options=self._options, names=names)
         prices = state.predicted_us = price(profile)
         state.hopeless = False
@@ -186,6 +189,13 @@ class PricedPlanner(FixedPlanner):
         assert isinstance(transport, ProcessGroupTransport), "virtual ranks have model clusters"
         self._cluster.check_fingerprint(fingerprint(transport))
         self._joined = True
+
+    def windows(self, transport: Transport) -> Windows:
+        """See `Planner`: of a group that the cluster's links say is one node."""
+        named = any(SCHEMES[name].needs_windows for name in candidates(self._config.schemes))
+        has_tier = self._cluster.has_peer_memory(transport.world_size)
+        wanted = named and has_tier and transport.world_size > 1
+        return Windows.WELCOME if wanted else Windows.NONE
 
     def follow(self, record: BucketRecord) -> None:
         """See `Planner`."""

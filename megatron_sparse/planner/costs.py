@@ -23,7 +23,7 @@ from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.characteristics import SparsityProfile
 from megatron_sparse.planner.cluster import ClusterModel
-from megatron_sparse.planner.cost_models import dense, rings, shards, sparcml
+from megatron_sparse.planner.cost_models import dense, peer, rings, shards, sparcml
 from megatron_sparse.planner.cost_models.densities import SumDensities, without_chance
 from megatron_sparse.planner.cost_models.dry_run import DryRun
 from megatron_sparse.planner.cost_models.hierarchical import hierarchical
@@ -50,6 +50,7 @@ MODELS: dict[str, Model] = {
     "omnireduce": shards.omnireduce,
     "zen": shards.zen,
     "adaptive_ring": rings.adaptive_ring,
+    "peer_two_shot": peer.peer_two_shot,
 }
 """By the names of `SCHEMES`; `hierarchical` takes the model of its inner scheme."""
 
@@ -72,8 +73,9 @@ def predict(
         options: as collectives get them; the inner scheme of `hierarchical` is in it.
 
     Raises:
-        ConfigError: the scheme is unknown, lacks the form or does not fit the options; the profile
-            is of another bucket; the cluster file lacks a codec.
+        ConfigError: the scheme is unknown, lacks the form, does not fit the options, or needs
+            windows of peer memory where the cluster has none; the profile is of another bucket; the
+            cluster file lacks a codec.
 
     Example:
         >>> from megatron_sparse.config import SchemeConfig
@@ -95,6 +97,12 @@ def predict(
             "of fixed size for scheme.capacity",
             expected=" | ".join(name for name in SCHEMES if fits(name, shape.form, options)),
             got=scheme,
+        )
+    if not reachable(scheme, shape.world_size, cluster):
+        raise ConfigError(
+            f"scheme {scheme} cannot be priced: it needs GPUs of one node",
+            expected=f"a cluster with device cuda and {shape.world_size} ranks on a node",
+            got=f"{cluster.name}: {cluster.device}, nodes {cluster.nodes}",
         )
     if profile.numel not in (shape.numel, shape.pruned_numel):
         raise ConfigError(
@@ -139,14 +147,21 @@ def predict_all(
         profile: see there.
         cluster: see there.
         options: see there.
-        schemes: which ones; None for all of `SCHEMES`. Those that do not fit are left out.
+        schemes: which ones; None for all of `SCHEMES`. Those that do not fit are left out, and
+            those that need peer memory where the cluster has none.
     """
     wanted = SCHEMES if schemes is None else schemes
+    n = shape.world_size
     return {
         name: predict(name, shape, profile, cluster, options)
         for name in SCHEMES
-        if name in wanted and fits(name, shape.form, options)
+        if name in wanted and fits(name, shape.form, options) and reachable(name, n, cluster)
     }
+
+
+def reachable(scheme: str, world_size: int, cluster: ClusterModel) -> bool:
+    """Whether a cluster has the links that a scheme runs on: peer memory, if it needs windows."""
+    return not SCHEMES[scheme].needs_windows or cluster.has_peer_memory(world_size)
 
 
 def fits(scheme: str, form: Form, options: SchemeOptions) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 from megatron_sparse.bucket import Bucket
@@ -62,6 +63,15 @@ class Choice:
     predicted_us: float | None = None
 
 
+class Windows(Enum):
+    """Whether a group's buckets are to have windows of peer memory."""
+
+    NONE = "none"
+    WELCOME = "welcome"
+    """A candidate runs in them; where there can be none, the others are left."""
+    REQUIRED = "required"
+
+
 class Planner(Protocol):
     """Takes the same decision on every rank: it never looks at what only one rank knows."""
 
@@ -73,6 +83,10 @@ class Planner(Protocol):
 
     def join(self, transport: Transport) -> None:
         """Told of each group of ranks, before its first bucket."""
+        ...
+
+    def windows(self, transport: Transport) -> Windows:
+        """Whether a scheme that a group's buckets may go by needs windows of peer memory."""
         ...
 
     def follow(self, record: BucketRecord) -> None:
@@ -170,6 +184,11 @@ class FixedPlanner:
 
     def join(self, transport: Transport) -> None:
         """See `Planner`: any group will do."""
+
+    def windows(self, transport: Transport) -> Windows:
+        """See `Planner`: what is asked for by name must be."""
+        scheme = SCHEMES.get(self._scheme.name)
+        return Windows.REQUIRED if scheme is not None and scheme.needs_windows else Windows.NONE
 
     def follow(self, record: BucketRecord) -> None:
         """See `Planner`: nothing is learnt."""

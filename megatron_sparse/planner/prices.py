@@ -25,17 +25,27 @@ def candidates(schemes: Collection[str] | None) -> list[str]:
     """The schemes to choose from, in the order of `CANDIDATES`; `dense` always is one of them.
 
     Args:
-        schemes: as `planner.schemes`; None takes all.
+        schemes: as `planner.schemes`; None takes all that run over any process group.
     """
-    wanted = CANDIDATES if schemes is None else {*schemes, DENSE}
-    return [name for name in CANDIDATES if name in wanted]
+    if schemes is None:
+        return [name for name in CANDIDATES if not SCHEMES[name].needs_windows]
+    return [name for name in CANDIDATES if name in {*schemes, DENSE}]
 
 
-def runnable(names: Collection[str], options: SchemeOptions, device: str) -> list[str]:
-    """Those of some schemes that are fit for a device, `cpu` or `cuda`."""
-    unable = set()
+def runnable(
+    names: Collection[str], options: SchemeOptions, device: str, *, has_windows: bool
+) -> list[str]:
+    """Those of some schemes that are fit for a bucket.
+
+    Args:
+        names: of the schemes.
+        options: of the schemes.
+        device: `cpu` or `cuda`.
+        has_windows: whether the bucket has windows of peer memory.
+    """
+    unable = {name for name in names if SCHEMES[name].needs_windows and not has_windows}
     if device == "cuda":
-        unable = {WAITS_ON_CUDA} | ({"hierarchical"} if options.inner == WAITS_ON_CUDA else set())
+        unable |= {WAITS_ON_CUDA} | ({"hierarchical"} if options.inner == WAITS_ON_CUDA else set())
     return [name for name in names if name not in unable]
 
 

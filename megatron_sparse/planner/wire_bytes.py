@@ -13,6 +13,9 @@ al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions 
 `direct` is never worse than predicted. With `scheme.capacity` c, messages and sums take what they
 may hold at most: d becomes min(c d, 1), and D becomes min(n c d, 1). Where the distributed
 optimizer has k instances, every scheme sends 2 (k - 1) / k N b / n more.
+
+How dense a lossless parameter's gradient is nobody knows beforehand: it is taken to be as dense as
+what is pruned. With `planner.cluster` it is sampled.
 """
 
 from __future__ import annotations

@@ -46,6 +46,8 @@ class IterationBreakdown:
         skipped: the optimizer refused the step.
         extra: further numbers of the caller; a value that is not finite is None.
         planned_density: the density that was asked for, weighted by elements; None like `density`.
+        host_cpu_ms: milliseconds of the processor that the progress thread spent in the buckets'
+            steps, summed; None in runs from before it was measured.
     """
 
     iteration: int
@@ -67,6 +69,7 @@ class IterationBreakdown:
     skipped: bool = False
     extra: dict[str, float | None] = field(default_factory=dict)
     planned_density: float | None = None
+    host_cpu_ms: float | None = None
 
     @property
     def wire_ratio(self) -> float | None:
@@ -78,6 +81,7 @@ class IterationBreakdown:
         named: dict[str, float | None] = {
             "comm/exposed_ms": self.exposed_ms,
             "comm/overlapped_ms": self.overlapped_ms,
+            "comm/host_cpu_ms": self.host_cpu_ms,
             "comm/dense_bytes": self.dense_bytes,
             "comm/wire_bytes": self.wire_bytes,
             "comm/wire_ratio": self.wire_ratio,
@@ -203,6 +207,7 @@ def iteration_breakdown(
         skipped=bool(skipped),
         extra=numbers,
         planned_density=planned / numel if numel else None,
+        host_cpu_ms=sum(record.host_cpu_us for record in records) / 1e3,
     )
 
 
@@ -227,7 +232,8 @@ def bucket_line(
 
     Returns:
         JSON; `density` is what was sent (nnz / numel), `planned_density` what was asked for;
-        `measured_us`, all stages together, is what `predicted_us` is to be compared with.
+        `measured_us`, all stages together, is what `predicted_us` is to be compared with;
+        `host_cpu_us` and `host_wall_us` are the progress thread's.
     """
     density = repr(record.nnz / record.numel) if record.numel else "null"
     stage_us = record.stage_us()
@@ -242,6 +248,7 @@ def bucket_line(
         f'"numel":{record.numel},"nnz":{record.nnz},'
         f'"dense_bytes":{record.dense_bytes},"wire_bytes":{record.wire_bytes},'
         f'"predicted_us":{predicted},"measured_us":{sum(stage_us.values()):.1f},'
+        f'"host_cpu_us":{record.host_cpu_us:.1f},"host_wall_us":{record.host_wall_us:.1f},'
         f'"launched_us":{(record.launched_s - origin_s) * 1e6:.1f},'
         f'"finished_us":{(record.finished_s - origin_s) * 1e6:.1f},"stage_us":{{{stages}}}}}'
     )

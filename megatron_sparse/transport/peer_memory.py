@@ -118,6 +118,27 @@ class _OneRankEach:
         self.first_rank = dist.get_rank(group)
         self.device = device
 
+    def _meet(self, by: str, error: RuntimeError | None) -> None:
+        """Tells the others how it went; when it returns, every rank has zeroed its control.
+
+        Raises:
+            HostError: some rank cannot reach the others, on all ranks alike.
+        """
+        if error is None:
+            torch.cuda.synchronize(self.device)
+        got = None if error is None else (str(error) or repr(error)).split("\n", 1)[0]
+        found: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(found, got, group=self._group)
+        failed = {rank: text for rank, text in enumerate(found) if text is not None}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            raise HostError(
+                f"the ranks cannot reach one another's GPU memory by {by}",
+                expected="GPUs of one machine with peer access (nvidia-smi topo -p2p r)",
+                got=f"rank {rank} of {self.world_size}: {text}",
+                remedy="use scheme.name=direct, or another scheme.peer_windows",
+            ) from error
+
 
 class SymmetricMemory(_OneRankEach):
     """torch's symmetric memory, which is an alpha interface: this is the only place that uses it.
@@ -137,7 +158,7 @@ class SymmetricMemory(_OneRankEach):
         except ImportError as error:
             raise DependencyError(
                 "torch has no symmetric memory", expected="torch 2.11 or newer, built with CUDA",
-                got=torch.__version__, remedy="use CudaIpc as the provider",
+                got=torch.__version__, remedy="set scheme.peer_windows=cuda_ipc",
             ) from error  # fmt: skip
         try:
             window = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -148,10 +169,11 @@ class SymmetricMemory(_OneRankEach):
                 for rank in range(self.world_size)
             ]
         except RuntimeError as error:
-            raise _unreachable("torch's symmetric memory", error) from error
+            self._meet("torch's symmetric memory", error)
+            raise
+        self._meet("torch's symmetric memory", None)
         # Where torch allocates from a pool, the tensor lies somewhere in the buffer.
         inside = window.data_ptr() - bases[self.first_rank]
-        _meet(self._group, self.device)
         return PeerWindows((window,), tuple(base + inside for base in bases), (handle,))
 
 
@@ -171,8 +193,9 @@ class CudaIpc(_OneRankEach):
                 mine = rank == self.first_rank
                 tensors.append(window if mine else _map(rebuild, arguments, self.device))
         except RuntimeError as error:
-            raise _unreachable("CUDA IPC", error) from error
-        _meet(self._group, self.device)
+            self._meet("CUDA IPC", error)
+            raise
+        self._meet("CUDA IPC", None)
         return PeerWindows((window,), tuple(t.data_ptr() for t in tensors), tuple(tensors))
 
 
@@ -313,18 +336,3 @@ def _map(rebuild: Any, arguments: tuple[Any, ...], device: torch.device) -> torc
     assert isinstance(changed[storage_device], int), "torch passes the device as a number here"
     changed[storage_device] = torch.cuda.current_device() if device.index is None else device.index
     return rebuild(*changed)
-
-
-def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Every rank has zeroed its control when this returns."""
-    torch.cuda.synchronize(device)
-    dist.barrier(group)
-
-
-def _unreachable(by: str, error: RuntimeError) -> HostError:
-    return HostError(
-        f"the ranks cannot reach one another's GPU memory by {by}",
-        expected="GPUs of one machine with peer access (nvidia-smi topo -p2p r)",
-        got=str(error).split("\n", 1)[0],
-        remedy="use scheme.name=direct, or another provider of windows",
-    )

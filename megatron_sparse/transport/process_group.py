@@ -221,6 +221,10 @@ class ProcessGroupTransport:
         # After the watch: when the hosts have been gathered, all ranks have joined it.
         self.nodes = self._find_nodes()
 
+    def trouble(self) -> str | None:
+        """Which rank of the group is gone and why, in words; None while none is known to be."""
+        return None if self._watch is None else self._watch.trouble()
+
     def _broadcast(self, text: bytes) -> bytes:
         padded = torch.frombuffer(bytearray(text.ljust(INVITATION_BYTES)), dtype=torch.uint8)
         words = padded.to(self.device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, Form
-from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.collectives.records import group_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config import CompressionConfig, SchemeConfig, SparseConfig
@@ -282,7 +282,7 @@ def test_one_read_of_the_host_a_bucket(name, form, monkeypatch):
     assert OnDevice.reads == 4, "the count came with the same read"
 
 
-@pytest.mark.parametrize("name", sorted(set(SCHEMES) - set(CAPABLE)))
+@pytest.mark.parametrize("name", sorted(set(OVER_GROUPS) - set(CAPABLE)))
 def test_other_schemes_are_refused_in_the_first_step(name):
     compression = CompressionConfig(warmup_iters=100)
     planner = FixedPlanner(compression, SchemeConfig(name=name, capacity=1.25))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.bucket import Form
-from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.config import SCHEMES as CONFIGURABLE
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
@@ -18,7 +18,7 @@ from tests.collectives.cases import Case, contribution, exact_sum, numel_for, st
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
-BY_FORM = [(name, form) for name in SCHEMES for form in Form if form in SCHEMES[name].forms]
+BY_FORM = [(name, form) for name in OVER_GROUPS for form in Form if form in SCHEMES[name].forms]
 
 
 def _run(case, topology=None):
@@ -68,7 +68,7 @@ def test_exact_for_any_size_and_density(which, n, numel, density, dtypes):
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", OVER_GROUPS)
 def test_all_ranks_hold_the_same_bits_and_the_sum_of_floats(name, n):
     for dtype, wire in DTYPES:
         case = Case(name, n, Form.ALL_REDUCE, dtype, wire, 0.3, 1000, floats=True)

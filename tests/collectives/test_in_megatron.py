@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron_sparse.bucket import Form
-from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
@@ -43,14 +44,27 @@ def _all_schemes(rank, world_size):
     for form in Form:
         setting = SmallGPTConfig(overlap=True, distributed_optimizer=form is Form.REDUCE_SCATTER)
         results[form, None] = _train(setting)
-        for scheme in SCHEMES:
+        for scheme in OVER_GROUPS:
             results[form, scheme] = _train(setting, scheme)
+    results["windows"] = _refused_at_attach()
     return results
+
+
+def _refused_at_attach():
+    """What a scheme that needs windows of peer memory says of a group without GPUs."""
+    from megatron_sparse.megatron import attach
+    from megatron_sparse.megatron.small_gpt import SmallGPT
+
+    toy = SmallGPT(SmallGPTConfig(overlap=True, distributed_optimizer=False))
+    with pytest.raises(ConfigError, match="peer_two_shot needs the memory of GPUs") as caught:
+        attach(toy.ddp, toy.optimizer, scheme="peer_two_shot")
+    return caught.value.got
 
 
 def test_every_scheme_trains_a_megatron_model_to_the_same_bits():
     """At density 1 nothing is left behind, and the sum of two numbers has only one rounding."""
     for results in run_ranks(_all_schemes, 2, timeout_s=280):
+        assert results.pop("windows") == "a group of 2 ranks on cpu"
         for (form, scheme), weights in results.items():
             if scheme is not None and form not in SCHEMES[scheme].forms:
                 assert f"{scheme} has no {form} form" in weights

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives import OVER_GROUPS, Input
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError
@@ -30,7 +30,7 @@ CASES = list(
 # The other schemes have their matrix on virtual ranks; here, a sample over real sockets.
 CASES += [
     (form, dtype, wire, density, name)
-    for name, scheme in SCHEMES.items()
+    for name, scheme in OVER_GROUPS.items()
     for form, dtype, wire, density in (
         (Form.ALL_REDUCE, "fp32", None, 0.01),
         (Form.ALL_REDUCE, "fp32", "bf16", 0.3),
@@ -189,7 +189,7 @@ def test_buckets_in_flight_together_stay_bit_identical_on_all_ranks():
 
 
 TIMEOUT_S = 2
-SPARSE = [name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE]
+SPARSE = [name for name, scheme in OVER_GROUPS.items() if scheme.takes is Input.SPARSE]
 
 
 def _disagree(rank, world_size, cases):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
 from megatron_sparse.collectives.base import tag_of
 from megatron_sparse.collectives.sealed import open_row, open_size, seal_row, seal_size
 from megatron_sparse.compression.schedule import Phase
@@ -53,6 +53,7 @@ def test_messages_are_cut_into_shards_where_a_scheme_sends_shards():
         "omnireduce",
         "adaptive_ring",
         "straggler_direct",
+        "peer_two_shot",
     }
     for scheme in SCHEMES.values():
         assert scheme.is_sharded(Form.REDUCE_SCATTER) == (scheme.takes is Input.SPARSE)
@@ -76,7 +77,7 @@ def test_tags_differ_in_all_that_ranks_must_agree_on():
     assert all(0 <= tag < 2**31 for tag in tags)
 
 
-SPARSE = [name for name in SCHEMES if SCHEMES[name].takes is Input.SPARSE]
+SPARSE = [name for name, scheme in OVER_GROUPS.items() if scheme.takes is Input.SPARSE]
 
 
 @pytest.mark.parametrize("name", SPARSE)

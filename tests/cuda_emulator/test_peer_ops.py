@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
-from megatron_sparse.collectives.options import SchemeOptions
-from megatron_sparse.collectives.peer_two_shot import peer_layout, peer_two_shot
+from megatron_sparse.collectives import SCHEMES, SchemeOptions, Steps
+from megatron_sparse.collectives.peer_two_shot import peer_layout
 from megatron_sparse.config import SchemeConfig
 from megatron_sparse.cuda_ext import peer_ops
 from megatron_sparse.cuda_ext.peer_ops import MAX_PEERS, Operation
@@ -20,6 +22,7 @@ from megatron_sparse.formats.message import Message, MessageBuffers, prune_encod
 from megatron_sparse.formats.slots import segment_capacity
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.reference import peer
+from megatron_sparse.transport import Transport
 from megatron_sparse.transport.peer_memory import PeerMemory, PeerWindows, VirtualRanks
 from tests.cuda_emulator.device import GPU, EmulatedGpu, OnDevice
 from tests.cuda_emulator.emulated import DTYPE_CODES, IN_ORDER, Codecs
@@ -126,12 +129,20 @@ def selected(bucket: Bucket, threshold: float, capacity: float | None) -> Messag
     )  # fmt: skip
 
 
+def exchange(bucket: Bucket, message: Message, options: SchemeOptions) -> Steps:
+    """The registered collective; its transport moves nothing."""
+    nobody = cast("Transport", SimpleNamespace(device=GPU))
+    return SCHEMES["peer_two_shot"].exchange(
+        bucket, message, nobody, MessageBuffers(), Stopwatch(GPU), options
+    )
+
+
 @pytest.mark.parametrize("form", list(Form))
 @pytest.mark.parametrize("capacity", [None, 0.5])
 def test_the_collective_sums_what_selection_made(
     gpu: EmulatedDevice, form: Form, capacity: float | None
 ) -> None:
-    """Two ranks in threads of their own, through `peer_two_shot`, messages with and without slots.
+    """Two ranks in threads of their own, as the scheme is registered; messages with slots or not.
 
     The threshold of 1.5 keeps 13 % of normal values: within the capacity of one half.
     """
@@ -149,9 +160,7 @@ def test_the_collective_sums_what_selection_made(
         try:
             with EmulatedGpu():
                 peers = PeerMemory(OneRank(windows, rank), {"b": layout}, 60)
-                steps = peer_two_shot(
-                    buckets[rank], messages[rank], peers, MessageBuffers(), Stopwatch(GPU), options
-                )
+                steps = exchange(buckets[rank], messages[rank], options.with_peers(peers))
                 for _ in steps:
                     pass
         except BaseException as error:  # for the test's own thread
@@ -182,7 +191,7 @@ def test_a_silent_rank_is_a_typed_error_of_the_collective(gpu: EmulatedDevice) -
     options = SchemeOptions.of(SchemeConfig())
     message = selected(bucket, 0.5, None)
     with pytest.raises(CommunicationError, match=r"bucket b7: .*rank 1 did not come"):
-        for _ in peer_two_shot(bucket, message, peers, MessageBuffers(), Stopwatch(GPU), options):
+        for _ in exchange(bucket, message, options.with_peers(peers)):
             pass
 
 
@@ -191,9 +200,13 @@ def test_windows_of_other_buckets_are_refused(gpu: EmulatedDevice) -> None:
                     Form.ALL_REDUCE, 1)  # fmt: skip
     peers = PeerMemory(VirtualRanks(1, GPU), {"old": uneven_layout(1)}, 1)
     message, options = selected(bucket, 0.5, None), SchemeOptions.of(SchemeConfig())
-    steps = peer_two_shot(bucket, message, peers, MessageBuffers(), Stopwatch(GPU), options)
     with pytest.raises(ConfigError, match="the windows were made for other buckets"):
-        next(steps)
+        next(exchange(bucket, message, options.with_peers(peers)))
+    with pytest.raises(ConfigError, match="without windows of peer memory"):
+        next(exchange(bucket, message, options))
+    bucket.name = "old"  # of another size
+    with pytest.raises(ConfigError, match="the windows were made for other buckets"):
+        next(exchange(bucket, message, options.with_peers(peers)))
 
 
 def test_wrong_arguments_are_refused_before_anything_is_launched(gpu: EmulatedDevice) -> None:

@@ -27,7 +27,8 @@ def test_a_dry_run_lists_stages_that_end_within_ten_minutes() -> None:
     assert done.returncode == 0, done.stderr
     stages = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert list(stages) == [
-        "build", "tests", "memcheck", "racecheck", "codecs", "hashing", "two-shot",
+        "build", "tests", "memcheck", "racecheck", "codecs", "hashing", "host",
+        "two-shot",
     ]  # fmt: skip
     assert sum(int(line.split()[1]) for line in stages.values()) < 600
     assert "-m gpu" in stages["tests"]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
-from megatron_sparse.collectives.options import SchemeOptions
-from megatron_sparse.collectives.peer_two_shot import with_peer_memory
+from megatron_sparse.collectives import peer_windows
+from megatron_sparse.collectives.peer_two_shot import peer_layout
+from megatron_sparse.collectives.peer_windows import ProcessRanks, check_domain, open_windows
 from megatron_sparse.config import SchemeConfig
 from megatron_sparse.cuda_ext.peer_ops import (
     CONTROL_BYTES,
@@ -24,14 +25,16 @@ from megatron_sparse.errors import (
     CommunicationError,
     ConfigError,
     ExtensionError,
+    HostError,
     MegatronSparseError,
     WireFormatError,
 )
+from megatron_sparse.progress import DEADLINE_FACTOR, DEADLINE_SLACK_S
 from megatron_sparse.reference import peer
-from megatron_sparse.transport import Transport
 from megatron_sparse.transport.peer_memory import (
     CudaIpc,
     PeerMemory,
+    PeerWindows,
     SymmetricMemory,
     VirtualRanks,
     _map,
@@ -92,23 +95,113 @@ def test_without_a_gpu_every_provider_says_so() -> None:
         assert "scheme.name=direct" in str(caught.value)
 
 
-def test_a_group_on_the_cpu_is_refused() -> None:
-    bucket = Bucket("b", torch.zeros(8), [ParameterSlice("w", 0, 8)], Form.ALL_REDUCE, 2)
-    transport = SimpleNamespace(world_size=2, device=CPU)
-    options = SchemeOptions.of(SchemeConfig())
+def ranks_on(device: str, nodes: tuple[int, ...], rank: int = 0) -> ProcessRanks:
+    """A group as windows look at it."""
+    place = torch.device(device)
+    found = SimpleNamespace(rank=rank, world_size=len(nodes), device=place, nodes=nodes, group=None)
+    return cast("ProcessRanks", found)
 
-    class Provider(VirtualRanks):
-        def __init__(self) -> None:
-            self.world_size = 2
 
+@pytest.mark.parametrize(
+    ("ranks", "got"),
+    [
+        (ranks_on("cpu", (0, 0)), "2 ranks on cpu"),
+        (ranks_on("cuda:0", (0, 0, 2)), "3 ranks on 2 machines"),
+        (ranks_on("cuda:0", (0,) * (MAX_PEERS + 1)), f"a group of {MAX_PEERS + 1} ranks"),
+    ],
+)
+def test_a_group_that_is_no_nvlink_domain_is_refused(ranks: ProcessRanks, got: str) -> None:
     with pytest.raises(ConfigError, match="peer_two_shot needs the memory of GPUs") as caught:
-        with_peer_memory(cast("Transport", transport), Provider(), [bucket], "fp32", options, 1.0)
-    assert caught.value.got == "2 ranks on cpu"
+        open_windows(ranks, [], SchemeConfig(), in_order_of_coming=False)
+    assert str(caught.value.got).endswith(got)
+    assert "scheme.name=direct" in str(caught.value.remedy)
+    check_domain(ranks_on("cuda:0", (0,) * MAX_PEERS))
 
 
-def test_scheme_name_does_not_offer_it() -> None:
-    with pytest.raises(ConfigError, match="scheme"):
-        SchemeConfig(name="peer_two_shot")
+BUCKET = Bucket("b", torch.zeros(8), [ParameterSlice("w", 0, 8)], Form.ALL_REDUCE, 2)
+
+
+class Provider(VirtualRanks):
+    """Windows in CPU memory, or none."""
+
+    def __init__(self, group: object, device: torch.device) -> None:
+        self.world_size, self.first_rank, self.local_ranks = 2, 0, 1
+        self.device = CPU
+
+    def open(self, nbytes: int) -> PeerWindows:
+        own = torch.zeros(nbytes, dtype=torch.uint8)
+        return PeerWindows((own,), (own.data_ptr(),) * 2)
+
+
+class Unreachable(Provider):
+    """No windows."""
+
+    def open(self, nbytes: int) -> PeerWindows:
+        raise HostError("no way by this one", got="no peer access")
+
+
+def test_auto_takes_the_first_provider_that_works(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = ranks_on("cuda:0", (0, 0))
+    config = SchemeConfig(timeout_s=30, wire_dtype="bf16", format="coo")
+    for first, expected in ((Provider, []), (Unreachable, ["no peer access"])):
+        caplog.clear()
+        found = {"symmetric_memory": first, "cuda_ipc": Provider}
+        monkeypatch.setattr(peer_windows, "PROVIDERS", found)
+        peers = open_windows(ranks, [BUCKET], config, in_order_of_coming=True)
+        # Both waits together, 3 times this, end before the progress thread's 1.5 timeouts.
+        assert peers.domain.deadline_s == 15
+        assert peers.in_order_of_coming
+        layout = peer_layout(BUCKET, "bf16", "coo")
+        assert peers.layouts["b"].value_dtype == layout.value_dtype == 1
+        assert torch.equal(peers.layouts["b"].segment_kinds, layout.segment_kinds)
+        told = [record.message for record in caplog.records]
+        assert len(told) == len(expected)
+        assert all(word in line for word, line in zip(expected, told, strict=True))
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda_ipc"])
+def test_no_provider_that_works_is_the_last_ones_error(
+    monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    found = {"symmetric_memory": Provider, "cuda_ipc": Unreachable}
+    if wanted == "auto":
+        found["symmetric_memory"] = Unreachable
+    monkeypatch.setattr(peer_windows, "PROVIDERS", found)
+    with pytest.raises(HostError, match="no way by this one"):
+        open_windows(
+            ranks_on("cuda:0", (0, 0)), [BUCKET], SchemeConfig(peer_windows=wanted),
+            in_order_of_coming=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [None, RuntimeError("peer access is not supported\nat line 3")])
+def test_one_rank_that_reaches_nobody_is_every_ranks_error(
+    monkeypatch: pytest.MonkeyPatch, own: RuntimeError | None
+) -> None:
+    """Else the others would wait for it."""
+    there = "peer access is not supported"
+
+    def gather(found: list[str | None], got: str | None, group: object) -> None:
+        assert got == (None if own is None else there)
+        found[:] = [None, there, None]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    provider = CudaIpc.__new__(CudaIpc)
+    provider._group, provider.device, provider.world_size = cast("Any", None), CPU, 3
+    with pytest.raises(HostError, match="cannot reach one another's GPU memory by x") as caught:
+        provider._meet("x", own)
+    assert caught.value.got == f"rank 1 of 3: {there}"
+
+
+def test_one_wait_is_no_longer_than_the_progress_threads() -> None:
+    """A rank that is missing is named by the windows, not found by the thread's own deadline."""
+    for timeout_s in (0.1, 300.0, 1e5):
+        messages_s = peer_windows.DEADLINE_FACTOR * timeout_s
+        sums_s = 2 * messages_s
+        assert messages_s + sums_s < timeout_s * DEADLINE_FACTOR + DEADLINE_SLACK_S
 
 
 ERRORS = [

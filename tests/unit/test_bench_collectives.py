@@ -20,7 +20,7 @@ from megatron_sparse.bench.collective_row import MEASURED, Row, in_order
 from megatron_sparse.bench.collective_sweep import Case, Sweep
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
 from megatron_sparse.bucket import Form
-from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Link, Topology, VirtualCluster
@@ -57,7 +57,7 @@ class TestVirtual:
 
     def test_every_scheme_is_right_and_labelled_as_a_model(self, tmp_path, capsys):
         path = tmp_path / "rows.jsonl"
-        schemes = ["auto", *SCHEMES]
+        schemes = ["auto", *OVER_GROUPS]
         rows = run_virtual(8, path, schemes=schemes, ops=["all_reduce", "reduce_scatter"])
         assert [json.loads(line) for line in path.read_text().splitlines()] == rows
         assert {row["scheme"] for row in rows} == set(schemes)
@@ -170,8 +170,8 @@ class TestFigures:
         def figures(total, network, dense, wire):
             return in_order({
                 "total": total, "threshold": 1, "prune": 2, "profile": 0, "encode": 3,
-                "network": network, "decode": 4, "dense": dense, "copy": 2, "wire_bytes": wire,
-                "nnz": 10,
+                "network": network, "decode": 4, "host_cpu": total / 5, "dense": dense, "copy": 2,
+                "wire_bytes": wire, "nnz": 10,
             })  # fmt: skip
 
         return torch.tensor([
@@ -185,6 +185,7 @@ class TestFigures:
         assert (row.time_us, row.dense_us) == (60, 120)
         assert row.network_us == 30
         assert row.host_us == 20  # of 50 - 30, 60 - 40, 90 - 70
+        assert row.host_cpu_us == 12  # of 10, 12, 18
         assert row.prune_us == 3
         assert row.speedup == pytest.approx(90 / 50)  # of 90/50, 120/60, 120/90
         assert row.wire_bytes == 200

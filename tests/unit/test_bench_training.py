@@ -43,8 +43,12 @@ def runs(monkeypatch, tmp_path):
         folder = Path(words["runs_dir"]) / words["name"]
         folder.mkdir()
         lines = [
-            {"exposed_ms": ms, "wire_bytes": 10 * ms, "dense_bytes": 4000} for ms in (9, 1, 3, 2)
-        ]
+            {
+                "exposed_ms": ms, "wire_bytes": 10 * ms, "dense_bytes": 4000,
+                "host_cpu_ms": 0.5 * ms, "schemes": {"direct": 3, "dense": 2},
+            }
+            for ms in (9, 1, 3, 2)
+        ]  # fmt: skip
         (folder / "breakdown.jsonl").write_text("".join(json.dumps(li) + "\n" for li in lines))
         return 0
 
@@ -58,7 +62,8 @@ def test_rows(runs, tmp_path, capsys):
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
     plain, direct = rows
     assert (plain["iteration_ms"], plain["slowest_ms"], plain["speedup"]) == (20, 30, 1)
-    assert plain["wire_bytes"] is None
+    assert plain["wire_bytes"] is plain["host_cpu_us"] is None
+    assert direct["host_cpu_us"] == 200  # 1 ms of five buckets
     assert (direct["iteration_ms"], direct["speedup"]) == (10, 2)
     assert (direct["exposed_ms"], direct["wire_bytes"], direct["dense_bytes"]) == (2, 20, 4000)
     assert (direct["loss_first"], direct["loss_last"]) == (9, 6)

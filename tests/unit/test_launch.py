@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 from megatron_sparse import launch, slurm
 from megatron_sparse.composition import compose, load
+from megatron_sparse.config import SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import arguments
+from megatron_sparse.megatron import arguments, training, worker
 from megatron_sparse.run_config import RunConfig
+from megatron_sparse.transport.nccl_errors import ENVIRONMENT
 
 TASK = {
     "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
@@ -114,6 +117,19 @@ class TestDecide:
             launch.decide(dataclasses.replace(config, cluster=wanted))
 
 
+class TestPreflight:
+    """What is said before the ranks start."""
+
+    def test_a_scheme_for_gpus_on_a_cpu(self, config):
+        scheme = SchemeConfig(name="peer_two_shot")
+        cluster = dataclasses.replace(config.cluster, device="cpu")
+        run = dataclasses.replace(config, scheme=scheme, cluster=cluster)
+        with pytest.raises(ConfigError, match="needs the memory of GPUs") as caught:
+            launch.preflight(run)
+        assert caught.value.got == "cluster.device=cpu"
+        launch.preflight(dataclasses.replace(run, plugin=False))
+
+
 class TestEnvironment:
     """What each rank finds in its environment."""
 
@@ -134,6 +150,47 @@ class TestEnvironment:
         assert found["OMP_NUM_THREADS"] == "1"
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         assert self.on(config, "cuda")["OMP_NUM_THREADS"] == "3"
+
+    def test_nccls_watchdog_lets_ranks_live_where_errors_are_to_be_typed(self, config, monkeypatch):
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        monkeypatch.delenv(name, raising=False)
+        assert name not in self.on(config, "cuda")
+        typed = dataclasses.replace(config, scheme=SchemeConfig(nccl_errors="typed"))
+        assert ENVIRONMENT.items() <= self.on(typed, "cuda").items()
+        assert name not in self.on(typed, "cpu")
+        assert name not in self.on(dataclasses.replace(typed, plugin=False), "cuda")
+        # The plugin refuses to run under it, which says more than setting it silently.
+        monkeypatch.setenv(name, "3")
+        assert self.on(typed, "cuda")[name] == "3"
+
+    def test_a_rank_whose_group_was_aborted_leaves_at_once(self, config, monkeypatch, tmp_path):
+        """Waiting for torch's destructors, which wait for what never ends, it would not."""
+
+        def train(*_):
+            raise torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0.")
+
+        def leave(code):
+            raise SystemExit(f"left at once with {code}")
+
+        report = tmp_path / "error.json"
+        monkeypatch.setenv(worker.ERROR_FILE, str(report))
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setattr(training, "train", train)
+        monkeypatch.setattr(worker.os, "_exit", leave)
+        cluster = dataclasses.replace(config.cluster, device="cuda")
+        for nccl_errors in ("torch", "typed"):
+            scheme = SchemeConfig(nccl_errors=nccl_errors)
+            run = dataclasses.replace(config, scheme=scheme, cluster=cluster)
+            monkeypatch.setattr(worker.composition, "load", lambda _, run=run: run)
+            if nccl_errors == "torch":
+                with pytest.raises(torch.distributed.DistBackendError):
+                    worker.main([str(tmp_path)])
+                continue
+            with pytest.raises(SystemExit, match="left at once with 3"):
+                worker.main([str(tmp_path)])
+        message, typed = worker.read_report(json.loads(report.read_text())) or ("", False)
+        assert typed
+        assert "an operation of NCCL failed" in message
 
 
 class TestSlurm:

@@ -101,6 +101,34 @@ def test_a_bucket_whose_other_posts_need_no_order_lets_the_next_one_post(progres
     assert log[-1] == "a posts the rest"
 
 
+def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
+    """Work of the processor counts in both clocks, sleep in a step in the wall clock's alone."""
+    busy_s, asleep_s, waited_s = 0.1, 0.15, 0.4
+    work, begun_s, posted = ManualWork(), [], []
+
+    def job():
+        begun_s.append(time.perf_counter())
+        until_s = time.thread_time() + busy_s
+        while time.thread_time() < until_s:
+            pass
+        yield GATE
+        yield POSTED
+        posted.append(True)
+        yield work
+        time.sleep(asleep_s)
+
+    pending = progress.submit("a", job, Stopwatch())
+    _until(lambda: posted)
+    time.sleep(waited_s)
+    work.event.set()
+    pending.wait()
+    assert pending.host_cpu_s >= busy_s
+    # Nothing but the loop keeps the processor busy, so neither the sleep nor the wait is in it.
+    assert pending.host_cpu_s < busy_s + asleep_s / 2
+    assert pending.host_wall_s >= busy_s + asleep_s
+    assert pending.host_wall_s <= pending.finished_s - begun_s[0] - waited_s
+
+
 def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
     log, work = [], ManualWork()
     work.error = CommunicationError("peer gone")

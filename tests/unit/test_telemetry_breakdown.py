@@ -92,6 +92,7 @@ def test_iteration_without_buckets():
         "comm/wire_bytes": 0.0,
         "comm/exposed_ms": 0.0,
         "comm/overlapped_ms": 0.0,
+        "comm/host_cpu_ms": 0.0,
         "breakdown/iteration_ms": 250.0,
         **{f"breakdown/{stage}_ms": 0.0 for stage in STAGES},
         "train/skipped": 1.0,
@@ -157,6 +158,8 @@ def test_lines_read_back():
         "wire_bytes": 4,
         "predicted_us": None,
         "measured_us": 12.3,
+        "host_cpu_us": 0.0,
+        "host_wall_us": 0.0,
         "launched_us": 250_000.0,
         "finished_us": 500_000.0,
         # rounded to a tenth of a microsecond: the clock is no better
@@ -164,6 +167,21 @@ def test_lines_read_back():
     }
     assert json.loads(bucket_line(r, 9, 5.0, 1.5e-7))["threshold"] == 1.5e-7
     assert json.loads(bucket_line(record(numel=0, nnz=0, density=1), 9, 0.0))["density"] is None
+
+
+def test_the_hosts_time_is_that_of_the_progress_thread():
+    """As `Pending` has measured it, in seconds; added up over the buckets of an iteration."""
+    records = [record(), record()]
+    for one, cpu_s in zip(records, (0.002, 0.0035), strict=True):
+        one.end(finished_s=7.0, host_cpu_s=cpu_s, host_wall_s=2 * cpu_s)
+        assert one.finished_s == 7.0
+    line = json.loads(bucket_line(records[0], 1, 0.0))
+    assert (line["host_cpu_us"], line["host_wall_us"]) == (2000.0, 4000.0)
+    b = iteration_breakdown(1, records, {}, iteration_s=1.0)
+    assert b.host_cpu_ms == pytest.approx(5.5)
+    old = json.loads(b.line())
+    del old["host_cpu_ms"]  # of a run from before it was measured
+    assert "comm/host_cpu_ms" not in IterationBreakdown(**old).scalars()
 
 
 def test_what_was_predicted_stands_beside_what_was_measured():

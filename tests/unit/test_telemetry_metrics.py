@@ -53,7 +53,7 @@ def test_every_stage_is_known_and_other_names_are_not():
 def test_bucket_scalars():
     made = record(
         predicted_us=4000.0, launched_s=1.0, finished_s=1.5, dense_bytes=4000, wire_bytes=240,
-        straggler=2,
+        straggler=2, host_cpu_us=1500.0,
     )  # fmt: skip
     late = ReadinessRecord("dense0.0", 1, (0.25, 0.0, 0.0))
     assert bucket_scalars([made], {"dense0.0": 0.125}, [late]) == {
@@ -61,6 +61,7 @@ def test_bucket_scalars():
         "bucket/dense0.0/sync_ms": 500.0,
         "bucket/dense0.0/measured_ms": 2.5,
         "bucket/dense0.0/predicted_ms": 4.0,
+        "bucket/dense0.0/host_cpu_ms": 1.5,
         "bucket/dense0.0/dense_bytes": 4000.0,
         "bucket/dense0.0/wire_bytes": 240.0,
         "bucket/dense0.0/density": 0.03,

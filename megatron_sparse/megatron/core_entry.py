@@ -1,0 +1,85 @@
+"""`attach` and `detach`, for a `DistributedDataParallel` of Megatron-core in a loop of one's own.
+
+Scripts that run Megatron's `pretrain` have `install` (`plugin`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_sparse.config import SparseConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron.attachment import Attachment
+from megatron_sparse.megatron.doors import require_doors
+from megatron_sparse.megatron.units import divides_by_tokens, is_fp16, may_repeat_or_skip
+from megatron_sparse.recording import NullRecorder, Recorder
+
+
+def attach(
+    model: Any,
+    optimizer: Any = None,
+    config: SparseConfig | None = None,
+    *,
+    recorder: Recorder | None = None,
+    **overrides: Any,
+) -> Attachment:
+    """Compresses the gradient synchronisation of a model that Megatron's DDP wraps.
+
+    Collective: every rank must call it, with the same configuration. Buffers are allocated when
+    they are first needed.
+
+    Args:
+        model: a `megatron.core.distributed.DistributedDataParallel` or a list of them.
+        optimizer: Megatron's optimizer, whose steps tell which selections count. Without it every
+            selection counts at once, so fp16 with loss scaling is refused.
+        config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
+        recorder: told the time and bytes of each bucket.
+        **overrides: see `SparseConfig.from_overrides`.
+
+    Returns:
+        The attachment; `detach` it, or switch it with `attachment.enabled`.
+
+    Raises:
+        HostError: Megatron lacks the door, or the model is of a kind that is refused.
+        ConfigError: a value is refused, or fp16 without the optimizer.
+
+    Example:
+        >>> attachment = attach(ddp_model, optimizer, density=0.01)  # doctest: +SKIP
+    """
+    require_doors("attach")
+    if config is not None and overrides:
+        raise ConfigError(
+            "attach got both a config and single options",
+            expected="one of them",
+            got=", ".join(overrides),
+            remedy="put the options into the SparseConfig",
+        )
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    if optimizer is None and any(is_fp16(chunk) for chunk in chunks):
+        raise ConfigError(
+            "fp16 training needs the optimizer",
+            expected="attach(model, optimizer, ...)",
+            got="no optimizer",
+            remedy="pass Megatron's optimizer, whose loss scaling skips steps",
+        )
+    if optimizer is None and any(map(divides_by_tokens, chunks)):
+        raise ConfigError(
+            "a loss per token needs the optimizer",
+            expected="attach(model, optimizer, ...)",
+            got="no optimizer, with calculate_per_token_loss",
+            remedy="pass Megatron's optimizer: the residual's unit changes from step to step",
+        )
+    attachment = Attachment(
+        chunks, config or SparseConfig.from_overrides(**overrides), recorder or NullRecorder()
+    )
+    if optimizer is not None:
+        attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
+    return attachment
+
+
+def detach(attachment: Attachment) -> None:
+    """Undoes `attach`. What the residual holds is dropped; to send it first, set
+    `attachment.enabled = False` and train one more step.
+    """
+    attachment.close()

@@ -1,0 +1,212 @@
+"""A failed NCCL group as a typed error: the watchdog's settings, and looks at what it found.
+
+By default torch's watchdog ends the process when an operation of NCCL fails or times out. With
+`scheme.nccl_errors=typed` it only aborts the group's communicator (`ENVIRONMENT`), and every NCCL
+group of the process, Megatron's too, is looked at here: before the optimizer steps, and before a
+checkpoint is saved.
+
+What the watchdog of torch 2.11 to 2.13 then does, in this order, is what the looks rely on: it sets
+the group's error; with TORCH_NCCL_PROPAGATE_ERROR it tells the group's other members, whose
+watchdogs set theirs; it sleeps four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC; it aborts the
+communicator, and only then a stream that waits for the operation goes on, over whatever lies in its
+buffers. So what comes from an aborted operation is never older than the group's error.
+
+The host runs ahead of the device, so a step that was queued before the error may still change
+weights with such values, and through groups that are well other ranks' weights too. Weights in
+memory are therefore worth nothing after an error, and nothing that is saved may come behind one:
+`Looks.agree` waits for the device, looks at all groups of this process, and lets no rank go on
+before all ranks have done so; what a rank has sent to others it sent before it says it is well.
+
+Costs: a look takes one lock for each group; an agreement one device synchronisation and two words
+to the store, for each save. Propagation has each watchdog ask the store ten times a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.errors import CommunicationError, ConfigError
+
+ENVIRONMENT = {
+    # Abort communicators, leave the process alone (CleanUpOnly of ProcessGroupNCCL.hpp).
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_PROPAGATE_ERROR": "1",
+    # The watchdog sleeps four times this before it aborts: 60 s by default.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
+}
+"""For the ranks, before the first group is made. The heartbeat monitor stays on: it ends a process
+whose watchdog is stuck, and one that is still there 8 minutes after an error."""
+_NEEDED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_PROPAGATE_ERROR")
+
+REMEDY = "look at that rank's log, and restart from the last checkpoint"
+_WHAT = {
+    "TIMEOUT": "an operation of this rank did not finish in time",
+    "COMM_ERROR": "NCCL has reported an error to this rank",
+    "REMOTE_ERROR": "another rank of the group has reported an error",
+}
+_agreements = itertools.count()
+"""All ranks save alike, so their numbers are the same."""
+
+
+class NcclBackend(Protocol):
+    """What is asked of torch's `ProcessGroupNCCL`."""
+
+    def get_error(self) -> Any:
+        """SUCCESS, or what its watchdog has found first; never blocks."""
+        ...
+
+
+def nccl_groups() -> Iterator[tuple[str, NcclBackend]]:
+    """Every NCCL group of this process, and its name for errors."""
+    world = dist.distributed_c10d._world
+    for group in list(world.pg_map):
+        try:
+            backend = group._get_backend(torch.device("cuda"))
+        except RuntimeError:
+            continue  # a group of the CPU alone
+        if hasattr(backend, "get_error"):
+            ranks = dist.get_process_group_ranks(group)
+            yield f"{group.group_desc or world.pg_names[group]} (ranks {_listed(ranks)})", backend
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Refuses a process that NCCL's watchdog would end, or that would hear of no other's error.
+
+    Raises:
+        ConfigError: a variable is not as in `ENVIRONMENT`.
+    """
+    for name in _NEEDED:
+        if environment.get(name) != ENVIRONMENT[name]:
+            raise ConfigError(
+                f"scheme.nccl_errors=typed with {name}={environment.get(name)}",
+                expected=f"{name}={ENVIRONMENT[name]} before torch.distributed is initialised",
+                got=environment.get(name, "not set"),
+                remedy="start with `megatron-sparse train`, which sets it; else export it for "
+                "every rank, or leave scheme.nccl_errors out",
+            )
+
+
+class Looks:
+    """Looks at the outcome of the process's NCCL groups.
+
+    Args:
+        timeout_s: seconds that an agreement may take.
+        gone: says in words which rank is known to be gone, None while none is.
+        device: whose work an agreement waits for.
+        groups: those to look at.
+
+    Raises:
+        ConfigError: the environment is that of torch's own handling.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        gone: Callable[[], str | None],
+        device: torch.device,
+        groups: Callable[[], Iterator[tuple[str, NcclBackend]]] = nccl_groups,
+    ) -> None:
+        check_environment(os.environ)
+        self._timeout_s = timeout_s
+        self._gone = gone
+        self._device = device
+        self._groups = groups
+
+    def check(self, before: str) -> None:
+        """Raises if a group has failed so far; the host waits for nothing.
+
+        Args:
+            before: what must not be done then, for the error.
+
+        Raises:
+            CommunicationError: names the group, and the rank that is gone where that is known.
+        """
+        for name, backend in self._groups():
+            error = backend.get_error()
+            if error.name != "SUCCESS":
+                gone = self._gone()
+                raise CommunicationError(
+                    f"NCCL group {name} has failed before {before}" + (f": {gone}" if gone else ""),
+                    expected="every operation of every group to finish",
+                    got=gone or _WHAT.get(error.name, error.name),
+                    remedy=REMEDY,
+                )
+
+    def agree(self, before: str, store: Any, rank: int, world_size: int) -> None:
+        """Returns on all ranks when all groups of all ranks are well; on none of them otherwise.
+
+        Collective. Waits for the device, which a failed operation holds up until its timeout.
+
+        Args:
+            before: what must not be done otherwise.
+            store: of all ranks.
+            rank: of this process.
+            world_size: of the store.
+
+        Raises:
+            CommunicationError: a group has failed, here or on another rank, or a rank did not come.
+        """
+        key = f"megatron_sparse/nccl_is_well/{next(_agreements)}"
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        try:
+            self.check(before)
+        except CommunicationError as error:
+            store.set(f"{key}/all", f"rank {rank}: {error.what}")
+            raise
+        if store.add(key, 1) == world_size:
+            store.set(f"{key}/all", "")
+        try:
+            store.wait([f"{key}/all"], timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            gone = self._gone()
+            raise CommunicationError(
+                f"not all ranks have come to {before}" + (f": {gone}" if gone else ""),
+                expected=f"{world_size} ranks within {self._timeout_s:g} s",
+                got=f"{store.add(key, 0)} ranks",
+                remedy=REMEDY,
+            ) from error
+        found = store.get(f"{key}/all").decode()
+        if found:
+            raise CommunicationError(
+                f"NCCL has failed before {before} on {found}",
+                expected="every operation of every group to finish", got="see that rank's log",
+                remedy=REMEDY,
+            )  # fmt: skip
+
+
+@contextmanager
+def as_typed() -> Iterator[None]:
+    """Makes a typed error of torch's for an operation that was posted to an aborted communicator.
+
+    Raises:
+        CommunicationError: in its place.
+    """
+    try:
+        yield
+    except dist.DistBackendError as error:
+        raise CommunicationError(
+            "an operation of NCCL failed",
+            expected="every operation of every group to finish",
+            got=(str(error) or repr(error)).split("\n", 1)[0],
+            remedy=REMEDY,
+        ) from error
+
+
+def _listed(ranks: Sequence[int], most: int = 8) -> str:
+    """The first ranks of a group, in words.
+
+    Example:
+        >>> _listed(range(16), most=2)
+        '0, 1, ... of 16'
+    """
+    text = ", ".join(map(str, ranks[:most]))
+    return text if len(ranks) <= most else f"{text}, ... of {len(ranks)}"

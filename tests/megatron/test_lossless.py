@@ -1,0 +1,136 @@
+"""Gradients that are sparse by themselves, in Megatron: an embedding that no output layer shares.
+
+On 2 gloo ranks, where a sum has one order: what must be the same is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron import cpu_mode
+from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from megatron_sparse.recording import NullRecorder
+from tests.ranks import run_ranks
+
+TIMEOUT_S = 600
+"""Of a machine that does much else; a quiet one takes ten."""
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
+STEPS, VOCABULARY = 2, 512
+NAME = "embedding.word_embeddings.weight"
+AT_TARGET: dict[str, Any] = {
+    "density": 0.02, "warmup_iters": 0, "ramp_iters": 0, "samples": 2000, "keep_below_numel": 256,
+}  # fmt: skip
+FORMS = {
+    "all_reduce": SmallGPTConfig(vocabulary=VOCABULARY, overlap=True),
+    "reduce_scatter": SmallGPTConfig(vocabulary=VOCABULARY, distributed_optimizer=True),
+}
+
+
+class _Sent(NullRecorder):
+    """Bytes that this rank sent."""
+
+    def __init__(self) -> None:
+        self.wire_bytes = 0.0
+
+    def record_bucket(self, record) -> None:
+        self.wire_bytes += record.wire_bytes
+
+
+def _train(rank, setting, **options):
+    """The embedding's gradient after the first synchronisation (its own shard's part), and so on.
+
+    Returns:
+        That gradient, the weights after all steps, what the embedding's residual holds, whether
+        any other residual holds something, and the bytes sent.
+    """
+    from megatron_sparse.megatron import attach, detach
+    from megatron_sparse.megatron.small_gpt import SmallGPT
+
+    toy, sent = SmallGPT(setting), _Sent()
+    attachment = attach(toy.ddp, toy.optimizer, recorder=sent, **(AT_TARGET | options))
+    gradient = None
+    for _ in range(STEPS):
+        toy.gradients(toy.batch())
+        if gradient is None:
+            gradient = torch.cat(list(_own_parts(attachment, rank))).clone()
+        toy.optimizer.step()
+    residuals = dict(attachment.residuals.by_parameter())
+    embedding = residuals.pop(NAME, torch.zeros(0))
+    result = (
+        gradient, toy.weights(), int(embedding.count_nonzero()),
+        any(bool(view.any()) for view in residuals.values()), sent.wire_bytes,
+    )  # fmt: skip
+    detach(attachment)
+    return result
+
+
+def _own_parts(attachment, rank):
+    """Of the embedding's gradient, what is summed on this rank."""
+    for bucket in attachment.buckets:
+        own = bucket.shard(rank) if bucket.form == "reduce_scatter" else slice(0, bucket.numel)
+        for piece in bucket.parameters:
+            if piece.name == NAME:
+                yield bucket.grad_N[max(piece.start, own.start) : min(piece.stop, own.stop)]
+
+
+def _body(rank, world_size):
+    cpu_mode.enable()
+    results: dict[str, Any] = {}
+    for form, setting in FORMS.items():
+        results[form] = {
+            "dense": _train(rank, setting, scheme="dense"),
+            "kept": _train(rank, setting, scheme="direct", keep_patterns=["word_embeddings"]),
+            "lossless": _train(
+                rank, setting, scheme="direct", lossless_patterns=["word_embeddings"]
+            ),
+            "all": _train(rank, setting, scheme="direct", lossless_patterns=["."]),
+        }
+    from megatron_sparse.megatron import attach
+    from megatron_sparse.megatron.small_gpt import SmallGPT
+
+    try:
+        attach(SmallGPT(setting).ddp, keep_patterns=["word_"], lossless_patterns=["embedding"])
+    except ConfigError as error:
+        results["refused"] = str(error)
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(_body, 2, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_embeddings_gradient_is_denses_and_costs_less(ranks, form):
+    found = [results[form] for results in ranks]
+    # With the distributed optimizer it may lie in one rank's shard alone.
+    assert any(rank["dense"][0].any() for rank in found)
+    for rank in found:
+        assert torch.equal(rank["dense"][0], rank["lossless"][0])
+        assert rank["lossless"][2] == 0, "what the embedding's residual holds"
+        assert rank["lossless"][3], "the others are pruned"
+    # Of 512 rows the batches of both ranks ask for some 34; the rest of the messages is the same.
+    embedding_bytes = 4 * VOCABULARY * 64
+    there_and_back = 1 if form == "reduce_scatter" else 2
+    saved = sum(rank["kept"][4] - rank["lossless"][4] for rank in found)
+    # Dense, each of two ranks sends half of it to the other, and half of the sum back.
+    assert saved > 0.7 * STEPS * there_and_back * embedding_bytes
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_with_everything_lossless_training_is_denses_bit_for_bit(ranks, form):
+    for results in ranks:
+        dense, everything = results[form]["dense"], results[form]["all"]
+        assert torch.equal(dense[1], everything[1])
+        assert not everything[2]
+        assert not everything[3]
+
+
+def test_a_name_that_both_lists_find_is_refused(ranks):
+    for results in ranks:
+        assert NAME in results["refused"]
+        assert "not by both" in results["refused"]

@@ -1,0 +1,61 @@
+"""Where the plugin looks at NCCL's groups: before the optimizer steps, and before a save."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from megatron_sparse.config import SparseConfig
+from megatron_sparse.errors import CommunicationError
+from megatron_sparse.megatron.attachment import Attachment
+from megatron_sparse.recording import NullRecorder
+from megatron_sparse.transport.nccl_errors import ENVIRONMENT, Looks
+
+FAILED: Any = SimpleNamespace(get_error=lambda: SimpleNamespace(name="TIMEOUT"))
+
+
+@pytest.fixture
+def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
+    """One of no model, in a process with a failed group."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    found = Attachment.__new__(Attachment)
+    found.config = SparseConfig()
+    found.recorder = NullRecorder()
+    found.unit = cast("Any", SimpleNamespace(per_token=False, bind=lambda optimizer: None))
+    found.method = cast("Any", SimpleNamespace(stores={}))
+    found.looks = Looks(
+        5.0, lambda: None, torch.device("cpu"), lambda: iter([("tensor (ranks 0, 1)", FAILED)])
+    )
+    return found
+
+
+def test_the_optimizer_does_not_step_behind_a_failure(attachment: Attachment) -> None:
+    steps: list[int] = []
+    optimizer = SimpleNamespace(step=lambda: steps.append(1))
+    attachment.bind_optimizer(optimizer, undo=False)
+    with pytest.raises(CommunicationError, match=r"tensor .* before the optimizer's step"):
+        optimizer.step()
+    assert steps == []
+
+
+def test_nothing_is_saved_behind_a_failure(
+    attachment: Attachment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_sparse.megatron.plugin import Plugin
+
+    saved: list[int] = []
+    plugin = Plugin.__new__(Plugin)
+    plugin.attachment = attachment
+    plugin._originals = {"save_checkpoint": lambda iteration: saved.append(iteration)}
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", HashStore)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    with pytest.raises(CommunicationError, match=r"tensor .* before a checkpoint"):
+        plugin._save_checkpoint(10)
+    assert saved == []

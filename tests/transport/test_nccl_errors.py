@@ -1,0 +1,226 @@
+"""NCCL's failures as typed errors, with groups and a store that stand in for the real ones."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.transport import nccl_errors
+from megatron_sparse.transport.nccl_errors import ENVIRONMENT, Looks, as_typed, check_environment
+
+CPU = torch.device("cpu")
+ErrorType = _distributed_c10d.ErrorType
+
+
+class Backend:
+    """Of one group."""
+
+    def __init__(self, error: Any = ErrorType.SUCCESS) -> None:
+        self.error = error
+
+    def get_error(self) -> Any:
+        return self.error
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+def looks_at(*backends: Backend, gone: str | None = None, timeout_s: float = 30.0) -> Looks:
+    def groups() -> Iterator[tuple[str, Backend]]:
+        for number, backend in enumerate(backends):
+            yield f"tensor{number} (ranks 0, 1)", backend
+
+    return Looks(timeout_s, lambda: gone, CPU, groups)
+
+
+@pytest.mark.parametrize(
+    ("error", "got"),
+    [
+        (ErrorType.TIMEOUT, "did not finish in time"),
+        (ErrorType.COMM_ERROR, "NCCL has reported an error to this rank"),
+        (ErrorType.REMOTE_ERROR, "another rank of the group"),
+    ],
+)
+def test_a_failed_group_is_named(error: Any, got: str) -> None:
+    failing = Backend()
+    looks = looks_at(Backend(), failing)
+    looks.check("the optimizer's step")
+    failing.error = error
+    with pytest.raises(
+        CommunicationError, match=r"group tensor1 \(ranks 0, 1\) has failed"
+    ) as caught:
+        looks.check("the optimizer's step")
+    assert "before the optimizer's step" in caught.value.what
+    assert got in str(caught.value.got)
+    assert "last checkpoint" in str(caught.value.remedy)
+
+
+def test_the_rank_that_is_gone_is_named_where_it_is_known() -> None:
+    with pytest.raises(CommunicationError, match="rank 3 has died"):
+        looks_at(Backend(ErrorType.TIMEOUT), gone="rank 3 has died").check("a checkpoint")
+
+
+def on_ranks(calls: list[Callable[[Any], None]]) -> list[BaseException | None]:
+    """Runs each rank's part in a thread with a client of one store; returns what each raised."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    raised: list[BaseException | None] = [None] * len(calls)
+
+    def run(rank: int) -> None:
+        client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        try:
+            calls[rank](client)
+        except BaseException as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return raised
+
+
+@pytest.fixture
+def first_save(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The ranks of the test are threads, which share the process's count of agreements."""
+
+    class Numbers(threading.local):
+        def __init__(self) -> None:
+            self.numbers = itertools.count()
+
+        def __next__(self) -> int:
+            return next(self.numbers)
+
+    def start() -> None:
+        monkeypatch.setattr(nccl_errors, "_agreements", Numbers())
+
+    start()
+    return start
+
+
+def agreeing(rank: int, n: int, looks: Looks, times: int = 1) -> Callable[[Any], None]:
+    def call(store: Any) -> None:
+        for _ in range(times):
+            looks.agree("a checkpoint", store, rank, n)
+
+    return call
+
+
+@pytest.mark.usefixtures("first_save")
+def test_ranks_that_are_well_save_as_often_as_they_like() -> None:
+    calls = [agreeing(rank, 3, looks_at(Backend()), times=3) for rank in range(3)]
+    assert on_ranks(calls) == [None] * 3
+
+
+@pytest.mark.usefixtures("first_save")
+def test_nobody_saves_where_one_ranks_group_has_failed() -> None:
+    """Its values may have come to the others through groups that are well."""
+    ill = looks_at(Backend(ErrorType.TIMEOUT))
+    well = [looks_at(Backend()) for _ in range(2)]
+    raised = on_ranks([agreeing(0, 3, well[0]), agreeing(1, 3, ill), agreeing(2, 3, well[1])])
+    assert all(isinstance(error, CommunicationError) for error in raised)
+    assert "NCCL group tensor0" in str(raised[1])
+    for rank in (0, 2):
+        assert "on rank 1: NCCL group tensor0" in str(raised[rank])
+
+
+@pytest.mark.usefixtures("first_save")
+def test_nobody_saves_where_a_rank_does_not_come() -> None:
+    looks = [looks_at(Backend(), gone="rank 1 has died", timeout_s=0.5) for _ in range(2)]
+    raised = on_ranks([agreeing(0, 3, looks[0]), agreeing(2, 3, looks[1])])
+    for error in raised:
+        assert isinstance(error, CommunicationError)
+        assert "not all ranks have come to a checkpoint: rank 1 has died" in str(error)
+        assert error.got == "2 ranks"
+
+
+def test_the_device_is_waited_for_before_the_groups_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error that comes while the device is busy must be seen."""
+    backend = Backend()
+    device = torch.device("cuda", 0)
+
+    def synchronize(which: torch.device) -> None:
+        assert which == device
+        backend.error = ErrorType.TIMEOUT
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    looks = Looks(30, lambda: None, device, lambda: iter([("world", backend)]))
+    looks.check("the optimizer's step")
+    with pytest.raises(CommunicationError, match="NCCL group world has failed"):
+        looks.agree("a checkpoint", HashStore(), 0, 1)
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_PROPAGATE_ERROR"])
+@pytest.mark.parametrize("value", [None, "3"])
+def test_an_environment_that_would_not_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str | None
+) -> None:
+    check_environment(os.environ)
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"nccl_errors=typed with {name}={value}") as caught:
+        looks_at()
+    assert "megatron-sparse train" in str(caught.value.remedy)
+
+
+def test_torchs_own_error_becomes_a_typed_one() -> None:
+    with (
+        pytest.raises(CommunicationError, match="an operation of NCCL failed") as caught,
+        as_typed(),
+    ):
+        raise dist.DistBackendError("NCCL communicator was aborted on rank 0.\nmore")
+    assert caught.value.got == "NCCL communicator was aborted on rank 0."
+    with pytest.raises(ZeroDivisionError), as_typed():
+        raise ZeroDivisionError
+
+
+def test_torch_has_what_is_asked_of_it() -> None:
+    """`get_error` is NCCL's alone; groups that lack it are left out."""
+    assert {"SUCCESS", *nccl_errors._WHAT} == set(ErrorType.__members__)
+    nccl = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
+    if nccl is not None:
+        assert hasattr(nccl, "get_error")
+    assert not hasattr(_distributed_c10d.Backend, "get_error")
+
+
+def test_groups_of_the_cpu_are_left_out() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        assert list(nccl_errors.nccl_groups()) == []
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_group_with_an_outcome_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend()
+
+    class Group:
+        group_desc = "megatron_sparse"
+
+        def _get_backend(self, device: torch.device) -> Backend:
+            assert device.type == "cuda"
+            return backend
+
+    group = Group()
+    world = type("World", (), {"pg_map": {group: None}, "pg_names": {group: "7"}})
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(range(0, 20, 2)))
+    name = "megatron_sparse (ranks 0, 2, 4, 6, 8, 10, 12, 14, ... of 10)"
+    assert list(nccl_errors.nccl_groups()) == [(name, backend)]
