@@ -89,11 +89,12 @@ def make_run_dir(config: RunConfig, command: str) -> Path:
         ConfigError: there is nothing to resume, or the folder holds something else.
     """
     run_dir = (Path(config.runs_dir) / config.name).absolute()
-    goes_on = config.resume != "never" and arguments.has_checkpoint(run_dir / arguments.CHECKPOINTS)
+    own = run_dir / arguments.CHECKPOINTS
+    goes_on = config.resume != "never" and arguments.has_checkpoint(config, own)
     if config.resume == "must" and not goes_on:
         raise ConfigError(
             f"run {config.name} cannot be resumed",
-            expected=f"a checkpoint in {run_dir / arguments.CHECKPOINTS}",
+            expected=f"a checkpoint in {own}",
             got="none",
             remedy="set resume=auto to start it anew, and training.save_interval to save some",
         )

@@ -111,7 +111,7 @@ def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
         flags |= {"save": str(own), "save_interval": interval}
     if config.training.save_signal:
         flags |= {"exit_signal_handler": True, "exit_signal": config.training.save_signal}
-    if has_checkpoint(own):
+    if has_checkpoint(config, own):
         flags["load"] = str(own)
     elif config.training.load is not None:
         flags["load"] = config.training.load
@@ -142,7 +142,7 @@ def check_load(config: RunConfig) -> None:
         CheckpointError: there is no checkpoint.
     """
     folder = config.training.load
-    if folder is not None and not has_checkpoint(Path(folder)):
+    if folder is not None and not has_checkpoint(config, Path(folder)):
         raise CheckpointError(
             "there is no checkpoint to load",
             expected=f"{TRACKER} in {folder}",
@@ -151,9 +151,13 @@ def check_load(config: RunConfig) -> None:
         )
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether Megatron finished saving a checkpoint in this folder."""
-    return (folder / TRACKER).is_file()
+def has_checkpoint(config: RunConfig, folder: Path) -> bool:
+    """Whether Megatron finished saving a checkpoint here, or a temporary one in its own folder."""
+    folders = [folder]
+    if config.megatron.get("non_persistent_ckpt_type") == "global":
+        other = config.megatron.get("non_persistent_global_ckpt_dir")
+        folders.append(Path(other) if other else folder / "non_persistent")
+    return any((each / TRACKER).is_file() for each in folders)
 
 
 def _tracking_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:

@@ -141,6 +141,14 @@ class TestFlags:
         with pytest.raises(CheckpointError, match="no checkpoint to load"):
             arguments.check_load(compose([f"training.load={tmp_path}"]))
 
+    def test_a_temporary_checkpoint_is_one_where_megatron_looks_for_it(self, tmp_path):
+        (tmp_path / "non_persistent").mkdir()
+        (tmp_path / "non_persistent" / arguments.TRACKER).write_text("10")
+        load = f"training.load={tmp_path}"
+        arguments.check_load(compose([load, "megatron.non_persistent_ckpt_type=global"]))
+        with pytest.raises(CheckpointError, match="no checkpoint to load"):
+            arguments.check_load(compose([load]))
+
 
 class TestData:
     """Where the vocabulary and the dataset come from."""
