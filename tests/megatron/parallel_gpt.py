@@ -64,14 +64,16 @@ class Layout:
 def parallel_state_of(layout: Layout) -> Iterator[None]:
     """Megatron's process groups for a layout, while in the block.
 
-    megatron-core 0.19.2 keeps the kind of reduce-scatter in a global, which
+    Megatron forgets its groups but does not end them; of gloo each has two threads, and twenty
+    layouts would leave a thousand that wake all the time. megatron-core 0.19.2 keeps the kind of reduce-scatter in a global, which
     `reduce_scatter_with_fp32_accumulation` sets for all models that come later; it is put back.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer
 
     reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
-
+    groups = dist.distributed_c10d._world.pg_map
+    before = list(groups)
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
@@ -83,6 +85,8 @@ def parallel_state_of(layout: Layout) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
+        for group in [each for each in groups if each not in before]:
+            dist.destroy_process_group(group)
         param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter
 
 
