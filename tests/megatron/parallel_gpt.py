@@ -65,8 +65,9 @@ def parallel_state_of(layout: Layout) -> Iterator[None]:
     """Megatron's process groups for a layout, while in the block.
 
     Megatron forgets its groups but does not end them; of gloo each has two threads, and twenty
-    layouts would leave a thousand that wake all the time. megatron-core 0.19.2 keeps the kind of reduce-scatter in a global, which
-    `reduce_scatter_with_fp32_accumulation` sets for all models that come later; it is put back.
+    layouts would leave a thousand that wake all the time. megatron-core 0.19.2 keeps the kind of
+    reduce-scatter in a global, which `reduce_scatter_with_fp32_accumulation` sets for all models
+    that come later; it is put back.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer
