@@ -16,7 +16,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 selection=(-m "not slow")
 lint=true
-cores=$(nproc)
+# nproc would say how many threads OMP_NUM_THREADS allows.
+cores=$(env -u OMP_NUM_THREADS nproc)
 if [ "${1:-}" = --full ]; then
   selection=()
   shift

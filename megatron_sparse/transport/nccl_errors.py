@@ -67,12 +67,15 @@ class NcclBackend(Protocol):
 def nccl_groups() -> Iterator[tuple[str, NcclBackend]]:
     """Every NCCL group of this process, and its name for errors."""
     world = dist.distributed_c10d._world
+    nccl = getattr(dist, "ProcessGroupNCCL", ())  # a torch without NCCL has none of them
     for group in list(world.pg_map):
         try:
             backend = group._get_backend(torch.device("cuda"))
         except RuntimeError:
             continue  # a group of the CPU alone
-        if hasattr(backend, "get_error"):
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch checks each operation in a wrapper.
+        backend = getattr(backend, "wrapped_pg", backend)
+        if isinstance(backend, nccl):
             ranks = dist.get_process_group_ranks(group)
             yield f"{group.group_desc or world.pg_names[group]} (ranks {_listed(ranks)})", backend
 

@@ -308,21 +308,25 @@ def run_script(script: str, checkout: Path, **env: str) -> subprocess.CompletedP
 
 
 def test_test_script_runs_everything_strictly(checkout: Path, recorded: Path) -> None:
-    assert run_script("test.sh", checkout).returncode == 0
+    done = run_script("test.sh", checkout, MEGATRON_SPARSE_TEST_WORKERS="3")
+    assert done.returncode == 0
     assert recorded.read_text().splitlines() == [
         "setup dev cuda strict=1",
         "pre-commit install-hooks",
         "pre-commit run --all-files",
         "python -m megatron_sparse.cuda_ext.build",
         "packages",
-        "python -m pytest -m not slow",
+        "python -m pytest -m not slow -n 3 --dist loadfile",
         "fuzz 120",
     ]
 
 
 def test_test_script_arguments(checkout: Path, recorded: Path) -> None:
-    run_script("test.sh --full", checkout, MEGATRON_SPARSE_FUZZ_SECONDS="7")
-    assert recorded.read_text().splitlines()[-2:] == ["python -m pytest", "fuzz 7"]
+    run_script("test.sh --full", checkout, MEGATRON_SPARSE_FUZZ_SECONDS="7", OMP_NUM_THREADS="1")
+    workers = min(len(os.sched_getaffinity(0)), 4)
+    assert recorded.read_text().splitlines()[-2:] == [
+        f"python -m pytest -n {workers} --dist loadfile", "fuzz 7"
+    ]  # fmt: skip
     recorded.unlink()
     run_script("test.sh tests/unit -k density", checkout)
     assert (

@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,12 +193,10 @@ def test_torchs_own_error_becomes_a_typed_one() -> None:
 
 
 def test_torch_has_what_is_asked_of_it() -> None:
-    """`get_error` is NCCL's alone; groups that lack it are left out."""
     assert {"SUCCESS", *nccl_errors._WHAT} == set(ErrorType.__members__)
     nccl = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
     if nccl is not None:
         assert hasattr(nccl, "get_error")
-    assert not hasattr(_distributed_c10d.Backend, "get_error")
 
 
 def test_groups_of_the_cpu_are_left_out() -> None:
@@ -208,15 +207,19 @@ def test_groups_of_the_cpu_are_left_out() -> None:
         dist.destroy_process_group()
 
 
-def test_every_group_with_an_outcome_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_every_group_with_an_outcome_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, wrapped: bool
+) -> None:
     backend = Backend()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
 
     class Group:
         group_desc = "megatron_sparse"
 
-        def _get_backend(self, device: torch.device) -> Backend:
+        def _get_backend(self, device: torch.device) -> Any:
             assert device.type == "cuda"
-            return backend
+            return SimpleNamespace(wrapped_pg=backend) if wrapped else backend
 
     group = Group()
     world = type("World", (), {"pg_map": {group: None}, "pg_names": {group: "7"}})
