@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -323,6 +324,31 @@ class SparseConfig:
                 got="scheme.deterministic=true",
                 remedy="allow it, or name the straggler: straggler.mode=pinned straggler.rank=RANK",
             )
+
+    @classmethod
+    def given(
+        cls, to: str, config: SparseConfig | None, overrides: Mapping[str, Any]
+    ) -> SparseConfig:
+        """The configuration that a call was given, whole or as single options.
+
+        Args:
+            to: whom, for the error.
+            config: whole; None takes the options.
+            overrides: see `from_overrides`.
+
+        Raises:
+            ConfigError: both were given, or an option is refused.
+        """
+        if config is None:
+            return cls.from_overrides(**overrides)
+        if overrides:
+            raise ConfigError(
+                f"{to} got both a config and single options",
+                expected="one of them",
+                got=", ".join(overrides),
+                remedy="put the options into the SparseConfig",
+            )
+        return config
 
     @classmethod
     def from_overrides(cls, **overrides: Any) -> SparseConfig:

@@ -77,14 +77,7 @@ class DDPState:
         **overrides: Any,
     ) -> None:
         device = _device_of(ddp)
-        if config is not None and overrides:
-            raise ConfigError(
-                "DDPState got both a config and single options",
-                expected="one of them",
-                got=", ".join(overrides),
-                remedy="put the options into the SparseConfig",
-            )
-        self.config = with_swept_thresholds(config or SparseConfig.from_overrides(**overrides))
+        self.config = with_swept_thresholds(SparseConfig.given("DDPState", config, overrides))
         _check_no_step_is_undone(self.config, ddp)
         _check_state_is_own(self.config)
         self.step = 0

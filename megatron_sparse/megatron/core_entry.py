@@ -48,13 +48,7 @@ def attach(
         >>> attachment = attach(ddp_model, optimizer, density=0.01)  # doctest: +SKIP
     """
     require_doors("attach")
-    if config is not None and overrides:
-        raise ConfigError(
-            "attach got both a config and single options",
-            expected="one of them",
-            got=", ".join(overrides),
-            remedy="put the options into the SparseConfig",
-        )
+    config = SparseConfig.given("attach", config, overrides)
     chunks = list(model) if isinstance(model, Sequence) else [model]
     if optimizer is None and any(is_fp16(chunk) for chunk in chunks):
         raise ConfigError(
@@ -70,9 +64,7 @@ def attach(
             got="no optimizer, with calculate_per_token_loss",
             remedy="pass Megatron's optimizer: the residual's unit changes from step to step",
         )
-    attachment = Attachment(
-        chunks, config or SparseConfig.from_overrides(**overrides), recorder or NullRecorder()
-    )
+    attachment = Attachment(chunks, config, recorder or NullRecorder())
     if optimizer is not None:
         attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
     return attachment

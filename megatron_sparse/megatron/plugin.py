@@ -321,15 +321,8 @@ def install(
             got="a second",
             remedy="close() the first plugin",
         )
-    if config is not None and overrides:
-        raise ConfigError(
-            "install got both a config and single options",
-            expected="one of them",
-            got=", ".join(overrides),
-            remedy="put the options into the SparseConfig",
-        )
     _installed = Plugin(
-        config or SparseConfig.from_overrides(**overrides),
+        SparseConfig.given("install", config, overrides),
         Path(run_dir) if run_dir is not None else None,
         resolved_config,
     )

@@ -2,9 +2,9 @@
 
 The wheel holds the compiled index builder of the datasets but not the Makefile that Megatron calls
 at every start. And without Transformer Engine and Apex the optimizer is `torch.optim.AdamW`, with
-which a run on the distributed optimizer fails to resume or, worse, resumes with other numbers. SGD
-resumes with no optimizer of Megatron's, since nothing makes the state that is to be loaded. Each
-repair wraps one function; none changes what works without it.
+which a run on the distributed optimizer fails to resume or, worse, resumes with other numbers. A
+run with SGD and without the distributed optimizer does not resume, since nothing makes the state
+that is to be loaded. Each repair wraps a function; none changes what works without it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def with_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
 def with_sgd_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     """Makes SGD's momentum buffers before a checkpoint is loaded into them.
 
-    Megatron calls `init_state_fn` for it, which is None for SGD.
+    Megatron calls `init_state_fn` for it, which is None for SGD. Another optimizer that has none
+    keeps Megatron's error: what its state would be nobody here knows.
     """
 
     def init_state(sgd: Any, config: Any) -> None:
@@ -126,7 +127,8 @@ def with_sgd_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]
 
     @functools.wraps(sharded_state_dict)
     def repaired(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.init_state_fn is None:
+        groups = getattr(self.optimizer, "param_groups", [])
+        if self.init_state_fn is None and all("momentum" in group for group in groups):
             self.init_state_fn = init_state
         return sharded_state_dict(self, *args, **kwargs)
 

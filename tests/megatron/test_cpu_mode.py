@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,6 +142,31 @@ class TestIndexBuilder:
     def test_an_installation_without_it_is_one_typed_error(self, tmp_path):
         with pytest.raises(HostError, match="not built"):
             repairs.unless_built(lambda: None, tmp_path)()
+
+
+@pytest.mark.parametrize(
+    ("groups", "made"),
+    [
+        ({"momentum": 0.9}, {"momentum_buffer": 0.0}),
+        ({"momentum": 0}, {}),
+        ({"betas": (0.9, 0.999)}, None),
+    ],
+)
+def test_the_state_of_sgd_is_made_and_of_nothing_else(groups, made):
+    parameter = torch.ones(3)
+    sgd = SimpleNamespace(param_groups=[{"params": [parameter], **groups}], state=defaultdict(dict))
+    megatrons = SimpleNamespace(optimizer=sgd, init_state_fn=None)
+
+    def sharded_state_dict(self):
+        self.init_state_fn(self.optimizer, None)
+        return {name: value.sum().item() for name, value in sgd.state[parameter].items()}
+
+    repaired = repairs.with_sgd_state(sharded_state_dict)
+    if made is None:
+        with pytest.raises(TypeError, match="not callable"):
+            repaired(megatrons)
+    else:
+        assert repaired(megatrons) == made
 
 
 def _resume_each_way(rank, world_size, folder):
