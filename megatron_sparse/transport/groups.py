@@ -13,6 +13,7 @@ again.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-_Key = tuple[int, tuple[int, ...], str, float]
+_Key = tuple[weakref.ref, tuple[int, ...], str, float]
 _free: dict[_Key, list[dist.ProcessGroup]] = defaultdict(list)
 _lent: dict[dist.ProcessGroup, _Key] = {}
 _made: Counter[tuple[int, ...]] = Counter()
@@ -29,7 +30,11 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
     """A group of these global ranks that nobody else uses now. Collective over `ranks`."""
-    key = (id(dist.group.WORLD), tuple(ranks), backend, timeout_s)
+    # Groups end with the default group that they were made beside. A reference to that one tells it
+    # from the next, which may lie at the same address.
+    for old in [key for key in _free if key[0]() is None]:
+        del _free[old]
+    key = (weakref.ref(dist.group.WORLD), tuple(ranks), backend, timeout_s)
     if _free[key]:
         group = _free[key].pop()
     else:

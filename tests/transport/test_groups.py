@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_sparse.transport.groups import borrow_group, return_group
 from tests.ranks import run_ranks
@@ -24,3 +25,17 @@ def _lend(rank, world_size):
 
 def test_members_that_are_in_different_numbers_of_groups_meet_and_a_returned_group_is_lent_again():
     assert run_ranks(_lend, 2) == [([2.0, 2.0], True, False)] * 2
+
+
+def test_groups_of_a_default_group_that_has_ended_are_not_lent():
+    """Where the next one lies at the same address, as it often does."""
+    addresses = set()
+    for _ in range(20):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        addresses.add(id(dist.group.WORLD))
+        group = borrow_group([0, 1], "fake", 20.0)
+        assert dist.get_process_group_ranks(group) == [0, 1]
+        return_group(group)
+        del group
+        dist.destroy_process_group()
+    assert len(addresses) < 20
