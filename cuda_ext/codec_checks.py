@@ -6,9 +6,12 @@ kernels rely on it, and a refusal must come before anything was launched.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import numpy as np
 import torch
 
-from megatron_sparse.cuda_ext.arguments import check_code, check_flat, check_offsets, refusal
+from megatron_sparse.cuda_ext.arguments import CPU, check_code, check_flat, check_offsets, refusal
 from megatron_sparse.formats.header import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
@@ -19,9 +22,7 @@ from megatron_sparse.formats.header import (
     RECORD_ALIGNMENT,
     VALUE_BYTES,
 )
-from megatron_sparse.formats.slots import Slots
-
-CPU = torch.device("cpu")
+from megatron_sparse.formats.slots import TABLES, Slots
 
 _TILE, _CHUNK = 4096, 8 * 4096
 _PAPER_ORDER = 16  # beside the format code, for the native op
@@ -34,9 +35,15 @@ def message_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
         >>> message_capacity(torch.tensor([0, 5, 8]), 0)  # 48 + 32 and 48 + 16
         144
     """
+    check_flat("message_capacity", "segment_offsets", segment_offsets, (torch.int64,), device=CPU)
     check_code("message_capacity", "value_dtype", value_dtype)
-    padded = (segment_offsets.diff() * VALUE_BYTES[value_dtype] + 15) // 16 * 16
-    return int(padded.sum()) + HEADER_BYTES * padded.numel()
+    return _message_capacity(segment_offsets.numpy().tobytes(), value_dtype)
+
+
+@lru_cache(TABLES)
+def _message_capacity(segment_offsets: bytes, value_dtype: int) -> int:
+    padded = (_numel(segment_offsets) * VALUE_BYTES[value_dtype] + 15) // 16 * 16
+    return int(padded.sum()) + HEADER_BYTES * padded.size
 
 
 def scratch_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
@@ -48,11 +55,22 @@ def scratch_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
         >>> scratch_capacity(torch.tensor([0, 5, 8]), 0)  # twice 1024 + 64, and 20 + 12 of values
         2208
     """
+    check_flat("scratch_capacity", "segment_offsets", segment_offsets, (torch.int64,), device=CPU)
     check_code("scratch_capacity", "value_dtype", value_dtype)
-    numel_S = segment_offsets.diff()
+    return _scratch_capacity(segment_offsets.numpy().tobytes(), value_dtype)
+
+
+@lru_cache(TABLES)
+def _scratch_capacity(segment_offsets: bytes, value_dtype: int) -> int:
+    numel_S = _numel(segment_offsets)
     bitmaps = (numel_S + _TILE - 1) // _TILE * (2 * _TILE // 8)
     values = numel_S * VALUE_BYTES[value_dtype] + (numel_S + _CHUNK - 1) // _CHUNK * 64
     return int((bitmaps + values).sum())
+
+
+def _numel(segment_offsets: bytes) -> np.ndarray:
+    """Elements of each segment."""
+    return np.diff(np.frombuffer(segment_offsets, np.int64))
 
 
 def record_kind(form: int, paper_order: bool) -> int:
@@ -110,16 +128,18 @@ def check_slots[T: (torch.Tensor, None)](
     if slots_S is None:
         return out
     check_flat(op, "slots", slots_S, (torch.int64,), segments + 1, CPU)
-    if bool((slots_S.diff() < 0).any()):
+    places = slots_S.numpy()
+    if (places[1:] < places[:-1]).any():
         raise refusal(op, "slots is not ascending", "ascending bytes", slots_S.tolist()[:8])
-    if int(slots_S[0]) != 0 or bool((slots_S % RECORD_ALIGNMENT != 0).any()):
+    if places[0] != 0 or (places % RECORD_ALIGNMENT).any():
         raise refusal(
             op, "slots are no places of records", "multiples of 16, from 0 on", slots_S.tolist()[:8]
         )
     if out is None:
         return out
-    _check_room(op, int(slots_S[-1]), out)
-    return out[: int(slots_S[-1])]
+    nbytes = int(places[-1])
+    _check_room(op, nbytes, out)
+    return out[:nbytes]
 
 
 def _check_room(op: str, needed: int, out: torch.Tensor) -> None:
@@ -142,7 +162,7 @@ def check_capacity(
         return _check_room(op, message_capacity(segment_offsets, wire_dtype), out)
     if capacity_S is not None:
         check_flat(op, "capacity", capacity_S, (torch.int64,), segment_dense.numel(), CPU)
-        if bool((capacity_S < 0).any()):
+        if (capacity_S.numpy() < 0).any():
             raise refusal(op, "capacity is out of range", "0 or more", capacity_S.tolist()[:8])
         if form == FORMAT_BLOCKS:
             raise refusal(op, "blocks have no capacity on CUDA", "another format", "blocks")
@@ -154,7 +174,7 @@ def check_capacity(
     if slots_S is None:
         return _check_room(op, int(most.offsets[-1]), out)
     for segment, (needed, there) in enumerate(
-        zip(most.sizes(), slots_S.diff().tolist(), strict=False)
+        zip(most.sizes, slots_S.diff().tolist(), strict=False)
     ):
         if needed > there:
             what = f"the slot of segment {segment} is too small"

@@ -15,6 +15,7 @@ import torch
 
 from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.cuda_ext.arguments import (
+    CPU,
     GRAD_DTYPES,
     RESIDUAL_DTYPES,
     call,
@@ -24,7 +25,6 @@ from megatron_sparse.cuda_ext.arguments import (
     refusal,
 )
 from megatron_sparse.cuda_ext.codec_checks import (
-    CPU,
     check_capacity,
     check_encode,
     check_scratch,

@@ -130,9 +130,11 @@ class Bucket:
         return self.layouts[key]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Cuts of a bucket; all offsets are elements from the bucket's start.
+
+    It is only read, so that what follows from it can be kept: no two layouts are equal.
 
     Attributes:
         segment_offsets: S+1 offsets of the wire segments; a segment never crosses a shard's

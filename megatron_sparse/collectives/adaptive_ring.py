@@ -31,7 +31,7 @@ in one round each, or its N / n partial sums of p bytes (`dense_ring`) in one ro
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from megatron_sparse.bucket import Bucket, Form
 from megatron_sparse.collectives.base import Steps, Subgroup, Yielded, exchange_sizes, tag_of
@@ -97,7 +97,7 @@ def adaptive_ring(
 
 
 def _initial_densities(
-    scheme: str, bucket: Bucket, message: Message, cuts: list[Cut], transport: Transport
+    scheme: str, bucket: Bucket, message: Message, cuts: Sequence[Cut], transport: Transport
 ) -> Generator[Yielded, None, list[float]]:
     """The agreement: the density of what each rank has selected, as it announces it."""
     own = message.buffer[: message.nbytes].split(message.shard_bytes())

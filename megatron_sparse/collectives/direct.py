@@ -19,7 +19,7 @@ Rank r sends |message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 
@@ -84,7 +84,7 @@ def split(
     scheme: str,
     bucket: Bucket,
     message: Message,
-    cuts: list[Cut],
+    cuts: Sequence[Cut],
     sums: SparseSum,
     group: Subgroup,
     transport: Transport,
@@ -118,7 +118,7 @@ def encode_own_shard(
     scheme: str,
     bucket: Bucket,
     message: Message,
-    cuts: list[Cut],
+    cuts: Sequence[Cut],
     sums: SparseSum,
     transport: Transport,
 ) -> Generator[Yielded, None, tuple[torch.Tensor, list[int]]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -30,9 +31,12 @@ from megatron_sparse.formats.message import (
     decode_add_,
     encode_segments,
 )
-from megatron_sparse.formats.slots import Slots
+from megatron_sparse.formats.slots import TABLES, Slots
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
+
+CUTS = 1024
+"""Layouts whose shards' cuts are kept: a bucket has one for each kind of scheme."""
 
 
 class Cut:
@@ -73,9 +77,10 @@ class Cut:
         return ops.message_capacity(self.own_offsets, WIRE_CODES[value_dtype])
 
 
-def shard_cuts(layout: Layout, shards: int) -> list[Cut]:
-    """The cut of each shard of a layout that is cut into `shards`."""
-    return [Cut(layout, shard) for shard in range(shards)]
+@lru_cache(CUTS)
+def shard_cuts(layout: Layout, shards: int) -> tuple[Cut, ...]:
+    """The cut of each shard of a layout that is cut into `shards`; kept for the next step."""
+    return tuple(Cut(layout, shard) for shard in range(shards))
 
 
 class SparseSum:
@@ -170,9 +175,8 @@ class SparseSum:
         slots = self._message.slots
         if slots is None:
             return None
-        capacity_S = slots.capacity_S[cut.segments] * self._bucket.world_size
         code = WIRE_CODES[self.final_dtype]
-        return Slots.of(cut.own_offsets, cut.keep, capacity_S, code, self._form).offsets
+        return _slots_of_sum(slots, cut, self._bucket.world_size, code, self._form).offsets
 
     def placer(
         self, cuts: Sequence[Cut], *, dense: bool = False
@@ -260,12 +264,18 @@ class SparseSum:
             )  # fmt: skip
 
 
+@lru_cache(TABLES)
+def _slots_of_sum(slots: Slots, cut: Cut, ranks: int, value_dtype: int, form: int) -> Slots:
+    capacity_S = slots.capacity_S[cut.segments] * ranks
+    return Slots.of(cut.own_offsets, cut.keep, capacity_S, value_dtype, form)
+
+
 def group_of(scheme: str, bucket: Bucket, message: Message, transport: Transport) -> Subgroup:
     """All ranks, with the tag of a collective whose messages may be of fixed size.
 
     That size is part of the tag: with it nothing else tells ranks of another capacity apart.
     """
-    meant = scheme if message.slots is None else f"{scheme} in {message.slots.sizes()} bytes"
+    meant = scheme if message.slots is None else f"{scheme} in {message.slots.sizes} bytes"
     return whole_group(transport, tag_of(bucket, meant, message.value_dtype, message.epoch))
 
 

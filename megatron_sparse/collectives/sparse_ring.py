@@ -17,7 +17,7 @@ from 1), and in the all-gather every sum but that of rank r + 1.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 
@@ -78,7 +78,7 @@ def ring_order(transport: Transport) -> list[int]:
 
 def ring_reduce_scatter(
     message: Message,
-    cuts: list[Cut],
+    cuts: Sequence[Cut],
     sums: SparseSum,
     group: Subgroup,
     watch: Stopwatch,
@@ -146,7 +146,7 @@ def ring_gather_sums(
     scheme: str,
     bucket: Bucket,
     message: Message,
-    cuts: list[Cut],
+    cuts: Sequence[Cut],
     sums: SparseSum,
     group: Subgroup,
     transport: Transport,

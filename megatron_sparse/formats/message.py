@@ -286,7 +286,7 @@ def prune_encode(
     )  # fmt: skip
     if slots is None or reports is None:
         return _counted(Message(out, layout, sizes.tolist(), value_dtype, epoch, None), nnz_S)
-    message = Message(out, layout, slots.sizes(), value_dtype, epoch, None, slots, reports)
+    message = Message(out, layout, list(slots.sizes), value_dtype, epoch, None, slots, reports)
     reports.add(nnz_S, message.take_counts, is_status=False)
     return message
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -25,10 +26,14 @@ from megatron_sparse.formats.header import (
     payload_bytes,
 )
 
+TABLES = 2**14
+"""Slots that are kept: a bucket has those of its message and of each shard's sum, and in a density
+ramp others in each step."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Slots:
-    """Capacities and places of consecutive segments' records.
+    """Capacities and places of consecutive segments' records. Only to read: they are kept.
 
     Attributes:
         capacity_S: int64, the most non-zero elements of each record.
@@ -49,6 +54,8 @@ class Slots:
     ) -> Slots:
         """Places for records of at most `capacity_S` elements, back to back.
 
+        What has been asked for lately is there already: in each step a bucket asks for the same.
+
         Args:
             segment_offsets: S+1 offsets.
             segment_dense: uint8, 1 for segments that are always dense.
@@ -61,28 +68,47 @@ class Slots:
             >>> Slots.of(cut, no, torch.tensor([5, 8]), 0, FORMAT_COO).offsets  # 48 + 64, 48 + 32
             tensor([  0, 112, 192])
         """
-        numel_S = segment_offsets.diff()
-        capacity_S = torch.minimum(capacity_S, numel_S)
-        forms = (FORMAT_COO, FORMAT_PICI) if form == FORMAT_ADAPTIVE else (form,)
-        dense_S = most_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, value_dtype)
-        for sparse in forms:
-            sparse_S = payload_bytes(sparse, numel_S, capacity_S, value_dtype)
-            most_S = torch.minimum(most_S, sparse_S)
-        room_S = torch.where(segment_dense != 0, dense_S, most_S) + HEADER_BYTES
-        return cls(capacity_S, torch.cat([room_S.new_zeros(1), room_S.cumsum(0)]))
+        tables = (segment_offsets, segment_dense, capacity_S)
+        return _slots(*(table.numpy().tobytes() for table in tables), value_dtype, form)
 
     def part(self, segments: slice) -> torch.Tensor:
         """The places of some of the records, from the first one's begin."""
-        offsets = self.offsets[segments.start : segments.stop + 1]
-        return offsets - offsets[0]
+        return _part(self, segments.start, segments.stop)
 
-    def sizes(self) -> list[int]:
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
         """Bytes that each record's place takes."""
-        return self.offsets.diff().tolist()
+        return tuple(self.offsets.diff().tolist())
 
 
+@lru_cache(TABLES)
+def _part(slots: Slots, first: int, last: int) -> torch.Tensor:
+    offsets = slots.offsets[first : last + 1]
+    return offsets - offsets[0]
+
+
+@lru_cache(TABLES)
+def _slots(offsets: bytes, dense: bytes, capacity: bytes, value_dtype: int, form: int) -> Slots:
+    """`Slots.of`, given what is in the tables."""
+    numel_S = torch.frombuffer(bytearray(offsets), dtype=torch.int64).diff()
+    none = numel_S.new_zeros(1)
+    if not dense:
+        return Slots(none[:0], none)
+    dense_S = torch.frombuffer(bytearray(dense), dtype=torch.uint8) != 0
+    capacity_S = torch.frombuffer(bytearray(capacity), dtype=torch.int64).minimum(numel_S)
+    forms = (FORMAT_COO, FORMAT_PICI) if form == FORMAT_ADAPTIVE else (form,)
+    whole_S = most_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, value_dtype)
+    for sparse in forms:
+        most_S = most_S.minimum(payload_bytes(sparse, numel_S, capacity_S, value_dtype))
+    room_S = torch.where(dense_S, whole_S, most_S) + HEADER_BYTES
+    return Slots(capacity_S, torch.cat([none, room_S.cumsum(0)]))
+
+
+@lru_cache(TABLES)
 def segment_capacity(layout: Layout, density: float) -> torch.Tensor:
     """Elements of each segment that may be sent: all of the kept ones, of others this density.
+
+    Kept for the next step; only to read.
 
     Returns:
         int64; the numbers are the same on every machine (one fp64 product, rounded up).

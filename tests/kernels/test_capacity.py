@@ -198,7 +198,7 @@ def test_a_slot_has_room_for_every_record_and_no_more(form):
                 grad[start : start + min(most, stop - start)] = 1
             nnz = cases.count_nonzero(grad, segments)
             records = message_oracle.encode(grad, segments, dense, nnz, wire, EPOCH, form=form)
-            assert places.sizes() == [len(record) for record in records]
+            assert places.sizes == tuple(len(record) for record in records)
 
 
 def message_in_slots():
@@ -274,3 +274,24 @@ def test_a_sum_that_does_not_fit_its_slot_is_refused():
             torch.ones(800), whole, no, torch.tensor([800]), 0, EPOCH, out, slots_S=slots
         )  # fmt: skip
     assert not out.any()
+
+
+def test_what_was_asked_for_before_is_kept():
+    segments, dense = torch.tensor([0, 100, 300]), torch.tensor([0, 1], dtype=torch.uint8)
+    first = Slots.of(segments, dense, torch.tensor([5, 7]), 0, FORMAT_COO)
+    assert Slots.of(segments.clone(), dense.clone(), torch.tensor([5, 7]), 0, FORMAT_COO) is first
+    assert first.part(slice(1, 2)) is first.part(slice(1, 2))
+    others = [
+        Slots.of(torch.tensor([0, 4, 300]), dense, torch.tensor([5, 7]), 0, FORMAT_COO),
+        Slots.of(segments, 1 - dense, torch.tensor([5, 7]), 0, FORMAT_COO),
+        Slots.of(segments, dense, torch.tensor([9, 7]), 0, FORMAT_COO),
+        Slots.of(segments, dense, torch.tensor([5, 7]), 1, FORMAT_COO),
+        Slots.of(segments, dense, torch.tensor([5, 7]), 0, FORMAT_PICI),
+    ]
+    assert len({other.sizes for other in others} | {first.sizes}) == 6
+
+
+def test_sizes_of_no_offsets_are_refused():
+    for size in (ops.message_capacity, ops.scratch_capacity):
+        with pytest.raises(ExtensionError, match="segment_offsets has the wrong dtype"):
+            size(torch.tensor([0, 5], dtype=torch.int32), 0)
