@@ -173,20 +173,27 @@ class Subgroup:
         rounds: Sequence[Round],
         meanwhile: Callable[[int], None] | None = None,
         *,
+        independent: bool = False,
         last: bool = False,
     ) -> Phase:
         """Exchanges that follow one another, with local work while they are on their way.
 
         One at a time is what keeps every port at full rate on a network where senders that meet at
-        a receiver slow one another down (gloo over TCP). On CUDA all are posted at once.
+        a receiver slow one another down (gloo over TCP). On CUDA all are posted at once, and
+        `independent` ones are one exchange: NCCL serves all peers of a call together, and the call
+        costs the host more than what is in it.
 
         Args:
-            rounds: a round may send what an earlier one received.
+            rounds: a round may send what an earlier one received, unless they are `independent`.
             meanwhile: called with i while round i is on its way, when all before it have arrived,
                 and with the number of rounds at the end.
+            independent: no round sends or overwrites what another one receives or sends.
             last: this rank will post nothing more in the whole collective.
         """
         on_cuda = self._transport.device.type == "cuda"
+        if on_cuda and independent and len(rounds) > 1:
+            yield from self._in_one(rounds, meanwhile, last=last)
+            return
         posted: list[Work] = []
         for number in range(len(rounds)):
             ahead = len(rounds) if on_cuda else number + 1
@@ -198,6 +205,20 @@ class Subgroup:
             yield posted[number]
         if meanwhile is not None:
             meanwhile(len(rounds))
+
+    def _in_one(
+        self, rounds: Sequence[Round], meanwhile: Callable[[int], None] | None, *, last: bool
+    ) -> Phase:
+        """`in_rounds` for all of them at once: what would come in turn has come at the end."""
+
+        def all_came(number: int) -> None:
+            if meanwhile is not None:
+                for each in range(1, len(rounds) + 1) if number else (0,):
+                    meanwhile(each)
+
+        sends = [piece for sends, _ in rounds for piece in sends]
+        receives = [piece for _, receives in rounds for piece in receives]
+        yield from self.in_rounds([(sends, receives)], all_came, last=last)
 
     def post(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Work:
         """`Transport.exchange` in the subgroup's numbers, not waited for."""

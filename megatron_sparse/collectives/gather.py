@@ -56,7 +56,7 @@ def pairwise_all_to_all(
         last: this rank will post nothing more.
     """
     rounds = pairwise_rounds([[piece] for piece in sent], [[piece] for piece in received], group)
-    yield from group.in_rounds(rounds, last=last)
+    yield from group.in_rounds(rounds, independent=True, last=last)
 
 
 def pairwise_rounds(
@@ -123,8 +123,9 @@ def pairwise_all_gather(
         ([((rank - step) % n, own)], [(senders[step], pieces[step])]) for step in range(1, n)
     ]
     yield from group.in_rounds(
-        rounds, lambda number: arrived(senders[number], pieces[number]), last=last
-    )
+        rounds, lambda number: arrived(senders[number], pieces[number]), independent=True,
+        last=last,
+    )  # fmt: skip
 
 
 def ring_all_gather(

@@ -248,7 +248,7 @@ def _sum_in_lanes(
             with watch.stage("decode"):
                 values_N[parts.part(lanes.lane)].add_(room[number - 1])
 
-    yield from inside.in_rounds(rounds, add, last=last)
+    yield from inside.in_rounds(rounds, add, independent=True, last=last)
 
 
 def _encoded(
@@ -303,7 +303,7 @@ def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside: 
         sends = [(target, grad_N[parts.part(place)])] if place < lanes.count else []
         receives = [(source, grad_N[parts.part(source)])] if source < lanes.count else []
         rounds.append((sends, receives))
-    yield from inside.in_rounds(rounds, last=True)
+    yield from inside.in_rounds(rounds, independent=True, last=True)
 
 
 def _give_shards(values_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside: Subgroup) -> Phase:

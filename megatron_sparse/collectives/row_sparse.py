@@ -207,7 +207,7 @@ class _Exchange:
             )
             for step in range(1, n)
         ]
-        yield from self.group.in_rounds(rounds)
+        yield from self.group.in_rounds(rounds, independent=True)
         total = self._reduce([mine.decode(record, r) for r, record in enumerate(received)])
 
         # One count a rank, of its own part: the largest part bounds them all here, and the

@@ -173,7 +173,7 @@ class _Sums:
 
         sent = [[values_N[part] for part in share.reduces] for share in shares]
         yield from group.in_rounds(
-            pairwise_rounds(sent, received, group), in_rank_order(group, add)
+            pairwise_rounds(sent, received, group), in_rank_order(group, add), independent=True
         )
 
     def parts(self, share: Share, *, is_late: bool) -> tuple[torch.Tensor, torch.Tensor]:

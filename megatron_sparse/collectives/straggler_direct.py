@@ -250,7 +250,7 @@ class _Run:
                 sums.add_message(records, cut, early.ranks[sender], fresh=sender == 0)
 
         yield from early.in_rounds(
-            pairwise_rounds(sent, received, early), in_rank_order(early, add)
+            pairwise_rounds(sent, received, early), in_rank_order(early, add), independent=True
         )
 
     def _gather_early(self, own: torch.Tensor, early: Subgroup) -> Phase:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
+from megatron_sparse.collectives.base import Subgroup
 from megatron_sparse.config import SCHEMES as CONFIGURABLE
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
@@ -18,6 +19,7 @@ from tests.collectives.cases import Case, contribution, exact_sum, numel_for, st
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
+IN_ROUNDS = Subgroup.in_rounds
 BY_FORM = [(name, form) for name in OVER_GROUPS for form in Form if form in SCHEMES[name].forms]
 
 
@@ -50,6 +52,45 @@ def test_exact_on_small_integers(name, form, n):
         count = numel_for(n, numel, form)
         case = Case(name, n, form, dtype, wire, density, count)
         _assert_exact(case, _run(case)[0])
+
+
+@pytest.fixture
+def in_one_call(monkeypatch):
+    """Has rounds that depend on nothing posted as on CUDA: all in one exchange."""
+    joined = []
+
+    def posted_at_once(self, rounds, meanwhile=None, *, independent=False, last=False):
+        if independent and len(rounds) > 1:
+            joined.append(self)
+            return self._in_one(rounds, meanwhile, last=last)
+        return IN_ROUNDS(self, rounds, meanwhile, last=last)
+
+    monkeypatch.setattr(Subgroup, "in_rounds", posted_at_once)
+    return joined
+
+
+@pytest.mark.parametrize("n", [4, 5, 8])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        (name, form)
+        for name, form in BY_FORM
+        if name in ("agsparse", "direct", "zen", "hierarchical", "straggler", "straggler_direct")
+    ],
+)
+def test_rounds_that_depend_on_nothing_may_be_one_call(name, form, n, in_one_call):
+    """The cluster spoils what is read too early: every part is used after it has come."""
+    for topology in (None, Topology((2, n - 2), NO_TIME, NO_TIME)):
+        for dtype, wire in DTYPES:
+            case = Case(name, n, form, dtype, wire, 0.3, numel_for(n, 300, form), floats=True)
+            results, sent, _ = _run(case, topology)
+            with pytest.MonkeyPatch.context() as apart:
+                apart.setattr(Subgroup, "in_rounds", IN_ROUNDS)
+                expected, expected_sent, _ = _run(case, topology)
+            assert in_one_call, case
+            assert sent == expected_sent
+            for result, wanted in zip(results, expected, strict=True):
+                assert torch.equal(result, wanted), case
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
