@@ -19,8 +19,9 @@ from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
 _DENSE_KIND = 0
 _CAPACITY, _SEGMENTS, _SLOT = 1, 2, 4  # encode_launch.h; an unknown kind is refused before
 _OUTSIDE = 2  # decode_launch.h
-TABLES = 1024
-"""Tables whose device copies are kept: a bucket has about three, and one for each of its shards."""
+TABLES = 2**14
+"""Tables whose device copies are kept: a bucket has about three, and two for each of its shards
+where these differ."""
 
 
 def read_report(
@@ -72,13 +73,12 @@ def check_status(
 def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:
     """A copy of a small table of the host, if there is one, kept for the next call. Only to read.
 
-    The first call for a table waits for the device. Copies belong to the stream that made them, so
-    that memory which the cache lets go is free when that stream gets there.
+    For the CPU it is the table itself. Nothing is waited for. Copies belong to the stream that made
+    them, so that memory which the cache lets go is free when that stream gets there.
     """
-    if table is None:
+    if table is None or device.type == "cpu":
         return table
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return _device_copy(table.numpy().tobytes(), table.dtype, device, stream)
+    return _device_copy(table.numpy().tobytes(), table.dtype, device, _stream(device))
 
 
 @lru_cache(maxsize=TABLES)
@@ -87,7 +87,21 @@ def _device_copy(
 ) -> torch.Tensor:
     if not data:
         return torch.empty(0, dtype=dtype, device=device)
-    return torch.frombuffer(bytearray(data), dtype=dtype).to(device)
+    return to_device(torch.frombuffer(bytearray(data), dtype=dtype), device)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What lies on the host as a copy there; what is there, as it is. Nothing is waited for.
+
+    Through pinned memory: from other memory CUDA may wait for all that the stream has queued.
+    """
+    if values.device.type == device.type:
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def record_kinds(segment_dense: torch.Tensor, kind: int, device: torch.device) -> torch.Tensor:

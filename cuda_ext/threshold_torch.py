@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_sparse.cuda_ext.codec_cuda import to_device
 from megatron_sparse.cuda_ext.counter_hash import DRAW_SAMPLE, hash_seed
 
 _MASK_32 = 2**32 - 1
@@ -38,7 +39,7 @@ def sample_threshold(
     if not rows:
         return thresholds_R
 
-    table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    table = to_device(torch.tensor(rows, dtype=torch.int64), device)
     range_A, start_A, numel_A, count_A, rank_A, seed_a_A, seed_b_A = table.unbind(1)
     last_A = count_A.cumsum(0) - 1  # of each range's samples, which are adjacent
     first_A = last_A + 1 - count_A

@@ -34,6 +34,7 @@ from megatron_sparse.collectives.accumulator import Accumulator, store
 from megatron_sparse.collectives.base import Phase, Steps, Subgroup, dense_tag, even_cuts
 from megatron_sparse.collectives.dense_rhd import Folding, double, halve, unfold_pieces
 from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
+from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
@@ -148,7 +149,7 @@ def _shuffled(
     )
     with watch.stage("encode"):
         # One operation, not one for each of a thousand shards.
-        order = torch.tensor(owners, device=values_N.device)
+        order = codec_cuda.on_device(torch.tensor(owners), values_N.device)
         shape = (len(owners), bucket.numel // len(owners))
         torch.index_select(values_N.view(shape), 0, order, out=shuffled_N.view(shape))
     return shuffled_N

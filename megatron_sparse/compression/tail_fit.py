@@ -42,6 +42,7 @@ import torch
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.compression.method import SampledTopK
 from megatron_sparse.compression.threshold import KEEP_ALL, pruned_pieces, sampled_rows, spread
+from megatron_sparse.cuda_ext.codec_cuda import to_device
 
 STAGE_RATIO = 0.1
 """The least that a stage leaves of the last one's samples."""
@@ -73,7 +74,7 @@ class SIDCo(SampledTopK):
             )
             fitted_R = fit_thresholds(padded_RS, density, self.config.tail_fit)
             pieces = [p for p, pruned in enumerate(pruned_pieces(bucket, layout)) if pruned]
-            index = torch.tensor(pieces).to(device, non_blocking=True)
+            index = to_device(torch.tensor(pieces), device)
             thresholds_P.index_copy_(0, index, fitted_R.expand(len(pieces)))
         return spread(thresholds_P, layout)
 

@@ -14,7 +14,7 @@ import torch
 from megatron_sparse.bucket import Bucket, Layout, ParameterSlice
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.config import CompressionConfig
-from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext import codec_cuda, ops
 
 KEEP_ALL = -1.0
 """A threshold that no magnitude is at or under: everything is sent."""
@@ -70,7 +70,7 @@ def piece_thresholds(
             return torch.full((len(pruned_P),), KEEP_ALL, device=device)
         threshold = ops.threshold_of_samples(magnitudes_S, density)
     if threshold is not None:
-        return threshold.where(torch.tensor(pruned_P, device=device), KEEP_ALL)
+        return threshold.where(codec_cuda.on_device(torch.tensor(pruned_P), device), KEEP_ALL)
     names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
     keys = [draw_key(config.seed, step, "sample", name) for name in names]
     return ops.sample_threshold(
@@ -85,7 +85,7 @@ def piece_thresholds(
 
 def spread(thresholds_P: torch.Tensor, layout: Layout) -> torch.Tensor:
     """From the layout's pieces to its ranges, each of which lies in one piece."""
-    return thresholds_P[layout.range_piece.to(thresholds_P.device)]
+    return thresholds_P[codec_cuda.on_device(layout.range_piece, thresholds_P.device)]
 
 
 def pruned_pieces(bucket: Bucket, layout: Layout) -> list[bool]:
@@ -148,5 +148,5 @@ def _positions(parameters: Sequence[ParameterSlice], samples: int, key: int) -> 
 
 
 def _magnitudes(bucket: Bucket, residual_N: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    index = positions.to(bucket.grad_N.device, non_blocking=True)
+    index = codec_cuda.to_device(positions, bucket.grad_N.device)
     return (bucket.grad_N[index].float() + residual_N[index].float()).abs()

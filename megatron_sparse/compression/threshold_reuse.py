@@ -38,6 +38,7 @@ from megatron_sparse.compression.method import SampledTopK
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.threshold import piece_thresholds, spread
 from megatron_sparse.compression_config import REUSE_BAND, CompressionConfig
+from megatron_sparse.cuda_ext.codec_cuda import to_device
 from megatron_sparse.errors import CheckpointError
 from megatron_sparse.formats.message import Message
 
@@ -115,7 +116,7 @@ class ThresholdReuse(SampledTopK):
         factor = correction(last.kept_count, density * pruned, density)
         if factor is None:
             return None
-        thresholds_P = last.thresholds_P.to(bucket.grad_N.device, non_blocking=True)
+        thresholds_P = to_device(last.thresholds_P, bucket.grad_N.device)
         if factor != 1:
             # Those of kept pieces are negative, and stay so.
             thresholds_P = thresholds_P * factor

@@ -9,7 +9,9 @@ the bindings is the code that a GPU sees, devices included; what is missing is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +24,13 @@ from megatron_sparse.cuda_ext.arguments import refusing
 GPU = torch.device("cuda:0")
 _CROSSING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 _NUMBER = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_aten = torch.ops.aten
+_SIZE_ON_DEVICE = {
+    _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_consecutive, _aten.unique_dim,
+    _aten.bincount, _aten.is_nonzero, _aten.item,
+}  # fmt: skip
+"""Operations whose result, or its size, the host must know."""
+_mode = threading.local()
 
 
 class OnDevice(torch.Tensor):
@@ -48,6 +57,7 @@ class OnDevice(torch.Tensor):
         return self.inner.data_ptr()
 
     def tolist(self) -> Any:
+        _waits("tolist")
         return self.inner.tolist()
 
     def __repr__(self) -> str:  # torch's own asks the device for more than there is
@@ -59,6 +69,21 @@ class EmulatedGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
+
+
+@contextmanager
+def sync_debug_error() -> Iterator[None]:
+    """As after `torch.cuda.set_sync_debug_mode("error")`: where this thread waits is an error.
+
+    What torch sees there is seen here: copies between host and device that are not `non_blocking`,
+    and operations of which the host needs a number. And what it does not see: copies in which
+    CUDA may wait because the host's memory is not pinned.
+    """
+    _mode.waiting_is_an_error = True
+    try:
+        yield
+    finally:
+        _mode.waiting_is_an_error = False
 
 
 def to_gpu(tensor: torch.Tensor, shift: int = 0) -> OnDevice:
@@ -112,11 +137,70 @@ def pretend_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         torch._C._ensureCUDADeviceGuardSet()
 
 
+def _waiting_is_an_error() -> bool:
+    return getattr(_mode, "waiting_is_an_error", False)
+
+
+def _waits(what: str) -> None:
+    if _waiting_is_an_error():
+        raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+
+
+def _check_waiting(func, args, kwargs) -> None:
+    """Whether an operation on these arguments makes the host wait for the device."""
+    packet = func.overloadpacket
+    if func is _aten.copy_.default:
+        target, source = args[:2]
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        _check_copy(source, isinstance(target, OnDevice), target, non_blocking)
+    elif func is _aten._to_copy.default and kwargs.get("device") is not None:
+        to_device = torch.device(kwargs["device"]).type == "cuda"
+        _check_copy(args[0], to_device, None, kwargs.get("non_blocking", False))
+    elif not any(isinstance(v, OnDevice) for v in tree_flatten((args, kwargs))[0]):
+        return
+    elif func in _NUMBER or packet in _SIZE_ON_DEVICE:
+        _waits(str(func))
+    elif packet is _aten.repeat_interleave and kwargs.get("output_size") is None:
+        _waits("repeat_interleave without output_size")
+    elif packet in (_aten.index, _aten.index_put_) and any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    ):
+        _waits("indexing with a mask")
+
+
+def _check_copy(
+    source: torch.Tensor, to_device: bool, target: torch.Tensor | None, non_blocking: bool
+) -> None:
+    """A copy of `source`; `target` is None where it is new and therefore not pinned."""
+    if isinstance(source, OnDevice) == to_device:
+        return
+    if not non_blocking:
+        _waits("a copy between host and device")
+    if not _is_pinned(source if to_device else target):
+        _waits("a copy from or to memory that is not pinned")
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.pinned_in_emulation = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _is_pinned(tensor: torch.Tensor | None) -> bool:
+    return getattr(tensor, "pinned_in_emulation", False)
+
+
 def _run(func, args, kwargs):
+    if _waiting_is_an_error():
+        _check_waiting(func, args, kwargs)
+    if func.overloadpacket in (_aten.pin_memory, _aten._pin_memory):
+        return _pinned(args[0].clone())
+    if func.overloadpacket is _aten.is_pinned:
+        return _is_pinned(args[0])
     tensors = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
     held = [v for v in tensors if isinstance(v, OnDevice)]
     here = bool(held)
-    if kwargs.get("pin_memory"):
+    pins = bool(kwargs.get("pin_memory"))
+    if pins:
         kwargs = kwargs | {"pin_memory": False}  # there is no driver to ask
     wanted = kwargs.get("device")
     if wanted is not None:
@@ -130,6 +214,8 @@ def _run(func, args, kwargs):
         here = isinstance(args[0], OnDevice)
     plain_args, plain_kwargs = tree_map(unwrapped, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
+    if pins:
+        return _pinned(result)
     if not here or func in _NUMBER:
         return result
     # An operation in place returns its argument.

@@ -48,7 +48,7 @@ class EmulatedDevice:
         for module in (encode_ops, decode_ops, hash_ops, row_sparse_ops, ops):
             monkeypatch.setattr(module, "call", self.call)
         monkeypatch.setattr(codec_choice, "_is_compiled", lambda device, wanted: True)
-        monkeypatch.setattr(codec_cuda, "on_device", _on_device)
+        monkeypatch.setattr(codec_cuda, "_stream", lambda device: -1)
 
     def _encode(
         self, grad, offsets, kinds, value_dtype, epoch, block_size, out, slots=None, prune=None,
@@ -86,11 +86,6 @@ class EmulatedDevice:
         )  # fmt: skip
         acc.copy_(found)
         return torch.tensor(status)
-
-
-def _on_device(table: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Without the streams that the package's own keeps its copies by."""
-    return None if table is None else table.to(device)
 
 
 def _numbers(table: torch.Tensor | None) -> list[int] | None:

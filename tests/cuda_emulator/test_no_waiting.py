@@ -1,0 +1,204 @@
+"""The host waits for no bucket: `torch.cuda.set_sync_debug_mode("error")`, or its emulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
+from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.config import SparseConfig
+from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.progress import GATE, ProgressThread
+from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
+from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.transport import VirtualCluster
+from tests.cuda_emulator.device import GPU, OnDevice, sync_debug_error, to_gpu
+from tests.cuda_emulator.op_calls import EmulatedDevice
+
+RANKS, NUMEL, STEPS = 3, 3000, 3
+IN_CAPACITY = [
+    (name, form)
+    for name, scheme in OVER_GROUPS.items()
+    for form in Form
+    if scheme.takes_slots and form in scheme.forms
+]
+
+
+type NotWaiting = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def torch_sync_debug_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(
+    params=[
+        "emulated",
+        pytest.param(
+            "gpu",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ]
+)
+def not_waiting(request: pytest.FixtureRequest) -> NotWaiting:
+    """Within what it returns, waiting is an error."""
+    if request.param == "gpu":
+        return torch_sync_debug_error
+    request.getfixturevalue("emulated_gpu")
+    return sync_debug_error
+
+
+class Ranks:
+    """A reducer and a bucket for each rank of a virtual cluster on the GPU."""
+
+    def __init__(self, form: Form, dtype: torch.dtype = torch.float32, **overrides: Any) -> None:
+        settings = {"warmup_iters": 0, "ramp_iters": 0, "samples": 200, "keep_below_numel": 0}
+        config = SparseConfig.from_overrides(density=0.1, **settings | overrides)
+        self._cluster = VirtualCluster(RANKS, device=GPU)
+        self._reducers = [
+            GradientReducer(
+                config, transport, planner_of(config, logs=False),
+                ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED), NullRecorder(),
+                cast("ProgressThread", None),
+            )
+            for transport in self._cluster.transports
+        ]  # fmt: skip
+        self.buckets = [
+            Bucket("b", torch.zeros(NUMEL, dtype=dtype, device=GPU), [
+                ParameterSlice("w", 0, 2000), ParameterSlice("n", 2000, 2100, keep=True),
+                ParameterSlice("v", 2100, NUMEL),
+            ], form, RANKS, reduction=Reduction.AVG)
+            for _ in range(RANKS)
+        ]  # fmt: skip
+
+    def step(self, step: int) -> list[BucketRecord]:
+        """What the progress thread does with the bucket, on every rank."""
+        return self._cluster.run(lambda transport: self._rank(transport.rank, step))
+
+    def _rank(self, rank: int, step: int) -> Generator[Any, None, BucketRecord]:
+        reducer, bucket = self._reducers[rank], self.buckets[rank]
+        plan = reducer.planner.plan_for(bucket, step)
+        record = BucketRecord("b", step, plan.scheme, plan.phase, plan.density, NUMEL, Stopwatch())
+        is_dense = SCHEMES[plan.scheme].takes is Input.DENSE
+        run = reducer._dense if is_dense else reducer._sparse
+        for outcome in run(bucket, plan, step, record):
+            if outcome is not GATE:
+                yield outcome
+        return record
+
+
+def fill(ranks: Ranks, step: int) -> None:
+    for rank, bucket in enumerate(ranks.buckets):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        bucket.grad_N.copy_(torch.randn(NUMEL, generator=generator))
+
+
+@pytest.mark.parametrize("scope", ["parameter", "bucket"])
+@pytest.mark.parametrize(("name", "form"), IN_CAPACITY)
+def test_a_bucket_in_capacity_mode(
+    not_waiting: NotWaiting, name: str, form: Form, scope: str
+) -> None:
+    check(not_waiting, Ranks(form, scheme=name, capacity=1.5, threshold_scope=scope))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"method": "sidco"},
+        {"method": "threshold_reuse"},
+        {"method": "dgc", "momentum": 0.9},
+        {"ramp_iters": 5},
+        {"wire_dtype": "bf16", "residual_dtype": "bf16"},
+        {"dtype": torch.bfloat16, "format": "coo"},
+    ],
+    ids=lambda overrides: "-".join(overrides),
+)
+def test_however_it_is_selected(not_waiting: NotWaiting, overrides: dict[str, Any]) -> None:
+    check(not_waiting, Ranks(Form.ALL_REDUCE, **{"scheme": "direct", "capacity": 1.5} | overrides))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OVER_GROUPS if name.startswith("dense_") and "broadcast" not in name]
+)
+@pytest.mark.parametrize("form", list(Form))
+def test_a_dense_bucket(not_waiting: NotWaiting, name: str, form: Form) -> None:
+    check(not_waiting, Ranks(form, scheme=name))
+
+
+def check(not_waiting: NotWaiting, ranks: Ranks) -> None:
+    """Steps in which nothing is waited for; in the first one torch itself may have to."""
+    for step in range(STEPS):
+        fill(ranks, step)
+        with not_waiting() if step else nullcontext():
+            records = ranks.step(step)
+        assert all(record.nnz and record.wire_bytes for record in records)
+    for rank, bucket in enumerate(ranks.buckets):
+        scattered = bucket.form is Form.REDUCE_SCATTER
+        assert bool(bucket.grad_N[bucket.shard(rank) if scattered else slice(None)].any())
+
+
+def test_without_capacity_sizes_are_waited_for(not_waiting: NotWaiting) -> None:
+    ranks = Ranks(Form.ALL_REDUCE, scheme="direct")
+    fill(ranks, 0)
+    ranks.step(0)
+    with not_waiting(), pytest.raises(RuntimeError, match="synchronizing"):
+        ranks.step(1)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: x.copy_(torch.zeros(4)),
+        lambda x: torch.zeros(4).copy_(x),
+        lambda x: torch.zeros(4).copy_(x, non_blocking=True),
+        lambda x: torch.ones(4).to(x.device, non_blocking=True),
+        lambda x: torch.ones(4).to(x.device),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x),
+        lambda x: x.tolist(),
+        lambda x: bool(x.any()),
+        lambda x: torch.repeat_interleave(x.long()),
+    ],
+)
+def test_waiting_is_seen(emulated_gpu: EmulatedDevice, wait) -> None:
+    x = to_gpu(torch.tensor([1.0, 0.0, 2.0, 0.0]))
+    wait(x)
+    with sync_debug_error(), pytest.raises(RuntimeError, match="synchronizing"):
+        wait(x)
+
+
+@pytest.mark.parametrize(
+    "go_on",
+    [
+        lambda x: x + 1,
+        lambda x: x.sort().values.cumsum(0)[x.long()],
+        lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True),
+        lambda x: torch.ones(4).pin_memory().to(x.device, non_blocking=True),
+        lambda x: x.copy_(x.clone()),
+        lambda x: torch.repeat_interleave(x.long(), output_size=3),
+        lambda x: torch.zeros(3).sum().item(),
+        lambda x: torch.arange(3, device=x.device),
+        lambda x: torch.full((3,), 1.0, device=x.device),
+    ],
+)
+def test_what_does_not_wait_is_let_pass(emulated_gpu: EmulatedDevice, go_on) -> None:
+    x: OnDevice = to_gpu(torch.tensor([1.0, 0.0, 2.0, 0.0]))
+    with sync_debug_error():
+        go_on(x)
