@@ -80,6 +80,27 @@ def overhead(
     raise typer.Exit(subprocess.run(command, env=local | os.environ, check=False).returncode)
 
 
+@bench.command(help="What a bucket costs the host with NCCL, posts that go nowhere; no GPU needed.")
+def host(
+    ranks: Annotated[
+        str, typer.Option(metavar="N,...", help="Sizes of the group; this process is rank 0.")
+    ] = "2,8,16",
+    scheme: Annotated[
+        str, typer.Option(metavar="NAME,...", help="With messages of fixed size, or all of them.")
+    ] = "dense,agsparse,direct",
+    capacity: Annotated[float, typer.Option(help="scheme.capacity")] = 1.25,
+    warmup: Annotated[int, typer.Option(min=0, help="Buckets that are not timed.")] = 30,
+    iters: Annotated[int, typer.Option(min=1, help="Buckets that are timed.")] = 200,
+    json: JsonFile = None,
+) -> None:
+    """See docs/reading-the-breakdown.md."""
+    from megatron_sparse.bench import host as runner
+
+    schemes = runner.SCHEMES if scheme == "all" else scheme.split(",")
+    sweep = runner.HostSweep(parse_ranks(ranks), schemes, capacity, warmup, iters)
+    runner.run(sweep, json)
+
+
 @bench.command(help="The message codec: selection with encoding, encoding, adding up.")
 def codecs(
     min_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Such as 64K, 1M.")] = "1M",
@@ -153,6 +174,9 @@ def collectives(
         str, typer.Option(metavar="OP,...", help="all_reduce | reduce_scatter")
     ] = "all_reduce",
     format: Annotated[str, typer.Option(help="scheme.format")] = "auto",
+    capacity: Annotated[
+        float | None, typer.Option(help="scheme.capacity of the schemes that take it.")
+    ] = None,
     prune: Annotated[
         bool, typer.Option("--prune/--no-prune", help="Time selection with the collective.")
     ] = True,
@@ -193,6 +217,7 @@ def collectives(
         schemes=["auto", *OVER_GROUPS] if scheme == "all" else scheme.split(","),
         ops=op.split(","),
         message_format=format,
+        capacity=capacity,
         warmup=warmup,
         iters=iters,
         prune=prune,
@@ -214,8 +239,8 @@ def collectives(
     else:
         values = {
             "min-bytes": min_bytes, "max-bytes": max_bytes, "density": density, "dtype": dtype,
-            "scheme": scheme, "op": op, "format": format, "warmup": warmup, "iters": iters,
-            "mbit": mbit, "timeout": timeout, "json": json,
+            "scheme": scheme, "op": op, "format": format, "capacity": capacity,
+            "warmup": warmup, "iters": iters, "mbit": mbit, "timeout": timeout, "json": json,
         }  # fmt: skip
         arguments = [f"--{key}={value}" for key, value in values.items() if value is not None]
         arguments.append("--prune" if prune else "--no-prune")

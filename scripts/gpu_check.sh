@@ -62,8 +62,9 @@ fi
 stage codecs 60 "$python" "${codecs[@]}" --max-bytes 256M --iters 10 --json "$out/codecs.jsonl"
 stage hashing 30 "$python" "${codecs[@]}" --max-bytes 64M --iters 5 \
   --format hash_bitmap,pairs,row_sparse --json "$out/hashing.jsonl"
+# With a capacity, so that the host waits for nothing; else waiting for sizes would be in it.
 stage host 18 "$python" -m megatron_sparse.cli bench collectives --ranks 1 --scheme dense,direct \
-  --min-bytes 64M --max-bytes 64M --density 0.01 --json "$out/host.jsonl"
+  --capacity 1.25 --min-bytes 64M --max-bytes 64M --density 0.01 --json "$out/host.jsonl"
 stage two-shot 30 "$python" -m megatron_sparse.bench.peer --json "$out/peer.jsonl"
 
 if $dry_run; then

@@ -70,8 +70,13 @@ class Case:
             pinned = StragglerConfig(mode="pinned", rank=straggler)
         return SparseConfig.from_overrides(
             scheme=self.scheme, density=self.density, warmup_iters=0, ramp_iters=0, format=form,
-            timeout_s=sweep.timeout_s, straggler=pinned,
+            timeout_s=sweep.timeout_s, straggler=pinned, capacity=self._capacity(sweep),
         )  # fmt: skip
+
+    def _capacity(self, sweep: Sweep) -> float | None:
+        """What `auto` takes, if it takes any, depends on the group."""
+        known = SCHEMES.get(self.scheme)
+        return sweep.capacity if known is None or known.takes_slots else None
 
     def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
         """One pruned parameter that is the whole bucket."""
@@ -126,6 +131,7 @@ class Sweep:
         message_format: `scheme.format`, but for schemes with a format of their own.
         warmup: rounds before the first that counts.
         iters: rounds that count.
+        capacity: `scheme.capacity` of those schemes that take it; None exchanges sizes.
         prune: time selection too; else the collective alone, from its message.
         mbit: rate of each rank's link; None measures it.
         timeout_s: seconds after which an operation that has not finished is an error.
@@ -140,6 +146,7 @@ class Sweep:
     message_format: str = "auto"
     warmup: int = 2
     iters: int = 7
+    capacity: float | None = None
     prune: bool = True
     mbit: int | None = None
     timeout_s: float = 120.0
@@ -159,6 +166,7 @@ class Sweep:
             ("op", self.ops, set(self.ops) <= set(forms), " | ".join(forms)),
             ("format", self.message_format, self.message_format in MESSAGE_FORMATS,
              " | ".join(MESSAGE_FORMATS)),
+            ("capacity", self.capacity, self.capacity is None or self.capacity > 0, "above 0"),
             ("mbit", self.mbit, self.mbit is None or self.mbit > 0, "above 0"),
             ("timeout", self.timeout_s, self.timeout_s > 0, "above 0 s"),
         ])  # fmt: skip

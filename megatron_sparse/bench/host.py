@@ -1,0 +1,285 @@
+"""What a bucket costs the host where a device does the work: planning, posting, calling kernels.
+
+Needs no GPU. This process is rank 0 of n and takes one bucket through all that it goes through with
+NCCL: the reducer, its progress thread, and the same calls of c10d, but on torch's fake process
+group, which moves nothing. What the peers would have sent was recorded on the virtual cluster, and
+is put in its place while the clock stands. The bucket is so small that the codecs, which run on the
+CPU here, cost next to nothing beside what calls them. `dense`, one call of c10d, is measured in
+turn with everything else: processors differ, and so does one from minute to minute. Not in it:
+launching kernels, the events of the breakdown, and what NCCL does inside its calls.
+
+Messages have fixed sizes (`scheme.capacity`), as without them the host waits for the device anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.bench.collective_path import HalvedPath, new_residuals
+from megatron_sparse.bench.collective_sweep import Case, Sweep
+from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_threads, write_rows
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives import OVER_GROUPS, Input
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.progress import ProgressThread
+from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
+from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.transport import Transport, VirtualCluster
+from megatron_sparse.transport.process_group import ProcessGroupTransport
+
+SCHEMES = tuple(
+    name
+    for name, scheme in OVER_GROUPS.items()
+    if scheme.takes_slots or name in ("dense", "dense_ring", "dense_rhd", "dense_allpairs")
+)
+"""Those whose messages have sizes that everyone knows."""
+NUMEL_A_RANK = 64
+DENSITY = 0.25
+TIMEOUT_S = 30.0
+HEADER = "# ranks  scheme            posts  host(us)  of it c10d(us)  dense(us)  times dense"
+
+
+@dataclass(frozen=True)
+class HostSweep:
+    """What is measured.
+
+    Attributes:
+        ranks: sizes of the group.
+        schemes: names in `SCHEMES`.
+        capacity: `scheme.capacity` of the sparse ones.
+        warmup: buckets before the first that counts.
+        iters: buckets that count.
+    """
+
+    ranks: Sequence[int]
+    schemes: Sequence[str]
+    capacity: float = 2.0
+    warmup: int = 30
+    iters: int = 200
+
+    def __post_init__(self) -> None:
+        check_arguments("bench host", [
+            ("ranks", self.ranks, all(2 <= n <= 256 for n in self.ranks), "2 to 256"),
+            ("scheme", self.schemes, set(self.schemes) <= set(SCHEMES), " | ".join(SCHEMES)),
+            ("capacity", self.capacity, self.capacity > 0, "above 0"),
+            ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
+            ("iters", self.iters, self.iters >= 1, "1 or more"),
+        ])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """Medians for one bucket.
+
+    Attributes:
+        scheme: of the bucket.
+        world_size: ranks of the group.
+        posts: calls of c10d that post something.
+        host_cpu_us: of the processor, spent by the progress thread.
+        c10d_us: the part of it that passed in those calls.
+        dense_us: what a bucket of `dense` takes, measured in turn.
+    """
+
+    scheme: str
+    world_size: int
+    posts: int
+    host_cpu_us: float
+    c10d_us: float
+    dense_us: float
+
+    def line(self) -> str:
+        """A row of the table under `HEADER`."""
+        return (
+            f"{self.world_size:7}  {self.scheme:16}  {self.posts:5}  {self.host_cpu_us:8.0f}  "
+            f"{self.c10d_us:14.0f}  {self.dense_us:9.0f}  {self.host_cpu_us / self.dense_us:11.1f}"
+        )
+
+
+class _Recorded:
+    """What rank 0 received in each of its exchanges on the virtual cluster."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._under_way: dict[object, tuple[int, Sequence[tuple[int, torch.Tensor]]]] = {}
+        self.came: dict[int, dict[int, torch.Tensor]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def exchange(self, sends: Sequence[Any], receives: Sequence[Any], tag: int) -> Any:
+        """Posts it, and remembers where its messages will be."""
+        work = self._transport.exchange(sends, receives, tag)
+        self._under_way[work] = (len(self._under_way), receives)
+        return work
+
+    def finished(self, work: object) -> None:
+        """Copies what a work has brought."""
+        if work in self._under_way:
+            number, receives = self._under_way[work]
+            self.came[number] = {peer: values.clone() for peer, values in receives}
+
+
+class _RankWithoutPeers(ProcessGroupTransport):
+    """Rank 0, which posts as with NCCL and gets what was recorded."""
+
+    def __init__(self, came: Sequence[torch.Tensor]) -> None:
+        self._came = came
+        self.begin()
+        assert dist.group.WORLD is not None, "made by the caller"
+        super().__init__(dist.group.WORLD, TIMEOUT_S, torch.device("cpu"), watch=False)
+        self.device = torch.device("cuda")  # what it is asked for from here on is how to post
+
+    def begin(self) -> None:
+        """Before each bucket."""
+        self.posts, self.c10d_s, self.paused_s, self._taken = 0, 0.0, 0.0, 0
+
+    def exchange(self, sends: Sequence[Any], receives: Sequence[Any], tag: int) -> Any:
+        """See `Transport`. All peers' messages are there at once."""
+        begun_s = time.thread_time()
+        work = super().exchange(sends, receives, tag)
+        self.c10d_s += time.thread_time() - begun_s
+        self.posts += 1
+        begun_s = time.thread_time()
+        for _, values in receives:
+            values.view(torch.uint8).view(-1).copy_(self._came[self._taken])
+            self._taken += 1
+        self.paused_s += time.thread_time() - begun_s
+        return work
+
+    def _collective(self, name: str, post: Callable[[], Any]) -> Any:
+        begun_s = time.thread_time()
+        work = super()._collective(name, post)
+        self.c10d_s += time.thread_time() - begun_s
+        self.posts += 1
+        return work
+
+
+class _LastRecord(NullRecorder):
+    record: BucketRecord
+
+    def record_bucket(self, record: BucketRecord) -> None:
+        self.record = record
+
+
+def run(sweep: HostSweep, json_path: Path | None) -> list[HostRow]:
+    """Prints the table, one line as soon as it is measured, and writes it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_rows(json_path, [])
+    print(f"# {describe_cpu(1)}")
+    print("# posts reach nobody: launches, NCCL's own time and the device's are not in it")
+    print(HEADER)
+    measured: list[HostRow] = []
+    with torch_threads(1):
+        for row in rows(sweep):
+            measured.append(row)
+            print(row.line(), flush=True)
+            write_rows(json_path, [asdict(each) for each in measured])
+    return measured
+
+
+def rows(sweep: HostSweep) -> Iterator[HostRow]:
+    """Every case. Takes the process's default group for as long as it runs.
+
+    Raises:
+        ConfigError: a scheme that is not one of `SCHEMES`.
+    """
+    for n in sweep.ranks:
+        with _fake_group(n):
+            for scheme in sweep.schemes:
+                yield _measure(sweep, scheme, n)
+
+
+@contextmanager
+def _fake_group(n: int) -> Generator[None, None, None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(sweep: HostSweep, name: str, n: int) -> HostRow:
+    """Times a scheme in turn with `dense`: what slows the machine down slows both."""
+    progress = ProgressThread(torch.device("cpu"), TIMEOUT_S)
+    paths = [_Path(sweep, each, n, progress) for each in (name, "dense")]
+    try:
+        figures = [[path.run() for path in paths] for _ in range(sweep.warmup + sweep.iters)]
+    finally:
+        progress.close()
+        for path in paths:
+            path.transport.close()
+    counted = torch.tensor(figures[sweep.warmup :], dtype=torch.float64)
+    (spent_us, c10d_us), (dense_us, _) = counted.median(0).values.tolist()
+    return HostRow(name, n, paths[0].transport.posts, spent_us, c10d_us, dense_us)
+
+
+class _Path:
+    """One scheme's bucket on rank 0 of n.
+
+    Args:
+        sweep: how it is measured.
+        name: of the scheme.
+        n: ranks.
+        progress: runs it.
+    """
+
+    def __init__(self, sweep: HostSweep, name: str, n: int, progress: ProgressThread) -> None:
+        is_dense = OVER_GROUPS[name].takes is Input.DENSE
+        density = 1.0 if is_dense else DENSITY
+        case = Case(Form.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
+        settings = Sweep(
+            4 * case.numel, 4 * case.numel, [density], ["fp32"], [name], ["all_reduce"],
+            capacity=None if is_dense else sweep.capacity, timeout_s=TIMEOUT_S,
+        )  # fmt: skip
+        config = case.config(settings, straggler=n - 1)
+        self.transport = _RankWithoutPeers(_record(case, settings, n))
+        self._recorder = _LastRecord()
+        self._reducer = GradientReducer(
+            config, self.transport, FixedPlanner(config.compression, config.scheme),
+            new_residuals(), self._recorder, progress,
+        )  # fmt: skip
+        self._values_N = case.normal_values(0)
+        self._bucket = case.bucket(self._values_N.clone(), n)
+
+    def run(self) -> tuple[float, float]:
+        """Synchronises the bucket; the host's microseconds, and those of them in c10d."""
+        self.transport.begin()
+        self._bucket.grad_N.copy_(self._values_N)
+        self._reducer.start(self._bucket, 0).wait()
+        spent_us = self._recorder.record.host_cpu_us - 1e6 * self.transport.paused_s
+        return spent_us, 1e6 * self.transport.c10d_s
+
+
+def _record(case: Case, sweep: Sweep, n: int) -> list[torch.Tensor]:
+    """The bytes of all messages for rank 0, in the order in which it asks for them."""
+    cluster = VirtualCluster(n)
+    recorded = _Recorded(cluster.transports[0])
+
+    def start(transport: Any) -> Generator[Any, None, None]:
+        seen: Any = recorded if transport.rank == 0 else transport
+        bucket = case.bucket(case.normal_values(transport.rank), n)
+        _, exchange = HalvedPath(case, sweep, seen).select(bucket, 0, Stopwatch())
+        for outcome in exchange():
+            yield outcome
+            if transport.rank == 0:
+                recorded.finished(outcome)
+
+    cluster.run(start)
+    return [
+        values.view(torch.uint8).view(-1)
+        for _, pieces in sorted(recorded.came.items())
+        for values in pieces.values()
+    ]
