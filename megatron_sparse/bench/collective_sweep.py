@@ -74,7 +74,7 @@ class Case:
         )  # fmt: skip
 
     def _capacity(self, sweep: Sweep) -> float | None:
-        """What `auto` takes, if it takes any, depends on the group."""
+        """None for schemes that take none; what `auto` goes by does."""
         known = SCHEMES.get(self.scheme)
         return sweep.capacity if known is None or known.takes_slots else None
 
