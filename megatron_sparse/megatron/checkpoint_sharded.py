@@ -20,7 +20,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.attachment import Attachment
@@ -88,11 +89,7 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
         CheckpointError: the state is of another version or another model-parallel layout.
     """
     here = Place.here()
-    found = {
-        key: entry
-        for key, entry in load_sharded_metadata(str(checkpoint)).items()
-        if key.startswith(f"{PREFIX}.")
-    }
+    found = _entries(checkpoint)
     header_object = ShardedObject(f"{PREFIX}.header", None, (1,), (0,))
     if header_object.unique_key not in found:
         return None
@@ -133,6 +130,31 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     return saved
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in a checkpoint, or an object, which has no shape."""
+
+    key: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+def _entries(checkpoint: Path) -> dict[str, _Entry]:
+    """What the checkpoint holds of the plugin.
+
+    Megatron's own function for it makes a tensor of every entry's properties, of which torch 2.15
+    has one more than it knows.
+    """
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {
+        key: _Entry(key, tuple(entry.size), entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else _Entry(key)
+        for key, entry in stored.items()
+        if key.startswith(f"{PREFIX}.")
+    }
+
+
 @dataclass
 class _Piece:
     """A parameter of a store, and which of its saved rows fall to this rank."""
@@ -144,7 +166,9 @@ class _Piece:
     template: dict[str, ShardedTensor]
 
 
-def _pieces(attachment: Attachment, here: Place, found: dict[str, Any], mode: str) -> list[_Piece]:
+def _pieces(
+    attachment: Attachment, here: Place, found: dict[str, _Entry], mode: str
+) -> list[_Piece]:
     pieces = []
     for store in attachment.stores():
         for expert in (False, True):
@@ -156,15 +180,15 @@ def _pieces(attachment: Attachment, here: Place, found: dict[str, Any], mode: st
     return pieces
 
 
-def _whole(entry: ShardedTensor) -> dict[str, ShardedTensor]:
+def _whole(entry: _Entry) -> dict[str, ShardedTensor]:
     """Asks for a sum, all of it."""
-    empty = torch.empty(entry.global_shape, dtype=entry.dtype)
+    empty = torch.empty(entry.shape, dtype=entry.dtype)
     return {"sum": ShardedTensor.from_rank_offsets(entry.key, empty)}
 
 
-def _rows(entry: ShardedTensor, row: int, size: int) -> dict[str, ShardedTensor]:
+def _rows(entry: _Entry, row: int, size: int) -> dict[str, ShardedTensor]:
     """Asks for the rows that fall to row `row` of `size`; for none of them where there are less."""
-    count, numel = entry.global_shape
+    count, numel = entry.shape
     return {
         str(j): ShardedTensor.from_rank_offsets(
             entry.key, torch.empty(numel, dtype=entry.dtype), (0, j, count), prepend_axis_num=1
