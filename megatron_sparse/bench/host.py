@@ -61,7 +61,7 @@ class HostSweep:
 
     ranks: Sequence[int]
     schemes: Sequence[str]
-    capacity: float = 2.0
+    capacity: float = 1.25
     warmup: int = 30
     iters: int = 200
 
