@@ -18,6 +18,7 @@ from megatron_sparse.progress import GATE, ProgressThread
 from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
 from megatron_sparse.reducer import GradientReducer
 from megatron_sparse.transport import VirtualCluster
+from tests.cuda_emulator.codec_cases import Place
 from tests.cuda_emulator.device import GPU, OnDevice, sync_debug_error, to_gpu
 from tests.cuda_emulator.op_calls import EmulatedDevice
 
@@ -28,7 +29,6 @@ IN_CAPACITY = [
     for form in Form
     if scheme.takes_slots and form in scheme.forms
 ]
-
 
 type NotWaiting = Callable[[], AbstractContextManager[None]]
 
@@ -42,24 +42,10 @@ def torch_sync_debug_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.fixture(
-    params=[
-        "emulated",
-        pytest.param(
-            "gpu",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-            ],
-        ),
-    ]
-)
-def not_waiting(request: pytest.FixtureRequest) -> NotWaiting:
+@pytest.fixture
+def not_waiting(place: Place) -> NotWaiting:
     """Within what it returns, waiting is an error."""
-    if request.param == "gpu":
-        return torch_sync_debug_error
-    request.getfixturevalue("emulated_gpu")
-    return sync_debug_error
+    return sync_debug_error if place is to_gpu else torch_sync_debug_error
 
 
 class Ranks:
