@@ -18,7 +18,7 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
 from megatron_sparse.transport import Transport
 
 Exchange = Callable[[], Steps]
@@ -75,6 +75,16 @@ class HalvedPath:
         return message.nnz, lambda: scheme.exchange(
             bucket, message, self._transport, self._buffers, watch, self._options
         )
+
+
+class LastRecord(NullRecorder):
+    """Keeps what was told of the last bucket."""
+
+    record: BucketRecord
+
+    def record_bucket(self, record: BucketRecord) -> None:
+        """See `Recorder`."""
+        self.record = record
 
 
 def new_residuals() -> ResidualStore:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bench.collective_floor import payload_rate
-from megatron_sparse.bench.collective_path import HalvedPath, new_residuals, residual_of
+from megatron_sparse.bench.collective_path import HalvedPath, LastRecord, new_residuals, residual_of
 from megatron_sparse.bench.collective_row import Row, in_order
 from megatron_sparse.bench.collective_sweep import CHECK_STEPS, Case, Sweep
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
@@ -30,7 +30,7 @@ from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.progress import GATE
-from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
+from megatron_sparse.recording import Stopwatch
 from megatron_sparse.reducer import GradientReducer
 
 # torch 2.13 renamed it; older ones only have the first name.
@@ -41,13 +41,6 @@ LINK_BYTES = 8 << 20
 
 Progress = Callable[[int, int, Case], None]
 """Told the number of the case that begins, of how many, and the case."""
-
-
-class _LastRecord(NullRecorder):
-    record: BucketRecord
-
-    def record_bucket(self, record: BucketRecord) -> None:
-        self.record = record
 
 
 class RankBench(RankGroup):
@@ -199,9 +192,9 @@ class RankBench(RankGroup):
 
         return run
 
-    def _reducer(self, case: Case, residuals: ResidualStore) -> tuple[GradientReducer, _LastRecord]:
+    def _reducer(self, case: Case, residuals: ResidualStore) -> tuple[GradientReducer, LastRecord]:
         config = case.config(self._sweep, straggler=self.world_size - 1)
-        recorder = _LastRecord()
+        recorder = LastRecord()
         planner = FixedPlanner(config.compression, config.scheme)
         reducer = GradientReducer(
             config, self._transport, planner, residuals, recorder, self._progress

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.collective_path import HalvedPath, new_residuals
+from megatron_sparse.bench.collective_path import HalvedPath, LastRecord, new_residuals
 from megatron_sparse.bench.collective_sweep import Case, Sweep
 from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_threads, write_rows
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import OVER_GROUPS, Input
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.progress import ProgressThread
-from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
+from megatron_sparse.recording import Stopwatch
 from megatron_sparse.reducer import GradientReducer
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.process_group import ProcessGroupTransport
@@ -57,6 +57,9 @@ class HostSweep:
         capacity: `scheme.capacity` of the sparse ones.
         warmup: buckets before the first that counts.
         iters: buckets that count.
+
+    Raises:
+        ConfigError: one of them is out of range.
     """
 
     ranks: Sequence[int]
@@ -162,13 +165,6 @@ class _RankWithoutPeers(ProcessGroupTransport):
         return work
 
 
-class _LastRecord(NullRecorder):
-    record: BucketRecord
-
-    def record_bucket(self, record: BucketRecord) -> None:
-        self.record = record
-
-
 def run(sweep: HostSweep, json_path: Path | None) -> list[HostRow]:
     """Prints the table, one line as soon as it is measured, and writes it.
 
@@ -189,11 +185,7 @@ def run(sweep: HostSweep, json_path: Path | None) -> list[HostRow]:
 
 
 def rows(sweep: HostSweep) -> Iterator[HostRow]:
-    """Every case. Takes the process's default group for as long as it runs.
-
-    Raises:
-        ConfigError: a scheme that is not one of `SCHEMES`.
-    """
+    """Every case. Takes the place of the process's default group for as long as it runs."""
     for n in sweep.ranks:
         with _fake_group(n):
             for scheme in sweep.schemes:
@@ -237,16 +229,15 @@ class _Path:
     """
 
     def __init__(self, sweep: HostSweep, name: str, n: int, progress: ProgressThread) -> None:
-        is_dense = OVER_GROUPS[name].takes is Input.DENSE
-        density = 1.0 if is_dense else DENSITY
+        density = 1.0 if OVER_GROUPS[name].takes is Input.DENSE else DENSITY
         case = Case(Form.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
         settings = Sweep(
             4 * case.numel, 4 * case.numel, [density], ["fp32"], [name], ["all_reduce"],
-            capacity=None if is_dense else sweep.capacity, timeout_s=TIMEOUT_S,
+            capacity=sweep.capacity, timeout_s=TIMEOUT_S,
         )  # fmt: skip
         config = case.config(settings, straggler=n - 1)
         self.transport = _RankWithoutPeers(_record(case, settings, n))
-        self._recorder = _LastRecord()
+        self._recorder = LastRecord()
         self._reducer = GradientReducer(
             config, self.transport, FixedPlanner(config.compression, config.scheme),
             new_residuals(), self._recorder, progress,

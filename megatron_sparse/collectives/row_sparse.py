@@ -33,14 +33,13 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Form, Reduction
 from megatron_sparse.collectives.base import (
-    Round,
     Subgroup,
     Yielded,
     exchange_sizes,
     tag_of,
     whole_group,
 )
-from megatron_sparse.collectives.gather import pairwise_all_gather
+from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
 from megatron_sparse.formats.header import wrong_field
 from megatron_sparse.formats.message import MessageBuffers, wire_dtype_of
 from megatron_sparse.formats.row_record import RowPart
@@ -193,21 +192,14 @@ class _Exchange:
         self, positions: list[torch.Tensor], counts: list[list[int]]
     ) -> Generator[Yielded, None, RowSparse]:
         """Rows go to the part's rank, sums to everyone."""
-        n, rank = self.group.world_size, self.group.rank
+        rank = self.group.rank
         sent = self._cut("sent", [p.record_bytes(counts[rank][p.part]) for p in self._parts])
         for part, taken, record in zip(self._parts, positions, sent, strict=True):
             part.encode(self._gradient, taken, record)
         mine = self._parts[rank]
         received = self._cut("received", [mine.record_bytes(row[rank]) for row in counts])
         received[rank] = sent[rank]
-        rounds: list[Round] = [
-            (
-                [((rank + step) % n, sent[(rank + step) % n])],
-                [((rank - step) % n, received[(rank - step) % n])],
-            )
-            for step in range(1, n)
-        ]
-        yield from self.group.in_rounds(rounds, independent=True)
+        yield from pairwise_all_to_all(sent, received, self.group, last=False)
         total = self._reduce([mine.decode(record, r) for r, record in enumerate(received)])
 
         # One count a rank, of its own part: the largest part bounds them all here, and the
