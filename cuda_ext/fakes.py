@@ -129,6 +129,11 @@ def _peer_collective(*arguments: Any) -> None:
     """Mutates its outputs and returns nothing."""
 
 
+def _nccl_sparse_sum(acc: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, int]:
+    words = torch.library.get_ctx().new_dynamic_size()
+    return acc.new_empty(words, dtype=torch.int64), 0
+
+
 _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "cpu": {
         "prune_": _prune,
@@ -143,6 +148,7 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "encode_records": _encode_records,
         "prune_encode_records": _prune_encode_records,
         "peer_collective": _peer_collective,
+        "nccl_sparse_sum": _nccl_sparse_sum,
         **hash_ops.CUDA_FAKES,
     },
 }

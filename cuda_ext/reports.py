@@ -47,6 +47,12 @@ class Reports:
         if self._statuses and records.numel():
             records[:1].mul_(torch.cat(self._statuses).eq(0).all())
 
+    def statuses(self, device: torch.device) -> torch.Tensor:
+        """The first word of each status so far, as int64 on the calls' device: 0 is well."""
+        if not self._statuses:
+            return torch.empty(0, dtype=torch.int64, device=device)
+        return self._statuses[0] if len(self._statuses) == 1 else torch.cat(self._statuses)
+
     def begin_read(self) -> HostCopy:
         """Starts the one copy of all words to the host, without waiting for it."""
         calls, self._calls = self._calls, []

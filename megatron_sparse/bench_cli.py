@@ -91,13 +91,16 @@ def host(
     capacity: Annotated[float, typer.Option(help="scheme.capacity")] = 1.25,
     warmup: Annotated[int, typer.Option(min=0, help="Buckets that are not timed.")] = 30,
     iters: Annotated[int, typer.Option(min=1, help="Buckets that are timed.")] = 200,
+    nccl_engine: Annotated[
+        bool, typer.Option(help="With scheme.nccl_engine too, where a scheme has it.")
+    ] = True,
     json: JsonFile = None,
 ) -> None:
     """See docs/reading-the-breakdown.md."""
     from megatron_sparse.bench import host as runner
 
     schemes = runner.SCHEMES if scheme == "all" else scheme.split(",")
-    sweep = runner.HostSweep(parse_ranks(ranks), schemes, capacity, warmup, iters)
+    sweep = runner.HostSweep(parse_ranks(ranks), schemes, capacity, warmup, iters, nccl_engine)
     runner.run(sweep, json)
 
 

@@ -41,6 +41,7 @@ RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
 for its cluster (sections IV-C and IV-D, there as sparsities)."""
 STRAGGLER_SCHEMES = ("straggler", "straggler_direct")
 """Schemes that go on without the straggler: the dense form and the sparse one."""
+NCCL_ENGINE_SCHEMES = ("auto", "direct", "agsparse")
 NCCL_ERRORS = ("torch", "typed")
 PEER_WINDOWS = ("auto", "symmetric_memory", "cuda_ipc")
 STRAGGLER_MODES = ("off", "observe", "pinned", "persistent", "dynamic")
@@ -98,6 +99,9 @@ class SchemeConfig:
         nccl_errors: what becomes of a failed operation of NCCL: `torch` leaves it to torch's
             watchdog, which ends the process; `typed` aborts communicators instead, and raises an
             error that names the group (docs/peer-memory.md, Between nodes). On CUDA, with Megatron.
+        nccl_engine: buckets of `direct` and `agsparse` with a `capacity` are one call of C++ on a
+            communicator of NCCL's own, for groups whose host cannot keep up (docs/peer-memory.md,
+            The NCCL engine). On CUDA.
         deterministic: freeze every decision that would be taken from timing.
     """
 
@@ -118,6 +122,7 @@ class SchemeConfig:
     timeout_s: float = 300.0
     watch_peers: bool = True
     nccl_errors: str = "torch"
+    nccl_engine: bool = False
     deterministic: bool = True
 
     def __post_init__(self) -> None:
@@ -151,6 +156,14 @@ class SchemeConfig:
         is_flag("scheme.peer_in_order_of_coming", self.peer_in_order_of_coming)
         is_flag("scheme.watch_peers", self.watch_peers)
         one_of("scheme.nccl_errors", self.nccl_errors, NCCL_ERRORS)
+        is_flag("scheme.nccl_engine", self.nccl_engine)
+        if self.nccl_engine and (self.capacity is None or self.name not in NCCL_ENGINE_SCHEMES):
+            raise ConfigError(
+                "scheme.nccl_engine=true with messages of unknown size",
+                expected=f"a scheme.capacity, and scheme.name in {', '.join(NCCL_ENGINE_SCHEMES)}",
+                got=f"scheme.capacity={self.capacity}, scheme.name={self.name}",
+                remedy="set scheme.capacity=1.25, or leave scheme.nccl_engine out",
+            )
         is_flag("scheme.deterministic", self.deterministic)
         in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
 

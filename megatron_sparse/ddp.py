@@ -94,8 +94,9 @@ class DDPState:
         group = ddp.process_group
         assert group is not None, "DDP without a device mesh has a group"
         self._transport = ProcessGroupTransport(
-            group, timeout_s, device, watch=self.config.scheme.watch_peers
-        )
+            group, timeout_s, device, watch=self.config.scheme.watch_peers,
+            nccl_engine=self.config.scheme.nccl_engine,
+        )  # fmt: skip
         self._progress = ProgressThread(device, timeout_s)
         self._planner = planner_of(self.config, logs=self._transport.rank == 0)
         _check_no_windows(self._planner, self._transport)

@@ -7,7 +7,7 @@ every table, JSON line and dashboard of the project.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -127,6 +127,21 @@ class Stopwatch:
         finally:
             if opened is not None:
                 opened.end()
+
+    def borders(self, stages: Sequence[str]) -> list[int]:
+        """Has kernels' launchers in C++ time consecutive stages.
+
+        Returns:
+            A `cudaEvent_t` for the begin of each stage and the end of the last, to be recorded
+            again on the current stream; zeros where events time nothing.
+        """
+        if not self._cuda:
+            return [0] * (len(stages) + 1)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(stages) + 1)]
+        for event in events:
+            event.record()  # which is when torch makes it
+        self._events += zip(stages, events, events[1:], strict=False)
+        return [event.cuda_event for event in events]
 
     def add_span(self, name: str, begin_s: float, end_s: float) -> None:
         """Adds the host time between two readings of `time.perf_counter` to stage `name`."""

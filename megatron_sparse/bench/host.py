@@ -28,11 +28,15 @@ from megatron_sparse.bench.collective_sweep import Case, Sweep
 from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_threads, write_rows
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import OVER_GROUPS, Input
+from megatron_sparse.config import NCCL_ENGINE_SCHEMES
+from megatron_sparse.cuda_ext.nccl_ops import SumPlan, sum_arguments
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.reducer import GradientReducer
 from megatron_sparse.transport import Transport, VirtualCluster
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator
+from megatron_sparse.transport.nccl_library import POSTING, NcclLibrary
 from megatron_sparse.transport.process_group import ProcessGroupTransport
 
 SCHEMES = tuple(
@@ -44,7 +48,7 @@ SCHEMES = tuple(
 NUMEL_A_RANK = 64
 DENSITY = 0.25
 TIMEOUT_S = 30.0
-HEADER = "# ranks  scheme            posts  host(us)  of it c10d(us)  dense(us)  times dense"
+HEADER = "# ranks  scheme             posts  host(us)  of it c10d(us)  dense(us)  times dense"
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class HostSweep:
         capacity: `scheme.capacity` of the sparse ones.
         warmup: buckets before the first that counts.
         iters: buckets that count.
+        nccl_engine: measure the schemes that have one with `scheme.nccl_engine` too.
 
     Raises:
         ConfigError: one of them is out of range.
@@ -67,6 +72,7 @@ class HostSweep:
     capacity: float = 1.25
     warmup: int = 30
     iters: int = 200
+    nccl_engine: bool = False
 
     def __post_init__(self) -> None:
         check_arguments("bench host", [
@@ -87,8 +93,9 @@ class HostRow:
         world_size: ranks of the group.
         posts: calls of c10d that post something.
         host_cpu_us: of the processor, spent by the progress thread.
-        c10d_us: the part of it that passed in those calls.
+        c10d_us: the part of it that passed in those calls; none with the engine, which is not c10d.
         dense_us: what a bucket of `dense` takes, measured in turn.
+        nccl_engine: with `scheme.nccl_engine`.
     """
 
     scheme: str
@@ -97,11 +104,13 @@ class HostRow:
     host_cpu_us: float
     c10d_us: float
     dense_us: float
+    nccl_engine: bool = False
 
     def line(self) -> str:
         """A row of the table under `HEADER`."""
+        name = f"{self.scheme} (engine)" if self.nccl_engine else self.scheme
         return (
-            f"{self.world_size:7}  {self.scheme:16}  {self.posts:5}  {self.host_cpu_us:8.0f}  "
+            f"{self.world_size:7}  {name:17}  {self.posts:5}  {self.host_cpu_us:8.0f}  "
             f"{self.c10d_us:14.0f}  {self.dense_us:9.0f}  {self.host_cpu_us / self.dense_us:11.1f}"
         )
 
@@ -130,14 +139,60 @@ class _Recorded:
             self.came[number] = {peer: values.clone() for peer, values in receives}
 
 
+class _NoNccl(NcclLibrary):
+    """Functions that are never called."""
+
+    def __init__(self) -> None:
+        self.addresses = (0,) * len(POSTING)
+
+    def unique_id(self) -> bytes:
+        """See `NcclLibrary`."""
+        return b""
+
+    def make(self, unique_id: bytes, rank: int, world_size: int) -> int:
+        """See `NcclLibrary`."""
+        return 0
+
+    def trouble(self, communicator: int) -> str | None:
+        """See `NcclLibrary`."""
+
+    def destroy(self, communicator: int) -> None:
+        """See `NcclLibrary`."""
+
+
+class _Queued:
+    """In place of an event."""
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
+        return True
+
+
+class _CommunicatorWithoutPeers(NcclCommunicator):
+    """Rank 0's, which stops before the call of C++."""
+
+    @staticmethod
+    def _post(words: torch.Tensor, plan: SumPlan, *arguments: Any) -> tuple[torch.Tensor, int]:
+        sum_arguments(words, plan, *arguments)
+        return torch.zeros(plan.report_words, dtype=torch.int64), 0
+
+    def _record(self) -> _Queued:
+        return _Queued()
+
+
 class _RankWithoutPeers(ProcessGroupTransport):
     """Rank 0, which posts as with NCCL and gets what was recorded."""
 
-    def __init__(self, came: Sequence[torch.Tensor]) -> None:
+    def __init__(self, came: Sequence[torch.Tensor], *, nccl_engine: bool) -> None:
         self._came = came
         self.begin()
         assert dist.group.WORLD is not None, "made by the caller"
         super().__init__(dist.group.WORLD, TIMEOUT_S, torch.device("cpu"), watch=False)
+        if nccl_engine:
+            self.communicator: NcclCommunicator | None = _CommunicatorWithoutPeers(
+                _NoNccl(), 0, self.world_size, self.device, TIMEOUT_S, lambda text: text,
+                self._announce,
+            )  # fmt: skip
         self.device = torch.device("cuda")  # what it is asked for from here on is how to post
 
     def begin(self) -> None:
@@ -190,6 +245,8 @@ def rows(sweep: HostSweep) -> Iterator[HostRow]:
         with _fake_group(n):
             for scheme in sweep.schemes:
                 yield _measure(sweep, scheme, n)
+                if sweep.nccl_engine and scheme in NCCL_ENGINE_SCHEMES:
+                    yield _measure(sweep, scheme, n, nccl_engine=True)
 
 
 @contextmanager
@@ -203,10 +260,13 @@ def _fake_group(n: int) -> Generator[None, None, None]:
         dist.destroy_process_group()
 
 
-def _measure(sweep: HostSweep, name: str, n: int) -> HostRow:
+def _measure(sweep: HostSweep, name: str, n: int, *, nccl_engine: bool = False) -> HostRow:
     """Times a scheme in turn with `dense`: what slows the machine down slows both."""
     progress = ProgressThread(torch.device("cpu"), TIMEOUT_S)
-    paths = [_Path(sweep, each, n, progress) for each in (name, "dense")]
+    paths = [
+        _Path(sweep, name, n, progress, nccl_engine=nccl_engine),
+        _Path(sweep, "dense", n, progress),
+    ]
     try:
         figures = [[path.run() for path in paths] for _ in range(sweep.warmup + sweep.iters)]
     finally:
@@ -215,7 +275,8 @@ def _measure(sweep: HostSweep, name: str, n: int) -> HostRow:
             path.transport.close()
     counted = torch.tensor(figures[sweep.warmup :], dtype=torch.float64)
     (spent_us, c10d_us), (dense_us, _) = counted.median(0).values.tolist()
-    return HostRow(name, n, paths[0].transport.posts, spent_us, c10d_us, dense_us)
+    posts = 1 if nccl_engine else paths[0].transport.posts
+    return HostRow(name, n, posts, spent_us, c10d_us, dense_us, nccl_engine)
 
 
 class _Path:
@@ -226,9 +287,18 @@ class _Path:
         name: of the scheme.
         n: ranks.
         progress: runs it.
+        nccl_engine: with a communicator.
     """
 
-    def __init__(self, sweep: HostSweep, name: str, n: int, progress: ProgressThread) -> None:
+    def __init__(
+        self,
+        sweep: HostSweep,
+        name: str,
+        n: int,
+        progress: ProgressThread,
+        *,
+        nccl_engine: bool = False,
+    ) -> None:
         density = 1.0 if OVER_GROUPS[name].takes is Input.DENSE else DENSITY
         case = Case(Form.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
         settings = Sweep(
@@ -236,7 +306,7 @@ class _Path:
             capacity=sweep.capacity, timeout_s=TIMEOUT_S,
         )  # fmt: skip
         config = case.config(settings, straggler=n - 1)
-        self.transport = _RankWithoutPeers(_record(case, settings, n))
+        self.transport = _RankWithoutPeers(_record(case, settings, n), nccl_engine=nccl_engine)
         self._recorder = LastRecord()
         self._reducer = GradientReducer(
             config, self.transport, FixedPlanner(config.compression, config.scheme),

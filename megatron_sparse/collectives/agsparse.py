@@ -25,6 +25,7 @@ from megatron_sparse.bucket import Bucket, Form
 from megatron_sparse.collectives.base import Steps, exchange_sizes
 from megatron_sparse.collectives.direct import split
 from megatron_sparse.collectives.gather import pairwise_all_gather
+from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.records import (
     Cut,
     SparseSum,
@@ -61,9 +62,14 @@ def agsparse(
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's message is not what was announced.
     """
+    sums = SparseSum(bucket, message, buffers, watch)
+    if message.slots is not None and transport.communicator is not None:
+        return (yield from sum_in_one_call(
+            NAME, bucket, message, sums, transport.communicator, watch,
+            by_owners=bucket.form is Form.REDUCE_SCATTER,
+        ))  # fmt: skip
     group = group_of(NAME, bucket, message, transport)
     n, rank = group.world_size, group.rank
-    sums = SparseSum(bucket, message, buffers, watch)
     if bucket.form is Form.REDUCE_SCATTER:
         cuts = shard_cuts(message.layout, n)
         yield from split(NAME, bucket, message, cuts, sums, group, transport, last=True)

@@ -32,6 +32,7 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
 )
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
+from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.records import (
     Cut,
     SparseSum,
@@ -58,6 +59,10 @@ def direct(
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
     """
     sums = SparseSum(bucket, message, buffers, watch)
+    if message.slots is not None and transport.communicator is not None:
+        return (yield from sum_in_one_call(
+            NAME, bucket, message, sums, transport.communicator, watch, by_owners=True
+        ))  # fmt: skip
     return (yield from reduce_shards(NAME, bucket, message, sums, transport))
 
 

@@ -176,7 +176,7 @@ class SparseSum:
         if slots is None:
             return None
         code = WIRE_CODES[self.final_dtype]
-        return _slots_of_sum(slots, cut, self._bucket.world_size, code, self._form).offsets
+        return sum_slots(slots, cut, self._bucket.world_size, code, self._form).offsets
 
     def placer(
         self, cuts: Sequence[Cut], *, dense: bool = False
@@ -265,7 +265,8 @@ class SparseSum:
 
 
 @lru_cache(TABLES)
-def _slots_of_sum(slots: Slots, cut: Cut, ranks: int, value_dtype: int, form: int) -> Slots:
+def sum_slots(slots: Slots, cut: Cut, ranks: int, value_dtype: int, form: int) -> Slots:
+    """`SparseSum.slots_of_sum` of this many ranks, in a format; kept for the next step."""
     capacity_S = slots.capacity_S[cut.segments] * ranks
     return Slots.of(cut.own_offsets, cut.keep, capacity_S, value_dtype, form)
 

@@ -141,7 +141,9 @@ class Attachment:
     def _reducer_of(self, group: GroupBuckets, device: torch.device) -> GradientReducer:
         key = id(group.process_group)
         if key not in self._reducers:
-            transport = self._transport_of(group.process_group, device)
+            transport = self._transport_of(
+                group.process_group, device, nccl_engine=self.config.scheme.nccl_engine
+            )
             ranks = dist.get_process_group_ranks(group.process_group)
             instances = None
             if group.instances_group is not None:
@@ -154,10 +156,13 @@ class Attachment:
         return self._reducers[key]
 
     def _transport_of(
-        self, group: dist.ProcessGroup, device: torch.device
+        self, group: dist.ProcessGroup, device: torch.device, *, nccl_engine: bool = False
     ) -> ProcessGroupTransport:
         scheme = self.config.scheme
-        transport = ProcessGroupTransport(group, scheme.timeout_s, device, watch=scheme.watch_peers)
+        transport = ProcessGroupTransport(
+            group, scheme.timeout_s, device, watch=scheme.watch_peers,
+            nccl_engine=nccl_engine,
+        )  # fmt: skip
         self._transports.append(transport)
         return transport
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from megatron_sparse.transport.arrivals import Arrivals
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 
 
 class Marker(Enum):
@@ -58,12 +59,15 @@ class Transport(Protocol):
         world_size: ranks in the group.
         device: where tensors must live.
         nodes: for each rank the node it is on; equal numbers share a host.
+        communicator: NCCL's, for collectives in one call of C++ (`collectives.nccl_sum`), where
+            `scheme.nccl_engine` asks for it.
     """
 
     rank: int
     world_size: int
     device: torch.device
     nodes: tuple[int, ...]
+    communicator: NcclCommunicator | None
 
     def open_arrivals(self) -> Arrivals:
         """Where the ranks draw tickets as they become ready. Collective; closed with the transport.

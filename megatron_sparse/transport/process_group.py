@@ -26,6 +26,8 @@ from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrivals import StoreArrivals
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerWatch, watch_peers
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator
+from megatron_sparse.transport.nccl_library import loaded_nccl
 from megatron_sparse.transport.waiters import Waiters
 
 # torch 2.13 renamed these two; older ones only have the first name.
@@ -185,9 +187,11 @@ class ProcessGroupTransport:
         timeout_s: seconds after which an operation fails.
         device: CPU for gloo, the current CUDA device for NCCL.
         watch: notice ranks that die or stop, by a side channel (`liveness`).
+        nccl_engine: make a communicator of NCCL's beside the group.
 
     Raises:
-        ConfigError: the device does not fit the backend.
+        ConfigError: the device does not fit the backend, or `nccl_engine` is for a CPU.
+        DependencyError: NCCL's functions cannot be called.
         CommunicationError: the ranks cannot reach one another.
     """
 
@@ -198,6 +202,7 @@ class ProcessGroupTransport:
         device: torch.device,
         *,
         watch: bool = SchemeConfig.watch_peers,
+        nccl_engine: bool = SchemeConfig.nccl_engine,
     ) -> None:
         backend = dist.get_backend(group)
         if (backend == "nccl") != (device.type == "cuda"):
@@ -220,6 +225,20 @@ class ProcessGroupTransport:
             self._watch = watch_peers(ranks, dist.get_rank(), timeout_s, self._broadcast)
         # After the watch: when the hosts have been gathered, all ranks have joined it.
         self.nodes = self._find_nodes()
+        self.communicator = self._make_communicator() if nccl_engine else None
+
+    def _make_communicator(self) -> NcclCommunicator:
+        if self.device.type != "cuda":
+            raise ConfigError(
+                "scheme.nccl_engine=true without NCCL",
+                expected="gradients on CUDA devices",
+                got=self.device.type,
+                remedy="leave scheme.nccl_engine out",
+            )
+        return NcclCommunicator(
+            loaded_nccl(), self.rank, self.world_size, self.device, self._timeout_s,
+            self._broadcast, self._announce,
+        )  # fmt: skip
 
     def trouble(self) -> str | None:
         """Which rank of the group is gone and why, in words; None while none is known to be."""
@@ -403,6 +422,8 @@ class ProcessGroupTransport:
         for arrivals in self._arrivals:
             arrivals.close()
         self._arrivals.clear()
+        if self.communicator is not None:
+            self.communicator.close(broken=broken)
         if self._watch is not None:
             self._watch.close(broken=broken)
             self._watch = None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_sparse.transport.base import Transport, Work
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 
 
 class SubsetTransport:
@@ -23,6 +24,7 @@ class SubsetTransport:
         device: where tensors must live.
         nodes: for each rank of the subset the node it is on.
         ranks: the group's number of each.
+        communicator: None: that of the whole group is not for a part of it.
 
     Args:
         transport: of the whole group.
@@ -37,6 +39,7 @@ class SubsetTransport:
         self.nodes = tuple(transport.nodes[rank] for rank in ranks)
         self._transport = transport
         self.ranks = ranks
+        self.communicator: NcclCommunicator | None = None
         self._tag = tag
 
     def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from megatron_sparse.transport.nccl_communicator import NcclCommunicator
     from megatron_sparse.transport.virtual import VirtualCluster
     from megatron_sparse.transport.virtual_arrivals import VirtualArrivals
 
@@ -48,6 +49,7 @@ class VirtualTransport:
         self.world_size = cluster.topology.world_size
         self.device = cluster.device
         self.nodes = cluster.topology.nodes
+        self.communicator: NcclCommunicator | None = None
         self.may_post = True
         self._cluster = cluster
         self._reductions = 0

@@ -9,7 +9,9 @@ the bindings is the code that a GPU sees, devices included; what is missing is s
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +32,7 @@ _SIZE_ON_DEVICE = {
     _aten.bincount, _aten.is_nonzero, _aten.item,
 }  # fmt: skip
 """Operations whose result, or its size, the host must know."""
+_TAKES_HOST_TABLES = ("nccl_sparse_sum",)
 _mode = threading.local()
 
 
@@ -108,7 +111,8 @@ def dispatcher(
         tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         if not any(isinstance(value, OnDevice) for value in tensors):
             return call(name, *arguments)
-        assert all(isinstance(value, OnDevice) for value in tensors), f"{name}: two devices"
+        strangers = [value for value in tensors if not isinstance(value, OnDevice)]
+        assert not strangers or name in _TAKES_HOST_TABLES, f"{name}: two devices"
         result = refusing(ops[name], *map(unwrapped, arguments))
         return tree_map(lambda v: OnDevice(v) if isinstance(v, torch.Tensor) else v, result)
 
@@ -120,8 +124,18 @@ class Event:
 
     def __init__(self, *, blocking: bool = False, enable_timing: bool = False) -> None:
         del blocking, enable_timing
+        self._recorded_ns = ctypes.c_int64()
 
-    def record(self) -> None: ...
+    @property
+    def cuda_event(self) -> int:
+        """For C++, where `cudaEventRecord` writes the time to it."""
+        return ctypes.addressof(self._recorded_ns)
+
+    def record(self) -> None:
+        self._recorded_ns.value = time.monotonic_ns()
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._recorded_ns.value - self._recorded_ns.value) / 1e6
 
     def synchronize(self) -> None: ...
 
@@ -133,6 +147,7 @@ def pretend_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets torch name a GPU where there is none, and wait for it."""
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     if not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
 

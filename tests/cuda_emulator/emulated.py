@@ -43,7 +43,7 @@ def compile_library(folder: Path, extra: Sequence[str] = ()) -> Path:
 
     units = (
         SOURCES / "prune_encode.cu", HERE / "codec_api.cpp", HERE / "hash_api.cpp",
-        HERE / "peer_api.cpp",
+        HERE / "peer_api.cpp", HERE / "nccl_api.cpp",
     )  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, units))

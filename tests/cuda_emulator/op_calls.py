@@ -17,6 +17,7 @@ from megatron_sparse.cuda_ext import (
     decode_ops,
     encode_ops,
     hash_ops,
+    nccl_ops,
     ops,
     row_sparse_ops,
 )
@@ -24,6 +25,7 @@ from megatron_sparse.formats import codec_choice
 from tests.cuda_emulator.device import dispatcher, to_gpu
 from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs
 from tests.cuda_emulator.emulated_hash import HashOps
+from tests.cuda_emulator.emulated_nccl import NcclOps
 
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
@@ -41,11 +43,12 @@ class EmulatedDevice:
             "decode_add_": self._decode_add,
             # Triton's kernel has tests of its own; here the CPU's makes the numbers.
             "prune_": partial(arguments.call, "prune_"),
+            "nccl_sparse_sum": NcclOps(codecs),
             **HashOps(codecs).ops(),
         }
         monkeypatch.setenv(ops.PRUNE_BACKEND, "cuda")
         self.call = dispatcher(self.ops, arguments.call)
-        for module in (encode_ops, decode_ops, hash_ops, row_sparse_ops, ops):
+        for module in (encode_ops, decode_ops, hash_ops, nccl_ops, row_sparse_ops, ops):
             monkeypatch.setattr(module, "call", self.call)
         monkeypatch.setattr(codec_choice, "_is_compiled", lambda device, wanted: True)
         monkeypatch.setattr(codec_cuda, "_stream", lambda device: -1)

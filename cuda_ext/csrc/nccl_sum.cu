@@ -1,0 +1,213 @@
+// The sparse sum of a bucket over NCCL: `direct` and `agsparse` with messages of fixed size, queued
+// without a word to the host in between.
+//
+// Shards go to their owners in one group of sends and receives; the owner adds them in rank order,
+// encodes the sum once and sends it to everyone in another. Launches: 3 for each record of a rank
+// (4 where it is the first of its part), and 5 or 6 for the sum. Bytes: as of `direct`.
+#include <algorithm>
+
+#include "decode_launch.h"
+#include "dtypes.h"
+#include "encode_launch.h"
+#include "launch_grid.cuh"
+#include "nccl_sum_launch.h"
+
+namespace megatron_sparse {
+namespace {
+
+constexpr int kSpoilThreads = 32;
+
+// Where anything has failed so far, makes records useless to who receives them: their first byte
+// becomes 0, which is no record's.
+__global__ void spoil_kernel(const int64_t* earlier, int64_t earlier_count, const int64_t* statuses,
+                             int64_t status_count, uint8_t* records) {
+  bool failed = false;
+  for (int64_t i = threadIdx.x; i < earlier_count; i += kSpoilThreads) failed |= earlier[i] != 0;
+  for (int64_t i = threadIdx.x; i < status_count; i += kSpoilThreads) {
+    failed |= statuses[i * kStatusWords] != 0;
+  }
+  if (__any_sync(0xffffffffu, failed) && threadIdx.x == 0) records[0] = 0;
+}
+
+// With a single shard every rank has that one.
+const NcclShard& shard_of(const NcclSum& sum, int rank) {
+  return sum.shards[sum.shard_count == 1 ? 0 : rank];
+}
+
+const NcclShard& own_shard(const NcclSum& sum) {
+  return shard_of(sum, sum.rank);
+}
+
+// Where a shard's entries begin in tables that have one more than segments for each shard.
+int64_t entry(const NcclSum& sum, const NcclShard& shard) {
+  return shard.first_segment + (&shard - sum.shards);
+}
+
+uint32_t sum_epoch(const NcclSum& sum, const NcclShard& shard) {
+  return static_cast<uint32_t>(sum.sum_epochs[&shard - sum.shards]);
+}
+
+int64_t encoder_report_words(const NcclShard& shard) {
+  return kStatusWords + 2 * shard.segment_count;
+}
+
+EncodeArguments encoder_of(const NcclSum& sum) {
+  const NcclShard& own = own_shard(sum);
+  int64_t* status = sum.report + kStatusWords * sum.world;
+  return {sum.acc + own.begin,
+          own.numel,
+          kFp32,
+          sum.value_dtype,
+          sum.tables.shard_offsets + entry(sum, own),
+          sum.tables.segment_kinds + own.first_segment,
+          own.segment_count,
+          sum_epoch(sum, own),
+          0,
+          sum.sums + own.sum_begin,
+          own.sum_bytes,
+          sum.workspace,
+          status + kStatusWords,
+          status + kStatusWords + own.segment_count,
+          status,
+          sum.tables.sum_slots + entry(sum, own),
+          nullptr};
+}
+
+// `add(rank)` posts what goes to and comes from a peer, and returns NCCL's result.
+template <class Add>
+int in_one_group(const NcclSum& sum, Add add) {
+  if (sum.world == 1) return kNcclSuccess;
+  int result = sum.nccl.group_start();
+  if (result != kNcclSuccess) return result;
+  for (int step = 1; step < sum.world && result == kNcclSuccess; ++step) {
+    result = add((sum.rank + step) % sum.world);
+  }
+  // A group that was begun must be ended, whatever became of it.
+  const int ended = sum.nccl.group_end();
+  return result != kNcclSuccess ? result : ended;
+}
+
+// No message without bytes: NCCL would make one of it all the same.
+int exchange(const NcclSum& sum, int peer, const uint8_t* from, int64_t send_bytes, uint8_t* into,
+             int64_t receive_bytes, void* stream) {
+  int result = kNcclSuccess;
+  if (send_bytes > 0) {
+    result = sum.nccl.send(from, static_cast<size_t>(send_bytes), kNcclUint8, peer, sum.comm,
+                           stream);
+  }
+  if (result == kNcclSuccess && receive_bytes > 0) {
+    result = sum.nccl.recv(into, static_cast<size_t>(receive_bytes), kNcclUint8, peer, sum.comm,
+                           stream);
+  }
+  return result;
+}
+
+class Queue {
+ public:
+  Queue(const NcclSum& sum, void* stream) : sum_(sum), own_(own_shard(sum)), stream_(stream) {}
+
+  int run() {
+    mark(0);
+    int result = scatter();
+    mark(1);
+    if (result != kNcclSuccess) return result;
+    for (int rank = 0; rank < sum_.world; ++rank) add_message(rank);
+    mark(2);
+    if (!sum_.gathers) return kNcclSuccess;
+    encode();
+    mark(3);
+    result = gather();
+    mark(4);
+    if (result != kNcclSuccess) return result;
+    for (int rank = 0; rank < sum_.world; ++rank) place_sum(rank);
+    mark(5);
+    return kNcclSuccess;
+  }
+
+ private:
+  void mark(int border) const {
+    if (sum_.events[border] != nullptr) {
+      cudaEventRecord(static_cast<cudaEvent_t>(sum_.events[border]),
+                      static_cast<cudaStream_t>(stream_));
+    }
+  }
+
+  uint8_t* received_from(int rank) const { return sum_.received + rank * own_.message_bytes; }
+
+  int scatter() const {
+    return in_one_group(sum_, [&](int peer) {
+      const NcclShard& theirs = shard_of(sum_, peer);
+      return exchange(sum_, peer, sum_.message + theirs.message_begin, theirs.message_bytes,
+                      received_from(peer), own_.message_bytes, stream_);
+    });
+  }
+
+  int gather() const {
+    return in_one_group(sum_, [&](int peer) {
+      const NcclShard& theirs = shard_of(sum_, peer);
+      return exchange(sum_, peer, sum_.sums + own_.sum_begin, own_.sum_bytes,
+                      sum_.sums + theirs.sum_begin, theirs.sum_bytes, stream_);
+    });
+  }
+
+  void add_message(int rank) const {
+    const bool is_own = rank == sum_.rank;
+    launch_decode_add(
+        {sum_.acc + own_.begin, own_.numel,
+         is_own ? sum_.message + own_.message_begin : received_from(rank), own_.message_bytes,
+         sum_.tables.segment_offsets + own_.first_segment, own_.segment_count, own_.begin,
+         sum_.value_dtype, sum_.epoch, rank == 0, sum_.workspace,
+         sum_.report + kStatusWords * rank, sum_.tables.message_slots + entry(sum_, own_)},
+        stream_);
+  }
+
+  void encode() const {
+    const EncodeArguments encoder = encoder_of(sum_);
+    launch_encode(encoder, stream_);
+    if (own_.sum_bytes == 0) return;
+    const cudaLaunchConfig_t one =
+        grid_for(1, 1, kSpoilThreads, static_cast<cudaStream_t>(stream_));
+    // The messages' statuses, and the encoder's, which follows them.
+    const int64_t* statuses = sum_.report;
+    const int64_t status_count = sum_.world + 1;
+    cudaLaunchKernelEx(&one, spoil_kernel, sum_.earlier, sum_.earlier_count, statuses,
+                       status_count, encoder.out);
+  }
+
+  void place_sum(int rank) const {
+    const NcclShard& shard = shard_of(sum_, rank);
+    int64_t* statuses =
+        sum_.report + kStatusWords * sum_.world + encoder_report_words(own_);
+    launch_decode_add({sum_.acc + shard.begin, shard.numel, sum_.sums + shard.sum_begin,
+                       shard.sum_bytes, sum_.tables.shard_offsets + entry(sum_, shard),
+                       shard.segment_count, 0, sum_.value_dtype, sum_epoch(sum_, shard), true,
+                       sum_.workspace, statuses + kStatusWords * rank,
+                       sum_.tables.sum_slots + entry(sum_, shard)},
+                      stream_);
+  }
+
+  const NcclSum& sum_;
+  const NcclShard& own_;
+  void* stream_;
+};
+
+}  // namespace
+
+int64_t nccl_sum_report_words(const NcclSum& sum) {
+  const int64_t statuses = kStatusWords * sum.world;
+  return sum.gathers ? 2 * statuses + encoder_report_words(own_shard(sum)) : statuses;
+}
+
+int64_t nccl_sum_workspace_bytes(const NcclSum& sum) {
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < sum.shard_count; ++i) {
+    bytes = std::max(bytes, decode_workspace_bytes(sum.shards[i].segment_count));
+  }
+  return sum.gathers ? std::max(bytes, encode_workspace_bytes(encoder_of(sum))) : bytes;
+}
+
+int launch_nccl_sum(const NcclSum& sum, void* stream) {
+  return Queue(sum, stream).run();
+}
+
+}  // namespace megatron_sparse

@@ -1,0 +1,260 @@
+"""The op that adds up a bucket over NCCL without the host in between, typed and checked.
+
+Messages have fixed sizes (`formats.slots`), so everything is known beforehand: which bytes go to
+whom, which record lies where. `SumPlan` holds it; it is made once for a bucket's cut, and its
+copies on the device are kept. One call queues it all: sends and receives, the decoding of what
+came, the encoding of the sum.
+
+NCCL's functions are called by address, on a communicator that the caller made
+(`transport.nccl_communicator`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron_sparse.cuda_ext import codec_cuda
+from megatron_sparse.cuda_ext.arguments import call, check_flat, refusal
+from megatron_sparse.cuda_ext.decode_ops import refuse_message
+from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
+
+OP = "nccl_sparse_sum"
+MARKED_STAGES = ("network", "decode", "encode", "network", "decode")
+"""What passes between the events that `nccl_sparse_sum` records."""
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Where one shard of the bucket lies: in it, in a message, and among the sums.
+
+    Attributes:
+        segments: which of the bucket's, as first and count.
+        offsets: int64, where these begin and the last one ends, in the bucket.
+        message_begin: byte of a message at which its records begin.
+        message_slots: int64, where each of them begins, from the first one on, and ends.
+        sum_slots: likewise of the records of its sum; only the end counts where sums are not sent.
+    """
+
+    segments: tuple[int, int]
+    offsets: torch.Tensor
+    message_begin: int
+    message_slots: torch.Tensor
+    sum_slots: torch.Tensor
+
+    @cached_property
+    def own_offsets(self) -> torch.Tensor:
+        """The segments' offsets from the shard's begin."""
+        return self.offsets - self.offsets[0]
+
+    @property
+    def message_bytes(self) -> int:
+        """Of its records in a message."""
+        return int(self.message_slots[-1])
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of its sum's records."""
+        return int(self.sum_slots[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class SumPlan:
+    """How one rank adds up a bucket with all others.
+
+    Attributes:
+        segment_offsets: int64 on the CPU, S+1 elements at which segments begin.
+        segment_dense: uint8 on the CPU, 1 for segments that are dense in a sum, whatever they hold.
+        shards: one for each rank, whose owner adds it up, or a single one, the whole bucket, which
+            every rank adds up itself.
+        rank: of this process.
+        world_size: ranks.
+        value_dtype: dtype code of all values in records.
+        form: format code of the sums' records.
+        gathers: the owners' sums go to everyone (an all-reduce); else each rank keeps its own.
+    """
+
+    segment_offsets: torch.Tensor
+    segment_dense: torch.Tensor
+    shards: tuple[ShardPlan, ...]
+    rank: int
+    world_size: int
+    value_dtype: int
+    form: int
+    gathers: bool
+
+    def shard_of(self, rank: int) -> ShardPlan:
+        """What a rank adds up."""
+        return self.shards[0 if len(self.shards) == 1 else rank]
+
+    @property
+    def own(self) -> ShardPlan:
+        """What this rank adds up."""
+        return self.shard_of(self.rank)
+
+    @cached_property
+    def received_bytes(self) -> int:
+        """Room for what comes from all ranks, with a place for this one's own that stays empty."""
+        return self.world_size * self.own.message_bytes
+
+    @cached_property
+    def sums_bytes(self) -> int:
+        """Room for the sums of all shards."""
+        return sum(shard.sum_bytes for shard in self.shards) if self.gathers else 0
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """What this rank sends."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        messages = sum(self.shard_of(rank).message_bytes for rank in others)
+        return messages + (len(others) * self.own.sum_bytes if self.gathers else 0)
+
+    @cached_property
+    def report_words(self) -> int:
+        """Of `nccl_sparse_sum`'s report."""
+        statuses = STATUS_WORDS * self.world_size
+        if not self.gathers:
+            return statuses
+        return 2 * statuses + STATUS_WORDS + 2 * self.own.segments[1]
+
+    @cached_property
+    def words(self) -> torch.Tensor:
+        """Rows of `NcclShard` (`csrc/nccl_sum_launch.h`)."""
+        rows, sum_begin = [], 0
+        for shard in self.shards:
+            begin, end = int(shard.offsets[0]), int(shard.offsets[-1])
+            rows += [begin, end - begin, *shard.segments]
+            rows += [shard.message_begin, shard.message_bytes, sum_begin, shard.sum_bytes]
+            sum_begin += shard.sum_bytes
+        return torch.tensor(rows)
+
+    @cached_property
+    def tables(self) -> torch.Tensor:
+        """All tables of `NcclTables` but the kinds, one after the other."""
+        return torch.cat([
+            self.segment_offsets,
+            *(shard.own_offsets for shard in self.shards),
+            *(shard.message_slots for shard in self.shards),
+            *(shard.sum_slots for shard in self.shards),
+        ])  # fmt: skip
+
+    @cached_property
+    def _statuses_at(self) -> torch.Tensor:
+        """Which words of the report are 0 where all is well."""
+        messages = torch.arange(self.world_size) * STATUS_WORDS
+        if not self.gathers:
+            return messages
+        encoder = self.world_size * STATUS_WORDS
+        sums = encoder + STATUS_WORDS + 2 * self.own.segments[1] + messages
+        return torch.cat([messages, torch.tensor([encoder]), sums])
+
+    def check(self, report: torch.Tensor, epoch: int, sum_epochs: torch.Tensor) -> None:
+        """Raises what a call's report, on the CPU, says; nothing where all is well.
+
+        Args:
+            report: what `nccl_sparse_sum` returned.
+            epoch: what it was given.
+            sum_epochs: what it was given.
+
+        Raises:
+            WireFormatError: names the rank whose records are wrong, and the field.
+            ExtensionError: the plan does not fit the bucket.
+        """
+        if not report[self._statuses_at].any():
+            return
+        n, own = self.world_size, self.own
+        for rank, status in enumerate(report[: n * STATUS_WORDS].view(n, -1)):
+            self._check_status(status, own.offsets, epoch, rank)
+        if self.gathers:
+            rest = report[n * STATUS_WORDS :]
+            codec_cuda.check_report("encode", rest, own.own_offsets)
+            for rank, status in enumerate(rest[-n * STATUS_WORDS :].view(n, -1)):
+                offsets = self.shard_of(rank).own_offsets
+                self._check_status(status, offsets, int(sum_epochs[rank]), rank)
+
+    def _check_status(
+        self, status: torch.Tensor, offsets: torch.Tensor, epoch: int, rank: int
+    ) -> None:
+        begin, end = int(offsets[0]), int(offsets[-1])
+        codec_cuda.check_status(status, offsets, begin, end - begin)
+        refuse_message(status, offsets, self.value_dtype, epoch, rank, has_slots=True)
+
+
+def nccl_sparse_sum(
+    communicator: torch.Tensor,
+    plan: SumPlan,
+    acc_N: torch.Tensor,
+    message: torch.Tensor,
+    received: torch.Tensor,
+    sums: torch.Tensor,
+    epoch: int,
+    sum_epochs: torch.Tensor,
+    earlier: torch.Tensor,
+    events: torch.Tensor,
+) -> tuple[torch.Tensor, int]:
+    """Queues the sum of a bucket's messages on the current stream, and NCCL's part of it.
+
+    The same bits as `collectives.direct` or `agsparse`: fp32 in rank order, rounded to the values'
+    dtype once where sums are gathered. Reads nothing on the host and waits for no kernel; NCCL
+    blocks the host in the first call with a peer, until that peer comes.
+
+    Args:
+        communicator: int64 words of `NcclCommunicator.words`.
+        plan: the same on every rank but for the rank.
+        acc_N: fp32 on a CUDA device, the bucket. Mutated: receives the sum, all of it or this
+            rank's part; what it held does not count. Undefined after an error.
+        message: uint8, this rank's records in slots, aligned to 16 bytes.
+        received: uint8, at least `plan.received_bytes`, aligned. Mutated.
+        sums: uint8, at least `plan.sums_bytes`, aligned. Mutated.
+        epoch: the step, in the messages' headers.
+        sum_epochs: int64 on the CPU, what the records of each shard's sum carry in its place.
+        earlier: int64 on the device, not 0 where making the message failed: then nobody gets a sum.
+        events: int64 on the CPU, a `cudaEvent_t` for each border of `MARKED_STAGES`, or 0.
+
+    Returns:
+        The report, on the device, for `SumPlan.check`; and NCCL's result. One that is not 0
+        (ncclSuccess) means that not everything was queued.
+
+    Raises:
+        ExtensionError: arguments that do not fit together.
+    """
+    if acc_N.device.type != "cuda":
+        raise refusal(OP, "acc is on the wrong device", "cuda", acc_N.device)
+    return call(
+        OP,
+        *sum_arguments(
+            communicator, plan, acc_N, message, received, sums, epoch, sum_epochs, earlier, events
+        ),
+    )
+
+
+def sum_arguments(
+    communicator: torch.Tensor,
+    plan: SumPlan,
+    acc_N: torch.Tensor,
+    message: torch.Tensor,
+    received: torch.Tensor,
+    sums: torch.Tensor,
+    epoch: int,
+    sum_epochs: torch.Tensor,
+    earlier: torch.Tensor,
+    events: torch.Tensor,
+) -> tuple[Any, ...]:
+    """What `nccl_sparse_sum`, which describes the arguments, gives to C++, on any device.
+
+    Raises:
+        ExtensionError: arguments that do not fit together.
+    """
+    device = acc_N.device
+    check_flat(OP, "acc", acc_N, (torch.float32,), int(plan.segment_offsets[-1]))
+    for name, records in (("message", message), ("received", received), ("sums", sums)):
+        check_flat(OP, name, records, (torch.uint8,), device=device)
+    return (
+        acc_N, received, sums, message, communicator, plan.words,
+        codec_cuda.on_device(plan.tables, device),
+        codec_cuda.record_kinds(plan.segment_dense, plan.form, device), earlier, sum_epochs, events,
+        plan.value_dtype, epoch % 2**32, plan.gathers,
+    )  # fmt: skip

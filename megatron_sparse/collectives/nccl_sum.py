@@ -1,0 +1,123 @@
+"""`direct` and `agsparse` in one call of C++ for each bucket, on NCCL (`scheme.nccl_engine`).
+
+For messages of fixed size. What is sent, added, encoded and rounded is what the collectives of the
+same name do, bit for bit; they come here where their transport has a communicator of its own. The
+host's part is a plan that is made once, and one call: where buckets are many and ranks too, that is
+what the host spends its time on otherwise (`megatron-sparse bench host`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, Layout
+from megatron_sparse.collectives.base import POSTED, Steps
+from megatron_sparse.collectives.records import (
+    Cut,
+    SparseSum,
+    shard_cuts,
+    sum_epoch,
+    sum_slots,
+)
+from megatron_sparse.cuda_ext.nccl_ops import MARKED_STAGES, ShardPlan, SumPlan
+from megatron_sparse.formats.header import FORMAT_ADAPTIVE
+from megatron_sparse.formats.message import WIRE_CODES, Message
+from megatron_sparse.formats.slots import TABLES, Slots
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator
+
+
+def sum_in_one_call(
+    scheme: str,
+    bucket: Bucket,
+    message: Message,
+    sums: SparseSum,
+    communicator: NcclCommunicator,
+    watch: Stopwatch,
+    *,
+    by_owners: bool,
+) -> Steps:
+    """Writes the sum of all ranks' messages into the bucket, or this rank's shard of it.
+
+    Args:
+        scheme: its name.
+        bucket: receives the sum.
+        message: this rank's contribution, in slots.
+        sums: where it is added up. Mutated.
+        communicator: of the group.
+        watch: receives network, decode and encode.
+        by_owners: shards are added up by their owners; else everyone adds up everything.
+
+    Raises:
+        CommunicationError: a rank did not come in time or is gone, or NCCL failed.
+        WireFormatError: a peer's records are wrong; when the message's reports are read.
+    """
+    reports, slots, epoch = message.reports, message.slots, message.epoch
+    assert slots is not None, "only messages of fixed size come here"
+    assert reports is not None, "and those leave reports"
+    rank, scatters = communicator.rank, bucket.form is Form.REDUCE_SCATTER
+    gathers = by_owners and not scatters
+    cuts = _cuts(message.layout, communicator.world_size, by_owners=by_owners)
+    plan = _plan(
+        message.layout, slots, WIRE_CODES[message.value_dtype], rank, communicator.world_size,
+        by_owners, gathers,
+    )  # fmt: skip
+    sum_epochs = torch.tensor([sum_epoch(epoch, cut) for cut in cuts])
+    borders = watch.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
+    borders += [0] * (len(MARKED_STAGES) + 1 - len(borders))
+    report = communicator.sparse_sum(
+        f"{scheme} of bucket {bucket.name}", plan, sums.sum_N, message.buffer[: message.nbytes],
+        sums.take("received", plan.received_bytes), sums.take("gathered", plan.sums_bytes), epoch,
+        sum_epochs, reports.statuses(bucket.grad_N.device), torch.tensor(borders),
+    )  # fmt: skip
+    yield POSTED
+
+    def look(words: torch.Tensor) -> None:
+        # What an aborted communicator leaves behind looks like damaged records.
+        communicator.check()
+        plan.check(words, epoch, sum_epochs)
+
+    reports.add(report, look)
+    sums.write(cuts[rank].elements if scatters else slice(0, bucket.numel))
+    return plan.sent_bytes
+
+
+def _cuts(layout: Layout, world_size: int, *, by_owners: bool) -> Sequence[Cut]:
+    return shard_cuts(layout, world_size) if by_owners else (_whole(layout),)
+
+
+@lru_cache(TABLES)
+def _whole(layout: Layout) -> Cut:
+    return Cut(layout)
+
+
+@lru_cache(TABLES)
+def _plan(
+    layout: Layout,
+    slots: Slots,
+    value_dtype: int,
+    rank: int,
+    world_size: int,
+    by_owners: bool,
+    gathers: bool,
+) -> SumPlan:
+    shards = []
+    for cut in _cuts(layout, world_size, by_owners=by_owners):
+        first, last = cut.segments.start, cut.segments.stop
+        message_slots = slots.part(cut.segments)
+        sums = torch.zeros_like(message_slots)
+        if gathers:
+            sums = sum_slots(slots, cut, world_size, value_dtype, FORMAT_ADAPTIVE).offsets
+        shards.append(
+            ShardPlan(
+                (first, last - first), cut.offsets, int(slots.offsets[first]), message_slots,
+                sums,
+            )
+        )  # fmt: skip
+    return SumPlan(
+        layout.segment_offsets, layout.segment_keep, tuple(shards), rank, world_size, value_dtype,
+        FORMAT_ADAPTIVE, gathers,
+    )  # fmt: skip

@@ -1,0 +1,130 @@
+"""NCCL's C functions, of the very library that torch has loaded, through ctypes.
+
+What is called for every bucket is called by C++ (`cuda_ext.nccl_ops`), which gets the addresses
+from here; this module itself makes communicators and looks after them. The functions and the
+numbers are those of nccl.h since NCCL 2.7.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+
+from megatron_sparse.errors import CommunicationError, DependencyError
+
+SONAME = "libnccl.so.2"
+UNIQUE_ID_BYTES = 128
+SUCCESS, IN_PROGRESS = 0, 7
+POSTING = ("ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv")
+"""What C++ calls, in the order of `addresses`."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
+
+
+_SIGNATURES = {
+    "ncclGetVersion": (ctypes.POINTER(ctypes.c_int),),
+    "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
+    "ncclCommInitRank": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int),
+    "ncclCommGetAsyncError": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
+    "ncclCommAbort": (ctypes.c_void_p,),
+    "ncclCommDestroy": (ctypes.c_void_p,),
+}
+
+
+class NcclLibrary:
+    """The functions of one library. Every call may block, and lets other threads run meanwhile.
+
+    Args:
+        library: opened.
+
+    Raises:
+        DependencyError: a function is missing.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        try:
+            for name, arguments in _SIGNATURES.items():
+                function = getattr(library, name)
+                function.argtypes, function.restype = arguments, ctypes.c_int
+            library.ncclGetErrorString.argtypes = (ctypes.c_int,)
+            library.ncclGetErrorString.restype = ctypes.c_char_p
+            self.addresses = tuple(
+                ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in POSTING
+            )
+        except AttributeError as error:
+            raise _missing(error) from error
+
+    def version(self) -> int:
+        """NCCL's version code: 22907 is 2.29.7."""
+        found = ctypes.c_int()
+        self._call("ncclGetVersion", ctypes.byref(found))
+        return found.value
+
+    def unique_id(self) -> bytes:
+        """Makes the name of a communicator, for one rank to tell all others."""
+        made = _UniqueId()
+        self._call("ncclGetUniqueId", ctypes.byref(made))
+        return bytes(made)
+
+    def make(self, unique_id: bytes, rank: int, world_size: int) -> int:
+        """Makes a communicator on this thread's device; blocks until all ranks are here."""
+        made = ctypes.c_void_p()
+        name = _UniqueId.from_buffer_copy(unique_id)
+        self._call("ncclCommInitRank", ctypes.byref(made), world_size, name, rank)
+        return made.value or 0
+
+    def trouble(self, communicator: int) -> str | None:
+        """What NCCL has noticed since, in words; None where all is well. Does not block."""
+        found = ctypes.c_int()
+        self._call("ncclCommGetAsyncError", communicator, ctypes.byref(found))
+        return None if found.value in (SUCCESS, IN_PROGRESS) else self.words(found.value)
+
+    def abort(self, communicator: int) -> None:
+        """Ends what is under way, and the communicator; kernels that wait for a peer end."""
+        self._call("ncclCommAbort", communicator)
+
+    def destroy(self, communicator: int) -> None:
+        """Ends the communicator when everything on it has been done."""
+        self._call("ncclCommDestroy", communicator)
+
+    def words(self, result: int) -> str:
+        """What a result means."""
+        return f"{self._library.ncclGetErrorString(result).decode()} (ncclResult_t {result})"
+
+    def _call(self, name: str, *arguments: object) -> None:
+        result = getattr(self._library, name)(*arguments)
+        if result != SUCCESS:
+            raise CommunicationError(
+                f"{name} failed",
+                expected="ncclSuccess",
+                got=self.words(result),
+                remedy="set NCCL_DEBUG=WARN, which makes NCCL say why",
+            )
+
+
+@cache
+def loaded_nccl() -> NcclLibrary:
+    """The library that torch uses, so that there is one NCCL in the process.
+
+    Raises:
+        DependencyError: this torch has no NCCL as a shared library.
+    """
+    import torch  # noqa: F401 - loads it
+
+    try:
+        return NcclLibrary(ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW))
+    except OSError as error:
+        raise _missing(error) from error
+
+
+def _missing(error: Exception) -> DependencyError:
+    return DependencyError(
+        "NCCL's functions cannot be called",
+        expected=f"{SONAME}, loaded by torch, with ncclSend (2.7 or newer)",
+        got=error,
+        remedy="install a torch for CUDA, or leave scheme.nccl_engine out",
+    )

@@ -1,0 +1,376 @@
+"""`scheme.nccl_engine` from the configuration to the sum, on an emulated GPU.
+
+Ranks are threads with a reducer and a communicator each; NCCL is the one of `tests/fake_nccl`. What
+a GPU has besides is missing: streams, the binding in C++, and NCCL itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.config import SparseConfig
+from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
+from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.progress import GATE, ProgressThread
+from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
+from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.transport import Transport, VirtualCluster
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator
+from megatron_sparse.transport.nccl_library import NcclLibrary
+from megatron_sparse.transport.process_group import Operation
+from tests import fake_nccl
+from tests.cuda_emulator.device import GPU, EmulatedGpu, sync_debug_error
+from tests.cuda_emulator.emulated import IN_ORDER, Codecs
+from tests.cuda_emulator.op_calls import EmulatedDevice
+
+NUMEL, STEPS = 3000, 2
+SETTINGS: dict[str, Any] = {
+    "density": 0.1, "warmup_iters": 0, "ramp_iters": 0, "samples": 200, "keep_below_numel": 0,
+    "capacity": 1.5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return fake_nccl.build(tmp_path_factory.mktemp("nccl"))
+
+
+@pytest.fixture
+def gpu(emulated_gpu: EmulatedDevice, codecs: Codecs) -> EmulatedDevice:
+    codecs.schedule(IN_ORDER, 0, resident_blocks=4, multiprocessors=4)
+    return emulated_gpu
+
+
+def bucket_of(form: Form, dtype: torch.dtype, ranks: int) -> Bucket:
+    return Bucket("b", torch.zeros(NUMEL, dtype=dtype, device=GPU), [
+        ParameterSlice("w", 0, 2000), ParameterSlice("n", 2000, 2100, keep=True),
+        ParameterSlice("v", 2100, NUMEL),
+    ], form, ranks, reduction=Reduction.AVG)  # fmt: skip
+
+
+class Rank:
+    """One rank's bucket and reducer, on a transport of the virtual cluster or with NCCL."""
+
+    def __init__(self, transport: Any, form: Form, dtype: torch.dtype, **overrides: Any) -> None:
+        config = SparseConfig.from_overrides(**SETTINGS | overrides)
+        self.reducer = GradientReducer(
+            config, cast("Transport", transport), planner_of(config, logs=False),
+            ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED), NullRecorder(),
+            cast("ProgressThread", None),
+        )  # fmt: skip
+        self.transport, self.bucket = transport, bucket_of(form, dtype, transport.world_size)
+        self.watch = Stopwatch()
+
+    def fill(self, step: int) -> None:
+        """The backward pass."""
+        generator = torch.Generator().manual_seed(10 * step + self.transport.rank)
+        self.bucket.grad_N.copy_(torch.randn(NUMEL, generator=generator))
+
+    def steps(self, step: int) -> Iterator[Any]:
+        """What the progress thread drives."""
+        plan = self.reducer.planner.plan_for(self.bucket, step)
+        record = BucketRecord(
+            "b", step, plan.scheme, plan.phase, plan.density, NUMEL, watch=self.watch
+        )
+        yield from self.reducer._sparse(self.bucket, plan, step, record)
+        return record
+
+
+class Group:
+    """Ranks whose transports have a communicator of the fake NCCL.
+
+    Args:
+        nccl: the library.
+        ranks: of the group.
+        timeout_s: of every call.
+        make: the rank that is given its transport.
+    """
+
+    def __init__(
+        self, nccl: Any, ranks: int, make: Callable[[Any], Rank], timeout_s: float = 60
+    ) -> None:
+        library = NcclLibrary(nccl)
+        told: list[bytes] = []
+        heard = threading.Barrier(ranks)
+        # The emulator's encoder of a gradient is for one thread at a time.
+        self.selecting = threading.Lock()
+        self.ranks: list[Rank | None] = [None] * ranks
+
+        def broadcast(text: bytes) -> bytes:
+            if text:
+                told.append(text)
+            heard.wait(30)
+            return told[0]
+
+        def join(rank: int) -> None:
+            communicator = NcclCommunicator(
+                library, rank, ranks, GPU, 30, broadcast,
+                lambda name: Operation(name, None, timeout_s),
+            )  # fmt: skip
+            self.ranks[rank] = make(
+                SimpleNamespace(
+                    rank=rank,
+                    world_size=ranks,
+                    device=GPU,
+                    nodes=(0,) * ranks,
+                    communicator=communicator,
+                )
+            )
+
+        on_all(range(ranks), join)
+
+    def step(self, step: int) -> list[BucketRecord]:
+        """A step on all ranks, in which waiting for the device is an error, but for the first."""
+        records: dict[int, BucketRecord] = {}
+
+        def run(rank: int) -> None:
+            self.ranks[rank].fill(step)
+            with sync_debug_error() if step else nullcontext():
+                records[rank] = self.drive(rank, step)
+
+        on_all(range(len(self.ranks)), run)
+        return [records[rank] for rank in range(len(self.ranks))]
+
+    def drive(self, rank: int, step: int) -> BucketRecord:
+        """A step of one rank."""
+        running = self.ranks[rank].steps(step)
+        with self.selecting:
+            assert next(running) is GATE
+        try:
+            while True:
+                next(running)
+        except StopIteration as ended:
+            return ended.value
+
+    def close(self) -> None:
+        on_all(range(len(self.ranks)), lambda r: self.ranks[r].transport.communicator.close())
+
+
+@contextmanager
+def group_of(*arguments: Any, **options: Any) -> Iterator[Group]:
+    group = Group(*arguments, **options)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def on_all(ranks: Any, call: Callable[[int], None]) -> None:
+    """Runs it in a thread for each rank; raises what the lowest that failed raised."""
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            with EmulatedGpu():
+                call(rank)
+        except BaseException as error:  # for the test's own thread
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+
+
+CASES = [
+    (name, form, ranks, {})
+    for name in ("direct", "agsparse")
+    for form in Form
+    for ranks in (1, 3, 4)
+] + [
+    ("direct", Form.ALL_REDUCE, 3, {"wire_dtype": "bf16"}),
+    ("direct", Form.ALL_REDUCE, 3, {"dtype": torch.bfloat16}),
+    ("agsparse", Form.ALL_REDUCE, 3, {"dtype": torch.bfloat16}),
+    ("direct", Form.REDUCE_SCATTER, 3, {"dtype": torch.bfloat16, "format": "coo"}),
+    ("direct", Form.ALL_REDUCE, 4, {"format": "pici", "density": 0.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form", "ranks", "overrides"), CASES)
+def test_the_sum_is_the_collectives_own_bit_for_bit(
+    gpu: EmulatedDevice, nccl: Any, name: str, form: Form, ranks: int, overrides: dict[str, Any]
+) -> None:
+    settings = {"scheme": name, "dtype": torch.float32} | overrides
+    dtype = settings.pop("dtype")
+    cluster = VirtualCluster(ranks, device=GPU)
+    virtual = [Rank(each, form, dtype, **settings) for each in cluster.transports]
+
+    def oracle(rank: Rank, step: int) -> Iterator[Any]:
+        rank.fill(step)
+        running, outcome = rank.steps(step), None
+        while True:
+            try:
+                outcome = next(running)
+            except StopIteration as ended:
+                return ended.value
+            if outcome is not GATE:
+                yield outcome
+
+    engine = settings | {"nccl_engine": True}
+    with group_of(nccl, ranks, lambda transport: Rank(transport, form, dtype, **engine)) as group:
+        for step in range(STEPS):
+            expected = cluster.run(lambda each, step=step: oracle(virtual[each.rank], step))
+            found = group.step(step)
+            assert [each.wire_bytes for each in found] == [each.wire_bytes for each in expected]
+            assert [each.nnz for each in found] == [each.nnz for each in expected]
+            for one, other in zip(virtual, group.ranks, strict=True):
+                scattered = form is Form.REDUCE_SCATTER
+                part = one.bucket.shard(one.transport.rank) if scattered else slice(None)
+                wanted = one.bucket.grad_N[part].cpu()
+                assert bool(wanted.any())
+                assert torch.equal(
+                    wanted.view(torch.uint8), other.bucket.grad_N[part].cpu().view(torch.uint8)
+                )
+
+
+def direct_group(nccl: Any, ranks: int, timeout_s: float = 60, form: Form = Form.ALL_REDUCE) -> Any:
+    settings = {"scheme": "direct", "nccl_engine": True}
+    return group_of(
+        nccl, ranks, lambda transport: Rank(transport, form, torch.float32, **settings), timeout_s
+    )
+
+
+def errors_of(group: Group, step: int, ranks: Iterable[int]) -> dict[int, BaseException]:
+    """What the ranks that take part in a step raise."""
+    raised: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        group.ranks[rank].fill(step)
+        try:
+            group.drive(rank, step)
+        except MegatronSparseError as error:
+            raised[rank] = error
+
+    on_all(ranks, run)
+    return raised
+
+
+def test_a_silent_rank_is_an_error_of_the_others_within_the_deadline(
+    gpu: EmulatedDevice, nccl: Any
+) -> None:
+    with direct_group(nccl, 3, timeout_s=3) as group:
+        group.step(0)
+        began_s = time.monotonic()
+        raised = errors_of(group, 1, (0, 2))
+        assert set(raised) == {0, 2}
+        assert 3 <= time.monotonic() - began_s < 20
+        for rank in raised:
+            assert isinstance(raised[rank], CommunicationError)
+            assert "direct of bucket b failed" in str(raised[rank])
+            assert "no answer within 3 s" in str(raised[rank])
+            communicator = group.ranks[rank].transport.communicator
+            assert nccl.fake_nccl_is_aborted(communicator.words[2].item())
+            with pytest.raises(CommunicationError, match="direct of bucket b failed"):
+                communicator.check()
+        again = errors_of(group, 2, (0,))
+        assert "direct of bucket b failed" in str(again[0]), "nothing is posted any more"
+
+
+def test_a_late_rank_is_waited_for(gpu: EmulatedDevice, nccl: Any) -> None:
+    with direct_group(nccl, 2) as group:
+
+        def run(rank: int) -> None:
+            group.ranks[rank].fill(0)
+            if rank:
+                time.sleep(1)
+            group.drive(rank, 0)
+
+        on_all(range(2), run)
+        first, second = (rank.bucket.grad_N.cpu() for rank in group.ranks)
+        assert bool(first.any())
+        assert torch.equal(first, second)
+
+
+def test_what_nccl_notices_ends_the_wait(gpu: EmulatedDevice, nccl: Any) -> None:
+    remote_error = 6
+    with direct_group(nccl, 2) as group:
+        communicator = group.ranks[0].transport.communicator
+        notice = threading.Timer(
+            0.5, nccl.fake_nccl_notice, (communicator.words[2].item(), remote_error)
+        )
+        notice.start()
+        raised = errors_of(group, 0, (0,))
+        notice.join()
+        assert "network error (ncclResult_t 6)" in str(raised[0])
+        assert nccl.fake_nccl_is_aborted(communicator.words[2].item())
+
+
+def test_a_post_that_nccl_refuses(gpu: EmulatedDevice, nccl: Any) -> None:
+    with direct_group(nccl, 2, timeout_s=3) as group:
+        nccl.fake_nccl_refuse(group.ranks[1].transport.communicator.words[2].item(), 3)
+        raised = errors_of(group, 0, (0, 1))
+        assert "internal error (ncclResult_t 3)" in str(raised[1])
+        assert "no answer within 3 s" in str(raised[0])
+
+
+def test_ranks_with_other_capacities_end_in_an_error(gpu: EmulatedDevice, nccl: Any) -> None:
+    def make(transport: Any) -> Rank:
+        return Rank(
+            transport, Form.ALL_REDUCE, torch.float32, scheme="direct", nccl_engine=True,
+            capacity=1.5 + transport.rank,
+        )  # fmt: skip
+
+    with group_of(nccl, 2, make) as group:
+        raised = errors_of(group, 0, (0, 1))
+        assert set(raised) == {0, 1}
+        assert all("invalid argument" in str(error) for error in raised.values())
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_a_damaged_record_names_its_rank_and_spoils_the_sum_for_everyone(
+    gpu: EmulatedDevice, nccl: Any, form: Form
+) -> None:
+    with direct_group(nccl, 3, form=form) as group:
+        selector = group.ranks[2].reducer.selector
+        select = selector.select
+
+        def select_and_damage(*arguments: Any, **options: Any) -> Any:
+            message = select(*arguments, **options)
+            message.buffer[0] = 0  # the magic number of what goes to rank 0
+            return message
+
+        selector.select = select_and_damage
+        raised = errors_of(group, 0, range(3))
+        assert isinstance(raised[0], WireFormatError)
+        assert "rank 2" in str(raised[0])
+        if form is Form.REDUCE_SCATTER:
+            assert set(raised) == {0}, "the others have not met it"
+            return
+        for rank in (1, 2):
+            assert isinstance(raised[rank], WireFormatError)
+            assert "rank 0" in str(raised[rank]), "whose sum it is"
+        # The communicator is well: it is the reducer that must not go on.
+        for rank in group.ranks:
+            rank.transport.communicator.check()
+
+
+def test_the_breakdown_has_every_stage_of_the_call(gpu: EmulatedDevice, nccl: Any) -> None:
+    with direct_group(nccl, 2) as group:
+        for rank in group.ranks:
+            rank.watch = Stopwatch(GPU)
+
+        def run(rank: int) -> None:
+            group.ranks[rank].fill(0)
+            if rank:
+                time.sleep(0.5)
+            group.drive(rank, 0)
+
+        on_all(range(2), run)
+        stages = [rank.watch.times_us() for rank in group.ranks]
+        for stage in ("network", "decode", "encode"):
+            assert all(each[stage] > 0 for each in stages), stage
+        assert stages[0]["network"] > 0.4e6, "rank 0 has waited for rank 1"
+        assert stages[0]["decode"] + stages[0]["encode"] < 0.4e6

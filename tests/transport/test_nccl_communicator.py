@@ -1,0 +1,201 @@
+"""A communicator of NCCL's of our own: how it is made, watched and ended."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_sparse.errors import CommunicationError, ConfigError, DependencyError
+from megatron_sparse.transport import ProcessGroupTransport, nccl_library
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator
+from megatron_sparse.transport.nccl_library import NcclLibrary, loaded_nccl
+from tests import fake_nccl
+
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+GPU = torch.device("cuda:0")
+
+
+class Deadline:
+    """A call's time, which the test ends."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.over = name, False
+
+    def is_hopeless(self) -> bool:
+        return self.over
+
+    def error(self, cause: Exception | None = None) -> CommunicationError:
+        return CommunicationError(f"{self.name} failed", got=cause)
+
+
+class Event:
+    """A CUDA event; done when the test says so."""
+
+    done = True
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return Event.done
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return fake_nccl.build(tmp_path_factory.mktemp("nccl"))
+
+
+@pytest.fixture(autouse=True)
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "done", True)
+
+
+def make(fake: Any, ranks: int, come: int, timeout_s: float = 30) -> list[Any]:
+    """The communicators of the first ranks that come; or what making them raised."""
+    told: list[bytes] = []
+    heard = threading.Barrier(come)
+    deadlines: dict[int, list[Deadline]] = {rank: [] for rank in range(come)}
+
+    def join(rank: int) -> Any:
+        def broadcast(text: bytes) -> bytes:
+            if rank == 0:
+                told.append(text.ljust(1024))
+            heard.wait(30)
+            return told[0]
+
+        def deadline(name: str) -> Deadline:
+            deadlines[rank].append(Deadline(name))
+            return deadlines[rank][-1]
+
+        try:
+            made = NcclCommunicator(
+                NcclLibrary(fake), rank, ranks, GPU, timeout_s, broadcast, deadline
+            )
+        except CommunicationError as error:
+            return error
+        made.deadlines = deadlines[rank]
+        return made
+
+    with ThreadPoolExecutor(come) as pool:
+        return list(pool.map(join, range(come)))
+
+
+def test_torchs_own_nccl_has_every_function() -> None:
+    if not torch.distributed.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    library = loaded_nccl()
+    assert library.version() == _code(*torch.cuda.nccl.version())
+    assert all(library.addresses)
+    assert len(set(library.addresses)) == len(nccl_library.POSTING)
+    assert "no error" in library.words(nccl_library.SUCCESS)
+
+
+def _code(major: int, minor: int, patch: int) -> int:
+    return 10000 * major + 100 * minor + patch
+
+
+def test_a_torch_without_it_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_library, "SONAME", "libnot_there.so.2")
+    with pytest.raises(DependencyError, match=r"libnot_there\.so\.2"):
+        loaded_nccl.__wrapped__()
+
+
+def test_there_is_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = object.__new__(ProcessGroupTransport)
+    transport.device = torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"scheme\.nccl_engine=true without NCCL"):
+        transport._make_communicator()
+
+
+@needs_gxx
+def test_all_ranks_join_and_leave(fake: Any) -> None:
+    made = make(fake, 3, 3)
+    assert [each.words[:2].tolist() for each in made] == [[rank, 3] for rank in range(3)]
+    assert len({each.words[2].item() for each in made}) == 3
+    for each in made:
+        with each.call("sum") as require:
+            require(nccl_library.SUCCESS)
+        each.check()
+        each.close()
+        each.close()
+        assert not each._watcher.is_alive()
+
+
+@needs_gxx
+def test_a_rank_that_does_not_join_is_an_error_in_time(fake: Any) -> None:
+    began_s = time.monotonic()
+    raised = make(fake, 3, 2, timeout_s=1)
+    assert 1 <= time.monotonic() - began_s < 15
+    assert all(isinstance(each, CommunicationError) for each in raised)
+    assert all("all 3 ranks within scheme.timeout_s (1 s)" in str(each) for each in raised)
+
+
+@needs_gxx
+def test_a_kernel_that_does_not_end_has_a_deadline(fake: Any) -> None:
+    """The host's part is done; what waits for the peer is on the device."""
+    (communicator,) = make(fake, 1, 1)
+    Event.done = False
+    with communicator.call("sum of bucket b") as require:
+        require(nccl_library.SUCCESS)
+    time.sleep(0.3)
+    communicator.check()
+    communicator.deadlines[0].over = True
+    _until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
+    with pytest.raises(CommunicationError, match="sum of bucket b failed"):
+        communicator.check()
+    with (
+        pytest.raises(CommunicationError, match="sum of bucket b failed"),
+        communicator.call("another"),
+    ):
+        pytest.fail("it is refused before anything is posted")
+    communicator.close(broken=True)
+
+
+@needs_gxx
+def test_what_has_been_done_has_no_deadline_any_more(fake: Any) -> None:
+    (communicator,) = make(fake, 1, 1)
+    with communicator.call("sum") as require:
+        require(nccl_library.SUCCESS)
+    _until(lambda: not communicator._under_way)
+    communicator.deadlines[0].over = True
+    fake.fake_nccl_notice(communicator.words[2].item(), 6)
+    time.sleep(0.3)
+    communicator.check()
+    communicator.close()
+
+
+@needs_gxx
+def test_closing_a_broken_group_waits_for_nothing(fake: Any) -> None:
+    (communicator,) = make(fake, 1, 1)
+    Event.done = False
+    with communicator.call("sum") as require:
+        require(nccl_library.SUCCESS)
+    began_s = time.monotonic()
+    communicator.close(broken=True)
+    assert time.monotonic() - began_s < 5
+    assert fake.fake_nccl_is_aborted(communicator.words[2].item())
+
+
+@needs_gxx
+def test_a_call_that_fails_before_it_is_queued_leaves_nothing_behind(fake: Any) -> None:
+    (communicator,) = make(fake, 1, 1)
+    with pytest.raises(ValueError, match="no such plan"), communicator.call("sum"):
+        raise ValueError("no such plan")
+    communicator.deadlines[0].over = True
+    time.sleep(0.3)
+    communicator.check()
+    communicator.close()
+
+
+def _until(condition: Any, within_s: float = 15) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come"
+        time.sleep(0.01)
