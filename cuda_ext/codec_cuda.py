@@ -105,6 +105,11 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def record_kinds(segment_dense: torch.Tensor, kind: int, device: torch.device) -> torch.Tensor:
-    """What each segment is asked to become: `RecordKind` of `csrc/record.h`."""
-    kinds = torch.full_like(segment_dense, kind & 0xFF)
-    return on_device(kinds.masked_fill_(segment_dense != 0, _DENSE_KIND), device)
+    """What each segment is asked to become: `RecordKind` of `csrc/record.h`. Only to read."""
+    return on_device(_record_kinds(segment_dense.numpy().tobytes(), kind & 0xFF), device)
+
+
+@lru_cache(maxsize=TABLES)
+def _record_kinds(segment_dense: bytes, kind: int) -> torch.Tensor:
+    kinds = [_DENSE_KIND if dense else kind for dense in segment_dense]
+    return torch.tensor(kinds, dtype=torch.uint8)

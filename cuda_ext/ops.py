@@ -149,10 +149,11 @@ def sample_threshold(
         raise refusal(
             "sample_threshold", "a density is out of range", "above 0", densities_R.tolist()
         )
-    arguments = (grad_N, residual_N, range_offsets, densities_R, samples, keys_R)
-    if grad_N.device.type == "cpu":
-        return call("sample_threshold", *arguments)
-    return threshold_torch.sample_threshold(*arguments)
+    device = grad_N.device
+    return call(
+        "sample_threshold", grad_N, residual_N, codec_cuda.on_device(range_offsets, device),
+        codec_cuda.on_device(densities_R, device), samples, codec_cuda.to_device(keys_R, device),
+    )  # fmt: skip
 
 
 def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> torch.Tensor:

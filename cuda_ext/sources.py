@@ -35,12 +35,12 @@ ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
 """Instruction sets that kernels_isa.cpp is compiled for: fp32 lanes and flags."""
 CUDA_UNITS = (
     "prune_encode", "prune", "encode", "decode", "hash_bitmap", "row_sparse", "hash_split",
-    "hash_memory", "hash_partition", "peer", "nccl_sum",
+    "hash_memory", "hash_partition", "peer", "threshold", "nccl_sum",
 )  # fmt: skip
 """The CUDA library's kernels, each a .cu; those that compile longest come first."""
 CUDA_BINDINGS = (
     "prune_encode", "prune", "encode", "decode", "hash_bitmap", "row_sparse", "hash_partition",
-    "peer", "nccl_sum",
+    "peer", "threshold", "nccl_sum",
 )  # fmt: skip
 """Their bindings, each a _cuda.cpp."""
 NVCC = (

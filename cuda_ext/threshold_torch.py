@@ -1,4 +1,4 @@
-"""Sampled thresholds in plain torch operations, for tensors that are not on the CPU.
+"""Sampled thresholds in plain torch operations, for GPUs without the extension's CUDA part.
 
 The same bits as the compiled op (`csrc/threshold.cpp`): positions are integer arithmetic, and
 magnitudes are ordered by their fp32 bits. No host synchronisation: sizes come from CPU tensors, and

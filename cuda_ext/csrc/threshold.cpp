@@ -3,39 +3,23 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <vector>
 
 #include "check.h"
-#include "elementwise.h"
-#include "lanes.h"
+#include "load_value.h"
 #include "sample_position.h"
 
 namespace megatron_sparse {
 namespace {
 
-// fp32 bits of |x|; NaN counts as infinite.
-using Magnitude = uint32_t;
-
-float load_as_float(const void* base, int dtype, int64_t element) {
-  if (dtype == kFp32) return static_cast<const float*>(base)[element];
-  const uint32_t raw = static_cast<const uint16_t*>(base)[element];
-  return dtype == kBf16 ? widen<ScalarLanes, kBf16>(raw) : widen<ScalarLanes, kFp16>(raw);
-}
-
-float quantile(std::vector<Magnitude>& magnitudes, double density) {
-  const int64_t count = static_cast<int64_t>(magnitudes.size());
-  const int64_t wanted = static_cast<int64_t>(density * static_cast<double>(count));
-  const int64_t rank = std::min(std::max<int64_t>(wanted, 1), count - 1);
+float quantile(std::vector<uint32_t>& magnitudes, float density) {
+  const int64_t rank = threshold_rank(density, static_cast<int64_t>(magnitudes.size()));
   std::nth_element(magnitudes.begin(), magnitudes.begin() + rank, magnitudes.end(),
-                   std::greater<Magnitude>());
-  Magnitude threshold = magnitudes[rank];
+                   std::greater<uint32_t>());
   // nth_element leaves the larger ones before `rank`.
-  const Magnitude largest = *std::max_element(magnitudes.begin(), magnitudes.begin() + rank + 1);
-  // Equal gradients would be starved for ever if nothing exceeded the threshold.
-  if (largest == threshold && threshold > 0) threshold -= 1;
-  return ScalarLanes::as_float(threshold);
+  const uint32_t largest = *std::max_element(magnitudes.begin(), magnitudes.begin() + rank + 1);
+  return ScalarLanes::as_float(break_tie(magnitudes[rank], largest));
 }
 
 Tensor sample_threshold_cpu(const Tensor& grad, std::optional<Tensor> residual,
@@ -75,7 +59,7 @@ Tensor sample_threshold_cpu(const Tensor& grad, std::optional<Tensor> residual,
   Tensor thresholds = torch::stable::new_empty(densities, {range_count});
   float* out = static_cast<float*>(thresholds.mutable_data_ptr());
   torch::stable::parallel_for(0, range_count, 1, [&](int64_t begin, int64_t end) {
-    std::vector<Magnitude> magnitudes;
+    std::vector<uint32_t> magnitudes;
     for (int64_t r = begin; r < end; ++r) {
       const int64_t n = offsets[r + 1] - offsets[r], s = std::min(n, samples);
       if (n == 0 || wanted[r] >= 1) {
@@ -89,7 +73,7 @@ Tensor sample_threshold_cpu(const Tensor& grad, std::optional<Tensor> residual,
             offsets[r] + sample_position(n, s, j, hash_at(seed, static_cast<uint64_t>(j)));
         float x = load_as_float(grad_data, grad_type, at);
         if (residual_data != nullptr) x += load_as_float(residual_data, residual_type, at);
-        magnitudes[j] = std::min(ScalarLanes::as_bits(x) & kMagnitude, kInfinity);
+        magnitudes[j] = magnitude_bits(x);
       }
       out[r] = quantile(magnitudes, wanted[r]);
     }

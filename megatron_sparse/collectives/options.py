@@ -60,7 +60,7 @@ class SchemeOptions:
 
     def with_straggler(self, straggler: int | None) -> SchemeOptions:
         """The options for a bucket and step whose straggler has been agreed on."""
-        return replace(self, straggler=straggler)
+        return self if straggler == self.straggler else replace(self, straggler=straggler)
 
     def with_peers(self, peers: PeerMemory) -> SchemeOptions:
         """The options for a group whose buckets have windows of peer memory."""

@@ -14,7 +14,8 @@ import torch
 from megatron_sparse.bucket import Bucket, Layout, ParameterSlice
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.config import CompressionConfig
-from megatron_sparse.cuda_ext import codec_cuda, ops
+from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_torch
+from megatron_sparse.formats.codec_choice import is_compiled
 
 KEEP_ALL = -1.0
 """A threshold that no magnitude is at or under: everything is sent."""
@@ -73,7 +74,8 @@ def piece_thresholds(
         return threshold.where(codec_cuda.on_device(torch.tensor(pruned_P), device), KEEP_ALL)
     names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
     keys = [draw_key(config.seed, step, "sample", name) for name in names]
-    return ops.sample_threshold(
+    sample = (ops if is_compiled(device) else threshold_torch).sample_threshold
+    return sample(
         bucket.grad_N,
         residual_N,
         layout.piece_offsets,

@@ -96,9 +96,9 @@ class Message:
 
     def take_counts(self, nnz_S: torch.Tensor) -> None:
         """Is told the non-zero elements of each segment, on the CPU."""
-        self.counted = int(nnz_S.sum())
-        unpruned_S = self.layout.segment_keep | self.layout.segment_lossless
-        self.counted_pruned = int(nnz_S[unpruned_S == 0].sum())
+        counts = nnz_S.numpy()
+        self.counted = int(counts.sum())
+        self.counted_pruned = int(counts[self.layout.pruned_S].sum())
 
     @property
     def nbytes(self) -> int:

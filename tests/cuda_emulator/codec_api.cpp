@@ -4,6 +4,7 @@
 #include "decode.cu"
 #include "encode.cu"
 #include "prune_encode_kernel.cuh"
+#include "threshold.cu"
 
 namespace megatron_sparse {
 void launch_prune_encode(const EncodeArguments& arguments, const PruneArguments& prune,
@@ -63,6 +64,14 @@ EXPORT const char* prune_encode(const megatron_sparse::EncodeArguments* argument
 
 EXPORT const char* decode_add(const megatron_sparse::DecodeArguments* arguments) {
   return guarded([&] { megatron_sparse::launch_decode_add(*arguments, nullptr); });
+}
+
+EXPORT int64_t workspace_of_threshold(const megatron_sparse::ThresholdArguments* call) {
+  return megatron_sparse::threshold_workspace_bytes(call->range_count, call->numel, call->samples);
+}
+
+EXPORT const char* sample_threshold(const megatron_sparse::ThresholdArguments* call) {
+  return guarded([&] { megatron_sparse::launch_sample_threshold(*call, nullptr); });
 }
 
 // One tile that lies at `begin` of a bucket too long for this machine: the bucket's first element

@@ -115,6 +115,25 @@ class DecodeArguments(ctypes.Structure):
     )
 
 
+class ThresholdArguments(ctypes.Structure):
+    """Mirrors the struct of threshold_launch.h."""
+
+    _fields_ = (
+        ("grad", ctypes.c_void_p),
+        ("grad_dtype", ctypes.c_int),
+        ("residual", ctypes.c_void_p),
+        ("residual_dtype", ctypes.c_int),
+        ("numel", ctypes.c_int64),
+        ("range_offsets", ctypes.c_void_p),
+        ("densities", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("range_count", ctypes.c_int64),
+        ("samples", ctypes.c_int64),
+        ("thresholds", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+    )
+
+
 class Buffer:
     """Bytes at a chosen misalignment, between two guards; the content starts as 0xcd."""
 
@@ -167,9 +186,9 @@ class Codecs:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        for name in ("encode", "prune_encode", "prune_tile", "decode_add"):
+        for name in ("encode", "prune_encode", "prune_tile", "decode_add", "sample_threshold"):
             getattr(self.library, name).restype = ctypes.c_char_p
-        for name in ("workspace_of_encode", "workspace_of_decode"):
+        for name in ("workspace_of_encode", "workspace_of_decode", "workspace_of_threshold"):
             getattr(self.library, name).restype = ctypes.c_int64
 
     def schedule(
@@ -287,6 +306,32 @@ class Codecs:
         buffers += [] if places is None else [places]
         self.run("decode_add", buffers, ctypes.byref(arguments))
         return acc.read(torch.float32), status.read(torch.int64).tolist()
+
+    def sample_threshold(
+        self,
+        grad_N: torch.Tensor,
+        residual_N: torch.Tensor | None,
+        range_offsets: torch.Tensor,
+        densities_R: torch.Tensor,
+        samples: int,
+        keys_R: torch.Tensor,
+    ) -> torch.Tensor:
+        """Runs sample_threshold, as its binding makes the call."""
+        given = [Buffer.of(each) for each in (grad_N, range_offsets, densities_R, keys_R)]
+        grad, offsets, densities, keys = given
+        residual = None if residual_N is None else Buffer.of(residual_N)
+        thresholds = Buffer(4 * densities_R.numel())
+        call = ThresholdArguments(
+            grad.pointer, DTYPE_CODES[grad_N.dtype], _pointer(residual),
+            0 if residual_N is None else DTYPE_CODES[residual_N.dtype], grad_N.numel(),
+            offsets.pointer, densities.pointer, keys.pointer, densities_R.numel(), samples,
+            thresholds.pointer, None,
+        )  # fmt: skip
+        workspace = Buffer(self.library.workspace_of_threshold(ctypes.byref(call)))
+        call.workspace = workspace.pointer
+        buffers = [*given, thresholds, workspace, *([] if residual is None else [residual])]
+        self.run("sample_threshold", buffers, ctypes.byref(call))
+        return thresholds.read(torch.float32)
 
     def prune_tile(
         self,

@@ -44,6 +44,7 @@ class EmulatedDevice:
             # Triton's kernel has tests of its own; here the CPU's makes the numbers.
             "prune_": partial(arguments.call, "prune_"),
             "nccl_sparse_sum": NcclOps(codecs),
+            "sample_threshold": codecs.sample_threshold,
             **HashOps(codecs).ops(),
         }
         monkeypatch.setenv(ops.PRUNE_BACKEND, "cuda")

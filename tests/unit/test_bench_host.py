@@ -53,9 +53,24 @@ def test_rows_are_printed_and_written(tmp_path, capsys):
         cli.main(["bench", "host", *options])
     assert not ended.value.code
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["scheme"] for row in rows] == ["dense", "direct"]
-    assert set(rows[0]) == {"scheme", "world_size", "posts", "host_cpu_us", "c10d_us", "dense_us"}
-    assert "NCCL's own time" in capsys.readouterr().out
+    assert [(row["scheme"], row["nccl_engine"]) for row in rows] == [
+        ("dense", False), ("direct", False), ("direct", True)
+    ]  # fmt: skip
+    assert set(rows[0]) == {
+        "scheme", "world_size", "posts", "host_cpu_us", "c10d_us", "dense_us", "nccl_engine"
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "NCCL's own time" in printed
+    assert "direct (engine)" in printed
+
+
+def test_the_engine_posts_once_and_asks_c10d_for_nothing():
+    sweep = HostSweep([4], ["dense", "agsparse", "direct"], warmup=1, iters=2, nccl_engine=True)
+    engines = [row for row in host.rows(sweep) if row.nccl_engine]
+    assert [row.scheme for row in engines] == ["agsparse", "direct"]
+    for row in engines:
+        assert (row.posts, row.c10d_us) == (1, 0)
+        assert row.host_cpu_us > 0
 
 
 @pytest.mark.parametrize(
