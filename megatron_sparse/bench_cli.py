@@ -180,6 +180,9 @@ def collectives(
     capacity: Annotated[
         float | None, typer.Option(help="scheme.capacity of the schemes that take it.")
     ] = None,
+    nccl_engine: Annotated[
+        bool, typer.Option("--nccl-engine", help="scheme.nccl_engine; on GPUs, with a capacity.")
+    ] = False,
     prune: Annotated[
         bool, typer.Option("--prune/--no-prune", help="Time selection with the collective.")
     ] = True,
@@ -226,6 +229,7 @@ def collectives(
         prune=prune,
         mbit=mbit or launcher.netbed_mbit(),
         timeout_s=timeout,
+        nccl_engine=nccl_engine,
     )
     ranks = ranks or started or 4
     # What does not fit is said before anything starts.
@@ -247,6 +251,7 @@ def collectives(
         }  # fmt: skip
         arguments = [f"--{key}={value}" for key, value in values.items() if value is not None]
         arguments.append("--prune" if prune else "--no-prune")
+        arguments += ["--nccl-engine"] if nccl_engine else []
         command = launcher.command_line(["bench", "collectives", *arguments])
         if netbed:
             code = launcher.run_netbed(

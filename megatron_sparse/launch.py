@@ -208,21 +208,25 @@ def preflight(config: RunConfig) -> int:
 
     if config.plugin:
         _ = config.sparse  # checks what must hold between its sections
-        _check_windows(config)
+        _check_device(config)
         arguments.check_wrap(config)
     vocab_size, _ = training.find_data(config)
     arguments.check_load(config)
     return vocab_size
 
 
-def _check_windows(config: RunConfig) -> None:
+def _check_device(config: RunConfig) -> None:
     """Says before the ranks start what each of them would find when it attaches."""
-    from megatron_sparse.collectives import SCHEMES
-    from megatron_sparse.collectives.peer_windows import refusal
+    from megatron_sparse.collectives import SCHEMES, peer_windows
+    from megatron_sparse.transport import nccl_communicator
 
+    if config.cluster.device != "cpu":
+        return
     scheme = SCHEMES.get(config.scheme.name)
-    if scheme is not None and scheme.needs_windows and config.cluster.device == "cpu":
-        raise refusal("cluster.device=cpu")
+    if scheme is not None and scheme.needs_windows:
+        raise peer_windows.refusal("cluster.device=cpu")
+    if config.scheme.nccl_engine:
+        raise nccl_communicator.refusal("cluster.device=cpu")
 
 
 def check_megatron_section(config: RunConfig) -> None:

@@ -52,7 +52,7 @@ stage() {
 }
 
 sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
-stage build 240 "$python" -m megatron_sparse.cuda_ext.build --cuda on
+stage build 220 "$python" -m megatron_sparse.cuda_ext.build --cuda on
 stage tests 100 "$python" "${gpu_tests[@]}"
 if $dry_run || command -v "$sanitizer" >/dev/null; then
   for tool in memcheck racecheck; do
@@ -65,6 +65,9 @@ stage hashing 30 "$python" "${codecs[@]}" --max-bytes 64M --iters 5 \
 # With a capacity, so that the host waits for nothing; else waiting for sizes would be in it.
 stage host 18 "$python" -m megatron_sparse.cli bench collectives --ranks 1 --scheme dense,direct \
   --capacity 1.25 --min-bytes 64M --max-bytes 64M --density 0.01 --json "$out/host.jsonl"
+stage engine 18 "$python" -m megatron_sparse.cli bench collectives --ranks 1 --scheme direct \
+  --capacity 1.25 --nccl-engine --min-bytes 64M --max-bytes 64M --density 0.01 \
+  --json "$out/engine.jsonl"
 stage two-shot 30 "$python" -m megatron_sparse.bench.peer --json "$out/peer.jsonl"
 
 if $dry_run; then
@@ -104,7 +107,7 @@ date -u +%Y-%m-%dT%H:%MZ
 for name in tests memcheck racecheck; do
   if [ -f "$out/$name.log" ]; then printf '%-10s %s\n' "$name" "$(tail -n 1 "$out/$name.log")"; fi
 done
-for name in codecs hashing host two-shot; do
+for name in codecs hashing host engine two-shot; do
   printf '\n%s\n' "$name"
   cat "$out/$name.log"
 done

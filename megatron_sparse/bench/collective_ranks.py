@@ -58,7 +58,7 @@ class RankBench(RankGroup):
 
     def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
         self._sweep = sweep
-        super().__init__(sweep.timeout_s, store, rank, world_size)
+        super().__init__(sweep.timeout_s, store, rank, world_size, nccl_engine=sweep.nccl_engine)
 
     def rows(self, progress: Progress) -> Iterator[Row]:
         """Every case, on every rank; the rows are the same on all.

@@ -135,6 +135,7 @@ class Sweep:
         prune: time selection too; else the collective alone, from its message.
         mbit: rate of each rank's link; None measures it.
         timeout_s: seconds after which an operation that has not finished is an error.
+        nccl_engine: `scheme.nccl_engine`, for the schemes that have it.
     """
 
     min_bytes: int
@@ -150,6 +151,7 @@ class Sweep:
     prune: bool = True
     mbit: int | None = None
     timeout_s: float = 120.0
+    nccl_engine: bool = False
 
     def __post_init__(self) -> None:
         names, forms = ("auto", *SCHEMES), tuple(str(form) for form in Form)
@@ -169,6 +171,8 @@ class Sweep:
             ("capacity", self.capacity, self.capacity is None or self.capacity > 0, "above 0"),
             ("mbit", self.mbit, self.mbit is None or self.mbit > 0, "above 0"),
             ("timeout", self.timeout_s, self.timeout_s > 0, "above 0 s"),
+            ("nccl_engine", self.nccl_engine, not self.nccl_engine or self.capacity is not None,
+             "false without a capacity"),
         ])  # fmt: skip
         if not self.cases(1):
             raise ConfigError(

@@ -22,6 +22,7 @@ from megatron_sparse.bench.collective_report import (
 from megatron_sparse.bench.collective_row import HEADER
 from megatron_sparse.bench.collective_sweep import Sweep
 from megatron_sparse.bench.table import torch_threads
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.transport import Topology
 
 
@@ -29,9 +30,15 @@ def run_virtual(sweep: Sweep, topology: Topology, json_path: Path | None) -> Row
     """Prints the table of a virtual cluster, labelled as a model.
 
     Raises:
-        ConfigError: the JSON file cannot be written, or the ranks do not fit into memory.
+        ConfigError: the JSON file cannot be written, the ranks do not fit into memory, or the
+            engine is asked for.
         MegatronSparseError: a collective refuses a case.
     """
+    if sweep.nccl_engine:
+        raise ConfigError(
+            "bench collectives --virtual --nccl-engine: virtual ranks have no NCCL",
+            expected="one of them", got="both", remedy="leave out --nccl-engine",
+        )  # fmt: skip
     with torch_threads(1):
         print_head(sweep, virtual_place(topology), HEADER)
         return print_rows(collective_virtual.rows(sweep, topology, show_progress), json_path)

@@ -32,12 +32,16 @@ class RankGroup:
         store: where the ranks meet.
         rank: of this process.
         world_size: processes.
+        nccl_engine: `scheme.nccl_engine`.
 
     Raises:
         CommunicationError: the ranks cannot reach one another.
+        ConfigError: the engine without a GPU.
     """
 
-    def __init__(self, timeout_s: float, store: Any, rank: int, world_size: int) -> None:
+    def __init__(
+        self, timeout_s: float, store: Any, rank: int, world_size: int, *, nccl_engine: bool = False
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         on_cuda = torch.cuda.is_available()
         self.backend = "nccl" if on_cuda else "gloo"
@@ -51,7 +55,9 @@ class RankGroup:
         )  # fmt: skip
         world = dist.group.WORLD
         assert world is not None, "just made"
-        self._transport = ProcessGroupTransport(world, timeout_s, self._device)
+        self._transport = ProcessGroupTransport(
+            world, timeout_s, self._device, nccl_engine=nccl_engine
+        )
         self._progress = ProgressThread(self._device, timeout_s)
 
     def __enter__(self) -> Self:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_sparse.cuda_ext.nccl_ops import SumPlan, nccl_sparse_sum
-from megatron_sparse.errors import CommunicationError
+from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.nccl_library import SUCCESS, NcclLibrary
 
 POLL_S = 0.05
@@ -224,6 +224,16 @@ class NcclCommunicator:
                 return
             self._error = found
         self._library.abort(self._communicator)
+
+
+def refusal(got: str) -> ConfigError:
+    """The error for a group that cannot have one."""
+    return ConfigError(
+        "scheme.nccl_engine=true without NCCL",
+        expected="gradients on CUDA devices",
+        got=got,
+        remedy="leave scheme.nccl_engine out",
+    )
 
 
 def _make(

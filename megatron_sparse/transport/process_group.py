@@ -26,7 +26,7 @@ from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrivals import StoreArrivals
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerWatch, watch_peers
-from megatron_sparse.transport.nccl_communicator import NcclCommunicator
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusal
 from megatron_sparse.transport.nccl_library import loaded_nccl
 from megatron_sparse.transport.waiters import Waiters
 
@@ -229,12 +229,7 @@ class ProcessGroupTransport:
 
     def _make_communicator(self) -> NcclCommunicator:
         if self.device.type != "cuda":
-            raise ConfigError(
-                "scheme.nccl_engine=true without NCCL",
-                expected="gradients on CUDA devices",
-                got=self.device.type,
-                remedy="leave scheme.nccl_engine out",
-            )
+            raise refusal(self.device.type)
         return NcclCommunicator(
             loaded_nccl(), self.rank, self.world_size, self.device, self._timeout_s,
             self._broadcast, self._announce,

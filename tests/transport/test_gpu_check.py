@@ -27,7 +27,7 @@ def test_a_dry_run_lists_stages_that_end_within_ten_minutes() -> None:
     assert done.returncode == 0, done.stderr
     stages = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert list(stages) == [
-        "build", "tests", "memcheck", "racecheck", "codecs", "hashing", "host",
+        "build", "tests", "memcheck", "racecheck", "codecs", "hashing", "host", "engine",
         "two-shot",
     ]  # fmt: skip
     assert sum(int(line.split()[1]) for line in stages.values()) < 600

@@ -316,6 +316,8 @@ class TestLoopback:
         (["--netbed"], "--mbit R"),
         (["--netbed", "--mbit=100", "--virtual"], "--virtual"),
         (["--scheme=ssar_rd", "--op=reduce_scatter"], "nothing to measure"),
+        (["--nccl-engine"], "without a capacity"),
+        (["--nccl-engine", "--capacity=1.25", "--virtual"], "virtual ranks have no NCCL"),
     ],
 )
 def test_mistakes_are_one_error(arguments, words, capsys, monkeypatch):

@@ -89,6 +89,7 @@ class TestPluginSections:
             (SchemeConfig, "wire_dtype", "int8"),
             (SchemeConfig, "timeout_s", 0),
             (SchemeConfig, "deterministic", 1),
+            (SchemeConfig, "nccl_engine", 1),
             (TrackingConfig, "console", True),
             (TrackingConfig, "sample_every", -1),
             (TrackingConfig, "profile_iters", 1.5),
@@ -97,6 +98,14 @@ class TestPluginSections:
     )
     def test_refusals_name_the_key(self, section, key, value):
         assert f".{key} " in refusal(section, **{key: value})
+
+    @pytest.mark.parametrize(
+        "others", [{}, {"name": "direct"}, {"name": "ssar_split_ag", "capacity": 1.5}]
+    )
+    def test_the_nccl_engine_needs_messages_of_fixed_size(self, others):
+        assert "nccl_engine=true with messages" in refusal(SchemeConfig, nccl_engine=True, **others)
+        for name in ("auto", "direct", "agsparse"):
+            assert SchemeConfig(name=name, capacity=1.5, nccl_engine=True).nccl_engine
 
     def test_from_overrides_sorts_keywords_into_sections(self):
         config = SparseConfig.from_overrides(density=0.5, scheme="dense", timeout_s=7)

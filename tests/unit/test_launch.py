@@ -120,11 +120,20 @@ class TestDecide:
 class TestPreflight:
     """What is said before the ranks start."""
 
-    def test_a_scheme_for_gpus_on_a_cpu(self, config):
-        scheme = SchemeConfig(name="peer_two_shot")
+    @pytest.mark.parametrize(
+        ("scheme", "words"),
+        [
+            (SchemeConfig(name="peer_two_shot"), "needs the memory of GPUs"),
+            (
+                SchemeConfig(name="direct", capacity=1.5, nccl_engine=True),
+                r"scheme\.nccl_engine=true without NCCL",
+            ),
+        ],
+    )
+    def test_a_scheme_for_gpus_on_a_cpu(self, config, scheme, words):
         cluster = dataclasses.replace(config.cluster, device="cpu")
         run = dataclasses.replace(config, scheme=scheme, cluster=cluster)
-        with pytest.raises(ConfigError, match="needs the memory of GPUs") as caught:
+        with pytest.raises(ConfigError, match=words) as caught:
             launch.preflight(run)
         assert caught.value.got == "cluster.device=cpu"
         launch.preflight(dataclasses.replace(run, plugin=False))

@@ -1,0 +1,60 @@
+"""Two processes on one GPU, which NCCL takes for two machines: sums are right, engine or not.
+
+For correctness only: the processes take turns on the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+RANKS = 2
+BENCH = (
+    "bench", "collectives", "--scheme", "direct,agsparse", "--op", "all_reduce,reduce_scatter",
+    "--dtype", "fp32,bf16", "--density", "0.05", "--capacity", "1.25", "--min-bytes", "1M",
+    "--max-bytes", "1M", "--warmup", "1", "--iters", "2", "--timeout", "60",
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("engine", [(), ("--nccl-engine",)], ids=["c10d", "engine"])
+def test_the_sum_is_right(engine: tuple[str, ...], tmp_path: Path) -> None:
+    assert run_ranks([*BENCH, *engine], tmp_path) == 8
+
+
+def run_ranks(arguments: list[str], folder: Path) -> int:
+    """Runs the bench on all ranks; returns its rows, none of which may be wrong."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS),
+        "LOCAL_RANK": "0", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "megatron_sparse.cli", *arguments]
+    path = folder / "rows.jsonl"
+    processes = [
+        subprocess.Popen(
+            [*command, "--json", str(path)],
+            env=shared | {"RANK": str(rank), "NCCL_HOSTID": f"host{rank}"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=180)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(said)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert not any(row["wrong"] for row in rows)
+    return len(rows)
