@@ -97,8 +97,11 @@ __device__ __forceinline__ void check_tile(const DecodeWorkspace& work, const Un
   if (stray) report(work, unit.segment, unit.number, true);
 }
 
+template <int MOST>
 __global__ void __launch_bounds__(kDecodeThreads, 4)
-    check_kernel(DecodeArguments call, DecodeWorkspace work) {
+    check_kernel(const __grid_constant__ DecodeBatch<MOST> batch) {
+  const DecodeArguments& call = batch.call[blockIdx.y];
+  const DecodeWorkspace& work = batch.work[blockIdx.y];
   __shared__ TileWords tiles[kDecodeWarps];
   const int64_t unit_count = work.unit_begin[call.segment_count];
   const int64_t warps = static_cast<int64_t>(gridDim.x) * kDecodeWarps;
@@ -123,8 +126,12 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
 
 // Between check and add, where the caller wants the message alone: the segments' part of acc, which
 // is one piece, becomes zero.
+template <int MOST>
 __global__ void __launch_bounds__(kDecodeThreads, 4)
-    clear_kernel(DecodeArguments call, DecodeWorkspace work) {
+    clear_kernel(const __grid_constant__ DecodeBatch<MOST> batch) {
+  const DecodeArguments& call = batch.call[blockIdx.y];
+  const DecodeWorkspace& work = batch.work[blockIdx.y];
+  if (!call.fresh || call.segment_count == 0) return;
   if (call.status[0] != kDecodeOk || *work.wrong != kNothingWrong) return;
   const int64_t begin = call.segment_offsets[0] - call.base;
   const int64_t end = call.segment_offsets[call.segment_count] - call.base;
@@ -249,9 +256,11 @@ __device__ inline void write_complaint(const DecodeArguments& call, const Decode
   }
 }
 
-template <int VALUE>
+template <int VALUE, int MOST>
 __global__ void __launch_bounds__(kDecodeThreads, 4)
-    add_kernel(DecodeArguments call, DecodeWorkspace work) {
+    add_kernel(const __grid_constant__ DecodeBatch<MOST> batch) {
+  const DecodeArguments& call = batch.call[blockIdx.y];
+  const DecodeWorkspace& work = batch.work[blockIdx.y];
   __shared__ TileWords tiles[kDecodeWarps];
   const unsigned long long wrong = *work.wrong;
   if (wrong != kNothingWrong) {

@@ -58,4 +58,13 @@ int64_t decode_workspace_bytes(int64_t segment_count);
 // read with cudaGetLastError.
 void launch_decode_add(const DecodeArguments& arguments, void* stream);
 
+// Whether the messages of a call meet in acc.
+enum class DecodeParts { kTheSame, kApart };
+
+// Several messages, each with a workspace and a status of its own and of one value_dtype. Where they
+// meet they are added in this order. All are walked together and checked together, and added
+// together where they lie apart: walking takes the device as long for many as for one.
+void launch_decode_add_all(const DecodeArguments* calls, int64_t count, DecodeParts parts,
+                           void* stream);
+
 }  // namespace megatron_sparse

@@ -21,6 +21,13 @@ struct DecodeWorkspace {
   int64_t bytes;
 };
 
+// Messages of one launch: the grid's y axis. What a kernel gets of it stays where it is.
+template <int MOST>
+struct DecodeBatch {
+  DecodeArguments call[MOST];
+  DecodeWorkspace work[MOST];
+};
+
 constexpr unsigned long long kNothingWrong = ~0ull;
 
 inline DecodeWorkspace lay_out_decode_workspace(void* base, int64_t segment_count) {
@@ -34,8 +41,11 @@ inline DecodeWorkspace lay_out_decode_workspace(void* base, int64_t segment_coun
   return w;
 }
 
+template <int MOST>
 __global__ void __launch_bounds__(kWalkThreads)
-    walk_kernel(DecodeArguments call, DecodeWorkspace work) {
+    walk_kernel(const __grid_constant__ DecodeBatch<MOST> batch) {
+  const DecodeArguments& call = batch.call[blockIdx.y];
+  const DecodeWorkspace& work = batch.work[blockIdx.y];
   __shared__ int64_t shared[kWalkThreads / 32];
   __shared__ int64_t walked, end;
   __shared__ unsigned int first_wrong, first_outside;

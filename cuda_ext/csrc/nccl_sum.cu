@@ -2,9 +2,10 @@
 // without a word to the host in between.
 //
 // Shards go to their owners in one group of sends and receives; the owner adds them in rank order,
-// encodes the sum once and sends it to everyone in another. Launches: 3 for each record of a rank
-// (4 where it is the first of its part), and 5 or 6 for the sum. Bytes: as of `direct`.
+// encodes the sum once and sends it to everyone in another. Launches for up to 16 ranks: 3 and one
+// for each rank to add, 7 to encode, 4 to place the sums. Bytes: as of `direct`.
 #include <algorithm>
+#include <vector>
 
 #include "decode_launch.h"
 #include "dtypes.h"
@@ -111,7 +112,7 @@ class Queue {
     int result = scatter();
     mark(1);
     if (result != kNcclSuccess) return result;
-    for (int rank = 0; rank < sum_.world; ++rank) add_message(rank);
+    add_messages();
     mark(2);
     if (!sum_.gathers) return kNcclSuccess;
     encode();
@@ -119,7 +120,7 @@ class Queue {
     result = gather();
     mark(4);
     if (result != kNcclSuccess) return result;
-    for (int rank = 0; rank < sum_.world; ++rank) place_sum(rank);
+    place_sums();
     mark(5);
     return kNcclSuccess;
   }
@@ -150,15 +151,20 @@ class Queue {
     });
   }
 
-  void add_message(int rank) const {
-    const bool is_own = rank == sum_.rank;
-    launch_decode_add(
-        {sum_.acc + own_.begin, own_.numel,
-         is_own ? sum_.message + own_.message_begin : received_from(rank), own_.message_bytes,
-         sum_.tables.segment_offsets + own_.first_segment, own_.segment_count, own_.begin,
-         sum_.value_dtype, sum_.epoch, rank == 0, sum_.workspace,
-         sum_.report + kStatusWords * rank, sum_.tables.message_slots + entry(sum_, own_)},
-        stream_);
+  void add_messages() const {
+    Carver memory(sum_.workspace);
+    std::vector<DecodeArguments> calls;
+    for (int rank = 0; rank < sum_.world; ++rank) {
+      const bool is_own = rank == sum_.rank;
+      calls.push_back({sum_.acc + own_.begin, own_.numel,
+                       is_own ? sum_.message + own_.message_begin : received_from(rank),
+                       own_.message_bytes, sum_.tables.segment_offsets + own_.first_segment,
+                       own_.segment_count, own_.begin, sum_.value_dtype, sum_.epoch, rank == 0,
+                       memory.take<uint8_t>(decode_workspace_bytes(own_.segment_count)),
+                       sum_.report + kStatusWords * rank,
+                       sum_.tables.message_slots + entry(sum_, own_)});
+    }
+    launch_decode_add_all(calls.data(), sum_.world, DecodeParts::kTheSame, stream_);
   }
 
   void encode() const {
@@ -174,16 +180,20 @@ class Queue {
                        status_count, encoder.out);
   }
 
-  void place_sum(int rank) const {
-    const NcclShard& shard = shard_of(sum_, rank);
-    int64_t* statuses =
-        sum_.report + kStatusWords * sum_.world + encoder_report_words(own_);
-    launch_decode_add({sum_.acc + shard.begin, shard.numel, sum_.sums + shard.sum_begin,
+  void place_sums() const {
+    int64_t* statuses = sum_.report + kStatusWords * sum_.world + encoder_report_words(own_);
+    Carver memory(sum_.workspace);
+    std::vector<DecodeArguments> calls;
+    for (int rank = 0; rank < sum_.world; ++rank) {
+      const NcclShard& shard = shard_of(sum_, rank);
+      calls.push_back({sum_.acc + shard.begin, shard.numel, sum_.sums + shard.sum_begin,
                        shard.sum_bytes, sum_.tables.shard_offsets + entry(sum_, shard),
                        shard.segment_count, 0, sum_.value_dtype, sum_epoch(sum_, shard), true,
-                       sum_.workspace, statuses + kStatusWords * rank,
-                       sum_.tables.sum_slots + entry(sum_, shard)},
-                      stream_);
+                       memory.take<uint8_t>(decode_workspace_bytes(shard.segment_count)),
+                       statuses + kStatusWords * rank,
+                       sum_.tables.sum_slots + entry(sum_, shard)});
+    }
+    launch_decode_add_all(calls.data(), sum_.world, DecodeParts::kApart, stream_);
   }
 
   const NcclSum& sum_;
@@ -199,11 +209,13 @@ int64_t nccl_sum_report_words(const NcclSum& sum) {
 }
 
 int64_t nccl_sum_workspace_bytes(const NcclSum& sum) {
-  int64_t bytes = 0;
-  for (int64_t i = 0; i < sum.shard_count; ++i) {
-    bytes = std::max(bytes, decode_workspace_bytes(sum.shards[i].segment_count));
+  Carver messages(nullptr), sums(nullptr);
+  for (int rank = 0; rank < sum.world; ++rank) {
+    messages.take<uint8_t>(decode_workspace_bytes(own_shard(sum).segment_count));
+    sums.take<uint8_t>(decode_workspace_bytes(shard_of(sum, rank).segment_count));
   }
-  return sum.gathers ? std::max(bytes, encode_workspace_bytes(encoder_of(sum))) : bytes;
+  if (!sum.gathers) return messages.used();
+  return std::max({messages.used(), sums.used(), encode_workspace_bytes(encoder_of(sum))});
 }
 
 int launch_nccl_sum(const NcclSum& sum, void* stream) {

@@ -92,7 +92,7 @@ class Group:
     Args:
         nccl: the library.
         ranks: of the group.
-        timeout_s: of every call.
+        timeout_s: of every call; may be changed.
         make: the rank that is given its transport.
     """
 
@@ -102,6 +102,7 @@ class Group:
         library = NcclLibrary(nccl)
         told: list[bytes] = []
         heard = threading.Barrier(ranks)
+        self.timeout_s = timeout_s
         # The emulator's encoder of a gradient is for one thread at a time.
         self.selecting = threading.Lock()
         self.ranks: list[Rank | None] = [None] * ranks
@@ -115,7 +116,7 @@ class Group:
         def join(rank: int) -> None:
             communicator = NcclCommunicator(
                 library, rank, ranks, GPU, 30, broadcast,
-                lambda name: Operation(name, None, timeout_s),
+                lambda name: Operation(name, None, self.timeout_s),
             )  # fmt: skip
             self.ranks[rank] = make(
                 SimpleNamespace(
@@ -261,12 +262,13 @@ def errors_of(group: Group, step: int, ranks: Iterable[int]) -> dict[int, BaseEx
 def test_a_silent_rank_is_an_error_of_the_others_within_the_deadline(
     gpu: EmulatedDevice, nccl: Any
 ) -> None:
-    with direct_group(nccl, 3, timeout_s=3) as group:
+    with direct_group(nccl, 3) as group:
         group.step(0)
+        group.timeout_s = 3
         began_s = time.monotonic()
         raised = errors_of(group, 1, (0, 2))
         assert set(raised) == {0, 2}
-        assert 3 <= time.monotonic() - began_s < 20
+        assert 3 <= time.monotonic() - began_s < 50
         for rank in raised:
             assert isinstance(raised[rank], CommunicationError)
             assert "direct of bucket b failed" in str(raised[rank])
@@ -362,15 +364,21 @@ def test_the_breakdown_has_every_stage_of_the_call(gpu: EmulatedDevice, nccl: An
         for rank in group.ranks:
             rank.watch = Stopwatch(GPU)
 
+        waits = group.ranks[0].transport.communicator
+
         def run(rank: int) -> None:
             group.ranks[rank].fill(0)
             if rank:
-                time.sleep(0.5)
+                while not waits._under_way:
+                    time.sleep(0.01)
+                time.sleep(1)
             group.drive(rank, 0)
 
+        began_s = time.monotonic()
         on_all(range(2), run)
+        spent_us = 1e6 * (time.monotonic() - began_s)
         stages = [rank.watch.times_us() for rank in group.ranks]
         for stage in ("network", "decode", "encode"):
             assert all(each[stage] > 0 for each in stages), stage
-        assert stages[0]["network"] > 0.4e6, "rank 0 has waited for rank 1"
-        assert stages[0]["decode"] + stages[0]["encode"] < 0.4e6
+        assert stages[0]["network"] > 0.9e6, "rank 0 has waited for rank 1"
+        assert all(sum(each.values()) < spent_us for each in stages)

@@ -41,6 +41,7 @@
 #include <vector>
 
 #define __global__
+#define __grid_constant__
 #define __device__
 #define __host__
 #define __constant__
