@@ -207,23 +207,29 @@ class NcclCommunicator:
     def _look(self) -> bool:
         """Whether the communicator has failed; takes out what has been done."""
         with self._change:
-            while self._under_way and self._under_way[0].is_done():
-                self._under_way.popleft()
-            oldest = self._under_way[0] if self._under_way else None
-        if self._error is None and oldest is not None:
-            trouble = self._library.trouble(self._communicator)
-            if trouble is not None or oldest.deadline.is_hopeless():
-                self._fail(oldest, trouble)
+            if self._error is not None or not self._under_way:
+                return self._error is not None
+            oldest = self._under_way[0]
+            try:
+                while oldest.is_done():
+                    self._under_way.popleft()
+                    if not self._under_way:
+                        return False
+                    oldest = self._under_way[0]
+                trouble = self._library.trouble(self._communicator)
+            except (RuntimeError, CommunicationError) as error:  # CUDA, or NCCL, cannot even say
+                trouble = str(error)
+        if trouble is not None or oldest.deadline.is_hopeless():
+            self._fail(oldest, trouble)
         return self._error is not None
 
     def _fail(self, failed: _Call, trouble: str | None) -> None:
         """Aborts, once. The error is there before anything that aborting lets go on."""
         found = failed.deadline.error(None if trouble is None else RuntimeError(trouble))
-        with self._change:
-            if self._error is not None:
-                return
-            self._error = found
-        self._library.abort(self._communicator)
+        with self._change:  # in which nobody else asks NCCL about a communicator that ends
+            if self._error is None:
+                self._error = found
+                self._library.abort(self._communicator)
 
 
 def refusal(got: str) -> ConfigError:

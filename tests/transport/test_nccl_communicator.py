@@ -38,10 +38,13 @@ class Event:
     """A CUDA event; done when the test says so."""
 
     done = True
+    fails = False
 
     def record(self) -> None: ...
 
     def query(self) -> bool:
+        if Event.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return Event.done
 
 
@@ -55,6 +58,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "done", True)
+    monkeypatch.setattr(Event, "fails", False)
 
 
 def make(fake: Any, ranks: int, come: int, timeout_s: float = 30) -> list[Any]:
@@ -155,6 +159,19 @@ def test_a_kernel_that_does_not_end_has_a_deadline(fake: Any) -> None:
         communicator.call("another"),
     ):
         pytest.fail("it is refused before anything is posted")
+    communicator.close(broken=True)
+
+
+@needs_gxx
+def test_a_device_that_fails_is_an_error_and_no_end_of_the_watch(fake: Any) -> None:
+    (communicator,) = make(fake, 1, 1)
+    Event.fails = True
+    with communicator.call("sum of bucket b") as require:
+        require(nccl_library.SUCCESS)
+    _until(lambda: communicator._error is not None)
+    with pytest.raises(CommunicationError, match="illegal memory access"):
+        communicator.check()
+    assert fake.fake_nccl_is_aborted(communicator.words[2].item())
     communicator.close(broken=True)
 
 
