@@ -183,26 +183,11 @@ class SumPlan:
         refuse_message(status, offsets, self.value_dtype, epoch, rank, has_slots=True)
 
 
-def nccl_sparse_sum(
-    communicator: torch.Tensor,
-    plan: SumPlan,
-    acc_N: torch.Tensor,
-    message: torch.Tensor,
-    received: torch.Tensor,
-    sums: torch.Tensor,
-    epoch: int,
-    sum_epochs: torch.Tensor,
-    earlier: torch.Tensor,
-    events: torch.Tensor,
-) -> tuple[torch.Tensor, int]:
-    """Queues the sum of a bucket's messages on the current stream, and NCCL's part of it.
+@dataclass(frozen=True, eq=False)
+class SumCall:
+    """One bucket's sum in one step.
 
-    The same bits as `collectives.direct` or `agsparse`: fp32 in rank order, rounded to the values'
-    dtype once where sums are gathered. Reads nothing on the host and waits for no kernel; NCCL
-    blocks the host in the first call with a peer, until that peer comes.
-
-    Args:
-        communicator: int64 words of `NcclCommunicator.words`.
+    Attributes:
         plan: the same on every rank but for the rank.
         acc_N: fp32 on a CUDA device, the bucket. Mutated: receives the sum, all of it or this
             rank's part; what it held does not count. Undefined after an error.
@@ -213,48 +198,58 @@ def nccl_sparse_sum(
         sum_epochs: int64 on the CPU, what the records of each shard's sum carry in its place.
         earlier: int64 on the device, not 0 where making the message failed: then nobody gets a sum.
         events: int64 on the CPU, a `cudaEvent_t` for each border of `MARKED_STAGES`, or 0.
+    """
+
+    plan: SumPlan
+    acc_N: torch.Tensor
+    message: torch.Tensor
+    received: torch.Tensor
+    sums: torch.Tensor
+    epoch: int
+    sum_epochs: torch.Tensor
+    earlier: torch.Tensor
+    events: torch.Tensor
+
+    def arguments(self, communicator: torch.Tensor) -> tuple[Any, ...]:
+        """What C++ is given, on any device.
+
+        Raises:
+            ExtensionError: tensors that do not fit together.
+        """
+        plan, device = self.plan, self.acc_N.device
+        check_flat(OP, "acc", self.acc_N, (torch.float32,), int(plan.segment_offsets[-1]))
+        for name in ("message", "received", "sums"):
+            check_flat(OP, name, getattr(self, name), (torch.uint8,), device=device)
+        return (
+            self.acc_N, self.received, self.sums, self.message, communicator, plan.words,
+            codec_cuda.on_device(plan.tables, device),
+            codec_cuda.record_kinds(plan.segment_dense, plan.form, device), self.earlier,
+            self.sum_epochs, self.events, plan.value_dtype, self.epoch % 2**32, plan.gathers,
+        )  # fmt: skip
+
+    def check(self, report: torch.Tensor) -> None:
+        """Raises what the report of `nccl_sparse_sum`, on the CPU, says; see `SumPlan.check`."""
+        self.plan.check(report, self.epoch, self.sum_epochs)
+
+
+def nccl_sparse_sum(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.Tensor, int]:
+    """Queues the sum of a bucket's messages on the current stream, and NCCL's part of it.
+
+    The same bits as `collectives.direct` or `agsparse`: fp32 in rank order, rounded to the values'
+    dtype once where sums are gathered. Reads nothing on the host and waits for no kernel; NCCL
+    blocks the host in the first call with a peer, until that peer comes.
+
+    Args:
+        communicator: int64 words of `NcclCommunicator.words`.
+        summed: what, and where. Mutated, as it says.
 
     Returns:
-        The report, on the device, for `SumPlan.check`; and NCCL's result. One that is not 0
+        The report, on the device, for `SumCall.check`; and NCCL's result. One that is not 0
         (ncclSuccess) means that not everything was queued.
 
     Raises:
-        ExtensionError: arguments that do not fit together.
+        ExtensionError: tensors that do not fit together.
     """
-    if acc_N.device.type != "cuda":
-        raise refusal(OP, "acc is on the wrong device", "cuda", acc_N.device)
-    return call(
-        OP,
-        *sum_arguments(
-            communicator, plan, acc_N, message, received, sums, epoch, sum_epochs, earlier, events
-        ),
-    )
-
-
-def sum_arguments(
-    communicator: torch.Tensor,
-    plan: SumPlan,
-    acc_N: torch.Tensor,
-    message: torch.Tensor,
-    received: torch.Tensor,
-    sums: torch.Tensor,
-    epoch: int,
-    sum_epochs: torch.Tensor,
-    earlier: torch.Tensor,
-    events: torch.Tensor,
-) -> tuple[Any, ...]:
-    """What `nccl_sparse_sum`, which describes the arguments, gives to C++, on any device.
-
-    Raises:
-        ExtensionError: arguments that do not fit together.
-    """
-    device = acc_N.device
-    check_flat(OP, "acc", acc_N, (torch.float32,), int(plan.segment_offsets[-1]))
-    for name, records in (("message", message), ("received", received), ("sums", sums)):
-        check_flat(OP, name, records, (torch.uint8,), device=device)
-    return (
-        acc_N, received, sums, message, communicator, plan.words,
-        codec_cuda.on_device(plan.tables, device),
-        codec_cuda.record_kinds(plan.segment_dense, plan.form, device), earlier, sum_epochs, events,
-        plan.value_dtype, epoch % 2**32, plan.gathers,
-    )  # fmt: skip
+    if summed.acc_N.device.type != "cuda":
+        raise refusal(OP, "acc is on the wrong device", "cuda", summed.acc_N.device)
+    return call(OP, *summed.arguments(communicator))

@@ -29,7 +29,7 @@ from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_thr
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import OVER_GROUPS, Input
 from megatron_sparse.config import NCCL_ENGINE_SCHEMES
-from megatron_sparse.cuda_ext.nccl_ops import SumPlan, sum_arguments
+from megatron_sparse.cuda_ext.nccl_ops import SumCall
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import Stopwatch
@@ -172,9 +172,9 @@ class _CommunicatorWithoutPeers(NcclCommunicator):
     """Rank 0's, which stops before the call of C++."""
 
     @staticmethod
-    def _post(words: torch.Tensor, plan: SumPlan, *arguments: Any) -> tuple[torch.Tensor, int]:
-        sum_arguments(words, plan, *arguments)
-        return torch.zeros(plan.report_words, dtype=torch.int64), 0
+    def _post(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.Tensor, int]:
+        summed.arguments(communicator)
+        return torch.zeros(summed.plan.report_words, dtype=torch.int64), 0
 
     def _record(self) -> _Queued:
         return _Queued()

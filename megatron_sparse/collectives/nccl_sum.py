@@ -22,7 +22,7 @@ from megatron_sparse.collectives.records import (
     sum_epoch,
     sum_slots,
 )
-from megatron_sparse.cuda_ext.nccl_ops import MARKED_STAGES, ShardPlan, SumPlan
+from megatron_sparse.cuda_ext.nccl_ops import MARKED_STAGES, ShardPlan, SumCall, SumPlan
 from megatron_sparse.formats.header import FORMAT_ADAPTIVE
 from megatron_sparse.formats.message import WIRE_CODES, Message
 from megatron_sparse.formats.slots import TABLES, Slots
@@ -55,7 +55,7 @@ def sum_in_one_call(
         CommunicationError: a rank did not come in time or is gone, or NCCL failed.
         WireFormatError: a peer's records are wrong; when the message's reports are read.
     """
-    reports, slots, epoch = message.reports, message.slots, message.epoch
+    reports, slots = message.reports, message.slots
     assert slots is not None, "only messages of fixed size come here"
     assert reports is not None, "and those leave reports"
     rank, scatters = communicator.rank, bucket.form is Form.REDUCE_SCATTER
@@ -65,20 +65,21 @@ def sum_in_one_call(
         message.layout, slots, WIRE_CODES[message.value_dtype], rank, communicator.world_size,
         by_owners, gathers,
     )  # fmt: skip
-    sum_epochs = torch.tensor([sum_epoch(epoch, cut) for cut in cuts])
+    sum_epochs = torch.tensor([sum_epoch(message.epoch, cut) for cut in cuts])
     borders = watch.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
     borders += [0] * (len(MARKED_STAGES) + 1 - len(borders))
-    report = communicator.sparse_sum(
-        f"{scheme} of bucket {bucket.name}", plan, sums.sum_N, message.buffer[: message.nbytes],
-        sums.take("received", plan.received_bytes), sums.take("gathered", plan.sums_bytes), epoch,
-        sum_epochs, reports.statuses(bucket.grad_N.device), torch.tensor(borders),
+    summed = SumCall(
+        plan, sums.sum_N, message.buffer[: message.nbytes],
+        sums.take("received", plan.received_bytes), sums.take("gathered", plan.sums_bytes),
+        message.epoch, sum_epochs, reports.statuses(bucket.grad_N.device), torch.tensor(borders),
     )  # fmt: skip
+    report = communicator.sparse_sum(f"{scheme} of bucket {bucket.name}", summed)
     yield POSTED
 
     def look(words: torch.Tensor) -> None:
         # What an aborted communicator leaves behind looks like damaged records.
         communicator.check()
-        plan.check(words, epoch, sum_epochs)
+        summed.check(words)
 
     reports.add(report, look)
     sums.write(cuts[rank].elements if scatters else slice(0, bucket.numel))

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from megatron_sparse.cuda_ext.nccl_ops import SumPlan, nccl_sparse_sum
+from megatron_sparse.cuda_ext.nccl_ops import SumCall, nccl_sparse_sum
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.nccl_library import SUCCESS, NcclLibrary
 
@@ -133,22 +133,21 @@ class NcclCommunicator:
             raise
         started.queued = self._record()
 
-    def sparse_sum(self, name: str, plan: SumPlan, *arguments: Any) -> torch.Tensor:
-        """Queues the sum of a bucket's messages.
+    def sparse_sum(self, name: str, summed: SumCall) -> torch.Tensor:
+        """Queues the sum of a bucket's messages; see `nccl_ops.nccl_sparse_sum`.
 
         Args:
             name: of what is posted, for errors.
-            plan: of the bucket.
-            arguments: those of `nccl_ops.nccl_sparse_sum` that follow the plan.
+            summed: what, and where. Mutated.
 
         Returns:
-            The report, for `SumPlan.check`, before which `check` must be called.
+            The report, for `SumCall.check`, before which `check` must be called.
 
         Raises:
             CommunicationError: as of `call`.
         """
         with self.call(name) as require:
-            report, result = self._post(self.words, plan, *arguments)
+            report, result = self._post(self.words, summed)
             require(result)
         return report
 
