@@ -61,8 +61,8 @@ void launch_decode_add(const DecodeArguments& arguments, void* stream);
 // Whether the messages of a call meet in acc.
 enum class DecodeParts { kTheSame, kApart };
 
-// Several messages, each with a workspace and a status of its own and of one value_dtype. Where they
-// meet they are added in this order. All are walked together and checked together, and added
+// Several messages, each with a workspace and a status of its own and of one value_dtype. Where
+// they meet they are added in this order. All are walked together and checked together, and added
 // together where they lie apart: walking takes the device as long for many as for one.
 void launch_decode_add_all(const DecodeArguments* calls, int64_t count, DecodeParts parts,
                            void* stream);

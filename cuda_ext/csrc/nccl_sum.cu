@@ -93,12 +93,12 @@ int exchange(const NcclSum& sum, int peer, const uint8_t* from, int64_t send_byt
              int64_t receive_bytes, void* stream) {
   int result = kNcclSuccess;
   if (send_bytes > 0) {
-    result = sum.nccl.send(from, static_cast<size_t>(send_bytes), kNcclUint8, peer, sum.comm,
-                           stream);
+    result =
+        sum.nccl.send(from, static_cast<size_t>(send_bytes), kNcclUint8, peer, sum.comm, stream);
   }
   if (result == kNcclSuccess && receive_bytes > 0) {
-    result = sum.nccl.recv(into, static_cast<size_t>(receive_bytes), kNcclUint8, peer, sum.comm,
-                           stream);
+    result =
+        sum.nccl.recv(into, static_cast<size_t>(receive_bytes), kNcclUint8, peer, sum.comm, stream);
   }
   return result;
 }
@@ -176,8 +176,8 @@ class Queue {
     // The messages' statuses, and the encoder's, which follows them.
     const int64_t* statuses = sum_.report;
     const int64_t status_count = sum_.world + 1;
-    cudaLaunchKernelEx(&one, spoil_kernel, sum_.earlier, sum_.earlier_count, statuses,
-                       status_count, encoder.out);
+    cudaLaunchKernelEx(&one, spoil_kernel, sum_.earlier, sum_.earlier_count, statuses, status_count,
+                       encoder.out);
   }
 
   void place_sums() const {
@@ -190,8 +190,7 @@ class Queue {
                        shard.sum_bytes, sum_.tables.shard_offsets + entry(sum_, shard),
                        shard.segment_count, 0, sum_.value_dtype, sum_epoch(sum_, shard), true,
                        memory.take<uint8_t>(decode_workspace_bytes(shard.segment_count)),
-                       statuses + kStatusWords * rank,
-                       sum_.tables.sum_slots + entry(sum_, shard)});
+                       statuses + kStatusWords * rank, sum_.tables.sum_slots + entry(sum_, shard)});
     }
     launch_decode_add_all(calls.data(), sum_.world, DecodeParts::kApart, stream_);
   }

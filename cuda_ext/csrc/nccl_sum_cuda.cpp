@@ -27,22 +27,24 @@ Function at_address(int64_t address) {
   return reinterpret_cast<Function>(address);
 }
 
-std::tuple<Tensor, int64_t> nccl_sparse_sum(
-    const Tensor& acc, const Tensor& received, const Tensor& sums, const Tensor& message,
-    const Tensor& communicator, const Tensor& shards, const Tensor& tables, const Tensor& kinds,
-    const Tensor& earlier, const Tensor& sum_epochs, const Tensor& events, int64_t value_dtype,
-    int64_t epoch, bool gathers) {
-  const int64_t* word = check_words(communicator, kCommunicatorWords,
-                                    "nccl_sparse_sum: communicator");
+std::tuple<Tensor, int64_t> nccl_sparse_sum(const Tensor& acc, const Tensor& received,
+                                            const Tensor& sums, const Tensor& message,
+                                            const Tensor& communicator, const Tensor& shards,
+                                            const Tensor& tables, const Tensor& kinds,
+                                            const Tensor& earlier, const Tensor& sum_epochs,
+                                            const Tensor& events, int64_t value_dtype,
+                                            int64_t epoch, bool gathers) {
+  const int64_t* word =
+      check_words(communicator, kCommunicatorWords, "nccl_sparse_sum: communicator");
   const int64_t rank = word[0], world = word[1];
   MS_CHECK(world >= 1 && rank >= 0 && rank < world, "nccl_sparse_sum: the rank is not of the group",
            "0 to " << world - 1, rank);
   const int64_t* row = check_words(shards, -1, "nccl_sparse_sum: shards");
   const int64_t shard_count = shards.numel() / kShardWords;
-  MS_CHECK(shards.numel() % kShardWords == 0 &&
-               (shard_count == world || (shard_count == 1 && !gathers)),
-           "nccl_sparse_sum: shards has the wrong length",
-           kShardWords << " words for each of " << world << " ranks", shards.numel());
+  MS_CHECK(
+      shards.numel() % kShardWords == 0 && (shard_count == world || (shard_count == 1 && !gathers)),
+      "nccl_sparse_sum: shards has the wrong length",
+      kShardWords << " words for each of " << world << " ranks", shards.numel());
   const int64_t segments = kinds.numel();
   check_vector(acc, "nccl_sparse_sum: acc", ScalarType::Float, -1);
   check_vector(kinds, "nccl_sparse_sum: kinds", ScalarType::Byte, -1);

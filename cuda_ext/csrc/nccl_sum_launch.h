@@ -56,10 +56,11 @@ struct NcclSum {
   const int64_t* earlier;
   int64_t earlier_count;
   // [nccl_sum_report_words] words: the status of each rank's message; with `gathers` the encoder's
-  // report (status, bytes and non-zero elements of each segment), and the status of each rank's sum.
+  // report (status, bytes and non-zero elements of each segment), and the status of each rank's
+  // sum.
   int64_t* report;
-  void* workspace;             // [nccl_sum_workspace_bytes], 256-byte aligned
-  void* events[kNcclMarks];    // cudaEvent_t to record at the borders, or null
+  void* workspace;           // [nccl_sum_workspace_bytes], 256-byte aligned
+  void* events[kNcclMarks];  // cudaEvent_t to record at the borders, or null
 };
 
 int64_t nccl_sum_report_words(const NcclSum& sum);

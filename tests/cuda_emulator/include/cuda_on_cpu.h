@@ -745,8 +745,7 @@ inline cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaS
 // Everything queued before has been done.
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  *static_cast<int64_t*>(event) =
-      std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+  *static_cast<int64_t*>(event) = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) {
