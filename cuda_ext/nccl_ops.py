@@ -27,7 +27,7 @@ MARKED_STAGES = ("network", "decode", "encode", "network", "decode")
 """What passes between the events that `nccl_sparse_sum` records."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardPlan:
     """Where one shard of the bucket lies: in it, in a message, and among the sums.
 

@@ -42,6 +42,7 @@ for its cluster (sections IV-C and IV-D, there as sparsities)."""
 STRAGGLER_SCHEMES = ("straggler", "straggler_direct")
 """Schemes that go on without the straggler: the dense form and the sparse one."""
 NCCL_ENGINE_SCHEMES = ("auto", "direct", "agsparse")
+"""Schemes that `scheme.nccl_engine` is for; `auto` may choose the others, which go by c10d."""
 NCCL_ERRORS = ("torch", "typed")
 PEER_WINDOWS = ("auto", "symmetric_memory", "cuda_ipc")
 STRAGGLER_MODES = ("off", "observe", "pinned", "persistent", "dynamic")

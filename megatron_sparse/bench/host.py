@@ -5,7 +5,8 @@ NCCL: the reducer, its progress thread, and the same calls of c10d, but on torch
 group, which moves nothing. What the peers would have sent was recorded on the virtual cluster, and
 is put in its place while the clock stands. The bucket is so small that the codecs, which run on the
 CPU here, cost next to nothing beside what calls them. `dense`, one call of c10d, is measured in
-turn with everything else: processors differ, and so does one from minute to minute. Not in it:
+turn with everything else: processors differ, and so does one from minute to minute. With
+`scheme.nccl_engine` everything is done up to its one call of C++, which is left out. Not in it:
 launching kernels, the events of the breakdown, and what NCCL does inside its calls.
 
 Messages have fixed sizes (`scheme.capacity`), as without them the host waits for the device anyway.

@@ -27,11 +27,11 @@ from megatron_sparse.collectives.direct import split
 from megatron_sparse.collectives.gather import pairwise_all_gather
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.records import (
-    Cut,
     SparseSum,
     check_announced,
     group_of,
     shard_cuts,
+    whole_cut,
 )
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
@@ -76,7 +76,7 @@ def agsparse(
         sums.write(cuts[rank].elements)
         return group.sent_bytes
 
-    whole = Cut(message.layout)
+    whole = whole_cut(message.layout)
     sizes = [message.nbytes] * n
     if message.slots is None:
         table = yield from exchange_sizes(

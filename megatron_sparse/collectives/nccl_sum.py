@@ -21,6 +21,7 @@ from megatron_sparse.collectives.records import (
     shard_cuts,
     sum_epoch,
     sum_slots,
+    whole_cut,
 )
 from megatron_sparse.cuda_ext.nccl_ops import MARKED_STAGES, ShardPlan, SumCall, SumPlan
 from megatron_sparse.formats.header import FORMAT_ADAPTIVE
@@ -87,12 +88,7 @@ def sum_in_one_call(
 
 
 def _cuts(layout: Layout, world_size: int, *, by_owners: bool) -> Sequence[Cut]:
-    return shard_cuts(layout, world_size) if by_owners else (_whole(layout),)
-
-
-@lru_cache(TABLES)
-def _whole(layout: Layout) -> Cut:
-    return Cut(layout)
+    return shard_cuts(layout, world_size) if by_owners else (whole_cut(layout),)
 
 
 @lru_cache(TABLES)

@@ -83,6 +83,12 @@ def shard_cuts(layout: Layout, shards: int) -> tuple[Cut, ...]:
     return tuple(Cut(layout, shard) for shard in range(shards))
 
 
+@lru_cache(CUTS)
+def whole_cut(layout: Layout) -> Cut:
+    """All of a layout; kept for the next step."""
+    return Cut(layout)
+
+
 class SparseSum:
     """The fp32 sum that a sparse collective adds up for one bucket, and its records.
 

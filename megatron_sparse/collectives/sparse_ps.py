@@ -26,11 +26,11 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.records import (
-    Cut,
     SparseSum,
     check_announced,
     exchange_records,
     shard_cuts,
+    whole_cut,
 )
 from megatron_sparse.collectives.sealed import seal_size
 from megatron_sparse.formats.message import Message, MessageBuffers
@@ -55,7 +55,7 @@ def sparse_ps(
     scatter = bucket.form is Form.REDUCE_SCATTER
     group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
     n, rank = group.world_size, group.rank
-    whole = Cut(message.layout)
+    whole = whole_cut(message.layout)
     cuts = shard_cuts(message.layout, n) if scatter else [whole] * n
     table = yield from exchange_sizes(
         [message.nbytes], bucket, NAME, message.value_dtype, message.epoch, transport

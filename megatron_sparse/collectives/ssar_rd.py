@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Steps, exchange_sizes, tag_of, whole_group
-from megatron_sparse.collectives.records import Cut, SparseSum, exchange_records
+from megatron_sparse.collectives.records import SparseSum, exchange_records, whole_cut
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport
@@ -41,7 +41,7 @@ def ssar_rd(
     group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
     n, rank = group.world_size, group.rank
     active = 1 << (n.bit_length() - 1)
-    whole = Cut(message.layout)
+    whole = whole_cut(message.layout)
     yield from exchange_sizes([], bucket, NAME, message.value_dtype, message.epoch, transport)
     sums = SparseSum(bucket, message, buffers, watch)
     own = message.buffer[: message.nbytes]

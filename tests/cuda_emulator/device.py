@@ -32,7 +32,8 @@ _SIZE_ON_DEVICE = {
     _aten.bincount, _aten.is_nonzero, _aten.item,
 }  # fmt: skip
 """Operations whose result, or its size, the host must know."""
-_TAKES_HOST_TABLES = ("nccl_sparse_sum",)
+_HOST_TENSORS = {"nccl_sparse_sum": 4}
+"""Of ops on tensors of the GPU: communicator, shards, the sums' epochs, events."""
 _mode = threading.local()
 
 
@@ -112,7 +113,7 @@ def dispatcher(
         if not any(isinstance(value, OnDevice) for value in tensors):
             return call(name, *arguments)
         strangers = [value for value in tensors if not isinstance(value, OnDevice)]
-        assert not strangers or name in _TAKES_HOST_TABLES, f"{name}: two devices"
+        assert len(strangers) == _HOST_TENSORS.get(name, 0), f"{name}: two devices"
         result = refusing(ops[name], *map(unwrapped, arguments))
         return tree_map(lambda v: OnDevice(v) if isinstance(v, torch.Tensor) else v, result)
 
