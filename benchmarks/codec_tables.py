@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = (
-    "size (MiB)", "dtype", "density", "operation", "record", "time (ms)", "copy (ms)",
-    "time / copy", "read or write alone (ms)", "torch (ms)", "best other peer (ms)",
-)  # fmt: skip
+    "size (MiB)",
+    "dtype",
+    "density",
+    "operation",
+    "record",
+    "time (ms)",
+    "copy (ms)",
+    "time / copy",
+    "read or write alone (ms)",
+    "torch (ms)",
+    "best other peer (ms)",
+)
 _KEY = ("count", "dtype", "density", "op", "format")
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

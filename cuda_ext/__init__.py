@@ -59,8 +59,11 @@ def status() -> dict[str, dict[str, object]]:
                 else:
                     reason = "older than its sources" if path.is_file() else "not built"
             found[name] = {
-                "path": str(path), "built": built, "loaded": name in _loaded, "reason": reason,
-            }  # fmt: skip
+                "path": str(path),
+                "built": built,
+                "loaded": name in _loaded,
+                "reason": reason,
+            }
     return found
 
 
@@ -82,9 +85,10 @@ def _load_library(name: Literal["cpu", "cuda"]) -> None:
         torch.ops.load_library(str(path))
     except OSError as error:
         raise ExtensionError(
-            f"the {name} library cannot be loaded", expected=f"a library that fits {path.name}",
+            f"the {name} library cannot be loaded",
+            expected=f"a library that fits {path.name}",
             got=error.__cause__ or error,
             remedy="remove it and run python -m megatron_sparse.cuda_ext.build",
-        ) from error  # fmt: skip
+        ) from error
     fakes.register(name)
     _loaded.add(name)

@@ -84,9 +84,11 @@ def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None
     table = offsets.numpy()
     if not table.size or table[0] != 0 or table[-1] != numel or (table[1:] < table[:-1]).any():
         raise refusal(
-            op, f"{name} does not cut the bucket", f"ascending offsets from 0 to {numel}",
+            op,
+            f"{name} does not cut the bucket",
+            f"ascending offsets from 0 to {numel}",
             offsets.tolist()[:8],
-        )  # fmt: skip
+        )
 
 
 def check_selection(

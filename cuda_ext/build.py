@@ -89,8 +89,10 @@ def build(
     if sanitize and out == sources.LIBRARIES:
         raise ConfigError(
             "a sanitized library cannot be loaded by Python as it is",
-            expected="another folder for it", got=out, remedy="name one with --out",
-        )  # fmt: skip
+            expected="another folder for it",
+            got=out,
+            remedy="name one with --out",
+        )
     done: list[Part] = []
     with locked(out):
         if "cpu" in parts:
@@ -120,17 +122,33 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
             if flags and not sources.IS_X86:
                 continue
             command = [
-                cxx, *host, "-Wno-psabi", *flags, f"-DMS_ISA={isa}", f"-DMS_WIDTH={width}",
-                f"-I{sources.SOURCES}", "-c", sources.SOURCES / "kernels_isa.cpp",
-            ]  # fmt: skip
+                cxx,
+                *host,
+                "-Wno-psabi",
+                *flags,
+                f"-DMS_ISA={isa}",
+                f"-DMS_WIDTH={width}",
+                f"-I{sources.SOURCES}",
+                "-c",
+                sources.SOURCES / "kernels_isa.cpp",
+            ]
             jobs.append((command, Path(folder) / f"{isa}.o"))
         compile_all(jobs, verbose)
         linked = Path(folder) / target.name
         run(
-            [cxx, "-shared", "-static-libgcc", *extra, *(path for _, path in jobs),
-             f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-o", linked],
+            [
+                cxx,
+                "-shared",
+                "-static-libgcc",
+                *extra,
+                *(path for _, path in jobs),
+                f"-L{torch_root / 'lib'}",
+                "-ltorch_cpu",
+                "-o",
+                linked,
+            ],
             verbose,
-        )  # fmt: skip
+        )
         install(linked, target, stamp)
     seconds = time.perf_counter() - start_s
     return Part("cpu", target, "built", f"{cxx}, torch {version}, {seconds:.0f} s")
@@ -149,9 +167,11 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
         cxx = find_cxx()
         if not (torch_root / "lib" / "libtorch_cuda.so").is_file():
             raise DependencyError(
-                "this torch was built without CUDA", expected="a CUDA build of torch",
-                got=f"torch {version}", remedy="install one, or build with --cuda off",
-            )  # fmt: skip
+                "this torch was built without CUDA",
+                expected="a CUDA build of torch",
+                got=f"torch {version}",
+                remedy="install one, or build with --cuda off",
+            )
     except DependencyError as error:
         if choice == "on" or is_strict():
             raise
@@ -160,21 +180,47 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
     with tempfile.TemporaryDirectory() as folder:
         kernels = _kernel_jobs(toolkit, cxx, Path(folder))
         bindings = [
-            ([cxx, *sources.HOST, sources.TARGET, "-DUSE_CUDA", f"-I{sources.SOURCES}",
-              "-isystem", torch_root / "include", "-isystem", toolkit.home / "include",
-              "-c", sources.SOURCES / f"{unit}_cuda.cpp"], Path(folder) / f"{unit}_cuda.o")
+            (
+                [
+                    cxx,
+                    *sources.HOST,
+                    sources.TARGET,
+                    "-DUSE_CUDA",
+                    f"-I{sources.SOURCES}",
+                    "-isystem",
+                    torch_root / "include",
+                    "-isystem",
+                    toolkit.home / "include",
+                    "-c",
+                    sources.SOURCES / f"{unit}_cuda.cpp",
+                ],
+                Path(folder) / f"{unit}_cuda.o",
+            )
             for unit in sources.CUDA_BINDINGS
-        ]  # fmt: skip
+        ]
         reports = compile_all([*kernels, *bindings], verbose)
         for report in reports[: len(kernels)]:
             ptxas.refuse_spills(ptxas.read_report(report))
         linked = Path(folder) / target.name
         run(
-            [cxx, "-shared", "-static-libgcc", *(path for _, path in kernels + bindings),
-             f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-ltorch_cuda", f"-L{toolkit.lib}",
-             "-lcudart_static", "-ldl", "-lrt", "-lpthread", "-o", linked],
+            [
+                cxx,
+                "-shared",
+                "-static-libgcc",
+                *(path for _, path in kernels + bindings),
+                f"-L{torch_root / 'lib'}",
+                "-ltorch_cpu",
+                "-ltorch_cuda",
+                f"-L{toolkit.lib}",
+                "-lcudart_static",
+                "-ldl",
+                "-lrt",
+                "-lpthread",
+                "-o",
+                linked,
+            ],
             verbose,
-        )  # fmt: skip
+        )
         install(linked, target, stamp)
     archs = " ".join(f"sm_{arch}" for arch in sources.CUDA_ARCHS)
     seconds = time.perf_counter() - start_s
@@ -201,10 +247,22 @@ def _kernel_jobs(toolkit: CudaToolkit, cxx: str, folder: Path) -> list[tuple[lis
     """The command and the object file of each .cu."""
     host_flags = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
     return [
-        ([toolkit.nvcc, "-ccbin", cxx, *sources.NVCC, "-Xcompiler", host_flags,
-          f"-I{sources.SOURCES}", "-c", sources.SOURCES / f"{unit}.cu"], folder / f"{unit}.o")
+        (
+            [
+                toolkit.nvcc,
+                "-ccbin",
+                cxx,
+                *sources.NVCC,
+                "-Xcompiler",
+                host_flags,
+                f"-I{sources.SOURCES}",
+                "-c",
+                sources.SOURCES / f"{unit}.cu",
+            ],
+            folder / f"{unit}.o",
+        )
         for unit in sources.CUDA_UNITS
-    ]  # fmt: skip
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,9 +275,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=sources.LIBRARIES, metavar="DIR")
     parser.add_argument("--verbose", action="store_true", help="print every command")
     parser.add_argument(
-        "--ptxas", action="store_true",
+        "--ptxas",
+        action="store_true",
         help="only compile the CUDA kernels, and print their registers, shared memory and spills",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--sanitize", action="store_true", help="the CPU library for scripts/fuzz.sh; needs --out"
     )

@@ -168,9 +168,12 @@ def check_capacity(
             raise refusal(op, "blocks have no capacity on CUDA", "another format", "blocks")
         most_S = capacity_S
     most = Slots.of(
-        segment_offsets, segment_dense, most_S, wire_dtype,
+        segment_offsets,
+        segment_dense,
+        most_S,
+        wire_dtype,
         FORMAT_DENSE if form == FORMAT_BLOCKS else form,
-    )  # fmt: skip
+    )
     if slots_S is None:
         return _check_room(op, int(most.offsets[-1]), out)
     for segment, (needed, there) in enumerate(

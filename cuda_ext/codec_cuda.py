@@ -65,9 +65,11 @@ def check_status(
     """
     if int(status[0]) == _OUTSIDE:
         raise refusal(
-            "decode_add_", "the segments do not lie in acc",
-            f"ascending offsets from {base} to {base + acc_numel}", segment_offsets.tolist()[:8],
-        )  # fmt: skip
+            "decode_add_",
+            "the segments do not lie in acc",
+            f"ascending offsets from {base} to {base + acc_numel}",
+            segment_offsets.tolist()[:8],
+        )
 
 
 def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:

@@ -29,10 +29,11 @@ def locked(out: Path) -> Iterator[None]:
         lock = open(out / LOCK, "w")  # noqa: SIM115 - closed below, after the lock is released
     except OSError as error:
         raise ExtensionError(
-            "the folder of the native libraries cannot be written", expected="a writable folder",
+            "the folder of the native libraries cannot be written",
+            expected="a writable folder",
             got=error,
             remedy="run python -m megatron_sparse.cuda_ext.build once as the folder's owner",
-        ) from error  # fmt: skip
+        ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

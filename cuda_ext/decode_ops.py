@@ -11,10 +11,25 @@ from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.formats.header import wrong_field
 
 MESSAGE_FIELDS = (
-    "size", "magic", "version", "checksum", "format", "dtype", "flags", "epoch", "offset",
-    "numel", "nnz", "payload_bytes", "indices", "prefix", "words", "block_size", "n_blocks",
+    "size",
+    "magic",
+    "version",
+    "checksum",
+    "format",
+    "dtype",
+    "flags",
+    "epoch",
+    "offset",
+    "numel",
+    "nnz",
+    "payload_bytes",
+    "indices",
+    "prefix",
+    "words",
+    "block_size",
+    "n_blocks",
     "block padding",
-)  # fmt: skip
+)
 """The field codes of `decode_add_`'s status (`csrc/decode_records.h`)."""
 
 
@@ -66,9 +81,7 @@ def decode_add_(
         offsets, slots = (
             codec_cuda.on_device(table, acc_M.device) for table in (segment_offsets, slots_S)
         )
-    status = call(
-        "decode_add_", acc_M, message, offsets, value_dtype, epoch, base, fresh, slots
-    )  # fmt: skip
+    status = call("decode_add_", acc_M, message, offsets, value_dtype, epoch, base, fresh, slots)
 
     def look(words: torch.Tensor) -> None:
         if on_cuda:
@@ -100,10 +113,16 @@ def refuse_message(
         "size": "as many bytes as its records announce"
         if not has_slots
         else "records that fit their slots",
-        "magic": "MSPG", "version": 1, "checksum": "the CRC-32 of the header",
-        "format": "0 (dense), 1 (COO), 2 (Pici) or 3 (blocks)", "dtype": value_dtype,
+        "magic": "MSPG",
+        "version": 1,
+        "checksum": "the CRC-32 of the header",
+        "format": "0 (dense), 1 (COO), 2 (Pici) or 3 (blocks)",
+        "dtype": value_dtype,
         "flags": "0, or 1 for Pici in linear order",
-        "epoch": epoch % 2**32, "offset": first, "numel": numel, "nnz": f"at most {numel}",
+        "epoch": epoch % 2**32,
+        "offset": first,
+        "numel": numel,
+        "nnz": f"at most {numel}",
         "payload_bytes": f"what its format, nnz and {numel} elements demand",
         "indices": "strictly ascending, inside the segment",
         "prefix": "sums of the bits set in each tile's words, from 0 to nnz",
@@ -111,5 +130,5 @@ def refuse_message(
         "block_size": "above 0, with zeros behind n_blocks",
         "n_blocks": f"enough for nnz and at most those of {numel} elements",
         "block padding": f"zeros behind element {numel - 1}",
-    }  # fmt: skip
+    }
     raise wrong_field(rank, name, expected[name], f"{value} in segment {segment}")

@@ -94,20 +94,32 @@ def encode(
     """
     check_flat("encode", "grad", grad_N, GRAD_DTYPES)
     kind = check_encode(
-        "encode", grad_N, segment_offsets, segment_dense, value_dtype, epoch, out, form,
-        paper_order, block_size,
-    )  # fmt: skip
+        "encode",
+        grad_N,
+        segment_offsets,
+        segment_dense,
+        value_dtype,
+        epoch,
+        out,
+        form,
+        paper_order,
+        block_size,
+    )
     if nnz_S is not None:
         check_flat("encode", "nnz", nnz_S, (torch.int64,), segment_dense.numel())
     if check_device("encode", "grad", grad_N) == "cuda":
         refuse_scratch("encode", scratch)
         out = check_slots("encode", slots_S, segment_dense.numel(), out)
         report = call(
-            "encode_records", grad_N,
-            *_device_tables(grad_N.device, segment_offsets, segment_dense, kind), value_dtype,
-            epoch, _blocks_only(form, block_size), out,
+            "encode_records",
+            grad_N,
+            *_device_tables(grad_N.device, segment_offsets, segment_dense, kind),
+            value_dtype,
+            epoch,
+            _blocks_only(form, block_size),
+            out,
             codec_cuda.on_device(slots_S, grad_N.device),
-        )  # fmt: skip
+        )
         if reports is not None:
             return _later("encode", report, segment_offsets, reports)[0]
         sizes, found_S = codec_cuda.read_report("encode", report, segment_offsets)
@@ -118,9 +130,19 @@ def encode(
     check_flat("encode", "nnz", nnz_S, (torch.int64,), device=CPU)
     scratch = check_scratch("encode", scratch, segment_offsets, value_dtype)
     return call(
-        "encode", grad_N, segment_offsets, segment_dense, nnz_S, value_dtype, epoch, out, scratch,
-        kind, block_size, slots_S,
-    )  # fmt: skip
+        "encode",
+        grad_N,
+        segment_offsets,
+        segment_dense,
+        nnz_S,
+        value_dtype,
+        epoch,
+        out,
+        scratch,
+        kind,
+        block_size,
+        slots_S,
+    )
 
 
 def prune_encode(
@@ -193,28 +215,60 @@ def prune_encode(
     ranges = check_selection("prune_encode", grad_N, residual_N, RESIDUAL_DTYPES, range_offsets)
     check_flat("prune_encode", "thresholds", thresholds_R, (torch.float32,), ranges, device)
     kind = check_encode(
-        "prune_encode", grad_N, segment_offsets, segment_dense, wire_dtype, epoch, out, form,
-        paper_order, block_size,
-    )  # fmt: skip
+        "prune_encode",
+        grad_N,
+        segment_offsets,
+        segment_dense,
+        wire_dtype,
+        epoch,
+        out,
+        form,
+        paper_order,
+        block_size,
+    )
     if check_device("prune_encode", "grad", grad_N) == "cuda":
         refuse_scratch("prune_encode", scratch)
         out = check_slots("prune_encode", slots_S, segment_dense.numel(), out)
         check_capacity(segment_offsets, segment_dense, wire_dtype, form, out, capacity_S, slots_S)
         report = call(
-            "prune_encode_records", grad_N, residual_N, codec_cuda.on_device(range_offsets, device),
-            thresholds_R, leak, key, *_device_tables(device, segment_offsets, segment_dense, kind),
-            wire_dtype, epoch, _blocks_only(form, block_size), out,
-            codec_cuda.on_device(capacity_S, device), codec_cuda.on_device(slots_S, device),
-        )  # fmt: skip
+            "prune_encode_records",
+            grad_N,
+            residual_N,
+            codec_cuda.on_device(range_offsets, device),
+            thresholds_R,
+            leak,
+            key,
+            *_device_tables(device, segment_offsets, segment_dense, kind),
+            wire_dtype,
+            epoch,
+            _blocks_only(form, block_size),
+            out,
+            codec_cuda.on_device(capacity_S, device),
+            codec_cuda.on_device(slots_S, device),
+        )
         if reports is not None:
             return _later("prune_encode", report, segment_offsets, reports)
         return codec_cuda.read_report("prune_encode", report, segment_offsets)
     scratch = check_scratch("prune_encode", scratch, segment_offsets, wire_dtype)
     return call(
-        "prune_encode", grad_N, residual_N, range_offsets, thresholds_R, segment_offsets,
-        segment_dense, leak, wire_dtype, key, epoch, out, scratch, kind, block_size, capacity_S,
+        "prune_encode",
+        grad_N,
+        residual_N,
+        range_offsets,
+        thresholds_R,
+        segment_offsets,
+        segment_dense,
+        leak,
+        wire_dtype,
+        key,
+        epoch,
+        out,
+        scratch,
+        kind,
+        block_size,
+        capacity_S,
         slots_S,
-    )  # fmt: skip
+    )
 
 
 def _later(

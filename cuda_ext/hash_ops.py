@@ -94,15 +94,30 @@ def hierarchical_hash(
     if indices_K.is_cuda:
         _check_values(indices_K, values_K)
         entry_K, offsets, counts = call(
-            "hash_memory", indices_K, partition_K, numel, partitions, parallel_slots, serial_slots,
-            rehashes, seed,
-        )  # fmt: skip
+            "hash_memory",
+            indices_K,
+            partition_K,
+            numel,
+            partitions,
+            parallel_slots,
+            serial_slots,
+            rehashes,
+            seed,
+        )
         entry_K = _by_index(entry_K, indices_K, offsets)
         return indices_K[entry_K], values_K[entry_K], offsets, counts
     return call(
-        "hierarchical_hash", indices_K, values_K, partition_K, numel, partitions,
-        parallel_slots, serial_slots, rehashes, seed,
-    )  # fmt: skip
+        "hierarchical_hash",
+        indices_K,
+        values_K,
+        partition_K,
+        numel,
+        partitions,
+        parallel_slots,
+        serial_slots,
+        rehashes,
+        seed,
+    )
 
 
 def _check_values(indices_K: torch.Tensor, values_K: torch.Tensor) -> None:
@@ -217,9 +232,17 @@ def bitmap_add_(
         "" or the name of the field that is wrong, and what it was, as of `bitmap_elements`.
     """
     status = call(
-        "hash_bitmap_add_", acc_M, words, values, value_dtype, nnz, partition, partitions, seed,
+        "hash_bitmap_add_",
+        acc_M,
+        words,
+        values,
+        value_dtype,
+        nnz,
+        partition,
+        partitions,
+        seed,
         index_set_P,
-    )  # fmt: skip
+    )
     return _read_status("hash_bitmap_add_", status, acc_M.numel())
 
 
@@ -227,9 +250,11 @@ def _read_status(op: str, status: torch.Tensor, numel: int) -> tuple[str, int]:
     code, found = status.tolist()
     if code == _INDEX_SET:  # on CUDA; the CPU's check refuses it before
         raise refusal(
-            op, f"index_set is wrong at position {found}", f"ascending elements below {numel}",
+            op,
+            f"index_set is wrong at position {found}",
+            f"ascending elements below {numel}",
             "others",
-        )  # fmt: skip
+        )
     return BITMAP_FIELDS[code], found
 
 

@@ -134,12 +134,14 @@ class SumPlan:
     @cached_property
     def tables(self) -> torch.Tensor:
         """All tables of `NcclTables` but the kinds, one after the other."""
-        return torch.cat([
-            self.segment_offsets,
-            *(shard.own_offsets for shard in self.shards),
-            *(shard.message_slots for shard in self.shards),
-            *(shard.sum_slots for shard in self.shards),
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                self.segment_offsets,
+                *(shard.own_offsets for shard in self.shards),
+                *(shard.message_slots for shard in self.shards),
+                *(shard.sum_slots for shard in self.shards),
+            ]
+        )
 
     @cached_property
     def _statuses_at(self) -> torch.Tensor:
@@ -221,11 +223,21 @@ class SumCall:
         for name in ("message", "received", "sums"):
             check_flat(OP, name, getattr(self, name), (torch.uint8,), device=device)
         return (
-            self.acc_N, self.received, self.sums, self.message, communicator, plan.words,
+            self.acc_N,
+            self.received,
+            self.sums,
+            self.message,
+            communicator,
+            plan.words,
             codec_cuda.on_device(plan.tables, device),
-            codec_cuda.record_kinds(plan.segment_dense, plan.form, device), self.earlier,
-            self.sum_epochs, self.events, plan.value_dtype, self.epoch % 2**32, plan.gathers,
-        )  # fmt: skip
+            codec_cuda.record_kinds(plan.segment_dense, plan.form, device),
+            self.earlier,
+            self.sum_epochs,
+            self.events,
+            plan.value_dtype,
+            self.epoch % 2**32,
+            plan.gathers,
+        )
 
     def check(self, report: torch.Tensor) -> None:
         """Raises what the report of `nccl_sparse_sum`, on the CPU, says; see `SumPlan.check`."""

@@ -29,10 +29,20 @@ from megatron_sparse.cuda_ext.encode_ops import DEFAULT_BLOCK_SIZE, encode, prun
 from megatron_sparse.errors import ConfigError
 
 __all__ = [
-    "DEFAULT_BLOCK_SIZE", "GRAD_DTYPES", "PRUNE_BACKEND", "RESIDUAL_DTYPES", "decode_add_",
-    "encode", "message_capacity", "prune_", "prune_encode", "sample_threshold", "scratch_capacity",
-    "supported_isas", "threshold_of_samples",
-]  # fmt: skip
+    "DEFAULT_BLOCK_SIZE",
+    "GRAD_DTYPES",
+    "PRUNE_BACKEND",
+    "RESIDUAL_DTYPES",
+    "decode_add_",
+    "encode",
+    "message_capacity",
+    "prune_",
+    "prune_encode",
+    "sample_threshold",
+    "scratch_capacity",
+    "supported_isas",
+    "threshold_of_samples",
+]
 
 PRUNE_BACKEND = "MEGATRON_SPARSE_PRUNE"
 
@@ -151,9 +161,14 @@ def sample_threshold(
         )
     device = grad_N.device
     return call(
-        "sample_threshold", grad_N, residual_N, codec_cuda.on_device(range_offsets, device),
-        codec_cuda.on_device(densities_R, device), samples, codec_cuda.to_device(keys_R, device),
-    )  # fmt: skip
+        "sample_threshold",
+        grad_N,
+        residual_N,
+        codec_cuda.on_device(range_offsets, device),
+        codec_cuda.on_device(densities_R, device),
+        samples,
+        codec_cuda.to_device(keys_R, device),
+    )
 
 
 def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> torch.Tensor:

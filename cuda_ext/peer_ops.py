@@ -138,10 +138,15 @@ class PeerLayout:
         slots = torch.cat([room_S.new_zeros(1), room_S.cumsum(0)])
         kinds = torch.full_like(segment_dense, form & 0xFF)
         return cls(
-            segment_offsets, kinds.masked_fill_(segment_dense != 0, FORMAT_DENSE), slots, cuts,
-            _of_shards(segment_offsets, cuts), _of_shards(slots, cuts), segment_offsets[cuts],
+            segment_offsets,
+            kinds.masked_fill_(segment_dense != 0, FORMAT_DENSE),
+            slots,
+            cuts,
+            _of_shards(segment_offsets, cuts),
+            _of_shards(slots, cuts),
+            segment_offsets[cuts],
             value_dtype,
-        )  # fmt: skip
+        )
 
     @property
     def world_size(self) -> int:
@@ -195,10 +200,18 @@ class PeerDomain:
 
     def words(self, buffers: tuple[int, int]) -> torch.Tensor:
         """What the op is given."""
-        return torch.tensor([
-            len(self.pointers), self.first_rank, self.local_ranks, self.message_room,
-            self.sum_room, round(self.deadline_s * 1e9), *buffers, *self.pointers,
-        ])  # fmt: skip
+        return torch.tensor(
+            [
+                len(self.pointers),
+                self.first_rank,
+                self.local_ranks,
+                self.message_room,
+                self.sum_room,
+                round(self.deadline_s * 1e9),
+                *buffers,
+                *self.pointers,
+            ]
+        )
 
 
 def window_bytes(message_room: int, sum_room: int) -> int:
@@ -271,25 +284,44 @@ def peer_collective(
         left = shard_numel if operation is Operation.REDUCE_SCATTER else layout.numel
         is_message = given.dtype == torch.uint8
         check_flat(
-            op, "inputs", given, (inputs[0].dtype,) if is_message else (dtype,),
-            None if is_message else taken, device,
-        )  # fmt: skip
+            op,
+            "inputs",
+            given,
+            (inputs[0].dtype,) if is_message else (dtype,),
+            None if is_message else taken,
+            device,
+        )
         check_flat(op, "outs", out, GRAD_DTYPES if rank == local[0] else (dtype,), left, device)
         if is_message and operation is Operation.ALL_GATHER:
             raise refusal(op, "inputs have the wrong dtype", "a gradient's", given.dtype)
     tables = [
         codec_cuda.on_device(table, device)
         for table in (
-            layout.segment_offsets, layout.segment_kinds, layout.slots, layout.shard_segments,
-            layout.shard_offsets, layout.shard_slots,
+            layout.segment_offsets,
+            layout.segment_kinds,
+            layout.slots,
+            layout.shard_segments,
+            layout.shard_offsets,
+            layout.shard_slots,
         )
-    ]  # fmt: skip
+    ]
     cuts = torch.stack([layout.shard_segments, layout.shard_begins])
     call(
-        op, outs[0], list(outs[1:]), list(inputs), int(operation), domain.words(buffers), tables,
-        cuts, codec_cuda.on_device(message_slots, device), layout.value_dtype, epoch % 2**32,
-        message_density, sum_density, in_order_of_coming,
-    )  # fmt: skip
+        op,
+        outs[0],
+        list(outs[1:]),
+        list(inputs),
+        int(operation),
+        domain.words(buffers),
+        tables,
+        cuts,
+        codec_cuda.on_device(message_slots, device),
+        layout.value_dtype,
+        epoch % 2**32,
+        message_density,
+        sum_density,
+        in_order_of_coming,
+    )
 
 
 def look_at(
@@ -332,14 +364,19 @@ def look_at(
     if reporter != rank:
         raise WireFormatError(
             f"{what}: rank {reporter} refused the records of rank {named}",
-            expected="records that every rank can read", got="see that rank's error",
+            expected="records that every rank can read",
+            got="see that rank's error",
             remedy="run the same version with the same configuration on all ranks",
-        )  # fmt: skip
+        )
     try:
         refuse_message(
-            torch.tensor([1, segment, field, value]), layout.segment_offsets, layout.value_dtype,
-            epoch, named, has_slots=True,
-        )  # fmt: skip
+            torch.tensor([1, segment, field, value]),
+            layout.segment_offsets,
+            layout.value_dtype,
+            epoch,
+            named,
+            has_slots=True,
+        )
     except MegatronSparseError as error:
         error.add_note(f"{what}, field {MESSAGE_FIELDS[field]}")
         raise

@@ -45,11 +45,14 @@ def read_report(report: str) -> list[Compiled]:
     """The kernels of what `nvcc -Xptxas -v` printed."""
     return [
         Compiled(
-            kernel, arch, int(registers),
-            int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1]), int(stores) + int(loads),
+            kernel,
+            arch,
+            int(registers),
+            int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1]),
+            int(stores) + int(loads),
         )
         for kernel, arch, stores, loads, registers, rest in _KERNEL.findall(report)
-    ]  # fmt: skip
+    ]
 
 
 def refuse_spills(kernels: Iterable[Compiled]) -> None:
@@ -61,10 +64,11 @@ def refuse_spills(kernels: Iterable[Compiled]) -> None:
     for kernel in kernels:
         if kernel.spill_bytes:
             raise ExtensionError(
-                "a CUDA kernel spills registers", expected="0 bytes of spills",
+                "a CUDA kernel spills registers",
+                expected="0 bytes of spills",
                 got=f"{kernel.spill_bytes} bytes in {kernel.kernel} for {kernel.arch}",
                 remedy="lower the resident blocks in the kernel's __launch_bounds__",
-            )  # fmt: skip
+            )
 
 
 def table(unit: str, kernels: Iterable[Compiled]) -> list[str]:

@@ -19,14 +19,27 @@ _COMMON = ("-O3", "-std=c++17", "-DNDEBUG")
 # Without contraction: a fused multiply-add would round differently on each instruction set.
 HOST = (*_COMMON, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
 SANITIZE = (
-    "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+    "-g",
     "-O1",
-)  # fmt: skip
+)
 CPU_BINDINGS = (
-    "library.cpp", "isa.cpp", "prune.cpp", "threshold.cpp", "encode.cpp", "prune_encode.cpp",
-    "place.cpp", "decode.cpp", "decode_records.cpp",
-    "hash_partition.cpp", "hash_partition_hierarchical.cpp", "hash_bitmap.cpp", "row_sparse.cpp",
-)  # fmt: skip
+    "library.cpp",
+    "isa.cpp",
+    "prune.cpp",
+    "threshold.cpp",
+    "encode.cpp",
+    "prune_encode.cpp",
+    "place.cpp",
+    "decode.cpp",
+    "decode_records.cpp",
+    "hash_partition.cpp",
+    "hash_partition_hierarchical.cpp",
+    "hash_bitmap.cpp",
+    "row_sparse.cpp",
+)
 ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
     "portable": (4, ()),
     "avx2": (8, ("-mavx2",)),
@@ -34,19 +47,40 @@ ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Instruction sets that kernels_isa.cpp is compiled for: fp32 lanes and flags."""
 CUDA_UNITS = (
-    "prune_encode", "prune", "encode", "decode", "hash_bitmap", "row_sparse", "hash_split",
-    "hash_memory", "hash_partition", "peer", "threshold", "nccl_sum",
-)  # fmt: skip
+    "prune_encode",
+    "prune",
+    "encode",
+    "decode",
+    "hash_bitmap",
+    "row_sparse",
+    "hash_split",
+    "hash_memory",
+    "hash_partition",
+    "peer",
+    "threshold",
+    "nccl_sum",
+)
 """The CUDA library's kernels, each a .cu; those that compile longest come first."""
 CUDA_BINDINGS = (
-    "prune_encode", "prune", "encode", "decode", "hash_bitmap", "row_sparse", "hash_partition",
-    "peer", "threshold", "nccl_sum",
-)  # fmt: skip
+    "prune_encode",
+    "prune",
+    "encode",
+    "decode",
+    "hash_bitmap",
+    "row_sparse",
+    "hash_partition",
+    "peer",
+    "threshold",
+    "nccl_sum",
+)
 """Their bindings, each a _cuda.cpp."""
 NVCC = (
-    *_COMMON, "--fmad=false", "-Xptxas", "-v,-warn-spills",
+    *_COMMON,
+    "--fmad=false",
+    "-Xptxas",
+    "-v,-warn-spills",
     *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHS),
-)  # fmt: skip
+)
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 _SOURCE_SUFFIXES = (".h", ".cuh", ".cpp", ".cu")

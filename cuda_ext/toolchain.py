@@ -54,10 +54,11 @@ def find_torch() -> tuple[Path, str]:
     headers = root / "include" / "torch" / "csrc" / "stable" / "library.h"
     if parts < MIN_TORCH or not headers.is_file():
         raise DependencyError(
-            "torch does not fit", expected=f"torch >= {wanted} with its headers",
+            "torch does not fit",
+            expected=f"torch >= {wanted} with its headers",
             got=f"torch {version}" + ("" if headers.is_file() else " without its headers"),
             remedy=remedy,
-        )  # fmt: skip
+        )
     return root, version
 
 
@@ -72,11 +73,12 @@ def find_cxx() -> str:
         if path := shutil.which(candidate):
             return path
     raise DependencyError(
-        "there is no C++ compiler", expected="g++, clang++ or c++ on PATH, or one named in CXX",
+        "there is no C++ compiler",
+        expected="g++, clang++ or c++ on PATH, or one named in CXX",
         got=f"CXX={named}" if named else "none of them on PATH",
         remedy="install one (Debian: apt-get install g++; conda: conda install gxx), "
         "then python -m megatron_sparse.cuda_ext.build",
-    )  # fmt: skip
+    )
 
 
 def find_cuda() -> CudaToolkit:
@@ -98,7 +100,8 @@ def find_cuda() -> CudaToolkit:
                 if (lib / "libcudart_static.a").is_file():
                     return CudaToolkit(home, lib)
     raise DependencyError(
-        "there is no nvcc", expected="nvcc, cuda_runtime.h and libcudart_static.a",
+        "there is no nvcc",
+        expected="nvcc, cuda_runtime.h and libcudart_static.a",
         got="not in CUDA_HOME, on PATH, in /usr/local/cuda or in the PyPI packages",
         remedy=_CUDA_REMEDY,
-    )  # fmt: skip
+    )

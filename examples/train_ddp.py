@@ -31,9 +31,12 @@ class NextByte(nn.Module):
         self.bytes = nn.Embedding(256, width, sparse=True)
         self.pairs = nn.Embedding(256 * 256, width, sparse=True)
         self.layers = nn.Sequential(
-            nn.Linear(CONTEXT * width + (CONTEXT - 1) * width, hidden), nn.GELU(),
-            nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, 256),
-        )  # fmt: skip
+            nn.Linear(CONTEXT * width + (CONTEXT - 1) * width, hidden),
+            nn.GELU(),
+            nn.Linear(hidden, hidden),
+            nn.GELU(),
+            nn.Linear(hidden, 256),
+        )
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Logits of the byte that follows."""

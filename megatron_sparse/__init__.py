@@ -45,9 +45,17 @@ if TYPE_CHECKING:
     from megatron_sparse.row_sparse_reducer import row_sparse_all_reduce
 
 __all__ = [
-    "CompressionConfig", "DDPState", "SchemeConfig", "SparseConfig", "TrackingConfig", "attach",
-    "ddp_hook", "detach", "install", "row_sparse_all_reduce",
-]  # fmt: skip
+    "CompressionConfig",
+    "DDPState",
+    "SchemeConfig",
+    "SparseConfig",
+    "TrackingConfig",
+    "attach",
+    "ddp_hook",
+    "detach",
+    "install",
+    "row_sparse_all_reduce",
+]
 
 
 def __getattr__(name: str) -> object:

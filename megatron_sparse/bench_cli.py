@@ -73,10 +73,20 @@ def overhead(
     # gloo on loopback, one thread a rank, no compilation: what `train` sets for a local run too.
     local = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), "-m", "megatron_sparse.megatron.overhead", "--warmup", str(warmup),
-        "--iters", str(iters), *(["--json", str(json)] if json else []),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "megatron_sparse.megatron.overhead",
+        "--warmup",
+        str(warmup),
+        "--iters",
+        str(iters),
+        *(["--json", str(json)] if json else []),
+    ]
     raise typer.Exit(subprocess.run(command, env=local | os.environ, check=False).returncode)
 
 
@@ -245,10 +255,20 @@ def collectives(
         rows = runner.run_rank(sweep, json)
     else:
         values = {
-            "min-bytes": min_bytes, "max-bytes": max_bytes, "density": density, "dtype": dtype,
-            "scheme": scheme, "op": op, "format": format, "capacity": capacity,
-            "warmup": warmup, "iters": iters, "mbit": mbit, "timeout": timeout, "json": json,
-        }  # fmt: skip
+            "min-bytes": min_bytes,
+            "max-bytes": max_bytes,
+            "density": density,
+            "dtype": dtype,
+            "scheme": scheme,
+            "op": op,
+            "format": format,
+            "capacity": capacity,
+            "warmup": warmup,
+            "iters": iters,
+            "mbit": mbit,
+            "timeout": timeout,
+            "json": json,
+        }
         arguments = [f"--{key}={value}" for key, value in values.items() if value is not None]
         arguments.append("--prune" if prune else "--no-prune")
         arguments += ["--nccl-engine"] if nccl_engine else []

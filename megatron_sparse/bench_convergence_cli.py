@@ -59,6 +59,7 @@ def parse_seeds(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(
-            "--seeds is not a list of seeds", expected="whole numbers with commas between them",
+            "--seeds is not a list of seeds",
+            expected="whole numbers with commas between them",
             got=repr(text),
-        ) from None  # fmt: skip
+        ) from None

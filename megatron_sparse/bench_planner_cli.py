@@ -71,8 +71,9 @@ def planner(
     if recording is not None and kinds is not None:
         raise ConfigError(
             "bench planner: both kinds and a recording are given",
-            expected="--kinds or --recording", got="both",
-        )  # fmt: skip
+            expected="--kinds or --recording",
+            got="both",
+        )
     if recording is not None:
         workloads = cases.recorded(recording)
     else:
@@ -83,16 +84,28 @@ def planner(
         trial = runner.Trial(workloads, sizes, where, candidates, full_numel, Form(op))
         raise typer.Exit(0 if runner.run(trial, json).holds else 1)
     real = planner_ranks.RealTrial(
-        workloads, candidates, Form(op), None if cluster is None else find(cluster), warmup, iters,
+        workloads,
+        candidates,
+        Form(op),
+        None if cluster is None else find(cluster),
+        warmup,
+        iters,
         timeout,
-    )  # fmt: skip
+    )
     if started is not None:
         raise typer.Exit(0 if planner_ranks.run_rank(real, json).holds else 1)
     values = {
-        "kinds": kinds, "recording": recording, "schemes": schemes, "bucket-bytes": bucket_bytes,
-        "op": op, "cluster": cluster, "warmup": warmup, "iters": iters, "timeout": timeout,
+        "kinds": kinds,
+        "recording": recording,
+        "schemes": schemes,
+        "bucket-bytes": bucket_bytes,
+        "op": op,
+        "cluster": cluster,
+        "warmup": warmup,
+        "iters": iters,
+        "timeout": timeout,
         "json": json,
-    }  # fmt: skip
+    }
     arguments = [f"--{key}={value}" for key, value in values.items() if value is not None]
     arguments += ["--quick"] if quick else []
     (count,) = parse_ranks(ranks, (4,))[:1]
@@ -112,6 +125,7 @@ def parse_ranks(text: str | None, usual: tuple[int, ...]) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) >= 2 for part in parts):
         raise ConfigError(
             "--ranks is not a list of group sizes",
-            expected="numbers from 2 on with commas between them, such as 2,8,64", got=repr(text),
-        )  # fmt: skip
+            expected="numbers from 2 on with commas between them, such as 2,8,64",
+            got=repr(text),
+        )
     return tuple(int(part) for part in parts)

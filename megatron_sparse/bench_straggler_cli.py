@@ -87,11 +87,21 @@ def stragglers(
         rows = runner.run_rank(bench, json, figure)
     else:
         values = {
-            "min-bytes": min_bytes, "max-bytes": max_bytes, "delay-ms": delay_ms,
-            "straggler": straggler, "density": density, "dtype": dtype, "scheme": scheme, "op": op,
-            "mbit": mbit, "warmup": warmup, "iters": iters, "timeout": timeout, "figure": figure,
+            "min-bytes": min_bytes,
+            "max-bytes": max_bytes,
+            "delay-ms": delay_ms,
+            "straggler": straggler,
+            "density": density,
+            "dtype": dtype,
+            "scheme": scheme,
+            "op": op,
+            "mbit": mbit,
+            "warmup": warmup,
+            "iters": iters,
+            "timeout": timeout,
+            "figure": figure,
             "json": json,
-        }  # fmt: skip
+        }
         arguments = [f"--{key}={value}" for key, value in values.items() if value is not None]
         arguments.append("--rule" if rule else "--no-rule")
         command = launcher.command_line(["bench", "stragglers", *arguments])

@@ -221,12 +221,14 @@ def calibrate(
             got=" ".join(
                 flag
                 for flag, is_set in (
-                    ("--sweep", sweep), ("--virtual", virtual), ("--cluster", cluster is not None)
+                    ("--sweep", sweep),
+                    ("--virtual", virtual),
+                    ("--cluster", cluster is not None),
                 )
                 if is_set
             ),
             remedy="only thresholds can be found on virtual ranks",
-        )  # fmt: skip
+        )
     raise typer.Exit(runner.run(request, place))
 
 

@@ -22,18 +22,43 @@ from megatron_sparse.tracking_config import TrackingConfig
 DTYPES = ("fp32", "bf16", "fp16")
 MESSAGE_FORMATS = ("auto", "coo", "pici", "dense")
 SCHEMES = (
-    "auto", "dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast",
-    "dense_hierarchical", "agsparse", "direct", "ssar_rd", "ssar_split_ag", "dsar_split_ag",
-    "sparse_ring", "sparse_ps", "omnireduce", "zen", "adaptive_ring", "hierarchical", "straggler",
-    "straggler_direct", "peer_two_shot",
-)  # fmt: skip
+    "auto",
+    "dense",
+    "dense_ring",
+    "dense_rhd",
+    "dense_allpairs",
+    "dense_broadcast",
+    "dense_hierarchical",
+    "agsparse",
+    "direct",
+    "ssar_rd",
+    "ssar_split_ag",
+    "dsar_split_ag",
+    "sparse_ring",
+    "sparse_ps",
+    "omnireduce",
+    "zen",
+    "adaptive_ring",
+    "hierarchical",
+    "straggler",
+    "straggler_direct",
+    "peer_two_shot",
+)
 """`auto` and the names in `collectives.SCHEMES`."""
 FORMAT_OF_SCHEME = {"omnireduce": "blocks", "zen": "coo"}
 """Schemes whose messages have a format of their own, whatever `scheme.format` says."""
 INNER_SCHEMES = (
-    "agsparse", "direct", "ssar_rd", "ssar_split_ag", "dsar_split_ag", "sparse_ring", "sparse_ps",
-    "omnireduce", "zen", "adaptive_ring",
-)  # fmt: skip
+    "agsparse",
+    "direct",
+    "ssar_rd",
+    "ssar_split_ag",
+    "dsar_split_ag",
+    "sparse_ring",
+    "sparse_ps",
+    "omnireduce",
+    "zen",
+    "adaptive_ring",
+)
 """What `hierarchical` can run across the nodes: every other sparse scheme but `straggler_direct`,
 whose straggler is a rank of the whole group, and `peer_two_shot`, which ends at the node."""
 RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}

@@ -74,16 +74,15 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Compression": (
         Panel(
             "Density: sent and asked for",
-            ("compression/density", "compression/target_density"), log=True,
+            ("compression/density", "compression/target_density"),
+            log=True,
         ),
         Panel("Residual over gradient norm", ("compression/residual_ratio",), log=True),
         Panel("Residual norm", ("compression/residual_norm",), log=True),
         Panel("Threshold by bucket", ("bucket/<bucket>/threshold",), log=True),
     ),
     "Plan": (
-        Panel(
-            "Predicted and measured (ms)", ("planner/predicted_ms", "planner/measured_ms")
-        ),
+        Panel("Predicted and measured (ms)", ("planner/predicted_ms", "planner/measured_ms")),
         Panel("Buckets by scheme", ("planner/buckets/<scheme>",)),
         Panel("Predicted by bucket (ms)", ("bucket/<bucket>/predicted_ms",)),
         Panel("Measured by bucket (ms)", ("bucket/<bucket>/measured_ms",)),
@@ -94,7 +93,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Buckets that did not wait", ("straggler/buckets_without",)),
         Panel("Delay by bucket (ms)", ("bucket/<bucket>/delay_ms",)),
     ),
-}  # fmt: skip
+}
 
 
 def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str:
@@ -174,9 +173,13 @@ def make(entity: str, project: str, name: str) -> Any:
             {"metric_regex": panel.pattern} if panel.pattern else {"y": list(panel.metrics)}
         )
         return reports.LinePlot(
-            title=panel.title, x=STEP, plot_type=panel.plot, log_y=panel.log, layout=layout,
+            title=panel.title,
+            x=STEP,
+            plot_type=panel.plot,
+            log_y=panel.log,
+            layout=layout,
             **curves,
-        )  # fmt: skip
+        )
 
     sections = [
         workspaces.Section(

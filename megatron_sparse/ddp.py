@@ -94,22 +94,31 @@ class DDPState:
         group = ddp.process_group
         assert group is not None, "DDP without a device mesh has a group"
         self._transport = ProcessGroupTransport(
-            group, timeout_s, device, watch=self.config.scheme.watch_peers,
+            group,
+            timeout_s,
+            device,
+            watch=self.config.scheme.watch_peers,
             nccl_engine=self.config.scheme.nccl_engine,
-        )  # fmt: skip
+        )
         self._progress = ProgressThread(device, timeout_s)
         self._planner = planner_of(self.config, logs=self._transport.rank == 0)
         _check_no_windows(self._planner, self._transport)
         self.residuals = ResidualStore(
-            RESIDUAL_DTYPES[self.config.compression.residual_dtype], undo=False,
+            RESIDUAL_DTYPES[self.config.compression.residual_dtype],
+            undo=False,
             outcome=Outcome.ASSUMED,
-        )  # fmt: skip
+        )
         self._method = method_of(self.config.compression, self.residuals)
         recorder = recorder or NullRecorder()
         self._reducer = GradientReducer(
-            self.config, self._transport, self._planner, self.residuals, recorder, self._progress,
+            self.config,
+            self._transport,
+            self._planner,
+            self.residuals,
+            recorder,
+            self._progress,
             method=self._method,
-        )  # fmt: skip
+        )
         self._row_reducer = RowSparseReducer(self._transport, recorder, self._progress)
         if self.config.compression.method == "dgc":
             logger.warning(
@@ -222,9 +231,13 @@ class DDPState:
             )
             start = stop
         bucket = Bucket(
-            f"bucket{index}", grad_bucket.buffer(), tuple(slices), Form.ALL_REDUCE,
-            self._transport.world_size, Reduction.AVG,
-        )  # fmt: skip
+            f"bucket{index}",
+            grad_bucket.buffer(),
+            tuple(slices),
+            Form.ALL_REDUCE,
+            self._transport.world_size,
+            Reduction.AVG,
+        )
         known = self._buckets.get(index)
         if known is not None and known.parameters == bucket.parameters:
             bucket.layouts = known.layouts
@@ -283,8 +296,11 @@ class DDPState:
         Raises:
             CheckpointError: the state is another rank's, or its residuals do not fit the model.
         """
-        own = {"version": VERSION, "rank": self._transport.rank,
-               "world_size": self._transport.world_size}  # fmt: skip
+        own = {
+            "version": VERSION,
+            "rank": self._transport.rank,
+            "world_size": self._transport.world_size,
+        }
         for key, expected in own.items():
             if state.get(key) != expected:
                 raise CheckpointError(

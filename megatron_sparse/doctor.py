@@ -70,10 +70,12 @@ def collect() -> list[Check]:
         except (Exception, SystemExit) as error:  # whatever a half-installed package throws
             checks.append(
                 Check(
-                    name, "fail", f"{type(error).__name__}: {_first_line(error)}",
+                    name,
+                    "fail",
+                    f"{type(error).__name__}: {_first_line(error)}",
                     "reinstall this part; if it works all the same, report this line",
                 )
-            )  # fmt: skip
+            )
     return checks
 
 
@@ -102,9 +104,11 @@ def run(json: Path | None = None) -> int:
             json.write_text("".join(jsonlib.dumps(asdict(c)) + "\n" for c in checks), "utf-8")
         except OSError as error:
             problem = ConfigError(
-                "the report cannot be written", expected="a file that can be written",
-                got=error, remedy="give --json another path",
-            )  # fmt: skip
+                "the report cannot be written",
+                expected="a file that can be written",
+                got=error,
+                remedy="give --json another path",
+            )
             print(f"error: {problem}", file=sys.stderr)
             return problem.exit_code
     return 1 if counts["fail"] else 0
@@ -114,9 +118,11 @@ def _python() -> Iterator[Check]:
     fits = sys.version_info >= MIN_PYTHON
     wanted = ".".join(map(str, MIN_PYTHON))
     yield Check(
-        "Python", "ok" if fits else "fail", f"{platform.python_version()} ({sys.executable})",
+        "Python",
+        "ok" if fits else "fail",
+        f"{platform.python_version()} ({sys.executable})",
         "" if fits else f"make an environment with Python >= {wanted}: scripts/quickstart.sh does",
-    )  # fmt: skip
+    )
 
 
 def _torch() -> Iterator[Check]:
@@ -126,9 +132,11 @@ def _torch() -> Iterator[Check]:
     fits = version >= MIN_TORCH
     wanted = ".".join(map(str, MIN_TORCH))
     yield Check(
-        "torch", "ok" if fits else "fail", f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "torch",
+        "ok" if fits else "fail",
+        f"{torch.__version__}, CUDA {torch.version.cuda}",
         "" if fits else f"pip install 'torch>={wanted}'",
-    )  # fmt: skip
+    )
 
 
 def _triton() -> Iterator[Check]:
@@ -138,9 +146,11 @@ def _triton() -> Iterator[Check]:
         yield Check("Triton", "ok", version)
     else:
         yield Check(
-            "Triton", "warn", "not installed: GPU selection falls to the slower path of torch",
+            "Triton",
+            "warn",
+            "not installed: GPU selection falls to the slower path of torch",
             "pip install triton (torch brings it on Linux)",
-        )  # fmt: skip
+        )
 
 
 def _megatron() -> Iterator[Check]:
@@ -167,10 +177,13 @@ def _megatron() -> Iterator[Check]:
 
 def _optional_kernels() -> Iterator[Check]:
     for name, module, remedy in (
-        ("Transformer Engine", "transformer_engine",
-         "pip install --no-build-isolation 'transformer-engine[pytorch]'"),
+        (
+            "Transformer Engine",
+            "transformer_engine",
+            "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        ),
         ("Apex", "apex", "build it from NVIDIA's source; the package called apex is another"),
-    ):  # fmt: skip
+    ):
         if find_spec(module) is None:
             detail = "not installed: Megatron uses torch's own kernels and optimizers"
             yield Check(name, "ok", detail, f"optional, on GPUs: {remedy}")
@@ -214,9 +227,11 @@ def _compiler() -> Iterator[Check]:
     path = shutil.which(command) or (shutil.which("g++") if "CXX" not in os.environ else None)
     if path is None:
         yield Check(
-            "C++ compiler", "warn", f"{command} is not on PATH: the extension cannot be built",
+            "C++ compiler",
+            "warn",
+            f"{command} is not on PATH: the extension cannot be built",
             "install g++ (apt-get install g++), or name a compiler in CXX",
-        )  # fmt: skip
+        )
     else:
         yield Check("C++ compiler", "ok", f"{_first_output(path, '--version')} ({path})")
 
@@ -236,9 +251,11 @@ def _extension() -> Iterator[Check]:
         else:
             without = ": torch operations make the messages, slower" if part == "cuda" else ""
             yield Check(
-                name, "warn", f"{found['reason']}{without}",
+                name,
+                "warn",
+                f"{found['reason']}{without}",
                 "python -m megatron_sparse.cuda_ext.build",
-            )  # fmt: skip
+            )
 
 
 def _nvcc() -> Iterator[Check]:
@@ -250,9 +267,11 @@ def _nvcc() -> Iterator[Check]:
     else:
         wanted = torch.cuda.is_available()
         yield Check(
-            "nvcc", "warn" if wanted else "ok",
-            "not found" + ("" if wanted else "; not needed without a GPU"), CUDA_EXTRA,
-        )  # fmt: skip
+            "nvcc",
+            "warn" if wanted else "ok",
+            "not found" + ("" if wanted else "; not needed without a GPU"),
+            CUDA_EXTRA,
+        )
 
 
 def _gpus() -> Iterator[Check]:
@@ -261,10 +280,11 @@ def _gpus() -> Iterator[Check]:
     if not torch.cuda.is_available():
         seen = shutil.which("nvidia-smi") is not None
         yield Check(
-            "GPUs", "warn" if seen else "ok",
+            "GPUs",
+            "warn" if seen else "ok",
             "torch sees none" + (" though nvidia-smi is installed" if seen else ": gloo on CPU"),
             "compare the driver with the CUDA version of torch above" if seen else "",
-        )  # fmt: skip
+        )
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
@@ -281,13 +301,15 @@ def _collective_backends() -> Iterator[Check]:
     if not dist.is_available():
         yield Check(
             "torch.distributed", "fail", "this torch was built without it", "pip install torch"
-        )  # fmt: skip
+        )
         return
     gloo = dist.is_gloo_available()
     yield Check(
-        "gloo", "ok" if gloo else "fail", "available" if gloo else "not in this torch",
+        "gloo",
+        "ok" if gloo else "fail",
+        "available" if gloo else "not in this torch",
         "" if gloo else "pip install torch: its own builds have gloo",
-    )  # fmt: skip
+    )
     if dist.is_nccl_available():
         from torch.cuda import nccl
 
@@ -296,10 +318,11 @@ def _collective_backends() -> Iterator[Check]:
     else:
         wanted = torch.cuda.is_available()
         yield Check(
-            "NCCL", "fail" if wanted else "ok",
+            "NCCL",
+            "fail" if wanted else "ok",
             "not in this torch" + ("" if wanted else "; not needed without a GPU"),
             "install a CUDA build of torch" if wanted else "",
-        )  # fmt: skip
+        )
 
 
 def _machine() -> Iterator[Check]:
@@ -308,9 +331,11 @@ def _machine() -> Iterator[Check]:
     gib = _memory_gib()
     enough = gib >= MIN_MEMORY_GIB
     yield Check(
-        "memory", "ok" if enough else "warn", f"{gib:.1f} GiB",
+        "memory",
+        "ok" if enough else "warn",
+        f"{gib:.1f} GiB",
         "" if enough else f"the quickstart wants {MIN_MEMORY_GIB} GiB: use a smaller model",
-    )  # fmt: skip
+    )
 
 
 def _network() -> Iterator[Check]:
@@ -321,9 +346,11 @@ def _network() -> Iterator[Check]:
         absent = [part for part in chosen.split(",") if part not in existing]
         if absent:
             yield Check(
-                name, "fail", f"{chosen}: there is no interface {', '.join(absent)}",
+                name,
+                "fail",
+                f"{chosen}: there is no interface {', '.join(absent)}",
                 f"set {name} to one of {', '.join(existing)}, or unset it",
-            )  # fmt: skip
+            )
         else:
             yield Check(name, "ok", chosen)
         return
@@ -333,18 +360,32 @@ def _network() -> Iterator[Check]:
         address = socket.gethostbyname(host)
     except OSError as error:
         yield Check(
-            name, "fail", f"unset, and the host name {host} does not resolve ({error})",
+            name,
+            "fail",
+            f"unset, and the host name {host} does not resolve ({error})",
             f"export {name}=lo on one machine, or the name of the network between machines",
-        )  # fmt: skip
+        )
         return
     detail = f"unset: gloo takes the interface of {host} ({address})"
     yield Check(name, "ok", detail, f"on several machines, export {name} where this is not theirs")
 
 
 _LOOKS: tuple[Callable[[], Iterator[Check]], ...] = (
-    _python, _torch, _triton, _megatron, _optional_kernels, _packages, _wandb, _compiler,
-    _extension, _nvcc, _gpus, _collective_backends, _machine, _network,
-)  # fmt: skip
+    _python,
+    _torch,
+    _triton,
+    _megatron,
+    _optional_kernels,
+    _packages,
+    _wandb,
+    _compiler,
+    _extension,
+    _nvcc,
+    _gpus,
+    _collective_backends,
+    _machine,
+    _network,
+)
 
 
 def _version(distribution: str) -> str | None:

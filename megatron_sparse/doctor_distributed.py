@@ -87,8 +87,10 @@ def run(request: Request) -> int:
         if request.ranks not in (None, world_size):
             raise ConfigError(
                 "--ranks is not the number of ranks that were started",
-                expected=world_size, got=request.ranks, remedy="leave out --ranks",
-            )  # fmt: skip
+                expected=world_size,
+                got=request.ranks,
+                remedy="leave out --ranks",
+            )
         return run_rank(request, int(os.environ["RANK"]), world_size)
     if request.ranks is None or request.ranks < 2:
         raise ConfigError(
@@ -145,9 +147,10 @@ def _start_watchdog(timeout_s: float, rank: int) -> threading.Timer:
 def _out_of_time(rank: int, seconds: float) -> CommunicationError:
     return CommunicationError(
         f"doctor: rank {rank} on {socket.gethostname()} did not come to an end",
-        expected=f"an end within {seconds:g} s", got="none",
+        expected=f"an end within {seconds:g} s",
+        got="none",
         remedy="look at rank 0's lines; set --timeout higher where the machine is slow",
-    )  # fmt: skip
+    )
 
 
 def _open_store(rank: int, world_size: int, timeout_s: float) -> Any:
@@ -162,9 +165,13 @@ def _open_store(rank: int, world_size: int, timeout_s: float) -> Any:
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - documented there
-            host, port, world_size, rank == 0 and not of_agent, timedelta(seconds=timeout_s),
+            host,
+            port,
+            world_size,
+            rank == 0 and not of_agent,
+            timedelta(seconds=timeout_s),
             wait_for_workers=False,
-        )  # fmt: skip
+        )
     except (dist.DistError, RuntimeError) as error:
         raise CommunicationError(
             f"doctor: rank {rank} on {socket.gethostname()} cannot reach rank 0",
@@ -200,7 +207,7 @@ def _examine(request: Request, store: Any, rank: int, world_size: int) -> int:
                 there.items(), key=lambda item: (item[0] - rank) % world_size
             )
             if peer != rank
-        }  # fmt: skip
+        }
         reached = {peer: found for peer, found in pings.items() if found.latency_us is not None}
         broken = {peer: found.error for peer, found in pings.items() if found.latency_us is None}
         store.set(f"reached/{rank}", str(len(reached)))
@@ -209,10 +216,14 @@ def _examine(request: Request, store: Any, rank: int, world_size: int) -> int:
         all_reached = [int(answer) for answer in answers.values()] == [world_size - 1] * world_size
         rates, failure = _try_backend(store, rank, world_size, request) if all_reached else ({}, "")
         report = RankReport(
-            rank, here["host"],
-            {peer: found.latency_us or 0.0 for peer, found in reached.items()}, rates, broken,
-            {peer: found.offset_s for peer, found in reached.items()}, failure,
-        )  # fmt: skip
+            rank,
+            here["host"],
+            {peer: found.latency_us or 0.0 for peer, found in reached.items()},
+            rates,
+            broken,
+            {peer: found.offset_s for peer, found in reached.items()},
+            failure,
+        )
         store.set(f"report/{rank}", json.dumps(asdict(report)))
         if rank == 0:
             return _conclude(request, store, there, world_size)
@@ -239,9 +250,10 @@ def _meet(store: Any, rank: int, world_size: int, timeout_s: float) -> dict[int,
     if str(rank) not in there:
         raise CommunicationError(
             f"doctor: rank {rank} on {socket.gethostname()} came too late",
-            expected=f"all ranks within {timeout_s:g} s of rank 0", got="later",
+            expected=f"all ranks within {timeout_s:g} s of rank 0",
+            got="later",
             remedy="set --timeout higher, or look at what keeps this node",
-        )  # fmt: skip
+        )
     return {int(peer): invitation for peer, invitation in there.items()}
 
 
@@ -275,9 +287,12 @@ def _try_backend(
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:
         dist.init_process_group(
-            backend, store=_prefixed("backend", store), rank=rank, world_size=world_size,
+            backend,
+            store=_prefixed("backend", store),
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=request.timeout_s),
-        )  # fmt: skip
+        )
         rates = exchange_rates(rank, world_size, device)
         dist.destroy_process_group()
     except (dist.DistError, RuntimeError, ValueError) as error:
@@ -328,10 +343,15 @@ def json_rows(reports: Sequence[RankReport], findings: Sequence[Finding]) -> lis
     """One object for each rank, link and finding; `kind` says which it is."""
     skew = clock_skew(reports)
     rows: list[dict[str, Any]] = [
-        {"kind": "rank", "rank": r.rank, "host": r.host, "clock_skew_s": skew.get(r.rank),
-         "unreachable": r.broken}
+        {
+            "kind": "rank",
+            "rank": r.rank,
+            "host": r.host,
+            "clock_skew_s": skew.get(r.rank),
+            "unreachable": r.broken,
+        }
         for r in reports
-    ]  # fmt: skip
+    ]
     rows += [{"kind": "link", **asdict(link)} for link in links(reports)]
     return rows + [{"kind": "finding", **asdict(finding)} for finding in findings]
 

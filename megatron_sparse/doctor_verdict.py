@@ -79,10 +79,15 @@ def judge(
     found = _absent(reports, world_size, expected_hosts)
     found += _unreachable(reports)
     found += [
-        Finding("fail", f"rank {report.rank} on {report.host}", report.failure,
-                "look at cluster.env and the fabric's own tools (ibstat, fi_info, nvidia-smi)")
-        for report in reports if report.failure
-    ]  # fmt: skip
+        Finding(
+            "fail",
+            f"rank {report.rank} on {report.host}",
+            report.failure,
+            "look at cluster.env and the fabric's own tools (ibstat, fi_info, nvidia-smi)",
+        )
+        for report in reports
+        if report.failure
+    ]
     found += _slow(reports)
     found += _late_clocks(reports)
     return found
@@ -98,10 +103,14 @@ def _absent(
         host = expected_hosts[rank] if rank < len(expected_hosts) else "a host that is not known"
         by_host[host].append(rank)
     return [
-        Finding("fail", host, f"no answer from {_ranks(ranks)}",
-                "look at the node, or go around it: sbatch --exclude")
+        Finding(
+            "fail",
+            host,
+            f"no answer from {_ranks(ranks)}",
+            "look at the node, or go around it: sbatch --exclude",
+        )
         for host, ranks in by_host.items()
-    ]  # fmt: skip
+    ]
 
 
 def _unreachable(reports: Sequence[RankReport]) -> list[Finding]:
@@ -159,9 +168,13 @@ def links(reports: Sequence[RankReport]) -> list[Link]:
         latencies = [r.latency_us[to] for r, to in ((one, b), (other, a)) if to in r.latency_us]
         rates = [r.gbit_s[to] for r, to in ((one, b), (other, a)) if to in r.gbit_s]
         found.append(
-            Link((a, b), one.host == other.host, max(latencies, default=None),
-                 min(rates, default=None))
-        )  # fmt: skip
+            Link(
+                (a, b),
+                one.host == other.host,
+                max(latencies, default=None),
+                min(rates, default=None),
+            )
+        )
     return found
 
 
@@ -235,13 +248,14 @@ def _slow_links(
     middle = median(rates.values())
     return [
         Finding(
-            "warn", f"the link of rank {a} on {hosts[a]} and rank {b} on {hosts[b]}",
+            "warn",
+            f"the link of rank {a} on {hosts[a]} and rank {b} on {hosts[b]}",
             f"bandwidth {kind}: {rate:.3g} Gbit/s, the median link has {middle:.3g}",
             "look at the switches and cables between the two",
         )
         for (a, b), rate in rates.items()
         if rate * SLOW < middle and a not in slow and b not in slow
-    ]  # fmt: skip
+    ]
 
 
 def _late_clocks(reports: Sequence[RankReport]) -> list[Finding]:
@@ -252,9 +266,11 @@ def _late_clocks(reports: Sequence[RankReport]) -> list[Finding]:
     for rank, off_s in skew.items():
         if abs(off_s) > CLOCK_S and hosts[rank] not in found:
             found[hosts[rank]] = Finding(
-                "warn", hosts[rank], f"its clock is {off_s:+.3g} s off the median host's",
+                "warn",
+                hosts[rank],
+                f"its clock is {off_s:+.3g} s off the median host's",
                 "start chrony or ntpd there",
-            )  # fmt: skip
+            )
     return list(found.values())
 
 

@@ -58,11 +58,15 @@ class Sample:
     def line(self, kind: Kind) -> dict[str, Any]:
         """The JSON object."""
         return {
-            "iteration": self.iteration, "bucket": self.bucket, "kind": str(kind),
-            "push": self.contiguous.push, "pull": self.contiguous.pull,
-            "push_hashed": self.hashed.push, "pull_hashed": self.hashed.pull,
+            "iteration": self.iteration,
+            "bucket": self.bucket,
+            "kind": str(kind),
+            "push": self.contiguous.push,
+            "pull": self.contiguous.pull,
+            "push_hashed": self.hashed.push,
+            "pull_hashed": self.hashed.pull,
             "profile": self.profile.to_dict(),
-        }  # fmt: skip
+        }
 
 
 def run(
@@ -184,9 +188,14 @@ def _sample(iteration: int, name: str, gradients: list[torch.Tensor]) -> Sample:
     elements = [nonzero_elements(gradient) for gradient in gradients]
     seed = SchemeConfig().hash_seed
     return Sample(
-        iteration, name, numel, elements, profile_of_elements(elements, numel),
-        Loads.contiguous(elements, numel), Loads.hashed(elements, numel, seed),
-    )  # fmt: skip
+        iteration,
+        name,
+        numel,
+        elements,
+        profile_of_elements(elements, numel),
+        Loads.contiguous(elements, numel),
+        Loads.hashed(elements, numel, seed),
+    )
 
 
 def _together(iteration: int, name: str, members: list[Sample]) -> Sample:
@@ -212,9 +221,16 @@ def print_table(samples: Sequence[Sample], title: str) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("bucket")
     headers = (
-        "elements", "density", "overlap", "min-max", "of the sum", "densified", "skewness",
-        "push/pull", "hashed",
-    )  # fmt: skip
+        "elements",
+        "density",
+        "overlap",
+        "min-max",
+        "of the sum",
+        "densified",
+        "skewness",
+        "push/pull",
+        "hashed",
+    )
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     by_bucket: dict[str, list[Sample]] = {}

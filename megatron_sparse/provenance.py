@@ -79,8 +79,11 @@ def _git(checkout: Path, *arguments: str) -> str:
     return subprocess.run(
         # Without it `status` may write to the index, which others may be at.
         ["git", "--no-optional-locks", "-C", str(checkout), *arguments],
-        capture_output=True, text=True, timeout=GIT_S, check=True,
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=GIT_S,
+        check=True,
+    ).stdout
 
 
 def _version(distribution: str) -> str | None:

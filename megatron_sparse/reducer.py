@@ -130,18 +130,21 @@ class GradientReducer:
             return
         try:
             peers = open_windows(
-                cast("ProcessRanks", self.transport), buckets, self._config.scheme,
+                cast("ProcessRanks", self.transport),
+                buckets,
+                self._config.scheme,
                 in_order_of_coming=self._config.scheme.peer_in_order_of_coming
                 or self._config.straggler.leaves_behind,
-            )  # fmt: skip
+            )
         except (ConfigError, HostError, DependencyError) as error:
             if wanted is Windows.REQUIRED:
                 raise
             if self.transport.rank == 0:
                 logger.warning(
                     "the planner has no windows of peer memory to choose: %s (got: %s)",
-                    error.what, error.got,
-                )  # fmt: skip
+                    error.what,
+                    error.got,
+                )
             return
         self.options = self.options.with_peers(peers)
         for bucket in buckets:
@@ -169,12 +172,17 @@ class GradientReducer:
         plan = self.stragglers.adapt(bucket, self.planner.plan_for(bucket, step))
         watch = Stopwatch(bucket.grad_N.device)
         record = BucketRecord(
-            bucket=bucket.name, step=step, scheme=self.stragglers.scheme_of(plan, None),
+            bucket=bucket.name,
+            step=step,
+            scheme=self.stragglers.scheme_of(plan, None),
             phase=plan.phase,
-            density=plan.density, numel=bucket.numel, watch=watch,
+            density=plan.density,
+            numel=bucket.numel,
+            watch=watch,
             dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
-            predicted_us=plan.predicted_us, launched_s=time.perf_counter(),
-        )  # fmt: skip
+            predicted_us=plan.predicted_us,
+            launched_s=time.perf_counter(),
+        )
         self.planner.follow(record)
         run = self._dense if SCHEMES[plan.scheme].takes is Input.DENSE else self._sparse
         pending = self.progress.submit(
@@ -196,16 +204,33 @@ class GradientReducer:
         if self.threshold_group is not None and plan.density < 1:
             yield GATE
             residual_N = self.selector.begin(bucket, record.watch)
-            agreed = residual_N, (yield from group_threshold(
-                bucket, residual_N, plan.density, step, self.selector.config,
-                self.threshold_group, record.watch,
-            ))  # fmt: skip
+            agreed = (
+                residual_N,
+                (
+                    yield from group_threshold(
+                        bucket,
+                        residual_N,
+                        plan.density,
+                        step,
+                        self.selector.config,
+                        self.threshold_group,
+                        record.watch,
+                    )
+                ),
+            )
         message = self.selector.select(
-            bucket, plan.density, plan.wire_dtype, form=self.options.message_format(plan.scheme),
-            block_size=self.options.block_size, sharded=plan.sharded,
-            finer=SCHEMES[plan.scheme].finer(bucket), step=step,
-            watch=record.watch, capacity=self.options.capacity, agreed=agreed,
-        )  # fmt: skip
+            bucket,
+            plan.density,
+            plan.wire_dtype,
+            form=self.options.message_format(plan.scheme),
+            block_size=self.options.block_size,
+            sharded=plan.sharded,
+            finer=SCHEMES[plan.scheme].finer(bucket),
+            step=step,
+            watch=record.watch,
+            capacity=self.options.capacity,
+            agreed=agreed,
+        )
         record.thresholds_R = self.selector.thresholds_R
         if self.recording.wants(step + 1, Kind.SELECTED):
             selected_N = selected_values(bucket, message, self.buffers)

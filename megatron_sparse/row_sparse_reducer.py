@@ -115,10 +115,16 @@ class RowSparseReducer:
         check_coo(gradient)
         whole = stand_in(name, gradient.shape, gradient.dtype, self.transport.world_size)
         record = BucketRecord(
-            bucket=name, step=step, scheme=NAME, phase=Phase.TARGET, density=1.0,
-            numel=whole.numel, dense_bytes=round(dense_wire_bytes(whole, gradient.element_size())),
-            watch=Stopwatch(gradient.device), launched_s=time.perf_counter(),
-        )  # fmt: skip
+            bucket=name,
+            step=step,
+            scheme=NAME,
+            phase=Phase.TARGET,
+            density=1.0,
+            numel=whole.numel,
+            dense_bytes=round(dense_wire_bytes(whole, gradient.element_size())),
+            watch=Stopwatch(gradient.device),
+            launched_s=time.perf_counter(),
+        )
         handle = PendingRowSparse(record, self._recorder)
         handle.pending = self._progress.submit(
             name,
@@ -137,9 +143,14 @@ class RowSparseReducer:
         record.nnz = rows.rows_KD.numel()
         yield GATE
         result = yield from row_sparse(
-            record.bucket, rows, reduction, self.transport, self.buffers, epoch=record.step,
+            record.bucket,
+            rows,
+            reduction,
+            self.transport,
+            self.buffers,
+            epoch=record.step,
             way=self._way,
-        )  # fmt: skip
+        )
         record.wire_bytes = result.sent_bytes
         record.scheme = f"{NAME}_{result.way}"
         handle.reduced = result.gradient.to_coo()

@@ -355,8 +355,13 @@ class RunConfig:
         divides("training.tensor_parallel", tensor, "the width of the MLP", self.model.ffn_width)
         for name in ("rank", "inject_rank"):
             if getattr(self.straggler, name) is not None:
-                in_range(f"straggler.{name}", getattr(self.straggler, name), 0,
-                         self.data_parallel - 1, integer=True)  # fmt: skip
+                in_range(
+                    f"straggler.{name}",
+                    getattr(self.straggler, name),
+                    0,
+                    self.data_parallel - 1,
+                    integer=True,
+                )
         divides("training.pipeline_parallel", pipeline, "model.num_layers", self.model.num_layers)
         divides(
             f"training.micro_batch_size * {self.data_parallel} data-parallel ranks",

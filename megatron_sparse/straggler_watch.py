@@ -241,10 +241,12 @@ class StragglerWatch:
             expected = None
         if expected != self._named.get(bucket.name) and self._transport.rank == 0:
             logger.info(
-                "step %d: bucket %s %s (critical delay %.2f ms)", self._step, bucket.name,
+                "step %d: bucket %s %s (critical delay %.2f ms)",
+                self._step,
+                bucket.name,
                 "waits for all ranks" if expected is None else f"goes on without rank {expected}",
                 delays.least_s * 1e3,
-            )  # fmt: skip
+            )
         self._named[bucket.name] = expected
         return expected
 

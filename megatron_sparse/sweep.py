@@ -123,9 +123,11 @@ def outcomes(folder: Path) -> list[Outcome]:
             found.append(Outcome(**json.loads(path.read_text("utf-8"))))
         except (TypeError, ValueError) as error:
             raise SweepError(
-                f"{path} is damaged", expected="a file of train --multirun", got=error,
+                f"{path} is damaged",
+                expected="a file of train --multirun",
+                got=error,
                 remedy="remove it; the run's folder has all the rest",
-            ) from None  # fmt: skip
+            ) from None
     return found
 
 
@@ -150,22 +152,26 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         )
     every = {key for config in configs.values() for key in config}
     differing = sorted(
-        key for key in every
+        key
+        for key in every
         if not _SAME_FOR_ALL.fullmatch(key)
         and len({repr(config.get(key)) for config in configs.values()}) > 1
-    )  # fmt: skip
+    )
     found = []
     for name in sorted(configs.keys() | ended.keys()):
         config, outcome = configs.get(name, {}), ended.get(name)
         summary = _summary(folder / name)
         wanted = config.get("training.iterations")
         found.append(
-            {"name": name, "state": _state(outcome, summary.get("iterations"), wanted),
-             "iterations": summary.get("iterations")}
+            {
+                "name": name,
+                "state": _state(outcome, summary.get("iterations"), wanted),
+                "iterations": summary.get("iterations"),
+            }
             | {key: config.get(key) for key in differing}
             | {key: summary.get(key) for key in _RESULTS}
             | {"error": outcome.error if outcome else ""}
-        )  # fmt: skip
+        )
     return found
 
 
@@ -211,9 +217,11 @@ def report(folder: Path, csv_path: Path | None, json_path: Path | None) -> None:
                 writer.writerows(found)
         except OSError as error:
             raise ConfigError(
-                "the table cannot be written", expected="a file that can be written", got=error,
+                "the table cannot be written",
+                expected="a file that can be written",
+                got=error,
                 remedy="give --csv another path",
-            ) from None  # fmt: skip
+            ) from None
     table = Table(title=f"{len(found)} runs in {folder}")
     for column in found[0]:
         table.add_column(column, overflow="fold")

@@ -27,8 +27,10 @@ def main(arguments: list[str]) -> None:
     for job in jobs:
         shown = subprocess.run(
             ["scontrol", "--oneliner", "show", "job", job],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         for line in shown.stdout.splitlines():
             fields = dict(re.findall(r"(\w+)=(\S*)", line))
             if "JobId" in fields:

@@ -70,9 +70,10 @@ def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
         except queue.Empty:
             late = time.monotonic() > deadline
             dead = [
-                i for i, p in enumerate(processes)
+                i
+                for i, p in enumerate(processes)
                 if p.exitcode not in (None, 0) and i not in collected
-            ]  # fmt: skip
+            ]
             if late or dead:
                 missing = sorted(set(range(len(processes))) - set(collected))
                 codes = [p.exitcode for p in processes]
@@ -101,9 +102,12 @@ def _rank_main(
 
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=60),
-        )  # fmt: skip
+        )
         # Bytes, not tensors: a queue shares a tensor's memory, which dies with the rank.
         results.put((rank, pickle.dumps(function(rank, world_size, *args)), None))
         dist.destroy_process_group()

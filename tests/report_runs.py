@@ -41,12 +41,17 @@ def make_run(
         dense = iteration <= 2
         for bucket in range(buckets):
             record = BucketRecord(
-                f"dense{bucket}.0", iteration - 1, "dense" if dense else "direct",
-                "warmup" if dense else "target", 1.0 if dense else density, numel=100_000,
-                nnz=100_000 if dense else round(100_000 * density), dense_bytes=600_000,
+                f"dense{bucket}.0",
+                iteration - 1,
+                "dense" if dense else "direct",
+                "warmup" if dense else "target",
+                1.0 if dense else density,
+                numel=100_000,
+                nnz=100_000 if dense else round(100_000 * density),
+                dense_bytes=600_000,
                 wire_bytes=600_000 if dense else round(1_200_000 * density),
                 predicted_us=None if dense else PREDICTED_US,
-            )  # fmt: skip
+            )
             record.watch.add("network", 2000.0 * (bucket + 1))
             record.watch.add("prune", 300.0)
             telemetry.record_bucket(record)
@@ -64,13 +69,20 @@ def make_run(
         profile = SparsityProfile.uniform(100_000, density, 4).to_dict()
         rows = [
             {
-                "bucket": f"dense{bucket}.0", "numel": 100_000, "form": "all_reduce",
-                "world_size": 4, "density": density, "chosen": "direct", "profile": profile,
-                "kept_numel": 0, "element_bytes": 4, "partial_bytes": 4,
+                "bucket": f"dense{bucket}.0",
+                "numel": 100_000,
+                "form": "all_reduce",
+                "world_size": 4,
+                "density": density,
+                "chosen": "direct",
+                "profile": profile,
+                "kept_numel": 0,
+                "element_bytes": 4,
+                "partial_bytes": 4,
                 "predicted_us": {"dense": 5000.0, "direct": PREDICTED_US},
                 "reason": "direct 1000 us, dense 5000 us",
             }
             for bucket in range(buckets)
-        ]  # fmt: skip
+        ]
         (folder / "plan.json").write_text(json.dumps({"step": iterations, "buckets": rows}))
     return folder

@@ -52,11 +52,23 @@ def prune_(
     kernel: Any = _prune_kernel  # Triton types a launch as the call of the Python function
     with torch.cuda.device_of(grad_N):
         kernel[(triton.cdiv(numel, BLOCK),)](
-            _raw(grad_N), _raw(residual_N), range_offsets, thresholds_R, nnz_R,
-            numel, range_count, leak, *map(_signed, seeds),
-            GRAD=grad, RESIDUAL=residual, CUT=cut, FIXED_BELOW=fixed_below, LIMIT=limit,
-            STOCHASTIC=key >= 0, BLOCK=BLOCK,
-        )  # fmt: skip
+            _raw(grad_N),
+            _raw(residual_N),
+            range_offsets,
+            thresholds_R,
+            nnz_R,
+            numel,
+            range_count,
+            leak,
+            *map(_signed, seeds),
+            GRAD=grad,
+            RESIDUAL=residual,
+            CUT=cut,
+            FIXED_BELOW=fixed_below,
+            LIMIT=limit,
+            STOCHASTIC=key >= 0,
+            BLOCK=BLOCK,
+        )
     return nnz_R
 
 
@@ -111,9 +123,13 @@ def _store_bits(bits_B, DTYPE: tl.constexpr):
 
 @triton.jit
 def _round_magnitude(
-    u_B, random_B,
-    CUT: tl.constexpr, FIXED_BELOW: tl.constexpr, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
+    u_B,
+    random_B,
+    CUT: tl.constexpr,
+    FIXED_BELOW: tl.constexpr,
+    LIMIT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
     """Rounds fp32 bits of a finite magnitude to a grid, saturating; see `csrc/elementwise.h`."""
     MASK: tl.constexpr = (1 << CUT) - 1  # pyright: ignore[reportOperatorIssue]
     added_B = (random_B & MASK) if STOCHASTIC else ((u_B >> CUT) & 1) + (MASK >> 1)
@@ -152,12 +168,26 @@ def _find_range(range_offsets, range_count, at):
     do_not_specialize=["range_count", "seed_a", "seed_b", "residual_seed_a", "residual_seed_b"]
 )
 def _prune_kernel(
-    grad, residual, range_offsets, thresholds, nnz,
-    numel, range_count, leak, seed_a, seed_b, residual_seed_a, residual_seed_b,
-    GRAD: tl.constexpr, RESIDUAL: tl.constexpr,
-    CUT: tl.constexpr, FIXED_BELOW: tl.constexpr, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    grad,
+    residual,
+    range_offsets,
+    thresholds,
+    nnz,
+    numel,
+    range_count,
+    leak,
+    seed_a,
+    seed_b,
+    residual_seed_a,
+    residual_seed_b,
+    GRAD: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    CUT: tl.constexpr,
+    FIXED_BELOW: tl.constexpr,
+    LIMIT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Prunes BLOCK elements; `x = g + e`, see the module and `cuda_ext.ops.prune_`."""
     block_begin = tl.program_id(0).to(tl.int64) * BLOCK
     block_end = tl.minimum(block_begin + BLOCK, numel)

@@ -27,9 +27,12 @@ class DeepFM(nn.Module):
         nn.init.normal_(self.factors.weight, std=0.05)
         nn.init.zeros_(self.linear.weight)
         self.network = nn.Sequential(
-            nn.Linear(FIELDS * WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(),
+            nn.Linear(FIELDS * WIDTH, HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.ReLU(),
             nn.Linear(HIDDEN, 1),
-        )  # fmt: skip
+        )
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """First order, pairs, and the network."""

@@ -47,9 +47,13 @@ def main() -> None:
         starts = torch.randint(text.numel() - LENGTH - 1, (batch,), generator=draw)
         windows = text[starts[:, None] + torch.arange(LENGTH + 1)]
         # Log-uniform: about as often as words by falling frequency occur.
-        wrong = torch.rand(NEGATIVES, generator=draw).mul(
-            torch.tensor(float(len(vocabulary))).log()
-        ).exp().long() - 1  # fmt: skip
+        wrong = (
+            torch.rand(NEGATIVES, generator=draw)
+            .mul(torch.tensor(float(len(vocabulary))).log())
+            .exp()
+            .long()
+            - 1
+        )
         candidates, place = torch.cat([windows[:, 1:].flatten(), wrong]).unique(return_inverse=True)
         return windows[:, :-1], candidates, place[: batch * LENGTH]
 

@@ -104,9 +104,11 @@ class Request:
             return
         if not adds:
             raise ConfigError(
-                f"{self.out} exists already", expected="a new file", got=self.out,
+                f"{self.out} exists already",
+                expected="a new file",
+                got=self.out,
                 remedy="give another --out, or --force to measure it anew",
-            )  # fmt: skip
+            )
         ClusterModel.load(self.out)
 
     def case(self, world_size: int) -> SweepCase:
@@ -148,9 +150,12 @@ def run(request: Request, place: Place) -> int:
     """
     started = launcher.started_ranks()
     launcher.check_place(
-        netbed=place.netbed, virtual=place.virtual is not None, mbit=place.mbit,
-        ranks=place.ranks, started=started,
-    )  # fmt: skip
+        netbed=place.netbed,
+        virtual=place.virtual is not None,
+        mbit=place.mbit,
+        ranks=place.ranks,
+        started=started,
+    )
     ranks = place.ranks or started or 2
     if ranks < 2:
         raise one_rank()

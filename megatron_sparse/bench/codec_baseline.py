@@ -58,9 +58,10 @@ def read(path: Path) -> dict[Key, tuple[float, float]]:
         return {tuple(row[k] for k in _KEY): (row["ratio"], row["noise"]) for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            "the baseline cannot be read", expected="a file that --save-baseline wrote",
+            "the baseline cannot be read",
+            expected="a file that --save-baseline wrote",
             got=f"{path}: {error!r}",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def compare(
@@ -78,8 +79,9 @@ def compare(
         raise ConfigError(
             "nothing that was measured is in the baseline",
             expected="sizes, densities, dtypes and formats that it holds",
-            got=f"{len(measured)} other rows", remedy="see the rows of the baseline's file",
-        )  # fmt: skip
+            got=f"{len(measured)} other rows",
+            remedy="see the rows of the baseline's file",
+        )
     slower = []
     for key in shared:
         ratio, noise = expected[key]
@@ -89,9 +91,10 @@ def compare(
     if slower:
         raise MegatronSparseError(
             f"{len(slower)} of {len(shared)} rows are slower than the baseline",
-            expected="time / copy within the baseline's noise", got="; ".join(slower),
+            expected="time / copy within the baseline's noise",
+            got="; ".join(slower),
             remedy="measure again on a quiet machine; if it stays, find what made it slower",
-        )  # fmt: skip
+        )
     print(f"# {len(shared)} rows are within the baseline")
 
 

@@ -108,17 +108,32 @@ def _prune_encode_task(case: _Case, grad_N: torch.Tensor) -> Task:
     # Leak 0 leaves nothing behind but rounding errors, so that all rounds see the same numbers.
     def prune_encode() -> torch.Tensor:
         sizes, _ = ops.prune_encode(
-            grad_N, residual_N, case.offsets, case.thresholds, case.offsets, dense, 0.0, case.code,
-            KEY, EPOCH, out, scratch, **FORMS[case.form],
-        )  # fmt: skip
+            grad_N,
+            residual_N,
+            case.offsets,
+            case.thresholds,
+            case.offsets,
+            dense,
+            0.0,
+            case.code,
+            KEY,
+            EPOCH,
+            out,
+            scratch,
+            **FORMS[case.form],
+        )
         return sizes
 
     used = int(prune_encode().sum())
     return Task(
-        "prune_encode", record_name(out, case.form), grad_N.nbytes + 2 * residual_N.nbytes + used,
-        case.wrong, prune_encode, None,
+        "prune_encode",
+        record_name(out, case.form),
+        grad_N.nbytes + 2 * residual_N.nbytes + used,
+        case.wrong,
+        prune_encode,
+        None,
         _prune_encode_peers(grad_N, float(case.thresholds)) if case.peers else {},
-    )  # fmt: skip
+    )
 
 
 def _encode(
@@ -136,10 +151,14 @@ def _encode_task(case: _Case, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Task
     out, scratch = case.buffers()
     used = _encode(case, pruned_N, nnz, out, scratch)
     return Task(
-        "encode", record_name(out, case.form), pruned_N.nbytes + used, case.wrong,
-        lambda: _encode(case, pruned_N, nnz, out, scratch), lambda: pruned_N.sum(),
+        "encode",
+        record_name(out, case.form),
+        pruned_N.nbytes + used,
+        case.wrong,
+        lambda: _encode(case, pruned_N, nnz, out, scratch),
+        lambda: pruned_N.sum(),
         _encode_peers(pruned_N) if case.peers else {},
-    )  # fmt: skip
+    )
 
 
 def _decode_task(case: _Case, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Task:
@@ -150,11 +169,14 @@ def _decode_task(case: _Case, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Task
     touched = touched_bytes(pruned_N, whole=name in ("dense", "blocks"))
     written = torch.zeros(touched, dtype=torch.uint8)
     return Task(
-        "decode_add", name, used + 2 * touched, case.wrong,
+        "decode_add",
+        name,
+        used + 2 * touched,
+        case.wrong,
         lambda: ops.decode_add_(acc_N, message, case.offsets, case.code, EPOCH, 0, rank=0),
         lambda: written.fill_(1),
         _decode_peers(pruned_N, torch.zeros(pruned_N.numel())) if case.peers else {},
-    )  # fmt: skip
+    )
 
 
 def check_against_oracles(density: float, dtype: str, form: str) -> int:
@@ -174,9 +196,19 @@ def check_against_oracles(density: float, dtype: str, form: str) -> int:
         rest_N, pruned_N = residual_N.clone(), grad_N.clone()
         if fused:
             sizes, _ = ops.prune_encode(
-                grad_N, rest_N, offsets, thresholds, offsets, dense, 0.5, code, KEY, EPOCH, out,
+                grad_N,
+                rest_N,
+                offsets,
+                thresholds,
+                offsets,
+                dense,
+                0.5,
+                code,
+                KEY,
+                EPOCH,
+                out,
                 **arguments,
-            )  # fmt: skip
+            )
         else:
             counts = ops.prune_(pruned_N, rest_N, offsets, thresholds, 0.5, code, KEY)
             sizes = ops.encode(pruned_N, offsets, dense, counts, code, EPOCH, out, **arguments)

@@ -53,16 +53,31 @@ def make_tasks(
 
     # Leak 0 leaves nothing behind but rounding errors, so that all rounds see the same numbers.
     fused = partial(
-        overload("prune_encode_records"), grad_N, residual_N, offsets, thresholds_R, 0.0, KEY,
-        offsets, kinds, code, EPOCH, block_size, out,
-    )  # fmt: skip
+        overload("prune_encode_records"),
+        grad_N,
+        residual_N,
+        offsets,
+        thresholds_R,
+        0.0,
+        KEY,
+        offsets,
+        kinds,
+        code,
+        EPOCH,
+        block_size,
+        out,
+    )
     fused()
     rest_N, limit = torch.zeros(numel, device=device), float(threshold)
     yield Task(
-        "prune_encode", _name(out, form), grad_N.nbytes + 2 * residual_N.nbytes + used(), wrong,
-        fused, None,
+        "prune_encode",
+        _name(out, form),
+        grad_N.nbytes + 2 * residual_N.nbytes + used(),
+        wrong,
+        fused,
+        None,
         {"torch ops": lambda: codec_cases.prune_encode_in_torch(grad_N, rest_N, limit)},
-    )  # fmt: skip
+    )
 
     pruned_N = grad_N.clone()
     ops.prune_(pruned_N, residual_N, host_offsets, thresholds_R, 0.0, code, KEY)
@@ -72,9 +87,14 @@ def make_tasks(
     encode()
     message, name = out[: used()].clone(), _name(out, form)
     yield Task(
-        "encode", name, pruned_N.nbytes + message.numel(), wrong, encode, None,
+        "encode",
+        name,
+        pruned_N.nbytes + message.numel(),
+        wrong,
+        encode,
+        None,
         _encode_peers(pruned_N),
-    )  # fmt: skip
+    )
 
     acc_N, peer_N = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
     index_K = pruned_N.nonzero().squeeze(1)
@@ -83,10 +103,14 @@ def make_tasks(
         pruned_N, whole=name in ("dense", "blocks"), line_bytes=SECTOR_BYTES
     )
     yield Task(
-        "decode_add", name, message.numel() + 2 * touched, wrong,
-        partial(overload("decode_add_"), acc_N, message, offsets, code, EPOCH, 0, False), None,
+        "decode_add",
+        name,
+        message.numel() + 2 * touched,
+        wrong,
+        partial(overload("decode_add_"), acc_N, message, offsets, code, EPOCH, 0, False),
+        None,
         {"torch index_add_": lambda: peer_N.index_add_(0, index_K, values_K)},
-    )  # fmt: skip
+    )
 
 
 def compare_with_cpu(density: float, dtype: str, form: str, device: torch.device) -> int:
@@ -101,9 +125,19 @@ def compare_with_cpu(density: float, dtype: str, form: str, device: torch.device
         rest_N, acc_N = torch.zeros(numel, device=place), torch.ones(numel, device=place)
         out = torch.zeros(ops.message_capacity(offsets, code), dtype=torch.uint8, device=place)
         sizes, _ = ops.prune_encode(
-            grad_N.to(place), rest_N, offsets, thresholds_R.to(place), offsets, keep, 0.5, code,
-            KEY, EPOCH, out, **arguments,
-        )  # fmt: skip
+            grad_N.to(place),
+            rest_N,
+            offsets,
+            thresholds_R.to(place),
+            offsets,
+            keep,
+            0.5,
+            code,
+            KEY,
+            EPOCH,
+            out,
+            **arguments,
+        )
         message = out[: int(sizes.sum())]
         ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0)
         results.append((message.cpu(), rest_N.cpu(), acc_N.cpu()))

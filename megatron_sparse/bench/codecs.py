@@ -78,20 +78,29 @@ class Sweep(table.SizeSweep):
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        table.check_arguments("bench codecs", [
-            *self.range_checks(),
-            ("density", self.densities, all(0 < d <= 1 for d in self.densities),
-             "above 0, at most 1"),
-            ("dtype", self.dtypes, set(self.dtypes) <= set(DTYPES), " | ".join(DTYPES)),
-            ("format", self.forms, set(self.forms) <= set(FORMS), " | ".join(FORMS)),
-            ("op", self.ops, set(self.ops) <= set(OPS), " | ".join(OPS)),
-            ("device", self.device, self.device in ("cpu", "cuda"), "cpu | cuda"),
-        ])  # fmt: skip
+        table.check_arguments(
+            "bench codecs",
+            [
+                *self.range_checks(),
+                (
+                    "density",
+                    self.densities,
+                    all(0 < d <= 1 for d in self.densities),
+                    "above 0, at most 1",
+                ),
+                ("dtype", self.dtypes, set(self.dtypes) <= set(DTYPES), " | ".join(DTYPES)),
+                ("format", self.forms, set(self.forms) <= set(FORMS), " | ".join(FORMS)),
+                ("op", self.ops, set(self.ops) <= set(OPS), " | ".join(OPS)),
+                ("device", self.device, self.device in ("cpu", "cuda"), "cpu | cuda"),
+            ],
+        )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
-                "bench codecs: there is no CUDA device", expected="a GPU that torch sees",
-                got="none", remedy="measure with --device cpu; see megatron-sparse doctor",
-            )  # fmt: skip
+                "bench codecs: there is no CUDA device",
+                expected="a GPU that torch sees",
+                got="none",
+                remedy="measure with --device cpu; see megatron-sparse doctor",
+            )
 
 
 def run(
@@ -172,11 +181,21 @@ def _tasks(sweep: Sweep, size: int, density: float, dtype: str, form: str) -> It
 def _rows(task: Task, size: int, density: float, dtype: str, sweep: Sweep) -> list[Row]:
     peers: dict[str | None, Action] = {**task.peers} if sweep.peers else {}
     own = Row(
-        op=task.op, format=task.format, dtype=dtype, density=density,
-        count=size // DTYPES[dtype].itemsize, bytes_moved=task.bytes_moved, time_us=None,
-        copy_us=None, stream_us=None, ratio=None, peer=None, peer_us=None, device=sweep.device,
+        op=task.op,
+        format=task.format,
+        dtype=dtype,
+        density=density,
+        count=size // DTYPES[dtype].itemsize,
+        bytes_moved=task.bytes_moved,
+        time_us=None,
+        copy_us=None,
+        stream_us=None,
+        ratio=None,
+        peer=None,
+        peer_us=None,
+        device=sweep.device,
         wrong=task.wrong,
-    )  # fmt: skip
+    )
     if task.wrong:
         return [own]
     actions: list[Action] = [task.run, table.copy_action(task.bytes_moved, sweep.device)]

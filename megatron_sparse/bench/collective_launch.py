@@ -56,8 +56,10 @@ def check_place(
     if started and not virtual and ranks not in (None, started):
         raise ConfigError(
             "--ranks is not the number of ranks that were started",
-            expected=started, got=ranks, remedy="leave out --ranks",
-        )  # fmt: skip
+            expected=started,
+            got=ranks,
+            remedy="leave out --ranks",
+        )
 
 
 def run_netbed(
@@ -83,8 +85,19 @@ def run_netbed(
             remedy="run from a checkout, or leave out --netbed",
         )
     # Its own timeout would cut a long sweep short; a rank that hangs is the sweep's --timeout.
-    bed = ["bash", str(NETBED), "--ranks", str(ranks), "--mbit", str(mbit), "--nodes", str(nodes),
-           "--timeout", "31536000", "--"]  # fmt: skip
+    bed = [
+        "bash",
+        str(NETBED),
+        "--ranks",
+        str(ranks),
+        "--mbit",
+        str(mbit),
+        "--nodes",
+        str(nodes),
+        "--timeout",
+        "31536000",
+        "--",
+    ]
     return run([*bed, *command], log)
 
 
@@ -112,17 +125,21 @@ def run_loopback(command: Sequence[str], ranks: int) -> int:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     meeting = {
-        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-    }  # fmt: skip
+    }
     processes = [
         subprocess.Popen(
             command,
-            env=_environment() | {"GLOO_SOCKET_IFNAME": "lo"} | meeting
+            env=_environment()
+            | {"GLOO_SOCKET_IFNAME": "lo"}
+            | meeting
             | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     try:
         return _wait(processes)
     finally:
@@ -149,10 +166,11 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
     failed = failed or next((p.returncode for p in processes if p.returncode), 0)
     if failed < 0:
         raise CommunicationError(
-            "a rank was killed", expected="every rank ends by itself",
+            "a rank was killed",
+            expected="every rank ends by itself",
             got=f"signal {signal.Signals(-failed).name}",
             remedy="look at the machine's free memory, and at what the rank printed",
-        )  # fmt: skip
+        )
     return failed
 
 

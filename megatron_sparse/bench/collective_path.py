@@ -67,11 +67,17 @@ class HalvedPath:
                 bucket, values_N, step, self._transport, self._buffers, watch, self._options
             )
         message = self._selector.select(
-            bucket, plan.density, plan.wire_dtype,
-            form=self._options.message_format(plan.scheme), block_size=self._options.block_size,
-            sharded=plan.sharded, finer=scheme.finer(bucket), step=step, watch=watch,
+            bucket,
+            plan.density,
+            plan.wire_dtype,
+            form=self._options.message_format(plan.scheme),
+            block_size=self._options.block_size,
+            sharded=plan.sharded,
+            finer=scheme.finer(bucket),
+            step=step,
+            watch=watch,
             capacity=self._options.capacity,
-        )  # fmt: skip
+        )
         return message.nnz, lambda: scheme.exchange(
             bucket, message, self._transport, self._buffers, watch, self._options
         )

@@ -163,8 +163,11 @@ class RankBench(RankGroup):
             record = recorder.record
             sent = {"wire_bytes": record.wire_bytes, "nnz": record.nnz}
             return {
-                "total": total_us, **record.stage_us(), "host_cpu": record.host_cpu_us, **sent,
-            }  # fmt: skip
+                "total": total_us,
+                **record.stage_us(),
+                "host_cpu": record.host_cpu_us,
+                **sent,
+            }
 
         return run
 
@@ -240,6 +243,8 @@ def _typed(operation: Callable[[], object]) -> None:
         operation()
     except RuntimeError as error:
         raise CommunicationError(
-            "the bench's ranks lost one another", expected="every rank takes part within --timeout",
-            got=str(error).splitlines()[0], remedy="look at what the other ranks have printed",
-        ) from error  # fmt: skip
+            "the bench's ranks lost one another",
+            expected="every rank takes part within --timeout",
+            got=str(error).splitlines()[0],
+            remedy="look at what the other ranks have printed",
+        ) from error

@@ -103,12 +103,27 @@ class Row:
     ) -> Row:
         """The row of a case that has been checked and not yet timed."""
         return cls(
-            op=str(case.form), scheme=case.scheme, dtype=case.dtype, density=case.density,
-            count=case.numel, bytes=case.nbytes, world_size=n, wire_bytes=None, time_us=None,
-            dense_us=None, encode_us=None, network_us=None, decode_us=None, host_us=None,
-            host_cpu_us=None, transport=transport, mbit=mbit, modelled=False, wrong=wrong,
+            op=str(case.form),
+            scheme=case.scheme,
+            dtype=case.dtype,
+            density=case.density,
+            count=case.numel,
+            bytes=case.nbytes,
+            world_size=n,
+            wire_bytes=None,
+            time_us=None,
+            dense_us=None,
+            encode_us=None,
+            network_us=None,
+            decode_us=None,
+            host_us=None,
+            host_cpu_us=None,
+            transport=transport,
+            mbit=mbit,
+            modelled=False,
+            wrong=wrong,
             carried_by=carried_by,
-        )  # fmt: skip
+        )
 
     def measured(
         self, case: Case, rounds_nRM: torch.Tensor, wire_rate: float, *, prune: bool
@@ -157,9 +172,13 @@ class Row:
         if self.carried_by != self.scheme:
             name = f"{self.scheme}:{self.carried_by}"
         stages = (
-            self.prune_us, self.encode_us, self.network_us, self.decode_us, self.host_us,
+            self.prune_us,
+            self.encode_us,
+            self.network_us,
+            self.decode_us,
+            self.host_us,
             self.host_cpu_us,
-        )  # fmt: skip
+        )
         return (
             f"{self.bytes:>11} {self.count:>10} {self.dtype:>5} {self.op:>14} {name:>18} "
             f"{self.density:>8g} {cell(self.wire_bytes, 11, 0)} {cell(time_us, 10, 0)} "

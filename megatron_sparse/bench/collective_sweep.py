@@ -69,9 +69,15 @@ class Case:
         if self.scheme in STRAGGLER_SCHEMES:
             pinned = StragglerConfig(mode="pinned", rank=straggler)
         return SparseConfig.from_overrides(
-            scheme=self.scheme, density=self.density, warmup_iters=0, ramp_iters=0, format=form,
-            timeout_s=sweep.timeout_s, straggler=pinned, capacity=self._capacity(sweep),
-        )  # fmt: skip
+            scheme=self.scheme,
+            density=self.density,
+            warmup_iters=0,
+            ramp_iters=0,
+            format=form,
+            timeout_s=sweep.timeout_s,
+            straggler=pinned,
+            capacity=self._capacity(sweep),
+        )
 
     def _capacity(self, sweep: Sweep) -> float | None:
         """None for schemes that take none; what `auto` goes by does."""
@@ -108,8 +114,9 @@ class Case:
                 f"bench collectives: too many ranks to count #wrong in {self.dtype}",
                 expected="at most "
                 f"{EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * SMALLEST_PEAK)} ranks",
-                got=world_size, remedy="measure fp32",
-            )  # fmt: skip
+                got=world_size,
+                remedy="measure fp32",
+            )
         generator = torch.Generator().manual_seed(CHECK_STEPS * rank + step)
         values = torch.randint(SMALLEST_PEAK, most + 1, (self.numel,), generator=generator)
         values[torch.rand(self.numel, generator=generator) >= self.density] = 1
@@ -155,25 +162,49 @@ class Sweep:
 
     def __post_init__(self) -> None:
         names, forms = ("auto", *SCHEMES), tuple(str(form) for form in Form)
-        check_arguments("bench collectives", [
-            ("min_bytes", self.min_bytes, 64 <= self.min_bytes <= self.max_bytes,
-             f"64 to max_bytes ({self.max_bytes})"),
-            ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
-            ("density", self.densities, all(0 < d <= 1 for d in self.densities),
-             "above 0, at most 1"),
-            ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
-            ("iters", self.iters, self.iters >= 1, "1 or more"),
-            ("dtype", self.dtypes, set(self.dtypes) <= set(VALUE_DTYPES), " | ".join(VALUE_DTYPES)),
-            ("scheme", self.schemes, set(self.schemes) <= set(names), " | ".join(names)),
-            ("op", self.ops, set(self.ops) <= set(forms), " | ".join(forms)),
-            ("format", self.message_format, self.message_format in MESSAGE_FORMATS,
-             " | ".join(MESSAGE_FORMATS)),
-            ("capacity", self.capacity, self.capacity is None or self.capacity > 0, "above 0"),
-            ("mbit", self.mbit, self.mbit is None or self.mbit > 0, "above 0"),
-            ("timeout", self.timeout_s, self.timeout_s > 0, "above 0 s"),
-            ("nccl_engine", self.nccl_engine, not self.nccl_engine or self.capacity is not None,
-             "false without a capacity"),
-        ])  # fmt: skip
+        check_arguments(
+            "bench collectives",
+            [
+                (
+                    "min_bytes",
+                    self.min_bytes,
+                    64 <= self.min_bytes <= self.max_bytes,
+                    f"64 to max_bytes ({self.max_bytes})",
+                ),
+                ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
+                (
+                    "density",
+                    self.densities,
+                    all(0 < d <= 1 for d in self.densities),
+                    "above 0, at most 1",
+                ),
+                ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
+                ("iters", self.iters, self.iters >= 1, "1 or more"),
+                (
+                    "dtype",
+                    self.dtypes,
+                    set(self.dtypes) <= set(VALUE_DTYPES),
+                    " | ".join(VALUE_DTYPES),
+                ),
+                ("scheme", self.schemes, set(self.schemes) <= set(names), " | ".join(names)),
+                ("op", self.ops, set(self.ops) <= set(forms), " | ".join(forms)),
+                (
+                    "format",
+                    self.message_format,
+                    self.message_format in MESSAGE_FORMATS,
+                    " | ".join(MESSAGE_FORMATS),
+                ),
+                ("capacity", self.capacity, self.capacity is None or self.capacity > 0, "above 0"),
+                ("mbit", self.mbit, self.mbit is None or self.mbit > 0, "above 0"),
+                ("timeout", self.timeout_s, self.timeout_s > 0, "above 0 s"),
+                (
+                    "nccl_engine",
+                    self.nccl_engine,
+                    not self.nccl_engine or self.capacity is not None,
+                    "false without a capacity",
+                ),
+            ],
+        )
         if not self.cases(1):
             raise ConfigError(
                 "bench collectives: there is nothing to measure",
@@ -200,8 +231,9 @@ class Sweep:
                         raise ConfigError(
                             "bench collectives: a gradient is smaller than the group",
                             expected=f"--min-bytes of an element for each of {world_size} ranks",
-                            got=f"{size} bytes of {dtype}", remedy="raise --min-bytes",
-                        )  # fmt: skip
+                            got=f"{size} bytes of {dtype}",
+                            remedy="raise --min-bytes",
+                        )
                     for index, density in enumerate(self.densities):
                         for scheme in self.schemes:
                             known = SCHEMES.get(scheme)

@@ -66,7 +66,7 @@ def check_memory(cases: Sequence[Case], n: int) -> None:
             expected=f"{needed / 2**30:.1f} GiB of free memory",
             got=f"{free_memory_bytes() / 2**30:.1f} GiB",
             remedy="lower --max-bytes or --ranks",
-        )  # fmt: skip
+        )
 
 
 def _row(case: Case, sweep: Sweep, topology: Topology) -> Row:

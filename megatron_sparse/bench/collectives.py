@@ -37,8 +37,10 @@ def run_virtual(sweep: Sweep, topology: Topology, json_path: Path | None) -> Row
     if sweep.nccl_engine:
         raise ConfigError(
             "bench collectives --virtual --nccl-engine: virtual ranks have no NCCL",
-            expected="one of them", got="both", remedy="leave out --nccl-engine",
-        )  # fmt: skip
+            expected="one of them",
+            got="both",
+            remedy="leave out --nccl-engine",
+        )
     with torch_threads(1):
         print_head(sweep, virtual_place(topology), HEADER)
         return print_rows(collective_virtual.rows(sweep, topology, show_progress), json_path)
@@ -49,5 +51,7 @@ def run_rank(sweep: Sweep, json_path: Path | None) -> Rows:
     return run_as_rank(
         lambda store, rank, world_size: RankBench(sweep, store, rank, world_size),
         lambda bench, progress: bench.rows(progress),
-        sweep, HEADER, json_path,
-    )  # fmt: skip
+        sweep,
+        HEADER,
+        json_path,
+    )

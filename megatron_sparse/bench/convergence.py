@@ -87,11 +87,15 @@ def run(study: Study) -> list[Result]:
         study.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            "bench convergence: the runs have no place", expected="a folder that can be made",
-            got=error, remedy="give another --out",
-        ) from None  # fmt: skip
-    print(f"# {describe_cpu(1)}\n# {len(runs)} runs of {study.iters} iterations, 2 ranks, gloo",
-          flush=True)  # fmt: skip
+            "bench convergence: the runs have no place",
+            expected="a folder that can be made",
+            got=error,
+            remedy="give another --out",
+        ) from None
+    print(
+        f"# {describe_cpu(1)}\n# {len(runs)} runs of {study.iters} iterations, 2 ranks, gloo",
+        flush=True,
+    )
     for model in study.models:
         kind = CORPORA[model]
         corpus.prepare(kind, study.corpus_dir(model), VOCAB_SIZE)  # type: ignore[arg-type]
@@ -103,8 +107,9 @@ def run(study: Study) -> list[Result]:
             result = _train(study, each)
             how = f"{result.elapsed_s:.0f} s"
         results.append(result)
-        print(f"{number:>3}/{len(runs)} {each.name:<28} final {result.final:.4f} ({how})",
-              flush=True)  # fmt: skip
+        print(
+            f"{number:>3}/{len(runs)} {each.name:<28} final {result.final:.4f} ({how})", flush=True
+        )
     return results
 
 
@@ -131,16 +136,20 @@ def found(study: Study) -> list[Result]:
         raise ConfigError(
             "bench convergence: there is nothing to report",
             expected=f"{RESULT_FILE} of a finished run with these arguments in {study.out}",
-            got="none", remedy="leave out --report, or give the --out and --iters of the study",
-        )  # fmt: skip
+            got="none",
+            remedy="leave out --report, or give the --out and --iters of the study",
+        )
     return results
 
 
 def _place(study: Study, each: Run) -> list[str]:
     return [
-        f"name={each.name}", f"runs_dir={study.out}", f"data.dir={study.corpus_dir(each.model)}",
-        "cluster.device=cpu", "cluster.ranks_per_node=2",
-    ]  # fmt: skip
+        f"name={each.name}",
+        f"runs_dir={study.out}",
+        f"data.dir={study.corpus_dir(each.model)}",
+        "cluster.device=cpu",
+        "cluster.ranks_per_node=2",
+    ]
 
 
 def _train(study: Study, each: Run) -> Result:
@@ -164,10 +173,15 @@ def _train(study: Study, each: Run) -> Result:
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     target = summary["phases"].get("target", {"wire_ratio": 1.0})
     result = Result(
-        model=each.model, setting=each.setting.name, seed=each.seed, arguments=arguments,
-        curve=curve, wire_ratio=summary["wire_ratio"], wire_ratio_target=target["wire_ratio"],
+        model=each.model,
+        setting=each.setting.name,
+        seed=each.seed,
+        arguments=arguments,
+        curve=curve,
+        wire_ratio=summary["wire_ratio"],
+        wire_ratio_target=target["wire_ratio"],
         elapsed_s=time.monotonic() - start_s,
-    )  # fmt: skip
+    )
     (folder / RESULT_FILE).write_text(json.dumps(asdict(result)) + "\n", "utf-8")
     return result
 

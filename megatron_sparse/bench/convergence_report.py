@@ -114,16 +114,22 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
             against = [_to_dense(each.final, dense.final) for each, dense in pairs]
             noises = [_spread(list(map(_to_dense, each.last, dense.last))) for each, dense in pairs]
             finals = [each.final for each in runs]
-            rows.append(Row(
-                op="convergence", model=model, setting=setting.name, label=setting.label,
-                seeds=len(runs), final=mean(finals),
-                spread=100 * _spread(finals) / mean(finals) if len(finals) > 1 else None,
-                to_dense=mean(against) if against else None,
-                to_dense_spread=_spread(against) if len(against) > 1 else None,
-                noise=max(noises) if noises else None,
-                wire_ratio=mean(each.wire_ratio for each in runs),
-                wire_ratio_target=mean(each.wire_ratio_target for each in runs),
-            ))  # fmt: skip
+            rows.append(
+                Row(
+                    op="convergence",
+                    model=model,
+                    setting=setting.name,
+                    label=setting.label,
+                    seeds=len(runs),
+                    final=mean(finals),
+                    spread=100 * _spread(finals) / mean(finals) if len(finals) > 1 else None,
+                    to_dense=mean(against) if against else None,
+                    to_dense_spread=_spread(against) if len(against) > 1 else None,
+                    noise=max(noises) if noises else None,
+                    wire_ratio=mean(each.wire_ratio for each in runs),
+                    wire_ratio_target=mean(each.wire_ratio_target for each in runs),
+                )
+            )
     return rows
 
 
@@ -152,8 +158,9 @@ def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path) -> list[P
     ):
         table, picture = folder / f"{name}.csv", folder / f"{name}.png"
         figures.write_csv(data, table)
-        canvas = canvas_of(figsize=(figures.WIDTH_IN, height_in), dpi=figures.DPI,
-                           layout="constrained")  # fmt: skip
+        canvas = canvas_of(
+            figsize=(figures.WIDTH_IN, height_in), dpi=figures.DPI, layout="constrained"
+        )
         draw_onto(data, canvas)
         canvas.savefig(picture, pil_kwargs={"optimize": True})
         written += [table, picture]
@@ -163,12 +170,17 @@ def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path) -> list[P
 def curve_rows(results: Sequence[Result]) -> list[figures.Row]:
     """A row for each validation of each run; what comes after the last iteration is one mean."""
     return [
-        {"series": label_of(each), "model": each.model, "setting": each.setting,
-         "seed": each.seed, "iteration": iteration,
-         "loss": mean(loss for number, loss in each.curve if number == iteration)}
+        {
+            "series": label_of(each),
+            "model": each.model,
+            "setting": each.setting,
+            "seed": each.seed,
+            "iteration": iteration,
+            "loss": mean(loss for number, loss in each.curve if number == iteration),
+        }
         for each in results
         for iteration in dict.fromkeys(number for number, _ in each.curve)
-    ]  # fmt: skip
+    ]
 
 
 def _draw_curves(rows: list[figures.Row], canvas: Canvas) -> None:
@@ -196,17 +208,26 @@ def _draw_final(rows: list[dict[str, Any]], canvas: Canvas) -> None:
         named = {row["setting"]: row for row in members}
         points = [named[name] for name in DENSITIES if name in named]
         left.errorbar(
-            [row["wire_ratio_target"] for row in points], [row["final"] for row in points],
-            yerr=[row["final"] * (row["spread"] or 0) / 200 for row in points], label=model,
-            color=colour, marker="o", capsize=3,
-        )  # fmt: skip
+            [row["wire_ratio_target"] for row in points],
+            [row["final"] for row in points],
+            yerr=[row["final"] * (row["spread"] or 0) / 200 for row in points],
+            label=model,
+            color=colour,
+            marker="o",
+            capsize=3,
+        )
         others = [row for row in members if row["to_dense"] is not None]
         places = [list(BY_NAME).index(row["setting"]) for row in others]
         right.errorbar(
-            [row["to_dense"] for row in others], places,
-            xerr=[(row["to_dense_spread"] or 0) / 2 for row in others], label=model, color=colour,
-            marker="o", linestyle="", capsize=3,
-        )  # fmt: skip
+            [row["to_dense"] for row in others],
+            places,
+            xerr=[(row["to_dense_spread"] or 0) / 2 for row in others],
+            label=model,
+            color=colour,
+            marker="o",
+            linestyle="",
+            capsize=3,
+        )
     figures.log_axis(left, "x")
     left.set(xlabel="bytes sent at the target density, of dense's", ylabel="final validation loss")
     labels = {row["setting"]: row["label"] for row in rows if row["to_dense"] is not None}
@@ -217,5 +238,6 @@ def _draw_final(rows: list[dict[str, Any]], canvas: Canvas) -> None:
     for axes in (left, right):
         axes.grid(True, which="both", alpha=0.25, linewidth=0.5)
     figures.shared_legend(canvas, [left])
-    canvas.suptitle("Final validation loss, mean and spread of the seeds, measured on two CPU "
-                    "ranks", fontsize=9)  # fmt: skip
+    canvas.suptitle(
+        "Final validation loss, mean and spread of the seeds, measured on two CPU ranks", fontsize=9
+    )

@@ -56,7 +56,7 @@ SETTINGS = (
     Setting("longramp", "1 %, ramp of 70 %", ramp=0.7, tier=3),
     Setting(SGD_DENSE, "SGD, dense", ("compression=dense", *_SGD), baseline=SGD_DENSE, tier=3),
     Setting("sgd_topk1", "SGD, 1 %", _SGD, baseline=SGD_DENSE, tier=3),
-)  # fmt: skip
+)
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CORPORA = {"gpt": "prose", "starcoder": "code"}
 """The models, and what each learns from."""
@@ -97,13 +97,20 @@ class Study:
     overrides: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_arguments("bench convergence", [
-            ("model", self.models, set(self.models) <= set(CORPORA), " | ".join(CORPORA)),
-            ("setting", self.settings, set(self.settings) <= set(BY_NAME), " | ".join(BY_NAME)),
-            ("seeds", self.seeds, min(self.seeds, default=0) >= 1, "numbers of 1 or more"),
-            ("iters", self.iters, self.iters > 0 and self.iters % VALIDATIONS == 0,
-             f"a multiple of {VALIDATIONS}"),
-        ])  # fmt: skip
+        check_arguments(
+            "bench convergence",
+            [
+                ("model", self.models, set(self.models) <= set(CORPORA), " | ".join(CORPORA)),
+                ("setting", self.settings, set(self.settings) <= set(BY_NAME), " | ".join(BY_NAME)),
+                ("seeds", self.seeds, min(self.seeds, default=0) >= 1, "numbers of 1 or more"),
+                (
+                    "iters",
+                    self.iters,
+                    self.iters > 0 and self.iters % VALIDATIONS == 0,
+                    f"a multiple of {VALIDATIONS}",
+                ),
+            ],
+        )
 
     def runs(self) -> Iterator[Run]:
         """The most important first, and what is compared with each other close together."""
@@ -122,12 +129,16 @@ class Study:
     def arguments(self, run: Run) -> list[str]:
         """Of `train`, without those that say where."""
         return [
-            "experiment=convergence", f"model={run.model}_tiny", f"data={CORPORA[run.model]}",
+            "experiment=convergence",
+            f"model={run.model}_tiny",
+            f"data={CORPORA[run.model]}",
             f"training.iterations={self.iters}",
             f"training.lr_warmup_iters={min(100, self.iters // 4)}",
             f"training.eval_interval={self.iters // VALIDATIONS}",
-            f"training.seed={run.seed}", f"compression.seed={run.seed}",
+            f"training.seed={run.seed}",
+            f"compression.seed={run.seed}",
             f"compression.warmup_iters={round(self.iters * run.setting.warmup)}",
             f"compression.ramp_iters={round(self.iters * run.setting.ramp)}",
-            *run.setting.overrides, *self.overrides,
-        ]  # fmt: skip
+            *run.setting.overrides,
+            *self.overrides,
+        ]

@@ -138,14 +138,26 @@ class CostSweep:
 
     def __post_init__(self) -> None:
         smallest = PICI_TILE * max(self.world_sizes, default=1)
-        check_arguments("bench cost-models", [
-            ("scheme", self.schemes, set(self.schemes) <= set(OVER_GROUPS),
-             " | ".join(OVER_GROUPS)),
-            ("kind", self.kinds, set(self.kinds) <= set(KINDS), " | ".join(KINDS)),
-            ("density", self.densities, all(0 < d <= 1 for d in self.densities), "in (0, 1]"),
-            ("ranks", self.world_sizes, all(n >= 2 for n in self.world_sizes), "2 or more"),
-            ("size", self.full_numel, self.full_numel >= smallest, f"{smallest} elements or more"),
-        ])  # fmt: skip
+        check_arguments(
+            "bench cost-models",
+            [
+                (
+                    "scheme",
+                    self.schemes,
+                    set(self.schemes) <= set(OVER_GROUPS),
+                    " | ".join(OVER_GROUPS),
+                ),
+                ("kind", self.kinds, set(self.kinds) <= set(KINDS), " | ".join(KINDS)),
+                ("density", self.densities, all(0 < d <= 1 for d in self.densities), "in (0, 1]"),
+                ("ranks", self.world_sizes, all(n >= 2 for n in self.world_sizes), "2 or more"),
+                (
+                    "size",
+                    self.full_numel,
+                    self.full_numel >= smallest,
+                    f"{smallest} elements or more",
+                ),
+            ],
+        )
 
     def rows(self) -> Iterator[CostRow]:
         """Every case; kinds outermost, schemes innermost."""
@@ -169,9 +181,16 @@ class CostSweep:
                 if fits(scheme, self.form, options):
                     taken_s = virtual_truth.run(scheme, given, setting).total_s
                     yield _row(
-                        scheme, shape, profile, cluster, options, kind, density, taken_s,
+                        scheme,
+                        shape,
+                        profile,
+                        cluster,
+                        options,
+                        kind,
+                        density,
+                        taken_s,
                         modelled=True,
-                    )  # fmt: skip
+                    )
 
 
 def prices_of(cluster: str) -> CodecPrices:
@@ -200,10 +219,20 @@ def _row(
 ) -> CostRow:
     found = predict(scheme, shape, profile, cluster, options)
     return CostRow(
-        scheme, str(shape.form), kind, density, shape.world_size, cluster.name, shape.numel,
-        found.total_s * 1e6, found.network_s * 1e6, found.codec_s * 1e6, found.host_s * 1e6,
-        taken_s * 1e6, modelled,
-    )  # fmt: skip
+        scheme,
+        str(shape.form),
+        kind,
+        density,
+        shape.world_size,
+        cluster.name,
+        shape.numel,
+        found.total_s * 1e6,
+        found.network_s * 1e6,
+        found.codec_s * 1e6,
+        found.host_s * 1e6,
+        taken_s * 1e6,
+        modelled,
+    )
 
 
 def simulated_numel(world_size: int, density: float, full_numel: int) -> int:
@@ -240,16 +269,31 @@ def measured_rows(path: Path, cluster: ClusterModel) -> Iterator[CostRow]:
         density = row["sent_density"]
         profile = SparsityProfile.uniform(numel, density, n)
         yield _row(
-            scheme, shape, profile, cluster, options, "measured", density, row["time_us"] / 1e6,
+            scheme,
+            shape,
+            profile,
+            cluster,
+            options,
+            "measured",
+            density,
+            row["time_us"] / 1e6,
             modelled=False,
-        )  # fmt: skip
+        )
     if left_out:
         print(f"# {left_out} rows are left out: modelled, not timed, or without a cost model")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    needed = {"op", "carried_by", "world_size", "count", "modelled", "time_us", "dtype",
-              "sent_density"}  # fmt: skip
+    needed = {
+        "op",
+        "carried_by",
+        "world_size",
+        "count",
+        "modelled",
+        "time_us",
+        "dtype",
+        "sent_density",
+    }
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
@@ -304,11 +348,13 @@ def errors_by_scheme(rows: Iterable[CostRow]) -> list[SchemeErrors]:
         by_scheme[row.scheme].append(row)
     return [
         SchemeErrors(
-            scheme, len(found), mean(abs(row.error) for row in found),
+            scheme,
+            len(found),
+            mean(abs(row.error) for row in found),
             max(found, key=lambda row: abs(row.error)),
         )
         for scheme, found in by_scheme.items()
-    ]  # fmt: skip
+    ]
 
 
 def report(rows: Iterable[CostRow], json_path: Path | None) -> list[SchemeErrors]:

@@ -38,10 +38,14 @@ def action(values_N: torch.Tensor) -> Callable[[], object] | None:
     def call(scratch: int | None) -> None:
         stream = torch.cuda.current_stream(values_N.device).cuda_stream
         failed = select(
-            ctypes.c_void_p(scratch), ctypes.byref(needed), ctypes.c_void_p(values_N.data_ptr()),
-            ctypes.c_void_p(to_N.data_ptr()), ctypes.c_void_p(count.data_ptr()),
-            ctypes.c_longlong(values_N.numel()), ctypes.c_void_p(stream),
-        )  # fmt: skip
+            ctypes.c_void_p(scratch),
+            ctypes.byref(needed),
+            ctypes.c_void_p(values_N.data_ptr()),
+            ctypes.c_void_p(to_N.data_ptr()),
+            ctypes.c_void_p(count.data_ptr()),
+            ctypes.c_longlong(values_N.numel()),
+            ctypes.c_void_p(stream),
+        )
         if failed:
             raise ExtensionError("CUB's DeviceSelect failed", expected="cudaSuccess", got=failed)
 
@@ -68,14 +72,26 @@ def compile_for(capability: tuple[int, int], target: Path) -> None:
     toolkit = find_cuda()
     major, minor = capability
     command = [
-        toolkit.nvcc, "-ccbin", find_cxx(), "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC",
+        toolkit.nvcc,
+        "-ccbin",
+        find_cxx(),
+        "-O3",
+        "-std=c++17",
+        "-shared",
+        "-Xcompiler",
+        "-fPIC",
         f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}",
-        "-isystem", toolkit.home / "include" / "cccl", SOURCES / "cub_select.cu",
-        f"-L{toolkit.lib}", "-o", target,
-    ]  # fmt: skip
+        "-isystem",
+        toolkit.home / "include" / "cccl",
+        SOURCES / "cub_select.cu",
+        f"-L{toolkit.lib}",
+        "-o",
+        target,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ExtensionError(
-            "CUB's DeviceSelect does not compile", expected="nvcc with CCCL's headers",
+            "CUB's DeviceSelect does not compile",
+            expected="nvcc with CCCL's headers",
             got="\n".join((done.stdout + done.stderr).strip().splitlines()[:10]),
-        )  # fmt: skip
+        )

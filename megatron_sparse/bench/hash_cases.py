@@ -101,9 +101,14 @@ def _bitmap_tasks(numel: int, density: float, dtype: str, device: torch.device) 
     records = encode()
     used = sum(record.numel() for record in records)
     yield Task(
-        "encode", "hash_bitmap", grad_N.nbytes + used, wrong, encode, lambda: grad_N.sum(),
+        "encode",
+        "hash_bitmap",
+        grad_N.nbytes + used,
+        wrong,
+        encode,
+        lambda: grad_N.sum(),
         {"torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]},
-    )  # fmt: skip
+    )
 
     acc_N, value_dtype = torch.zeros(numel, device=device), DTYPES[dtype]
     peer_acc_N = torch.zeros_like(acc_N)
@@ -111,9 +116,15 @@ def _bitmap_tasks(numel: int, density: float, dtype: str, device: torch.device) 
     def decode_add() -> None:
         for record, place in zip(records, places, strict=True):
             hash_bitmap.decode_add_(
-                acc_N, record, place.partition_hash, place.partition, value_dtype, offset=0,
-                epoch=EPOCH, rank=0,
-            )  # fmt: skip
+                acc_N,
+                record,
+                place.partition_hash,
+                place.partition,
+                value_dtype,
+                offset=0,
+                epoch=EPOCH,
+                rank=0,
+            )
 
     decode_add()
     wrong += int((acc_N != grad_N.float()).sum())
@@ -121,9 +132,14 @@ def _bitmap_tasks(numel: int, density: float, dtype: str, device: torch.device) 
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K].float()
     yield Task(
-        "decode_add", "hash_bitmap", used + 2 * touched, wrong, decode_add, None,
+        "decode_add",
+        "hash_bitmap",
+        used + 2 * touched,
+        wrong,
+        decode_add,
+        None,
         {"torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)},
-    )  # fmt: skip
+    )
 
 
 def _pair_tasks(numel: int, density: float, dtype: str, device: torch.device) -> Iterator[Task]:
@@ -141,10 +157,14 @@ def _pair_tasks(numel: int, density: float, dtype: str, device: torch.device) ->
     wrong += int((cut.values_K != values_K[order_K]).sum())
     wrong += int((cut.indices_K != memory.indices_K).sum())
     yield Task(
-        "hash_partition", "pairs", 2 * entry_bytes, wrong,
-        lambda: hierarchical_hash.split(h0, index_K, values_K), None,
+        "hash_partition",
+        "pairs",
+        2 * entry_bytes,
+        wrong,
+        lambda: hierarchical_hash.split(h0, index_K, values_K),
+        None,
         {"Algorithm 1": lambda: hierarchical_hash.hierarchical_hash(h0, index_K, values_K)},
-    )  # fmt: skip
+    )
 
     def encode() -> list[torch.Tensor]:
         return [hash_pairs.encode(*cut.of(place.partition), place) for place in places]
@@ -203,22 +223,35 @@ def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> 
     decoded = part.decode(out, rank=0)
     wrong += int((decoded.indices_K != local_K).sum()) + int((decoded.rows_KD != rows_KD).sum())
     yield Task(
-        "encode", "row_sparse", local_K.nbytes + rows_KD.nbytes + out.numel(), wrong,
-        lambda: part.encode(gradient, positions, out), None, {},
-    )  # fmt: skip
+        "encode",
+        "row_sparse",
+        local_K.nbytes + rows_KD.nbytes + out.numel(),
+        wrong,
+        lambda: part.encode(gradient, positions, out),
+        None,
+        {},
+    )
 
     union_U = row_sparse.union(sets, num_rows)
     every = torch.cat(sets)
     yield Task(
-        "row_union", "row_sparse", every.nbytes + union_U.nbytes, wrong,
-        lambda: row_sparse.union(sets, num_rows), None,
+        "row_union",
+        "row_sparse",
+        every.nbytes + union_U.nbytes,
+        wrong,
+        lambda: row_sparse.union(sets, num_rows),
+        None,
         {"torch unique": lambda: torch.unique(every)},
-    )  # fmt: skip
+    )
     yield Task(
-        "row_match", "row_sparse", 2 * local_K.nbytes + union_U.nbytes, wrong,
-        lambda: row_sparse.match(local_K, union_U), None,
+        "row_match",
+        "row_sparse",
+        2 * local_K.nbytes + union_U.nbytes,
+        wrong,
+        lambda: row_sparse.match(local_K, union_U),
+        None,
         {"torch searchsorted": lambda: torch.searchsorted(union_U, local_K)},
-    )  # fmt: skip
+    )
 
     def zeros_and_copy() -> torch.Tensor:
         target_UD = rows_KD.new_zeros(union_U.numel(), COLUMNS)
@@ -227,7 +260,11 @@ def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> 
     wrong += int((gradient.expand(union_U) != zeros_and_copy()).sum())
     target_bytes = union_U.numel() * COLUMNS * rows_KD.element_size()
     yield Task(
-        "row_expand", "row_sparse",
-        local_K.nbytes + union_U.nbytes + rows_KD.nbytes + target_bytes, wrong,
-        lambda: gradient.expand(union_U), None, {"torch index_copy_": zeros_and_copy},
-    )  # fmt: skip
+        "row_expand",
+        "row_sparse",
+        local_K.nbytes + union_U.nbytes + rows_KD.nbytes + target_bytes,
+        wrong,
+        lambda: gradient.expand(union_U),
+        None,
+        {"torch index_copy_": zeros_and_copy},
+    )

@@ -76,13 +76,16 @@ class HostSweep:
     nccl_engine: bool = False
 
     def __post_init__(self) -> None:
-        check_arguments("bench host", [
-            ("ranks", self.ranks, all(2 <= n <= 256 for n in self.ranks), "2 to 256"),
-            ("scheme", self.schemes, set(self.schemes) <= set(SCHEMES), " | ".join(SCHEMES)),
-            ("capacity", self.capacity, self.capacity > 0, "above 0"),
-            ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
-            ("iters", self.iters, self.iters >= 1, "1 or more"),
-        ])  # fmt: skip
+        check_arguments(
+            "bench host",
+            [
+                ("ranks", self.ranks, all(2 <= n <= 256 for n in self.ranks), "2 to 256"),
+                ("scheme", self.schemes, set(self.schemes) <= set(SCHEMES), " | ".join(SCHEMES)),
+                ("capacity", self.capacity, self.capacity > 0, "above 0"),
+                ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
+                ("iters", self.iters, self.iters >= 1, "1 or more"),
+            ],
+        )
 
 
 @dataclass(frozen=True)
@@ -191,9 +194,14 @@ class _RankWithoutPeers(ProcessGroupTransport):
         super().__init__(dist.group.WORLD, TIMEOUT_S, torch.device("cpu"), watch=False)
         if nccl_engine:
             self.communicator: NcclCommunicator | None = _CommunicatorWithoutPeers(
-                _NoNccl(), 0, self.world_size, self.device, TIMEOUT_S, lambda text: text,
+                _NoNccl(),
+                0,
+                self.world_size,
+                self.device,
+                TIMEOUT_S,
+                lambda text: text,
                 self._announce,
-            )  # fmt: skip
+            )
         self.device = torch.device("cuda")  # what it is asked for from here on is how to post
 
     def begin(self) -> None:
@@ -303,16 +311,26 @@ class _Path:
         density = 1.0 if OVER_GROUPS[name].takes is Input.DENSE else DENSITY
         case = Case(Form.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
         settings = Sweep(
-            4 * case.numel, 4 * case.numel, [density], ["fp32"], [name], ["all_reduce"],
-            capacity=sweep.capacity, timeout_s=TIMEOUT_S,
-        )  # fmt: skip
+            4 * case.numel,
+            4 * case.numel,
+            [density],
+            ["fp32"],
+            [name],
+            ["all_reduce"],
+            capacity=sweep.capacity,
+            timeout_s=TIMEOUT_S,
+        )
         config = case.config(settings, straggler=n - 1)
         self.transport = _RankWithoutPeers(_record(case, settings, n), nccl_engine=nccl_engine)
         self._recorder = LastRecord()
         self._reducer = GradientReducer(
-            config, self.transport, FixedPlanner(config.compression, config.scheme),
-            new_residuals(), self._recorder, progress,
-        )  # fmt: skip
+            config,
+            self.transport,
+            FixedPlanner(config.compression, config.scheme),
+            new_residuals(),
+            self._recorder,
+            progress,
+        )
         self._values_N = case.normal_values(0)
         self._bucket = case.bucket(self._values_N.clone(), n)
 

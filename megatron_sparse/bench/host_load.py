@@ -62,7 +62,9 @@ def _psutil() -> ModuleType:
         import psutil
     except ImportError:
         raise DependencyError(
-            "the machine's load and memory cannot be seen", expected="psutil",
-            got="it is not installed", remedy="pip install psutil",
-        ) from None  # fmt: skip
+            "the machine's load and memory cannot be seen",
+            expected="psutil",
+            got="it is not installed",
+            remedy="pip install psutil",
+        ) from None
     return psutil

@@ -98,11 +98,22 @@ def measure(
     wrong = sum(int((out.view(torch.int32) != total_N.view(torch.int32)).sum()) for out in outs)
     moved = floor_bytes(grads, total_N, layout)
     row: dict[str, Any] = {
-        "op": "all_reduce", "scheme": "peer_two_shot", "dtype": "fp32", "density": density,
-        "count": numel, "bytes": 4 * numel, "world_size": ranks, "bytes_moved": moved,
-        "time_us": None, "copy_us": None, "host_us": None, "window_bytes": peers.nbytes,
-        "transport": "virtual ranks on one GPU", "modelled": False, "wrong": wrong,
-    }  # fmt: skip
+        "op": "all_reduce",
+        "scheme": "peer_two_shot",
+        "dtype": "fp32",
+        "density": density,
+        "count": numel,
+        "bytes": 4 * numel,
+        "world_size": ranks,
+        "bytes_moved": moved,
+        "time_us": None,
+        "copy_us": None,
+        "host_us": None,
+        "window_bytes": peers.nbytes,
+        "transport": "virtual ranks on one GPU",
+        "modelled": False,
+        "wrong": wrong,
+    }
     if wrong:
         return row
     times_us, copies_us = codec_cuda.time_in_turn(
@@ -116,8 +127,10 @@ def measure(
         hosts_us.append((time.perf_counter() - start_s) * 1e6)
     peers.check("bench", 0)
     row |= {
-        "time_us": median(times_us), "copy_us": median(copies_us), "host_us": median(hosts_us),
-    }  # fmt: skip
+        "time_us": median(times_us),
+        "copy_us": median(copies_us),
+        "host_us": median(hosts_us),
+    }
     return row
 
 
@@ -134,9 +147,13 @@ def line(row: dict[str, Any]) -> str:
 
 
 def run(
-    megabytes: int, ranks: Sequence[int], densities: Sequence[float], iters: int,
-    json_path: Path | None, device: torch.device,
-) -> list[dict[str, Any]]:  # fmt: skip
+    megabytes: int,
+    ranks: Sequence[int],
+    densities: Sequence[float],
+    iters: int,
+    json_path: Path | None,
+    device: torch.device,
+) -> list[dict[str, Any]]:
     """Prints the table and returns its rows.
 
     Raises:
@@ -144,9 +161,11 @@ def run(
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DependencyError(
-            "there is no GPU", expected="a CUDA device", got="none",
+            "there is no GPU",
+            expected="a CUDA device",
+            got="none",
             remedy="run it where there is one; the tests run the kernels in an emulator",
-        )  # fmt: skip
+        )
     print("# virtual ranks on one GPU: the kernels' cost for all ranks together, not NVLink's")
     print(HEADER, flush=True)
     rows = []
@@ -176,9 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         ranks, densities = _numbers("--ranks", chosen.ranks), _numbers("--density", chosen.density)
         rows = run(
-            chosen.megabytes, [int(n) for n in ranks], densities, chosen.iters, chosen.json,
+            chosen.megabytes,
+            [int(n) for n in ranks],
+            densities,
+            chosen.iters,
+            chosen.json,
             torch.device("cuda"),
-        )  # fmt: skip
+        )
     except MegatronSparseError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

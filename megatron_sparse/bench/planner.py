@@ -68,15 +68,22 @@ class Trial:
                         yield self._row(workload.kind, gradients, profile, name, options)
 
     def _row(
-        self, kind: str, gradients: Sequence[torch.Tensor], profile: SparsityProfile,
-        cluster_name: str, options: SchemeOptions,
-    ) -> PlannerRow:  # fmt: skip
+        self,
+        kind: str,
+        gradients: Sequence[torch.Tensor],
+        profile: SparsityProfile,
+        cluster_name: str,
+        options: SchemeOptions,
+    ) -> PlannerRow:
         cluster, n = find(cluster_name), len(gradients)
         shape = BucketShape(self.full_numel, 0, 4, self.form, n)
         predictions_us = prices_us(
-            shape, replace(profile, numel=self.full_numel), cluster=cluster, options=options,
+            shape,
+            replace(profile, numel=self.full_numel),
+            cluster=cluster,
+            options=options,
             names=candidates(self.schemes),
-        )  # fmt: skip
+        )
         prices = MemoryBoundPrices(MACHINES[cluster_name][0].codec_rate)
         setting = virtual_truth.Setting.on(cluster, n, prices, options, self.form, self.full_numel)
         taken_us = {
@@ -84,9 +91,15 @@ class Trial:
             for scheme in predictions_us
         }
         return PlannerRow.of(
-            kind, n, cluster_name, self.full_numel, profile.density, predictions_us, taken_us,
+            kind,
+            n,
+            cluster_name,
+            self.full_numel,
+            profile.density,
+            predictions_us,
+            taken_us,
             modelled=True,
-        )  # fmt: skip
+        )
 
 
 def sampled_profile(gradients: Sequence[torch.Tensor]) -> SparsityProfile:

@@ -73,8 +73,9 @@ def synthetic(kinds: Sequence[str], numel: int) -> list[Workload]:
     if unknown:
         raise ConfigError(
             "bench planner: a kind of gradients is unknown",
-            expected=" | ".join(KINDS), got=", ".join(unknown),
-        )  # fmt: skip
+            expected=" | ".join(KINDS),
+            got=", ".join(unknown),
+        )
     return [Workload(kind, partial(_synthetic, kind, numel), numel, 2**30) for kind in kinds]
 
 

@@ -68,10 +68,16 @@ class RealTrial:
         """As the collective bench's ranks want it."""
         nbytes = 4 * max(workload.numel for workload in self.workloads)
         return Sweep(
-            min_bytes=nbytes, max_bytes=nbytes, densities=[1.0], dtypes=["fp32"],
-            schemes=["dense"], ops=[str(self.form)], warmup=self.warmup, iters=self.iters,
+            min_bytes=nbytes,
+            max_bytes=nbytes,
+            densities=[1.0],
+            dtypes=["fp32"],
+            schemes=["dense"],
+            ops=[str(self.form)],
+            warmup=self.warmup,
+            iters=self.iters,
             timeout_s=self.timeout_s,
-        )  # fmt: skip
+        )
 
 
 class PlannerRanks(RankBench):
@@ -106,12 +112,18 @@ class PlannerRanks(RankBench):
             )
             predictions_us = prices_us(
                 shape, profile, cluster=cluster, options=options, names=names
-            )  # fmt: skip
+            )
             taken_us = self._race(list(predictions_us), grad_N, profile.density)
             yield PlannerRow.of(
-                workload.kind, self.world_size, cluster.name, grad_N.numel(), profile.density,
-                predictions_us, taken_us, modelled=False,
-            )  # fmt: skip
+                workload.kind,
+                self.world_size,
+                cluster.name,
+                grad_N.numel(),
+                profile.density,
+                predictions_us,
+                taken_us,
+                modelled=False,
+            )
 
     def _cluster(self) -> ClusterModel:
         cluster = self._trial.cluster
@@ -170,8 +182,11 @@ def run_rank(trial: RealTrial, json_path: Path | None) -> Verdict:
         if group.rank:
             return Verdict.of(list(group.planner_rows()))
         write_rows(json_path, [])
-        print(f"# {group.world_size} ranks, {group.backend}, hosts: {len(group.nodes)}; "
-              f"measured\n{HEADER}", flush=True)  # fmt: skip
+        print(
+            f"# {group.world_size} ranks, {group.backend}, hosts: {len(group.nodes)}; "
+            f"measured\n{HEADER}",
+            flush=True,
+        )
         return report(group.planner_rows(), json_path)
 
     return as_rank(

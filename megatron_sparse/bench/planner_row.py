@@ -58,9 +58,17 @@ class PlannerRow:
 
     @classmethod
     def of(
-        cls, case: str, world_size: int, cluster: str, numel: int, density: float,
-        predictions_us: Mapping[str, float], taken_us: Mapping[str, float], *, modelled: bool,
-    ) -> PlannerRow:  # fmt: skip
+        cls,
+        case: str,
+        world_size: int,
+        cluster: str,
+        numel: int,
+        density: float,
+        predictions_us: Mapping[str, float],
+        taken_us: Mapping[str, float],
+        *,
+        modelled: bool,
+    ) -> PlannerRow:
         """Chooses by the predictions and looks up what was taken.
 
         Args:
@@ -76,10 +84,21 @@ class PlannerRow:
         chosen = least(dict(predictions_us), list(predictions_us))
         best = least(dict(taken_us), list(taken_us))
         return cls(
-            case, world_size, cluster, numel, density, chosen, taken_us[chosen],
-            predictions_us[chosen], best, taken_us[best], taken_us[DENSE], modelled,
-            dict(taken_us), dict(predictions_us),
-        )  # fmt: skip
+            case,
+            world_size,
+            cluster,
+            numel,
+            density,
+            chosen,
+            taken_us[chosen],
+            predictions_us[chosen],
+            best,
+            taken_us[best],
+            taken_us[DENSE],
+            modelled,
+            dict(taken_us),
+            dict(predictions_us),
+        )
 
     @property
     def regret(self) -> float:

@@ -97,12 +97,15 @@ def run(
     sweep = table.SizeSweep(
         min_bytes=min_bytes, max_bytes=max_bytes, warmup=warmup, iters=iters, threads=threads
     )
-    table.check_arguments("bench prune", [
-        *sweep.range_checks(),
-        ("density", densities, all(0 < d < 1 for d in densities), "above 0 and below 1"),
-        ("dtype", dtype, dtype in DTYPES, " | ".join(DTYPES)),
-        ("residual_dtype", residual_dtype, residual_dtype in RESIDUAL_DTYPES, "fp32 | bf16"),
-    ])  # fmt: skip
+    table.check_arguments(
+        "bench prune",
+        [
+            *sweep.range_checks(),
+            ("density", densities, all(0 < d < 1 for d in densities), "above 0 and below 1"),
+            ("dtype", dtype, dtype in DTYPES, " | ".join(DTYPES)),
+            ("residual_dtype", residual_dtype, residual_dtype in RESIDUAL_DTYPES, "fp32 | bf16"),
+        ],
+    )
     rows: list[Row] = []
     with table.torch_threads(threads):
         print(
@@ -142,10 +145,13 @@ def _tasks(size: int, density: float, dtype: str, residual_dtype: str) -> Iterat
     peer_sum_N = torch.empty(numel)
     # What is pruned already is pruned to itself again, so the rounds see the same numbers.
     yield Task(
-        "prune", "-", 2 * numel * (itemsize + residual_N.element_size()), wrong,
+        "prune",
+        "-",
+        2 * numel * (itemsize + residual_N.element_size()),
+        wrong,
         lambda: ops.prune_(grad_N, residual_N, offsets, thresholds, 1.0, code, KEY),
         lambda: _prune_in_torch(peer_grad_N, peer_residual_N, peer_sum_N, limit),
-    )  # fmt: skip
+    )
 
     nnz = torch.count_nonzero(grad_N).view(1)  # right, even where prune_'s own count is not
     dense = torch.zeros(1, dtype=torch.uint8)
@@ -158,10 +164,13 @@ def _tasks(size: int, density: float, dtype: str, residual_dtype: str) -> Iterat
     wrong = _wrong_bytes(message, b"".join(records))
     form = ("dense", "coo")[int(out[5])]
     yield Task(
-        "encode", form, size + used, wrong,
+        "encode",
+        form,
+        size + used,
+        wrong,
         lambda: ops.encode(grad_N, offsets, dense, nnz, code, EPOCH, out),
         lambda: torch_codec.encode(grad_N, offsets, dense, nnz, code, EPOCH, peer_out),
-    )  # fmt: skip
+    )
 
     acc_N, expected_N = torch.zeros(numel), torch.zeros(numel)
     ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0)
@@ -169,10 +178,13 @@ def _tasks(size: int, density: float, dtype: str, residual_dtype: str) -> Iterat
     # Each entry is read and written in the fp32 accumulator.
     touched = numel if form == "dense" else int(nnz)
     yield Task(
-        "decode_add", form, used + 8 * touched, _differing(acc_N, expected_N),
+        "decode_add",
+        form,
+        used + 8 * touched,
+        _differing(acc_N, expected_N),
         lambda: ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0),
         lambda: torch_codec.decode_add_(expected_N, message, offsets, code, EPOCH, 0, rank=0),
-    )  # fmt: skip
+    )
 
 
 def _prune_in_torch(
@@ -186,10 +198,19 @@ def _prune_in_torch(
 
 def _measure(task: Task, size: int, density: float, dtype: str, warmup: int, iters: int) -> Row:
     row = Row(
-        op=task.op, format=task.format, dtype=dtype, density=density,
-        count=size // DTYPES[dtype].itemsize, bytes_moved=task.bytes_moved,
-        time_us=None, copy_us=None, peer=PEER, peer_us=None, device="cpu", wrong=task.wrong,
-    )  # fmt: skip
+        op=task.op,
+        format=task.format,
+        dtype=dtype,
+        density=density,
+        count=size // DTYPES[dtype].itemsize,
+        bytes_moved=task.bytes_moved,
+        time_us=None,
+        copy_us=None,
+        peer=PEER,
+        peer_us=None,
+        device="cpu",
+        wrong=task.wrong,
+    )
     if task.wrong:
         return row
     actions = (task.run, table.copy_action(task.bytes_moved), task.peer)

@@ -50,9 +50,12 @@ class RankGroup:
             self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self._device)
         dist.init_process_group(
-            self.backend, store=store, rank=rank, world_size=world_size,
+            self.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
-        )  # fmt: skip
+        )
         world = dist.group.WORLD
         assert world is not None, "just made"
         self._transport = ProcessGroupTransport(
@@ -87,9 +90,10 @@ class RankGroup:
         # Hosts of the test bed have names of their own and are one machine all the same.
         machines = 1 if NETBED_MBIT in os.environ else len(self.nodes)
         return foreign_share(
-            float(spent[:, 0].mean()) * machines, float(spent[:, 1].mean()) * machines,
+            float(spent[:, 0].mean()) * machines,
+            float(spent[:, 1].mean()) * machines,
             float(spent[:, 2].sum()),
-        )  # fmt: skip
+        )
 
 
 def as_rank[Group: RankGroup, Result](

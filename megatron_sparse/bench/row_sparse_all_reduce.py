@@ -100,8 +100,10 @@ def main() -> None:
     gradient = zipf_gradient(args.num_rows, args.width, args.rows, dist.get_rank())
     expected, _ = dense(gradient)
     if dist.get_rank() == 0:
-        print(f"# {dist.get_world_size()} ranks, [{args.num_rows}, {args.width}] fp32, "
-              f"{args.rows} tokens a rank\n# version  time(ms)  sent(B)  #wrong")  # fmt: skip
+        print(
+            f"# {dist.get_world_size()} ranks, [{args.num_rows}, {args.width}] fp32, "
+            f"{args.rows} tokens a rank\n# version  time(ms)  sent(B)  #wrong"
+        )
     for name, version in versions.items():
         total, _ = version(gradient)
         wrong = int((total.to_dense() != expected).sum())

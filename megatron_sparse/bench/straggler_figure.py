@@ -26,17 +26,24 @@ def draw(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     timed = [row for row in rows if row["time_us"]]
     if not timed:
         raise ConfigError(
-            "there is nothing to draw", expected="a row that was timed", got="none",
+            "there is nothing to draw",
+            expected="a row that was timed",
+            got="none",
             remedy="look at #wrong",
-        )  # fmt: skip
+        )
     first = timed[0]
     rate = "" if first["mbit"] is None else f" at {first['mbit']} Mbit/s"
     place = f"{first['world_size']} {first['transport']} ranks{rate}"
     figure = Figure(
-        "stragglar", 5, f"As StragglAR's figure 5: {first['op']} of {place}",
-        "Times from the last rank's arrival", lambda _: panels(timed, place), draw_5, 3.8,
+        "stragglar",
+        5,
+        f"As StragglAR's figure 5: {first['op']} of {place}",
+        "Times from the last rank's arrival",
+        lambda _: panels(timed, place),
+        draw_5,
+        3.8,
         MODEL if first["modelled"] else "measured",
-    )  # fmt: skip
+    )
     return figure.make(folder, fast=False)
 
 
@@ -66,8 +73,13 @@ def _row(panel: str, row: dict[str, Any], place: str) -> Row:
     if row["density"] < 1:
         name += f", {row['density']:g}"
     return {
-        "series": name, "panel": panel, "machine": place, "ranks": row["world_size"],
-        "size_mib": row["bytes"] / MIB, "delay_ms": row["delay_us"] / 1e3,
-        "time_ms": row["time_us"] / 1e3, "total_ms": row["total_us"] / 1e3,
+        "series": name,
+        "panel": panel,
+        "machine": place,
+        "ranks": row["world_size"],
+        "size_mib": row["bytes"] / MIB,
+        "delay_ms": row["delay_us"] / 1e3,
+        "time_ms": row["time_us"] / 1e3,
+        "total_ms": row["total_us"] / 1e3,
         "algbw_gbs": row["bytes"] / row["time_us"] / 1e3,
-    }  # fmt: skip
+    }

@@ -125,9 +125,10 @@ class StragglerBench(RankBench):
         if delay_s >= self._sweep.timeout_s:
             raise ConfigError(
                 "bench stragglers: the automatic delay is longer than a rank may wait",
-                expected=f"--timeout above {delay_s:.1f} s", got=f"{self._sweep.timeout_s:g} s",
+                expected=f"--timeout above {delay_s:.1f} s",
+                got=f"{self._sweep.timeout_s:g} s",
                 remedy="raise --timeout, or lower --max-bytes",
-            )  # fmt: skip
+            )
         return delay_s
 
     def _check(self, case: Case) -> tuple[int, str]:

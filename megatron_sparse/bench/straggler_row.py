@@ -116,11 +116,22 @@ class StragglerRow:
     ) -> StragglerRow:
         """The row of a case that has been checked and not yet timed; `transport` is to be set."""
         return cls(
-            op=str(case.form), scheme=name, carried_by=carried_by, dtype=case.dtype,
-            density=case.density, count=case.numel, bytes=case.nbytes, world_size=n,
-            straggler=straggler, delay_us=delay_s * 1e6, transport="", mbit=None,
-            alpha_us=link.alpha_s * 1e6, modelled=False, wrong=wrong,
-        )  # fmt: skip
+            op=str(case.form),
+            scheme=name,
+            carried_by=carried_by,
+            dtype=case.dtype,
+            density=case.density,
+            count=case.numel,
+            bytes=case.nbytes,
+            world_size=n,
+            straggler=straggler,
+            delay_us=delay_s * 1e6,
+            transport="",
+            mbit=None,
+            alpha_us=link.alpha_s * 1e6,
+            modelled=False,
+            wrong=wrong,
+        )
 
     def measured(self, rounds_nRM: torch.Tensor, link: Link) -> StragglerRow:
         """Fills in times and bytes; mutates and returns the row.

@@ -21,9 +21,16 @@ from megatron_sparse.transport import Link
 RULE = "rule"
 """A row that is left to the rule of `straggler.critical`: `straggler` where it pays, else dense."""
 DEFAULT_SCHEMES = (
-    "dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast", "straggler",
-    "agsparse", "direct", "straggler_direct",
-)  # fmt: skip
+    "dense",
+    "dense_ring",
+    "dense_rhd",
+    "dense_allpairs",
+    "dense_broadcast",
+    "straggler",
+    "agsparse",
+    "direct",
+    "straggler_direct",
+)
 AUTO_FACTOR = 1.5
 """An automatic delay, in reduce-scatters: long enough to hide what the early ranks do meanwhile."""
 
@@ -49,11 +56,18 @@ class StragglerSweep:
 
     def __post_init__(self) -> None:
         longest_ms = self.sweep.timeout_s * 1e3
-        check_arguments("bench stragglers", [
-            ("delay-ms", delay, delay is None or 0 <= delay < longest_ms,
-             f"0 to less than --timeout ({longest_ms:g} ms), or auto")
-            for delay in self.delays_ms
-        ])  # fmt: skip
+        check_arguments(
+            "bench stragglers",
+            [
+                (
+                    "delay-ms",
+                    delay,
+                    delay is None or 0 <= delay < longest_ms,
+                    f"0 to less than --timeout ({longest_ms:g} ms), or auto",
+                )
+                for delay in self.delays_ms
+            ],
+        )
 
     def late_rank(self, world_size: int) -> int:
         """The straggler's rank.

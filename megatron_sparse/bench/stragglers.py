@@ -55,8 +55,10 @@ def run_rank(bench: StragglerSweep, json_path: Path | None, figure: Path | None)
     rows = run_as_rank(
         lambda store, rank, world_size: StragglerBench(bench, store, rank, world_size),
         lambda ranks, progress: ranks.straggler_rows(progress),
-        bench, HEADER, json_path,
-    )  # fmt: skip
+        bench,
+        HEADER,
+        json_path,
+    )
     if os.environ["RANK"] == "0":
         _draw(rows, figure)
     return rows

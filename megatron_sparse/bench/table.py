@@ -134,9 +134,11 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise ConfigError(
-            "the measurements cannot be written", expected="a file that can be written", got=error,
+            "the measurements cannot be written",
+            expected="a file that can be written",
+            got=error,
             remedy="give another path",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:

@@ -64,20 +64,35 @@ class Setting:
 
     def __post_init__(self) -> None:
         known = (PLAIN, *SCHEMES)
-        check_arguments("bench training", [
-            ("scheme", self.schemes, set(self.schemes) <= set(known), " | ".join(known)),
-            ("ranks", self.ranks, self.ranks >= 1, "1 or more"),
-            ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
-            ("iters", self.iters, self.iters >= 1, "1 or more"),
-        ])  # fmt: skip
+        check_arguments(
+            "bench training",
+            [
+                ("scheme", self.schemes, set(self.schemes) <= set(known), " | ".join(known)),
+                ("ranks", self.ranks, self.ranks >= 1, "1 or more"),
+                ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
+                ("iters", self.iters, self.iters >= 1, "1 or more"),
+            ],
+        )
         if self.slow_rank is None:
             return
-        check_arguments("bench training", [
-            ("slow-rank", self.slow_rank, self.slow_rank < self.ranks, f"0 to {self.ranks - 1}"),
-            ("slow-ms", self.slow_ms, self.slow_ms > 0, "more than 0 with --slow-rank"),
-            ("scheme", self.schemes, PLAIN not in self.schemes,
-             f"no {PLAIN} with --slow-rank: it is the plugin that sleeps"),
-        ])  # fmt: skip
+        check_arguments(
+            "bench training",
+            [
+                (
+                    "slow-rank",
+                    self.slow_rank,
+                    self.slow_rank < self.ranks,
+                    f"0 to {self.ranks - 1}",
+                ),
+                ("slow-ms", self.slow_ms, self.slow_ms > 0, "more than 0 with --slow-rank"),
+                (
+                    "scheme",
+                    self.schemes,
+                    PLAIN not in self.schemes,
+                    f"no {PLAIN} with --slow-rank: it is the plugin that sleeps",
+                ),
+            ],
+        )
 
     def rows(self) -> Iterator[tuple[str, float]]:
         """(scheme, density) of each row."""
@@ -91,13 +106,19 @@ class Setting:
         nodes = 1 if self.mbit is None else self.ranks
         how = ["plugin=false"] if scheme == PLAIN else [f"scheme={scheme}"]
         return [
-            "experiment=testbed", f"name={_run_name(scheme, density)}", f"runs_dir={out}", *how,
-            f"compression.density={density:g}", f"cluster.nodes={nodes}",
-            f"cluster.ranks_per_node={self.ranks // nodes}", "cluster.device=cpu",
+            "experiment=testbed",
+            f"name={_run_name(scheme, density)}",
+            f"runs_dir={out}",
+            *how,
+            f"compression.density={density:g}",
+            f"cluster.nodes={nodes}",
+            f"cluster.ranks_per_node={self.ranks // nodes}",
+            "cluster.device=cpu",
             f"training.global_batch_size={self.ranks}",
-            f"training.iterations={self.warmup + self.iters}", *self._slow(scheme),
+            f"training.iterations={self.warmup + self.iters}",
+            *self._slow(scheme),
             *self.overrides,
-        ]  # fmt: skip
+        ]
 
     def _slow(self, scheme: str) -> list[str]:
         if self.slow_rank is None:
@@ -183,9 +204,12 @@ def run(setting: Setting, out: Path, json_path: Path | None = None) -> list[dict
     _make_folder(out)
     where = "loopback" if setting.mbit is None else f"test bed, {setting.mbit} Mbit/s"
     slow = f", rank {setting.slow_rank} sleeps {setting.slow_ms:g} ms an iteration"
-    print(f"# {describe_cpu(1)}\n# {setting.ranks} ranks, gloo, {where}, {setting.warmup} + "
-          f"{setting.iters} iterations, medians{'' if setting.slow_rank is None else slow}\n"
-          f"{HEADER}", flush=True)  # fmt: skip
+    print(
+        f"# {describe_cpu(1)}\n# {setting.ranks} ranks, gloo, {where}, {setting.warmup} + "
+        f"{setting.iters} iterations, medians{'' if setting.slow_rank is None else slow}\n"
+        f"{HEADER}",
+        flush=True,
+    )
     rows: list[Row] = []
     for scheme, density in setting.rows():
         rows.append(_train(setting, scheme, density, out, rows[0] if rows else None))
@@ -220,13 +244,21 @@ def _train(setting: Setting, scheme: str, density: float, out: Path, first: Row 
     losses = [float(loss) for _, loss in found]
     middle_ms = median(times_ms)
     return Row(
-        op="training", scheme=scheme, density=density, world_size=setting.ranks,
-        slow_ms=setting.slow_ms if setting.slow_rank is not None else 0.0, mbit=setting.mbit,
-        iteration_ms=middle_ms, slowest_ms=max(times_ms), loss_first=losses[0],
-        loss_last=losses[-1], speedup=(first.iteration_ms if first else middle_ms) / middle_ms,
-        foreign_load=share, noisy=share > MOST_FOREIGN_LOAD,
+        op="training",
+        scheme=scheme,
+        density=density,
+        world_size=setting.ranks,
+        slow_ms=setting.slow_ms if setting.slow_rank is not None else 0.0,
+        mbit=setting.mbit,
+        iteration_ms=middle_ms,
+        slowest_ms=max(times_ms),
+        loss_first=losses[0],
+        loss_last=losses[-1],
+        speedup=(first.iteration_ms if first else middle_ms) / middle_ms,
+        foreign_load=share,
+        noisy=share > MOST_FOREIGN_LOAD,
         **_from_breakdown(out / _run_name(scheme, density), setting.warmup, plain=scheme == PLAIN),
-    )  # fmt: skip
+    )
 
 
 def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, float | None]:
@@ -249,9 +281,11 @@ def _make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            "bench training: the runs have no place", expected="a folder that can be made",
-            got=error, remedy="give another --out",
-        ) from None  # fmt: skip
+            "bench training: the runs have no place",
+            expected="a folder that can be made",
+            got=error,
+            remedy="give another --out",
+        ) from None
 
 
 def _run_name(scheme: str, density: float) -> str:

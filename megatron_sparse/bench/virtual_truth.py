@@ -134,9 +134,14 @@ class Setting:
     ) -> Setting:
         """On a cluster's links and with its host; its codec table is not looked at."""
         return cls(
-            cluster.topology(world_size), cluster.host_s_per_message, cluster.host_s_per_bucket,
-            prices, options, form, full_numel,
-        )  # fmt: skip
+            cluster.topology(world_size),
+            cluster.host_s_per_message,
+            cluster.host_s_per_bucket,
+            prices,
+            options,
+            form,
+            full_numel,
+        )
 
 
 def at_full_size(profile: SparsityProfile, numel: int) -> SparsityProfile:
@@ -214,9 +219,12 @@ def _drive(
         watches.append(watch)
         posting: Any = HostedTransport(transport, setting.host_s_per_message)
         bucket = Bucket(
-            "truth", gradients[transport.rank].clone(), [ParameterSlice("w", 0, numel)],
-            setting.form, n,
-        )  # fmt: skip
+            "truth",
+            gradients[transport.rank].clone(),
+            [ParameterSlice("w", 0, numel)],
+            setting.form,
+            n,
+        )
         buffers = MessageBuffers()
         if entry.takes is Input.DENSE:
             return entry.reduce(bucket, bucket.grad_N, 0, posting, buffers, watch, options)
@@ -224,10 +232,16 @@ def _drive(
         residuals.begin(bucket)  # Memory that a run takes once is no cost of a step.
         selector = Selector(CompressionConfig(), residuals, transport.rank, buffers)
         message = selector.select(
-            bucket, 1.0, None, form=options.message_format(scheme),
-            block_size=options.block_size, sharded=entry.is_sharded(setting.form),
-            finer=entry.finer(bucket), step=0, watch=watch,
-        )  # fmt: skip
+            bucket,
+            1.0,
+            None,
+            form=options.message_format(scheme),
+            block_size=options.block_size,
+            sharded=entry.is_sharded(setting.form),
+            finer=entry.finer(bucket),
+            step=0,
+            watch=watch,
+        )
         return entry.exchange(bucket, message, posting, buffers, watch, options)
 
     return cluster, watches, cluster.run(start)

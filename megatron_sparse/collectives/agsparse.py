@@ -64,10 +64,17 @@ def agsparse(
     """
     sums = SparseSum(bucket, message, buffers, watch)
     if message.slots is not None and transport.communicator is not None:
-        return (yield from sum_in_one_call(
-            NAME, bucket, message, sums, transport.communicator, watch,
-            by_owners=bucket.form is Form.REDUCE_SCATTER,
-        ))  # fmt: skip
+        return (
+            yield from sum_in_one_call(
+                NAME,
+                bucket,
+                message,
+                sums,
+                transport.communicator,
+                watch,
+                by_owners=bucket.form is Form.REDUCE_SCATTER,
+            )
+        )
     group = group_of(NAME, bucket, message, transport)
     n, rank = group.world_size, group.rank
     if bucket.form is Form.REDUCE_SCATTER:

@@ -60,9 +60,11 @@ def direct(
     """
     sums = SparseSum(bucket, message, buffers, watch)
     if message.slots is not None and transport.communicator is not None:
-        return (yield from sum_in_one_call(
-            NAME, bucket, message, sums, transport.communicator, watch, by_owners=True
-        ))  # fmt: skip
+        return (
+            yield from sum_in_one_call(
+                NAME, bucket, message, sums, transport.communicator, watch, by_owners=True
+            )
+        )
     return (yield from reduce_shards(NAME, bucket, message, sums, transport))
 
 

@@ -123,9 +123,11 @@ def pairwise_all_gather(
         ([((rank - step) % n, own)], [(senders[step], pieces[step])]) for step in range(1, n)
     ]
     yield from group.in_rounds(
-        rounds, lambda number: arrived(senders[number], pieces[number]), independent=True,
+        rounds,
+        lambda number: arrived(senders[number], pieces[number]),
+        independent=True,
         last=last,
-    )  # fmt: skip
+    )
 
 
 def ring_all_gather(

@@ -268,9 +268,15 @@ def _encoded(
         counts = [values.count_nonzero() for values in ranges]
         nnz_R = torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
         return encode(
-            lane_bucket, layout, nnz_R, message.value_dtype if is_narrowed else "fp32",
-            message.epoch, buffers, options.message_format(inner.name), options.block_size,
-        )  # fmt: skip
+            lane_bucket,
+            layout,
+            nnz_R,
+            message.value_dtype if is_narrowed else "fp32",
+            message.epoch,
+            buffers,
+            options.message_format(inner.name),
+            options.block_size,
+        )
 
 
 def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yielded, None, int]:

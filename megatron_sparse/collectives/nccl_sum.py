@@ -63,17 +63,28 @@ def sum_in_one_call(
     gathers = by_owners and not scatters
     cuts = _cuts(message.layout, communicator.world_size, by_owners=by_owners)
     plan = _plan(
-        message.layout, slots, WIRE_CODES[message.value_dtype], rank, communicator.world_size,
-        by_owners, gathers,
-    )  # fmt: skip
+        message.layout,
+        slots,
+        WIRE_CODES[message.value_dtype],
+        rank,
+        communicator.world_size,
+        by_owners,
+        gathers,
+    )
     sum_epochs = torch.tensor([sum_epoch(message.epoch, cut) for cut in cuts])
     borders = watch.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
     borders += [0] * (len(MARKED_STAGES) + 1 - len(borders))
     summed = SumCall(
-        plan, sums.sum_N, message.buffer[: message.nbytes],
-        sums.take("received", plan.received_bytes), sums.take("gathered", plan.sums_bytes),
-        message.epoch, sum_epochs, reports.statuses(bucket.grad_N.device), torch.tensor(borders),
-    )  # fmt: skip
+        plan,
+        sums.sum_N,
+        message.buffer[: message.nbytes],
+        sums.take("received", plan.received_bytes),
+        sums.take("gathered", plan.sums_bytes),
+        message.epoch,
+        sum_epochs,
+        reports.statuses(bucket.grad_N.device),
+        torch.tensor(borders),
+    )
     report = communicator.sparse_sum(f"{scheme} of bucket {bucket.name}", summed)
     yield POSTED
 
@@ -110,11 +121,20 @@ def _plan(
             sums = sum_slots(slots, cut, world_size, value_dtype, FORMAT_ADAPTIVE).offsets
         shards.append(
             ShardPlan(
-                (first, last - first), cut.offsets, int(slots.offsets[first]), message_slots,
+                (first, last - first),
+                cut.offsets,
+                int(slots.offsets[first]),
+                message_slots,
                 sums,
             )
-        )  # fmt: skip
+        )
     return SumPlan(
-        layout.segment_offsets, layout.segment_keep, tuple(shards), rank, world_size, value_dtype,
-        FORMAT_ADAPTIVE, gathers,
-    )  # fmt: skip
+        layout.segment_offsets,
+        layout.segment_keep,
+        tuple(shards),
+        rank,
+        world_size,
+        value_dtype,
+        FORMAT_ADAPTIVE,
+        gathers,
+    )

@@ -42,9 +42,12 @@ def peer_layout(bucket: Bucket, value_dtype: str, form: str) -> PeerLayout:
     """
     layout = bucket.layout(sharded=True)
     return PeerLayout.of(
-        layout.segment_offsets, layout.segment_keep, layout.shard_segments,
-        WIRE_CODES[value_dtype], FORMAT_CODES[form],
-    )  # fmt: skip
+        layout.segment_offsets,
+        layout.segment_keep,
+        layout.shard_segments,
+        WIRE_CODES[value_dtype],
+        FORMAT_CODES[form],
+    )
 
 
 def peer_two_shot(
@@ -99,10 +102,14 @@ def peer_two_shot(
     intra, _, gather = options.ring_densities
     with watch.stage("network"):
         peers.run(
-            operation, bucket.name, [message.buffer[: message.nbytes]], [out], message.epoch,
+            operation,
+            bucket.name,
+            [message.buffer[: message.nbytes]],
+            [out],
+            message.epoch,
             densities=(intra, gather),
             message_slots=None if message.slots is None else message.slots.offsets,
-        )  # fmt: skip
+        )
     yield POSTED
     reports = message.reports if message.reports is not None else Reports()
     peers.report(reports, bucket.name, message.epoch)

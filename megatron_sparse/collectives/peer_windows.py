@@ -125,15 +125,18 @@ def open_windows(
         provider = PROVIDERS[name](ranks.group, ranks.device)
         try:
             return PeerMemory(
-                provider, layouts, DEADLINE_FACTOR * scheme.timeout_s,
+                provider,
+                layouts,
+                DEADLINE_FACTOR * scheme.timeout_s,
                 in_order_of_coming=in_order_of_coming,
-            )  # fmt: skip
+            )
         except (HostError, DependencyError) as error:
             if name == wanted[-1]:
                 raise
             if ranks.rank == 0:
                 logger.warning(
-                    "no windows of peer memory by %s (%s); trying the next provider", name,
+                    "no windows of peer memory by %s (%s); trying the next provider",
+                    name,
                     error.got or error.what,
-                )  # fmt: skip
+                )
     raise AssertionError("the last provider either works or raises")

@@ -231,12 +231,19 @@ class SparseSum:
         reports = self._message.reports
         with self._watch.stage("encode"):
             sizes = encode_segments(
-                self.sum_N[cut.elements], cut.own_offsets,
-                torch.ones_like(cut.keep) if dense else cut.keep, None, value_dtype,
-                sum_epoch(self._message.epoch, cut), out, self._buffers,
-                form=FORMAT_DENSE if dense else self._form, block_size=self._block_size,
-                slots_S=slots_S, reports=reports,
-            )  # fmt: skip
+                self.sum_N[cut.elements],
+                cut.own_offsets,
+                torch.ones_like(cut.keep) if dense else cut.keep,
+                None,
+                value_dtype,
+                sum_epoch(self._message.epoch, cut),
+                out,
+                self._buffers,
+                form=FORMAT_DENSE if dense else self._form,
+                block_size=self._block_size,
+                slots_S=slots_S,
+                reports=reports,
+            )
             if reports is None:
                 return out[: int(sizes.sum())]
             # Sizes are fixed. What was added up may be wrong without anyone knowing it yet: then
@@ -265,9 +272,16 @@ class SparseSum:
     ) -> None:
         with self._watch.stage("decode"):
             decode_add_(
-                self.sum_N[cut.elements], records, offsets, value_dtype, epoch,
-                rank=rank, fresh=fresh, slots_S=slots_S, reports=self._message.reports,
-            )  # fmt: skip
+                self.sum_N[cut.elements],
+                records,
+                offsets,
+                value_dtype,
+                epoch,
+                rank=rank,
+                fresh=fresh,
+                slots_S=slots_S,
+                reports=self._message.reports,
+            )
 
 
 @lru_cache(TABLES)

@@ -170,9 +170,13 @@ class _Exchange:
     ) -> Generator[Yielded, None, list[list[int]]]:
         """Tells every rank the rows in the records to come; one count for each of `parts`."""
         table = yield from exchange_sizes(
-            own_counts, self._bucket, self._scheme, parts[0].value_dtype, parts[0].epoch,
+            own_counts,
+            self._bucket,
+            self._scheme,
+            parts[0].value_dtype,
+            parts[0].epoch,
             self._transport,
-        )  # fmt: skip
+        )
         for rank, row in enumerate(table):
             for part, count in zip(parts, row, strict=True):
                 if not 0 <= count <= part.rows:

@@ -233,8 +233,10 @@ class _Run:
         sent = [[message_part(message, cut) for cut in of_share] for of_share in cuts]
         table = yield from exchange_sizes(
             [part.numel() for parts in sent for part in parts],
-            *self.identity, early_transport(self.transport, self.late), early.ranks,
-        )  # fmt: skip
+            *self.identity,
+            early_transport(self.transport, self.late),
+            early.ranks,
+        )
         own = cuts[early.rank]
         first = early.rank * len(own)
         sizes = [row[first : first + len(own)] for row in table]

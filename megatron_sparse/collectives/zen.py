@@ -152,9 +152,13 @@ def _push(
     n, rank = group.world_size, group.rank
     own = places[rank]
     table = yield from exchange_sizes(
-        [record.numel() for record in pushed], bucket, scheme, message.value_dtype, message.epoch,
+        [record.numel() for record in pushed],
+        bucket,
+        scheme,
+        message.value_dtype,
+        message.epoch,
         transport,
-    )  # fmt: skip
+    )
     sizes = [row[rank] for row in table]
     _check_sizes(sizes, [own] * n)
     received = list(sums.take("received", sum(sizes)).split(sizes))
@@ -190,9 +194,15 @@ def _pull(
         place = places[server]
         with watch.stage("decode"):
             hash_bitmap.decode_add_(
-                sums.sum_N, record, place.partition_hash, server, place.value_dtype,
-                offset=place.offset, epoch=place.epoch, rank=server,
-            )  # fmt: skip
+                sums.sum_N,
+                record,
+                place.partition_hash,
+                server,
+                place.value_dtype,
+                offset=place.offset,
+                epoch=place.epoch,
+                rank=server,
+            )
 
     room = sums.take("gathered", sum(sizes) - own.numel())
     yield from pairwise_all_gather(own, room, sizes, group, arrived)

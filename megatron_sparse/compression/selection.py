@@ -117,9 +117,19 @@ class Selector:
         key = self._rounding_key(bucket, step)
         with watch.stage("prune"):
             message = prune_encode(
-                bucket, layout, residual_N, thresholds_R, self.config.leak, value_dtype, key, step,
-                self.buffers, form, block_size, capacity_S,
-            )  # fmt: skip
+                bucket,
+                layout,
+                residual_N,
+                thresholds_R,
+                self.config.leak,
+                value_dtype,
+                key,
+                step,
+                self.buffers,
+                form,
+                block_size,
+                capacity_S,
+            )
         self.method.selected(bucket, message)
         return message
 

@@ -163,11 +163,15 @@ class ThresholdReuse(SampledTopK):
         try:
             self._served = {
                 name: Served(
-                    values["thresholds"], tuple(values["parameters"]), values["density"],
-                    values["sampled_step"], values["step"], values["kept"],
+                    values["thresholds"],
+                    tuple(values["parameters"]),
+                    values["density"],
+                    values["sampled_step"],
+                    values["step"],
+                    values["kept"],
                 )
                 for name, values in state.items()
-            }  # fmt: skip
+            }
         except (TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
                 "the saved thresholds are damaged",

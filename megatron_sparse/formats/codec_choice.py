@@ -52,8 +52,10 @@ def _is_compiled(device: torch.device, wanted: str) -> bool:
             raise
         logger.warning(
             "messages on %s are made by torch operations (slower, dense and COO only): %s (%s)",
-            device, error.what, error.remedy,
-        )  # fmt: skip
+            device,
+            error.what,
+            error.remedy,
+        )
         return False
     return True
 
@@ -64,6 +66,7 @@ def _check_gpu(device: torch.device) -> None:
     if not any(arch // 10 == major and arch % 10 <= minor for arch in CUDA_ARCHS):
         raise ExtensionError(
             f"the CUDA kernels were not compiled for {device}",
-            expected=" or ".join(f"sm_{arch}" for arch in CUDA_ARCHS), got=f"sm_{major}{minor}",
+            expected=" or ".join(f"sm_{arch}" for arch in CUDA_ARCHS),
+            got=f"sm_{major}{minor}",
             remedy="add it to CUDA_ARCHS in cuda_ext/sources.py and build again",
-        )  # fmt: skip
+        )

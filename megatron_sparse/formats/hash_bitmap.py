@@ -151,9 +151,14 @@ def decode(
     place = PartitionRecord(partition_hash, partition, value_dtype, offset, epoch)
     words, values, nnz = _read(record, place, rank)
     elements, field, found = hash_ops.bitmap_elements(
-        words, nnz, partition_hash.numel, partition, partition_hash.partitions,
-        partition_hash.seed, partition_hash.index_set(partition, record.device),
-    )  # fmt: skip
+        words,
+        nnz,
+        partition_hash.numel,
+        partition,
+        partition_hash.partitions,
+        partition_hash.seed,
+        partition_hash.index_set(partition, record.device),
+    )
     _refuse(field, found, nnz, rank)
     return elements, as_dtype(values, value_dtype)
 
@@ -194,9 +199,16 @@ def decode_add_(
     place = PartitionRecord(partition_hash, partition, value_dtype, offset, epoch)
     words, values, nnz = _read(record, place, rank)
     field, found = hash_ops.bitmap_add_(
-        acc_M, words, values, place.code, nnz, partition, partition_hash.partitions,
-        partition_hash.seed, partition_hash.index_set(partition, acc_M.device),
-    )  # fmt: skip
+        acc_M,
+        words,
+        values,
+        place.code,
+        nnz,
+        partition,
+        partition_hash.partitions,
+        partition_hash.seed,
+        partition_hash.index_set(partition, acc_M.device),
+    )
     _refuse(field, found, nnz, rank)
 
 

@@ -90,6 +90,10 @@ def accumulate_(
     if bool((indices_K[1:] <= indices_K[:-1]).any()):
         raise wrong_field(rank, "indices", "strictly ascending elements", "others")
     hierarchical_hash.accumulate_(
-        acc_P, place.partition_hash, place.partition, indices_K,
-        as_dtype(raw, place.value_dtype), rank=rank,
-    )  # fmt: skip
+        acc_P,
+        place.partition_hash,
+        place.partition,
+        indices_K,
+        as_dtype(raw, place.value_dtype),
+        rank=rank,
+    )

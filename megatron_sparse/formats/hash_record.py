@@ -120,9 +120,14 @@ class PartitionRecord:
         h0 = self.partition_hash
         payload_bytes = SUB_HEADER_BYTES + self.section_bytes(form, nnz)
         header = Header(
-            format=FORMAT_HASH_BITMAP, dtype=self.code, numel=h0.numel, nnz=nnz,
-            payload_bytes=payload_bytes, offset=self.offset, epoch=self.epoch,
-        )  # fmt: skip
+            format=FORMAT_HASH_BITMAP,
+            dtype=self.code,
+            numel=h0.numel,
+            nnz=nnz,
+            payload_bytes=payload_bytes,
+            offset=self.offset,
+            epoch=self.epoch,
+        )
         sub_header = _SUB_HEADER.pack(
             self.partition, h0.partitions, h0.seed, h0.code, form, self.positions
         )

@@ -67,9 +67,17 @@ class Header:
     def pack(self) -> bytes:
         """The header's 48 bytes, checksum included."""
         body = _BEFORE_CHECKSUM.pack(
-            MAGIC, VERSION, self.format, self.dtype, self.flags, self.numel, self.nnz,
-            self.payload_bytes, self.offset, self.epoch % 2**32,
-        )  # fmt: skip
+            MAGIC,
+            VERSION,
+            self.format,
+            self.dtype,
+            self.flags,
+            self.numel,
+            self.nnz,
+            self.payload_bytes,
+            self.offset,
+            self.epoch % 2**32,
+        )
         return body + struct.pack("<I", zlib.crc32(body))
 
     @classmethod

@@ -98,9 +98,16 @@ def hierarchical_hash(
         serial_slots = -(-parallel_slots // 10)
     partition_K = partition_hash.partition_of(indices_K)
     out_indices, out_values, offsets, counts = hash_ops.hierarchical_hash(
-        indices_K, values_K, partition_K, partition_hash.numel, partitions,
-        parallel_slots, serial_slots, rehashes, seed,
-    )  # fmt: skip
+        indices_K,
+        values_K,
+        partition_K,
+        partition_hash.numel,
+        partitions,
+        parallel_slots,
+        serial_slots,
+        rehashes,
+        seed,
+    )
     serial, grown = counts.tolist()
     return Partitioned(out_indices, out_values, offsets.tolist(), serial, grown)
 
@@ -128,9 +135,11 @@ def split(
         )
     if bool((indices_K[1:] < indices_K[:-1]).any()):
         raise ExtensionError(
-            "split: the indices do not ascend", expected="ascending indices",
-            got=indices_K.tolist()[:8], remedy="sort them, or use hierarchical_hash",
-        )  # fmt: skip
+            "split: the indices do not ascend",
+            expected="ascending indices",
+            got=indices_K.tolist()[:8],
+            remedy="sort them, or use hierarchical_hash",
+        )
     partition_K = partition_hash.partition_of(indices_K)
     order_K, offsets = hash_ops.split(partition_K, partition_hash.partitions)
     return Partitioned(indices_K[order_K], values_K[order_K], offsets.tolist(), serial=0, grown=0)

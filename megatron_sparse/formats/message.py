@@ -37,9 +37,12 @@ VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 _NAME_OF = {dtype: name for name, dtype in VALUE_DTYPES.items()}
 WIRE_CODES = {"fp32": 0, "bf16": 1, "fp16": 2}
 FORMAT_CODES = {
-    "auto": FORMAT_ADAPTIVE, "coo": FORMAT_COO, "pici": FORMAT_PICI, "dense": FORMAT_DENSE,
+    "auto": FORMAT_ADAPTIVE,
+    "coo": FORMAT_COO,
+    "pici": FORMAT_PICI,
+    "dense": FORMAT_DENSE,
     "blocks": FORMAT_BLOCKS,
-}  # fmt: skip
+}
 """What `scheme.format` may name, and the blocks of `scheme.name=omnireduce`."""
 
 
@@ -165,9 +168,17 @@ def encode(
     nnz_S.index_add_(0, layout.range_segment, nnz_R)
     out = _take_message(bucket, layout, value_dtype, buffers)
     sizes = encode_segments(
-        bucket.grad_N, layout.segment_offsets, layout.segment_keep, nnz_S, value_dtype, epoch, out,
-        buffers, form=FORMAT_CODES[form], block_size=block_size,
-    )  # fmt: skip
+        bucket.grad_N,
+        layout.segment_offsets,
+        layout.segment_keep,
+        nnz_S,
+        value_dtype,
+        epoch,
+        out,
+        buffers,
+        form=FORMAT_CODES[form],
+        block_size=block_size,
+    )
     return _counted(Message(out, layout, sizes.tolist(), value_dtype, epoch, None), nnz_S)
 
 
@@ -220,10 +231,19 @@ def encode_segments(
             values_N, segment_offsets, segment_dense, nnz_S, code, epoch, out, form=form
         )
     sizes = ops.encode(
-        values_N, segment_offsets, segment_dense, nnz_S, code, epoch, out,
-        _take_scratch(segment_offsets, value_dtype, buffers, device), form=form,
-        block_size=block_size, slots_S=slots_S, reports=reports,
-    )  # fmt: skip
+        values_N,
+        segment_offsets,
+        segment_dense,
+        nnz_S,
+        code,
+        epoch,
+        out,
+        _take_scratch(segment_offsets, value_dtype, buffers, device),
+        form=form,
+        block_size=block_size,
+        slots_S=slots_S,
+        reports=reports,
+    )
     return sizes if slots_S is None else slots_S.diff()
 
 
@@ -272,18 +292,28 @@ def prune_encode(
     slots_S = None if slots is None else slots.offsets
     if not is_compiled(grad_N.device):
         _refuse_slots(slots_S)
-        nnz_R = ops.prune_(
-            grad_N, residual_N, layout.range_offsets, thresholds_R, leak, code, key
-        )  # fmt: skip
+        nnz_R = ops.prune_(grad_N, residual_N, layout.range_offsets, thresholds_R, leak, code, key)
         return encode(bucket, layout, nnz_R, value_dtype, epoch, buffers, form, block_size)
     out = _take_message(bucket, layout, value_dtype, buffers)
     sizes, nnz_S = ops.prune_encode(
-        grad_N, residual_N, layout.range_offsets, thresholds_R, layout.segment_offsets,
-        layout.segment_keep, leak, code, key, epoch, out,
+        grad_N,
+        residual_N,
+        layout.range_offsets,
+        thresholds_R,
+        layout.segment_offsets,
+        layout.segment_keep,
+        leak,
+        code,
+        key,
+        epoch,
+        out,
         _take_scratch(layout.segment_offsets, value_dtype, buffers, grad_N.device),
-        form=FORMAT_CODES[form], block_size=block_size, capacity_S=capacity_S, slots_S=slots_S,
+        form=FORMAT_CODES[form],
+        block_size=block_size,
+        capacity_S=capacity_S,
+        slots_S=slots_S,
         reports=reports,
-    )  # fmt: skip
+    )
     if slots is None or reports is None:
         return _counted(Message(out, layout, sizes.tolist(), value_dtype, epoch, None), nnz_S)
     message = Message(out, layout, list(slots.sizes), value_dtype, epoch, None, slots, reports)
@@ -377,6 +407,14 @@ def decode_add_(
         )
         return
     ops.decode_add_(
-        acc_M, records, segment_offsets, code, epoch, base, rank=rank, fresh=fresh,
-        slots_S=slots_S, reports=reports,
-    )  # fmt: skip
+        acc_M,
+        records,
+        segment_offsets,
+        code,
+        epoch,
+        base,
+        rank=rank,
+        fresh=fresh,
+        slots_S=slots_S,
+        reports=reports,
+    )

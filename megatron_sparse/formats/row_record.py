@@ -88,9 +88,14 @@ class RowPart:
         """
         stored = positions.numel()
         header = Header(
-            FORMAT_ROW_SPARSE, WIRE_CODES[self.value_dtype], self.num_rows * self.columns,
-            stored * self.columns, out.numel() - HEADER_BYTES, 0, self.epoch,
-        )  # fmt: skip
+            FORMAT_ROW_SPARSE,
+            WIRE_CODES[self.value_dtype],
+            self.num_rows * self.columns,
+            stored * self.columns,
+            out.numel() - HEADER_BYTES,
+            0,
+            self.epoch,
+        )
         sub_header = _SUB_HEADER.pack(self.num_rows, self.columns, stored, self.part, self.parts)
         head = bytearray(header.pack() + sub_header)
         out[:SECTIONS_AT].copy_(torch.frombuffer(head, dtype=torch.uint8))

@@ -229,8 +229,11 @@ def _check_pairs(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> No
         )
     _check_rows_dtype(rows.dtype)
     if rows.shape[0] != indices.numel():
-        raise ExtensionError("there are more or fewer rows than indices",
-                             expected=f"{indices.numel()} rows", got=rows.shape[0])  # fmt: skip
+        raise ExtensionError(
+            "there are more or fewer rows than indices",
+            expected=f"{indices.numel()} rows",
+            got=rows.shape[0],
+        )
     if indices.numel() == 0:
         return
     low, high = (int(bound) for bound in indices.aminmax())

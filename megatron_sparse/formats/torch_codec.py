@@ -66,9 +66,14 @@ def encode(
         is_sparse = form != FORMAT_DENSE and not keep and coo_payload < dense_payload
         payload = coo_payload if is_sparse else dense_payload
         header = Header(
-            format=FORMAT_COO if is_sparse else FORMAT_DENSE, dtype=value_dtype,
-            numel=stop - start, nnz=nnz, payload_bytes=payload, offset=start, epoch=epoch,
-        )  # fmt: skip
+            format=FORMAT_COO if is_sparse else FORMAT_DENSE,
+            dtype=value_dtype,
+            numel=stop - start,
+            nnz=nnz,
+            payload_bytes=payload,
+            offset=start,
+            epoch=epoch,
+        )
         headers.append(header.pack())
         sizes.append(HEADER_BYTES + payload)
         sparse.append(is_sparse)

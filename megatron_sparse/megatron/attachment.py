@@ -79,9 +79,10 @@ class Attachment:
         device = self.buckets[0].grad_N.device if self.buckets else torch.device("cpu")
         self.progress = ProgressThread(device, config.scheme.timeout_s)
         self.residuals = ResidualStore(
-            RESIDUAL_DTYPES[config.compression.residual_dtype], undo=False,
+            RESIDUAL_DTYPES[config.compression.residual_dtype],
+            undo=False,
             outcome=Outcome.ASSUMED,
-        )  # fmt: skip
+        )
         self.method = method_of(config.compression, self.residuals)
         self._reducers: dict[int, GradientReducer] = {}
         self._transports: list[ProcessGroupTransport] = []
@@ -98,12 +99,14 @@ class Attachment:
         for group in self.groups:
             self._reducer_of(group, device)
         for key, reducer in self._reducers.items():
-            reducer.prepare([
-                bucket
-                for group in self.groups
-                if id(group.process_group) == key
-                for bucket in group.buckets
-            ])  # fmt: skip
+            reducer.prepare(
+                [
+                    bucket
+                    for group in self.groups
+                    if id(group.process_group) == key
+                    for bucket in group.buckets
+                ]
+            )
         for group in self.groups:
             host: Any = group.host
             host.__class__ = CompressedBucketGroup
@@ -149,10 +152,17 @@ class Attachment:
             if group.instances_group is not None:
                 instances = self._transport_of(group.instances_group, device)
             self._reducers[key] = GradientReducer(
-                self.config, transport, self.planner, self.residuals, self.recorder, self.progress,
+                self.config,
+                transport,
+                self.planner,
+                self.residuals,
+                self.recorder,
+                self.progress,
                 GradientRecorder.of(self.config.tracking, self._run_dir, ranks, transport.rank),
-                self._tensor_parallel, instances, self.method,
-            )  # fmt: skip
+                self._tensor_parallel,
+                instances,
+                self.method,
+            )
         return self._reducers[key]
 
     def _transport_of(
@@ -160,9 +170,12 @@ class Attachment:
     ) -> ProcessGroupTransport:
         scheme = self.config.scheme
         transport = ProcessGroupTransport(
-            group, scheme.timeout_s, device, watch=scheme.watch_peers,
+            group,
+            scheme.timeout_s,
+            device,
+            watch=scheme.watch_peers,
             nccl_engine=nccl_engine,
-        )  # fmt: skip
+        )
         self._transports.append(transport)
         return transport
 
@@ -330,8 +343,12 @@ class Attachment:
                 "step %d: the residual's norm is %.3g, %.3g times the gradient's norm of %.3g; "
                 "lower the leak, raise the density, or lengthen the ramp "
                 "(compression.residual_alarm=%g)",
-                self.step, norm, norm / self.grad_norm, self.grad_norm, limit,
-            )  # fmt: skip
+                self.step,
+                norm,
+                norm / self.grad_norm,
+                self.grad_norm,
+                limit,
+            )
 
     def plan_rows(self) -> list[dict[str, Any]]:
         """What would be done with each bucket in the next step, and why; rows of `plan.json`."""

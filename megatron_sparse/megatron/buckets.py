@@ -60,11 +60,16 @@ def collect(chunks: list[Any], parameter_filter: ParameterFilter) -> list[GroupB
                     instances = getattr(group, INSTANCES_ATTRIBUTE)
                 buckets = [
                     _bucket(
-                        f"{prefix}{kind}{group_index}.{bucket_index}", bucket, names, index_of,
-                        parameter_filter, group.ddp_config, process_group.size(),
+                        f"{prefix}{kind}{group_index}.{bucket_index}",
+                        bucket,
+                        names,
+                        index_of,
+                        parameter_filter,
+                        group.ddp_config,
+                        process_group.size(),
                     )
                     for bucket_index, bucket in enumerate(group.buckets)
-                ]  # fmt: skip
+                ]
                 result.append(
                     GroupBuckets(group, process_group, buckets, kind == "expert", instances)
                 )
@@ -146,10 +151,15 @@ def _bucket(
     form = Form.REDUCE_SCATTER if ddp_config.use_distributed_optimizer else Form.ALL_REDUCE
     reduction = Reduction.AVG if ddp_config.average_in_collective else Reduction.SUM
     return Bucket(
-        name, host_bucket.grad_data.view(-1), tuple(slices), form, world_size, reduction,
+        name,
+        host_bucket.grad_data.view(-1),
+        tuple(slices),
+        form,
+        world_size,
+        reduction,
         _instances(ddp_config),
         getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
-    )  # fmt: skip
+    )
 
 
 def _replicated(parameter: torch.nn.Parameter) -> bool:

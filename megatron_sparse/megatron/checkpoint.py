@@ -57,19 +57,30 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         saved = checkpoint_files.read(attachment, checkpoint, stores=wanted)
     if not _on_every_rank(saved is not None):
         attachment.restore(
-            {}, step=iteration, enabled=attachment.enabled, loss_scale=None, gradient_factor=None,
-            planner={}, method={},
-        )  # fmt: skip
+            {},
+            step=iteration,
+            enabled=attachment.enabled,
+            loss_scale=None,
+            gradient_factor=None,
+            planner={},
+            method={},
+        )
         logger.warning(
             "%s holds no complete plugin state: residuals start at zero, step %d",
-            checkpoint, iteration,
-        )  # fmt: skip
+            checkpoint,
+            iteration,
+        )
         return
     assert saved is not None
     unused = attachment.restore(
-        saved.stores, step=saved.step, enabled=saved.enabled, loss_scale=saved.loss_scale,
-        gradient_factor=saved.gradient_factor, planner=saved.planner, method=saved.method,
-    )  # fmt: skip
+        saved.stores,
+        step=saved.step,
+        enabled=saved.enabled,
+        loss_scale=saved.loss_scale,
+        gradient_factor=saved.gradient_factor,
+        planner=saved.planner,
+        method=saved.method,
+    )
     if unused:
         logger.warning("residuals of unknown parameters dropped: %s", ", ".join(sorted(unused)))
     if dist.get_rank() == 0:

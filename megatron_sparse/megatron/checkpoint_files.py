@@ -78,9 +78,17 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     same = old_size == here.data_size
     _, own = mine[here.data if same else 0]
     saved = Saved(
-        own["step"], own["enabled"], own["loss_scale"], own["gradient_factor"], old_size,
-        own["mode"], own["kept"], own["planner"], own["method"] if same else {}, own["buckets"],
-    )  # fmt: skip
+        own["step"],
+        own["enabled"],
+        own["loss_scale"],
+        own["gradient_factor"],
+        old_size,
+        own["mode"],
+        own["kept"],
+        own["planner"],
+        own["method"] if same else {},
+        own["buckets"],
+    )
     if not stores:
         return saved
     experts = expert_parameters(attachment)

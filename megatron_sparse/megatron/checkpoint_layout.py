@@ -150,10 +150,11 @@ def expert_parameters(attachment: Attachment) -> set[str]:
     """Names of the parameters whose rows are those of the expert data-parallel group."""
     return {
         piece.name
-        for group in attachment.groups if group.expert
+        for group in attachment.groups
+        if group.expert
         for bucket in group.buckets
         for piece in bucket.parameters
-    }  # fmt: skip
+    }
 
 
 def store_contents(attachment: Attachment) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -51,8 +51,9 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
     """
     here = Place.here()
     header = common_state(attachment) | {
-        "model_sizes": here.model_sizes(), "data_size": here.data_size,
-    }  # fmt: skip
+        "model_sizes": here.model_sizes(),
+        "data_size": here.data_size,
+    }
     state: dict[str, Any] = {
         "header": ShardedObject(f"{PREFIX}.header", header, (1,), (0,), replica_id=dist.get_rank()),
         "rank": ShardedObject(
@@ -104,9 +105,14 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     if stores:
         check_sizes(tuple(header["model_sizes"]), here, "set compression.residual_checkpoint=none")
     saved = Saved(
-        header["step"], header["enabled"], header["loss_scale"], header["gradient_factor"],
-        header["data_size"], header["mode"], header["kept"],
-    )  # fmt: skip
+        header["step"],
+        header["enabled"],
+        header["loss_scale"],
+        header["gradient_factor"],
+        header["data_size"],
+        header["mode"],
+        header["kept"],
+    )
     same = saved.data_size == here.data_size
     rank_object = ShardedObject(
         _state_key(here), None, (saved.data_size,), (here.data if same else 0,)

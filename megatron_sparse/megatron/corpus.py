@@ -303,9 +303,12 @@ def _missing(package: str, error: ImportError) -> DependencyError:
 
 def _bars(progress: bool) -> Progress:
     return Progress(
-        TextColumn("  {task.description:<26}"), BarColumn(), TimeElapsedColumn(),
-        console=Console(stderr=True), disable=not progress,
-    )  # fmt: skip
+        TextColumn("  {task.description:<26}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not progress,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -129,40 +129,72 @@ _STREAM = _Stream()
 _PROPERTIES = SimpleNamespace(name="cpu", major=8, minor=0)
 
 CORE_PATCHES = (
-    Patch("torch.cuda.device_count", _always(1),
-          "training.initialize: zero leaves the model-parallel groups unmade"),
-    Patch("torch.cuda.current_device", _always(0),
-          "core throughout: the device of new tensors, of gradient buffers, of the loss scale"),
-    Patch("torch.cuda.random.current_device", _always(0),
-          "torch.cuda.get_rng_state, which tensor_parallel.random and checkpointing call"),
+    Patch(
+        "torch.cuda.device_count",
+        _always(1),
+        "training.initialize: zero leaves the model-parallel groups unmade",
+    ),
+    Patch(
+        "torch.cuda.current_device",
+        _always(0),
+        "core throughout: the device of new tensors, of gradient buffers, of the loss scale",
+    ),
+    Patch(
+        "torch.cuda.random.current_device",
+        _always(0),
+        "torch.cuda.get_rng_state, which tensor_parallel.random and checkpointing call",
+    ),
     Patch("torch.cuda.set_device", _always(None), "training.initialize: the rank's GPU"),
     Patch("torch.cuda.synchronize", _always(None), "core.timers, at every start and stop"),
-    Patch("torch.cuda.Stream", _put(_Stream),
-          "training.models.dist_utils: the stream on which the model is wrapped in DDP"),
-    Patch("torch.cuda.current_stream", _always(_STREAM),
-          "core.distributed.param_and_grad_buffer: lets it wait for CUDA graphs"),
-    Patch("torch.autograd._engine_run_backward", _rewritten,
-          "core.tensor_parallel: sequence parallelism and expert parallelism in the backward pass"),
+    Patch(
+        "torch.cuda.Stream",
+        _put(_Stream),
+        "training.models.dist_utils: the stream on which the model is wrapped in DDP",
+    ),
+    Patch(
+        "torch.cuda.current_stream",
+        _always(_STREAM),
+        "core.distributed.param_and_grad_buffer: lets it wait for CUDA graphs",
+    ),
+    Patch(
+        "torch.autograd._engine_run_backward",
+        _rewritten,
+        "core.tensor_parallel: sequence parallelism and expert parallelism in the backward pass",
+    ),
     # With these two torch.cuda's own generator code works on the CPU's generator.
-    Patch("torch.cuda._initialized", _put(True),
-          "core.tensor_parallel.random: otherwise it tries to initialise CUDA"),
-    Patch("torch.cuda.default_generators", lambda original: (torch.default_generator,),
-          "core.tensor_parallel.random: the generator whose state it saves and sets"),
-    Patch("torch.cuda.memory_stats", lambda original: lambda *a, **k: defaultdict(int),
-          "training.training with --log-memory-to-tensorboard"),
+    Patch(
+        "torch.cuda._initialized",
+        _put(True),
+        "core.tensor_parallel.random: otherwise it tries to initialise CUDA",
+    ),
+    Patch(
+        "torch.cuda.default_generators",
+        lambda original: (torch.default_generator,),
+        "core.tensor_parallel.random: the generator whose state it saves and sets",
+    ),
+    Patch(
+        "torch.cuda.memory_stats",
+        lambda original: lambda *a, **k: defaultdict(int),
+        "training.training with --log-memory-to-tensorboard",
+    ),
     Patch("torch.cuda.memory_allocated", _always(0), "training.utils.report_memory"),
     Patch("torch.cuda.max_memory_allocated", _always(0), "training.utils.report_memory"),
     Patch("torch.cuda.memory_reserved", _always(0), "training.utils.report_memory"),
     Patch("torch.cuda.max_memory_reserved", _always(0), "training.utils.report_memory"),
-    Patch("torch.cuda.get_device_properties", _always(_PROPERTIES),
-          "training.arguments with tensor parallelism: the architecture; 8 is Ampere"),
-)  # fmt: skip
+    Patch(
+        "torch.cuda.get_device_properties",
+        _always(_PROPERTIES),
+        "training.arguments with tensor parallelism: the architecture; 8 is Ampere",
+    ),
+)
 
 TRAINING_PATCHES = (
-    Patch("megatron.training.training.initialize_megatron",
-          lambda original: functools.partial(original, allow_no_cuda=True),
-          "pretrain calls it without allow_no_cuda and stops where there is no GPU"),
-)  # fmt: skip
+    Patch(
+        "megatron.training.training.initialize_megatron",
+        lambda original: functools.partial(original, allow_no_cuda=True),
+        "pretrain calls it without allow_no_cuda and stops where there is no GPU",
+    ),
+)
 
 _mode: CudaToCpu | None = None
 _applied: set[str] = set()

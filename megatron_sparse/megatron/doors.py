@@ -58,15 +58,19 @@ def _any(symbol: object) -> str | None:
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
 _TRAINING = "megatron.training.training"
 _DOORS: tuple[tuple[str, str, str, Callable[[object], str | None]], ...] = (
-    ("attach", _BUCKETS, "_ParamAndGradBucketGroup.start_grad_sync",
-     _has_parameters("self", "force_all_reduce")),
+    (
+        "attach",
+        _BUCKETS,
+        "_ParamAndGradBucketGroup.start_grad_sync",
+        _has_parameters("self", "force_all_reduce"),
+    ),
     ("attach", _BUCKETS, "_ParamAndGradBucketGroup.finish_grad_sync", _has_parameters("self")),
     ("install", "megatron.training.models.gpt", "GPTModelConfig", _has_field("post_wrap_hooks")),
     ("install", _TRAINING, "get_megatron_optimizer", _any),
     ("install", _TRAINING, "train_step", _has_parameters("model", "optimizer")),
     ("install", _TRAINING, "save_checkpoint", _has_parameters("iteration")),
     ("install", _TRAINING, "load_checkpoint", _has_parameters("load_arg")),
-)  # fmt: skip
+)
 
 
 def find_doors(needed_by: str | None = None) -> list[Door]:

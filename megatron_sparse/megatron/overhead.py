@@ -78,9 +78,12 @@ def main() -> None:
     for overlap in (False, True):
         result = measure(arguments.iters, arguments.warmup, overlap=overlap)
         row = {
-            "op": "overhead", "scheme": "dense", "overlap": overlap,
-            "world_size": dist.get_world_size(), **result,
-        }  # fmt: skip
+            "op": "overhead",
+            "scheme": "dense",
+            "overlap": overlap,
+            "world_size": dist.get_world_size(),
+            **result,
+        }
         rows.append(row)
     if dist.get_rank() == 0:
         print(

@@ -122,10 +122,14 @@ class Plugin:
             sinks.append(WandbSink(run, self._resolved_config or dataclasses.asdict(self.config)))
         mark_nvtx(self.config.tracking.nvtx)
         return RunTelemetry(
-            self._run_dir, self.config.tracking, is_writer=_is_writer(), sinks=sinks,
-            resolved_config=self._resolved_config, iterations=_arguments().train_iters,
+            self._run_dir,
+            self.config.tracking,
+            is_writer=_is_writer(),
+            sinks=sinks,
+            resolved_config=self._resolved_config,
+            iterations=_arguments().train_iters,
             plan_rows=lambda: self.attachment.plan_rows() if self.attachment else [],
-        )  # fmt: skip
+        )
 
     def _get_megatron_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         original = self._originals["get_megatron_optimizer"]

@@ -63,17 +63,25 @@ class SmallGPT:
         if setting.bf16 or setting.fp16:
             dtype = torch.bfloat16 if setting.bf16 else torch.float16
         config = TransformerConfig(
-            num_layers=setting.layers, hidden_size=setting.hidden, num_attention_heads=4,
+            num_layers=setting.layers,
+            hidden_size=setting.hidden,
+            num_attention_heads=4,
             pipeline_dtype=dtype,
-            params_dtype=dtype, bf16=setting.bf16, fp16=setting.fp16, hidden_dropout=0.0,
-            attention_dropout=0.0, gradient_accumulation_fusion=False,
+            params_dtype=dtype,
+            bf16=setting.bf16,
+            fp16=setting.fp16,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            gradient_accumulation_fusion=False,
             tensor_model_parallel_size=setting.tensor_parallel,
             calculate_per_token_loss=setting.loss_per_token,
-        )  # fmt: skip
+        )
         model: Any = GPTModel(
-            config=config, transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=setting.vocabulary, max_sequence_length=setting.sequence,
-        )  # fmt: skip
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=setting.vocabulary,
+            max_sequence_length=setting.sequence,
+        )
         if dtype != torch.float32:
             model = Float16Module(config, model)
         self.ddp = DistributedDataParallel(

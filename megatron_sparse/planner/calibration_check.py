@@ -58,11 +58,14 @@ def held_out(
     rows = yield from gather_rows(times_s, transport)
     return [
         HeldOut(
-            call.op, call.format, call.density, measured_s,
+            call.op,
+            call.format,
+            call.density,
+            measured_s,
             cluster.codec_s(call.op, call.format, numel, call.density),
         )
         for call, measured_s in zip(calls, rows.median(0).values.tolist(), strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def describe(found: Sequence[HeldOut]) -> str:

@@ -178,9 +178,17 @@ def _segment_calls(numel: int, density: float, device: torch.device) -> Iterator
 
         def encode(form: str = form) -> int:
             sizes = encode_segments(
-                sparse_N, offsets, not_whole, None, "fp32", EPOCH, out, buffers,
-                form=FORMAT_CODES[form], block_size=SchemeConfig.block_size,
-            )  # fmt: skip
+                sparse_N,
+                offsets,
+                not_whole,
+                None,
+                "fp32",
+                EPOCH,
+                out,
+                buffers,
+                form=FORMAT_CODES[form],
+                block_size=SchemeConfig.block_size,
+            )
             return int(sizes.sum())
 
         record = out[: encode()].clone()
@@ -203,9 +211,15 @@ def _select_calls(numel: int, density: float, device: torch.device) -> Iterator[
 
         def select(form: str = form) -> None:
             selector.select(
-                bucket, density, None, form=form, block_size=SchemeConfig.block_size,
-                sharded=False, step=EPOCH, watch=Stopwatch(device),
-            )  # fmt: skip
+                bucket,
+                density,
+                None,
+                form=form,
+                block_size=SchemeConfig.block_size,
+                sharded=False,
+                step=EPOCH,
+                watch=Stopwatch(device),
+            )
 
         yield CodecCall(CodecOp.SELECT, form, density, select)
 
@@ -216,14 +230,22 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     selector = Selector(CompressionConfig(leak=0.0), residuals, 0, MessageBuffers())
     message = selector.select(
-        bucket, 1.0, None, form="coo", block_size=SchemeConfig.block_size, sharded=False,
-        step=EPOCH, watch=Stopwatch(device),
-    )  # fmt: skip
+        bucket,
+        1.0,
+        None,
+        form="coo",
+        block_size=SchemeConfig.block_size,
+        sharded=False,
+        step=EPOCH,
+        watch=Stopwatch(device),
+    )
     own_hash = PermutationHash(numel, PARTITIONS, SchemeConfig.hash_seed)
     yield CodecCall(
-        CodecOp.PARTITION, "pairs", density,
+        CodecOp.PARTITION,
+        "pairs",
+        density,
         lambda: hierarchical_hash.split(own_hash, *entries(message)),
-    )  # fmt: skip
+    )
 
     # Partition 0 of a segment so long that the partition has `numel` positions.
     wide = PermutationHash(numel * PARTITIONS, PARTITIONS, SchemeConfig.hash_seed)
@@ -237,9 +259,11 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
         CodecOp.ENCODE, "pairs", density, lambda: hash_pairs.encode(elements, values, place)
     )
     yield CodecCall(
-        CodecOp.DECODE_ADD, "pairs", density,
+        CodecOp.DECODE_ADD,
+        "pairs",
+        density,
         lambda: hash_pairs.accumulate_(sum_P, record, place, rank=0),
-    )  # fmt: skip
+    )
 
     def encode() -> torch.Tensor:
         return hash_bitmap.encode(sparse_N, wide, 0, offset=0, epoch=EPOCH)
@@ -247,8 +271,10 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     bitmap, sum_M = encode(), torch.zeros(wide.numel, device=device)
     yield CodecCall(CodecOp.ENCODE, "hash_bitmap", density, encode)
     yield CodecCall(
-        CodecOp.DECODE_ADD, "hash_bitmap", density,
+        CodecOp.DECODE_ADD,
+        "hash_bitmap",
+        density,
         lambda: hash_bitmap.decode_add_(
             sum_M, bitmap, wide, 0, torch.float32, offset=0, epoch=EPOCH, rank=0
         ),
-    )  # fmt: skip
+    )

@@ -95,9 +95,7 @@ def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measu
     either = next(iter(measured.values()))
     dense = yield from _measure_dense(transport, sweep, clock)
     sizes = tuple(len(ranks) for ranks in nodes)
-    return Links(
-        sizes, nic, measured.get("intra", either), measured.get("inter", either), dense
-    )  # fmt: skip
+    return Links(sizes, nic, measured.get("intra", either), measured.get("inter", either), dense)
 
 
 def one_rank() -> ConfigError:

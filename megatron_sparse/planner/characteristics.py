@@ -151,10 +151,16 @@ class SparsityProfile:
         # Of |A| = |B| = d N elements, d of A's are in B.
         overlap = (density,) * len(QUANTILES)
         return cls(
-            numel, world_size, density, ratio, even, dict(even), overlap,
+            numel,
+            world_size,
+            density,
+            ratio,
+            even,
+            dict(even),
+            overlap,
             {size: 1 - (1 - density) ** size for size in BLOCK_SIZES},
             {size: 1 - (1 - total) ** size for size in BLOCK_SIZES},
-        )  # fmt: skip
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` is the inverse."""
@@ -345,8 +351,9 @@ class _Shape:
 
     @classmethod
     def of(cls, elements_K: np.ndarray, numel: int, n: int) -> Self:
-        counts = {p: counts_between(elements_K, even_cuts(numel, p))
-                  for p in partition_counts(numel, n)}  # fmt: skip
+        counts = {
+            p: counts_between(elements_K, even_cuts(numel, p)) for p in partition_counts(numel, n)
+        }
         return cls(
             words_W=pack(elements_K, numel),
             nnz=elements_K.size,

@@ -127,9 +127,11 @@ class PricedPlanner(FixedPlanner):
         shape = BucketShape(**bucket_facts(bucket, self._scheme.wire_dtype))
         profile = state.profile or prior(shape, density)
         names = runnable(
-            candidates(self._config.schemes), self._options, bucket.grad_N.device.type,
+            candidates(self._config.schemes),
+            self._options,
+            bucket.grad_N.device.type,
             has_windows=bucket.has_windows,
-        )  # fmt: skip
+        )
         price = partial(prices_us, shape, cluster=self._cluster, options=self._options, names=names)
         prices = state.predicted_us = price(profile)
         state.hopeless = False
@@ -170,9 +172,13 @@ class PricedPlanner(FixedPlanner):
             if state is not None and self._logs:
                 logger.warning(
                     "bucket %s is planned anew: what is known is of %d elements on %d ranks, and "
-                    "it has %d on %d", bucket.name, state.numel, state.world_size, bucket.numel,
+                    "it has %d on %d",
+                    bucket.name,
+                    state.numel,
+                    state.world_size,
+                    bucket.numel,
                     bucket.world_size,
-                )  # fmt: skip
+                )
             state = self._states[bucket.name] = BucketState.of(bucket)
         return state
 
@@ -245,9 +251,13 @@ class PricedPlanner(FixedPlanner):
         names = list(dict.fromkeys([DENSE, chosen]))
         own_ns = [self._measured_ns(bucket.name, name, step) for name in names]
         table = yield from exchange_sizes(
-            own_ns, bucket, f"plan {state.fingerprint():#x}", str(bucket.grad_N.dtype), step,
+            own_ns,
+            bucket,
+            f"plan {state.fingerprint():#x}",
+            str(bucket.grad_N.dtype),
+            step,
             transport,
-        )  # fmt: skip
+        )
         for index, name in enumerate(names):
             if all(row[index] for row in table):
                 state.measured_us[name] = max(row[index] for row in table) / 1e3
@@ -280,8 +290,9 @@ class PricedPlanner(FixedPlanner):
 
     def _log(self, step: int, bucket: Bucket, before: str, after: str, reason: str) -> None:
         if self._logs:
-            logger.info("step %d: bucket %s: %s -> %s, %s",
-                        step, bucket.name, before, after, reason)  # fmt: skip
+            logger.info(
+                "step %d: bucket %s: %s -> %s, %s", step, bucket.name, before, after, reason
+            )
 
     # What is kept
 
@@ -325,17 +336,22 @@ class PricedPlanner(FixedPlanner):
             same = state["basis"] == self._basis()
         except (TypeError, KeyError, AttributeError, MegatronSparseError) as error:
             raise CheckpointError(
-                "the saved plan is damaged", expected="what the planner saved", got=error,
+                "the saved plan is damaged",
+                expected="what the planner saved",
+                got=error,
                 remedy="start from another checkpoint, or delete the plugin's folder in this one",
-            ) from error  # fmt: skip
+            ) from error
         if not same:
             if self._logs:
                 logger.warning("the planner's settings have changed: all buckets are planned anew")
             for name, kept in self._states.items():
                 self._states[name] = BucketState(
-                    kept.numel, kept.form, kept.world_size, profile=kept.profile,
+                    kept.numel,
+                    kept.form,
+                    kept.world_size,
+                    profile=kept.profile,
                     profile_density=kept.profile_density,
-                )  # fmt: skip
+                )
 
     def _basis(self) -> int:
         """A number for what the choice is made with."""

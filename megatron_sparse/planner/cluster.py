@@ -211,8 +211,10 @@ class ClusterModel:
             known = sorted({f"{rate.op} {rate.format}" for rate in self.codec})
             raise ConfigError(
                 f"cluster {self.name} has no codec rate for {op} {format}",
-                expected=", ".join(known), got=f"{op} {format}", remedy=_REMEASURE,
-            )  # fmt: skip
+                expected=", ".join(known),
+                got=f"{op} {format}",
+                remedy=_REMEASURE,
+            )
         narrow = element_bytes / 4 if op in (CodecOp.ADD, CodecOp.COPY) else 1.0
         if format == "pairs":
             found = _on_this_side(found, density)
@@ -239,8 +241,10 @@ class ClusterModel:
             if found.get(field) != measured:
                 raise ConfigError(
                     f"cluster {self.name} was measured elsewhere: its {field} is not this one's",
-                    expected=found.get(field), got=measured, remedy=_REMEASURE,
-                )  # fmt: skip
+                    expected=found.get(field),
+                    got=measured,
+                    remedy=_REMEASURE,
+                )
 
     @classmethod
     def load(cls, path: Path) -> ClusterModel:
@@ -255,16 +259,20 @@ class ClusterModel:
             mapping = " ".join(f"{type(error).__name__}: {error}".split())
         if not isinstance(mapping, dict) or not mapping:
             raise ConfigError(
-                f"{path} cannot be read", expected="a cluster, as YAML",
-                got=mapping or "nothing in it", remedy=_REMEASURE,
-            )  # fmt: skip
+                f"{path} cannot be read",
+                expected="a cluster, as YAML",
+                got=mapping or "nothing in it",
+                remedy=_REMEASURE,
+            )
         try:
             return _cluster(mapping)
         except ConfigError as error:
             raise ConfigError(
-                f"{path}: {error.what}", expected=error.expected, got=error.got,
+                f"{path}: {error.what}",
+                expected=error.expected,
+                got=error.got,
                 remedy=error.remedy or _REMEASURE,
-            ) from None  # fmt: skip
+            ) from None
 
     def save(self, path: Path, comment: str) -> None:
         """Writes the file.
@@ -281,9 +289,11 @@ class ClusterModel:
             path.write_text(self.to_yaml(comment), "utf-8")
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written", expected="a file that can be written", got=error,
+                f"{path} cannot be written",
+                expected="a file that can be written",
+                got=error,
                 remedy="give another --out",
-            ) from error  # fmt: skip
+            ) from error
 
     def to_yaml(self, comment: str) -> str:
         """The file's text. The long list is not the last key: a cut file lacks one."""
@@ -320,8 +330,9 @@ def find(name_or_path: str | Path) -> ClusterModel:
         raise ConfigError(
             f"there is no cluster {str(name_or_path)!r}",
             expected=f"a file of `megatron-sparse calibrate`, or {' | '.join(shipped())}",
-            got=str(name_or_path), remedy="megatron-sparse calibrate --out FILE makes one",
-        )  # fmt: skip
+            got=str(name_or_path),
+            remedy="megatron-sparse calibrate --out FILE makes one",
+        )
     return ClusterModel.load(path)
 
 
@@ -337,9 +348,11 @@ def _on_this_side(rates: Sequence[CodecRate], density: float) -> Sequence[CodecR
     near, next_to = (side[-1], side[-2]) if is_pairs else (side[0], side[1])
     per_call, per_element = _on_line(near, next_to, PAIRS_END)
     border = dataclasses.replace(
-        near, density=PAIRS_END,
-        seconds_per_call=max(per_call, 0.0), seconds_per_element=max(per_element, 0.0),
-    )  # fmt: skip
+        near,
+        density=PAIRS_END,
+        seconds_per_call=max(per_call, 0.0),
+        seconds_per_element=max(per_element, 0.0),
+    )
     return [*side, border] if is_pairs else [border, *side]
 
 

@@ -54,8 +54,10 @@ def planner_of(config: SparseConfig, *, logs: bool) -> Planner:
         if scheme.name != "auto":
             raise ConfigError(
                 "planner.pin and scheme.name both say which scheme to take",
-                expected="scheme.name=auto", got=scheme.name, remedy="leave one of them out",
-            )  # fmt: skip
+                expected="scheme.name=auto",
+                got=scheme.name,
+                remedy="leave one of them out",
+            )
         return PinnedPlanner(compression, scheme, Path(planner.pin))
     if scheme.name == "auto" and planner.cluster is not None:
         return PricedPlanner(compression, scheme, planner, find(planner.cluster), logs=logs)

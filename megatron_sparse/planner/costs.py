@@ -116,9 +116,14 @@ def predict(
 
     def until_last_rank_s(*, charged: bool, hosted: bool) -> float:
         run = DryRun(
-            shape, SumDensities(lasting, shape), cluster, options,
-            cluster.topology(shape.world_size), charged=charged, hosted=hosted,
-        )  # fmt: skip
+            shape,
+            SumDensities(lasting, shape),
+            cluster,
+            options,
+            cluster.topology(shape.world_size),
+            charged=charged,
+            hosted=hosted,
+        )
         if SCHEMES[scheme].takes is Input.SPARSE:
             run.select(options.message_format(scheme))
         _model(scheme, options)(run)

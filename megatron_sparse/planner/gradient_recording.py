@@ -106,10 +106,13 @@ class GradientRecorder:
             )
         both = tracking.record_gradients == "both"
         return cls(
-            run_dir / FOLDER, tracking.record_gradients_iters,
+            run_dir / FOLDER,
+            tracking.record_gradients_iters,
             kinds=tuple(Kind) if both else (Kind(tracking.record_gradients),),
-            rank=rank, world_size=len(ranks), first_rank=min(ranks),
-        )  # fmt: skip
+            rank=rank,
+            world_size=len(ranks),
+            first_rank=min(ranks),
+        )
 
     def wants(self, iteration: int, kind: Kind) -> bool:
         """Whether `record` would write."""
@@ -148,8 +151,9 @@ def _packed(values: torch.Tensor) -> dict[str, Any]:
     if values.is_sparse and values.sparse_dim() == 1 and values.dim() == 2:
         rows = values.coalesce()
         columns = rows.shape[1]
-        index_K = (rows.indices()[0].unsqueeze(1) * columns + torch.arange(
-            columns, device=values.device)).flatten()  # fmt: skip
+        index_K = (
+            rows.indices()[0].unsqueeze(1) * columns + torch.arange(columns, device=values.device)
+        ).flatten()
         value_K = rows.values().flatten()
     else:
         dense_N = values.to_dense().flatten()
@@ -319,8 +323,9 @@ def _load(path: Path) -> torch.Tensor:
     ):
         raise _damaged(path, "as many indices as values", indices)
     index_K = indices.long()
-    if index_K.numel() and not (int(index_K[0]) >= 0 and int(index_K[-1]) < numel
-                                and bool((index_K.diff() > 0).all())):  # fmt: skip
+    if index_K.numel() and not (
+        int(index_K[0]) >= 0 and int(index_K[-1]) < numel and bool((index_K.diff() > 0).all())
+    ):
         raise _damaged(path, f"ascending indices below {numel}", "others")
     return torch.sparse_coo_tensor(
         index_K.unsqueeze(0), values, (numel,), is_coalesced=True, check_invariants=True

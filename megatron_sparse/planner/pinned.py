@@ -48,8 +48,10 @@ class PinnedPlanner(FixedPlanner):
         if row is None:
             raise self._misfit(bucket, "bucket", bucket.name, ", ".join(self._rows))
         own: dict[str, Any] = {
-            "numel": bucket.numel, "form": str(bucket.form), "world_size": bucket.world_size,
-        }  # fmt: skip
+            "numel": bucket.numel,
+            "form": str(bucket.form),
+            "world_size": bucket.world_size,
+        }
         for key, value in own.items():
             if row[key] != value:
                 raise self._misfit(bucket, key, value, row[key])

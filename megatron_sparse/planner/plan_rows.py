@@ -52,9 +52,12 @@ class Pricing:
             basis: where the profile comes from, in words.
         """
         prices = prices_us(
-            shape, profile, cluster=self.cluster, options=self.options,
+            shape,
+            profile,
+            cluster=self.cluster,
+            options=self.options,
             names=candidates(self.schemes),
-        )  # fmt: skip
+        )
         chosen = least(prices, prices)
         return {
             "bucket": name,
@@ -89,9 +92,13 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
     priced = []
     for name, row in rows.items():
         shape = BucketShape(
-            row["numel"], row["kept_numel"], row["element_bytes"], Form(row["form"]),
-            ranks or row["world_size"], row["partial_bytes"],
-        )  # fmt: skip
+            row["numel"],
+            row["kept_numel"],
+            row["element_bytes"],
+            Form(row["form"]),
+            ranks or row["world_size"],
+            row["partial_bytes"],
+        )
         known = row.get("profile")
         profile = SparsityProfile.from_dict(known) if known else prior(shape, row["density"])
         basis = "sampled in the run" if known else "assumed uniform"

@@ -74,9 +74,11 @@ class BucketState:
         """Plain values."""
         profile = None if self.profile is None else self.profile.to_dict()
         return self.__dict__ | {
-            "profile": profile, "predicted_us": dict(self.predicted_us),
-            "measured_us": dict(self.measured_us), "failed": list(self.failed),
-        }  # fmt: skip
+            "profile": profile,
+            "predicted_us": dict(self.predicted_us),
+            "measured_us": dict(self.measured_us),
+            "failed": list(self.failed),
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BucketState:

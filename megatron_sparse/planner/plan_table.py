@@ -41,8 +41,9 @@ def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
     console.print(
         f"bucket {names}{more}: {row['numel']} elements, {row['form']} on {row['world_size']} "
         f"ranks, density {row['density']:.3g}",
-        style="bold", markup=False,
-    )  # fmt: skip
+        style="bold",
+        markup=False,
+    )
     prices, measured = row["predicted_us"], row.get("measured_us") or {}
     if prices:
         console.print(_table(row["chosen"], prices, measured))
@@ -60,8 +61,11 @@ def _table(chosen: str, prices: dict[str, float], measured: dict[str, float]) ->
     for name, time_us in sorted(prices.items(), key=lambda item: item[1]):
         cells = [f"{measured[name]:.0f}" if name in measured else "-"] if measured else []
         table.add_row(
-            "*" if name == chosen else "", name, f"{time_us:.1f}",
-            f"{time_us / prices[DENSE]:.2f}" if prices.get(DENSE) else "-", *cells,
+            "*" if name == chosen else "",
+            name,
+            f"{time_us:.1f}",
+            f"{time_us / prices[DENSE]:.2f}" if prices.get(DENSE) else "-",
+            *cells,
             style="bold" if name == chosen else None,
-        )  # fmt: skip
+        )
     return table

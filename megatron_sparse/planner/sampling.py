@@ -93,9 +93,13 @@ def sample_profile(
         own = plan.measure(selected_values(bucket, message, buffers), buffers)
         check = zlib.crc32(own.numpy().tobytes())
     told = yield from exchange_sizes(
-        [own.numel(), check], bucket, f"profile/{seed}/{WINDOWS}", message.value_dtype,
-        message.epoch, transport,
-    )  # fmt: skip
+        [own.numel(), check],
+        bucket,
+        f"profile/{seed}/{WINDOWS}",
+        message.value_dtype,
+        message.epoch,
+        transport,
+    )
     part = own.to(transport.device)
     gathered = part.new_empty(n * part.numel())
     yield transport.all_gather(gathered, part)
@@ -136,9 +140,15 @@ def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -
     slots_S = None if message.slots is None else message.slots.offsets
     # The rank only names the sender of a damaged record, which here would be ourselves.
     decode_add_(
-        sum_N, records, message.layout.segment_offsets, message.value_dtype, message.epoch,
-        rank=0, fresh=True, slots_S=slots_S,
-    )  # fmt: skip
+        sum_N,
+        records,
+        message.layout.segment_offsets,
+        message.value_dtype,
+        message.epoch,
+        rank=0,
+        fresh=True,
+        slots_S=slots_S,
+    )
     return sum_N
 
 
@@ -203,11 +213,13 @@ class SamplePlan:
         # Eight such bytes become eight bits: the product's highest byte has bit i from byte i.
         packed_W = (window_bits.view(torch.int64).flatten() * _GATHER_BITS) >> 56 & 0xFF
         parts = [
-            *(_counts(mask_B64, nnz_B, even_cuts(self.numel, p))
-              for p in (self.finest, self.world_size)),
+            *(
+                _counts(mask_B64, nnz_B, even_cuts(self.numel, p))
+                for p in (self.finest, self.world_size)
+            ),
             _nonempty_blocks(nnz_B > 0),
             packed_W.to(torch.uint8).view(torch.int64),
-        ]  # fmt: skip
+        ]
         return torch.cat(parts).cpu()
 
     def profile(self, parts: np.ndarray) -> SparsityProfile:

@@ -36,9 +36,14 @@ def encode(
     sub_header = struct.pack("<IIQIIQ", *hash_fields, form, len(index_set))
     dtype = (torch.float32, torch.bfloat16, torch.float16).index(gradient.dtype)
     header = Header(
-        format=FORMAT_HASH_BITMAP, dtype=dtype, numel=gradient.numel(), nnz=len(nonzero),
-        payload_bytes=len(sub_header) + len(sections), offset=offset, epoch=epoch,
-    )  # fmt: skip
+        format=FORMAT_HASH_BITMAP,
+        dtype=dtype,
+        numel=gradient.numel(),
+        nnz=len(nonzero),
+        payload_bytes=len(sub_header) + len(sections),
+        offset=offset,
+        epoch=epoch,
+    )
     return header.pack() + sub_header + sections
 
 

@@ -50,9 +50,12 @@ def _breakdown(run: RunData, suffix: str, end: str) -> Chart:
             axes.set_xlim(x[0] - 1, x[0] + 1)
             x = np.array([x[0] - 0.4, x[0] + 0.4])
         axes.stackplot(
-            x, *(np.broadcast_to(y, x.shape) for _, y in thin.values()), labels=list(thin),
-            colors=[theme.STAGES[stage].light for stage in thin], linewidth=0,
-        )  # fmt: skip
+            x,
+            *(np.broadcast_to(y, x.shape) for _, y in thin.values()),
+            labels=list(thin),
+            colors=[theme.STAGES[stage].light for stage in thin],
+            linewidth=0,
+        )
         axes.set_ylim(0, float(np.percentile(columns.iteration_ms, 98)) * 1.15)
         axes.margins(x=0)
         axes.set(xlabel="iteration", ylabel="ms")
@@ -60,9 +63,11 @@ def _breakdown(run: RunData, suffix: str, end: str) -> Chart:
 
     note = "The training thread's stages, one on the other; host_wait is the exposed part."
     return Chart(
-        f"breakdown{suffix}", f"Where the time went (ms){end}",
-        note + thinned_note([len(columns.number)]), draw,
-    )  # fmt: skip
+        f"breakdown{suffix}",
+        f"Where the time went (ms){end}",
+        note + thinned_note([len(columns.number)]),
+        draw,
+    )
 
 
 def slowest(run: RunData, most: int) -> list[BucketMedians]:
@@ -88,22 +93,32 @@ def _buckets(run: RunData, suffix: str, end: str) -> Chart:
         if predicted:
             known = [(i, b.predicted_us / 1e3) for i, b in enumerate(shown) if b.predicted_us]
             axes.plot(
-                [time_ms for _, time_ms in known], [place for place, _ in known], marker="D",
-                linestyle="none", markersize=4, color=theme.INK.light, label="predicted",
-            )  # fmt: skip
+                [time_ms for _, time_ms in known],
+                [place for place, _ in known],
+                marker="D",
+                linestyle="none",
+                markersize=4,
+                color=theme.INK.light,
+                label="predicted",
+            )
         stacked_axes(axes, [short(bucket.name) for bucket in shown])
 
     count = max(bucket.count for bucket in shown)
-    few = f"The {len(shown)} slowest of {len(run.buckets)} buckets" if (
-        len(run.buckets) > len(shown)
-    ) else "Each bucket"  # fmt: skip
+    few = (
+        f"The {len(shown)} slowest of {len(run.buckets)} buckets"
+        if (len(run.buckets) > len(shown))
+        else "Each bucket"
+    )
     note = f"{few}, medians of the last {count} iterations." + (
         " The diamond is what the planner's cost model expected of all stages." if predicted else ""
     )
     return Chart(
-        f"buckets{suffix}", f"Buckets, stage by stage (ms){end}", note, draw,
+        f"buckets{suffix}",
+        f"Buckets, stage by stage (ms){end}",
+        note,
+        draw,
         AXIS_IN + 0.2 + BAR_IN * max(len(shown), 2),
-    )  # fmt: skip
+    )
 
 
 def _profile_lines(axes: Axes, run: RunData, values: Sequence[dict[int, float]]) -> None:
@@ -111,10 +126,14 @@ def _profile_lines(axes: Axes, run: RunData, values: Sequence[dict[int, float]])
     for index, (name, points) in enumerate(zip(run.profiles, values, strict=True)):
         named = len(values) <= len(theme.SERIES)
         axes.plot(
-            list(points), list(points.values()), marker="o", markersize=3,
+            list(points),
+            list(points.values()),
+            marker="o",
+            markersize=3,
             color=theme.of_run(index).light if named else theme.MUTED.light,
-            label=short(name) if named else None, alpha=1.0 if named else 0.5,
-        )  # fmt: skip
+            label=short(name) if named else None,
+            alpha=1.0 if named else 0.5,
+        )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if len(values) <= len(theme.SERIES):

@@ -36,18 +36,31 @@ MOST_LETTERS = 22
 
 _STYLE: Any = {
     # Words stay words: they can be searched, and take the font of the page.
-    "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9,
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.titlesize": 9,
     # A run's name is text, whatever dollars and underscores are in it.
     "text.parse_math": False,
-    "text.color": theme.INK.light, "axes.labelcolor": theme.INK.light,
-    "axes.edgecolor": theme.MUTED.light, "xtick.color": theme.MUTED.light,
-    "ytick.color": theme.MUTED.light, "xtick.labelcolor": theme.INK.light,
-    "ytick.labelcolor": theme.INK.light, "grid.color": theme.LINE.light, "grid.linewidth": 0.6,
-    "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.facecolor": "none", "lines.linewidth": 1.4,
-    "legend.frameon": False, "legend.fontsize": 8.4, "legend.handlelength": 1.4,
+    "text.color": theme.INK.light,
+    "axes.labelcolor": theme.INK.light,
+    "axes.edgecolor": theme.MUTED.light,
+    "xtick.color": theme.MUTED.light,
+    "ytick.color": theme.MUTED.light,
+    "xtick.labelcolor": theme.INK.light,
+    "ytick.labelcolor": theme.INK.light,
+    "grid.color": theme.LINE.light,
+    "grid.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "lines.linewidth": 1.4,
+    "legend.frameon": False,
+    "legend.fontsize": 8.4,
+    "legend.handlelength": 1.4,
     "figure.constrained_layout.use": True,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -120,9 +133,10 @@ def _cleaned(text: str, prefix: str) -> str:
 
 def _themed(text: str, title: str) -> str:
     text = re.sub(
-        r"<[^>]+>", lambda tag: _COLOUR.sub(lambda found: _VARIABLES[found.group()], tag.group()),
+        r"<[^>]+>",
+        lambda tag: _COLOUR.sub(lambda found: _VARIABLES[found.group()], tag.group()),
         text,
-    )  # fmt: skip
+    )
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
     # The page's width decides, not the inches above.
     head = re.sub(r' (width|height)="[^"]*pt"', "", text[: text.index(">")])

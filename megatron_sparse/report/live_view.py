@@ -101,9 +101,11 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
         output.write_text(svg(progress, columns or PICTURE_COLUMNS), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{output} cannot be written", expected="a file that can be made", got=error,
+            f"{output} cannot be written",
+            expected="a file that can be made",
+            got=error,
             remedy="choose another with --output",
-        ) from None  # fmt: skip
+        ) from None
     print(output)
 
 
@@ -115,9 +117,13 @@ def svg(progress: Progress, columns: int) -> str:
         columns: of the terminal.
     """
     console = Console(
-        record=True, file=io.StringIO(), width=columns, force_terminal=True,
-        color_system="truecolor", highlight=False,
-    )  # fmt: skip
+        record=True,
+        file=io.StringIO(),
+        width=columns,
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+    )
     console.print(render(progress, columns))
     title = f"{progress.name}, iteration {progress.latest.iteration}"
     return console.export_svg(title=title, code_format=_SVG, unique_id="view")

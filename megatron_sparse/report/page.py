@@ -105,35 +105,45 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
         Section("loss", "Loss", charts["loss"], absent=_unless(charts["loss"], "No finite loss.")),
         Section("time", "Where the time went", charts["time"]),
         Section(
-            "bytes", "Bytes on the wire", charts["bytes"],
+            "bytes",
+            "Bytes on the wire",
+            charts["bytes"],
             [tables.phase_table(one, runs) for one in runs],
             _unless(charts["bytes"], "One rank alone sends nothing."),
         ),
         Section(
-            "buckets", "Buckets: plan and times", charts["buckets"],
+            "buckets",
+            "Buckets: plan and times",
+            charts["buckets"],
             [tables.bucket_table(one, runs) for one in with_buckets],
             _unless(with_buckets, "No times by bucket."),
         ),
         Section(
-            "sparsity", "Sparsity", charts["sparsity"],
+            "sparsity",
+            "Sparsity",
+            charts["sparsity"],
             [tables.sparsity_table(one, runs) for one in profiled],
             _unless(
-                profiled, "Not measured: train with scheme=auto planner.cluster=FILE, or with "
-                "tracking.record_gradients_iters=[...]."
+                profiled,
+                "Not measured: train with scheme=auto planner.cluster=FILE, or with "
+                "tracking.record_gradients_iters=[...].",
             ),
         ),
         Section(
-            "stragglers", "Stragglers", charts["stragglers"],
+            "stragglers",
+            "Stragglers",
+            charts["stragglers"],
             [tables.straggler_table(delayed)] if delayed else [],
             _unless(delayed, "Not measured: train with straggler.mode=observe."),
         ),
         Section(
-            "configuration", "Configuration",
+            "configuration",
+            "Configuration",
             tables=[tables.difference_table(runs)] if len(runs) > 1 else [],
             folds=[_configuration(one, runs) for one in runs if one.config],
             absent=_unless([one for one in runs if one.config], "Unknown."),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _unless(found: Sequence[object], sentence: str) -> str:
@@ -163,7 +173,9 @@ def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
         style=Markup((source / "page.css").read_text(encoding="utf-8")),
         runs=[
             {
-                "key": one.key, "name": one.name, "folder": str(one.folder),
+                "key": one.key,
+                "name": one.name,
+                "folder": str(one.folder),
                 "colour": theme.of_run(one.index).name,
             }
             for one in runs
@@ -172,16 +184,18 @@ def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
         sections=[_shown(section) for section in sections],
         version=megatron_sparse.__version__,
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-    )  # fmt: skip
+    )
 
 
 def _shown(section: Section) -> dict[str, Any]:
     return {
-        "name": section.name, "title": section.title, "absent": section.absent,
+        "name": section.name,
+        "title": section.title,
+        "absent": section.absent,
         "tables": section.tables,
         "charts": [
             {"name": c.name, "title": c.title, "note": c.note, "svg": Markup(c.svg())}
             for c in section.charts
         ],
         "folds": [{"title": title, "text": text} for title, text in section.folds],
-    }  # fmt: skip
+    }

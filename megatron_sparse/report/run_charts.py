@@ -130,19 +130,22 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
 def _stage_medians(runs: Sequence[RunData]) -> list[Chart]:
     return [
         _stacked(
-            "thread-stages", "An iteration of the training thread (ms, median)",
+            "thread-stages",
+            "An iteration of the training thread (ms, median)",
             "Stages of the training thread follow one another; host_wait is the exposed part of "
             "synchronisation, other is what no stage claims.",
-            runs, [thread_medians(run) for run in runs],
+            runs,
+            [thread_medians(run) for run in runs],
         ),
         _stacked(
-            "bucket-stages", "Its buckets, added up (ms, median)",
+            "bucket-stages",
+            "Its buckets, added up (ms, median)",
             "Stages of all buckets, which may run beside the training thread and beside each "
             "other: not to be added to the training thread's.",
             runs,
             [{s: run.summary["stage_ms"][s] or 0.0 for s in BUCKET_STAGES} for run in runs],
         ),
-    ]  # fmt: skip
+    ]
 
 
 def thread_medians(run: RunData) -> dict[str, float]:
@@ -187,9 +190,11 @@ def _delays(runs: Sequence[RunData]) -> Chart:
             delays_s, fractions = delay_cdf([delay_s(record.ready_s) for record in records])
             keep = np.unique(np.linspace(0, len(delays_s) - 1, 200).astype(int))
             (handle,) = axes.step(
-                np.array(delays_s)[keep] * 1e3, np.array(fractions)[keep], where="post",
+                np.array(delays_s)[keep] * 1e3,
+                np.array(fractions)[keep],
+                where="post",
                 color=theme.of_run(run.index).light,
-            )  # fmt: skip
+            )
             handles.append(handle)
         axes.set(xlabel="delay of the last rank (ms)", ylabel="fraction", ylim=(0, 1.02))
         _legend(axes, handles, runs)
@@ -212,9 +217,10 @@ def _last_ranks(runs: Sequence[RunData]) -> Chart:
             most = max(most, len(shares))
             axes.bar(
                 np.arange(len(shares)) + (index - (len(runs) - 1) / 2) * width,
-                np.array(shares) * 100, width=width,
+                np.array(shares) * 100,
+                width=width,
                 color=theme.of_run(run.index).light,
-            )  # fmt: skip
+            )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel="rank", ylabel="last in %", xlim=(-0.6, most - 0.4))
         axes.grid(axis="x", visible=False)

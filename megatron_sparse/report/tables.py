@@ -62,10 +62,12 @@ def summary_table(runs: Sequence[RunData]) -> Table:
     if len(runs) > 1:
         rows.insert(9, (f"against {runs[0].key}", lambda run: _against(run, runs[0])))
     return Table(
-        "", ["", *(label_of(run, runs) for run in runs)],
-        [[name, *(cell(run) for run in runs)] for name, cell in rows], note,
+        "",
+        ["", *(label_of(run, runs) for run in runs)],
+        [[name, *(cell(run) for run in runs)] for name, cell in rows],
+        note,
         frozenset(range(len(runs) + 1)),
-    )  # fmt: skip
+    )
 
 
 def at_target(run: RunData) -> dict[str, Any]:
@@ -128,15 +130,21 @@ def phase_table(run: RunData, runs: Sequence[RunData]) -> Table:
     """Traffic and time by phase."""
     rows = [
         [
-            phase, str(row["iterations"]), size(row["dense_bytes"]), size(row["wire_bytes"]),
-            percent(row["wire_ratio"]), percent(row["density"]), ms(row["iteration_ms"]),
+            phase,
+            str(row["iterations"]),
+            size(row["dense_bytes"]),
+            size(row["wire_bytes"]),
+            percent(row["wire_ratio"]),
+            percent(row["density"]),
+            ms(row["iteration_ms"]),
         ]
         for phase, row in [*run.summary["phases"].items(), ("all", run.summary)]
-    ]  # fmt: skip
+    ]
     return Table(
         f"Bytes by phase, {label_of(run, runs)}",
-        ["phase", "iterations", "dense", "sent", "sent / dense", "density", "ms / iteration"], rows,
-    )  # fmt: skip
+        ["phase", "iterations", "dense", "sent", "sent / dense", "density", "ms / iteration"],
+        rows,
+    )
 
 
 def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
@@ -152,22 +160,35 @@ def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
     return Table(
         f"Buckets, {label_of(run, runs)}",
         [
-            "bucket", "elements", "scheme", "density", "sent", "predicted ms", "measured ms",
-            "ratio", "why this scheme",
+            "bucket",
+            "elements",
+            "scheme",
+            "density",
+            "sent",
+            "predicted ms",
+            "measured ms",
+            "ratio",
+            "why this scheme",
         ],
-        [_bucket_row(bucket, run) for bucket in shown], note, frozenset({0, 2, 8}),
-    )  # fmt: skip
+        [_bucket_row(bucket, run) for bucket in shown],
+        note,
+        frozenset({0, 2, 8}),
+    )
 
 
 def _bucket_row(bucket: BucketMedians, run: RunData) -> list[str]:
     predicted_us = bucket.predicted_us
     return [
-        bucket.name, f"{bucket.numel:,}", bucket.scheme, percent(bucket.density),
-        size(bucket.wire_bytes), ms(None if predicted_us is None else predicted_us / 1e3),
+        bucket.name,
+        f"{bucket.numel:,}",
+        bucket.scheme,
+        percent(bucket.density),
+        size(bucket.wire_bytes),
+        ms(None if predicted_us is None else predicted_us / 1e3),
         ms(bucket.measured_us / 1e3),
         f"{bucket.measured_us / predicted_us:.2f}" if predicted_us else UNKNOWN,
         str(run.plan.get(bucket.name, {}).get("reason", UNKNOWN)),
-    ]  # fmt: skip
+    ]
 
 
 def sparsity_table(run: RunData, runs: Sequence[RunData]) -> Table:
@@ -175,18 +196,25 @@ def sparsity_table(run: RunData, runs: Sequence[RunData]) -> Table:
     rows = []
     for name, profile in list(run.profiles.items())[:MOST_BUCKETS]:
         n = profile.world_size
-        rows.append([
-            name, f"{profile.numel:,}", percent(profile.density), f"{profile.overlap[2]:.3f}",
-            percent(profile.sum_density(n)), f"{profile.densification[n]:.2f}",
-            f"{profile.skewness.get(n, 1.0):.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{profile.numel:,}",
+                percent(profile.density),
+                f"{profile.overlap[2]:.3f}",
+                percent(profile.sum_density(n)),
+                f"{profile.densification[n]:.2f}",
+                f"{profile.skewness.get(n, 1.0):.2f}",
+            ]
+        )
     left_out = len(run.profiles) - len(rows)
     note = f"{run.profiled.capitalize()}. Overlap: the median over pairs of ranks."
     return Table(
         f"Sparsity, {label_of(run, runs)}",
         ["bucket", "elements", "density", "overlap", "of the sum", "densified", "skewness"],
-        rows, note + (f" {left_out} more buckets are left out." if left_out else ""),
-    )  # fmt: skip
+        rows,
+        note + (f" {left_out} more buckets are left out." if left_out else ""),
+    )
 
 
 def straggler_table(runs: Sequence[RunData]) -> Table:
@@ -197,16 +225,24 @@ def straggler_table(runs: Sequence[RunData]) -> Table:
         if found is None:
             continue
         again = found.persistence
-        rows.append([
-            label_of(run, runs), str(found.count), ms(found.median_s * 1e3),
-            ms(found.mean_s * 1e3), ms(found.max_s * 1e3), str(found.rank), f"{found.share:.0%}",
-            UNKNOWN if again is None else f"{again:.0%}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                label_of(run, runs),
+                str(found.count),
+                ms(found.median_s * 1e3),
+                ms(found.mean_s * 1e3),
+                ms(found.max_s * 1e3),
+                str(found.rank),
+                f"{found.share:.0%}",
+                UNKNOWN if again is None else f"{again:.0%}",
+            ]
+        )
     return Table(
         "Delay of the last rank",
-        ["run", "count", "median ms", "mean ms", "max ms", "most often rank", "in", "again"], rows,
+        ["run", "count", "median ms", "mean ms", "max ms", "most often rank", "in", "again"],
+        rows,
         "Again: how often the last rank of a step was the last one of the next step too.",
-    )  # fmt: skip
+    )
 
 
 def difference_table(runs: Sequence[RunData]) -> Table:
@@ -219,6 +255,9 @@ def difference_table(runs: Sequence[RunData]) -> Table:
         if key not in OF_THE_RUN_ITSELF and len(set(cells)) > 1:
             rows.append([key, *cells])
     return Table(
-        "Configuration: what differs", ["key", *(label_of(run, runs) for run in known)], rows,
-        "" if rows else "Nothing differs.", frozenset(range(len(known) + 1)),
-    )  # fmt: skip
+        "Configuration: what differs",
+        ["key", *(label_of(run, runs) for run in known)],
+        rows,
+        "" if rows else "Nothing differs.",
+        frozenset(range(len(known) + 1)),
+    )

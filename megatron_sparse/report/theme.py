@@ -46,10 +46,17 @@ SERIES = (
 COLOURS = (PAPER, PANEL, INK, MUTED, LINE, WARNING, *SERIES)
 
 STAGES = {
-    "forward_backward": SERIES[0], "optimizer": SERIES[5], "host_wait": SERIES[1],
-    "other": SERIES[7], "threshold": SERIES[6], "prune": SERIES[4], "encode": SERIES[3],
-    "network": SERIES[1], "decode": SERIES[2], "profile": SERIES[7],
-}  # fmt: skip
+    "forward_backward": SERIES[0],
+    "optimizer": SERIES[5],
+    "host_wait": SERIES[1],
+    "other": SERIES[7],
+    "threshold": SERIES[6],
+    "prune": SERIES[4],
+    "encode": SERIES[3],
+    "network": SERIES[1],
+    "decode": SERIES[2],
+    "profile": SERIES[7],
+}
 """A colour for each stage; the training thread's and the buckets' are never in one chart."""
 
 

@@ -161,9 +161,15 @@ def draw_lines(
     for name, members in groups(rows, "series").items():
         colour, marker, dash = styles[name]
         axes.plot(
-            [row[x] for row in members], [row[y] for row in members], label=name, color=colour,
-            marker=marker, linestyle=dash, markersize=4.5, linewidth=1.4,
-        )  # fmt: skip
+            [row[x] for row in members],
+            [row[y] for row in members],
+            label=name,
+            color=colour,
+            marker=marker,
+            linestyle=dash,
+            markersize=4.5,
+            linewidth=1.4,
+        )
     axes.grid(True, which="both", alpha=0.25, linewidth=0.5)
 
 
@@ -191,9 +197,13 @@ def shared_legend(canvas: Canvas, axes: Sequence[Axes]) -> None:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     canvas.legend(
-        list(entries.values()), list(entries), loc="outside lower center", fontsize=8,
-        ncols=min(len(entries), 4), frameon=False,
-    )  # fmt: skip
+        list(entries.values()),
+        list(entries),
+        loc="outside lower center",
+        fontsize=8,
+        ncols=min(len(entries), 4),
+        frameon=False,
+    )
 
 
 def draw_bars(axes: Axes, rows: Sequence[Row], group: str, y: str) -> None:
@@ -208,12 +218,18 @@ def draw_bars(axes: Axes, rows: Sequence[Row], group: str, y: str) -> None:
     names, labels = list(groups(rows, "series")), list(groups(rows, group))
     width = 0.85 / len(names)
     for index, (name, members) in enumerate(groups(rows, "series").items()):
-        places = [labels.index(row[group]) + (index - (len(names) - 1) / 2) * width
-                  for row in members]  # fmt: skip
+        places = [
+            labels.index(row[group]) + (index - (len(names) - 1) / 2) * width for row in members
+        ]
         bars = axes.bar(
-            places, [row[y] for row in members], width, label=name, color=COLOURS[index],
-            edgecolor="white", linewidth=0.4,
-        )  # fmt: skip
+            places,
+            [row[y] for row in members],
+            width,
+            label=name,
+            color=COLOURS[index],
+            edgecolor="white",
+            linewidth=0.4,
+        )
         axes.bar_label(bars, fmt="{:.1f}", fontsize=6)
     axes.set_xticks(range(len(labels)), labels)
     axes.grid(True, axis="y", alpha=0.25, linewidth=0.5)
@@ -247,14 +263,23 @@ def draw_heatmap(
     for row in rows:
         grid[lines.index(row[y]), columns.index(row[x])] = row[value]
     axes.imshow(
-        np.log2(grid), cmap="BrBG", vmin=-np.log2(most), vmax=np.log2(most), origin="lower",
+        np.log2(grid),
+        cmap="BrBG",
+        vmin=-np.log2(most),
+        vmax=np.log2(most),
+        origin="lower",
         aspect="auto",
-    )  # fmt: skip
+    )
     for (line, column), ratio in np.ndenumerate(grid):
         saturated = abs(np.log2(ratio)) > 0.7 * np.log2(most)
         axes.text(
-            column, line, number.format(ratio), ha="center", va="center", fontsize=8,
+            column,
+            line,
+            number.format(ratio),
+            ha="center",
+            va="center",
+            fontsize=8,
             color="white" if saturated else "black",
-        )  # fmt: skip
+        )
     axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
     axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines])

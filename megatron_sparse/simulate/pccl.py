@@ -141,12 +141,17 @@ def _rows(
                 times["Cray-MPICH"] = library_s(system, "Cray-MPICH", kind, n, size)
             rows += [
                 {
-                    "series": f"{name}, {size} MB", "library": name, "machine": system.machine.name,
-                    "collective": kind, "ranks": n, "size_mb": size, "time_ms": seconds * 1e3,
+                    "series": f"{name}, {size} MB",
+                    "library": name,
+                    "machine": system.machine.name,
+                    "collective": kind,
+                    "ranks": n,
+                    "size_mb": size,
+                    "time_ms": seconds * 1e3,
                     "pccl_speedup": seconds / own_s,
                 }
                 for name, seconds in times.items()
-            ]  # fmt: skip
+            ]
     return rows
 
 
@@ -210,10 +215,13 @@ _FITTED = "link rates published, latencies fitted to the paper's text (docs/figu
 
 def _lines(number: int, system: System, kind: str) -> Figure:
     return Figure(
-        "pccl", number,
-        f"PCCL figure {number}: {kind.replace('_', '-')} on {system.machine.name}", _FITTED,
-        lambda fast: _line_rows(system, (kind,), (64, 128, 256, 512), fast), draw_sizes,
-    )  # fmt: skip
+        "pccl",
+        number,
+        f"PCCL figure {number}: {kind.replace('_', '-')} on {system.machine.name}",
+        _FITTED,
+        lambda fast: _line_rows(system, (kind,), (64, 128, 256, 512), fast),
+        draw_sizes,
+    )
 
 
 def _heatmaps(number: int, system: System) -> Figure:
@@ -228,9 +236,12 @@ FIGURES = (
     _lines(8, FRONTIER, "reduce_scatter"),
     _heatmaps(9, FRONTIER),
     Figure(
-        "pccl", 10, "PCCL figure 10: all-gather and reduce-scatter on Perlmutter, A100", _FITTED,
+        "pccl",
+        10,
+        "PCCL figure 10: all-gather and reduce-scatter on Perlmutter, A100",
+        _FITTED,
         lambda fast: _line_rows(PERLMUTTER, ("all_gather", "reduce_scatter"), (64, 128), fast),
         draw_collectives,
     ),
     _heatmaps(11, PERLMUTTER),
-)  # fmt: skip
+)

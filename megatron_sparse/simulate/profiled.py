@@ -96,8 +96,10 @@ def figures(samples: Sequence[Sample]) -> list[Figure]:
     by_bucket: dict[str, list[Sample]] = {}
     for sample in samples:
         by_bucket.setdefault(sample.bucket, []).append(sample)
-    nnz = {name: sum(own_K.size for own_K in members[0].elements)
-           for name, members in by_bucket.items()}  # fmt: skip
+    nnz = {
+        name: sum(own_K.size for own_K in members[0].elements)
+        for name, members in by_bucket.items()
+    }
     shown = {
         name: by_bucket[name]
         for name in sorted(sorted(nnz, key=lambda name: -nnz[name])[:MOST_SERIES])
@@ -117,25 +119,47 @@ def figures(samples: Sequence[Sample]) -> list[Figure]:
         label: str = RECORDED,
     ) -> Figure:
         return Figure(
-            "zen", number, f"ZEN figure {number}: {title}", assumptions, lambda fast: rows(), draw,
+            "zen",
+            number,
+            f"ZEN figure {number}: {title}",
+            assumptions,
+            lambda fast: rows(),
+            draw,
             label=label,
-        )  # fmt: skip
+        )
 
     of = f"bucket {largest.bucket}, {ranks} ranks"
     found = [
         figure(2, "overlap ratios, densification", f"{ranks} ranks", lambda: rows_2(shown), draw_2),
-        figure(3, "where non-zeros lie, skewness", "mean over ranks", lambda: rows_3(shown),
-               draw_3),
-        figure(16, "cost of Algorithm 1", of, lambda: rows_16(largest), draw_16,
-               "measured on this machine's CPU"),
-        figure(17, "sizes of formats, what each step gains", "bytes, no latency or codec time",
-               lambda: rows_17(shown, largest), draw_17, "counted on the recorded gradients"),
-    ]  # fmt: skip
+        figure(
+            3, "where non-zeros lie, skewness", "mean over ranks", lambda: rows_3(shown), draw_3
+        ),
+        figure(
+            16,
+            "cost of Algorithm 1",
+            of,
+            lambda: rows_16(largest),
+            draw_16,
+            "measured on this machine's CPU",
+        ),
+        figure(
+            17,
+            "sizes of formats, what each step gains",
+            "bytes, no latency or codec time",
+            lambda: rows_17(shown, largest),
+            draw_17,
+            "counted on the recorded gradients",
+        ),
+    ]
     if ranks > 1:
         priced = figure(
-            8, "synchronisation", f"bytes on the busiest port only; {of}",
-            lambda: rows_8(largest), draw_normalised, MODEL,
-        )  # fmt: skip
+            8,
+            "synchronisation",
+            f"bytes on the busiest port only; {of}",
+            lambda: rows_8(largest),
+            draw_normalised,
+            MODEL,
+        )
         found.insert(2, priced)
     return found
 
@@ -228,11 +252,14 @@ def rows_8(sample: Sample) -> list[Row]:
             found[f"Balanced Parallelism {name} (counted)"] = ideal
         rows += [
             {
-                "series": name, "ranks": n, "normalised_time": outcome.time_s / dense.time_s,
-                "wire_mib": outcome.wire_bytes / 2**20, "simulated_numel": numel,
+                "series": name,
+                "ranks": n,
+                "normalised_time": outcome.time_s / dense.time_s,
+                "wire_mib": outcome.wire_bytes / 2**20,
+                "simulated_numel": numel,
             }
             for name, outcome in found.items()
-        ]  # fmt: skip
+        ]
     return rows
 
 

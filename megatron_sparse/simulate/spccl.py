@@ -119,16 +119,28 @@ def sparcml(
 
 
 def _row(
-    series: str, kind: str, world_size: int, size_mib: int, sparsity: float, numel: int,
+    series: str,
+    kind: str,
+    world_size: int,
+    size_mib: int,
+    sparsity: float,
+    numel: int,
     outcome: Outcome,
-) -> Row:  # fmt: skip
+) -> Row:
     base_s = dense_s(kind, world_size, size_mib)
     return {
-        "series": series, "collective": kind, "ranks": world_size, "size_mib": size_mib,
-        "sparsity": sparsity, "time_ms": outcome.time_s * 1e3, "dense_ms": base_s * 1e3,
-        "speedup": base_s / outcome.time_s, "codec_ms": outcome.local_s * 1e3,
-        "wire_mib": outcome.wire_bytes / MIB, "simulated_numel": numel,
-    }  # fmt: skip
+        "series": series,
+        "collective": kind,
+        "ranks": world_size,
+        "size_mib": size_mib,
+        "sparsity": sparsity,
+        "time_ms": outcome.time_s * 1e3,
+        "dense_ms": base_s * 1e3,
+        "speedup": base_s / outcome.time_s,
+        "codec_ms": outcome.local_s * 1e3,
+        "wire_mib": outcome.wire_bytes / MIB,
+        "simulated_numel": numel,
+    }
 
 
 def _dense_row(kind: str, n: int, size: int, sparsity: float, numel: int) -> Row:
@@ -211,9 +223,14 @@ def draw_speedups(rows: list[Row], canvas: Canvas) -> None:
 def _heatmap(number: int, kind: str, what: str) -> Figure:
     title = f"SpCCL figure {number}: {what} (Pici), speedup over NCCL's dense ring"
     return Figure(
-        "spccl", number, title, ASSUMPTIONS, lambda fast: _heat_rows(kind, fast), draw_speedups,
+        "spccl",
+        number,
+        title,
+        ASSUMPTIONS,
+        lambda fast: _heat_rows(kind, fast),
+        draw_speedups,
         3.6,
-    )  # fmt: skip
+    )
 
 
 FIGURES = (

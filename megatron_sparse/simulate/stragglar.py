@@ -46,9 +46,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 NAMES = {
-    "straggler": "StragglAR", "dense_ring": "ring", "dense_rhd": "RHD",
-    "dense_allpairs": "MSCCL (all-pairs)", "dense_broadcast": "broadcast",
-}  # fmt: skip
+    "straggler": "StragglAR",
+    "dense_ring": "ring",
+    "dense_rhd": "RHD",
+    "dense_allpairs": "MSCCL (all-pairs)",
+    "dense_broadcast": "broadcast",
+}
 """What the paper calls each scheme."""
 AWARE = ("straggler", "dense_broadcast")
 """Schemes for which a delay makes a difference."""
@@ -106,10 +109,16 @@ def _row(
     panel: str, series: str, machine: Machine, n: int, size: int, delay_s: float, time_s: float
 ) -> Row:
     return {
-        "series": series, "panel": panel, "machine": machine.name, "ranks": n,
-        "size_mib": size / MIB, "delay_ms": delay_s * 1e3, "time_ms": time_s * 1e3,
-        "total_ms": (delay_s + time_s) * 1e3, "algbw_gbs": size / time_s / 1e9,
-    }  # fmt: skip
+        "series": series,
+        "panel": panel,
+        "machine": machine.name,
+        "ranks": n,
+        "size_mib": size / MIB,
+        "delay_ms": delay_s * 1e3,
+        "time_ms": time_s * 1e3,
+        "total_ms": (delay_s + time_s) * 1e3,
+        "algbw_gbs": size / time_s / 1e9,
+    }
 
 
 def rows_5(fast: bool) -> list[Row]:
@@ -169,11 +178,15 @@ def rows_7(fast: bool) -> list[Row]:
         for panel, times_s in (("critical delay", delays_s), ("beta only", grows_s)):
             rows += [
                 {
-                    "series": series, "panel": panel, "machine": DGX_H100.name, "ranks": n,
-                    "time_ms": time_s * 1e3, "ratio": time_s / buffer_s,
+                    "series": series,
+                    "panel": panel,
+                    "machine": DGX_H100.name,
+                    "ranks": n,
+                    "time_ms": time_s * 1e3,
+                    "ratio": time_s / buffer_s,
                 }
                 for series, time_s in times_s.items()
-            ]  # fmt: skip
+            ]
     return rows
 
 
@@ -207,9 +220,13 @@ def _draw_scaling(axes: Axes, rows: list[Row], y: str, label: str) -> None:
         for case in ("no delay", "ideal")
     ]
     axes.fill_between(
-        [row["ranks"] for row in both[0]], [row[y] for row in both[0]],
-        [row[y] for row in both[1]], color=COLOURS[0], alpha=0.12, linewidth=0,
-    )  # fmt: skip
+        [row["ranks"] for row in both[0]],
+        [row[y] for row in both[0]],
+        [row[y] for row in both[1]],
+        color=COLOURS[0],
+        alpha=0.12,
+        linewidth=0,
+    )
     log_axis(axes, "x")
     axes.set_xticks(sorted({row["ranks"] for row in rows}))
     axes.set_xlabel("ranks")
@@ -245,16 +262,29 @@ _H100 = _LINKS.format(450)
 
 FIGURES = (
     Figure(
-        "stragglar", 5, "StragglAR figure 5: all-reduces of 8 ranks of which one is late",
-        _LINKS.format("450 (H100) and 300 (A100)"), rows_5, draw_5, 6.5,
+        "stragglar",
+        5,
+        "StragglAR figure 5: all-reduces of 8 ranks of which one is late",
+        _LINKS.format("450 (H100) and 300 (A100)"),
+        rows_5,
+        draw_5,
+        6.5,
     ),
     Figure(
-        "stragglar", 6, "StragglAR figure 6c: all-reduce of 1 GiB over the number of ranks", _H100,
-        lambda fast: _scaling_rows(FAST_POWERS if fast else POWERS), draw_scaling,
+        "stragglar",
+        6,
+        "StragglAR figure 6c: all-reduce of 1 GiB over the number of ranks",
+        _H100,
+        lambda fast: _scaling_rows(FAST_POWERS if fast else POWERS),
+        draw_scaling,
     ),
     Figure("stragglar", 7, "StragglAR figure 7: the critical delay", _H100, rows_7, draw_7),
     Figure(
-        "stragglar", 9, "StragglAR figure 9: 1 GiB, even numbers of ranks that are no powers of 2",
-        _H100, lambda fast: _scaling_rows(FAST_EVENS if fast else EVENS), draw_scaling,
+        "stragglar",
+        9,
+        "StragglAR figure 9: 1 GiB, even numbers of ranks that are no powers of 2",
+        _H100,
+        lambda fast: _scaling_rows(FAST_EVENS if fast else EVENS),
+        draw_scaling,
     ),
-)  # fmt: skip
+)

@@ -131,12 +131,18 @@ def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str,
 def _row(name: str, where: Row, outcome: Outcome, dense: Outcome, model: GradientModel) -> Row:
     n = where["ranks"]
     return {
-        "series": name, **where, "density": model.density, "sum_density": model.sum_density(n),
-        "overlap": model.overlap(), "skewness": model.skewness(n), "time_ms": outcome.time_s * 1e3,
-        "codec_ms": outcome.local_s * 1e3, "wire_mib": outcome.wire_bytes / 2**20,
+        "series": name,
+        **where,
+        "density": model.density,
+        "sum_density": model.sum_density(n),
+        "overlap": model.overlap(),
+        "skewness": model.skewness(n),
+        "time_ms": outcome.time_s * 1e3,
+        "codec_ms": outcome.local_s * 1e3,
+        "wire_mib": outcome.wire_bytes / 2**20,
         "normalised_time": outcome.time_s / dense.time_s,
         "speedup": dense.time_s / outcome.time_s,
-    }  # fmt: skip
+    }
 
 
 def rows_8(fast: bool) -> list[Row]:
@@ -167,9 +173,11 @@ def _workload_rows(workload: Workload, numel: int, machines: int) -> tuple[Row, 
     job = Job(AWS_25, machines, 4 * workload.full_numel, numel)
     found = outcomes(job, model.gradient, available())
     where = {
-        "workload": workload.name, "ranks": machines, "full_numel": workload.full_numel,
+        "workload": workload.name,
+        "ranks": machines,
+        "full_numel": workload.full_numel,
         "simulated_numel": numel,
-    }  # fmt: skip
+    }
     dense = found.pop("AllReduce")
     return tuple(_row(name, where, outcome, dense, model) for name, outcome in found.items())
 
@@ -214,12 +222,17 @@ def _figure(
 
 FIGURES = (
     _figure(
-        8, "synchronising NMT's embedding gradient",
-        "bytes on the busiest port only: no latency, no codec time", rows_8, draw_normalised,
+        8,
+        "synchronising NMT's embedding gradient",
+        "bytes on the busiest port only: no latency, no codec time",
+        rows_8,
+        draw_normalised,
     ),
     _figure(
-        15, "speedup over AllReduce, 16 machines, 25 Gbit/s",
+        15,
+        "speedup over AllReduce, 16 machines, 25 Gbit/s",
         f"gradients fitted to the paper's text; codec at {CODEC_FRACTION:.0%} of a V100's HBM",
-        rows_15, draw_bars,
+        rows_15,
+        draw_bars,
     ),
-)  # fmt: skip
+)

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 MOST_RANKS_PRINTED = 32
 NAMES = {
-    "straggler": "straggler-aware", "dense_ring": "ring", "dense_allpairs": "all-pairs",
-    "dense_rhd": "recursive halving/doubling", "dense_broadcast": "broadcast",
-}  # fmt: skip
+    "straggler": "straggler-aware",
+    "dense_ring": "ring",
+    "dense_allpairs": "all-pairs",
+    "dense_rhd": "recursive halving/doubling",
+    "dense_broadcast": "broadcast",
+}
 """What the cost table calls each scheme."""
 
 
@@ -139,6 +142,11 @@ def _draw_arrivals(axes: Axes, schedule: Schedule) -> None:
         for t in transfers:
             late = schedule.straggler in (t.sender, t.receiver)
             axes.text(
-                number, t.receiver, str(t.chunk), ha="center", va="center", fontsize=7,
+                number,
+                t.receiver,
+                str(t.chunk),
+                ha="center",
+                va="center",
+                fontsize=7,
                 color="tab:red" if late else "black",
-            )  # fmt: skip
+            )

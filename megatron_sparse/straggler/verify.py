@@ -29,8 +29,10 @@ def verify(schedule: Schedule) -> None:
             if chunk in complete[receiver]:
                 raise _wrong(number, f"rank {receiver} has chunk {chunk} already")
             reduces = {sender, receiver} == {partial[chunk], schedule.straggler} and (
-                receiver, sender, chunk,
-            ) in exchanged  # fmt: skip
+                receiver,
+                sender,
+                chunk,
+            ) in exchanged
             if chunk not in complete[sender] and not reduces:
                 raise _wrong(number, f"rank {sender} sends chunk {chunk}, which it does not hold")
             arrived.append((receiver, chunk))

@@ -281,8 +281,9 @@ class PlainView:
             print(
                 f"{self._progress.name}: {self._progress.place()}  {self._progress.facts()}  "
                 f"{ms(self._progress.iteration_ms)} ms = {parts}",
-                file=self._file or sys.stdout, flush=True,
-            )  # fmt: skip
+                file=self._file or sys.stdout,
+                flush=True,
+            )
 
     def close(self) -> None:
         """Does nothing."""

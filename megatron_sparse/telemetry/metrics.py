@@ -159,7 +159,13 @@ def plan_table(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         predicted_us = row.get("predicted_us", {}).get(row["chosen"])
         predicted_ms = None if predicted_us is None else predicted_us / 1e3
         lines.append(
-            [row["bucket"], row["numel"], row["density"], row["chosen"], predicted_ms,
-             row["reason"]]
-        )  # fmt: skip
+            [
+                row["bucket"],
+                row["numel"],
+                row["density"],
+                row["chosen"],
+                predicted_ms,
+                row["reason"],
+            ]
+        )
     return lines

@@ -35,9 +35,11 @@ def run(run_dir: Path, output: Path | None, csv_path: Path | None) -> None:
     buckets = load_readiness(run_dir)
     if not buckets:
         raise ConfigError(
-            f"{run_dir} has measured no delays yet", expected="three iterations at least",
-            got="none that all ranks know", remedy="train longer",
-        )  # fmt: skip
+            f"{run_dir} has measured no delays yet",
+            expected="three iterations at least",
+            got="none that all ranks know",
+            remedy="train longer",
+        )
     Console(highlight=False).print(table_of(buckets))
     try:
         if csv_path is not None:
@@ -46,17 +48,20 @@ def run(run_dir: Path, output: Path | None, csv_path: Path | None) -> None:
             _draw(buckets, run_dir.name, output)
     except (OSError, ValueError) as error:  # matplotlib refuses a file type by a ValueError
         raise ConfigError(
-            "the delays cannot be written", expected="a file that can be made, .png or .csv",
+            "the delays cannot be written",
+            expected="a file that can be made, .png or .csv",
             got=error,
-        ) from None  # fmt: skip
+        ) from None
 
 
 def table_of(buckets: dict[str, list[ReadinessRecord]]) -> Table:
     """A line for each bucket and one for all of them."""
     table = Table(
         title="delay: how long after all others the last rank was ready",
-        title_justify="left", box=None, pad_edge=False,
-    )  # fmt: skip
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
     table.add_column("bucket")
     for header in ("count", "median ms", "mean ms", "max ms", "last rank", "share", "persistence"):
         table.add_column(header, justify="right")
@@ -71,11 +76,16 @@ def _add_row(table: Table, name: str, statistics: DelayStatistics | None) -> Non
     assert statistics is not None, "a bucket that is in the file has a line there"
     again = statistics.persistence
     table.add_row(
-        name, str(statistics.count), f"{statistics.median_s * 1e3:.2f}",
-        f"{statistics.mean_s * 1e3:.2f}", f"{statistics.max_s * 1e3:.2f}", str(statistics.rank),
-        f"{statistics.share:.0%}", "-" if again is None else f"{again:.0%}",
+        name,
+        str(statistics.count),
+        f"{statistics.median_s * 1e3:.2f}",
+        f"{statistics.mean_s * 1e3:.2f}",
+        f"{statistics.max_s * 1e3:.2f}",
+        str(statistics.rank),
+        f"{statistics.share:.0%}",
+        "-" if again is None else f"{again:.0%}",
         style="bold" if name == ALL else None,
-    )  # fmt: skip
+    )
 
 
 def _write_csv(buckets: dict[str, list[ReadinessRecord]], path: Path) -> None:
@@ -105,10 +115,14 @@ def _draw(buckets: dict[str, list[ReadinessRecord]], title: str, path: Path) -> 
         delays_ms = [delay * 1e3 for delay in delays_s]
         is_all = name == ALL
         axes.step(
-            delays_ms, fractions, where="post", label=name if is_all else None,
-            color="black" if is_all else "silver", linewidth=2 if is_all else 0.8,
+            delays_ms,
+            fractions,
+            where="post",
+            label=name if is_all else None,
+            color="black" if is_all else "silver",
+            linewidth=2 if is_all else 0.8,
             zorder=2 if is_all else 1,
-        )  # fmt: skip
+        )
     axes.set(title=f"{title}: straggler delay", xlabel="ms", ylabel="CDF", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", title="grey: single buckets")

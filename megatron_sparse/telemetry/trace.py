@@ -49,9 +49,13 @@ class Timeline:
         for record in records:
             row = self._rows.setdefault(record.bucket, len(self._rows) + 1)
             arguments = {
-                "iteration": iteration, "scheme": record.scheme, "density": record.density,
-                "numel": record.numel, "nnz": record.nnz, "wire_bytes": record.wire_bytes,
-            }  # fmt: skip
+                "iteration": iteration,
+                "scheme": record.scheme,
+                "density": record.density,
+                "numel": record.numel,
+                "nnz": record.nnz,
+                "wire_bytes": record.wire_bytes,
+            }
             self._span(row, record.bucket, record.launched_s, record.finished_s, arguments)
             for name, begin_s, end_s in record.watch.spans:
                 self._span(row, name, begin_s, end_s, {"iteration": iteration})
@@ -83,10 +87,17 @@ class Timeline:
     def _span(
         self, row: int, name: str, begin_s: float, end_s: float, arguments: dict[str, Any]
     ) -> None:
-        self._events.append({
-            "ph": "X", "name": name, "pid": self._rank, "tid": row, "ts": begin_s * 1e6,
-            "dur": (end_s - begin_s) * 1e6, "args": arguments,
-        })  # fmt: skip
+        self._events.append(
+            {
+                "ph": "X",
+                "name": name,
+                "pid": self._rank,
+                "tid": row,
+                "ts": begin_s * 1e6,
+                "dur": (end_s - begin_s) * 1e6,
+                "args": arguments,
+            }
+        )
 
 
 def write_trace(

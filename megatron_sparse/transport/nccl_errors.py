@@ -181,9 +181,10 @@ class Looks:
         if found:
             raise CommunicationError(
                 f"NCCL has failed before {before} on {found}",
-                expected="every operation of every group to finish", got="see that rank's log",
+                expected="every operation of every group to finish",
+                got="see that rank's log",
                 remedy=REMEDY,
-            )  # fmt: skip
+            )
 
 
 @contextmanager

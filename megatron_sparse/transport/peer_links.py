@@ -131,8 +131,10 @@ class PeerLinks:
                 self._listener.setblocking(False)
                 port = self._listener.getsockname()[1]
                 self._invitation = {
-                    "hosts": own_hosts(), "port": port, "token": secrets.token_hex(8),
-                }  # fmt: skip
+                    "hosts": own_hosts(),
+                    "port": port,
+                    "token": secrets.token_hex(8),
+                }
                 self._selector.register(self._listener, selectors.EVENT_READ, None)
             return self._invitation
 

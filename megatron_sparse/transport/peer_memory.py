@@ -157,9 +157,11 @@ class SymmetricMemory(_OneRankEach):
             from torch.distributed import _symmetric_memory
         except ImportError as error:
             raise DependencyError(
-                "torch has no symmetric memory", expected="torch 2.11 or newer, built with CUDA",
-                got=torch.__version__, remedy="set scheme.peer_windows=cuda_ipc",
-            ) from error  # fmt: skip
+                "torch has no symmetric memory",
+                expected="torch 2.11 or newer, built with CUDA",
+                got=torch.__version__,
+                remedy="set scheme.peer_windows=cuda_ipc",
+            ) from error
         try:
             window = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
             window[:CONTROL_BYTES].zero_()
@@ -233,16 +235,21 @@ class PeerMemory:
             if layout.world_size != provider.world_size:
                 raise ConfigError(
                     f"bucket {name} is cut for another number of ranks",
-                    expected=f"{provider.world_size} shards", got=layout.world_size,
+                    expected=f"{provider.world_size} shards",
+                    got=layout.world_size,
                     remedy="cut it for the ranks of the NVLink domain",
-                )  # fmt: skip
+                )
         message_room = max(layout.message_room for layout in layouts.values())
         sum_room = max(layout.sum_room for layout in layouts.values())
         self._windows = provider.open(window_bytes(message_room, sum_room))
         self.domain = PeerDomain(
-            self._windows.pointers, provider.first_rank, provider.local_ranks, message_room,
-            sum_room, deadline_s,
-        )  # fmt: skip
+            self._windows.pointers,
+            provider.first_rank,
+            provider.local_ranks,
+            message_room,
+            sum_room,
+            deadline_s,
+        )
         self.layouts = dict(layouts)
         self.in_order_of_coming = in_order_of_coming
         self._counts = [0, 0]
@@ -279,10 +286,18 @@ class PeerMemory:
         """
         ahead = [count + (p in operation.phases) for p, count in enumerate(self._counts)]
         peer_collective(
-            operation, self.domain, (ahead[0] % 2, ahead[1] % 2), self.layouts[bucket], inputs,
-            outs, epoch, message_density=densities[0], sum_density=densities[1],
-            in_order_of_coming=self.in_order_of_coming, message_slots=message_slots,
-        )  # fmt: skip
+            operation,
+            self.domain,
+            (ahead[0] % 2, ahead[1] % 2),
+            self.layouts[bucket],
+            inputs,
+            outs,
+            epoch,
+            message_density=densities[0],
+            sum_density=densities[1],
+            in_order_of_coming=self.in_order_of_coming,
+            message_slots=message_slots,
+        )
         self._counts = ahead
 
     def report(self, reports: Reports, bucket: str, epoch: int) -> None:
@@ -317,9 +332,11 @@ class PeerMemory:
 def _check_cuda(device: torch.device) -> None:
     if device.type != "cuda":
         raise ConfigError(
-            "peer memory is a GPU's", expected="a CUDA device", got=device,
+            "peer memory is a GPU's",
+            expected="a CUDA device",
+            got=device,
             remedy="use scheme.name=direct, which does the same over any process group",
-        )  # fmt: skip
+        )
 
 
 def _zeroed_window(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -231,9 +231,14 @@ class ProcessGroupTransport:
         if self.device.type != "cuda":
             raise refusal(self.device.type)
         return NcclCommunicator(
-            loaded_nccl(), self.rank, self.world_size, self.device, self._timeout_s,
-            self._broadcast, self._announce,
-        )  # fmt: skip
+            loaded_nccl(),
+            self.rank,
+            self.world_size,
+            self.device,
+            self._timeout_s,
+            self._broadcast,
+            self._announce,
+        )
 
     def trouble(self) -> str | None:
         """Which rank of the group is gone and why, in words; None while none is known to be."""
@@ -264,9 +269,12 @@ class ProcessGroupTransport:
         store = dist.distributed_c10d._get_default_store()
         arrivals = StoreArrivals(
             store.clone(),  # type: ignore[attr-defined] - missing from torch's stubs
-            f"megatron_sparse/{token}", self.rank, self.world_size, self.device,
+            f"megatron_sparse/{token}",
+            self.rank,
+            self.world_size,
+            self.device,
             lambda name: Operation(name, self._watch, self._timeout_s),
-        )  # fmt: skip
+        )
         self._arrivals.append(arrivals)
         return arrivals
 

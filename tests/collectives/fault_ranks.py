@@ -61,16 +61,21 @@ class Side:
         self.progress = ProgressThread(torch.device("cpu"), timeout_s)
         self.transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
         acts = {
-            "kill": kill_process, "stop": stop_process, "slow": nap(SLOW_S),
+            "kill": kill_process,
+            "stop": stop_process,
+            "slow": nap(SLOW_S),
             "kill while sending": kill_process_soon,
-        }  # fmt: skip
+        }
         wrapped: Any = FaultyTransport(self.transport, fault or Fault("none", 0, 0), acts)
         self.faulty = wrapped
         self.reducer = GradientReducer(
-            config, wrapped, FixedPlanner(config.compression, config.scheme),
+            config,
+            wrapped,
+            FixedPlanner(config.compression, config.scheme),
             ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED),
-            NullRecorder(), self.progress,
-        )  # fmt: skip
+            NullRecorder(),
+            self.progress,
+        )
 
     def reduce(self, bucket: Bucket, step: int = 0) -> dict[str, Any]:
         """Synchronises a bucket: what came of it, and how long it took."""
@@ -81,10 +86,13 @@ class Side:
         except MegatronSparseError as error:
             kind, text = type(error).__name__, str(error)
         return {
-            "kind": kind, "text": text, "seconds": time.monotonic() - start_s,
-            "posted": self.faulty.posted, "struck": self.faulty.struck,
+            "kind": kind,
+            "text": text,
+            "seconds": time.monotonic() - start_s,
+            "posted": self.faulty.posted,
+            "struck": self.faulty.struck,
             "right": torch.equal(bucket.grad_N, full_sum(bucket.world_size, bucket.numel)),
-        }  # fmt: skip
+        }
 
     def close(self, *, broken: bool = False) -> float:
         """Closes everything; how long that took. `broken` if it is so on another rank."""

@@ -38,9 +38,16 @@ def selected(case, rank, density):
     layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.form))
     ranges = layout.range_offsets
     return prune_limited(
-        bucket.grad_N, torch.zeros(case.numel), ranges, torch.zeros(ranges.numel() - 1), 1.0,
-        WIRE_CODES[case.wire], -1, layout.segment_offsets, segment_capacity(layout, density),
-    )  # fmt: skip
+        bucket.grad_N,
+        torch.zeros(case.numel),
+        ranges,
+        torch.zeros(ranges.numel() - 1),
+        1.0,
+        WIRE_CODES[case.wire],
+        -1,
+        layout.segment_offsets,
+        segment_capacity(layout, density),
+    )
 
 
 def steps_of(case, transport, density):
@@ -51,9 +58,19 @@ def steps_of(case, transport, density):
     layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.form))
     residual = torch.zeros(case.numel)
     message = prune_encode(
-        bucket, layout, residual, torch.zeros(layout.range_piece.shape), 1.0, case.wire, -1, EPOCH,
-        buffers, "auto", 256, segment_capacity(layout, density),
-    )  # fmt: skip
+        bucket,
+        layout,
+        residual,
+        torch.zeros(layout.range_piece.shape),
+        1.0,
+        case.wire,
+        -1,
+        EPOCH,
+        buffers,
+        "auto",
+        256,
+        segment_capacity(layout, density),
+    )
     bucket.grad_N.fill_(float("nan"))
     sent = yield from SCHEMES[case.scheme].exchange(
         bucket, message, transport, buffers, Stopwatch(), OPTIONS
@@ -116,9 +133,12 @@ def fixed_bytes(case, density):
 def test_exact_with_fixed_bytes_and_no_agreement(name, form, n):
     one_a_second = Link(1.0, 0.0)
     for (dtype, wire), density, limit, numel in zip(
-        (*DTYPES, DTYPES[0], DTYPES[0], DTYPES[0]), (0.3, 0.05, 0.4, 0.3, 0.3, 1.0),
-        (0.1, 0.2, 0.125, 0.0001, 2.0, 0.02), (300, 1001, 5000, 300, 300, 0), strict=True,
-    ):  # fmt: skip
+        (*DTYPES, DTYPES[0], DTYPES[0], DTYPES[0]),
+        (0.3, 0.05, 0.4, 0.3, 0.3, 1.0),
+        (0.1, 0.2, 0.125, 0.0001, 2.0, 0.02),
+        (300, 1001, 5000, 300, 300, 0),
+        strict=True,
+    ):
         case = Case(name, n, form, dtype, wire, density, numel_for(n, numel, form))
         cluster = VirtualCluster(n, Topology((n,), one_a_second, one_a_second))
         outcomes = cluster.run(lambda t, case=case, limit=limit: steps_of(case, t, limit))
@@ -160,9 +180,19 @@ def test_ranks_of_another_capacity_never_meet():
         layout = bucket.layout(True)
         capacity = None if limit is None else segment_capacity(layout, limit)
         message = prune_encode(
-            bucket, layout, torch.zeros(900), torch.zeros(layout.range_piece.shape), 1.0, "fp32",
-            -1, EPOCH, MessageBuffers(), "auto", 256, capacity,
-        )  # fmt: skip
+            bucket,
+            layout,
+            torch.zeros(900),
+            torch.zeros(layout.range_piece.shape),
+            1.0,
+            "fp32",
+            -1,
+            EPOCH,
+            MessageBuffers(),
+            "auto",
+            256,
+            capacity,
+        )
         transport = VirtualCluster(2).transports[0]
         tags.add(group_of("direct", bucket, message, transport).tag)
     assert len(tags) == 3
@@ -217,8 +247,20 @@ def test_a_damaged_record_names_rank_and_field(name, form):
 class OnDevice(torch.Tensor):
     """Stands in for a CUDA tensor: counts what would wait for the device."""
 
-    WAITING = ("cpu", "item", "tolist", "numpy", "nonzero", "equal", "is_nonzero", "__bool__",
-               "__int__", "__float__", "__index__", "__array__")  # fmt: skip
+    WAITING = (
+        "cpu",
+        "item",
+        "tolist",
+        "numpy",
+        "nonzero",
+        "equal",
+        "is_nonzero",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__array__",
+    )
     reads = 0
 
     @classmethod
@@ -258,16 +300,28 @@ def test_one_read_of_the_host_a_bucket(name, form, monkeypatch):
 
     def start(transport, limit):
         bucket = Bucket(
-            "b", contribution(case, transport.rank).as_subclass(OnDevice), parameters(case.numel),
-            case.form, case.n,
-        )  # fmt: skip
+            "b",
+            contribution(case, transport.rank).as_subclass(OnDevice),
+            parameters(case.numel),
+            case.form,
+            case.n,
+        )
         layout, buffers = bucket.layout(SCHEMES[name].is_sharded(form)), MessageBuffers()
         capacity = None if limit is None else segment_capacity(layout, limit)
         message = prune_encode(
-            bucket, layout, torch.zeros(case.numel).as_subclass(OnDevice),
-            torch.zeros(layout.range_piece.shape).as_subclass(OnDevice), 1.0, "fp32", -1, EPOCH,
-            buffers, "auto", 256, capacity,
-        )  # fmt: skip
+            bucket,
+            layout,
+            torch.zeros(case.numel).as_subclass(OnDevice),
+            torch.zeros(layout.range_piece.shape).as_subclass(OnDevice),
+            1.0,
+            "fp32",
+            -1,
+            EPOCH,
+            buffers,
+            "auto",
+            256,
+            capacity,
+        )
         messages.append(message)
         return SCHEMES[name].exchange(bucket, message, transport, buffers, Stopwatch(), OPTIONS)
 
@@ -298,9 +352,19 @@ def test_the_torch_codec_refuses_it(monkeypatch):
     layout, before = bucket.layout(True), bucket.grad_N.clone()
     with pytest.raises(ExtensionError, match="capacity mode needs the compiled codec"):
         prune_encode(
-            bucket, layout, residual, torch.zeros(layout.range_piece.shape), 1.0, "fp32", -1,
-            EPOCH, MessageBuffers(), "auto", 256, segment_capacity(layout, 0.1),
-        )  # fmt: skip
+            bucket,
+            layout,
+            residual,
+            torch.zeros(layout.range_piece.shape),
+            1.0,
+            "fp32",
+            -1,
+            EPOCH,
+            MessageBuffers(),
+            "auto",
+            256,
+            segment_capacity(layout, 0.1),
+        )
     assert torch.equal(bucket.grad_N, before)
     assert not residual.any()
 

@@ -102,9 +102,15 @@ def test_bytes_and_rounds_are_those_of_the_header(name, form):
         topology = Topology((n,), ONE_ROUND_A_SECOND, ONE_ROUND_A_SECOND)
         for dtype, wire in DTYPES:
             case = Case(
-                name, n, form, dtype, wire, 1, numel_for(n, 1001, form),
+                name,
+                n,
+                form,
+                dtype,
+                wire,
+                1,
+                numel_for(n, 1001, form),
                 options=OPTIONS.with_straggler(None),
-            )  # fmt: skip
+            )
             partial = 2 if (dtype, wire) == ("fp32", "bf16") else 4
             expected, rounds = COSTS[name](case, partial, BYTES[wire])
             sent, reported, cluster = _measure(case, topology)

@@ -129,9 +129,15 @@ def test_all_ranks_hold_the_same_bits_and_the_sum_of_floats(name, n):
 
 
 IN_RANK_ORDER = (
-    "agsparse", "direct", "ssar_split_ag", "dsar_split_ag", "sparse_ps", "dense_allpairs",
-    "omnireduce", "zen",
-)  # fmt: skip
+    "agsparse",
+    "direct",
+    "ssar_split_ag",
+    "dsar_split_ag",
+    "sparse_ps",
+    "dense_allpairs",
+    "omnireduce",
+    "zen",
+)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -186,11 +186,15 @@ def test_ranks_that_disagree_get_an_error_in_every_scheme():
     with ThreadPoolExecutor(len(kinds)) as pool:
         worlds = [
             pool.submit(
-                run_ranks, disagree_everywhere, N, [(name, what) for name in OVER_GROUPS], 2.0,
+                run_ranks,
+                disagree_everywhere,
+                N,
+                [(name, what) for name in OVER_GROUPS],
+                2.0,
                 timeout_s=240,
             )
             for what in kinds
-        ]  # fmt: skip
+        ]
     for what, world in zip(kinds, worlds, strict=True):
         for rank, results in enumerate(world.result()):
             for scheme, result in zip(OVER_GROUPS, results, strict=True):

@@ -24,9 +24,14 @@ def _train(setting, scheme=None):
     attachment = None
     if scheme is not None:
         attachment = attach(
-            toy.ddp, toy.optimizer, scheme=scheme, density=1.0, warmup_iters=0, ramp_iters=0,
+            toy.ddp,
+            toy.optimizer,
+            scheme=scheme,
+            density=1.0,
+            warmup_iters=0,
+            ramp_iters=0,
             straggler=section_for(scheme),
-        )  # fmt: skip
+        )
     try:
         for _ in range(STEPS):
             toy.step()

@@ -27,9 +27,14 @@ class Rank:
     def __init__(self, rank, method, scheme):
         self.rank, self.scheme = rank, scheme
         self.config = CompressionConfig(
-            method=method, density=0.1, momentum=0.5, samples=300, warmup_iters=0, ramp_iters=0,
+            method=method,
+            density=0.1,
+            momentum=0.5,
+            samples=300,
+            warmup_iters=0,
+            ramp_iters=0,
             keep_below_numel=0,
-        )  # fmt: skip
+        )
         self.store = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
         self.selector = Selector(self.config, self.store, rank, MessageBuffers())
         self.left = {"residual": torch.zeros(NUMEL), "momentum": torch.zeros(NUMEL)}
@@ -50,10 +55,16 @@ class Rank:
             )
         else:
             message = self.selector.select(
-                bucket, plan.density, None, form=options.message_format(self.scheme),
-                block_size=256, sharded=plan.sharded, finer=scheme.finer(bucket), step=step,
+                bucket,
+                plan.density,
+                None,
+                form=options.message_format(self.scheme),
+                block_size=256,
+                sharded=plan.sharded,
+                finer=scheme.finer(bucket),
+                step=step,
                 watch=watch,
-            )  # fmt: skip
+            )
             yield from scheme.exchange(
                 bucket, message, transport, self.selector.buffers, watch, options
             )
@@ -71,9 +82,14 @@ class Rank:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("scheme", "form"), [
-    ("agsparse", Form.ALL_REDUCE), ("direct", Form.REDUCE_SCATTER), ("zen", Form.ALL_REDUCE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scheme", "form"),
+    [
+        ("agsparse", Form.ALL_REDUCE),
+        ("direct", Form.REDUCE_SCATTER),
+        ("zen", Form.ALL_REDUCE),
+    ],
+)
 def test_ranks_hold_the_exact_sum_of_what_they_selected(method, scheme, form):
     ranks = [Rank(rank, method, scheme) for rank in range(3)]
     for step in range(STEPS):

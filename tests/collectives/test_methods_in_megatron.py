@@ -22,9 +22,13 @@ TIMEOUT_S = 900
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 SGD = SmallGPTConfig(optimizer="sgd", overlap=True)
 AT_TARGET = {
-    "scheme": "agsparse", "density": 0.05, "warmup_iters": 0, "ramp_iters": 0, "samples": 2000,
+    "scheme": "agsparse",
+    "density": 0.05,
+    "warmup_iters": 0,
+    "ramp_iters": 0,
+    "samples": 2000,
     "keep_below_numel": 256,
-}  # fmt: skip
+}
 
 
 def _steps(toy, count=STEPS):
@@ -169,9 +173,12 @@ def _all(rank, world_size, folder):
     cpu_mode.enable()
     return {
         "resume": {method: _resume(method, folder) for method in METHODS},
-        "dense": _dense_momentum(), "refused": _refused(), "skipped": _skipped(rank),
-        "gradients": _gradients(), "ddp": _ddp_resume(rank),
-    }  # fmt: skip
+        "dense": _dense_momentum(),
+        "refused": _refused(),
+        "skipped": _skipped(rank),
+        "gradients": _gradients(),
+        "ddp": _ddp_resume(rank),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -227,9 +234,7 @@ def test_ddp_resumes_with_its_velocities(ranks):
     for weights, expected, got in (rank["ddp"] for rank in ranks):
         assert all(torch.equal(a, b) for a, b in zip(weights[:4], weights[4:], strict=True))
         velocities, others = expected["stores"]["momentum"], got["stores"]["momentum"]
-        assert velocities.keys() == others.keys() == {
-            "0.weight", "0.bias", "1.weight", "1.bias"
-        }  # fmt: skip
+        assert velocities.keys() == others.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
         for name, value in velocities.items():
             assert value.any()
             assert torch.equal(value, others[name])

@@ -23,10 +23,13 @@ from tests.straggler.settings import section_for
 NUMEL = 12 * 1009
 CASES = list(
     itertools.product(
-        (Form.ALL_REDUCE, Form.REDUCE_SCATTER), ("fp32", "bf16"), (None, "bf16"),
-        (0.01, 0.3, 1.0), ("agsparse", "dense"),
+        (Form.ALL_REDUCE, Form.REDUCE_SCATTER),
+        ("fp32", "bf16"),
+        (None, "bf16"),
+        (0.01, 0.3, 1.0),
+        ("agsparse", "dense"),
     )
-)  # fmt: skip
+)
 # The other schemes have their matrix on virtual ranks; here, a sample over real sockets.
 CASES += [
     (form, dtype, wire, density, name)
@@ -78,12 +81,16 @@ def _gradient(rank, round_, dtype):
 def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0, timeout_s=30):
     config = SparseConfig(
         CompressionConfig(
-            density=density, warmup_iters=0, ramp_iters=0, samples=500, keep_below_numel=0,
+            density=density,
+            warmup_iters=0,
+            ramp_iters=0,
+            samples=500,
+            keep_below_numel=0,
             leak=leak,
         ),
         SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
         straggler=section_for(scheme),
-    )  # fmt: skip
+    )
     transport = ProcessGroupTransport(group, timeout_s, torch.device("cpu"))
     residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
     planner = FixedPlanner(config.compression, config.scheme)

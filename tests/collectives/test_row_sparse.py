@@ -228,16 +228,25 @@ def test_damage_is_named():
     assert _refused(_damaged(4, "<B", 9)) == "version"
     assert _refused(_damaged(8, "<Q", 7)) == "checksum"
     for at, form, value, field in (
-        (5, "<B", 1, "format"), (6, "<B", 1, "dtype"), (7, "<B", 1, "flags"),
-        (8, "<Q", 7, "numel"), (16, "<Q", 7, "nnz"), (24, "<Q", 2**40, "payload_bytes"),
-        (32, "<Q", 1, "offset"), (40, "<I", 9, "epoch"),
-    ):  # fmt: skip
+        (5, "<B", 1, "format"),
+        (6, "<B", 1, "dtype"),
+        (7, "<B", 1, "flags"),
+        (8, "<Q", 7, "numel"),
+        (16, "<Q", 7, "nnz"),
+        (24, "<Q", 2**40, "payload_bytes"),
+        (32, "<Q", 1, "offset"),
+        (40, "<I", 9, "epoch"),
+    ):
         assert _refused(_damaged(at, form, value, checksum=True)) == field
     for at, form, value, field in (
-        (48, "<Q", 41, "num_rows"), (56, "<Q", 4, "columns"), (64, "<Q", 14, "stored rows"),
-        (64, "<Q", 2**63, "stored rows"), (64, "<Q", 1, "nnz"), (72, "<I", 2, "part"),
+        (48, "<Q", 41, "num_rows"),
+        (56, "<Q", 4, "columns"),
+        (64, "<Q", 14, "stored rows"),
+        (64, "<Q", 2**63, "stored rows"),
+        (64, "<Q", 1, "nnz"),
+        (72, "<I", 2, "part"),
         (76, "<I", 4, "parts"),
-    ):  # fmt: skip
+    ):
         assert _refused(_damaged(at, form, value)) == field
     whole = _damaged(0, "<B", ord("M"))
     assert _refused(whole[:20]) == "size"
@@ -305,9 +314,11 @@ def _disagree(rank, world_size):
         reducer = RowSparseReducer(transport, NullRecorder(), progress)
         gradient = _gradient(rank, *other, 4, torch.bfloat16 if what == "dtype" and rank else dtype)
         pending = reducer.start(
-            "wte", gradient, Reduction.AVG if what == "op" and rank else op,
+            "wte",
+            gradient,
+            Reduction.AVG if what == "op" and rank else op,
             1 if what == "step" and rank else step,
-        )  # fmt: skip
+        )
         try:
             pending.wait()
             texts.append("no error")
@@ -330,9 +341,12 @@ def test_ranks_that_disagree_all_get_an_error():
 def test_other_tensors_are_refused_before_anything_is_sent():
     matrix = _coo(torch.tensor([1]), torch.ones(1, 2), 3)
     for wrong in (
-        torch.ones(3, 2), matrix.to_dense().to_sparse_csr(), matrix.to_dense().to_sparse(),
-        matrix.double(), matrix.to("meta"),
-    ):  # fmt: skip
+        torch.ones(3, 2),
+        matrix.to_dense().to_sparse_csr(),
+        matrix.to_dense().to_sparse(),
+        matrix.double(),
+        matrix.to("meta"),
+    ):
         with pytest.raises(ExtensionError):
             megatron_sparse.row_sparse_all_reduce(wrong)
     with pytest.raises(ConfigError, match="op is unknown"):

@@ -91,8 +91,10 @@ class Oracle:
         """Of each of ZEN's partitions: elements, and how many of them are not zero."""
         h0 = PermutationHash(values.numel(), self.n, self.case.options.hash_seed)
         owner = h0.partition_of(torch.arange(values.numel()))
-        return [(int((owner == p).sum()), int(values[owner == p].count_nonzero()))
-                for p in range(self.n)]  # fmt: skip
+        return [
+            (int((owner == p).sum()), int(values[owner == p].count_nonzero()))
+            for p in range(self.n)
+        ]
 
 
 def _split(o, r):

@@ -54,13 +54,16 @@ def test_a_sent_buffer_is_read_when_the_message_is_delivered():
 def test_tags_and_order_match_messages():
     def step(transport):
         if transport.rank == 0:
-            posted = [transport.exchange([(1, _bytes(1, v))], [], tag=t) for t, v in
-                      ((5, 1), (6, 2), (5, 3))]  # fmt: skip
+            posted = [
+                transport.exchange([(1, _bytes(1, v))], [], tag=t)
+                for t, v in ((5, 1), (6, 2), (5, 3))
+            ]
             got = []
         else:
             got = [_bytes(1, 0) for _ in range(3)]
-            posted = [transport.exchange([], [(0, b)], tag=t) for t, b in
-                      zip((6, 5, 5), got, strict=True)]  # fmt: skip
+            posted = [
+                transport.exchange([], [(0, b)], tag=t) for t, b in zip((6, 5, 5), got, strict=True)
+            ]
         yield from posted
         return [buffer.item() for buffer in got]
 

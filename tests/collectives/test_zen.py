@@ -34,9 +34,12 @@ DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 VARIANTS = [
     dataclasses.replace(OPTIONS, partition_hash=kind, hash_rounds=rounds, hash_seed=seed)
     for kind, rounds, seed in (
-        ("permutation", 3, 1234), ("general", 0, 1234), ("general", 1, 7), ("permutation", 0, 0),
+        ("permutation", 3, 1234),
+        ("general", 0, 1234),
+        ("general", 1, 7),
+        ("permutation", 0, 0),
     )
-]  # fmt: skip
+]
 VARIANT_IDS = [f"{o.partition_hash}-{o.hash_rounds}-{o.hash_seed}" for o in VARIANTS]
 
 

@@ -71,9 +71,15 @@ def record(
     if kind == DENSE or len(payload) >= len(dense):
         kind, payload = DENSE, dense
     header = Header(
-        kind & 15, DTYPE_CODES[value_dtype], values_N.numel(), int(kept_N.sum()), len(payload),
-        offset, EPOCH, pici.FLAG_LINEAR if kind == PICI else 0,
-    )  # fmt: skip
+        kind & 15,
+        DTYPE_CODES[value_dtype],
+        values_N.numel(),
+        int(kept_N.sum()),
+        len(payload),
+        offset,
+        EPOCH,
+        pici.FLAG_LINEAR if kind == PICI else 0,
+    )
     return header.pack() + payload
 
 

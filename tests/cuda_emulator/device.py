@@ -28,9 +28,15 @@ _CROSSING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 _NUMBER = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _aten = torch.ops.aten
 _SIZE_ON_DEVICE = {
-    _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_consecutive, _aten.unique_dim,
-    _aten.bincount, _aten.is_nonzero, _aten.item,
-}  # fmt: skip
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten._unique2,
+    _aten.unique_consecutive,
+    _aten.unique_dim,
+    _aten.bincount,
+    _aten.is_nonzero,
+    _aten.item,
+}
 """Operations whose result, or its size, the host must know."""
 _HOST_TENSORS = {"nccl_sparse_sum": 4}
 """Of ops on tensors of the GPU: communicator, shards, the sums' epochs, events."""
@@ -45,9 +51,13 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OnDevice:
         self = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
-            dtype=inner.dtype, device=GPU,
-        )  # fmt: skip
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=GPU,
+        )
         self.inner = inner
         return self
 

@@ -16,10 +16,20 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "cuda_ext" / "csrc"
 # Kernels read what they load as raw bits: nvcc promises no aliasing by type either.
 FLAGS = (
-    "-std=c++20", "-O1", "-g1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall",
-    "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-pthread", f"-I{HERE / 'include'}",
+    "-std=c++20",
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-pthread",
+    f"-I{HERE / 'include'}",
     f"-I{SOURCES}",
-)  # fmt: skip
+)
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DENSE, COO, PICI, BLOCKS, PICI_PAPER, ADAPTIVE = 0, 1, 2, 3, 0x12, 0xFF
 IN_ORDER, REVERSED, RANDOM = range(3)
@@ -42,9 +52,12 @@ def compile_library(folder: Path, extra: Sequence[str] = ()) -> Path:
         return target
 
     units = (
-        SOURCES / "prune_encode.cu", HERE / "codec_api.cpp", HERE / "hash_api.cpp",
-        HERE / "peer_api.cpp", HERE / "nccl_api.cpp",
-    )  # fmt: skip
+        SOURCES / "prune_encode.cu",
+        HERE / "codec_api.cpp",
+        HERE / "hash_api.cpp",
+        HERE / "peer_api.cpp",
+        HERE / "nccl_api.cpp",
+    )
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, units))
     library = folder / "codecs_on_cpu.so"
@@ -238,10 +251,24 @@ class Codecs:
         places, most = _table(slots), _table(most_nnz)
         buffers += [table for table in (places, most) if table is not None]
         arguments = EncodeArguments(
-            grad.pointer, grad_N.numel(), DTYPE_CODES[grad_N.dtype], DTYPE_CODES[value_dtype],
-            offsets.pointer, wanted.pointer, count, epoch, block_size, out.pointer, capacity, None,
-            sizes.pointer, nnz.pointer, status.pointer, _pointer(places), _pointer(most),
-        )  # fmt: skip
+            grad.pointer,
+            grad_N.numel(),
+            DTYPE_CODES[grad_N.dtype],
+            DTYPE_CODES[value_dtype],
+            offsets.pointer,
+            wanted.pointer,
+            count,
+            epoch,
+            block_size,
+            out.pointer,
+            capacity,
+            None,
+            sizes.pointer,
+            nnz.pointer,
+            status.pointer,
+            _pointer(places),
+            _pointer(most),
+        )
         workspace = Buffer(self.library.workspace_of_encode(ctypes.byref(arguments)))
         arguments.workspace = workspace.pointer
         buffers.append(workspace)
@@ -254,11 +281,19 @@ class Codecs:
             limits = Buffer.of(torch.tensor(prune["thresholds"], dtype=torch.float32))
             buffers += [residual, ranges, limits]
             pruning = PruneArguments(
-                None, residual.pointer, ranges.pointer, limits.pointer, None,
-                len(prune["thresholds"]), grad_N.numel(), prune["leak"], prune["key"],
-                DTYPE_CODES[grad_N.dtype], DTYPE_CODES[prune["residual"].dtype],
+                None,
+                residual.pointer,
+                ranges.pointer,
+                limits.pointer,
+                None,
+                len(prune["thresholds"]),
+                grad_N.numel(),
+                prune["leak"],
+                prune["key"],
+                DTYPE_CODES[grad_N.dtype],
+                DTYPE_CODES[prune["residual"].dtype],
                 DTYPE_CODES[value_dtype],
-            )  # fmt: skip
+            )
             self.run("prune_encode", buffers, ctypes.byref(arguments), ctypes.byref(pruning))
         assert torch.equal(grad.read(torch.uint8), _bytes(grad_N)), "the gradient was changed"
         found = sizes.read(torch.int64).tolist() if count else []
@@ -298,10 +333,20 @@ class Codecs:
         status, places = Buffer(32), _table(slots)
         workspace = Buffer(self.library.workspace_of_decode(ctypes.c_int64(len(segments) - 1)))
         arguments = DecodeArguments(
-            acc.pointer, acc_M.numel(), data.pointer, len(message), offsets.pointer,
-            len(segments) - 1, base, DTYPE_CODES[value_dtype], epoch, fresh,
-            workspace.pointer, status.pointer, _pointer(places),
-        )  # fmt: skip
+            acc.pointer,
+            acc_M.numel(),
+            data.pointer,
+            len(message),
+            offsets.pointer,
+            len(segments) - 1,
+            base,
+            DTYPE_CODES[value_dtype],
+            epoch,
+            fresh,
+            workspace.pointer,
+            status.pointer,
+            _pointer(places),
+        )
         buffers = [acc, data, offsets, status, workspace]
         buffers += [] if places is None else [places]
         self.run("decode_add", buffers, ctypes.byref(arguments))
@@ -322,11 +367,19 @@ class Codecs:
         residual = None if residual_N is None else Buffer.of(residual_N)
         thresholds = Buffer(4 * densities_R.numel())
         call = ThresholdArguments(
-            grad.pointer, DTYPE_CODES[grad_N.dtype], _pointer(residual),
-            0 if residual_N is None else DTYPE_CODES[residual_N.dtype], grad_N.numel(),
-            offsets.pointer, densities.pointer, keys.pointer, densities_R.numel(), samples,
-            thresholds.pointer, None,
-        )  # fmt: skip
+            grad.pointer,
+            DTYPE_CODES[grad_N.dtype],
+            _pointer(residual),
+            0 if residual_N is None else DTYPE_CODES[residual_N.dtype],
+            grad_N.numel(),
+            offsets.pointer,
+            densities.pointer,
+            keys.pointer,
+            densities_R.numel(),
+            samples,
+            thresholds.pointer,
+            None,
+        )
         workspace = Buffer(self.library.workspace_of_threshold(ctypes.byref(call)))
         call.workspace = workspace.pointer
         buffers = [*given, thresholds, workspace, *([] if residual is None else [residual])]
@@ -348,10 +401,17 @@ class Codecs:
         """
         grad, residual, out = Buffer.of(grad_N), Buffer.of(residual_N), Buffer.of(grad_N)
         self.run(
-            "prune_tile", [grad, residual, out], ctypes.c_void_p(grad.pointer),
-            ctypes.c_void_p(residual.pointer), ctypes.c_void_p(out.pointer), ctypes.c_int64(begin),
-            len(grad_N), ctypes.c_float(threshold), ctypes.c_float(leak), ctypes.c_int64(key),
-        )  # fmt: skip
+            "prune_tile",
+            [grad, residual, out],
+            ctypes.c_void_p(grad.pointer),
+            ctypes.c_void_p(residual.pointer),
+            ctypes.c_void_p(out.pointer),
+            ctypes.c_int64(begin),
+            len(grad_N),
+            ctypes.c_float(threshold),
+            ctypes.c_float(leak),
+            ctypes.c_int64(key),
+        )
         return out.read(torch.float32), residual.read(torch.bfloat16)
 
     def run(self, name: str, buffers: Sequence[Buffer], *arguments: object) -> None:

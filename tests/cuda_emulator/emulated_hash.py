@@ -17,9 +17,17 @@ PERMUTE, UNPERMUTE, PARTITION, GENERAL = range(4)
 NOTHING_FOUND = -1
 _VALUE_BYTES = {0: 4, 1: 2, 2: 2}
 _LAUNCHERS = (
-    "hash_map", "hash_split", "hash_memory", "bitmap_pack", "bitmap_add", "bitmap_elements",
-    "row_match", "row_expand", "row_sum", "row_union",
-)  # fmt: skip
+    "hash_map",
+    "hash_split",
+    "hash_memory",
+    "bitmap_pack",
+    "bitmap_add",
+    "bitmap_elements",
+    "row_match",
+    "row_expand",
+    "row_sum",
+    "row_union",
+)
 _REFUSALS = ("entry", "set", "missing", "absent", "cut")
 
 
@@ -39,10 +47,19 @@ class HashOps:
     def ops(self) -> dict[str, Callable[..., object]]:
         """The ops by the name they are registered under."""
         names = (
-            "hash_permute", "hash_unpermute", "hash_partition_of", "hash_split", "hash_memory",
-            "hash_bitmap_pack", "hash_bitmap_elements", "hash_bitmap_add_", "row_sparse_sum",
-            "row_sparse_union", "row_sparse_match", "row_sparse_expand",
-        )  # fmt: skip
+            "hash_permute",
+            "hash_unpermute",
+            "hash_partition_of",
+            "hash_split",
+            "hash_memory",
+            "hash_bitmap_pack",
+            "hash_bitmap_elements",
+            "hash_bitmap_add_",
+            "row_sparse_sum",
+            "row_sparse_union",
+            "row_sparse_match",
+            "row_sparse_expand",
+        )
         return {name: getattr(self, name) for name in names}
 
     def hash_permute(self, elements: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
@@ -63,25 +80,50 @@ class HashOps:
         count = partition_of.numel()
         order, offsets, status = Buffer(8 * count), Buffer(8 * (partitions + 1)), Buffer(8)
         self._launch(
-            "hash_split", self._input(partition_of), count, partitions, order, offsets, status,
+            "hash_split",
+            self._input(partition_of),
+            count,
+            partitions,
+            order,
+            offsets,
+            status,
             self._workspace("hash_split", count),
-        )  # fmt: skip
+        )
         self._check(_words(status)[0], partition_of, partitions, "hash_split: partition_of")
         return _words(order), _words(offsets)
 
     def hash_memory(
-        self, indices: torch.Tensor, partition_of: torch.Tensor, numel: int, partitions: int,
-        parallel_slots: int, serial_slots: int, rehashes: int, seed: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        indices: torch.Tensor,
+        partition_of: torch.Tensor,
+        numel: int,
+        partitions: int,
+        parallel_slots: int,
+        serial_slots: int,
+        rehashes: int,
+        seed: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = indices.numel()
         entries, offsets = Buffer(8 * count), Buffer(8 * (partitions + 1))
         counts, status = Buffer(16), Buffer(16)
         slots = parallel_slots + serial_slots
         self._launch(
-            "hash_memory", self._input(indices), self._input(partition_of), count, numel,
-            partitions, parallel_slots, serial_slots, rehashes, seed, entries, offsets, counts,
-            status, self._workspace("hash_memory", count, partitions, slots),
-        )  # fmt: skip
+            "hash_memory",
+            self._input(indices),
+            self._input(partition_of),
+            count,
+            numel,
+            partitions,
+            parallel_slots,
+            serial_slots,
+            rehashes,
+            seed,
+            entries,
+            offsets,
+            counts,
+            status,
+            self._workspace("hash_memory", count, partitions, slots),
+        )
         found = _words(status)
         self._check(found[0], indices, numel, "hierarchical_hash: indices")
         self._check(found[1], partition_of, partitions, "hierarchical_hash: partition_of")
@@ -93,9 +135,15 @@ class HashOps:
         bits, rest = self._output(words.numel()), self._output(packed.numel())
         nnz = Buffer(8)
         self._launch(
-            "bitmap_pack", self._input(values), _Int(DTYPE_CODES[values.dtype]), values.numel(),
-            bits, rest, nnz, self._workspace("bitmap", values.numel()),
-        )  # fmt: skip
+            "bitmap_pack",
+            self._input(values),
+            _Int(DTYPE_CODES[values.dtype]),
+            values.numel(),
+            bits,
+            rest,
+            nnz,
+            self._workspace("bitmap", values.numel()),
+        )
         used = int(_words(nnz)) * values.element_size()
         assert bool((rest.data[used:] == 0xCD).all()), "what lies behind the values was written"
         words.copy_(bits.data)
@@ -103,26 +151,60 @@ class HashOps:
         return _words(nnz)
 
     def hash_bitmap_elements(
-        self, words: torch.Tensor, nnz: int, numel: int, partition: int, partitions: int, seed: int,
+        self,
+        words: torch.Tensor,
+        nnz: int,
+        numel: int,
+        partition: int,
+        partitions: int,
+        seed: int,
         index_set: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         elements = Buffer(8 * nnz)
         status = self._read(
-            "bitmap_elements", words, nnz, numel, partition, partitions, seed, index_set,
-            None, 0, None, elements,
-        )  # fmt: skip
+            "bitmap_elements",
+            words,
+            nnz,
+            numel,
+            partition,
+            partitions,
+            seed,
+            index_set,
+            None,
+            0,
+            None,
+            elements,
+        )
         return _words(elements), status
 
     def hash_bitmap_add_(
-        self, acc: torch.Tensor, words: torch.Tensor, values: torch.Tensor, value_dtype: int,
-        nnz: int, partition: int, partitions: int, seed: int, index_set: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        acc: torch.Tensor,
+        words: torch.Tensor,
+        values: torch.Tensor,
+        value_dtype: int,
+        nnz: int,
+        partition: int,
+        partitions: int,
+        seed: int,
+        index_set: torch.Tensor | None,
+    ) -> torch.Tensor:
         assert values.numel() == nnz * _VALUE_BYTES[value_dtype], "the binding refuses others"
         sums = self._input(acc)
         status = self._read(
-            "bitmap_add", words, nnz, acc.numel(), partition, partitions, seed, index_set,
-            self._input(values), value_dtype, sums, None,
-        )  # fmt: skip
+            "bitmap_add",
+            words,
+            nnz,
+            acc.numel(),
+            partition,
+            partitions,
+            seed,
+            index_set,
+            self._input(values),
+            value_dtype,
+            sums,
+            None,
+        )
         acc.copy_(sums.read(torch.float32))
         return status
 
@@ -132,9 +214,18 @@ class HashOps:
         segments, width = offsets.numel() - 1, rows.shape[1]
         out, status = self._output(segments * width * rows.element_size()), Buffer(16)
         self._launch(
-            "row_sum", self._input(rows), rows.shape[0], width, _Int(DTYPE_CODES[rows.dtype]),
-            self._input(order), order.numel(), self._input(offsets), segments, out, status,
-        )  # fmt: skip
+            "row_sum",
+            self._input(rows),
+            rows.shape[0],
+            width,
+            _Int(DTYPE_CODES[rows.dtype]),
+            self._input(order),
+            order.numel(),
+            self._input(offsets),
+            segments,
+            out,
+            status,
+        )
         found = _words(status)
         self._check(found[0], order, rows.shape[0], "row_sparse_sum: order")
         if found[1] != NOTHING_FOUND:
@@ -147,18 +238,30 @@ class HashOps:
         count = indices.numel()
         merged, status = Buffer(8 * count), Buffer(48)
         self._launch(
-            "row_union", self._input(indices), count, self._input(offsets), offsets.numel() - 1,
-            num_rows, merged, status, self._workspace("row_union", count),
-        )  # fmt: skip
+            "row_union",
+            self._input(indices),
+            count,
+            self._input(offsets),
+            offsets.numel() - 1,
+            num_rows,
+            merged,
+            status,
+            self._workspace("row_union", count),
+        )
         words = _words(status)
         return _words(merged)[: int(words[0])], words[2:]
 
     def row_sparse_match(self, local: torch.Tensor, union: torch.Tensor) -> torch.Tensor:
         positions, status = Buffer(8 * local.numel()), Buffer(24)
         self._launch(
-            "row_match", self._input(local), local.numel(), self._input(union), union.numel(),
-            positions, status,
-        )  # fmt: skip
+            "row_match",
+            self._input(local),
+            local.numel(),
+            self._input(union),
+            union.numel(),
+            positions,
+            status,
+        )
         found = _words(status)
         self._check_ascends(found[0], local, "row_sparse_match: local")
         self._check_ascends(found[1], union, "row_sparse_match: union")
@@ -172,9 +275,16 @@ class HashOps:
         row_bytes = rows.shape[1] * rows.element_size()
         out, status = self._output(union.numel() * row_bytes), Buffer(24)
         self._launch(
-            "row_expand", self._input(local), local.numel(), self._input(union), union.numel(),
-            self._input(rows), out, row_bytes, status,
-        )  # fmt: skip
+            "row_expand",
+            self._input(local),
+            local.numel(),
+            self._input(union),
+            union.numel(),
+            self._input(rows),
+            out,
+            row_bytes,
+            status,
+        )
         found = _words(status)
         self._check_ascends(found[0], local, "row_sparse_expand: local")
         self._check_ascends(found[1], union, "row_sparse_expand: union")
@@ -187,26 +297,54 @@ class HashOps:
     ) -> torch.Tensor:
         out, status = Buffer(8 * entries.numel()), Buffer(8)
         self._launch(
-            "hash_map", _Int(kind), self._input(entries), entries.numel(), numel, partitions, seed,
-            out, status,
-        )  # fmt: skip
+            "hash_map",
+            _Int(kind),
+            self._input(entries),
+            entries.numel(),
+            numel,
+            partitions,
+            seed,
+            out,
+            status,
+        )
         self._check(_words(status)[0], entries, numel, name)
         return _words(out)
 
     def _read(
-        self, name: str, words: torch.Tensor, nnz: int, numel: int, partition: int,
-        partitions: int, seed: int, index_set: torch.Tensor | None, values: Buffer | None,
-        value_dtype: int, acc: Buffer | None, elements: Buffer | None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        name: str,
+        words: torch.Tensor,
+        nnz: int,
+        numel: int,
+        partition: int,
+        partitions: int,
+        seed: int,
+        index_set: torch.Tensor | None,
+        values: Buffer | None,
+        value_dtype: int,
+        acc: Buffer | None,
+        elements: Buffer | None,
+    ) -> torch.Tensor:
         first, end = (-(-p * numel // partitions) for p in (partition, partition + 1))
         positions = end - first if index_set is None else index_set.numel()
         assert words.numel() == 8 * -(-positions // 64), "the binding refuses others"
         status = Buffer(16)
         self._launch(
-            name, self._input(words), positions, nnz, numel, first, seed,
-            None if index_set is None else self._input(index_set), values, _Int(value_dtype), acc,
-            elements, status, self._workspace("bitmap", positions),
-        )  # fmt: skip
+            name,
+            self._input(words),
+            positions,
+            nnz,
+            numel,
+            first,
+            seed,
+            None if index_set is None else self._input(index_set),
+            values,
+            _Int(value_dtype),
+            acc,
+            elements,
+            status,
+            self._workspace("bitmap", positions),
+        )
         return _words(status)
 
     def _input(self, content: torch.Tensor) -> Buffer:
@@ -247,11 +385,13 @@ class _Int(int):
 def _arguments(values: tuple[int | _Int | Buffer | None, ...]) -> ctypes.Structure:
     """A struct of these fields, in order; the C compiler's layout."""
     types = [
-        ctypes.c_int if isinstance(value, _Int)
-        else ctypes.c_int64 if isinstance(value, int)
+        ctypes.c_int
+        if isinstance(value, _Int)
+        else ctypes.c_int64
+        if isinstance(value, int)
         else ctypes.c_void_p
         for value in values
-    ]  # fmt: skip
+    ]
     fields = [(f"field_{number}", kind) for number, kind in enumerate(types)]
     struct = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
     return struct(*(value.pointer if isinstance(value, Buffer) else value for value in values))

@@ -56,34 +56,70 @@ class NcclOps:
         assert self._library.size_of_nccl_sum() == ctypes.sizeof(NcclSum)
 
     def __call__(
-        self, acc, received, sums, message, communicator, shards, tables, kinds, earlier,
-        sum_epochs, events, value_dtype, epoch, gathers,
-    ) -> tuple[torch.Tensor, int]:  # fmt: skip
+        self,
+        acc,
+        received,
+        sums,
+        message,
+        communicator,
+        shards,
+        tables,
+        kinds,
+        earlier,
+        sum_epochs,
+        events,
+        value_dtype,
+        epoch,
+        gathers,
+    ) -> tuple[torch.Tensor, int]:
         """As the binding does; what is on the device lies between guards while kernels run."""
         rank, world, comm, *functions = communicator.tolist()
         segments, count = kinds.numel(), shards.numel() // 8
         entries = segments + count
         shift = acc.data_ptr() % 16 // 4
-        mutated = [(each, Buffer.of(each, at)) for each, at in
-                   ((acc, shift), (received, 0), (sums, 0))]  # fmt: skip
+        mutated = [
+            (each, Buffer.of(each, at)) for each, at in ((acc, shift), (received, 0), (sums, 0))
+        ]
         given = [Buffer.of(each) for each in (message, tables, kinds, earlier)]
         into, coming, gathered = (buffer.pointer for _, buffer in mutated)
         sent, table, kind, statuses = (buffer.pointer for buffer in given)
         behind = table + 8 * (segments + 1)
         call = NcclSum(
-            *functions, comm, rank, world, shards.data_ptr(), count, table, kind, behind,
-            behind + 8 * entries, behind + 16 * entries, gathers, into, sent, coming, gathered,
-            value_dtype, epoch, sum_epochs.data_ptr(), statuses, earlier.numel(), None, None,
+            *functions,
+            comm,
+            rank,
+            world,
+            shards.data_ptr(),
+            count,
+            table,
+            kind,
+            behind,
+            behind + 8 * entries,
+            behind + 16 * entries,
+            gathers,
+            into,
+            sent,
+            coming,
+            gathered,
+            value_dtype,
+            epoch,
+            sum_epochs.data_ptr(),
+            statuses,
+            earlier.numel(),
+            None,
+            None,
             (ctypes.c_void_p * MARKS)(*events.tolist()),
-        )  # fmt: skip
+        )
         report = Buffer(8 * self._library.report_words_of_nccl_sum(ctypes.byref(call)))
         workspace = Buffer(self._library.workspace_of_nccl_sum(ctypes.byref(call)))
         call.report, call.workspace = report.pointer, workspace.pointer
         result = ctypes.c_int(-1)
         self._codecs.run(
-            "nccl_sum", [*(buffer for _, buffer in mutated), *given, report, workspace],
-            ctypes.byref(call), ctypes.byref(result),
-        )  # fmt: skip
+            "nccl_sum",
+            [*(buffer for _, buffer in mutated), *given, report, workspace],
+            ctypes.byref(call),
+            ctypes.byref(result),
+        )
         for tensor, buffer in mutated:
             tensor.copy_(buffer.read(tensor.dtype))
         return report.read(torch.int64), result.value

@@ -46,10 +46,14 @@ class PeerTables(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_void_p)
         for name in (
-            "segment_offsets", "segment_kinds", "slots", "shard_segments", "shard_offsets",
+            "segment_offsets",
+            "segment_kinds",
+            "slots",
+            "shard_segments",
+            "shard_offsets",
             "shard_slots",
         )
-    )  # fmt: skip
+    )
 
 
 class PeerRank(ctypes.Structure):
@@ -108,9 +112,13 @@ class PeerCluster:
         for window in self.windows:
             window.data[:CONTROL_BYTES] = 0
         tables = (
-            layout.segment_offsets, layout.segment_kinds, layout.slots, layout.shard_segments,
-            layout.shard_offsets, layout.shard_slots,
-        )  # fmt: skip
+            layout.segment_offsets,
+            layout.segment_kinds,
+            layout.slots,
+            layout.shard_segments,
+            layout.shard_offsets,
+            layout.shard_slots,
+        )
         self._tables = [Buffer.of(table) for table in tables]
         self.counts = [0, 0]
 
@@ -153,20 +161,27 @@ class PeerCluster:
         ]
         calls = [
             self._call(
-                operation, [inputs[r] for r in group],
-                [outs[taking_part.index(r)] for r in group], group[0], in_order_of_coming,
-                densities, epoch, message_slots, shift,
+                operation,
+                [inputs[r] for r in group],
+                [outs[taking_part.index(r)] for r in group],
+                group[0],
+                in_order_of_coming,
+                densities,
+                epoch,
+                message_slots,
+                shift,
             )
             for group in groups
-        ]  # fmt: skip
+        ]
         for (call, _), deadline_s in zip(calls, deadlines_s or (), strict=deadlines_s is not None):
             call.domain.deadline_ns = round(deadline_s * 1e9)
         if threads is None:
             call, buffers = calls[0]
             self._codecs.run(
-                "peer_collective", [*self.windows, *self._tables, *outs, *buffers],
+                "peer_collective",
+                [*self.windows, *self._tables, *outs, *buffers],
                 ctypes.byref(call),
-            )  # fmt: skip
+            )
         else:
             _in_threads(self._library, [call for call, _ in calls], threads)
         return [out.read(self.dtype) for out in outs]
@@ -212,10 +227,17 @@ class PeerCluster:
         return shard.stop - shard.start
 
     def _call(
-        self, operation: Operation, inputs: Sequence[torch.Tensor], outs: Sequence[Buffer],
-        first_rank: int, in_order_of_coming: bool, densities: tuple[float, float], epoch: int,
-        message_slots: Sequence[int] | None, shift: int,
-    ) -> tuple[PeerCall, list[Buffer]]:  # fmt: skip
+        self,
+        operation: Operation,
+        inputs: Sequence[torch.Tensor],
+        outs: Sequence[Buffer],
+        first_rank: int,
+        in_order_of_coming: bool,
+        densities: tuple[float, float],
+        epoch: int,
+        message_slots: Sequence[int] | None,
+        shift: int,
+    ) -> tuple[PeerCall, list[Buffer]]:
         layout = self.layout
         pointers = [window.pointer for window in self.windows]
         held = [Buffer.of(given, 0 if given.dtype == torch.uint8 else shift) for given in inputs]
@@ -231,15 +253,26 @@ class PeerCluster:
         call = PeerCall(
             operation,
             PeerDomain(
-                (ctypes.c_void_p * MAX_PEERS)(*pointers), layout.world_size, first_rank,
-                len(inputs), layout.message_room, layout.sum_room, round(self.deadline_s * 1e9),
+                (ctypes.c_void_p * MAX_PEERS)(*pointers),
+                layout.world_size,
+                first_rank,
+                len(inputs),
+                layout.message_room,
+                layout.sum_room,
+                round(self.deadline_s * 1e9),
             ),
             PeerTables(*(table.pointer for table in self._tables)),
-            layout.segment_kinds.numel(), layout.shard_segments.data_ptr(),
-            layout.shard_begins.data_ptr(), ctypes.addressof(ranks), DTYPE_CODES[self.dtype],
-            layout.value_dtype, epoch, *densities, in_order_of_coming,
+            layout.segment_kinds.numel(),
+            layout.shard_segments.data_ptr(),
+            layout.shard_begins.data_ptr(),
+            ctypes.addressof(ranks),
+            DTYPE_CODES[self.dtype],
+            layout.value_dtype,
+            epoch,
+            *densities,
+            in_order_of_coming,
             (ctypes.c_int * 2)(*(n % 2 for n in self.counts)),
-        )  # fmt: skip
+        )
         workspace = Buffer(self._library.workspace_of_peer(ctypes.byref(call)))
         call.workspace = workspace.pointer
         call.kept_alive = ranks

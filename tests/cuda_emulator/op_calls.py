@@ -55,14 +55,31 @@ class EmulatedDevice:
         monkeypatch.setattr(codec_cuda, "_stream", lambda device: -1)
 
     def _encode(
-        self, grad, offsets, kinds, value_dtype, epoch, block_size, out, slots=None, prune=None,
+        self,
+        grad,
+        offsets,
+        kinds,
+        value_dtype,
+        epoch,
+        block_size,
+        out,
+        slots=None,
+        prune=None,
         most_nnz=None,
-    ):  # fmt: skip
+    ):
         encoded = self._codecs.encode(
-            grad, offsets.tolist(), kinds.tolist(), DTYPES[value_dtype], capacity=out.numel(),
-            epoch=epoch, block_size=block_size, shift=_shift(grad), prune=prune,
-            slots=_numbers(slots), most_nnz=_numbers(most_nnz),
-        )  # fmt: skip
+            grad,
+            offsets.tolist(),
+            kinds.tolist(),
+            DTYPES[value_dtype],
+            capacity=out.numel(),
+            epoch=epoch,
+            block_size=block_size,
+            shift=_shift(grad),
+            prune=prune,
+            slots=_numbers(slots),
+            most_nnz=_numbers(most_nnz),
+        )
         message = b"".join(encoded.records)
         if message:
             out[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -71,13 +88,30 @@ class EmulatedDevice:
         return torch.tensor([*encoded.status, *encoded.segment_bytes, *encoded.nnz])
 
     def _prune_encode(
-        self, grad, residual, ranges, thresholds, leak, key, offsets, kinds, value_dtype, epoch,
-        block_size, out, capacity=None, slots=None,
-    ):  # fmt: skip
+        self,
+        grad,
+        residual,
+        ranges,
+        thresholds,
+        leak,
+        key,
+        offsets,
+        kinds,
+        value_dtype,
+        epoch,
+        block_size,
+        out,
+        capacity=None,
+        slots=None,
+    ):
         prune = {
-            "residual": residual, "ranges": ranges.tolist(), "thresholds": thresholds.tolist(),
-            "leak": leak, "key": key, "residual_shift": _shift(residual),
-        }  # fmt: skip
+            "residual": residual,
+            "ranges": ranges.tolist(),
+            "thresholds": thresholds.tolist(),
+            "leak": leak,
+            "key": key,
+            "residual_shift": _shift(residual),
+        }
         return self._encode(
             grad, offsets, kinds, value_dtype, epoch, block_size, out, slots, prune, capacity
         )
@@ -85,9 +119,16 @@ class EmulatedDevice:
     def _decode_add(self, acc, message, offsets, value_dtype, epoch, base, fresh, slots=None):
         assert message.data_ptr() % 16 == 0, "the binding refuses such a message"
         found, status = self._codecs.decode_add(
-            acc, message.numpy().tobytes(), offsets.tolist(), DTYPES[value_dtype], epoch=epoch,
-            base=base, fresh=fresh, shift=_shift(acc), slots=_numbers(slots),
-        )  # fmt: skip
+            acc,
+            message.numpy().tobytes(),
+            offsets.tolist(),
+            DTYPES[value_dtype],
+            epoch=epoch,
+            base=base,
+            fresh=fresh,
+            shift=_shift(acc),
+            slots=_numbers(slots),
+        )
         acc.copy_(found)
         return torch.tensor(status)
 

@@ -25,9 +25,12 @@ def uneven_layout(
             dense.append(int(place == 1))
         shards.append(len(dense))
     return PeerLayout.of(
-        torch.tensor(offsets), torch.tensor(dense, dtype=torch.uint8), shards,
-        DTYPE_CODES[value_dtype], form,
-    )  # fmt: skip
+        torch.tensor(offsets),
+        torch.tensor(dense, dtype=torch.uint8),
+        shards,
+        DTYPE_CODES[value_dtype],
+        form,
+    )
 
 
 def gradients(

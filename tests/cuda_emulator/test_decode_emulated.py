@@ -24,9 +24,25 @@ from tests.cuda_emulator.emulated import (
 )
 
 FIELDS = [
-    "size", "magic", "version", "checksum", "format", "dtype", "flags", "epoch", "offset", "numel",
-    "nnz", "payload_bytes", "indices", "prefix", "words", "block_size", "n_blocks", "padding",
-]  # fmt: skip
+    "size",
+    "magic",
+    "version",
+    "checksum",
+    "format",
+    "dtype",
+    "flags",
+    "epoch",
+    "offset",
+    "numel",
+    "nnz",
+    "payload_bytes",
+    "indices",
+    "prefix",
+    "words",
+    "block_size",
+    "n_blocks",
+    "padding",
+]
 
 
 def sealed(data: bytearray, at: int) -> bytearray:

@@ -38,9 +38,14 @@ def test_encode_all_formats(codecs: Codecs, schedule: tuple[int, int, int], dens
     kinds = [COO, PICI, PICI, PICI_PAPER, BLOCKS, COO, DENSE]
     for value_dtype in (torch.float32, torch.bfloat16):
         encoded = codecs.encode(
-            values_N, segments, kinds, value_dtype,
-            capacity=capacity_of(segments, value_dtype), block_size=64, shift=schedule[1],
-        )  # fmt: skip
+            values_N,
+            segments,
+            kinds,
+            value_dtype,
+            capacity=capacity_of(segments, value_dtype),
+            block_size=64,
+            shift=schedule[1],
+        )
         records = expect(encoded, values_N, segments, kinds, value_dtype, 64)
         check_decode(codecs, values_N, segments, records, value_dtype)
 
@@ -53,9 +58,14 @@ def test_every_dtype(codecs: Codecs, kind: int, dtype: torch.dtype) -> None:
     for value_dtype in DTYPE_CODES:
         values_N = gradient(segments[-1], 0.1, dtype, seed=kind)
         encoded = codecs.encode(
-            values_N, segments, [kind] * 2, value_dtype,
-            capacity=capacity_of(segments, value_dtype), block_size=128, shift=kind % 8,
-        )  # fmt: skip
+            values_N,
+            segments,
+            [kind] * 2,
+            value_dtype,
+            capacity=capacity_of(segments, value_dtype),
+            block_size=128,
+            shift=kind % 8,
+        )
         records = expect(encoded, values_N, segments, [kind] * 2, value_dtype, 128)
         check_decode(codecs, values_N, segments, records, value_dtype)
 
@@ -200,17 +210,31 @@ def test_prune_encode(
     residual_N[::97] = 0
     shift = number % 5
     encoded = codecs.encode(
-        grad_N, segments, kinds, value, capacity=capacity_of(segments, value), epoch=EPOCH,
+        grad_N,
+        segments,
+        kinds,
+        value,
+        capacity=capacity_of(segments, value),
+        epoch=EPOCH,
         shift=shift,
         prune={
-            "residual": residual_N, "ranges": ranges, "thresholds": thresholds, "leak": 0.9,
-            "key": key, "residual_shift": shift + (number % 4 == 3),
+            "residual": residual_N,
+            "ranges": ranges,
+            "thresholds": thresholds,
+            "leak": 0.9,
+            "key": key,
+            "residual_shift": shift + (number % 4 == 3),
         },
-    )  # fmt: skip
+    )
     pruned_N, rest_N, _ = prune_oracle.prune(
-        grad_N, residual_N, torch.tensor(ranges), torch.tensor(thresholds), 0.9,
-        DTYPE_CODES[value], key,
-    )  # fmt: skip
+        grad_N,
+        residual_N,
+        torch.tensor(ranges),
+        torch.tensor(thresholds),
+        0.9,
+        DTYPE_CODES[value],
+        key,
+    )
     expect(encoded, pruned_N, segments, kinds, value, 0)
     assert encoded.residual is not None
     assert torch.equal(encoded.residual.view(torch.uint8), rest_N.view(torch.uint8))
@@ -225,8 +249,14 @@ def test_pruning_far_into_a_bucket(codecs: Codecs, begin: int) -> None:
     residual_N = torch.randn(length, generator=torch.Generator().manual_seed(1)).bfloat16()
     found_N, rest_N = codecs.prune_tile(grad_N, residual_N, begin, threshold, 0.9, key)
     out_N, wanted_N, _ = prune_oracle.prune(
-        grad_N, residual_N, torch.tensor([0, length]), torch.tensor([threshold]), 0.9,
-        DTYPE_CODES[torch.bfloat16], key, first_index=begin,
-    )  # fmt: skip
+        grad_N,
+        residual_N,
+        torch.tensor([0, length]),
+        torch.tensor([threshold]),
+        0.9,
+        DTYPE_CODES[torch.bfloat16],
+        key,
+        first_index=begin,
+    )
     assert torch.equal(found_N.view(torch.int32), out_N.view(torch.int32))
     assert torch.equal(rest_N.view(torch.int16), wanted_N.view(torch.int16))

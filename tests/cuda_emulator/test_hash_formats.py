@@ -90,8 +90,9 @@ def test_bitmaps(place: Place, dtype: torch.dtype, kind: type, density: float) -
     where = {"offset": 16, "epoch": EPOCH, "rank": 4}
     for got, plain in zip(
         hash_bitmap.decode(record, h, 1, dtype, **where),
-        hash_bitmap.decode(wanted, h, 1, dtype, **where), strict=True,
-    ):  # fmt: skip
+        hash_bitmap.decode(wanted, h, 1, dtype, **where),
+        strict=True,
+    ):
         assert_same(got, plain)
     acc_M = torch.randn(9001)
     sums_M = place(acc_M, 3)

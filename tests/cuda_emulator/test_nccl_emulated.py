@@ -35,9 +35,13 @@ from tests.cuda_emulator.op_calls import EmulatedDevice
 
 NUMEL, STEPS = 3000, 2
 SETTINGS: dict[str, Any] = {
-    "density": 0.1, "warmup_iters": 0, "ramp_iters": 0, "samples": 200, "keep_below_numel": 0,
+    "density": 0.1,
+    "warmup_iters": 0,
+    "ramp_iters": 0,
+    "samples": 200,
+    "keep_below_numel": 0,
     "capacity": 1.5,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +56,18 @@ def gpu(emulated_gpu: EmulatedDevice, codecs: Codecs) -> EmulatedDevice:
 
 
 def bucket_of(form: Form, dtype: torch.dtype, ranks: int) -> Bucket:
-    return Bucket("b", torch.zeros(NUMEL, dtype=dtype, device=GPU), [
-        ParameterSlice("w", 0, 2000), ParameterSlice("n", 2000, 2100, keep=True),
-        ParameterSlice("v", 2100, NUMEL),
-    ], form, ranks, reduction=Reduction.AVG)  # fmt: skip
+    return Bucket(
+        "b",
+        torch.zeros(NUMEL, dtype=dtype, device=GPU),
+        [
+            ParameterSlice("w", 0, 2000),
+            ParameterSlice("n", 2000, 2100, keep=True),
+            ParameterSlice("v", 2100, NUMEL),
+        ],
+        form,
+        ranks,
+        reduction=Reduction.AVG,
+    )
 
 
 class Rank:
@@ -64,10 +76,13 @@ class Rank:
     def __init__(self, transport: Any, form: Form, dtype: torch.dtype, **overrides: Any) -> None:
         config = SparseConfig.from_overrides(**SETTINGS | overrides)
         self.reducer = GradientReducer(
-            config, cast("Transport", transport), planner_of(config, logs=False),
-            ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED), NullRecorder(),
+            config,
+            cast("Transport", transport),
+            planner_of(config, logs=False),
+            ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
+            NullRecorder(),
             cast("ProgressThread", None),
-        )  # fmt: skip
+        )
         self.transport, self.bucket = transport, bucket_of(form, dtype, transport.world_size)
         self.watch = Stopwatch()
 
@@ -115,9 +130,14 @@ class Group:
 
         def join(rank: int) -> None:
             communicator = NcclCommunicator(
-                library, rank, ranks, GPU, 30, broadcast,
+                library,
+                rank,
+                ranks,
+                GPU,
+                30,
+                broadcast,
                 lambda name: Operation(name, None, self.timeout_s),
-            )  # fmt: skip
+            )
             self.ranks[rank] = make(
                 SimpleNamespace(
                     rank=rank,
@@ -197,7 +217,7 @@ CASES = [
     ("agsparse", Form.ALL_REDUCE, 3, {"dtype": torch.bfloat16}),
     ("direct", Form.REDUCE_SCATTER, 3, {"dtype": torch.bfloat16, "format": "coo"}),
     ("direct", Form.ALL_REDUCE, 4, {"format": "pici", "density": 0.5}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "form", "ranks", "overrides"), CASES)
@@ -321,9 +341,13 @@ def test_a_post_that_nccl_refuses(gpu: EmulatedDevice, nccl: Any) -> None:
 def test_ranks_with_other_capacities_end_in_an_error(gpu: EmulatedDevice, nccl: Any) -> None:
     def make(transport: Any) -> Rank:
         return Rank(
-            transport, Form.ALL_REDUCE, torch.float32, scheme="direct", nccl_engine=True,
+            transport,
+            Form.ALL_REDUCE,
+            torch.float32,
+            scheme="direct",
+            nccl_engine=True,
             capacity=1.5 + transport.rank,
-        )  # fmt: skip
+        )
 
     with group_of(nccl, 2, make) as group:
         raised = errors_of(group, 0, (0, 1))

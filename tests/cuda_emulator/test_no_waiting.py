@@ -57,19 +57,30 @@ class Ranks:
         self._cluster = VirtualCluster(RANKS, device=GPU)
         self._reducers = [
             GradientReducer(
-                config, transport, planner_of(config, logs=False),
-                ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED), NullRecorder(),
+                config,
+                transport,
+                planner_of(config, logs=False),
+                ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
+                NullRecorder(),
                 cast("ProgressThread", None),
             )
             for transport in self._cluster.transports
-        ]  # fmt: skip
+        ]
         self.buckets = [
-            Bucket("b", torch.zeros(NUMEL, dtype=dtype, device=GPU), [
-                ParameterSlice("w", 0, 2000), ParameterSlice("n", 2000, 2100, keep=True),
-                ParameterSlice("v", 2100, NUMEL),
-            ], form, RANKS, reduction=Reduction.AVG)
+            Bucket(
+                "b",
+                torch.zeros(NUMEL, dtype=dtype, device=GPU),
+                [
+                    ParameterSlice("w", 0, 2000),
+                    ParameterSlice("n", 2000, 2100, keep=True),
+                    ParameterSlice("v", 2100, NUMEL),
+                ],
+                form,
+                RANKS,
+                reduction=Reduction.AVG,
+            )
             for _ in range(RANKS)
-        ]  # fmt: skip
+        ]
 
     def step(self, step: int) -> list[BucketRecord]:
         """What the progress thread does with the bucket, on every rank."""

@@ -113,13 +113,33 @@ def test_prune_encode(
     grad, rest = place(grad_N, number % 5), place(residual_N, number % 7)
     out, got = room(code), place(room(code))
     sizes, nnz = ops.prune_encode(
-        grad_N, residual_N, ranges, thresholds_R, SEGMENTS, KEEP, 0.9, code, key, EPOCH, out[:-32],
+        grad_N,
+        residual_N,
+        ranges,
+        thresholds_R,
+        SEGMENTS,
+        KEEP,
+        0.9,
+        code,
+        key,
+        EPOCH,
+        out[:-32],
         **FORMS[form],
-    )  # fmt: skip
+    )
     got_sizes, got_nnz = ops.prune_encode(
-        grad, rest, ranges, place(thresholds_R), SEGMENTS, KEEP, 0.9, code, key, EPOCH, got[:-32],
+        grad,
+        rest,
+        ranges,
+        place(thresholds_R),
+        SEGMENTS,
+        KEEP,
+        0.9,
+        code,
+        key,
+        EPOCH,
+        got[:-32],
         **FORMS[form],
-    )  # fmt: skip
+    )
     assert_same_message(got, got_sizes, out, sizes)
     assert got_nnz.tolist() == nnz.tolist()
     assert torch.equal(rest.cpu().view(torch.uint8), residual_N.view(torch.uint8))
@@ -140,9 +160,7 @@ def test_decode_add(place: Place, form: str, fresh: bool) -> None:
     message, base, acc_M = message_of(form, code), 5, torch.randn(NUMEL + 20)
     got = place(acc_M, 2)
     for target, records in ((acc_M, message), (got, place(message))):
-        ops.decode_add_(
-            target[base:], records, SEGMENTS, code, EPOCH, 0, rank=0, fresh=fresh
-        )  # fmt: skip
+        ops.decode_add_(target[base:], records, SEGMENTS, code, EPOCH, 0, rank=0, fresh=fresh)
     assert torch.equal(got.cpu().view(torch.int32), acc_M.view(torch.int32))
     with pytest.raises(WireFormatError, match="rank 3: field offset"):
         ops.decode_add_(got, place(message), SEGMENTS + base, code, EPOCH, 0, rank=3)
@@ -203,9 +221,18 @@ def test_an_empty_bucket(place: Place) -> None:
     out = place(torch.full((16,), FILL, dtype=torch.uint8))
     assert ops.encode(place(nothing), offsets, keep, None, 0, EPOCH, out).tolist() == []
     sizes, nnz = ops.prune_encode(
-        place(nothing), place(nothing), offsets, place(nothing), offsets, keep, 1.0, 0, 1, EPOCH,
+        place(nothing),
+        place(nothing),
+        offsets,
+        place(nothing),
+        offsets,
+        keep,
+        1.0,
+        0,
+        1,
+        EPOCH,
         out,
-    )  # fmt: skip
+    )
     assert (sizes.tolist(), nnz.tolist()) == ([], [])
     ops.decode_add_(place(nothing), out[:0], offsets, 0, EPOCH, 0, rank=0)
     assert bool((out == FILL).all())
@@ -216,9 +243,14 @@ def test_a_gradient_on_the_cpu_needs_its_counts() -> None:
         ops.encode(torch.zeros(NUMEL), SEGMENTS, KEEP, None, 0, EPOCH, room(0))
     with pytest.raises(ExtensionError, match="grad is on the wrong device"):
         ops.encode(
-            torch.zeros(NUMEL, device="meta"), SEGMENTS, KEEP, None, 0, EPOCH,
+            torch.zeros(NUMEL, device="meta"),
+            SEGMENTS,
+            KEEP,
+            None,
+            0,
+            EPOCH,
             torch.zeros(8, dtype=torch.uint8, device="meta"),
-        )  # fmt: skip
+        )
 
 
 LIMITS = {
@@ -250,13 +282,35 @@ def test_prune_encode_with_a_capacity(
     out, got = room(code), place(room(code))
     limits = {"capacity_S": LIMITS[limit], "slots_S": slots_S}
     sizes, nnz = ops.prune_encode(
-        grad_N, residual_N, ranges, thresholds_R, SEGMENTS, KEEP, 0.9, code, key, EPOCH, out[:-32],
-        **form, **limits,
-    )  # fmt: skip
+        grad_N,
+        residual_N,
+        ranges,
+        thresholds_R,
+        SEGMENTS,
+        KEEP,
+        0.9,
+        code,
+        key,
+        EPOCH,
+        out[:-32],
+        **form,
+        **limits,
+    )
     got_sizes, got_nnz = ops.prune_encode(
-        grad, rest, ranges, place(thresholds_R), SEGMENTS, KEEP, 0.9, code, key, EPOCH, got[:-32],
-        **form, **limits,
-    )  # fmt: skip
+        grad,
+        rest,
+        ranges,
+        place(thresholds_R),
+        SEGMENTS,
+        KEEP,
+        0.9,
+        code,
+        key,
+        EPOCH,
+        got[:-32],
+        **form,
+        **limits,
+    )
     assert got_sizes.tolist() == sizes.tolist()
     assert got_nnz.tolist() == nnz.tolist()
     assert torch.equal(got.cpu(), out)
@@ -323,17 +377,35 @@ def test_bad_limits_are_refused(place: Place, problem: str) -> None:
     ranges, thresholds_R = SEGMENTS[[0, -1]], place(torch.zeros(1))
     with pytest.raises(ExtensionError, match=problem):
         ops.prune_encode(
-            grad, rest, ranges, thresholds_R, SEGMENTS, KEEP, 1.0, 0, 1, EPOCH, out,
+            grad,
+            rest,
+            ranges,
+            thresholds_R,
+            SEGMENTS,
+            KEEP,
+            1.0,
+            0,
+            1,
+            EPOCH,
+            out,
             **BAD_LIMITS[problem],
-        )  # fmt: skip
+        )
     assert not rest.any(), "a refused call changed the residual"
 
 
 def test_a_sum_that_does_not_fit_its_slot_is_refused(place: Place) -> None:
     slots_S = Slots.of(SEGMENTS, KEEP, torch.full((6,), 5), 0, FORMAT_COO).offsets
     with pytest.raises(ExtensionError, match="the slot of segment 2 is too small"):
-        ops.encode(place(torch.ones(NUMEL)), SEGMENTS, KEEP, None, 0, EPOCH, place(room(0)),
-                   slots_S=slots_S)  # fmt: skip
+        ops.encode(
+            place(torch.ones(NUMEL)),
+            SEGMENTS,
+            KEEP,
+            None,
+            0,
+            EPOCH,
+            place(room(0)),
+            slots_S=slots_S,
+        )
 
 
 def test_what_calls_report_is_read_together(place: Place) -> None:
@@ -342,9 +414,21 @@ def test_what_calls_report_is_read_together(place: Place) -> None:
     slots_S = Slots.of(SEGMENTS, KEEP, LIMITS["some"], 0, FORMAT_COO).offsets
     grad, out = place(gradient(NUMEL, 1.0, torch.float32)), place(room(0))
     _, nnz_S = ops.prune_encode(
-        grad, place(torch.zeros(NUMEL)), SEGMENTS[[0, -1]], place(torch.zeros(1)), SEGMENTS, KEEP,
-        1.0, 0, -1, EPOCH, out, capacity_S=LIMITS["some"], slots_S=slots_S, reports=reports,
-    )  # fmt: skip
+        grad,
+        place(torch.zeros(NUMEL)),
+        SEGMENTS[[0, -1]],
+        place(torch.zeros(1)),
+        SEGMENTS,
+        KEEP,
+        1.0,
+        0,
+        -1,
+        EPOCH,
+        out,
+        capacity_S=LIMITS["some"],
+        slots_S=slots_S,
+        reports=reports,
+    )
     reports.add(nnz_S, found.append, is_status=False)
     acc, message = place(torch.zeros(NUMEL)), out[: int(slots_S[-1])]
     ops.decode_add_(acc, message, SEGMENTS, 0, EPOCH, 0, rank=3, slots_S=slots_S, reports=reports)
@@ -352,13 +436,27 @@ def test_what_calls_report_is_read_together(place: Place) -> None:
     reports.spoil_(sent)
     assert torch.equal(sent, message), "so far all is well"
     ops.decode_add_(
-        acc, place(message.cpu()), SEGMENTS, 0, EPOCH + 1, 0, rank=4, slots_S=slots_S,
+        acc,
+        place(message.cpu()),
+        SEGMENTS,
+        0,
+        EPOCH + 1,
+        0,
+        rank=4,
+        slots_S=slots_S,
         reports=reports,
-    )  # fmt: skip
+    )
     ops.encode(
-        place(torch.ones(NUMEL)), SEGMENTS, KEEP, None, 0, EPOCH, place(room(0)), slots_S=slots_S,
+        place(torch.ones(NUMEL)),
+        SEGMENTS,
+        KEEP,
+        None,
+        0,
+        EPOCH,
+        place(room(0)),
+        slots_S=slots_S,
         reports=reports,
-    )  # fmt: skip
+    )
     reports.spoil_(sent)
     with pytest.raises(WireFormatError, match="rank 4: field epoch"):
         reports.read()
@@ -368,8 +466,15 @@ def test_what_calls_report_is_read_together(place: Place) -> None:
         ops.decode_add_(acc, sent, SEGMENTS, 0, EPOCH, 0, rank=5, slots_S=slots_S)
     reports.read()  # everything has been looked at
     ops.encode(
-        place(torch.ones(NUMEL)), SEGMENTS, KEEP, None, 0, EPOCH, place(room(0)), slots_S=slots_S,
+        place(torch.ones(NUMEL)),
+        SEGMENTS,
+        KEEP,
+        None,
+        0,
+        EPOCH,
+        place(room(0)),
+        slots_S=slots_S,
         reports=reports,
-    )  # fmt: skip
+    )
     with pytest.raises(ExtensionError, match="the slot of segment"):
         reports.read()

@@ -145,9 +145,12 @@ def test_formats_are_decided_by_shard_on_the_device(codecs: Codecs, form: int) -
     grads = gradients(layout, (0.01, 0.2, 0.35), torch.float32, seed=5)
     thresholds = (0.3, 0.4)
     check(
-        cluster, Operation.ALL_REDUCE, grads,
-        cluster.run(Operation.ALL_REDUCE, grads, densities=thresholds), torch.float32,
-    )  # fmt: skip
+        cluster,
+        Operation.ALL_REDUCE,
+        grads,
+        cluster.run(Operation.ALL_REDUCE, grads, densities=thresholds),
+        torch.float32,
+    )
     total = peer.sum_in_rank_order(grads, torch.float32)
     seen = set()
     for owner in range(3):

@@ -102,9 +102,12 @@ def test_a_lost_flag_names_its_sender_everywhere(codecs: Codecs, in_order_of_com
     hooks: list[Callable[[], object]] = [lose_the_flag, lambda: None, lambda: None]
     grads = gradients(cluster.layout, (0.1,), torch.float32)
     cluster.run(
-        Operation.ALL_REDUCE, grads, threads=hooks, in_order_of_coming=in_order_of_coming,
+        Operation.ALL_REDUCE,
+        grads,
+        threads=hooks,
+        in_order_of_coming=in_order_of_coming,
         deadlines_s=(1, 60, 60),  # the others hear of it long before their own deadline
-    )  # fmt: skip
+    )
     for rank in range(3):
         error = error_of(cluster, rank)
         assert isinstance(error, CommunicationError)

@@ -40,12 +40,22 @@ class EmulatedPeerOp:
         self._library.peer_collective.restype = ctypes.c_char_p
 
     def __call__(
-        self, name: str, out: torch.Tensor, more_outs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor], operation: int, domain: torch.Tensor,
-        tables: Sequence[torch.Tensor], cuts: torch.Tensor, message_slots: torch.Tensor | None,
-        value_dtype: int, epoch: int, message_density: float, sum_density: float,
+        self,
+        name: str,
+        out: torch.Tensor,
+        more_outs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        operation: int,
+        domain: torch.Tensor,
+        tables: Sequence[torch.Tensor],
+        cuts: torch.Tensor,
+        message_slots: torch.Tensor | None,
+        value_dtype: int,
+        epoch: int,
+        message_density: float,
+        sum_density: float,
         in_order_of_coming: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert name == "peer_collective"
         assert all(isinstance(t, OnDevice) for t in (out, *more_outs, *inputs, *tables))
         words = domain.tolist()
@@ -58,12 +68,21 @@ class EmulatedPeerOp:
             else:
                 rank.grad = given.data_ptr()
         call = PeerCall(
-            operation, PeerDomain((ctypes.c_void_p * MAX_PEERS)(*words[8:]), *words[:6]),
-            PeerTables(*(table.data_ptr() for table in tables)), int(cuts[0, -1]),
-            cuts.data_ptr(), cuts.data_ptr() + 8 * cuts.shape[1], ctypes.addressof(ranks),
-            DTYPE_CODES[out.dtype], value_dtype, epoch, message_density, sum_density,
-            in_order_of_coming, (ctypes.c_int * 2)(*words[6:8]),
-        )  # fmt: skip
+            operation,
+            PeerDomain((ctypes.c_void_p * MAX_PEERS)(*words[8:]), *words[:6]),
+            PeerTables(*(table.data_ptr() for table in tables)),
+            int(cuts[0, -1]),
+            cuts.data_ptr(),
+            cuts.data_ptr() + 8 * cuts.shape[1],
+            ctypes.addressof(ranks),
+            DTYPE_CODES[out.dtype],
+            value_dtype,
+            epoch,
+            message_density,
+            sum_density,
+            in_order_of_coming,
+            (ctypes.c_int * 2)(*words[6:8]),
+        )
         nbytes = self._library.workspace_of_peer(ctypes.byref(call))
         workspace = (ctypes.c_uint8 * (nbytes + 256))()
         call.workspace = -(-ctypes.addressof(workspace) // 256) * 256
@@ -124,9 +143,19 @@ def selected(bucket: Bucket, threshold: float, capacity: float | None) -> Messag
     if capacity is not None:
         capacity_S = segment_capacity(layout, capacity)
     return prune_encode(
-        bucket, layout, residual_N, thresholds_R, 1.0, "fp32", 0, 5, MessageBuffers(), "auto",
-        256, capacity_S,
-    )  # fmt: skip
+        bucket,
+        layout,
+        residual_N,
+        thresholds_R,
+        1.0,
+        "fp32",
+        0,
+        5,
+        MessageBuffers(),
+        "auto",
+        256,
+        capacity_S,
+    )
 
 
 def exchange(bucket: Bucket, message: Message, options: SchemeOptions) -> Steps:
@@ -183,8 +212,9 @@ def in_threads(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def test_a_silent_rank_is_a_typed_error_of_the_collective(gpu: EmulatedDevice) -> None:
-    bucket = Bucket("b7", gpu.place(torch.ones(600)), [ParameterSlice("w", 0, 600)],
-                    Form.ALL_REDUCE, 2)  # fmt: skip
+    bucket = Bucket(
+        "b7", gpu.place(torch.ones(600)), [ParameterSlice("w", 0, 600)], Form.ALL_REDUCE, 2
+    )
     layout = peer_layout(bucket, "fp32", "auto")
     windows = [gpu.place(torch.zeros(layout.window_bytes(), dtype=torch.uint8)) for _ in range(2)]
     peers = PeerMemory(OneRank(windows, 0), {"b7": layout}, 0.1)
@@ -196,8 +226,9 @@ def test_a_silent_rank_is_a_typed_error_of_the_collective(gpu: EmulatedDevice) -
 
 
 def test_windows_of_other_buckets_are_refused(gpu: EmulatedDevice) -> None:
-    bucket = Bucket("new", gpu.place(torch.ones(600)), [ParameterSlice("w", 0, 600)],
-                    Form.ALL_REDUCE, 1)  # fmt: skip
+    bucket = Bucket(
+        "new", gpu.place(torch.ones(600)), [ParameterSlice("w", 0, 600)], Form.ALL_REDUCE, 1
+    )
     peers = PeerMemory(VirtualRanks(1, GPU), {"old": uneven_layout(1)}, 1)
     message, options = selected(bucket, 0.5, None), SchemeOptions.of(SchemeConfig())
     with pytest.raises(ConfigError, match="the windows were made for other buckets"):

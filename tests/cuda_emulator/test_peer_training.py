@@ -86,29 +86,49 @@ class Rank:
     """One rank's buckets and reducer."""
 
     def __init__(
-        self, rank: int, form: Form, meeting: Meeting, encoder: threading.Lock,
-        nodes: Sequence[int] = (0,) * RANKS, **overrides: Any,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        form: Form,
+        meeting: Meeting,
+        encoder: threading.Lock,
+        nodes: Sequence[int] = (0,) * RANKS,
+        **overrides: Any,
+    ) -> None:
         config = SparseConfig.from_overrides(
-            scheme="peer_two_shot", density=0.1, warmup_iters=0, ramp_iters=0, samples=500,
-            keep_below_numel=0, **overrides,
-        )  # fmt: skip
+            scheme="peer_two_shot",
+            density=0.1,
+            warmup_iters=0,
+            ramp_iters=0,
+            samples=500,
+            keep_below_numel=0,
+            **overrides,
+        )
         transport = SimpleNamespace(
             rank=rank, world_size=RANKS, device=GPU, nodes=tuple(nodes), group=(meeting, rank)
         )
         self._has_capacity = config.scheme.capacity is not None
         self.residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
         self.buckets = [
-            Bucket(f"b{index}", torch.zeros(numel, device=GPU), [
-                ParameterSlice(f"w{index}", 0, numel - 100),
-                ParameterSlice(f"n{index}", numel - 100, numel, keep=True),
-            ], form, RANKS)
+            Bucket(
+                f"b{index}",
+                torch.zeros(numel, device=GPU),
+                [
+                    ParameterSlice(f"w{index}", 0, numel - 100),
+                    ParameterSlice(f"n{index}", numel - 100, numel, keep=True),
+                ],
+                form,
+                RANKS,
+            )
             for index, numel in enumerate(NUMELS)
-        ]  # fmt: skip
+        ]
         self.reducer = GradientReducer(
-            config, cast("Transport", transport), planner_of(config, logs=False), self.residuals,
-            NullRecorder(), cast("ProgressThread", Inline(encoder)),
-        )  # fmt: skip
+            config,
+            cast("Transport", transport),
+            planner_of(config, logs=False),
+            self.residuals,
+            NullRecorder(),
+            cast("ProgressThread", Inline(encoder)),
+        )
 
     def step(self, step: int, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Synchronises both buckets; returns what this rank sent of each."""

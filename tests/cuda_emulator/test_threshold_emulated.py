@@ -20,10 +20,12 @@ DENSITIES = torch.tensor([0.01, 0.5, 1.0, 1e-6, 0.999, 0.3, 2.0])
 @pytest.mark.parametrize(
     ("dtype", "residual_dtype"),
     [
-        (torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32),
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
         (torch.float16, torch.float16),
     ],
-)  # fmt: skip
+)
 def test_equals_the_oracle(place: Place, dtype, residual_dtype) -> None:
     for numel, samples in ((0, 9), (1, 9), (701, 1), (701, 700), (4097, 70)):
         offsets = cases.cut(numel, 7, seed=numel)
@@ -34,9 +36,13 @@ def test_equals_the_oracle(place: Place, dtype, residual_dtype) -> None:
                 residual = cases.make(kind, numel, residual_dtype, seed=2)
             expected = oracle.sample_threshold(grad, residual, offsets, DENSITIES, samples, KEYS)
             found = ops.sample_threshold(
-                place(grad, 1), None if residual is None else place(residual, 3), offsets,
-                DENSITIES, samples, KEYS,
-            )  # fmt: skip
+                place(grad, 1),
+                None if residual is None else place(residual, 3),
+                offsets,
+                DENSITIES,
+                samples,
+                KEYS,
+            )
             cases.assert_same_bits(found.cpu(), expected, f"{kind} {numel} {samples}")
 
 

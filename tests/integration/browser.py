@@ -16,10 +16,18 @@ from pathlib import Path
 from typing import Any
 
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--hide-scrollbars", "--disable-dev-shm-usage", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--disable-dev-shm-usage",
+    "--remote-debugging-pipe",
+)
 # Generous: a loaded machine takes many seconds to start a browser.
 DEADLINE_S = 120
 
@@ -46,9 +54,12 @@ class Browser:
         script = f"exec {shlex.join([program, *flags])} 3<&{to_browser} 4>&{from_browser}"
         self._log = (profile.parent / "browser.log").open("wb")
         self._process = subprocess.Popen(
-            ["bash", "-c", script], pass_fds=(to_browser, from_browser), stdout=self._log,
-            stderr=self._log, start_new_session=True,
-        )  # fmt: skip
+            ["bash", "-c", script],
+            pass_fds=(to_browser, from_browser),
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
         os.close(to_browser)
         os.close(from_browser)
         self._rest, self._number, self._session = b"", 0, None
@@ -84,9 +95,12 @@ class Browser:
     def open(self, path: Path, width: int, height: int, *, dark: bool = False) -> None:
         """Shows a file on a screen of that size, and waits until it has been drawn."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
             mobile=width < 600,
-        )  # fmt: skip
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
         self.call("Page.navigate", url=path.resolve().as_uri())

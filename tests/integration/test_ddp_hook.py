@@ -61,8 +61,9 @@ def _ddp(model, hook, state_dict=None, recorder=None, **options):
     """The model in DDP, with the hook if there are options for it."""
     from torch.nn.parallel import DistributedDataParallel
 
-    wrapper = {k: options.pop(k) for k in ("static_graph", "gradient_as_bucket_view")
-               if k in options}  # fmt: skip
+    wrapper = {
+        k: options.pop(k) for k in ("static_graph", "gradient_as_bucket_view") if k in options
+    }
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, **wrapper)
     if not hook:
         return ddp, None
@@ -79,9 +80,12 @@ def _ddp(model, hook, state_dict=None, recorder=None, **options):
 def _classifier():
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        torch.nn.Embedding(100, 16, sparse=True), torch.nn.Flatten(),
-        torch.nn.Linear(64, 200), torch.nn.ReLU(), torch.nn.Linear(200, 5),
-    )  # fmt: skip
+        torch.nn.Embedding(100, 16, sparse=True),
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, 200),
+        torch.nn.ReLU(),
+        torch.nn.Linear(200, 5),
+    )
 
 
 def _train(rank, steps, *, hook, accumulate=False, **options):
@@ -205,9 +209,12 @@ def _resume(rank, world_size):
 
     errors = []
     for change in (
-        {"rank": 5}, {"world_size": 9}, {"version": 0},
-        {"residuals": {"2.weight": torch.zeros(3)}}, {"residuals": {"x": torch.zeros(3)}},
-    ):  # fmt: skip
+        {"rank": 5},
+        {"world_size": 9},
+        {"version": 0},
+        {"residuals": {"2.weight": torch.zeros(3)}},
+        {"residuals": {"x": torch.zeros(3)}},
+    ):
         try:
             resumed_state.load_state_dict(saved | change)
         except CheckpointError as error:
@@ -227,11 +234,12 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit():
         got.pop("residuals")
         assert expected == got
         assert errors == [
-            "the saved state has another rank", "the saved state has another world_size",
+            "the saved state has another rank",
+            "the saved state has another world_size",
             "the saved state has another version",
             "the saved residual of 2.weight does not fit the model",
             "the saved residual of x does not fit the model",
-        ]  # fmt: skip
+        ]
 
 
 # -- faults
@@ -318,13 +326,24 @@ def test_a_killed_peer_is_a_typed_error_of_the_backward_pass(tmp_path):
 
 def test_the_example_learns_at_density_one_percent(tmp_path):
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-        str(ROOT / "examples" / "train_ddp.py"), "--steps", "100",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        str(ROOT / "examples" / "train_ddp.py"),
+        "--steps",
+        "100",
+    ]
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+    }
     result = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )

@@ -89,15 +89,22 @@ class TestTheCheckerItself:
     @pytest.mark.parametrize(
         "line",
         [
-            "megatron-sparse fly", "megatron-sparse report", "megatron-sparse doctor --jsn x",
-            "megatron-sparse bench prune --itres 3", "megatron-sparse schedule --ranks many",
+            "megatron-sparse fly",
+            "megatron-sparse report",
+            "megatron-sparse doctor --jsn x",
+            "megatron-sparse bench prune --itres 3",
+            "megatron-sparse schedule --ranks many",
             "megatron-sparse train scheme=quick",
-            "megatron-sparse train compression.densty=0.1", "python scripts/train.py model=none",
-            "megatron-sparse train --multirun compression.density=0.1,7", "bash scripts/none.sh",
-            "torchrun --nproc-per-node 2 examples/none.py", "pip install 'megatron-sparse[none]'",
-            "python examples/natural_sparsity/deepfm.py --quickly", "sbatch scripts/none.sbatch",
+            "megatron-sparse train compression.densty=0.1",
+            "python scripts/train.py model=none",
+            "megatron-sparse train --multirun compression.density=0.1,7",
+            "bash scripts/none.sh",
+            "torchrun --nproc-per-node 2 examples/none.py",
+            "pip install 'megatron-sparse[none]'",
+            "python examples/natural_sparsity/deepfm.py --quickly",
+            "sbatch scripts/none.sbatch",
         ],
-    )  # fmt: skip
+    )
     def test_mistakes(self, line, tmp_path):
         page = tmp_path / "page.md"
         page.write_text(f"# Page\n\n```bash\n{line}\n```\n")
@@ -117,8 +124,11 @@ class TestTheCheckerItself:
             "cd runs && ls | less\n```\n```\nmegatron-sparse plan\n```\n"
         )
         assert [command.words for command in commands_of(page)] == [
-            ("megatron-sparse", "doctor", "--json", "x"), ("cd", "runs"), ("ls",), ("less",),
-        ]  # fmt: skip
+            ("megatron-sparse", "doctor", "--json", "x"),
+            ("cd", "runs"),
+            ("ls",),
+            ("less",),
+        ]
         assert unmarked_commands(page) == ["megatron-sparse plan"]
 
 
@@ -144,9 +154,9 @@ def workplace(tmp_path, monkeypatch):
                 import torch
 
                 make_run(tmp_path / word, Path(word).name, iterations=6)
-                folder = tmp_path / word if word.startswith("recordings") else (
-                    tmp_path / word / FOLDER
-                )  # fmt: skip
+                folder = (
+                    tmp_path / word if word.startswith("recordings") else (tmp_path / word / FOLDER)
+                )
                 for rank in range(2):
                     values = torch.zeros(4096)
                     values[rank::64] = 1.0
@@ -176,8 +186,12 @@ def test_the_quick_tour_as_it_is_written(tmp_path):
     for words in run:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "megatron_sparse.cli", *words[1:]],
-            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
         # doctor exits with 1 where something is missing, which on a machine of tests may be.
         assert done.returncode in ((0, 1) if words[1] == "doctor" else (0,)), done.stderr[-2000:]
         assert "Traceback" not in done.stderr

@@ -42,9 +42,12 @@ bed = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 def start(*arguments: str, **more) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        ["bash", str(NETBED), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, **more,
-    )  # fmt: skip
+        ["bash", str(NETBED), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **more,
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -96,10 +99,14 @@ def nothing_is_left():
 
     def seen() -> list[str]:
         listing = [["ip", "-o", "link"], ["ip", "netns", "list"]]
-        return [] if WHY_NOT else [
-            subprocess.run(one, capture_output=True, text=True, check=True).stdout
-            for one in listing
-        ]  # fmt: skip
+        return (
+            []
+            if WHY_NOT
+            else [
+                subprocess.run(one, capture_output=True, text=True, check=True).stdout
+                for one in listing
+            ]
+        )
 
     before = seen()
     yield
@@ -119,9 +126,10 @@ class TestRanks:
     def test_environment_hosts_and_output(self):
         env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         code, out, err = finish(
-            start("--ranks", "3", "--nodes", "2", "--mbit", "200", "--", "sh", "-c", self.SAY,
-                  env=env)
-        )  # fmt: skip
+            start(
+                "--ranks", "3", "--nodes", "2", "--mbit", "200", "--", "sh", "-c", self.SAY, env=env
+            )
+        )
         assert code == 0, err
         lines = out.splitlines()
         assert lines[0] == "netbed-0 0/3 0/2 0 10.77.0.1 29500 e0 200 1"
@@ -135,8 +143,18 @@ class TestRanks:
 
     def test_logs(self, tmp_path):
         logs = tmp_path / "new" / "logs"
-        code, out, err = finish(start("--ranks", "2", "--logs", str(logs), "--", "sh", "-c",
-                                      "echo I am $RANK; exit $((RANK * 7))"))  # fmt: skip
+        code, out, err = finish(
+            start(
+                "--ranks",
+                "2",
+                "--logs",
+                str(logs),
+                "--",
+                "sh",
+                "-c",
+                "echo I am $RANK; exit $((RANK * 7))",
+            )
+        )
         assert (code, out) == (7, "I am 0\n")
         assert (logs / "rank1.log").read_text() == "I am 1\n"
         assert "rank 1 ended with code 7" in err
@@ -177,8 +195,18 @@ class TestEnds:
 
     def test_the_first_code_that_is_not_zero(self, mark):
         begin = time.monotonic()
-        code, _, err = finish(start("--ranks", "3", "--grace", "1", "--", "sh", "-c",
-                                    f"[ $RANK = 1 ] && exit 5; sleep {mark}"))  # fmt: skip
+        code, _, err = finish(
+            start(
+                "--ranks",
+                "3",
+                "--grace",
+                "1",
+                "--",
+                "sh",
+                "-c",
+                f"[ $RANK = 1 ] && exit 5; sleep {mark}",
+            )
+        )
         assert code == 5
         assert "rank 1 ended with code 5" in err
         assert "2 of 3 ranks did not end in time" in err
@@ -186,8 +214,16 @@ class TestEnds:
         assert not processes_with(mark)
 
     def test_a_killed_rank_ends_the_others_and_what_they_left_behind(self, mark):
-        run = start("--ranks", "3", "--grace", "0", "--", "sh", "-c",
-                    f"setsid sleep {mark} & exec sleep {mark}.$RANK")  # fmt: skip
+        run = start(
+            "--ranks",
+            "3",
+            "--grace",
+            "0",
+            "--",
+            "sh",
+            "-c",
+            f"setsid sleep {mark} & exec sleep {mark}.$RANK",
+        )
         wait_for(mark, 6, run)
         (victim,) = [
             int(entry.parent.name)
@@ -232,11 +268,22 @@ class TestEnds:
 def test_bench_collectives_on_the_test_bed(tmp_path):
     """The whole way: hosts, ranks, gloo, checks, times, JSON lines."""
     path = tmp_path / "rows.jsonl"
-    command = collective_launch.command_line([
-        "bench", "collectives", "--netbed", "--mbit=1000", "--ranks=2", "--min-bytes=1M",
-        "--max-bytes=1M", "--density=0.01", "--scheme=dense,direct", "--warmup=1", "--iters=2",
-        f"--json={path}",
-    ])  # fmt: skip
+    command = collective_launch.command_line(
+        [
+            "bench",
+            "collectives",
+            "--netbed",
+            "--mbit=1000",
+            "--ranks=2",
+            "--min-bytes=1M",
+            "--max-bytes=1M",
+            "--density=0.01",
+            "--scheme=dense,direct",
+            "--warmup=1",
+            "--iters=2",
+            f"--json={path}",
+        ]
+    )
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     dense, direct = (json.loads(line) for line in path.read_text().splitlines())
@@ -253,11 +300,22 @@ def test_bench_collectives_on_the_test_bed(tmp_path):
 def test_bench_training_on_the_test_bed(tmp_path):
     """Megatron's own loop in the namespaces: dense and compressed learn alike."""
     path = tmp_path / "rows.jsonl"
-    command = collective_launch.command_line([
-        "bench", "training", "--netbed", "--mbit=1000", "--ranks=2", "--scheme=plain,dense,direct",
-        "--iters=2", "--warmup=1", f"--out={tmp_path}", f"--json={path}", "model.num_layers=1",
-        "model.hidden_size=96",
-    ])  # fmt: skip
+    command = collective_launch.command_line(
+        [
+            "bench",
+            "training",
+            "--netbed",
+            "--mbit=1000",
+            "--ranks=2",
+            "--scheme=plain,dense,direct",
+            "--iters=2",
+            "--warmup=1",
+            f"--out={tmp_path}",
+            f"--json={path}",
+            "model.num_layers=1",
+            "model.hidden_size=96",
+        ]
+    )
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     plain, dense, direct = (json.loads(line) for line in path.read_text().splitlines())
@@ -303,9 +361,14 @@ class TestMistakes:
 
         # Read by root, for the checkout may be closed to others.
         run = subprocess.run(
-            ["bash", "-s", "--", "--", "true"], input=NETBED.read_text(), capture_output=True,
-            text=True, preexec_fn=drop, cwd="/", timeout=30,
-        )  # fmt: skip
+            ["bash", "-s", "--", "--", "true"],
+            input=NETBED.read_text(),
+            capture_output=True,
+            text=True,
+            preexec_fn=drop,
+            cwd="/",
+            timeout=30,
+        )
         assert run.returncode == 2
         assert "expected: root" in run.stderr
 
@@ -314,9 +377,12 @@ class TestMistakes:
         for tool in ("bash", "id", "ip"):
             (tmp_path / tool).symlink_to(shutil.which(tool) or "/missing")
         run = subprocess.run(
-            [str(tmp_path / "bash"), str(NETBED), "--", "true"], capture_output=True, text=True,
-            env={"PATH": str(tmp_path)}, timeout=30,
-        )  # fmt: skip
+            [str(tmp_path / "bash"), str(NETBED), "--", "true"],
+            capture_output=True,
+            text=True,
+            env={"PATH": str(tmp_path)},
+            timeout=30,
+        )
         assert run.returncode == 2
         assert "no tc" in run.stderr
         assert "iproute2" in run.stderr

@@ -26,9 +26,12 @@ MODULES = (
 )
 pytestmark = pytest.mark.timeout(900)  # the libraries are compiled; minutes where others do too
 IMPORT = "; ".join(
-    ("import importlib", f"ms = [importlib.import_module(m) for m in {MODULES}]",
-     "[print(list(m.__path__)[0]) for m in ms]")
-)  # fmt: skip
+    (
+        "import importlib",
+        f"ms = [importlib.import_module(m) for m in {MODULES}]",
+        "[print(list(m.__path__)[0]) for m in ms]",
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +39,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout as it comes from git: builds write into it."""
     folder = tmp_path_factory.mktemp("source") / "checkout"
     ignored = shutil.ignore_patterns(
-        ".git", ".venv", "runs", "data", "build", "dist", "*.egg-info", "__pycache__", "*.so",
-        "outputs", "wandb", ".*_cache",
-    )  # fmt: skip
+        ".git",
+        ".venv",
+        "runs",
+        "data",
+        "build",
+        "dist",
+        "*.egg-info",
+        "__pycache__",
+        "*.so",
+        "outputs",
+        "wandb",
+        ".*_cache",
+    )
     shutil.copytree(ROOT, folder, ignore=ignored)
     return folder
 
@@ -80,9 +93,11 @@ def test_from_the_root_of_the_repository(source: Path) -> None:
     """As in `python scripts/train.py` with nothing installed."""
     found = imported_from(sys.executable, source, PYTHONPATH=str(source))
     assert found == [
-        source / "megatron_sparse", source / "configs", source / "cuda_ext",
+        source / "megatron_sparse",
+        source / "configs",
+        source / "cuda_ext",
         source / "triton_kernels",
-    ]  # fmt: skip
+    ]
 
 
 def test_from_an_editable_install(source: Path, tmp_path: Path) -> None:
@@ -113,9 +128,12 @@ def test_wheel_holds_everything(wheel: Path, source: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     for folder, pattern in (
-        ("megatron_sparse", "**/*.py"), ("configs", "**/*"), ("triton_kernels", "**/*.py"),
-        ("cuda_ext", "**/*.py"), ("cuda_ext", "csrc/*"),
-    ):  # fmt: skip
+        ("megatron_sparse", "**/*.py"),
+        ("configs", "**/*"),
+        ("triton_kernels", "**/*.py"),
+        ("cuda_ext", "**/*.py"),
+        ("cuda_ext", "csrc/*"),
+    ):
         files = [
             p.relative_to(source)
             for p in (source / folder).glob(pattern)
@@ -142,9 +160,17 @@ def test_wheel_finds_its_extension(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     pip("install", "--no-deps", "--target", target, wheel)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c",
-         "from megatron_sparse import cuda_ext; s = cuda_ext.status()['cpu']; print(s['path'])"],
-        cwd=tmp_path, env=environment(PYTHONPATH=str(target)), text=True, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            "from megatron_sparse import cuda_ext; s = cuda_ext.status()['cpu']; print(s['path'])",
+        ],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(target)),
+        text=True,
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(target)

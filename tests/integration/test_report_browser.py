@@ -114,7 +114,7 @@ def test_it_prints_on_a4(tab, report, tmp_path):
         height=1000,
         deviceScaleFactor=1,
         mobile=False,
-    )  # fmt: skip - 210 mm less the margins
+    )  # 210 mm less the margins
     assert tab.value("document.documentElement.scrollWidth") <= 703
     assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(254, 254, 254)"
     tab.call("Emulation.setEmulatedMedia", media="", features=[])

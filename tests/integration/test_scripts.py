@@ -325,8 +325,9 @@ def test_test_script_arguments(checkout: Path, recorded: Path) -> None:
     run_script("test.sh --full", checkout, MEGATRON_SPARSE_FUZZ_SECONDS="7", OMP_NUM_THREADS="1")
     workers = min(len(os.sched_getaffinity(0)), 4)
     assert recorded.read_text().splitlines()[-2:] == [
-        f"python -m pytest -n {workers} --dist loadfile", "fuzz 7"
-    ]  # fmt: skip
+        f"python -m pytest -n {workers} --dist loadfile",
+        "fuzz 7",
+    ]
     recorded.unlink()
     run_script("test.sh tests/unit -k density", checkout)
     assert (
@@ -338,9 +339,15 @@ def test_test_script_arguments(checkout: Path, recorded: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lint", "tests", "fuzz", "code"),
-    [("0", "0", "0", 0), ("1", "0", "0", 1), ("0", "5", "0", 5), ("1", "5", "0", 5),
-     ("0", "0", "1", 1), ("0", "5", "1", 5)],
-)  # fmt: skip
+    [
+        ("0", "0", "0", 0),
+        ("1", "0", "0", 1),
+        ("0", "5", "0", 5),
+        ("1", "5", "0", 5),
+        ("0", "0", "1", 1),
+        ("0", "5", "1", 5),
+    ],
+)
 def test_test_script_exit_code(
     checkout: Path, recorded: Path, lint: str, tests: str, fuzz: str, code: int
 ) -> None:

@@ -30,12 +30,23 @@ ITERATIONS = 60
 DISTURBED_AT = 8
 WAIT_S = 280
 TRAINING = (
-    "cluster.device=cpu", "cluster.env.GLOO_SOCKET_IFNAME=lo", "data=mock", "data.vocab_size=512",
-    "data.num_workers=0", "model.num_layers=2", "model.hidden_size=64", "model.seq_length=32",
-    "compression.warmup_iters=0", "compression.ramp_iters=0", "compression.density=0.05",
-    f"training.iterations={ITERATIONS}", "training.lr_warmup_iters=1", "training.log_interval=1",
-    "scheme=direct", "tracking=off",
-)  # fmt: skip
+    "cluster.device=cpu",
+    "cluster.env.GLOO_SOCKET_IFNAME=lo",
+    "data=mock",
+    "data.vocab_size=512",
+    "data.num_workers=0",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.seq_length=32",
+    "compression.warmup_iters=0",
+    "compression.ramp_iters=0",
+    "compression.density=0.05",
+    f"training.iterations={ITERATIONS}",
+    "training.lr_warmup_iters=1",
+    "training.log_interval=1",
+    "scheme=direct",
+    "tracking=off",
+)
 
 
 def _why_not() -> str | None:
@@ -125,28 +136,45 @@ class Bed:
 
     def environment(self) -> dict[str, str]:
         clean = {
-            key: value for key, value in os.environ.items()
+            key: value
+            for key, value in os.environ.items()
             if not key.startswith(("SLURM", "RANK", "MASTER_", "WANDB_"))
-        }  # fmt: skip
+        }
         return clean | {
             "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{PATH}",
-            "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-            "SLURM_CONF": str(self.folder / "slurm.conf"), "COLUMNS": "200",
-        }  # fmt: skip
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "COLUMNS": "200",
+        }
 
     def run(self, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, cwd=ROOT, env=self.environment() | more, capture_output=True, text=True,
-            timeout=WAIT_S, check=False,
-        )  # fmt: skip
+            command,
+            cwd=ROOT,
+            env=self.environment() | more,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
 
     def submit(self, script: str, name: str, *overrides: str, **more: str) -> Job:
         output = self.runs / f"{name}.out"
         done = self.run(
-            "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={output}",
-            f"scripts/{script}", *TRAINING, f"runs_dir={self.runs}", f"name={name}", *overrides,
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            "--ntasks-per-node=1",
+            f"--output={output}",
+            f"scripts/{script}",
+            *TRAINING,
+            f"runs_dir={self.runs}",
+            f"name={name}",
+            *overrides,
             **more,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         return Job(self, done.stdout.strip(), output)
 
@@ -157,8 +185,11 @@ def bed(tmp_path_factory) -> Iterator[Bed]:
     parent = Path(tempfile.mkdtemp(prefix="slurm"))
     process = subprocess.Popen(
         ["bash", BED, "hold", str(parent / "bed"), "3"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -226,9 +257,11 @@ def test_signal_saves_and_slurm_starts_the_job_again(bed: Bed, undisturbed: Job)
 def test_a_node_that_fails_is_replaced(bed: Bed, undisturbed: Job):
     """Not the node of the batch script, whose loss Slurm sees itself: the other one."""
     job = bed.submit(
-        "train_srun.sbatch", "replaced", "training.save_interval=4",
+        "train_srun.sbatch",
+        "replaced",
+        "training.save_interval=4",
         MEGATRON_SPARSE_PREFLIGHT="off",
-    )  # fmt: skip
+    )
     job.reaches(DISTURBED_AT)
     assert job.field("NodeList") == "n[0-1]"
     assert bed.run("bash", BED, "fail", str(bed.folder), "n1").returncode == 0
@@ -250,17 +283,30 @@ def test_sweep_by_submitit_is_one_table(bed: Bed, undisturbed: Job):
     """A run that works and one that cannot, as jobs of two tasks each."""
     folder = bed.runs / "sweep"
     done = bed.run(
-        sys.executable, "scripts/train.py", "--multirun", "hydra/launcher=submitit_slurm",
-        *TRAINING, "model.num_attention_heads=4,7", "cluster.ranks_per_node=2",
-        f"runs_dir={folder}", "hydra.launcher.timeout_min=10",
-    )  # fmt: skip
+        sys.executable,
+        "scripts/train.py",
+        "--multirun",
+        "hydra/launcher=submitit_slurm",
+        *TRAINING,
+        "model.num_attention_heads=4,7",
+        "cluster.ranks_per_node=2",
+        f"runs_dir={folder}",
+        "hydra.launcher.timeout_min=10",
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 of 2 runs of the sweep failed" in done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     table = bed.run(
-        sys.executable, "-m", "megatron_sparse.cli", "sweep", str(folder),
-        "--json", str(folder / "table.jsonl"), "--csv", str(folder / "table.csv"),
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "megatron_sparse.cli",
+        "sweep",
+        str(folder),
+        "--json",
+        str(folder / "table.jsonl"),
+        "--csv",
+        str(folder / "table.csv"),
+    )
     assert table.returncode == 0, table.stderr
     lines = (folder / "table.jsonl").read_text().splitlines()
     works, cannot = map(json.loads, lines)

@@ -43,8 +43,11 @@ def machine(tmp_path: Path):
             add("apt-get", f'echo "apt-get $*" >>{tmp_path}/calls; {apt}')
         done = subprocess.run(
             ["bash", str(tmp_path / "system_packages.sh"), str(tmp_path / "log")],
-            env={"PATH": str(folder)}, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+            env={"PATH": str(folder)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         calls = tmp_path / "calls"
         return done, calls.read_text().splitlines() if calls.exists() else []
 

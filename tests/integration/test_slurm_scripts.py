@@ -36,12 +36,18 @@ def test_only_a_lost_node_starts_a_job_again(
         (tmp_path / name).chmod(0o755)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f". scripts/slurm_job.sh; train sh -c 'exit {code}'"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-        env=os.environ | {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_RESTART_COUNT": str(restarts),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ
+        | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n[0-1]",
+            "SLURM_RESTART_COUNT": str(restarts),
         },
-    )  # fmt: skip
+    )
     assert done.returncode == code, done.stderr
     asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if requeued else "")

@@ -18,11 +18,39 @@ KINDS = ("spread", "special", "zero", "equal")
 # Signed zeros, NaN of either sign, infinities, the ends of each dtype's range, denormals of fp16
 # (6e-8 is its smallest), of bf16 and of fp32, and values between two neighbours of each.
 SPECIAL = (
-    0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, FLT_MAX, -FLT_MAX, 65504.0, 65519.9,
-    65520.0, -65280.0, 65408.0, 3.3961775292304957e38, 1e-45, -1e-40, 9.2e-41,
-    1.1754943508222875e-38, 6e-8, 3e-8, -2.9e-8, 1.5e-8, 6.1e-5, 6.103515625e-05,
-    -7.62939453125e-06, 7.6e-06, 1.0, 1.00390625, -1.0039062, 1.0000001, 2.5, -1e-3,
-)  # fmt: skip
+    0.0,
+    -0.0,
+    math.nan,
+    -math.nan,
+    math.inf,
+    -math.inf,
+    FLT_MAX,
+    -FLT_MAX,
+    65504.0,
+    65519.9,
+    65520.0,
+    -65280.0,
+    65408.0,
+    3.3961775292304957e38,
+    1e-45,
+    -1e-40,
+    9.2e-41,
+    1.1754943508222875e-38,
+    6e-8,
+    3e-8,
+    -2.9e-8,
+    1.5e-8,
+    6.1e-5,
+    6.103515625e-05,
+    -7.62939453125e-06,
+    7.6e-06,
+    1.0,
+    1.00390625,
+    -1.0039062,
+    1.0000001,
+    2.5,
+    -1e-3,
+)
 
 
 def kinds(numel: int) -> tuple[str, ...]:

@@ -139,11 +139,18 @@ def decode_message(rng: random.Random) -> bool:
     out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
     slots = torch.tensor([0, out.numel()]) if rng.random() < 0.3 else None
     size = ops.encode(
-        grad, offsets, dense, nnz, code, EPOCH, out,
+        grad,
+        offsets,
+        dense,
+        nnz,
+        code,
+        EPOCH,
+        out,
         form=rng.choice((FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)),
-        paper_order=rng.random() < 0.5, block_size=rng.choice((64, 256, 4096)),
+        paper_order=rng.random() < 0.5,
+        block_size=rng.choice((64, 256, 4096)),
         slots_S=slots,
-    )  # fmt: skip
+    )
     message, intact = damaged(rng, out[: int(size)] if slots is None else out)
     acc = torch.full((numel,), UNTOUCHED)
 

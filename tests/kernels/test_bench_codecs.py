@@ -127,11 +127,29 @@ def test_the_committed_baseline_holds(capsys):
     What it finds is a codec that lost its vectors, not one that lost a few percent.
     """
     with pytest.raises(SystemExit) as done:
-        cli.main([
-            "bench", "codecs", "--max-bytes", "1M", "--density", "0.01,0.5", "--format",
-            "coo,pici", "--no-peers", "--threads", "1", "--warmup", "1", "--iters", "9", "--check",
-            str(BASELINE), "--margin", "16",
-        ])  # fmt: skip
+        cli.main(
+            [
+                "bench",
+                "codecs",
+                "--max-bytes",
+                "1M",
+                "--density",
+                "0.01,0.5",
+                "--format",
+                "coo,pici",
+                "--no-peers",
+                "--threads",
+                "1",
+                "--warmup",
+                "1",
+                "--iters",
+                "9",
+                "--check",
+                str(BASELINE),
+                "--margin",
+                "16",
+            ]
+        )
     captured = capsys.readouterr()
     assert done.value.code == 0, captured.err
     assert "rows are within the baseline" in captured.out
@@ -162,11 +180,21 @@ def test_nothing_to_compare_is_an_error():
         codec_baseline.compare([row], {}, 1.0)
 
 
-@pytest.mark.parametrize(("argument", "value"), [
-    ("min_bytes", 0), ("max_bytes", 2), ("densities", [1.5]), ("dtypes", ["fp8"]),
-    ("forms", ["csr"]), ("ops", ["sort"]), ("iters", 0), ("threads", 0), ("warmup", -1),
-    ("device", "tpu"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("min_bytes", 0),
+        ("max_bytes", 2),
+        ("densities", [1.5]),
+        ("dtypes", ["fp8"]),
+        ("forms", ["csr"]),
+        ("ops", ["sort"]),
+        ("iters", 0),
+        ("threads", 0),
+        ("warmup", -1),
+        ("device", "tpu"),
+    ],
+)
 def test_refuses(argument, value):
     with pytest.raises(ConfigError, match="bench codecs"):
         codecs.Sweep(**({"min_bytes": 4, "max_bytes": 64} | {argument: value}))

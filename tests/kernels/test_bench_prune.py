@@ -12,20 +12,38 @@ from megatron_sparse.bench import prune as bench
 from megatron_sparse.errors import ConfigError
 
 FIELDS = {
-    "op", "format", "dtype", "density", "count", "bytes_moved", "time_us", "copy_us", "peer",
-    "peer_us", "device", "wrong",
-}  # fmt: skip
+    "op",
+    "format",
+    "dtype",
+    "density",
+    "count",
+    "bytes_moved",
+    "time_us",
+    "copy_us",
+    "peer",
+    "peer_us",
+    "device",
+    "wrong",
+}
 
 
-@pytest.mark.parametrize(("dtype", "residual_dtype"), [("fp32", "fp32"), ("bf16", "bf16"),
-                                                       ("fp16", "fp32")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")]
+)
 def test_rows_are_right_timed_and_written(dtype, residual_dtype, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     threads = torch.get_num_threads()
     rows = bench.run(
-        2**14, 2**16, [0.01, 0.9], dtype, residual_dtype, warmup=1, iters=2, json_path=path,
+        2**14,
+        2**16,
+        [0.01, 0.9],
+        dtype,
+        residual_dtype,
+        warmup=1,
+        iters=2,
+        json_path=path,
         threads=1,
-    )  # fmt: skip
+    )
     assert torch.get_num_threads() == threads
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
     assert len(rows) == 2 * 2 * 3  # sizes, densities, operations
@@ -52,10 +70,19 @@ def test_a_wrong_result_is_counted_and_not_timed(monkeypatch, capsys):
     assert row["time_us"] is None
 
 
-@pytest.mark.parametrize(("argument", "value"), [
-    ("min_bytes", 0), ("max_bytes", 2), ("densities", [1.0]), ("dtype", "fp8"),
-    ("residual_dtype", "fp16"), ("iters", 0), ("threads", 0), ("warmup", -1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("min_bytes", 0),
+        ("max_bytes", 2),
+        ("densities", [1.0]),
+        ("dtype", "fp8"),
+        ("residual_dtype", "fp16"),
+        ("iters", 0),
+        ("threads", 0),
+        ("warmup", -1),
+    ],
+)
 def test_refuses(argument, value):
     call = {"min_bytes": 4, "max_bytes": 64} | {argument: value}
     with pytest.raises(ConfigError, match="bench prune"):

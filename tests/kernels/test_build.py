@@ -29,8 +29,12 @@ def has_nvcc():
 def command(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "megatron_sparse.cuda_ext.build", *map(str, arguments)],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -192,9 +196,12 @@ def test_each_library_is_made_of_its_own_sources(monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "SOURCES", csrc)
     before = {name: sources.source_hash(name) for name in ("cpu", "cuda")}
     for changed, parts in (
-        ("encode.cu", {"cuda"}), ("scan.cuh", {"cuda"}), ("decode_cuda.cpp", {"cuda"}),
-        ("decode.cpp", {"cpu"}), ("record.h", {"cpu", "cuda"}),
-    ):  # fmt: skip
+        ("encode.cu", {"cuda"}),
+        ("scan.cuh", {"cuda"}),
+        ("decode_cuda.cpp", {"cuda"}),
+        ("decode.cpp", {"cpu"}),
+        ("record.h", {"cpu", "cuda"}),
+    ):
         path = csrc / changed
         text = path.read_text()
         path.write_text(text + "// changed\n")

@@ -33,10 +33,13 @@ KEY = 0x1234_5678_9ABC_DEF0
 EPOCH = 7
 CHUNK = 8 * 4096
 TYPES = [
-    (torch.float32, torch.float32, 0), (torch.float32, torch.bfloat16, 0),
-    (torch.float32, torch.float32, 1), (torch.float32, torch.bfloat16, 2),
-    (torch.bfloat16, torch.bfloat16, 1), (torch.float16, torch.float32, 1),
-]  # fmt: skip
+    (torch.float32, torch.float32, 0),
+    (torch.float32, torch.bfloat16, 0),
+    (torch.float32, torch.float32, 1),
+    (torch.float32, torch.bfloat16, 2),
+    (torch.bfloat16, torch.bfloat16, 1),
+    (torch.float16, torch.float32, 1),
+]
 
 
 def slots_of(segments, dense, capacity, wire, form):
@@ -71,9 +74,21 @@ def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, 
             room = ops.message_capacity(segments, wire) if slots is None else int(slots[-1])
             out = torch.full((room + 64,), 0xFF, dtype=torch.uint8)
             sizes, got_nnz = ops.prune_encode(
-                grad, got_rest, ranges, thresholds, segments, dense, leak, wire, key, EPOCH,
-                out[:room], capacity_S=capacity, slots_S=slots, **FORMS[form],
-            )  # fmt: skip
+                grad,
+                got_rest,
+                ranges,
+                thresholds,
+                segments,
+                dense,
+                leak,
+                wire,
+                key,
+                EPOCH,
+                out[:room],
+                capacity_S=capacity,
+                slots_S=slots,
+                **FORMS[form],
+            )
         where = f"{isa} {form} {capacity.tolist()}"
         assert got_nnz.tolist() == nnz.tolist(), where
         assert sizes.tolist() == [len(record) for record in records], where
@@ -87,9 +102,13 @@ def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, 
 @pytest.mark.parametrize(("dtype", "residual_dtype", "wire"), TYPES)
 def test_equals_the_oracle(dtype, residual_dtype, wire, form):
     for numel, kind, fifth in (
-        (0, "zero", False), (1, "special", False), (100, "special", False), (100, "spread", True),
-        (4097, "special", True), (4097, "spread", False),
-    ):  # fmt: skip
+        (0, "zero", False),
+        (1, "special", False),
+        (100, "special", False),
+        (100, "spread", True),
+        (4097, "special", True),
+        (4097, "spread", False),
+    ):
         ranges, segments = cases.cut(numel, 4, seed=numel), cases.cut(numel, 3, seed=numel + 1)
         thresholds = torch.tensor([-1.0, 1e-3, 1.0, math.nan])
         dense = torch.tensor([0, 0, 1], dtype=torch.uint8)
@@ -141,9 +160,18 @@ def test_nothing_is_lost(values, threshold, pieces, most, form):
     segments = cases.cut(len(values), pieces, seed=len(values))
     capacity = torch.full((pieces,), most)
     sent, rest, _, _ = check(
-        grad, residual, torch.tensor([0, len(values)]), torch.tensor([threshold]), segments,
-        torch.zeros(pieces, dtype=torch.uint8), 1.0, 0, -1, form, capacity,
-    )  # fmt: skip
+        grad,
+        residual,
+        torch.tensor([0, len(values)]),
+        torch.tensor([threshold]),
+        segments,
+        torch.zeros(pieces, dtype=torch.uint8),
+        1.0,
+        0,
+        -1,
+        form,
+        capacity,
+    )
     assert torch.equal(sent + rest, grad + residual)
 
 
@@ -174,9 +202,19 @@ def test_infinity_and_nan_are_not_held_back(poison):
     for most in (0, 3):
         rest, out = torch.zeros(100), torch.zeros(448, dtype=torch.uint8)
         sizes, _ = ops.prune_encode(
-            grad, rest, whole, torch.tensor([0.5]), whole, no, 1.0, 0, -1, 0, out,
+            grad,
+            rest,
+            whole,
+            torch.tensor([0.5]),
+            whole,
+            no,
+            1.0,
+            0,
+            -1,
+            0,
+            out,
             capacity_S=torch.tensor([most]),
-        )  # fmt: skip
+        )
         acc = torch.zeros(100)
         ops.decode_add_(acc, out[: int(sizes.sum())], whole, 0, 0, 0, rank=0)
         assert bool(acc[2].isnan()) == (most == 3)
@@ -259,10 +297,19 @@ def test_a_refused_call_changes_nothing(problem):
     residual, whole = torch.full((8,), 0.5), torch.tensor([0, 8])
     with pytest.raises(ExtensionError, match=problem):
         ops.prune_encode(
-            torch.ones(8), residual, whole, torch.zeros(1), whole,
-            torch.zeros(1, dtype=torch.uint8), 1.0, 0, -1, 0, torch.zeros(80, dtype=torch.uint8),
+            torch.ones(8),
+            residual,
+            whole,
+            torch.zeros(1),
+            whole,
+            torch.zeros(1, dtype=torch.uint8),
+            1.0,
+            0,
+            -1,
+            0,
+            torch.zeros(80, dtype=torch.uint8),
             **BAD_CALLS[problem],
-        )  # fmt: skip
+        )
     assert bool((residual == 0.5).all())
 
 
@@ -270,9 +317,7 @@ def test_a_sum_that_does_not_fit_its_slot_is_refused():
     whole, slots = torch.tensor([0, 800]), torch.tensor([0, 96])
     out, no = torch.zeros(3248, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     with pytest.raises(ExtensionError, match="slot of segment 0 is too small"):
-        ops.encode(
-            torch.ones(800), whole, no, torch.tensor([800]), 0, EPOCH, out, slots_S=slots
-        )  # fmt: skip
+        ops.encode(torch.ones(800), whole, no, torch.tensor([800]), 0, EPOCH, out, slots_S=slots)
     assert not out.any()
 
 

@@ -28,9 +28,13 @@ def good_message():
     grad[400:] = 1
     local = OFFSETS - BASE
     records = oracle.encode(
-        grad, local, torch.tensor([0, 1], dtype=torch.uint8), cases.count_nonzero(grad, local), 0,
+        grad,
+        local,
+        torch.tensor([0, 1], dtype=torch.uint8),
+        cases.count_nonzero(grad, local),
+        0,
         EPOCH,
-    )  # fmt: skip
+    )
     moved = []
     for record in records:
         header = Header.unpack(record, RANK)
@@ -72,10 +76,18 @@ def test_the_good_message_decodes():
 
 # field: (offset in the header, bytes)
 FIELDS = {
-    "magic": (0, 4), "version": (4, 1), "format": (5, 1), "dtype": (6, 1), "flags": (7, 1),
-    "numel": (8, 8), "nnz": (16, 8), "payload_bytes": (24, 8), "offset": (32, 8), "epoch": (40, 4),
+    "magic": (0, 4),
+    "version": (4, 1),
+    "format": (5, 1),
+    "dtype": (6, 1),
+    "flags": (7, 1),
+    "numel": (8, 8),
+    "nnz": (16, 8),
+    "payload_bytes": (24, 8),
+    "offset": (32, 8),
+    "epoch": (40, 4),
     "checksum": (44, 4),
-}  # fmt: skip
+}
 
 
 def rewrite_checksum(message, record):

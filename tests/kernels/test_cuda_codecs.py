@@ -73,8 +73,10 @@ def test_compaction_moves_16_bytes_at_a_time() -> None:
     load("cuda")
     dump = subprocess.run(
         [tool, "-sass", "-arch", "sm_90", sources.library_path("cuda")],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     functions = re.split(r"Function : ", dump)[1:]
     for source, instances in (("GradSource", 3), ("PruneSource", 28)):
         compaction = [text for text in functions if source in text.split("\n", 1)[0]]
@@ -112,10 +114,19 @@ def arguments_of(name: str, device: str) -> tuple[object, ...]:
 
 OPS = ("prune_", "encode_records", "prune_encode_records", "decode_add_")
 HASH_OPS = (
-    "hash_permute", "hash_unpermute", "hash_partition_of", "hash_split", "hash_memory",
-    "hash_bitmap_pack", "hash_bitmap_elements", "hash_bitmap_add_", "row_sparse_sum",
-    "row_sparse_union", "row_sparse_match", "row_sparse_expand",
-)  # fmt: skip
+    "hash_permute",
+    "hash_unpermute",
+    "hash_partition_of",
+    "hash_split",
+    "hash_memory",
+    "hash_bitmap_pack",
+    "hash_bitmap_elements",
+    "hash_bitmap_add_",
+    "row_sparse_sum",
+    "row_sparse_union",
+    "row_sparse_match",
+    "row_sparse_expand",
+)
 
 
 def hash_arguments(name: str, device: str) -> tuple[object, ...]:

@@ -156,9 +156,12 @@ def test_the_smallest_is_chosen_in_each_segment():
     message, _ = encode(grad, offsets, torch.zeros(5, dtype=torch.uint8), 0, form=FORMAT_ADAPTIVE)
     # 4 * 1292 bytes of indices are as many as Pici's bitmap and prefix sums: COO wins the tie.
     assert formats_of(message) == [
-        (FORMAT_COO, 0), (FORMAT_COO, 0), (FORMAT_COO, 0), (FORMAT_PICI, FLAG_PICI_LINEAR),
+        (FORMAT_COO, 0),
+        (FORMAT_COO, 0),
+        (FORMAT_COO, 0),
+        (FORMAT_PICI, FLAG_PICI_LINEAR),
         (FORMAT_DENSE, 0),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -172,20 +175,32 @@ def test_never_larger_than_dense(form):
             assert formats_of(message) == [(FORMAT_DENSE, 0)]
 
 
-@pytest.mark.parametrize(("change", "problem"), [
-    ({"form": 4}, "form is unknown"),
-    ({"form": -2}, "form is unknown"),
-    ({"block_size": 32}, "block_size does not fit"),
-    ({"block_size": 96}, "block_size does not fit"),
-    ({"block_size": 8192}, "block_size does not fit"),
-    ({"scratch": torch.zeros(8, dtype=torch.uint8)}, "the scratch buffer is too small"),
-    ({"scratch": torch.zeros(4097, dtype=torch.uint8)[1:]}, "the scratch buffer is not aligned"),
-    ({"scratch": torch.zeros(4096)}, "scratch has the wrong dtype"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"form": 4}, "form is unknown"),
+        ({"form": -2}, "form is unknown"),
+        ({"block_size": 32}, "block_size does not fit"),
+        ({"block_size": 96}, "block_size does not fit"),
+        ({"block_size": 8192}, "block_size does not fit"),
+        ({"scratch": torch.zeros(8, dtype=torch.uint8)}, "the scratch buffer is too small"),
+        (
+            {"scratch": torch.zeros(4097, dtype=torch.uint8)[1:]},
+            "the scratch buffer is not aligned",
+        ),
+        ({"scratch": torch.zeros(4096)}, "scratch has the wrong dtype"),
+    ],
+)
 def test_refuses(change, problem):
     call = {"scratch": None, "form": FORMAT_BLOCKS, "block_size": 64} | change
     with pytest.raises(ExtensionError, match=problem):
         ops.encode(
-            torch.zeros(100), torch.tensor([0, 100]), torch.zeros(1, dtype=torch.uint8),
-            torch.tensor([0]), 0, 1, torch.zeros(500, dtype=torch.uint8), **call,
-        )  # fmt: skip
+            torch.zeros(100),
+            torch.tensor([0, 100]),
+            torch.zeros(1, dtype=torch.uint8),
+            torch.tensor([0]),
+            0,
+            1,
+            torch.zeros(500, dtype=torch.uint8),
+            **call,
+        )

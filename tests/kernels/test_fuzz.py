@@ -27,9 +27,13 @@ COPIED = ("megatron_sparse", "cuda_ext", "triton_kernels", "scripts", "tests/ker
 
 def fuzz(root, seconds):
     return subprocess.run(
-        ["bash", "scripts/fuzz.sh", str(seconds)], cwd=root, capture_output=True, text=True,
-        env=os.environ | {"PYTHON": sys.executable}, check=False,
-    )  # fmt: skip
+        ["bash", "scripts/fuzz.sh", str(seconds)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHON": sys.executable},
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("name", DECODERS)

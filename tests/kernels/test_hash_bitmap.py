@@ -165,14 +165,26 @@ def _assert_refused(record, field, h=H, partition=1):
 @pytest.mark.parametrize(
     ("field", "at", "form", "value"),
     [
-        ("magic", 0, "<I", 1), ("version", 4, "<B", 2), ("format", 5, "<B", 1),
-        ("dtype", 6, "<B", 1), ("flags", 7, "<B", 1), ("numel", 8, "<Q", 1001),
-        ("nnz", 16, "<Q", 334), ("nnz", 16, "<Q", 2**63), ("payload_bytes", 24, "<Q", 2**62),
-        ("offset", 32, "<Q", 0), ("epoch", 40, "<I", 6), ("partition", 48, "<I", 0),
-        ("partitions", 52, "<I", 4), ("seed", 56, "<Q", 12), ("hash", 64, "<I", 1),
-        ("form", 68, "<I", 2), ("payload_bytes", 68, "<I", 1), ("positions", 72, "<Q", 334),
+        ("magic", 0, "<I", 1),
+        ("version", 4, "<B", 2),
+        ("format", 5, "<B", 1),
+        ("dtype", 6, "<B", 1),
+        ("flags", 7, "<B", 1),
+        ("numel", 8, "<Q", 1001),
+        ("nnz", 16, "<Q", 334),
+        ("nnz", 16, "<Q", 2**63),
+        ("payload_bytes", 24, "<Q", 2**62),
+        ("offset", 32, "<Q", 0),
+        ("epoch", 40, "<I", 6),
+        ("partition", 48, "<I", 0),
+        ("partitions", 52, "<I", 4),
+        ("seed", 56, "<Q", 12),
+        ("hash", 64, "<I", 1),
+        ("form", 68, "<I", 2),
+        ("payload_bytes", 68, "<I", 1),
+        ("positions", 72, "<Q", 334),
     ],
-)  # fmt: skip
+)
 def test_every_wrong_field_is_named(field, at, form, value):
     _assert_refused(_forge(_encode(SPARSE, H, 1), at, form, value), field)
 
@@ -236,11 +248,19 @@ def test_what_does_not_fit_is_one_typed_error():
         (lambda: hash_bitmap.encode(values, H, 3, **WHERE), "no such partition"),
         (lambda: _decode(record, H, 1, torch.float64), "float32"),
         (lambda: _decode(record.view(torch.int8), H, 1, torch.float32), "no record"),
-        (lambda: hash_bitmap.decode_add_(
-            torch.zeros(999), record, H, 1, torch.float32, rank=0, **WHERE), "wrong length"),
-        (lambda: hash_bitmap.decode_add_(
-            torch.zeros(1000).half(), record, H, 1, torch.float32, rank=0, **WHERE), "dtype"),
-    ):  # fmt: skip
+        (
+            lambda: hash_bitmap.decode_add_(
+                torch.zeros(999), record, H, 1, torch.float32, rank=0, **WHERE
+            ),
+            "wrong length",
+        ),
+        (
+            lambda: hash_bitmap.decode_add_(
+                torch.zeros(1000).half(), record, H, 1, torch.float32, rank=0, **WHERE
+            ),
+            "dtype",
+        ),
+    ):
         with pytest.raises(ExtensionError, match=words):
             call()
 

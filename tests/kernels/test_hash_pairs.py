@@ -100,17 +100,26 @@ STRANGER = int((H.partition_of(torch.arange(1000)) != 1).nonzero()[0])
 @pytest.mark.parametrize(
     ("field", "record"),
     [
-        ("format", _forge(5, "<B", 1)), ("dtype", _forge(6, "<B", 2)),
-        ("numel", _forge(8, "<Q", 1001)), ("nnz", _forge(16, "<Q", 2**62)),
-        ("payload_bytes", _forge(16, "<Q", 100)), ("epoch", _forge(40, "<I", 6)),
-        ("partition", _forge(48, "<I", 0)), ("seed", _forge(56, "<Q", 12)),
-        ("form", _forge(68, "<I", 3)), ("positions", _forge(72, "<Q", 334)),
-        ("indices", _forge(80, "<I", 1000)), ("indices", _forge(80, "<i", -1)),
-        ("indices", _forge(80, "<I", STRANGER)), ("indices", _forge(84, "<I", int(INDICES[0]))),
-        ("size", RECORD[:-16]), ("size", torch.cat([RECORD, RECORD[:16]])), ("size", RECORD[:40]),
+        ("format", _forge(5, "<B", 1)),
+        ("dtype", _forge(6, "<B", 2)),
+        ("numel", _forge(8, "<Q", 1001)),
+        ("nnz", _forge(16, "<Q", 2**62)),
+        ("payload_bytes", _forge(16, "<Q", 100)),
+        ("epoch", _forge(40, "<I", 6)),
+        ("partition", _forge(48, "<I", 0)),
+        ("seed", _forge(56, "<Q", 12)),
+        ("form", _forge(68, "<I", 3)),
+        ("positions", _forge(72, "<Q", 334)),
+        ("indices", _forge(80, "<I", 1000)),
+        ("indices", _forge(80, "<i", -1)),
+        ("indices", _forge(80, "<I", STRANGER)),
+        ("indices", _forge(84, "<I", int(INDICES[0]))),
+        ("size", RECORD[:-16]),
+        ("size", torch.cat([RECORD, RECORD[:16]])),
+        ("size", RECORD[:40]),
         ("checksum", torch.cat([RECORD[:20], RECORD[20:21] ^ 1, RECORD[21:]])),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_record_is_refused_and_adds_nothing(field, record):
     acc = torch.zeros(H.partition_numel(1))
     with pytest.raises(WireFormatError, match=f"rank 5: field {field} is wrong"):
@@ -146,9 +155,12 @@ def test_what_does_not_fit_is_one_typed_error():
         (lambda: _place(H, 3), "no such partition"),
         (lambda: _place(H, 1, torch.float64), "have no code"),
         (lambda: hash_pairs.accumulate_(torch.zeros(9), RECORD, place, 0), "wrong length"),
-        (lambda: hash_pairs.accumulate_(
-            torch.zeros(9), hash_pairs.encode(*_entries(H, 1, 0.5), place), place, 0),
-            "wrong length"),
-    ):  # fmt: skip
+        (
+            lambda: hash_pairs.accumulate_(
+                torch.zeros(9), hash_pairs.encode(*_entries(H, 1, 0.5), place), place, 0
+            ),
+            "wrong length",
+        ),
+    ):
         with pytest.raises(ExtensionError, match=words):
             call()

@@ -165,22 +165,29 @@ def test_header_layout():
     assert Header.unpack(packed, rank=0) == header
 
 
-@pytest.mark.parametrize(("change", "problem"), [
-    ({"nnz": torch.tensor([3])}, "nnz of segment 0 is not what the gradient holds"),
-    ({"nnz": torch.tensor([-1])}, "nnz of segment 0 is impossible"),
-    ({"nnz": torch.tensor([21])}, "nnz of segment 0 is impossible"),
-    ({"out": torch.zeros(79, dtype=torch.uint8)}, "the output buffer is too small"),
-    ({"dense": torch.zeros(1, dtype=torch.bool)}, "segment_dense has the wrong dtype"),
-    ({"offsets": torch.tensor([0, 10])}, "segment_offsets does not cut"),
-    ({"value_dtype": -1}, "value_dtype is unknown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"nnz": torch.tensor([3])}, "nnz of segment 0 is not what the gradient holds"),
+        ({"nnz": torch.tensor([-1])}, "nnz of segment 0 is impossible"),
+        ({"nnz": torch.tensor([21])}, "nnz of segment 0 is impossible"),
+        ({"out": torch.zeros(79, dtype=torch.uint8)}, "the output buffer is too small"),
+        ({"dense": torch.zeros(1, dtype=torch.bool)}, "segment_dense has the wrong dtype"),
+        ({"offsets": torch.tensor([0, 10])}, "segment_offsets does not cut"),
+        ({"value_dtype": -1}, "value_dtype is unknown"),
+    ],
+)
 def test_encode_refuses(change, problem):
     grad = torch.zeros(20)
     grad[4:6] = 1
     call = {
-        "grad": grad, "offsets": torch.tensor([0, 20]), "dense": torch.zeros(1, dtype=torch.uint8),
-        "nnz": torch.tensor([2]), "value_dtype": 0, "epoch": 1,
+        "grad": grad,
+        "offsets": torch.tensor([0, 20]),
+        "dense": torch.zeros(1, dtype=torch.uint8),
+        "nnz": torch.tensor([2]),
+        "value_dtype": 0,
+        "epoch": 1,
         "out": torch.zeros(200, dtype=torch.uint8),
-    } | change  # fmt: skip
+    } | change
     with pytest.raises(ExtensionError, match=problem):
         ops.encode(*call.values())

@@ -46,9 +46,15 @@ def test_sample_positions(lines):
 def test_pruning_beyond_index_2_to_the_32(lines):
     grad = 1 + torch.arange(40, dtype=torch.float32) * torch.tensor(0.001)
     expected = prune_oracle.prune(
-        grad, torch.zeros(40), torch.tensor([0, 40]), torch.tensor([-1.0]), 1.0, 1, 9,
+        grad,
+        torch.zeros(40),
+        torch.tensor([0, 40]),
+        torch.tensor([-1.0]),
+        1.0,
+        1,
+        9,
         first_index=5 * 2**32 + 3,
-    )  # fmt: skip
+    )
     found = [list(map(float, words)) for kind, *words in lines if kind == "prune"]
     assert torch.tensor([row[1] for row in found]).equal(expected[0])
     assert torch.tensor([row[2] for row in found]).equal(expected[1])

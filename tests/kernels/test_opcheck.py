@@ -25,9 +25,21 @@ def arguments_of(name):
         return grad, offsets, dense, nnz, 0, 5, out, scratch, 1, 256
     if name == "prune_encode":
         return (
-            torch.randn(100), torch.zeros(100), offsets, torch.tensor([0.5, -1.0]), offsets, dense,
-            0.9, 0, 4, 5, out, scratch, -1, 256,
-        )  # fmt: skip
+            torch.randn(100),
+            torch.zeros(100),
+            offsets,
+            torch.tensor([0.5, -1.0]),
+            offsets,
+            dense,
+            0.9,
+            0,
+            4,
+            5,
+            out,
+            scratch,
+            -1,
+            256,
+        )
     used = int(ops.encode(grad, offsets, dense, nnz, 0, 5, out).sum())
     return torch.zeros(100), out[:used].clone(), offsets, 0, 5, 0
 

@@ -58,8 +58,9 @@ def test_equals_the_oracle(dtype, residual_dtype, wire):
                 check(grad, residual, offsets, thresholds, leak, wire, key, what)
 
 
-@pytest.mark.parametrize(("dtype", "wire"), [(torch.float32, 0), (torch.float32, 2),
-                                             (torch.bfloat16, 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "wire"), [(torch.float32, 0), (torch.float32, 2), (torch.bfloat16, 1)]
+)
 def test_large_and_independent_of_the_thread_count(dtype, wire):
     numel = cases.SIZES[-1]
     offsets = cases.cut(numel, 40)
@@ -144,9 +145,14 @@ BAD_CALLS = {
 @pytest.mark.parametrize("problem", BAD_CALLS)
 def test_refuses(problem):
     call = {
-        "grad": torch.zeros(8), "residual": torch.zeros(8), "offsets": torch.tensor([0, 8]),
-        "thresholds": torch.zeros(1), "leak": 1.0, "wire": 0, "key": 0,
-    } | BAD_CALLS[problem]  # fmt: skip
+        "grad": torch.zeros(8),
+        "residual": torch.zeros(8),
+        "offsets": torch.tensor([0, 8]),
+        "thresholds": torch.zeros(1),
+        "leak": 1.0,
+        "wire": 0,
+        "key": 0,
+    } | BAD_CALLS[problem]
     with pytest.raises(ExtensionError, match=problem):
         ops.prune_(*call.values())
 
@@ -157,9 +163,14 @@ def test_the_op_itself_checks_what_would_reach_beyond_the_buffers(offsets):
     op = torch.ops.megatron_sparse.prune_.default
     with pytest.raises(RuntimeError, match="range_offsets"):
         op(
-            torch.zeros(8), torch.zeros(8), torch.tensor(offsets),
-            torch.zeros(len(offsets) - 1), 1.0, 0, 0,
-        )  # fmt: skip
+            torch.zeros(8),
+            torch.zeros(8),
+            torch.tensor(offsets),
+            torch.zeros(len(offsets) - 1),
+            1.0,
+            0,
+            0,
+        )
 
 
 def test_an_unknown_instruction_set_is_one_typed_error(monkeypatch):

@@ -35,9 +35,20 @@ def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, 
             room = ops.scratch_capacity(segments, wire)
             scratch = torch.full((room + 64,), 0xFF, dtype=torch.uint8)
             sizes, got_nnz = ops.prune_encode(
-                got_grad, got_rest, ranges, thresholds, segments, dense, leak, wire, key, EPOCH,
-                out[:capacity], scratch[:room], **FORMS[form],
-            )  # fmt: skip
+                got_grad,
+                got_rest,
+                ranges,
+                thresholds,
+                segments,
+                dense,
+                leak,
+                wire,
+                key,
+                EPOCH,
+                out[:capacity],
+                scratch[:room],
+                **FORMS[form],
+            )
         where = f"{isa} {form} {what}"
         used = int(sizes.sum())
         assert sizes.tolist() == [len(record) for record in records], where
@@ -53,12 +64,19 @@ def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "residual_dtype", "wire"), [
-    (torch.float32, torch.float32, 0), (torch.float32, torch.bfloat16, 2),
-    (torch.float32, torch.float32, 1), (torch.bfloat16, torch.bfloat16, 1),
-    (torch.bfloat16, torch.float32, 0), (torch.bfloat16, torch.float32, 2),
-    (torch.float16, torch.bfloat16, 2), (torch.float16, torch.float32, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype", "wire"),
+    [
+        (torch.float32, torch.float32, 0),
+        (torch.float32, torch.bfloat16, 2),
+        (torch.float32, torch.float32, 1),
+        (torch.bfloat16, torch.bfloat16, 1),
+        (torch.bfloat16, torch.float32, 0),
+        (torch.bfloat16, torch.float32, 2),
+        (torch.float16, torch.bfloat16, 2),
+        (torch.float16, torch.float32, 1),
+    ],
+)
 def test_equals_the_oracles(dtype, residual_dtype, wire, form):
     for numel in (0, 1, 100, 4097):
         # Ranges and segments cut the bucket anywhere, ranges inside segments and across.
@@ -70,9 +88,18 @@ def test_equals_the_oracles(dtype, residual_dtype, wire, form):
             residual = cases.make(kind, numel, residual_dtype, seed=2)
             for leak, key in ((1.0, KEY), (0.9, -1)):
                 check(
-                    grad, residual, ranges, thresholds, segments, dense, leak, wire, key, form,
+                    grad,
+                    residual,
+                    ranges,
+                    thresholds,
+                    segments,
+                    dense,
+                    leak,
+                    wire,
+                    key,
+                    form,
                     f"{kind} {numel} {key}",
-                )  # fmt: skip
+                )
 
 
 @pytest.mark.parametrize("form", ["coo", "linear", "blocks64", "adaptive"])
@@ -88,9 +115,18 @@ def test_the_bytes_do_not_depend_on_the_thread_count(form):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             check(
-                grad, residual, ranges, thresholds, segments, dense, 1.0, 0, KEY, form,
+                grad,
+                residual,
+                ranges,
+                thresholds,
+                segments,
+                dense,
+                1.0,
+                0,
+                KEY,
+                form,
                 f"{threads} threads",
-            )  # fmt: skip
+            )
     finally:
         torch.set_num_threads(before)
 
@@ -122,9 +158,19 @@ def test_any_floats(values, dtype, residual_dtype, wire, threshold, key, pieces,
     )
     fused_rest, rest = residual.clone(), residual.clone()
     ops.prune_encode(
-        grad, fused_rest, ranges, thresholds, segments, dense_S, 1.0, wire, key, EPOCH, fused,
+        grad,
+        fused_rest,
+        ranges,
+        thresholds,
+        segments,
+        dense_S,
+        1.0,
+        wire,
+        key,
+        EPOCH,
+        fused,
         **FORMS[form],
-    )  # fmt: skip
+    )
     ops.prune_(grad, rest, ranges, thresholds, 1.0, wire, key)
     nnz = cases.count_nonzero(grad, segments)
     ops.encode(grad, segments, dense_S, nnz, wire, EPOCH, apart, **FORMS[form])
@@ -150,11 +196,18 @@ BAD_CALLS = {
 def test_a_refused_call_changes_nothing(problem):
     residual = torch.full((8,), 0.5)
     call = {
-        "grad": torch.ones(8), "residual": residual, "ranges": torch.tensor([0, 8]),
-        "thresholds": torch.zeros(1), "segments": torch.tensor([0, 8]),
-        "dense": torch.zeros(1, dtype=torch.uint8), "leak": 1.0, "wire": 0, "key": 0, "epoch": 0,
+        "grad": torch.ones(8),
+        "residual": residual,
+        "ranges": torch.tensor([0, 8]),
+        "thresholds": torch.zeros(1),
+        "segments": torch.tensor([0, 8]),
+        "dense": torch.zeros(1, dtype=torch.uint8),
+        "leak": 1.0,
+        "wire": 0,
+        "key": 0,
+        "epoch": 0,
         "out": torch.zeros(80, dtype=torch.uint8),
-    } | BAD_CALLS[problem]  # fmt: skip
+    } | BAD_CALLS[problem]
     with pytest.raises(ExtensionError, match=problem):
         ops.prune_encode(*call.values())
     assert bool((residual == 0.5).all())

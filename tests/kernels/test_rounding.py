@@ -90,11 +90,14 @@ def test_the_upper_half_of_the_index_changes_the_bits():
     assert float((counter_hash(1, 0, index) == counter_hash(1, 0, index + 2**32)).sum()) == 0
 
 
-@pytest.mark.parametrize(("dtype", "wire", "limit"), [
-    (torch.float32, 1, torch.finfo(torch.bfloat16).max),
-    (torch.float32, 2, 65504.0),
-    (torch.bfloat16, 2, 65280.0),  # the largest value of both
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "wire", "limit"),
+    [
+        (torch.float32, 1, torch.finfo(torch.bfloat16).max),
+        (torch.float32, 2, 65504.0),
+        (torch.bfloat16, 2, 65280.0),  # the largest value of both
+    ],
+)
 def test_finite_values_saturate(dtype, wire, limit):
     grad = torch.tensor([cases.FLT_MAX, -cases.FLT_MAX, math.inf, -math.inf]).to(dtype)
     grad[:2] = torch.tensor([1, -1]) * torch.finfo(dtype).max

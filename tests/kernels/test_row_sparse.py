@@ -109,8 +109,12 @@ def test_large_sets_merge_in_slices_whatever_the_threads(shape):
 
 def test_the_union_names_the_rank_whose_indices_are_wrong():
     good = torch.tensor([0, 3])
-    for bad, got in (([3, 3], "3 at position 1"), ([4, 2], "2 at position 1"),
-                     ([0, 5], "5 at position 1"), ([-1], "-1 at position 0")):  # fmt: skip
+    for bad, got in (
+        ([3, 3], "3 at position 1"),
+        ([4, 2], "2 at position 1"),
+        ([0, 5], "5 at position 1"),
+        ([-1], "-1 at position 0"),
+    ):
         with pytest.raises(WireFormatError, match="rank 1: field row indices") as error:
             row_sparse.union([good, torch.tensor(bad), good], 5)
         assert got in str(error.value)

@@ -51,8 +51,13 @@ def test_independent_of_the_thread_count():
     grad, numel = cases.make("spread", cases.SIZES[-1], torch.float32), cases.SIZES[-1]
     offsets = cases.cut(numel, 9)
     arguments = (
-        grad, None, offsets, torch.full((9,), 0.02), 2000, torch.arange(9),
-    )  # fmt: skip
+        grad,
+        None,
+        offsets,
+        torch.full((9,), 0.02),
+        2000,
+        torch.arange(9),
+    )
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
@@ -129,18 +134,25 @@ def test_threshold_of_no_samples_or_of_all_keeps_all():
     assert float(ops.threshold_of_samples(torch.ones(3), 1.0)) == -1
 
 
-@pytest.mark.parametrize(("change", "problem"), [
-    ({"samples": 0}, "samples is out of range"),
-    ({"densities": torch.tensor([0.0])}, "a density is out of range"),
-    ({"densities": torch.tensor([0.5, 0.5])}, "densities has the wrong length"),
-    ({"keys": torch.tensor([1], dtype=torch.int32)}, "keys has the wrong dtype"),
-    ({"offsets": torch.tensor([0, 4])}, "range_offsets does not cut"),
-    ({"residual": torch.zeros(4)}, "residual has the wrong length"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"samples": 0}, "samples is out of range"),
+        ({"densities": torch.tensor([0.0])}, "a density is out of range"),
+        ({"densities": torch.tensor([0.5, 0.5])}, "densities has the wrong length"),
+        ({"keys": torch.tensor([1], dtype=torch.int32)}, "keys has the wrong dtype"),
+        ({"offsets": torch.tensor([0, 4])}, "range_offsets does not cut"),
+        ({"residual": torch.zeros(4)}, "residual has the wrong length"),
+    ],
+)
 def test_refuses(change, problem):
     call = {
-        "grad": torch.zeros(5), "residual": None, "offsets": torch.tensor([0, 5]),
-        "densities": torch.tensor([0.5]), "samples": 10, "keys": torch.tensor([1]),
-    } | change  # fmt: skip
+        "grad": torch.zeros(5),
+        "residual": None,
+        "offsets": torch.tensor([0, 5]),
+        "densities": torch.tensor([0.5]),
+        "samples": 10,
+        "keys": torch.tensor([1]),
+    } | change
     with pytest.raises(ExtensionError, match=problem):
         ops.sample_threshold(*call.values())

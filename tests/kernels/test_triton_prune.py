@@ -17,18 +17,30 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_equals_the_oracle_in_the_interpreter():
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.triton_cases"],
-        cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=200,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "108 cases are equal\n"
 
 
 @pytest.mark.parametrize("numel_type", ["i32", "i64"])
-@pytest.mark.parametrize(("grad", "residual", "wire", "stochastic"), [
-    (0, 0, 0, True), (0, 1, 1, True), (0, 0, 2, False), (1, 1, 1, True), (1, 0, 2, True),
-    (2, 1, 1, False), (2, 0, 2, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("grad", "residual", "wire", "stochastic"),
+    [
+        (0, 0, 0, True),
+        (0, 1, 1, True),
+        (0, 0, 2, False),
+        (1, 1, 1, True),
+        (1, 0, 2, True),
+        (2, 1, 1, False),
+        (2, 0, 2, True),
+    ],
+)
 def test_compiles_for_sm_90(grad, residual, wire, stochastic, numel_type):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -37,16 +49,30 @@ def test_compiles_for_sm_90(grad, residual, wire, stochastic, numel_type):
 
     cut, fixed_below, limit = prune._GRIDS[frozenset({grad, wire}) - {0}]
     constants = {
-        "GRAD": grad, "RESIDUAL": residual, "CUT": cut, "FIXED_BELOW": fixed_below,
-        "LIMIT": limit, "STOCHASTIC": stochastic, "BLOCK": prune.BLOCK,
-    }  # fmt: skip
+        "GRAD": grad,
+        "RESIDUAL": residual,
+        "CUT": cut,
+        "FIXED_BELOW": fixed_below,
+        "LIMIT": limit,
+        "STOCHASTIC": stochastic,
+        "BLOCK": prune.BLOCK,
+    }
     raw = {0: "*i32", 1: "*i16", 2: "*i16"}
     signature = {
-        "grad": raw[grad], "residual": raw[residual], "range_offsets": "*i64",
-        "thresholds": "*fp32", "nnz": "*i64", "numel": numel_type, "range_count": "i32",
-        "leak": "fp32", "seed_a": "i32", "seed_b": "i32", "residual_seed_a": "i32",
-        "residual_seed_b": "i32", **dict.fromkeys(constants, "constexpr"),
-    }  # fmt: skip
+        "grad": raw[grad],
+        "residual": raw[residual],
+        "range_offsets": "*i64",
+        "thresholds": "*fp32",
+        "nnz": "*i64",
+        "numel": numel_type,
+        "range_count": "i32",
+        "leak": "fp32",
+        "seed_a": "i32",
+        "seed_b": "i32",
+        "residual_seed_a": "i32",
+        "residual_seed_b": "i32",
+        **dict.fromkeys(constants, "constexpr"),
+    }
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
     source = ASTSource(prune._prune_kernel, signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))

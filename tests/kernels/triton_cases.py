@@ -27,9 +27,14 @@ def main() -> None:
 
 
 def check(
-    numel: int, kind: str, dtype: torch.dtype, residual_dtype: torch.dtype, wire: int, leak: float,
+    numel: int,
+    kind: str,
+    dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    wire: int,
+    leak: float,
     key: int,
-) -> None:  # fmt: skip
+) -> None:
     """One call on unaligned views, with an empty range and borders inside a block."""
     grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
     residual = cases.unaligned(cases.make(kind, numel, residual_dtype, seed=2))

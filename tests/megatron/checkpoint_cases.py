@@ -15,9 +15,12 @@ from megatron_sparse.megatron import cpu_mode
 MODES = ("full", "sum", "none")
 STEPS = 3
 OPTIONS = {
-    "density": 0.05, "scheme": "agsparse", "warmup_iters": 0, "ramp_iters": 0,
+    "density": 0.05,
+    "scheme": "agsparse",
+    "warmup_iters": 0,
+    "ramp_iters": 0,
     "keep_below_numel": 256,
-}  # fmt: skip
+}
 
 
 def attached(bucket_size=40_000, **options):
@@ -63,9 +66,12 @@ def load_and_go_on(folder, **options):
     finally:
         logger.removeHandler(handler)
     result = {
-        "step": attachment.step, "stores": pruned_stores(attachment), "messages": messages,
-        "goes on": model.step()[1], "after": pruned_stores(attachment),
-    }  # fmt: skip
+        "step": attachment.step,
+        "stores": pruned_stores(attachment),
+        "messages": messages,
+        "goes on": model.step()[1],
+        "after": pruned_stores(attachment),
+    }
     detach(attachment)
     return result
 

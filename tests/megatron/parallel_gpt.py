@@ -76,12 +76,14 @@ def parallel_state_of(layout: Layout) -> Iterator[None]:
     groups = dist.distributed_c10d._world.pg_map
     before = list(groups)
     parallel_state.initialize_model_parallel(
-        layout.tensor, layout.pipeline,
+        layout.tensor,
+        layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
-        context_parallel_size=layout.context, expert_model_parallel_size=layout.expert,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         num_distributed_optimizer_instances=layout.instances,
-    )  # fmt: skip
+    )
     try:
         yield
     finally:
@@ -120,13 +122,16 @@ class ParallelGPT:
         ddp_config = self.chunks[0].ddp_config
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=1e-2, clip_grad=1.0, bf16=layout.precision == "bf16",
+                optimizer="adam",
+                lr=1e-2,
+                clip_grad=1.0,
+                bf16=layout.precision == "bf16",
                 params_dtype=DTYPES[layout.precision],
                 use_distributed_optimizer=ddp_config.use_distributed_optimizer,
                 overlap_param_gather=ddp_config.overlap_param_gather,
             ),
             self.chunks,
-        )  # fmt: skip
+        )
         self._set_schedule(ddp_config)
         rank = parallel_state.get_data_parallel_rank()
         self.generator = torch.Generator().manual_seed(100 + rank)
@@ -138,20 +143,30 @@ class ParallelGPT:
         moe = {}
         if layout.experts:
             moe = {
-                "num_moe_experts": layout.experts, "moe_router_topk": 2, "add_bias_linear": False,
+                "num_moe_experts": layout.experts,
+                "moe_router_topk": 2,
+                "add_bias_linear": False,
                 "moe_token_dispatcher_type": "allgather",
                 "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
-            }  # fmt: skip
+            }
         return TransformerConfig(
-            num_layers=layout.layers, hidden_size=HIDDEN, num_attention_heads=HEADS,
-            params_dtype=dtype, pipeline_dtype=dtype, bf16=layout.precision == "bf16",
-            hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
+            num_layers=layout.layers,
+            hidden_size=HIDDEN,
+            num_attention_heads=HEADS,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=layout.precision == "bf16",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            gradient_accumulation_fusion=False,
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
             virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
-            context_parallel_size=layout.context, expert_model_parallel_size=layout.expert,
-            sequence_parallel=layout.sequence_parallel, **moe,
-        )  # fmt: skip
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            sequence_parallel=layout.sequence_parallel,
+            **moe,
+        )
 
     def _chunk(self, stage: int) -> Any:
         from megatron.core import parallel_state
@@ -165,24 +180,25 @@ class ParallelGPT:
         layout = self.layout
         virtual_stage = stage if layout.virtual > 1 else None
         model: Any = GPTModel(
-            config=self.config, transformer_layer_spec=self._block_spec(virtual_stage),
-            vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+            config=self.config,
+            transformer_layer_spec=self._block_spec(virtual_stage),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(
                 ignore_virtual=False, vp_stage=virtual_stage
             ),
             post_process=parallel_state.is_pipeline_last_stage(
                 ignore_virtual=False, vp_stage=virtual_stage
             ),
-            share_embeddings_and_output_weights=layout.tied, vp_stage=virtual_stage,
-        )  # fmt: skip
+            share_embeddings_and_output_weights=layout.tied,
+            vp_stage=virtual_stage,
+        )
         if layout.precision != "fp32":
             model = Float16Module(self.config, model)
         ddp_config = DistributedDataParallelConfig(
             bucket_size=8_000, num_distributed_optimizer_instances=layout.instances, **layout.ddp
         )
-        return DistributedDataParallel(
-            self.config, ddp_config, model, disable_bucketing=stage > 0
-        )  # fmt: skip
+        return DistributedDataParallel(self.config, ddp_config, model, disable_bucketing=stage > 0)
 
     def _block_spec(self, virtual_stage: int | None) -> Any:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
@@ -258,9 +274,12 @@ class ParallelGPT:
             forward_step_func=self._forward,
             data_iterator=[iter(batches) for _ in self.chunks],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(batches), seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH,
-            forward_only=False, force_all_reduce=force_all_reduce,
-        )  # fmt: skip
+            num_microbatches=len(batches),
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+            force_all_reduce=force_all_reduce,
+        )
         return float(sum(loss["loss"] for loss in losses)) if losses else 0.0
 
     def step(self, *, force_all_reduce: bool = False) -> float:

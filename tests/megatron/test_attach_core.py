@@ -130,12 +130,13 @@ def _events(rank, world_size):
         new_scale = float(toy.optimizer.get_loss_scale())
         factor = new_scale / scale
         report["skip", distributed] = {
-            "taken": taken, "plain_taken": plain_taken,
+            "taken": taken,
+            "plain_taken": plain_taken,
             "weights same": torch.equal(weights, toy.weights()),
             "residual same": all(torch.equal(before[n] * factor, after[n]) for n in before),
             "scales": (new_scale, float(plain.optimizer.get_loss_scale())),
             "goes on": toy.step()[1],
-        }  # fmt: skip
+        }
         detach(attachment)
 
     # fp32 without a NaN check: the NaN travels, as Megatron's would.

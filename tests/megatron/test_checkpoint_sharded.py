@@ -26,14 +26,18 @@ TIMEOUT_S = 500.0
 OVERLAP = {"overlap_grad_reduce": True}
 LAYOUTS = {
     "experts": Layout(
-        tensor=2, sequence_parallel=True, expert=2, expert_tensor=1, experts=4,
+        tensor=2,
+        sequence_parallel=True,
+        expert=2,
+        expert_tensor=1,
+        experts=4,
         ddp=OVERLAP | {"use_distributed_optimizer": True},
     ),
     "virtual pipeline": Layout(
         pipeline=2, virtual=2, layers=4, microbatches=2, ddp=OVERLAP, aligned=True
     ),
     "instances": Layout(instances=2, ddp={"use_distributed_optimizer": True}),
-}  # fmt: skip
+}
 
 
 def _save_all(rank, world_size, folder):
@@ -158,9 +162,11 @@ def test_sizes_on_disk_are_what_the_documentation_says(saved):
 
 @pytest.mark.parametrize(
     ("case", "words"),
-    [("none", "saved with compression.residual_checkpoint=none"),
-     ("not wanted", "start at zero (compression.residual_checkpoint=none)")],
-)  # fmt: skip
+    [
+        ("none", "saved with compression.residual_checkpoint=none"),
+        ("not wanted", "start at zero (compression.residual_checkpoint=none)"),
+    ],
+)
 def test_without_residuals_the_step_is_kept_and_the_log_says_so(saved, case, words):
     for rank, (_, results, _) in enumerate(saved[1]):
         result = results[case]
@@ -209,8 +215,13 @@ def _round_trip(layout, folder):
     from megatron_sparse.megatron import attach, checkpoint, detach
     from megatron_sparse.megatron.checkpoint_layout import expert_parameters
 
-    options = {"density": 0.1, "scheme": "agsparse", "warmup_iters": 0, "ramp_iters": 0,
-               "keep_below_numel": PRUNED_FROM}  # fmt: skip
+    options = {
+        "density": 0.1,
+        "scheme": "agsparse",
+        "warmup_iters": 0,
+        "ramp_iters": 0,
+        "keep_below_numel": PRUNED_FROM,
+    }
     model = ParallelGPT(layout)
     attachment = attach(model.chunks, model.optimizer, **options)
     model.step()

@@ -123,9 +123,15 @@ def test_every_setting_is_a_configuration_and_differs_from_the_default(tmp_path)
 def test_command_table_and_figures(commands, tmp_path, capsys):
     lines, folder = tmp_path / "rows.jsonl", tmp_path / "figures"
     command = [
-        "bench", "convergence", "--model=gpt", "--setting=dense,topk1", "--iters=100",
-        f"--out={tmp_path / 'out'}", f"--json={lines}", f"--figures={folder}",
-    ]  # fmt: skip
+        "bench",
+        "convergence",
+        "--model=gpt",
+        "--setting=dense,topk1",
+        "--iters=100",
+        f"--out={tmp_path / 'out'}",
+        f"--json={lines}",
+        f"--figures={folder}",
+    ]
     with pytest.raises(SystemExit) as left:
         cli.main(command)
     assert left.value.code == 0
@@ -133,13 +139,18 @@ def test_command_table_and_figures(commands, tmp_path, capsys):
     assert "4.1205" in printed
     assert "+2.50" in printed
     assert [json.loads(line)["setting"] for line in lines.open()] == ["dense", "topk1"]
-    assert all((folder / f"{name}.png").stat().st_size > 1000
-               for name in (convergence_report.CURVES, convergence_report.FINAL))  # fmt: skip
+    assert all(
+        (folder / f"{name}.png").stat().st_size > 1000
+        for name in (convergence_report.CURVES, convergence_report.FINAL)
+    )
     with (folder / "convergence-curves.csv").open() as file:
         curve = [row for row in csv.DictReader(file) if row["seed"] == "1"]
     assert [(row["setting"], row["iteration"], float(row["loss"])) for row in curve] == [
-        ("dense", "50", 6), ("dense", "100", 4), ("topk1", "50", 6), ("topk1", "100", 4.1),
-    ]  # fmt: skip
+        ("dense", "50", 6),
+        ("dense", "100", 4),
+        ("topk1", "50", 6),
+        ("topk1", "100", 4.1),
+    ]
     # `--report` trains nothing and says the same.
     with pytest.raises(SystemExit) as left:
         cli.main([*command, "--report"])

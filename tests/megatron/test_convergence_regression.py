@@ -26,10 +26,14 @@ def losses(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus_text, "code", lambda progress: islice(every(progress), DOCUMENTS))
         study = Study(
-            ["starcoder"], [DENSE, DEFAULT], [1], 200, tmp_path_factory.mktemp("study"),
+            ["starcoder"],
+            [DENSE, DEFAULT],
+            [1],
+            200,
+            tmp_path_factory.mktemp("study"),
             # Two validations are enough for the last one, of 640 samples each.
             ["training.eval_interval=200", "training.eval_iters=40"],
-        )  # fmt: skip
+        )
         return {result.setting: result for result in convergence.run(study)}
 
 

@@ -26,8 +26,11 @@ def python(code: str) -> str:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -32,14 +32,26 @@ OWN_LINES = ("# line 1", "# line 2")
 def run(script: Path) -> str:
     """What the script prints on two ranks."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script),
-        *MODEL.split(), *CPU.split(),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        str(script),
+        *MODEL.split(),
+        *CPU.split(),
+    ]
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     result = subprocess.run(
         command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=400
     )
@@ -57,9 +69,12 @@ def losses(output: str) -> list[str]:
 def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
     """With them and without them: the same losses, because the first 500 iterations are dense."""
     text = EXAMPLE.read_text()
-    kept = [line for line in text.splitlines(keepends=True)
-            if not line.rstrip().split(":")[0].endswith(OWN_LINES)
-            and line != "import megatron_sparse\n"]  # fmt: skip
+    kept = [
+        line
+        for line in text.splitlines(keepends=True)
+        if not line.rstrip().split(":")[0].endswith(OWN_LINES)
+        and line != "import megatron_sparse\n"
+    ]
     with_lines, without = tmp_path / "with.py", tmp_path / "without.py"
     with_lines.write_text(text)
     without.write_text("".join(kept))

@@ -22,8 +22,12 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 STEPS, VOCABULARY = 2, 512
 NAME = "embedding.word_embeddings.weight"
 AT_TARGET: dict[str, Any] = {
-    "density": 0.02, "warmup_iters": 0, "ramp_iters": 0, "samples": 2000, "keep_below_numel": 256,
-}  # fmt: skip
+    "density": 0.02,
+    "warmup_iters": 0,
+    "ramp_iters": 0,
+    "samples": 2000,
+    "keep_below_numel": 256,
+}
 FORMS = {
     "all_reduce": SmallGPTConfig(vocabulary=VOCABULARY, overlap=True),
     "reduce_scatter": SmallGPTConfig(vocabulary=VOCABULARY, distributed_optimizer=True),
@@ -61,9 +65,12 @@ def _train(rank, setting, **options):
     residuals = dict(attachment.residuals.by_parameter())
     embedding = residuals.pop(NAME, torch.zeros(0))
     result = (
-        gradient, toy.weights(), int(embedding.count_nonzero()),
-        any(bool(view.any()) for view in residuals.values()), sent.wire_bytes,
-    )  # fmt: skip
+        gradient,
+        toy.weights(),
+        int(embedding.count_nonzero()),
+        any(bool(view.any()) for view in residuals.values()),
+        sent.wire_bytes,
+    )
     detach(attachment)
     return result
 

@@ -32,7 +32,11 @@ LAYOUTS = {
     "context": Layout(context=2, attention=False, ddp=OVERLAP),
     "expert": Layout(expert=2, experts=4, ddp=OVERLAP),
     "expert_and_tensor": Layout(
-        tensor=2, sequence_parallel=True, expert=2, expert_tensor=1, experts=4,
+        tensor=2,
+        sequence_parallel=True,
+        expert=2,
+        expert_tensor=1,
+        experts=4,
         ddp=SHARDED | OVERLAP,
     ),
     "microbatches": Layout(microbatches=3, ddp=OVERLAP),
@@ -44,7 +48,8 @@ LAYOUTS = {
     "bf16": Layout(precision="bf16", ddp=OVERLAP),
     "bf16_in_fp32": Layout(precision="bf16", ddp=OVERLAP | {"grad_reduce_in_fp32": True}),
     "extra_main_grads": Layout(
-        precision="bf16", microbatches=3,
+        precision="bf16",
+        microbatches=3,
         ddp=OVERLAP | {"param_name_patterns_for_fp32_local_accumulation": ("*weight",)},
     ),
     "fp32_accumulation": Layout(
@@ -59,7 +64,7 @@ LAYOUTS = {
         instances=2, ddp=SHARDED | OVERLAP | {"average_in_collective": True}
     ),
     "instances_expert": Layout(instances=2, expert=2, experts=4, ddp=SHARDED | OVERLAP),
-}  # fmt: skip
+}
 TENSOR = LAYOUTS["tensor"]
 ONE_RANK = Layout(tensor=2, pipeline=2)
 FORCED = [Layout(ddp=OVERLAP), Layout(ddp=SHARDED), Layout(ddp=SHARDED | OVERLAP)]

@@ -14,13 +14,30 @@ from tests.megatron.test_parallel import LAYOUTS
 
 PAGE = "docs/parallelism.md"
 MUST_HAVE = (
-    "tensor parallel", "pipeline parallel", "virtual pipeline", "context parallel",
-    "expert parallel", "sequence parallel", "tied embeddings", "microbatches", "all-reduce",
-    "reduce-scatter", "num-distributed-optimizer-instances",
-    "reduce-scatter-with-fp32-accumulation", "ddp-average-in-collective", "overlap-grad-reduce",
-    "overlap-param-gather", "bf16", "fp32", "params_with_extra_main_grads", "use-megatron-fsdp",
-    "use-torch-fsdp2", "save-wgrads-interval", "tp_group", "one rank",
-)  # fmt: skip
+    "tensor parallel",
+    "pipeline parallel",
+    "virtual pipeline",
+    "context parallel",
+    "expert parallel",
+    "sequence parallel",
+    "tied embeddings",
+    "microbatches",
+    "all-reduce",
+    "reduce-scatter",
+    "num-distributed-optimizer-instances",
+    "reduce-scatter-with-fp32-accumulation",
+    "ddp-average-in-collective",
+    "overlap-grad-reduce",
+    "overlap-param-gather",
+    "bf16",
+    "fp32",
+    "params_with_extra_main_grads",
+    "use-megatron-fsdp",
+    "use-torch-fsdp2",
+    "save-wgrads-interval",
+    "tp_group",
+    "one rank",
+)
 
 
 def test_every_row_of_the_table_works_or_is_refused_and_names_tests_that_exist():

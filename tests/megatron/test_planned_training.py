@@ -11,10 +11,16 @@ from tests.megatron.checkpoint_cases import saved_object
 from tests.megatron.test_pretrain import losses, train
 
 PLANNED = (
-    "scheme=auto", "planner.cluster=ethernet_25gbit", "planner.profile_iters=1",
-    "planner.profile_every=2", "planner.schemes=[direct,ssar_rd,zen]", "compression.warmup_iters=1",
-    "compression.ramp_iters=0", "compression.density=0.02", "training.save_interval=3",
-)  # fmt: skip
+    "scheme=auto",
+    "planner.cluster=ethernet_25gbit",
+    "planner.profile_iters=1",
+    "planner.profile_every=2",
+    "planner.schemes=[direct,ssar_rd,zen]",
+    "compression.warmup_iters=1",
+    "compression.ramp_iters=0",
+    "compression.density=0.02",
+    "training.save_interval=3",
+)
 
 
 @pytest.mark.slow

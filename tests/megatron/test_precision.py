@@ -19,9 +19,12 @@ TIMEOUT_S = 500.0
 """A test machine may be many times slower than a quiet one."""
 SMALL = {"layers": 1, "hidden": 32, "sequence": 16, "micro_batch": 2}
 PLUGIN = {
-    "density": 0.05, "scheme": "agsparse", "warmup_iters": 0, "ramp_iters": 0,
+    "density": 0.05,
+    "scheme": "agsparse",
+    "warmup_iters": 0,
+    "ramp_iters": 0,
     "keep_below_numel": 256,
-}  # fmt: skip
+}
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 INJECTIONS = list(itertools.product(PRECISIONS, ("nan", "inf"), ("one", "all")))
 CHECKED = list(itertools.product(("fp32", "bf16"), ("nan", "inf")))
@@ -143,9 +146,12 @@ def _rerun_step(model, rank, reject):
     while machine.should_run_forward_backward(iterator):
         loss = model.gradients(next(iterator))
         machine.validate_result(
-            result=loss, rejection_func=lambda _: reject and rank == 1, message="test",
-            tolerance=0.0, fatal=False,
-        )  # fmt: skip
+            result=loss,
+            rejection_func=lambda _: reject and rank == 1,
+            message="test",
+            tolerance=0.0,
+            fatal=False,
+        )
         runs += 1
     machine.should_checkpoint_and_exit()
     model.optimizer.step()

@@ -17,16 +17,27 @@ from tests.megatron.checkpoint_cases import saved_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    "model=gpt_tiny", "data=mock", "tracking=off", "model.num_layers=2", "model.hidden_size=64",
-    "model.seq_length=32", "data.vocab_size=512", "training.micro_batch_size=2",
-    "training.global_batch_size=4", "training.log_interval=1", "data.num_workers=0",
-    "training.lr_warmup_iters=1", "megatron.ddp_bucket_size=40000",
+    "model=gpt_tiny",
+    "data=mock",
+    "tracking=off",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.seq_length=32",
+    "data.vocab_size=512",
+    "training.micro_batch_size=2",
+    "training.global_batch_size=4",
+    "training.log_interval=1",
+    "data.num_workers=0",
+    "training.lr_warmup_iters=1",
+    "megatron.ddp_bucket_size=40000",
     "compression.keep_below_numel=256",
-)  # fmt: skip
+)
 AT_TARGET = (
-    "scheme=agsparse", "compression.warmup_iters=1", "compression.ramp_iters=1",
+    "scheme=agsparse",
+    "compression.warmup_iters=1",
+    "compression.ramp_iters=1",
     "compression.density=0.02",
-)  # fmt: skip
+)
 ITERATIONS = 5
 TIMEOUT_S = 400
 """Of a run; ten seconds on an idle machine."""
@@ -36,9 +47,14 @@ pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 def train(folder: Path, name: str, *overrides: str, check: bool = True) -> Path:
     """Runs `scripts/train.py` in a process of its own; returns the run's folder."""
     command = [
-        sys.executable, str(ROOT / "scripts" / "train.py"), *SMALL, f"name={name}",
-        f"runs_dir={folder}", f"training.iterations={ITERATIONS}", *overrides,
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "scripts" / "train.py"),
+        *SMALL,
+        f"name={name}",
+        f"runs_dir={folder}",
+        f"training.iterations={ITERATIONS}",
+        *overrides,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -100,9 +116,14 @@ def test_dense_through_the_plugin_is_bit_for_bit_megatron(tmp_path, overlap):
     flags = (*_flags(overlap, overlap), f"training.save_interval={ITERATIONS}")
     plain = train(tmp_path, "plain", *flags, "plugin=false", "megatron.ckpt_format=torch")
     dense = train(
-        tmp_path, "dense", *flags, "scheme=dense", "compression.warmup_iters=0",
-        "compression.ramp_iters=0", "megatron.ckpt_format=torch",
-    )  # fmt: skip
+        tmp_path,
+        "dense",
+        *flags,
+        "scheme=dense",
+        "compression.warmup_iters=0",
+        "compression.ramp_iters=0",
+        "megatron.ckpt_format=torch",
+    )
     saved = [_weights(run) for run in (plain, dense)]
     assert saved[0].keys() == saved[1].keys()
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
@@ -117,8 +138,7 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_checkpoint_without_plugin_state_starts_with_zero_residuals_and_says_so(tmp_path):
-    train(tmp_path, "plain", "plugin=false", "training.save_interval=3",
-          "megatron.exit_interval=3")  # fmt: skip
+    train(tmp_path, "plain", "plugin=false", "training.save_interval=3", "megatron.exit_interval=3")
     resumed = train(
         tmp_path, "resumed", *AT_TARGET, f"training.load={tmp_path / 'plain' / 'checkpoints'}"
     )
@@ -151,11 +171,18 @@ def _check_recording(run: Path) -> None:
 
 def test_a_trace_shows_later_phases_of_a_bucket_during_later_backward_work(tmp_path):
     run = train(
-        tmp_path, "traced", "scheme=direct", "compression.warmup_iters=1",
-        "compression.ramp_iters=0", *_flags(True, False), "model.num_layers=4",
-        "training.iterations=12", "tracking.trace_start=3", "tracking.trace_iters=10",
+        tmp_path,
+        "traced",
+        "scheme=direct",
+        "compression.warmup_iters=1",
+        "compression.ramp_iters=0",
+        *_flags(True, False),
+        "model.num_layers=4",
+        "training.iterations=12",
+        "tracking.trace_start=3",
+        "tracking.trace_iters=10",
         "tracking.record_gradients_iters=[1,2]",
-    )  # fmt: skip
+    )
     _check_recording(run)
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]

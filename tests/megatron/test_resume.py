@@ -16,30 +16,46 @@ from tests.megatron.test_pretrain import ITERATIONS, losses, train
 
 SAVED_AT = 3
 TARGET = (
-    "compression.warmup_iters=1", "compression.ramp_iters=1", "compression.density=0.02",
+    "compression.warmup_iters=1",
+    "compression.ramp_iters=1",
+    "compression.density=0.02",
     f"training.save_interval={SAVED_AT}",
-)  # fmt: skip
+)
 PLANNED = (
-    "scheme=auto", "planner.cluster=ethernet_25gbit", "planner.profile_iters=1",
-    "planner.profile_every=2", "planner.schemes=[direct,ssar_rd]",
+    "scheme=auto",
+    "planner.cluster=ethernet_25gbit",
+    "planner.profile_iters=1",
+    "planner.profile_every=2",
+    "planner.schemes=[direct,ssar_rd]",
     # Buckets that are worth pruning, by that cluster's prices.
-    "data.vocab_size=4096", "compression.ramp_iters=0",
-)  # fmt: skip
+    "data.vocab_size=4096",
+    "compression.ramp_iters=0",
+)
 LAYOUTS = {
     "tensor parallel, bf16, planned": (
-        "cluster.ranks_per_node=4", "training.tensor_parallel=2", "training.precision=bf16",
+        "cluster.ranks_per_node=4",
+        "training.tensor_parallel=2",
+        "training.precision=bf16",
         *PLANNED,
     ),
     "pipeline parallel, fp16": (
-        "cluster.ranks_per_node=4", "training.pipeline_parallel=2", "training.precision=fp16",
-        "scheme=agsparse", "training.use_distributed_optimizer=true", "megatron.hysteresis=1",
-        "megatron.initial_loss_scale=4194304", "megatron.loss_scale_window=2",
+        "cluster.ranks_per_node=4",
+        "training.pipeline_parallel=2",
+        "training.precision=fp16",
+        "scheme=agsparse",
+        "training.use_distributed_optimizer=true",
+        "megatron.hysteresis=1",
+        "megatron.initial_loss_scale=4194304",
+        "megatron.loss_scale_window=2",
     ),
     "momentum": (
-        "compression=dgc", "scheme=agsparse", "megatron.optimizer=sgd", "megatron.sgd_momentum=0",
+        "compression=dgc",
+        "scheme=agsparse",
+        "megatron.optimizer=sgd",
+        "megatron.sgd_momentum=0",
     ),
     "the optimizer's momentum": ("scheme=agsparse", "megatron.optimizer=sgd"),
-}  # fmt: skip
+}
 SLOW = ("the optimizer's momentum",)
 
 
@@ -51,9 +67,12 @@ def test_resuming_is_bit_exact(tmp_path, layout):
     flags = (*TARGET, *LAYOUTS[layout])
     whole = train(tmp_path, "whole", *flags)
     resumed = train(
-        tmp_path, "resumed", *flags, f"training.load={whole / 'checkpoints'}",
+        tmp_path,
+        "resumed",
+        *flags,
+        f"training.load={whole / 'checkpoints'}",
         f"megatron.ckpt_step={SAVED_AT}",
-    )  # fmt: skip
+    )
     expected = losses(whole)
     assert losses(resumed) == {i: expected[i] for i in range(SAVED_AT + 1, ITERATIONS + 1)}
     tensors, again = saved_tensors(whole, ITERATIONS), saved_tensors(resumed, ITERATIONS)
@@ -77,9 +96,10 @@ def test_a_checkpoint_goes_on_with_one_rank_and_without_the_plugin(tmp_path):
     flags = ("scheme=agsparse", *TARGET, "compression.residual_checkpoint=sum")
     first = train(tmp_path, "first", *flags, "megatron.exit_interval=3")
     load = (
-        f"training.load={first / 'checkpoints'}", "cluster.ranks_per_node=1",
+        f"training.load={first / 'checkpoints'}",
+        "cluster.ranks_per_node=1",
         "megatron.ddp_bucket_size=80000",
-    )  # fmt: skip
+    )
     alone = train(tmp_path, "alone", *flags, *load)
     assert min(losses(alone)) == SAVED_AT + 1
     text = (tmp_path / "alone.log").read_text()
@@ -95,16 +115,24 @@ def test_asynchronous_and_temporary_checkpoints_hold_the_residual(tmp_path):
     """Megatron's `global` non-persistent checkpoints, written while training goes on."""
     flags = ("scheme=agsparse", *TARGET[:-1], f"training.save_interval={ITERATIONS}")
     first = train(
-        tmp_path, "first", *flags, "megatron.async_save=true", "megatron.async_strategy=mcore",
-        "megatron.non_persistent_save_interval=2", "megatron.non_persistent_ckpt_type=global",
-    )  # fmt: skip
+        tmp_path,
+        "first",
+        *flags,
+        "megatron.async_save=true",
+        "megatron.async_strategy=mcore",
+        "megatron.non_persistent_save_interval=2",
+        "megatron.non_persistent_ckpt_type=global",
+    )
     tensors = saved_tensors(first, ITERATIONS)
     # As if the run had been killed before its last checkpoint was complete.
     (first / "checkpoints/latest_checkpointed_iteration.txt").unlink()
     resumed = train(
-        tmp_path, "resumed", *flags, f"training.load={first / 'checkpoints'}",
+        tmp_path,
+        "resumed",
+        *flags,
+        f"training.load={first / 'checkpoints'}",
         "megatron.non_persistent_ckpt_type=global",
-    )  # fmt: skip
+    )
     assert losses(resumed) == {ITERATIONS: losses(first)[ITERATIONS]}
     again = saved_tensors(resumed, ITERATIONS)
     assert tensors.keys() == again.keys()

@@ -13,10 +13,14 @@ from tests.megatron.test_pretrain import losses, train
 SLOW_MS = 400.0
 """More than what a machine that is busy otherwise makes ranks differ by."""
 SLOW = (
-    "cluster.ranks_per_node=3", "training.global_batch_size=6", "compression.warmup_iters=0",
-    "compression.ramp_iters=0", "compression.density=0.05", "straggler.inject_rank=2",
+    "cluster.ranks_per_node=3",
+    "training.global_batch_size=6",
+    "compression.warmup_iters=0",
+    "compression.ramp_iters=0",
+    "compression.density=0.05",
+    "straggler.inject_rank=2",
     f"straggler.inject_delay_ms={SLOW_MS}",
-)  # fmt: skip
+)
 
 
 def _pinned(rank):

@@ -30,13 +30,23 @@ def run(tmp_path_factory) -> Path:
         for place in ("CONFIG", "CACHE", "DATA"):
             patch.setenv(f"WANDB_{place}_DIR", str(folder / "home" / place))
         return train(
-            folder, "tracked", "scheme=auto", "planner.cluster=ethernet_25gbit",
-            "compression.warmup_iters=2", "compression.ramp_iters=1", "compression.density=0.02",
-            "training.overlap_grad_reduce=true", f"training.iterations={ITERATIONS}",
-            "straggler.mode=observe", "tracking.tensorboard=true", "tracking.wandb=offline",
-            f"tracking.sample_every={EVERY}", "tracking.trace_start=4", "tracking.profile_iters=2",
+            folder,
+            "tracked",
+            "scheme=auto",
+            "planner.cluster=ethernet_25gbit",
+            "compression.warmup_iters=2",
+            "compression.ramp_iters=1",
+            "compression.density=0.02",
+            "training.overlap_grad_reduce=true",
+            f"training.iterations={ITERATIONS}",
+            "straggler.mode=observe",
+            "tracking.tensorboard=true",
+            "tracking.wandb=offline",
+            f"tracking.sample_every={EVERY}",
+            "tracking.trace_start=4",
+            "tracking.profile_iters=2",
             f"cluster.env.HF_TOKEN={SECRET}",
-        )  # fmt: skip
+        )
 
 
 def lines(run: Path, name: str) -> list[dict]:
@@ -68,9 +78,10 @@ def test_wandb_tells_what_the_files_tell(run):
             assert row.get(f"{prefix}/{name}") == line[name]
         # The lines round to a tenth of a microsecond, each stage of the sum by itself.
         for name, time_us in (
-            ("network_ms", line["stage_us"]["network"]), ("measured_ms", line["measured_us"]),
+            ("network_ms", line["stage_us"]["network"]),
+            ("measured_ms", line["measured_us"]),
             ("sync_ms", line["finished_us"] - line["launched_us"]),
-        ):  # fmt: skip
+        ):
             assert row[f"{prefix}/{name}"] == pytest.approx(time_us / 1e3, abs=2e-4)
         if line["predicted_us"] is not None:
             assert row[f"{prefix}/predicted_ms"] == pytest.approx(

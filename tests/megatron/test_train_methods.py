@@ -14,20 +14,26 @@ ITERATIONS = 4
 FLAGS = {
     "dgc": ("compression=dgc", "megatron.optimizer=sgd", "megatron.sgd_momentum=0"),
     "sidco": (
-        "compression=sidco", "model.tied_embeddings=false",
+        "compression=sidco",
+        "model.tied_embeddings=false",
         "compression.lossless_patterns=[word_embeddings]",
     ),
     "threshold_reuse": ("compression=threshold_reuse",),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("method", FLAGS)
 def test_a_method_trains(tmp_path, method):
     run = train(
-        tmp_path, method, *FLAGS[method], "scheme=agsparse", "compression.warmup_iters=1",
-        "compression.ramp_iters=0", "compression.density=0.02",
+        tmp_path,
+        method,
+        *FLAGS[method],
+        "scheme=agsparse",
+        "compression.warmup_iters=1",
+        "compression.ramp_iters=0",
+        "compression.density=0.02",
         f"training.iterations={ITERATIONS}",
-    )  # fmt: skip
+    )
     assert yaml.safe_load((run / "config.yaml").read_text())["compression"]["method"] == method
     found = losses(run)
     assert sorted(found) == list(range(1, ITERATIONS + 1))

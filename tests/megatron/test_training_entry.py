@@ -22,10 +22,17 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "scripts/train.py")
 VOCABULARY = 8192
 SMALL = (
-    "data=mock", "data.vocab_size=512", "data.num_workers=0", "model.num_layers=2",
-    "model.hidden_size=64", "model.seq_length=32", "training.iterations=3",
-    "training.lr_warmup_iters=1", "training.log_interval=1", "cluster.device=cpu",
-)  # fmt: skip
+    "data=mock",
+    "data.vocab_size=512",
+    "data.num_workers=0",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.seq_length=32",
+    "training.iterations=3",
+    "training.lr_warmup_iters=1",
+    "training.log_interval=1",
+    "cluster.device=cpu",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +66,11 @@ class TestFlags:
             "data_path": ["0.5", "a", "0.5", "b"],
         }
         assert self.line(parser, passed) == {
-            "--num-layers": ["3"], "--lr": ["0.0001"], "--swiglu": [],
+            "--num-layers": ["3"],
+            "--lr": ["0.0001"],
+            "--swiglu": [],
             "--data-path": ["0.5", "a", "0.5", "b"],
-        }  # fmt: skip
+        }
 
     def test_false_takes_the_no_form_where_there_is_one(self, parser):
         assert self.line(parser, {"bias_gelu_fusion": False}) == {"--no-bias-gelu-fusion": []}
@@ -99,9 +108,17 @@ class TestFlags:
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
     @pytest.mark.parametrize("model", group_options("model"))
     def test_megatron_takes_what_every_model_derives(self, parser, model, device, tmp_path):
-        config = compose([f"model={model}", "training.eval_interval=5", f"cluster.device={device}",
-                          "training.precision=bf16", "training.use_distributed_optimizer=true",
-                          "training.save_interval=10", "tracking.wandb_entity=me"])  # fmt: skip
+        config = compose(
+            [
+                f"model={model}",
+                "training.eval_interval=5",
+                f"cluster.device={device}",
+                "training.precision=bf16",
+                "training.use_distributed_optimizer=true",
+                "training.save_interval=10",
+                "tracking.wandb_entity=me",
+            ]
+        )
         derived = arguments.derived_flags(
             config, tmp_path, vocab_size=VOCABULARY, data_prefix=Path("data/code/text")
         )
@@ -124,8 +141,15 @@ class TestFlags:
         assert (parsed.eval_interval, parsed.eval_iters) == (5, 10)
 
     def test_checkpoints_and_dashboards_are_asked_for_only_when_wanted(self, tmp_path):
-        config = compose(["tracking=off", "data=mock", "cluster.device=cpu",
-                          "training.precision=fp32", "training.load=elsewhere"])  # fmt: skip
+        config = compose(
+            [
+                "tracking=off",
+                "data=mock",
+                "cluster.device=cpu",
+                "training.precision=fp32",
+                "training.load=elsewhere",
+            ]
+        )
         flags = arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
         assert not {"save", "tensorboard_dir", "wandb_project", "data_path"} & set(flags)
         assert flags["mock_data"] is True
@@ -198,12 +222,21 @@ def _real_counts(rank, world_size):
     cpu_mode._CPU = torch.device("meta")
     counts = {}
     for name in group_options("model"):
-        config = compose([f"model={name}", "cluster.device=cpu", "cluster.ranks_per_node=1",
-                          "training.precision=fp32", "tracking=off"])  # fmt: skip
+        config = compose(
+            [
+                f"model={name}",
+                "cluster.device=cpu",
+                "cluster.ranks_per_node=1",
+                "training.precision=fp32",
+                "tracking=off",
+            ]
+        )
         derived = arguments.derived_flags(
-            config, Path("unused"), vocab_size=config.model.vocab_size or VOCABULARY,
+            config,
+            Path("unused"),
+            vocab_size=config.model.vocab_size or VOCABULARY,
             data_prefix=None,
-        )  # fmt: skip
+        )
         sys.argv[1:] = arguments.command_line(derived, {}, arguments.megatron_parser())
         parsed = parse_args()
         validate_args(parsed)
@@ -227,9 +260,13 @@ def test_parameter_count_is_that_of_megatrons_models():
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "SLURM_", "WANDB_"))}
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=240,
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
         env=clean | {"OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
+    )
 
 
 class TestLauncher:
@@ -281,9 +318,16 @@ class TestRuns:
     def test_model_parallel(self, tmp_path, parallel):
         """Each rank has its part of the batch; dashboards write into the run's folder."""
         done = run(
-            TRAIN, *SMALL, "tracking=off", "plugin=false", "training.eval_interval=3",
-            "training.eval_iters=1", "name=it", f"runs_dir={tmp_path}", *parallel,
-        )  # fmt: skip
+            TRAIN,
+            *SMALL,
+            "tracking=off",
+            "plugin=false",
+            "training.eval_interval=3",
+            "training.eval_iters=1",
+            "name=it",
+            f"runs_dir={tmp_path}",
+            *parallel,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
         assert len(losses) == 3
@@ -296,8 +340,13 @@ class TestRuns:
         assert bool(list(tmp_path.glob("it/wandb/offline-run-*/*.wandb"))) is tracked
 
     def test_what_only_megatron_sees_is_one_error(self, tmp_path):
-        done = run(TRAIN, *SMALL, "tracking=off", f"runs_dir={tmp_path}",
-                   "megatron.overlap_param_gather=true")  # fmt: skip
+        done = run(
+            TRAIN,
+            *SMALL,
+            "tracking=off",
+            f"runs_dir={tmp_path}",
+            "megatron.overlap_param_gather=true",
+        )
         assert done.returncode == 2
         assert done.stderr.count("error:") == 1
         assert "--overlap-param-gather only supported with" in done.stderr

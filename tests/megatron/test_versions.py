@@ -39,10 +39,22 @@ def oldest_core() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         done = subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target",
-             f"{scratch}/new", f"megatron-core=={OLDEST}"],
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--target",
+                f"{scratch}/new",
+                f"megatron-core=={OLDEST}",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             pytest.skip(f"pip cannot install megatron-core {OLDEST}: {reason}")
@@ -56,9 +68,13 @@ def ranks(oldest_core) -> list[dict]:
     """What each rank of `core_versions` found."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.megatron.core_versions", str(oldest_core)],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=800, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
 

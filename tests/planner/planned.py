@@ -28,9 +28,12 @@ def a_planner(cluster="ethernet_25gbit", *, compression=None, scheme=None, **pla
     """A planner whose first step is at the target, unless `compression` says otherwise."""
     schedule = {"warmup_iters": 0, "ramp_iters": 0, "density": 0.01} | (compression or {})
     return PricedPlanner(
-        CompressionConfig(**schedule), SchemeConfig(**(scheme or {})), PlannerConfig(**planner),
-        find(cluster), logs=True,
-    )  # fmt: skip
+        CompressionConfig(**schedule),
+        SchemeConfig(**(scheme or {})),
+        PlannerConfig(**planner),
+        find(cluster),
+        logs=True,
+    )
 
 
 class Ranks:

@@ -135,11 +135,13 @@ def swept(topology: Topology, seconds_a_byte: float, case: SweepCase, format: st
     cluster = VirtualCluster(topology.world_size, topology)
     runs = [
         RingRuns(
-            t, case, partial(cluster.clock_s.__getitem__, t.rank),
+            t,
+            case,
+            partial(cluster.clock_s.__getitem__, t.rank),
             ChargingStopwatch(t, memory_bound(seconds_a_byte)),
         )
         for t in cluster.transports
-    ]  # fmt: skip
+    ]
     outcomes = cluster.run(lambda t: sweep_thresholds(format, runs[t.rank], t, case))
     assert all(found == outcomes[0] for found in outcomes)
     return outcomes[0]
@@ -201,8 +203,17 @@ class TestCommand:
     def test_two_ranks(self, tmp_path):
         """What it writes is read by the planner; a second run refuses, a sweep adds to it."""
         path = tmp_path / "lab.yaml"
-        command = [sys.executable, "-m", "megatron_sparse.cli", "calibrate", "--out", str(path),
-                   "--quick", "--ranks", "2"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_sparse.cli",
+            "calibrate",
+            "--out",
+            str(path),
+            "--quick",
+            "--ranks",
+            "2",
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         cluster = ClusterModel.load(path)
@@ -241,10 +252,24 @@ class TestCommand:
         monkeypatch.setattr(runner, "VIRTUAL_NUMEL", 2**12)
         path = tmp_path / "model.yaml"
         with pytest.raises(SystemExit) as caught:
-            cli.main([
-                "calibrate", "--sweep", "--virtual", "--cluster", "ethernet_25gbit", "--ranks", "2",
-                "--format", "pici", "--density", "0.2", "--quick", "--out", str(path),
-            ])  # fmt: skip
+            cli.main(
+                [
+                    "calibrate",
+                    "--sweep",
+                    "--virtual",
+                    "--cluster",
+                    "ethernet_25gbit",
+                    "--ranks",
+                    "2",
+                    "--format",
+                    "pici",
+                    "--density",
+                    "0.2",
+                    "--quick",
+                    "--out",
+                    str(path),
+                ]
+            )
         assert not caught.value.code
         out = capsys.readouterr().out
         assert "model (VirtualCluster), not measured" in out

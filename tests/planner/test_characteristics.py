@@ -44,14 +44,16 @@ def by_hand(gradients):
         k: sum(len(set().union(*(sets[r] for r in g))) for g in groups[k]) / n for k in counts
     }
     return SparsityProfile(
-        numel, n, density,
+        numel,
+        n,
+        density,
         {k: v / numel / density if density else 1.0 for k, v in unions.items()},
         {p: sum(skewness(s, p) for s in sets) / n for p in partitions},
         {p: skewness(whole, p) for p in partitions},
         tuple(np.quantile(pairs, [0, 0.25, 0.5, 0.75, 1]).tolist()) if pairs else (0.0,) * 5,
         {b: sum(blocks(s, b) for s in sets) / n for b in BLOCK_SIZES},
         {b: blocks(whole, b) for b in BLOCK_SIZES},
-    )  # fmt: skip
+    )
 
 
 def same(a, b, rel=1e-12):
@@ -182,12 +184,23 @@ def test_a_profile_survives_json():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("numel", -1), ("numel", 1.5), ("world_size", 0), ("density", 1.5), ("density", math.nan),
-        ("density", None), ("density", True), ("densification", {}), ("densification", {"1": 0.5}),
-        ("skewness", {"two": 1.0}), ("skewness", [1.0]), ("overlap", [0.1]), ("overlap", [2.0] * 5),
-        ("block_density", {"64": math.inf}), ("sum_skewness", None),
+        ("numel", -1),
+        ("numel", 1.5),
+        ("world_size", 0),
+        ("density", 1.5),
+        ("density", math.nan),
+        ("density", None),
+        ("density", True),
+        ("densification", {}),
+        ("densification", {"1": 0.5}),
+        ("skewness", {"two": 1.0}),
+        ("skewness", [1.0]),
+        ("overlap", [0.1]),
+        ("overlap", [2.0] * 5),
+        ("block_density", {"64": math.inf}),
+        ("sum_skewness", None),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_profile_is_one_error_that_names_the_field(field, value):
     plain = SparsityProfile.uniform(1000, 0.1, 2).to_dict()
     with pytest.raises(ProfileError, match=field):

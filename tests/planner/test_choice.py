@@ -231,9 +231,14 @@ def test_a_pinned_plan_is_followed(prices, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"bucket": "other"}, "bucket"), ({"numel": 5}, "numel"), ({"world_size": 8}, "world_size"),
-     ({"chosen": "magic"}, "scheme"), ({"form": "reduce_scatter"}, "form")],
-)  # fmt: skip
+    [
+        ({"bucket": "other"}, "bucket"),
+        ({"numel": 5}, "numel"),
+        ({"world_size": 8}, "world_size"),
+        ({"chosen": "magic"}, "scheme"),
+        ({"form": "reduce_scatter"}, "form"),
+    ],
+)
 def test_a_plan_of_another_model_is_refused(prices, tmp_path, changes, word):
     path = _written(tmp_path, **changes)
     config = SparseConfig.from_overrides(
@@ -287,9 +292,17 @@ def test_swept_thresholds_are_taken_where_none_are_given(tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"schemes": ["magic"]}, {"schemes": []}, {"schemes": ["straggler"]}, {"hysteresis": 2.0},
-     {"profile_iters": 0}, {"replan_every": 0}, {"retry_after": 1.5}, {"profile_every": -1}],
-)  # fmt: skip
+    [
+        {"schemes": ["magic"]},
+        {"schemes": []},
+        {"schemes": ["straggler"]},
+        {"hysteresis": 2.0},
+        {"profile_iters": 0},
+        {"replan_every": 0},
+        {"retry_after": 1.5},
+        {"profile_every": -1},
+    ],
+)
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"planner\."):
         PlannerConfig(**wrong)
@@ -306,9 +319,13 @@ def _train(rank, world_size, steps):
     import torch.distributed as dist
 
     config = SparseConfig.from_overrides(
-        warmup_iters=2, ramp_iters=0, density=0.02, deterministic=False, timeout_s=30.0,
+        warmup_iters=2,
+        ramp_iters=0,
+        density=0.02,
+        deterministic=False,
+        timeout_s=30.0,
         planner=PlannerConfig(cluster="ethernet_25gbit", replan_every=4, profile_iters=1),
-    )  # fmt: skip
+    )
     group = dist.group.WORLD
     assert group is not None
     transport = ProcessGroupTransport(group, 30.0, torch.device("cpu"))

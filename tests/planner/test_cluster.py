@@ -20,11 +20,19 @@ RATES = (
     CodecRate(CodecOp.ENCODE, "coo", 0.01, 1e-6, 1e-9),
 )
 CLUSTER = ClusterModel(
-    name="lab", device="cpu", nodes=(2, 2), nic="node", intra=Link(1e-6, 1e-11),
-    inter=Link(1e-5, 1e-9), dense=Link(2e-5, 1.5e-9), host_s_per_message=2e-6,
-    host_s_per_bucket=1e-4, codec=RATES, ring_densities={"coo": (0.1, 0.2, 0.3)},
-    fingerprint={"processor": "a \"b\" c: 1", "torch": "2.13"},
-)  # fmt: skip
+    name="lab",
+    device="cpu",
+    nodes=(2, 2),
+    nic="node",
+    intra=Link(1e-6, 1e-11),
+    inter=Link(1e-5, 1e-9),
+    dense=Link(2e-5, 1.5e-9),
+    host_s_per_message=2e-6,
+    host_s_per_bucket=1e-4,
+    codec=RATES,
+    ring_densities={"coo": (0.1, 0.2, 0.3)},
+    fingerprint={"processor": 'a "b" c: 1', "torch": "2.13"},
+)
 
 
 @pytest.fixture
@@ -51,24 +59,33 @@ class TestFile:
         ("before", "after", "words"),
         [
             ("alpha_s: 1e-05", "alpha_s: -1e-05", ["inter.alpha_s", "-1e-05"]),
-            ("seconds_per_element: 3e-09", "seconds_per_element: -1.0",
-             ["codec[1].seconds_per_element", "-1.0"]),
-            ("seconds_per_element: 3e-09", "seconds_per_element: fast",
-             ["codec[1].seconds_per_element", "fast"]),
+            (
+                "seconds_per_element: 3e-09",
+                "seconds_per_element: -1.0",
+                ["codec[1].seconds_per_element", "-1.0"],
+            ),
+            (
+                "seconds_per_element: 3e-09",
+                "seconds_per_element: fast",
+                ["codec[1].seconds_per_element", "fast"],
+            ),
             ("density: 0.1", "density: 0", ["codec[1].density"]),
             ('op: "copy"', 'op: "copies"', ["codec[0].op", "decode_add", "copies"]),
             ('format: "coo"', 'format: "zip"', ["codec[1].format", "pici", "zip"]),
             ("density: 1.0, ", "", ["codec[0]", "lacks", "density"]),
             ("nic: ", "nick: ", ["lacks 'nic'"]),
-            ("host_s_per_message: ", "host_speed: 1\nhost_s_per_message: ",
-             ["unknown key 'host_speed'"]),
+            (
+                "host_s_per_message: ",
+                "host_speed: 1\nhost_s_per_message: ",
+                ["unknown key 'host_speed'"],
+            ),
             ("nodes: [2, 2]", "nodes: [2, 0]", ["nodes[1]"]),
             ("nodes: [2, 2]", "nodes: 2", ["nodes", "a list"]),
             ("[0.1, 0.2, 0.3]", "[0.1, 0.2]", ["ring_densities.coo", "intra, inter, gather"]),
             ('device: "cpu"', 'device: "tpu"', ["device", "cpu | cuda"]),
             ("inter: {", "inter: [] # {", ["inter"]),
         ],
-    )  # fmt: skip
+    )
     def test_a_wrong_value_is_one_error_that_names_the_key(self, path, before, after, words):
         text = path.read_text()
         assert before in text
@@ -229,10 +246,15 @@ class TestShipped:
         for op in (CodecOp.SELECT, CodecOp.ENCODE, CodecOp.DECODE, CodecOp.DECODE_ADD):
             for form in ("dense", "coo", "pici", "blocks"):
                 assert model.codec_s(op, form, 2**20, 0.03) > 0
-        for op, form in ((CodecOp.ADD, "dense"), (CodecOp.COPY, "dense"),
-                         (CodecOp.PARTITION, "pairs"), (CodecOp.ENCODE, "pairs"),
-                         (CodecOp.DECODE_ADD, "pairs"), (CodecOp.ENCODE, "hash_bitmap"),
-                         (CodecOp.DECODE_ADD, "hash_bitmap")):  # fmt: skip
+        for op, form in (
+            (CodecOp.ADD, "dense"),
+            (CodecOp.COPY, "dense"),
+            (CodecOp.PARTITION, "pairs"),
+            (CodecOp.ENCODE, "pairs"),
+            (CodecOp.DECODE_ADD, "pairs"),
+            (CodecOp.ENCODE, "hash_bitmap"),
+            (CodecOp.DECODE_ADD, "hash_bitmap"),
+        ):
             assert model.codec_s(op, form, 2**20, 0.03) > 0
 
     def test_fields_are_documented(self):

@@ -24,17 +24,28 @@ from megatron_sparse.simulate import gradients
 
 OPTIONS = SchemeOptions.of(SchemeConfig())
 ROW = {
-    "op": "all_reduce", "scheme": "auto", "carried_by": "direct", "dtype": "fp32", "density": 0.01,
-    "count": 2**20, "world_size": 4, "modelled": False, "time_us": 1000.0, "sent_density": 0.01,
-}  # fmt: skip
+    "op": "all_reduce",
+    "scheme": "auto",
+    "carried_by": "direct",
+    "dtype": "fp32",
+    "density": 0.01,
+    "count": 2**20,
+    "world_size": 4,
+    "modelled": False,
+    "time_us": 1000.0,
+    "sent_density": 0.01,
+}
 
 
 def sweep(**changed) -> CostSweep:
     fields = {
-        "schemes": ["direct", "zen", "dense", "sparse_ring"], "kinds": ["uniform", "embedding"],
-        "densities": [0.02], "world_sizes": [4], "clusters": ["ethernet_25gbit"],
+        "schemes": ["direct", "zen", "dense", "sparse_ring"],
+        "kinds": ["uniform", "embedding"],
+        "densities": [0.02],
+        "world_sizes": [4],
+        "clusters": ["ethernet_25gbit"],
         "full_numel": 2**22,
-    }  # fmt: skip
+    }
     return CostSweep(**fields | changed)
 
 
@@ -128,16 +139,21 @@ class TestTimedPrices:
         virtual_truth.run("zen", given(n, numel), setting(Kept()))
         names = {(call.op, call.format) for call in seen}
         assert {
-            (CodecOp.PARTITION, "pairs"), (CodecOp.DECODE_ADD, "pairs"),
-            (CodecOp.ENCODE, "hash_bitmap"), (CodecOp.DECODE_ADD, "hash_bitmap"),
-        } <= names  # fmt: skip
+            (CodecOp.PARTITION, "pairs"),
+            (CodecOp.DECODE_ADD, "pairs"),
+            (CodecOp.ENCODE, "hash_bitmap"),
+            (CodecOp.DECODE_ADD, "hash_bitmap"),
+        } <= names
 
     def test_a_call_costs_what_was_timed_for_its_density_and_size(self):
         table = {(CodecOp.ADD, "dense"): np.array([[1.0, 3.0], [10.0, 30.0]])}
         prices = TimedPrices((100, 10_000), (0.01, 1.0), table)
         for numel, density, expected in (
-            (100, 1.0, 300.0), (150, 0.1, 300.0), (20_000, 0.01, 200_000.0), (100, 1e-9, 100.0),
-        ):  # fmt: skip
+            (100, 1.0, 300.0),
+            (150, 0.1, 300.0),
+            (20_000, 0.01, 200_000.0),
+            (100, 1e-9, 100.0),
+        ):
             assert prices.call_s(Call(CodecOp.ADD, "dense", numel, density)) == pytest.approx(
                 expected
             )
@@ -168,8 +184,9 @@ class TestRows:
 
     def test_errors_are_those_of_the_rows(self):
         def row(scheme: str, predicted_us: float) -> CostRow:
-            return CostRow(scheme, "all_reduce", "uniform", 0.1, 4, "c", 10, predicted_us, 0, 0, 0,
-                           100.0, True)  # fmt: skip
+            return CostRow(
+                scheme, "all_reduce", "uniform", 0.1, 4, "c", 10, predicted_us, 0, 0, 0, 100.0, True
+            )
 
         found = cost_models.errors_by_scheme([row("a", 110), row("b", 100), row("a", 70)])
         assert [(e.scheme, e.cases) for e in found] == [("a", 2), ("b", 1)]
@@ -210,8 +227,11 @@ class TestCommand:
 
     def test_measured_rows_are_priced_on_their_cluster(self, tmp_path, capsys):
         path = tmp_path / "measured.jsonl"
-        left_out = [ROW | {"modelled": True}, ROW | {"time_us": None},
-                    ROW | {"carried_by": "straggler"}]  # fmt: skip
+        left_out = [
+            ROW | {"modelled": True},
+            ROW | {"time_us": None},
+            ROW | {"carried_by": "straggler"},
+        ]
         path.write_text("".join(json.dumps(row) + "\n" for row in [ROW, *left_out]))
         (row,) = measured_rows(path, find("ethernet_25gbit"))
         assert (row.scheme, row.taken_us, row.modelled) == ("direct", 1000.0, False)
@@ -220,10 +240,18 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         "arguments",
-        [["--scheme=no_such"], ["--kind=no_such"], ["--ranks=1"], ["--ranks=x"], ["--density=2"],
-         ["--cluster=no_such"], ["--size=16K"], ["--op=gather"],
-         ["--measured=no_such.jsonl", "--cluster=perlmutter"]],
-    )  # fmt: skip
+        [
+            ["--scheme=no_such"],
+            ["--kind=no_such"],
+            ["--ranks=1"],
+            ["--ranks=x"],
+            ["--density=2"],
+            ["--cluster=no_such"],
+            ["--size=16K"],
+            ["--op=gather"],
+            ["--measured=no_such.jsonl", "--cluster=perlmutter"],
+        ],
+    )
     def test_mistakes_are_one_error(self, arguments, capsys):
         assert run_cli(*arguments) == ConfigError.exit_code
         assert "expected:" in capsys.readouterr().err

@@ -44,13 +44,25 @@ def cluster(
     """A CPU cluster whose codec takes the same for each element, whatever it does."""
     rates = tuple(
         CodecRate(op, form, density, 0.0, codec_s)
-        for op in CodecOp for form in FORMATS for density in (1e-6, 1.0)
-    )  # fmt: skip
+        for op in CodecOp
+        for form in FORMATS
+        for density in (1e-6, 1.0)
+    )
     inter = inter or intra
     return ClusterModel(
-        "test", "cpu", nodes, nic, intra, inter, inter if len(nodes) > 1 else intra, host_s, 0.0,
-        rates, {}, {},
-    )  # fmt: skip
+        "test",
+        "cpu",
+        nodes,
+        nic,
+        intra,
+        inter,
+        inter if len(nodes) > 1 else intra,
+        host_s,
+        0.0,
+        rates,
+        {},
+        {},
+    )
 
 
 def shape(n: int, form: Form = Form.ALL_REDUCE, numel: int = NUMEL, kept: int = 0) -> BucketShape:
@@ -195,9 +207,11 @@ def test_crowded_shards_slow_contiguous_ones_down_and_not_hashed_ones():
             predict(scheme, shape(n, numel=numel), p, where, OPTIONS).network_s
             for p in (profile, spread)
         )
-        assert crowded_s == pytest.approx(spread_s, rel=1e-9) if factor == 1 else (
-            crowded_s > factor * spread_s
-        ), scheme  # fmt: skip
+        assert (
+            crowded_s == pytest.approx(spread_s, rel=1e-9)
+            if factor == 1
+            else (crowded_s > factor * spread_s)
+        ), scheme
 
 
 def test_codec_work_is_counted_call_by_call():
@@ -218,10 +232,15 @@ def test_the_host_is_charged_for_messages():
 def test_kept_elements_are_priced_as_dense_whichever_way_the_profile_counts_them():
     n, kept = 4, 2**13
     pruned = uniform(n, 0.05, NUMEL - kept)
-    whole = replace(pruned, numel=NUMEL, densification={
-        k: (kept + pruned.sum_density(k) * (NUMEL - kept)) / (kept + 0.05 * (NUMEL - kept))
-        for k in pruned.densification
-    }, density=(kept + 0.05 * (NUMEL - kept)) / NUMEL)  # fmt: skip
+    whole = replace(
+        pruned,
+        numel=NUMEL,
+        densification={
+            k: (kept + pruned.sum_density(k) * (NUMEL - kept)) / (kept + 0.05 * (NUMEL - kept))
+            for k in pruned.densification
+        },
+        density=(kept + 0.05 * (NUMEL - kept)) / NUMEL,
+    )
     where = cluster(BANDWIDTH)
     a, b = (
         predict("direct", shape(n, kept=kept), p, where, OPTIONS).network_s for p in (pruned, whole)
@@ -270,9 +289,17 @@ def test_a_small_record_counts_what_the_large_one_has(form):
         offsets, keep = torch.tensor([0, values_N.numel()]), torch.zeros(1, dtype=torch.uint8)
         out = torch.empty(4 * values_N.numel() + 4096, dtype=torch.uint8)
         sizes = encode_segments(
-            values_N, offsets, keep, None, "fp32", 0, out, MessageBuffers(),
-            form=FORMAT_CODES[form], block_size=64,
-        )  # fmt: skip
+            values_N,
+            offsets,
+            keep,
+            None,
+            "fp32",
+            0,
+            out,
+            MessageBuffers(),
+            form=FORMAT_CODES[form],
+            block_size=64,
+        )
         return out[: int(sizes.sum())]
 
     large = record(small.repeat(16))

@@ -213,10 +213,14 @@ def test_the_reducer_records_gradients_and_what_was_selected(tmp_path):
     )
     progress = ProgressThread(torch.device("cpu"), 30.0)
     reducer = GradientReducer(
-        config, transport, FixedPlanner(config.compression, config.scheme),
-        ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED), NullRecorder(), progress,
+        config,
+        transport,
+        FixedPlanner(config.compression, config.scheme),
+        ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
+        NullRecorder(),
+        progress,
         recording=GradientRecorder(tmp_path, [1, 3]),
-    )  # fmt: skip
+    )
     gradients = [torch.randn(8192) for _ in range(3)]
     sums = []
     for step, gradient in enumerate(gradients):

@@ -31,22 +31,30 @@ HEADER, ENTRY = 48, 8
 
 
 def node(
-    alpha_s: float = 0.0, beta_s: float = 0.0, codec_s: float = 0.0, device: str = "cuda",
+    alpha_s: float = 0.0,
+    beta_s: float = 0.0,
+    codec_s: float = 0.0,
+    device: str = "cuda",
     nodes: tuple[int, ...] = (RANKS,),
-) -> ClusterModel:  # fmt: skip
+) -> ClusterModel:
     """A node whose codec takes the same for each element, whatever it does."""
     link = Link(alpha_s, beta_s)
     rates = tuple(
         CodecRate(op, form, density, 0.0, codec_s)
-        for op in CodecOp for form in FORMATS for density in (1e-6, 1.0)
-    )  # fmt: skip
+        for op in CodecOp
+        for form in FORMATS
+        for density in (1e-6, 1.0)
+    )
     return ClusterModel("test", device, nodes, "rank", link, link, link, 0.0, 0.0, rates, {}, {})
 
 
 def price_s(
-    cluster: ClusterModel, form: Form = Form.ALL_REDUCE, density: float = DENSITY,
-    options: SchemeOptions = COO, n: int = RANKS,
-) -> float:  # fmt: skip
+    cluster: ClusterModel,
+    form: Form = Form.ALL_REDUCE,
+    density: float = DENSITY,
+    options: SchemeOptions = COO,
+    n: int = RANKS,
+) -> float:
     profile = SparsityProfile.uniform(N, density, n)
     return predict(NAME, BucketShape(N, 0, 4, form, n), profile, cluster, options).total_s
 

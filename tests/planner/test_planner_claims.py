@@ -103,9 +103,21 @@ def test_a_row_and_the_verdict():
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     arguments = [
-        "bench", "planner", "--kinds", "uniform,uniform_50", "--ranks", "2", "--clusters",
-        "ethernet_25gbit", "--schemes", "direct", "--simulated-bytes", "256K", "--json", str(out),
-    ]  # fmt: skip
+        "bench",
+        "planner",
+        "--kinds",
+        "uniform,uniform_50",
+        "--ranks",
+        "2",
+        "--clusters",
+        "ethernet_25gbit",
+        "--schemes",
+        "direct",
+        "--simulated-bytes",
+        "256K",
+        "--json",
+        str(out),
+    ]
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     assert not end.value.code
@@ -121,22 +133,37 @@ def test_it_fails_when_the_claim_does(monkeypatch, capsys):
     """A planner that knows nothing of prices and takes the worst one."""
     from megatron_sparse.bench import planner
 
-    monkeypatch.setattr(
-        planner, "prices_us", lambda *_, **__: {"dense": 2.0, "sparse_ps": 1.0}
-    )  # fmt: skip
+    monkeypatch.setattr(planner, "prices_us", lambda *_, **__: {"dense": 2.0, "sparse_ps": 1.0})
     with pytest.raises(SystemExit) as end:
-        cli.main(["bench", "planner", "--kinds", "uniform_50", "--ranks", "4", "--clusters",
-                  "ethernet_25gbit", "--simulated-bytes", "256K"])  # fmt: skip
+        cli.main(
+            [
+                "bench",
+                "planner",
+                "--kinds",
+                "uniform_50",
+                "--ranks",
+                "4",
+                "--clusters",
+                "ethernet_25gbit",
+                "--simulated-bytes",
+                "256K",
+            ]
+        )
     assert end.value.code == 1
     assert "FAILS" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(("--kinds", "magic"), "unknown"), (("--ranks", "1"), "--ranks"), (("--op", "x"), "--op"),
-     (("--clusters", "mars"), "--clusters"), (("--schemes", "x"), "planner.schemes"),
-     (("--recording", "nowhere"), "no recording")],
-)  # fmt: skip
+    [
+        (("--kinds", "magic"), "unknown"),
+        (("--ranks", "1"), "--ranks"),
+        (("--op", "x"), "--op"),
+        (("--clusters", "mars"), "--clusters"),
+        (("--schemes", "x"), "planner.schemes"),
+        (("--recording", "nowhere"), "no recording"),
+    ],
+)
 def test_wrong_arguments_are_one_error(capsys, arguments, word):
     with pytest.raises(SystemExit) as end:
         cli.main(["bench", "planner", *arguments])
@@ -157,10 +184,18 @@ def test_between_real_ranks(tmp_path):
     of a machine that runs tests.
     """
     out = tmp_path / "rows.jsonl"
-    command = command_line([
-        "bench", "planner", "--kinds=uniform,disjoint", "--bucket-bytes=256K",
-        "--schemes=direct,agsparse", "--iters=3", "--warmup=1", f"--json={out}",
-    ])  # fmt: skip
+    command = command_line(
+        [
+            "bench",
+            "planner",
+            "--kinds=uniform,disjoint",
+            "--bucket-bytes=256K",
+            "--schemes=direct,agsparse",
+            "--iters=3",
+            "--warmup=1",
+            f"--json={out}",
+        ]
+    )
     assert run_loopback(command, 2) in (0, 1)
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["case"] for row in written] == ["uniform", "disjoint"]

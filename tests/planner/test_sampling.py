@@ -60,9 +60,13 @@ def sample(gradients, *, seeds=None, steps=None, wrap=lambda transport: transpor
         step = steps[rank] if steps else STEP
         encoded = make_message(bucket, step=step, **message)
         profile = yield from sample_profile(
-            bucket, encoded, wrap(transport), MessageBuffers(), Stopwatch(),
+            bucket,
+            encoded,
+            wrap(transport),
+            MessageBuffers(),
+            Stopwatch(),
             seed=seeds[rank] if seeds else 1,
-        )  # fmt: skip
+        )
         return profile
 
     return VirtualCluster(n).run(start)
@@ -157,9 +161,16 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
                 CompressionConfig(density=0.05), residuals(), transport.rank, buffers
             )
             message = selector.select(
-                bucket, 0.05, None, form="auto", block_size=256, sharded=True, step=STEP,
-                watch=watch, capacity=capacity,
-            )  # fmt: skip
+                bucket,
+                0.05,
+                None,
+                form="auto",
+                block_size=256,
+                sharded=True,
+                step=STEP,
+                watch=watch,
+                capacity=capacity,
+            )
             profile = None
             if samples:
                 profile = yield from sample_profile(

@@ -204,8 +204,10 @@ def test_a_rank_outside_the_group_is_refused(section):
         VirtualGroup(section)
 
 
-GRADIENTS = {r: torch.randint(-9, 10, (NUMEL,), generator=torch.Generator().manual_seed(r)).float()
-             for r in range(3)}  # fmt: skip
+GRADIENTS = {
+    r: torch.randint(-9, 10, (NUMEL,), generator=torch.Generator().manual_seed(r)).float()
+    for r in range(3)
+}
 SLOW_MS = 60.0
 
 
@@ -252,18 +254,25 @@ def _train(rank, world_size):
 
     results = {}
     for mode, scheme in (
-        ("persistent", "straggler"), ("dynamic", "straggler"), ("pinned", "straggler_direct"),
+        ("persistent", "straggler"),
+        ("dynamic", "straggler"),
         ("pinned", "straggler_direct"),
-    ):  # fmt: skip
+        ("pinned", "straggler_direct"),
+    ):
         recorder = Buckets()
         reducer, transport = _reducer(_gloo_config(mode, scheme), recorder, 20.0)
         sums = []
         for step in range(9):
             buckets = [
-                Bucket(f"b{i}", GRADIENTS[rank] * (i + 1), [ParameterSlice(f"w{i}", 0, NUMEL)],
-                       Form.ALL_REDUCE, world_size)
+                Bucket(
+                    f"b{i}",
+                    GRADIENTS[rank] * (i + 1),
+                    [ParameterSlice(f"w{i}", 0, NUMEL)],
+                    Form.ALL_REDUCE,
+                    world_size,
+                )
                 for i in range(2)
-            ]  # fmt: skip
+            ]
             pending = [reducer.start(bucket, step) for bucket in buckets]
             for handle in pending:
                 handle.wait()

@@ -17,9 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "scripts/gpu_check.sh", *arguments], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PYTHON": sys.executable}, timeout=120,
-    )  # fmt: skip
+        ["bash", "scripts/gpu_check.sh", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHON": sys.executable},
+        timeout=120,
+    )
 
 
 def test_a_dry_run_lists_stages_that_end_within_ten_minutes() -> None:
@@ -27,9 +31,16 @@ def test_a_dry_run_lists_stages_that_end_within_ten_minutes() -> None:
     assert done.returncode == 0, done.stderr
     stages = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert list(stages) == [
-        "build", "tests", "memcheck", "racecheck", "codecs", "hashing", "host", "engine",
+        "build",
+        "tests",
+        "memcheck",
+        "racecheck",
+        "codecs",
+        "hashing",
+        "host",
+        "engine",
         "two-shot",
-    ]  # fmt: skip
+    ]
     assert sum(int(line.split()[1]) for line in stages.values()) < 600
     assert "-m gpu" in stages["tests"]
     assert "--tool racecheck" in stages["racecheck"]
@@ -74,9 +85,13 @@ def test_the_floor_counts_every_byte_once() -> None:
 
 def test_a_wrong_row_shows_no_times() -> None:
     row = {
-        "world_size": 2, "density": 0.01, "bytes": 4, "bytes_moved": 8, "window_bytes": 1,
+        "world_size": 2,
+        "density": 0.01,
+        "bytes": 4,
+        "bytes_moved": 8,
+        "window_bytes": 1,
         "wrong": 3,
-    }  # fmt: skip
+    }
     assert peer.line(row).split()[4:8] == ["-"] * 4
     right = row | {"wrong": 0, "time_us": 20.0, "copy_us": 10.0, "host_us": 5.0}
     assert "50%" in peer.line(right)

@@ -17,10 +17,29 @@ import torch
 
 RANKS = 2
 BENCH = (
-    "bench", "collectives", "--scheme", "direct,agsparse", "--op", "all_reduce,reduce_scatter",
-    "--dtype", "fp32,bf16", "--density", "0.05", "--capacity", "1.25", "--min-bytes", "1M",
-    "--max-bytes", "1M", "--warmup", "1", "--iters", "2", "--timeout", "60",
-)  # fmt: skip
+    "bench",
+    "collectives",
+    "--scheme",
+    "direct,agsparse",
+    "--op",
+    "all_reduce,reduce_scatter",
+    "--dtype",
+    "fp32,bf16",
+    "--density",
+    "0.05",
+    "--capacity",
+    "1.25",
+    "--min-bytes",
+    "1M",
+    "--max-bytes",
+    "1M",
+    "--warmup",
+    "1",
+    "--iters",
+    "2",
+    "--timeout",
+    "60",
+)
 
 
 @pytest.mark.gpu
@@ -36,19 +55,25 @@ def run_ranks(arguments: list[str], folder: Path) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS),
-        "LOCAL_RANK": "0", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
-    }  # fmt: skip
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_RANK": "0",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
     command = [sys.executable, "-m", "megatron_sparse.cli", *arguments]
     path = folder / "rows.jsonl"
     processes = [
         subprocess.Popen(
             [*command, "--json", str(path)],
             env=shared | {"RANK": str(rank), "NCCL_HOSTID": f"host{rank}"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(RANKS)
-    ]  # fmt: skip
+    ]
     try:
         said = [process.communicate(timeout=180)[0] for process in processes]
     finally:

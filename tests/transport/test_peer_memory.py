@@ -171,9 +171,11 @@ def test_no_provider_that_works_is_the_last_ones_error(
     monkeypatch.setattr(peer_windows, "PROVIDERS", found)
     with pytest.raises(HostError, match="no way by this one"):
         open_windows(
-            ranks_on("cuda:0", (0, 0)), [BUCKET], SchemeConfig(peer_windows=wanted),
+            ranks_on("cuda:0", (0, 0)),
+            [BUCKET],
+            SchemeConfig(peer_windows=wanted),
             in_order_of_coming=False,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("own", [None, RuntimeError("peer access is not supported\nat line 3")])

@@ -26,18 +26,39 @@ from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 
 KEYS = {
-    "op", "scheme", "dtype", "density", "count", "bytes", "world_size", "wire_bytes", "time_us",
-    "dense_us", "encode_us", "network_us", "decode_us", "host_us", "transport", "modelled", "wrong",
-}  # fmt: skip
+    "op",
+    "scheme",
+    "dtype",
+    "density",
+    "count",
+    "bytes",
+    "world_size",
+    "wire_bytes",
+    "time_us",
+    "dense_us",
+    "encode_us",
+    "network_us",
+    "decode_us",
+    "host_us",
+    "transport",
+    "modelled",
+    "wrong",
+}
 """What every reader of the JSON lines may count on."""
 LINK = Link(1e-5, 8e-10)
 
 
 def sweep(**changed) -> Sweep:
     fields = {
-        "min_bytes": 2**14, "max_bytes": 2**14, "densities": [0.05], "dtypes": ["fp32"],
-        "schemes": ["direct"], "ops": ["all_reduce"], "warmup": 1, "iters": 2,
-    }  # fmt: skip
+        "min_bytes": 2**14,
+        "max_bytes": 2**14,
+        "densities": [0.05],
+        "dtypes": ["fp32"],
+        "schemes": ["direct"],
+        "ops": ["all_reduce"],
+        "warmup": 1,
+        "iters": 2,
+    }
     return Sweep(**fields | changed)
 
 
@@ -93,8 +114,14 @@ class TestVirtual:
         good, bad = run_virtual(4, schemes=["agsparse", "direct"])
         assert (good["wrong"], bad["wrong"]) == (0, 2 * 4)  # an element a step on each rank
         assert bad["time_us"] is None
-        code = run_cli("--virtual", "--ranks=2", "--min-bytes=16K", "--max-bytes=16K",
-                       "--density=0.05", "--scheme=direct")  # fmt: skip
+        code = run_cli(
+            "--virtual",
+            "--ranks=2",
+            "--min-bytes=16K",
+            "--max-bytes=16K",
+            "--density=0.05",
+            "--scheme=direct",
+        )
         assert code == 1
         assert "  4 " in capsys.readouterr().out.splitlines()[-1]
 
@@ -129,8 +156,11 @@ class TestInputs:
     def test_sums_stay_exact_for_as_many_ranks_as_are_allowed(self):
         case = Case(Form.ALL_REDUCE, "direct", "bf16", 1.0, 4096)
         most = 256 // (2 * 3)
-        parts = [case.small_integers(rank, most, step).double() for rank in range(most)
-                 for step in range(2)]  # fmt: skip
+        parts = [
+            case.small_integers(rank, most, step).double()
+            for rank in range(most)
+            for step in range(2)
+        ]
         assert sum(part.abs() for part in parts).max() <= 256
         with pytest.raises(ConfigError, match="too many ranks"):
             case.small_integers(0, most + 1, 0)
@@ -149,9 +179,10 @@ class TestInputs:
 
     def test_dense_schemes_run_once_and_missing_forms_are_left_out(self):
         cases = sweep(
-            schemes=["dense", "direct", "ssar_rd"], densities=[0.1, 0.2],
+            schemes=["dense", "direct", "ssar_rd"],
+            densities=[0.1, 0.2],
             ops=["all_reduce", "reduce_scatter"],
-        ).cases(3)  # fmt: skip
+        ).cases(3)
         names = [(case.form, case.scheme, case.density) for case in cases]
         assert names.count((Form.ALL_REDUCE, "dense", 1.0)) == 1
         assert (Form.ALL_REDUCE, "ssar_rd", 0.2) in names
@@ -168,16 +199,30 @@ class TestFigures:
         """Two ranks, three rounds; rank 1 is the slowest but for the first."""
 
         def figures(total, network, dense, wire):
-            return in_order({
-                "total": total, "threshold": 1, "prune": 2, "profile": 0, "encode": 3,
-                "network": network, "decode": 4, "host_cpu": total / 5, "dense": dense, "copy": 2,
-                "wire_bytes": wire, "nnz": 10,
-            })  # fmt: skip
+            return in_order(
+                {
+                    "total": total,
+                    "threshold": 1,
+                    "prune": 2,
+                    "profile": 0,
+                    "encode": 3,
+                    "network": network,
+                    "decode": 4,
+                    "host_cpu": total / 5,
+                    "dense": dense,
+                    "copy": 2,
+                    "wire_bytes": wire,
+                    "nnz": 10,
+                }
+            )
 
-        return torch.tensor([
-            [figures(50, 20, 90, 100), figures(40, 20, 90, 100), figures(40, 20, 90, 100)],
-            [figures(45, 15, 80, 200), figures(60, 30, 120, 200), figures(90, 60, 120, 200)],
-        ], dtype=torch.float64)  # fmt: skip
+        return torch.tensor(
+            [
+                [figures(50, 20, 90, 100), figures(40, 20, 90, 100), figures(40, 20, 90, 100)],
+                [figures(45, 15, 80, 200), figures(60, 30, 120, 200), figures(90, 60, 120, 200)],
+            ],
+            dtype=torch.float64,
+        )
 
     def test_the_slowest_rank_of_each_round_counts(self):
         row = Row.of(self.CASE, "agsparse", "gloo", 1000, 2, 0)
@@ -251,11 +296,22 @@ class TestLoopback:
     )
     def test_rows_are_right_timed_and_written(self, prune, schemes, ops, tmp_path):
         path = tmp_path / "rows.jsonl"
-        command = collective_launch.command_line([
-            "bench", "collectives", "--ranks=2", "--min-bytes=64K", "--max-bytes=64K",
-            "--density=0.05", f"--scheme={schemes}", f"--op={ops}", "--warmup=1", "--iters=3",
-            f"--json={path}", prune,
-        ])  # fmt: skip
+        command = collective_launch.command_line(
+            [
+                "bench",
+                "collectives",
+                "--ranks=2",
+                "--min-bytes=64K",
+                "--max-bytes=64K",
+                "--density=0.05",
+                f"--scheme={schemes}",
+                f"--op={ops}",
+                "--warmup=1",
+                "--iters=3",
+                f"--json={path}",
+                prune,
+            ]
+        )
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
@@ -291,10 +347,18 @@ class TestLoopback:
 
     def test_the_first_rank_to_fail_says_so_and_the_others_are_silent(self, tmp_path, capfd):
         """Rank 0 finds it; the others lose it in the middle of a collective."""
-        command = collective_launch.command_line([
-            "bench", "collectives", "--min-bytes=16K", "--max-bytes=16K", "--density=0.05",
-            "--scheme=direct", "--iters=1", f"--json={tmp_path / 'no' / 'rows.jsonl'}",
-        ])  # fmt: skip
+        command = collective_launch.command_line(
+            [
+                "bench",
+                "collectives",
+                "--min-bytes=16K",
+                "--max-bytes=16K",
+                "--density=0.05",
+                "--scheme=direct",
+                "--iters=1",
+                f"--json={tmp_path / 'no' / 'rows.jsonl'}",
+            ]
+        )
         assert collective_launch.run_loopback(command, 3) == ConfigError.exit_code
         error = capfd.readouterr().err
         assert error.count("error:") == 1, error

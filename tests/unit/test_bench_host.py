@@ -54,11 +54,19 @@ def test_rows_are_printed_and_written(tmp_path, capsys):
     assert not ended.value.code
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["scheme"], row["nccl_engine"]) for row in rows] == [
-        ("dense", False), ("direct", False), ("direct", True)
-    ]  # fmt: skip
+        ("dense", False),
+        ("direct", False),
+        ("direct", True),
+    ]
     assert set(rows[0]) == {
-        "scheme", "world_size", "posts", "host_cpu_us", "c10d_us", "dense_us", "nccl_engine"
-    }  # fmt: skip
+        "scheme",
+        "world_size",
+        "posts",
+        "host_cpu_us",
+        "c10d_us",
+        "dense_us",
+        "nccl_engine",
+    }
     printed = capsys.readouterr().out
     assert "NCCL's own time" in printed
     assert "direct (engine)" in printed

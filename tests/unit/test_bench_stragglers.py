@@ -32,9 +32,13 @@ DENSE = ("dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast"
 
 def bench(delays_ms, straggler=None, rule=True, **changed) -> StragglerSweep:
     fields = {
-        "min_bytes": 2**18, "max_bytes": 2**18, "densities": [0.02], "dtypes": ["fp32"],
-        "schemes": list(DEFAULT_SCHEMES), "ops": ["all_reduce"],
-    }  # fmt: skip
+        "min_bytes": 2**18,
+        "max_bytes": 2**18,
+        "densities": [0.02],
+        "dtypes": ["fp32"],
+        "schemes": list(DEFAULT_SCHEMES),
+        "ops": ["all_reduce"],
+    }
     return StragglerSweep(Sweep(**fields | changed), delays_ms, rule, straggler)
 
 
@@ -144,8 +148,15 @@ class TestVirtual:
         assert row["wrong"] == 2 * 4  # an element a step on each rank
         assert row["time_us"] is None
         assert found["dense", 0]["best_dense"] == "dense"
-        code = run_cli("--virtual", "--ranks=2", "--min-bytes=16K", "--max-bytes=16K",
-                       "--scheme=straggler", "--delay-ms=0", "--no-rule")  # fmt: skip
+        code = run_cli(
+            "--virtual",
+            "--ranks=2",
+            "--min-bytes=16K",
+            "--max-bytes=16K",
+            "--scheme=straggler",
+            "--delay-ms=0",
+            "--no-rule",
+        )
         assert code == 1
 
 
@@ -159,11 +170,14 @@ class TestRow:
         return StragglerRow.of(scheme, case, scheme, 3, 2, delay_s, LINK, 0)
 
     def test_time_counts_from_the_last_arrival_to_the_last_end(self):
-        rounds = torch.tensor([
-            [[10.0, 11.5, 100, 1000], [20.0, 21.6, 100, 1000], [30.0, 31.0, 100, 1000]],
-            [[10.1, 11.2, 300, 1000], [20.0, 21.2, 300, 1000], [30.0, 31.8, 300, 1000]],
-            [[10.5, 11.4, 200, 1000], [20.5, 21.1, 200, 1000], [30.4, 31.1, 200, 1000]],
-        ], dtype=torch.float64)  # fmt: skip
+        rounds = torch.tensor(
+            [
+                [[10.0, 11.5, 100, 1000], [20.0, 21.6, 100, 1000], [30.0, 31.0, 100, 1000]],
+                [[10.1, 11.2, 300, 1000], [20.0, 21.2, 300, 1000], [30.0, 31.8, 300, 1000]],
+                [[10.5, 11.4, 200, 1000], [20.5, 21.1, 200, 1000], [30.4, 31.1, 200, 1000]],
+            ],
+            dtype=torch.float64,
+        )
         row = self.row().measured(rounds, LINK)
         assert row.time_us == pytest.approx(1.1e6)  # of 1.0, 1.1, 1.4
         assert row.total_us == pytest.approx(1.6e6)  # of 1.5, 1.6, 1.8
@@ -216,11 +230,22 @@ def test_the_figure_shows_every_row_where_it_belongs(tmp_path):
 
 def test_ranks_over_loopback(tmp_path):
     path = tmp_path / "rows.jsonl"
-    command = collective_launch.command_line([
-        "bench", "stragglers", "--min-bytes=64K", "--max-bytes=64K", "--delay-ms=0,60",
-        "--scheme=dense,dense_ring,straggler,direct,straggler_direct", "--density=0.05",
-        "--straggler=0", "--warmup=1", "--iters=3", f"--json={path}", "--mbit=10000",
-    ])  # fmt: skip
+    command = collective_launch.command_line(
+        [
+            "bench",
+            "stragglers",
+            "--min-bytes=64K",
+            "--max-bytes=64K",
+            "--delay-ms=0,60",
+            "--scheme=dense,dense_ring,straggler,direct,straggler_direct",
+            "--density=0.05",
+            "--straggler=0",
+            "--warmup=1",
+            "--iters=3",
+            f"--json={path}",
+            "--mbit=10000",
+        ]
+    )
     assert collective_launch.run_loopback(command, 3) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     schemes = ["dense", "dense_ring", "straggler", "direct", "straggler_direct", RULE]

@@ -24,9 +24,14 @@ LINE = (
 
 def setting(**changed) -> training.Setting:
     fields = {
-        "schemes": ["plain", "direct"], "densities": [0.01], "ranks": 2, "mbit": None,
-        "warmup": 1, "iters": 3, "overrides": [],
-    }  # fmt: skip
+        "schemes": ["plain", "direct"],
+        "densities": [0.01],
+        "ranks": 2,
+        "mbit": None,
+        "warmup": 1,
+        "iters": 3,
+        "overrides": [],
+    }
     return training.Setting(**fields | changed)
 
 
@@ -44,11 +49,14 @@ def runs(monkeypatch, tmp_path):
         folder.mkdir()
         lines = [
             {
-                "exposed_ms": ms, "wire_bytes": 10 * ms, "dense_bytes": 4000,
-                "host_cpu_ms": 0.5 * ms, "schemes": {"direct": 3, "dense": 2},
+                "exposed_ms": ms,
+                "wire_bytes": 10 * ms,
+                "dense_bytes": 4000,
+                "host_cpu_ms": 0.5 * ms,
+                "schemes": {"direct": 3, "dense": 2},
             }
             for ms in (9, 1, 3, 2)
-        ]  # fmt: skip
+        ]
         (folder / "breakdown.jsonl").write_text("".join(json.dumps(li) + "\n" for li in lines))
         return 0
 

@@ -169,16 +169,39 @@ class TestOthers:
     def test_bench_prune(self, calls):
         """A row that is wrong fails the command."""
         code = run(
-            "bench", "prune", "--min-bytes", "64K", "--max-bytes", "1M", "--density", "0.001,0.01",
-            "--dtype", "bf16", "--residual-dtype", "bf16", "--warmup", "1", "--iters", "2",
-            "--threads", "1", "--json", "rows.jsonl",
-        )  # fmt: skip
+            "bench",
+            "prune",
+            "--min-bytes",
+            "64K",
+            "--max-bytes",
+            "1M",
+            "--density",
+            "0.001,0.01",
+            "--dtype",
+            "bf16",
+            "--residual-dtype",
+            "bf16",
+            "--warmup",
+            "1",
+            "--iters",
+            "2",
+            "--threads",
+            "1",
+            "--json",
+            "rows.jsonl",
+        )
         assert code == 1
         assert calls["megatron_sparse.bench.prune"][1] == {
-            "min_bytes": 2**16, "max_bytes": 2**20, "densities": [0.001, 0.01], "dtype": "bf16",
-            "residual_dtype": "bf16", "warmup": 1, "iters": 2, "json_path": Path("rows.jsonl"),
+            "min_bytes": 2**16,
+            "max_bytes": 2**20,
+            "densities": [0.001, 0.01],
+            "dtype": "bf16",
+            "residual_dtype": "bf16",
+            "warmup": 1,
+            "iters": 2,
+            "json_path": Path("rows.jsonl"),
             "threads": 1,
-        }  # fmt: skip
+        }
 
     @pytest.mark.parametrize(
         "arguments",

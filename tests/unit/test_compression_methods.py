@@ -28,9 +28,10 @@ from tests.collectives.test_capacity import OnDevice
 
 NUMEL = 6000
 PIECES = (
-    ParameterSlice("w0", 0, 3500), ParameterSlice("b", 3500, 3600, keep=True),
+    ParameterSlice("w0", 0, 3500),
+    ParameterSlice("b", 3500, 3600, keep=True),
     ParameterSlice("w1", 3650, NUMEL),
-)  # fmt: skip
+)
 """With padding before w1."""
 
 
@@ -51,9 +52,16 @@ class Rank:
         """Sends fp32 values; leaves them pending."""
         bucket = Bucket("b", gradient_N.clone(), PIECES, Form.ALL_REDUCE, 1)
         message = self.selector.select(
-            bucket, density or self.config.density, None, form="auto", block_size=256,
-            sharded=False, step=step, watch=Stopwatch(), capacity=capacity,
-        )  # fmt: skip
+            bucket,
+            density or self.config.density,
+            None,
+            form="auto",
+            block_size=256,
+            sharded=False,
+            step=step,
+            watch=Stopwatch(),
+            capacity=capacity,
+        )
         kept = message.pruned_nnz
         return selected_values(bucket, message, self.selector.buffers).clone(), kept
 
@@ -162,8 +170,10 @@ def test_a_restored_rank_goes_on_bit_for_bit(method):
         assert torch.equal(results[0][0], results[1][0]), step
         whole.commit()
         resumed.commit()
-    assert all(torch.equal(a, b) for a, b in zip(whole.held().values(), resumed.held().values(),
-                                                 strict=True))  # fmt: skip
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.held().values(), resumed.held().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("method", NAMES)
@@ -249,9 +259,13 @@ class TestDGC:
         rank.commit()
         held = rank.held()
         expected = dgc_step(
-            _gradient(0).bfloat16(), torch.zeros(NUMEL), torch.zeros(NUMEL),
-            _spread(rank.selector.thresholds_R), 0.5, True,
-        )  # fmt: skip
+            _gradient(0).bfloat16(),
+            torch.zeros(NUMEL),
+            torch.zeros(NUMEL),
+            _spread(rank.selector.thresholds_R),
+            0.5,
+            True,
+        )
         assert torch.equal(held["momentum"].double(), expected[1])
         assert torch.equal(held["residual"].double(), expected[2])
 
@@ -306,11 +320,17 @@ class TestThresholdReuse:
                     rank.method.stores["residual"]["b"].zero_()
             messages = [
                 rank.selector.select(
-                    bucket, density, None, form="auto", block_size=256, sharded=False, step=step,
+                    bucket,
+                    density,
+                    None,
+                    form="auto",
+                    block_size=256,
+                    sharded=False,
+                    step=step,
                     watch=Stopwatch(),
                 )
                 for rank, bucket in zip((reused, sampled), buckets, strict=True)
-            ]  # fmt: skip
+            ]
             kept = messages[0].pruned_nnz
             steps.append(Step(float(sampled.selector.thresholds_R), kept, density, counts))
             thresholds.append(float(reused.selector.thresholds_R))
@@ -353,9 +373,15 @@ class TestThresholdReuse:
             if "b" in store:
                 store["b"].zero_()
             selector.select(
-                bucket, 0.1, None, form="auto", block_size=256, sharded=False, step=step,
+                bucket,
+                0.1,
+                None,
+                form="auto",
+                block_size=256,
+                sharded=False,
+                step=step,
                 watch=Stopwatch(),
-            )  # fmt: skip
+            )
         state = selector.method.state_dict()["b"]
         assert (state["sampled_step"], state["step"]) == (0, 3)
 
@@ -418,8 +444,9 @@ def test_a_capacity_below_the_band_hides_what_reuse_must_see():
 
 
 def test_the_documentation_names_tests_that_exist():
-    named = [pair for _, pairs in doc_tables.rows_with_tests("docs/compression.md")
-             for pair in pairs]  # fmt: skip
+    named = [
+        pair for _, pairs in doc_tables.rows_with_tests("docs/compression.md") for pair in pairs
+    ]
     assert len(named) >= 6
     for path, name in named:
         assert name in doc_tables.test_functions(path), name

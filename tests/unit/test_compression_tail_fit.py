@@ -51,8 +51,14 @@ def test_something_is_sent_wherever_there_is_something(tail_fit):
 
 def test_stages_share_what_is_to_be_lost():
     assert [stages_of(d) for d in (0.5, 0.25, 0.1, 0.05, 0.01, 0.001, 1e-4)] == [
-        1, 1, 1, 2, 2, 3, 4
-    ]  # fmt: skip
+        1,
+        1,
+        1,
+        2,
+        2,
+        3,
+        4,
+    ]
 
 
 def _tails():
@@ -74,11 +80,15 @@ def _tails():
 # 2 * 0.05 / sqrt(10).
 BIAS = {
     "exponential": {
-        "exponential": 0.02, "laplace": 0.02, "normal": 0.03, "gamma": 0.08, "pareto": 0.06
+        "exponential": 0.02,
+        "laplace": 0.02,
+        "normal": 0.03,
+        "gamma": 0.08,
+        "pareto": 0.06,
     },
     "gamma": {"exponential": 0.02, "laplace": 0.02, "normal": 0.08, "gamma": 0.05, "pareto": 0.05},
     "pareto": {"exponential": 0.02, "laplace": 0.02, "normal": 0.04, "gamma": 0.06, "pareto": 0.04},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tail_fit", TAIL_FITS)

@@ -23,12 +23,16 @@ pytestmark = pytest.mark.skipif(
 
 # Enough text for the smallest vocabulary; the last document spells the end of a document out.
 DOCUMENTS = [
-    *((f"module_{i}.py", f"def function_{i}(x):\n    return x ** {i} + {i * i}\n" * 9)
-      for i in range(40)),
-    *((f"words_{i}.py", " ".join(f"w{chr(97 + j % 26)}{i}{j * 7 % 100}" for j in range(200)))
-      for i in range(20)),
+    *(
+        (f"module_{i}.py", f"def function_{i}(x):\n    return x ** {i} + {i * i}\n" * 9)
+        for i in range(40)
+    ),
+    *(
+        (f"words_{i}.py", " ".join(f"w{chr(97 + j % 26)}{i}{j * 7 % 100}" for j in range(200)))
+        for i in range(20)
+    ),
     ("spelled.py", f"END = '{corpus.EOD_TOKEN}'\n" * 30),
-]  # fmt: skip
+]
 
 
 @pytest.fixture

@@ -37,10 +37,24 @@ def test_this_machine_gets_every_line() -> None:
     checks = doctor.collect()
     names = {check.name for check in checks}
     assert names >= {
-        "Python", "torch", "Triton", "megatron-core", "door of attach", "Transformer Engine",
-        "Apex", "Hydra", "tokenizers", "W&B", "C++ compiler", "nvcc", "gloo", "NCCL", "cores",
-        "memory", "GLOO_SOCKET_IFNAME",
-    }  # fmt: skip
+        "Python",
+        "torch",
+        "Triton",
+        "megatron-core",
+        "door of attach",
+        "Transformer Engine",
+        "Apex",
+        "Hydra",
+        "tokenizers",
+        "W&B",
+        "C++ compiler",
+        "nvcc",
+        "gloo",
+        "NCCL",
+        "cores",
+        "memory",
+        "GLOO_SOCKET_IFNAME",
+    }
     for check in checks:
         assert check.status in ("ok", "warn", "fail")
         assert check.detail
@@ -176,9 +190,11 @@ def test_extension_that_is_loaded_on_first_use_is_fine(monkeypatch: pytest.Monke
     found = looked(doctor._extension)
     assert found["extension, cpu"].status == "ok"
     assert found["extension, cuda"] == Check(
-        "extension, cuda", "warn", "no symbol: torch operations make the messages, slower",
+        "extension, cuda",
+        "warn",
+        "no symbol: torch operations make the messages, slower",
         "python -m megatron_sparse.cuda_ext.build",
-    )  # fmt: skip
+    )
 
 
 def test_network_interface(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,13 +41,15 @@ def job(
             RankReport(
                 rank,
                 f"n{rank // 2}",
-                {p: (latency_us and latency_us(rank, p)) or 20 + 30 * inter(rank, p)
-                 for p in reached},
+                {
+                    p: (latency_us and latency_us(rank, p)) or 20 + 30 * inter(rank, p)
+                    for p in reached
+                },
                 {p: (gbit_s and gbit_s(rank, p)) or 100 - 75 * inter(rank, p) for p in reached},
                 cut,
                 {p: offset_s(p) - offset_s(rank) if offset_s else 0.0 for p in reached},
             )
-        )  # fmt: skip
+        )
     return reports
 
 
@@ -68,8 +70,9 @@ class TestVerdict:
         """Rank 3's port. Inside n1 there is one link, which does not tell its two ends apart."""
         found = judge(job(gbit_s=lambda a, b: 5 if 3 in (a, b) else 0), WORLD)
         assert {(f.who, f.detail.split(":")[0]) for f in found} == {
-            ("rank 3 on n1", "bandwidth to other hosts"), ("n1", "bandwidth inside its host"),
-        }  # fmt: skip
+            ("rank 3 on n1", "bandwidth to other hosts"),
+            ("n1", "bandwidth inside its host"),
+        }
 
     def test_the_threshold_is_what_the_documentation_says(self):
         """A rank is slow when its best link is below half of the median."""
@@ -97,8 +100,10 @@ class TestVerdict:
         reports = job(without=(4, 5))
         (found,) = judge(reports, WORLD, [f"node-{rank // 2}" for rank in range(WORLD)])
         assert (found.status, found.who, found.detail) == (
-            "fail", "node-2", "no answer from ranks 4, 5"
-        )  # fmt: skip
+            "fail",
+            "node-2",
+            "no answer from ranks 4, 5",
+        )
         (found,) = judge(reports, WORLD)
         assert found.who == "a host that is not known"
 
@@ -186,8 +191,12 @@ class TestArguments:
 
     def request(self, **changes) -> doctor.Request:
         fields = {
-            "ranks": None, "cluster": None, "timeout_s": 60, "strict": False, "json": None
-        } | changes  # fmt: skip
+            "ranks": None,
+            "cluster": None,
+            "timeout_s": 60,
+            "strict": False,
+            "json": None,
+        } | changes
         return doctor.Request(**fields)
 
     def test_nobody_to_talk_to(self):
@@ -215,16 +224,25 @@ class TestArguments:
 
 def start(rank: int, world: int, port: int, report: Path, timeout_s: int, *, code: str):
     environment = os.environ | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1", "COLUMNS": "200",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
     arguments = ["doctor", "--distributed", f"--timeout={timeout_s}", f"--json={report}"]
     program = f"{code}\nfrom megatron_sparse.cli import main\nmain({arguments!r})"
     return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def free_port() -> int:

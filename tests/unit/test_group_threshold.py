@@ -79,18 +79,27 @@ def _reduce(rank, world_size):
     from megatron_sparse.compression.residual import Outcome, ResidualStore
 
     config = SparseConfig.from_overrides(
-        scheme="direct", density=0.1, warmup_iters=0, ramp_iters=0, threshold_scope="tp_group",
+        scheme="direct",
+        density=0.1,
+        warmup_iters=0,
+        ramp_iters=0,
+        threshold_scope="tp_group",
         timeout_s=30.0,
-    )  # fmt: skip
+    )
     cpu = torch.device("cpu")
     alone = [dist.new_group([member]) for member in range(world_size)][rank]
     transports = [ProcessGroupTransport(group, 30.0, cpu) for group in (alone, dist.group.WORLD)]
     progress = ProgressThread(cpu, 30.0)
     residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
     reducer = GradientReducer(
-        config, transports[0], planner_of(config, logs=False), residuals, NullRecorder(), progress,
+        config,
+        transports[0],
+        planner_of(config, logs=False),
+        residuals,
+        NullRecorder(),
+        progress,
         tensor_parallel=transports[1],
-    )  # fmt: skip
+    )
     kept = []
     for step in range(2):
         bucket, given = _bucket(rank), _bucket(rank).grad_N
@@ -117,9 +126,13 @@ def test_it_is_refused_where_there_is_no_group_or_no_common_plan():
     config = SparseConfig.from_overrides(threshold_scope="tp_group")
     with pytest.raises(ConfigError, match="without a tensor-parallel group"):
         GradientReducer(
-            config, VirtualCluster(1).transports[0], planner_of(config, logs=False),
-            None, NullRecorder(), None,
-        )  # fmt: skip
+            config,
+            VirtualCluster(1).transports[0],
+            planner_of(config, logs=False),
+            None,
+            NullRecorder(),
+            None,
+        )
     with pytest.raises(ConfigError, match="the same plan on the whole group"):
         SparseConfig.from_overrides(
             threshold_scope="tp_group", planner=PlannerConfig(cluster="perlmutter")

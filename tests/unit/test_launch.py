@@ -18,9 +18,12 @@ from megatron_sparse.run_config import RunConfig
 from megatron_sparse.transport.nccl_errors import ENVIRONMENT
 
 TASK = {
-    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_JOB_ID": "12345", "MASTER_ADDR": "n0",
-}  # fmt: skip
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_JOB_ID": "12345",
+    "MASTER_ADDR": "n0",
+}
 
 
 @pytest.fixture
@@ -207,9 +210,12 @@ class TestSlurm:
 
     def test_a_task_of_srun_is_a_rank(self):
         assert slurm.ranks(TASK) == {
-            "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
-            "MASTER_ADDR": "n0", "MASTER_PORT": "22345",
-        }  # fmt: skip
+            "RANK": "5",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "MASTER_ADDR": "n0",
+            "MASTER_PORT": "22345",
+        }
 
     def test_a_port_of_the_users_is_kept(self):
         assert slurm.ranks(TASK | {"MASTER_PORT": "1"})["MASTER_PORT"] == "1"

@@ -66,6 +66,12 @@ def test_the_names_are_those_of_the_configuration():
 def test_torch_operations_refuse_what_they_cannot_write():
     with pytest.raises(ExtensionError, match="torch operations do not write"):
         torch_codec.encode(
-            torch.zeros(8), torch.tensor([0, 8]), torch.zeros(1, dtype=torch.uint8),
-            torch.tensor([0]), 0, 0, torch.zeros(200, dtype=torch.uint8), form=FORMAT_PICI,
-        )  # fmt: skip
+            torch.zeros(8),
+            torch.tensor([0, 8]),
+            torch.zeros(1, dtype=torch.uint8),
+            torch.tensor([0]),
+            0,
+            0,
+            torch.zeros(200, dtype=torch.uint8),
+            form=FORMAT_PICI,
+        )

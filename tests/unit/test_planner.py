@@ -52,18 +52,31 @@ def test_predicted_bytes():
 
 @pytest.mark.parametrize(
     ("form", "density", "bytes_per_element"),
-    [("auto", 0.01, 0.08), ("auto", 0.5, 2.125), ("auto", 0.99, 4), ("coo", 0.5, 4),
-     ("coo", 0.3, 2.4), ("pici", 0.01, 0.165), ("dense", 0.01, 4)],
-)  # fmt: skip
+    [
+        ("auto", 0.01, 0.08),
+        ("auto", 0.5, 2.125),
+        ("auto", 0.99, 4),
+        ("coo", 0.5, 4),
+        ("coo", 0.3, 2.4),
+        ("pici", 0.01, 0.165),
+        ("dense", 0.01, 4),
+    ],
+)
 def test_bytes_of_a_record(form, density, bytes_per_element):
     assert record_bytes(density, 4, form) == pytest.approx(bytes_per_element)
 
 
 @pytest.mark.parametrize(
     ("world_size", "density", "scheme"),
-    [(4, 0.01, "agsparse"), (4, 0.2, "direct"), (4, 0.6, "dense"), (32, 0.01, "direct"),
-     (2, 0.3, "agsparse"), (16, 0.5, "dense")],
-)  # fmt: skip
+    [
+        (4, 0.01, "agsparse"),
+        (4, 0.2, "direct"),
+        (4, 0.6, "dense"),
+        (32, 0.01, "direct"),
+        (2, 0.3, "agsparse"),
+        (16, 0.5, "dense"),
+    ],
+)
 def test_auto_takes_the_fewest_bytes_and_dense_where_few_are_saved(world_size, density, scheme):
     planner = _planner("auto", density=density)
     assert planner.plan_for(_bucket(world_size), 10).scheme == scheme

@@ -186,9 +186,15 @@ def test_a_stage_that_took_no_time_is_not_in_the_legend(run):
 def test_numbers_of_the_buckets(run):
     data = load_run(run, 0)
     assert cells(tables.bucket_table(data, [data]))["dense1.0"] == [
-        "100,000", "direct", "1.00%", "11.72 KiB", "1.00", "4.30", "4.30",
+        "100,000",
+        "direct",
+        "1.00%",
+        "11.72 KiB",
+        "1.00",
+        "4.30",
+        "4.30",
         "direct 1000 us, dense 5000 us",
-    ]  # fmt: skip
+    ]
     phases = cells(tables.phase_table(data, [data]))
     assert phases["warmup"][0] == "2"
     assert phases["target"][3:5] == ["2.00%", "1.00%"]
@@ -198,8 +204,14 @@ def test_numbers_of_stragglers_and_sparsity(run):
     data = load_run(run, 0)
     # 10 steps of 3 buckets; rank 1 comes 2 ms after the last of the others.
     assert cells(tables.straggler_table([data]))["one"] == [
-        "30", "2.00", "2.00", "2.00", "1", "100%", "100%",
-    ]  # fmt: skip
+        "30",
+        "2.00",
+        "2.00",
+        "2.00",
+        "1",
+        "100%",
+        "100%",
+    ]
     row = cells(tables.sparsity_table(data, [data]))["dense0.0"]
     assert row[1] == "1.00%"
     # Four ranks that select independently: 1 - 0.99^4.

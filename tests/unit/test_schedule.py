@@ -44,9 +44,12 @@ def test_staircase_is_the_warm_up_of_deep_gradient_compression():
 )
 def test_a_stair_lies_above_the_target(start, density, stairs):
     config = _config(
-        density=density, warmup_iters=0, ramp_iters=6, ramp_start_density=start,
+        density=density,
+        warmup_iters=0,
+        ramp_iters=6,
+        ramp_start_density=start,
         ramp_shape="staircase",
-    )  # fmt: skip
+    )
     densities = [phase_and_density(config, step)[1] for step in range(7)]
     assert list(dict.fromkeys(densities[:6])) == stairs
     assert densities[6] == density

@@ -26,18 +26,32 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("megatron_sparse", "triton_kernels", "cuda_ext", "scripts", "examples")
 
 PICKLES = {
-    "pickle.load", "pickle.loads", "pickle.Unpickler", "cPickle.load", "dill.load", "dill.loads",
-    "cloudpickle.load", "cloudpickle.loads", "marshal.load", "marshal.loads", "shelve.open",
-    "joblib.load", "pandas.read_pickle",
-}  # fmt: skip
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "cPickle.load",
+    "dill.load",
+    "dill.loads",
+    "cloudpickle.load",
+    "cloudpickle.loads",
+    "marshal.load",
+    "marshal.loads",
+    "shelve.open",
+    "joblib.load",
+    "pandas.read_pickle",
+}
 PICKLED_COLLECTIVES = {
-    "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list",
-    "send_object_list", "recv_object_list",
-}  # fmt: skip
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "broadcast_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
 """torch.distributed's, which unpickle what a peer sent."""
 JUSTIFIED = {
     "megatron_sparse/transport/peer_memory.py": ["dist.all_gather_object"],
-}  # fmt: skip
+}
 """CUDA IPC handles, which only torch's own pickled form carries, between ranks of one job on one
 machine: whoever could send another one runs the same user's code already."""
 YAML_LOADERS = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
@@ -77,21 +91,33 @@ def dangers(source: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     "line",
     [
-        "pickle.load(f)", "torch.load(p)", "torch.load(p, weights_only=False)",
-        "torch.load(p, weights_only=flag)", "np.load(p)", "yaml.load(f, Loader=yaml.Loader)",
-        "dist.all_gather_object(a, b)", "eval(x)", "subprocess.run(c, shell=True)",
+        "pickle.load(f)",
+        "torch.load(p)",
+        "torch.load(p, weights_only=False)",
+        "torch.load(p, weights_only=flag)",
+        "np.load(p)",
+        "yaml.load(f, Loader=yaml.Loader)",
+        "dist.all_gather_object(a, b)",
+        "eval(x)",
+        "subprocess.run(c, shell=True)",
         "os.system(c)",
     ],
-)  # fmt: skip
+)
 def test_the_check_finds(line):
     assert list(dangers(line))
 
 
 @pytest.mark.parametrize(
     "line",
-    ["torch.load(p, weights_only=True)", "np.load(p, allow_pickle=False)", "yaml.safe_load(f)",
-     "# eval(x)", "model.eval()", "subprocess.run(c, shell=False)"],
-)  # fmt: skip
+    [
+        "torch.load(p, weights_only=True)",
+        "np.load(p, allow_pickle=False)",
+        "yaml.safe_load(f)",
+        "# eval(x)",
+        "model.eval()",
+        "subprocess.run(c, shell=False)",
+    ],
+)
 def test_the_check_lets_pass(line):
     assert not list(dangers(line))
 
@@ -125,15 +151,43 @@ def test_a_configuration_cannot_name_python_objects(tmp_path):
 
 
 SECRETS = (
-    "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "GITHUB_TOKEN_2",
-    "DB_PASSWORD", "db.passwd", "clientSecret", "apiKey", "apikey", "MY_KEY", "ssh_private_key",
-    "--api-key", "cluster.env.OPENAI_API_KEY", "credentials", "REGISTRY_AUTH", "token",
-)  # fmt: skip
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_ACCESS_KEY_ID",
+    "GITHUB_TOKEN_2",
+    "DB_PASSWORD",
+    "db.passwd",
+    "clientSecret",
+    "apiKey",
+    "apikey",
+    "MY_KEY",
+    "ssh_private_key",
+    "--api-key",
+    "cluster.env.OPENAI_API_KEY",
+    "credentials",
+    "REGISTRY_AUTH",
+    "token",
+)
 INNOCENT = (
-    "tokenizer_type", "moe_token_dispatcher_type", "tokens", "num_tokens", "fim_eod_token",
-    "rl_skip_bos_token", "key", "sort_key", "hash_seed", "keep_patterns", "KEYBOARD", "author",
-    "passes", "compass", "monkey", "", "123",
-)  # fmt: skip
+    "tokenizer_type",
+    "moe_token_dispatcher_type",
+    "tokens",
+    "num_tokens",
+    "fim_eod_token",
+    "rl_skip_bos_token",
+    "key",
+    "sort_key",
+    "hash_seed",
+    "keep_patterns",
+    "KEYBOARD",
+    "author",
+    "passes",
+    "compass",
+    "monkey",
+    "",
+    "123",
+)
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -148,21 +202,29 @@ def test_innocent_names(name):
 
 def test_redact_goes_through_everything_and_mutates_nothing():
     config = {
-        "cluster": {"env": {"HF_TOKEN": "planted", "NCCL_DEBUG": "INFO", "HTTP_PROXY": "http://u:planted@h:1/x"}},
+        "cluster": {
+            "env": {
+                "HF_TOKEN": "planted",
+                "NCCL_DEBUG": "INFO",
+                "HTTP_PROXY": "http://u:planted@h:1/x",
+            }
+        },
         "wandb": {"api_key": "planted", "entity": None},
         "tokens": ["hf_" + "a" * 30, "plain", 3],
         "passwords": ("kept",),
         "token": None,
         "use_token": True,
         "secret": ["planted", "planted"],
-    }  # fmt: skip
+    }
     before = repr(config)
     shown = redact(config)
     assert repr(config) == before
     assert "planted" not in repr(shown)
     assert shown["cluster"]["env"] == {
-        "HF_TOKEN": REDACTED, "NCCL_DEBUG": "INFO", "HTTP_PROXY": f"http://u:{REDACTED}@h:1/x",
-    }  # fmt: skip
+        "HF_TOKEN": REDACTED,
+        "NCCL_DEBUG": "INFO",
+        "HTTP_PROXY": f"http://u:{REDACTED}@h:1/x",
+    }
     assert shown["tokens"] == [REDACTED, "plain", 3]
     # Whether something is set may be known.
     assert (shown["token"], shown["wandb"]["entity"]) == (None, None)
@@ -172,16 +234,20 @@ def test_redact_goes_through_everything_and_mutates_nothing():
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("megatron-sparse train cluster.env.HF_TOKEN=planted name=a",
-         "megatron-sparse train 'cluster.env.HF_TOKEN=***' name=a"),
-        ("megatron-sparse train 'cluster.env={A_KEY:planted,B:c}'",
-         "megatron-sparse train 'cluster.env={A_KEY:***,B:c}'"),
+        (
+            "megatron-sparse train cluster.env.HF_TOKEN=planted name=a",
+            "megatron-sparse train 'cluster.env.HF_TOKEN=***' name=a",
+        ),
+        (
+            "megatron-sparse train 'cluster.env={A_KEY:planted,B:c}'",
+            "megatron-sparse train 'cluster.env={A_KEY:***,B:c}'",
+        ),
         ("x --api-key planted --seed 3", "x --api-key *** --seed 3"),
         ("x --api-key=planted", "x '--api-key=***'"),
         ("curl https://me:planted@host/", "curl 'https://me:***@host/'"),
         ("megatron-sparse train compression.density=0.01", None),
     ],
-)  # fmt: skip
+)
 def test_commands(command, shown):
     assert redact_command(command) == (shown or command)
 

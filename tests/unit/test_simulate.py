@@ -115,9 +115,14 @@ def test_traffic_of_the_codec():
     for fresh, touched in ((False, nnz * 64), (True, 4 * numel)):
         with TrafficCounter() as counter:
             decode_add_(
-                grad_N, message.buffer[:record], message.layout.segment_offsets, "fp32", 0,
-                rank=0, fresh=fresh,
-            )  # fmt: skip
+                grad_N,
+                message.buffer[:record],
+                message.layout.segment_offsets,
+                "fp32",
+                0,
+                rank=0,
+                fresh=fresh,
+            )
         # Beside it: a word or two of offsets and status, on the host.
         assert record + touched <= counter.moved_bytes <= record + touched + 64
 
@@ -160,8 +165,9 @@ def test_the_ring_in_closed_form_is_the_clusters(world_size, charged):
     links = (PLAIN.intra, PLAIN.inter)
     expected = all_gather.seconds_of_ring(world_size, 2**22, links, local)
     assert scatter.time_s == pytest.approx(expected, rel=1e-9)
-    gathered = drive(job, lambda transport, _: all_gather.ring(
-        make_bucket(job, torch.ones(numel)), transport))  # fmt: skip
+    gathered = drive(
+        job, lambda transport, _: all_gather.ring(make_bucket(job, torch.ones(numel)), transport)
+    )
     expected = all_gather.seconds_of_ring(world_size, 2**22, links)
     assert gathered.time_s == pytest.approx(expected, rel=1e-9)
 
@@ -213,8 +219,9 @@ def test_command_line(tmp_path, capsys):
     where = ["--out", str(tmp_path / "new"), "--fast"]
     cli.app(["simulate", "--paper", "zen", "--figure", "8", *where], standalone_mode=False)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-        "zen-figure-8.csv", "zen-figure-8.png"
-    ]  # fmt: skip
+        "zen-figure-8.csv",
+        "zen-figure-8.png",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,11 @@ def test_the_critical_delay_on_the_cluster_is_appendix_b():
         assert found == pytest.approx(exact_ms, abs=GREETING_S * 1e3)
         # (2 (n - 2) + log n) / (n - 1) - 2 (n - 1) / n, for which StragglAR writes log n / n.
         exact, simplified = {4: (1 / 2, 2 / 4), 8: (15 / 7 - 7 / 4, 3 / 8)}[n]
-        ratios = {name: row["ratio"] for (panel, name, ranks), row in rows.items()
-                  if (panel, ranks) == ("beta only", n)}  # fmt: skip
+        ratios = {
+            name: row["ratio"]
+            for (panel, name, ranks), row in rows.items()
+            if (panel, ranks) == ("beta only", n)
+        }
         assert ratios["on the cluster"] == pytest.approx(exact)
         assert ratios["appendix B, exact"] == pytest.approx(exact)
         assert ratios["appendix B, simplified"] == pytest.approx(simplified)
@@ -57,9 +60,10 @@ def test_figure_5_has_each_panel_and_delays_only_move_what_knows_of_them():
     assert {row["panel"] for row in rows} == {"ideal delay", "mean delay", "delays"}
     for name in stragglar.NAMES.values():
         after_ms = [
-            row["time_ms"] for row in rows
+            row["time_ms"]
+            for row in rows
             if (row["panel"], row["series"]) == ("delays", name) and "H100" in row["machine"]
-        ]  # fmt: skip
+        ]
         knows = name in (stragglar.NAMES[scheme] for scheme in stragglar.AWARE)
         assert (after_ms[1] < after_ms[0] - 1) == knows, name
 

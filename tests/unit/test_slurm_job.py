@@ -17,9 +17,13 @@ from megatron_sparse.megatron import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {
-    "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "5", "SLURM_JOB_ID": "10007",
-    "SLURM_STEP_NODELIST": "n[0-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-}  # fmt: skip
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_JOB_ID": "10007",
+    "SLURM_STEP_NODELIST": "n[0-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
 
 
 @pytest.fixture
@@ -85,9 +89,16 @@ class TestSaveSignal:
     """`training.save_signal` and `cluster.requeue`."""
 
     def flags(self, tmp_path, *overrides: str) -> dict[str, object]:
-        config = compose(["data=mock", "cluster.device=cpu", "training.precision=fp32",
-                          "training.iterations=50", "training.lr_warmup_iters=1",
-                          *overrides])  # fmt: skip
+        config = compose(
+            [
+                "data=mock",
+                "cluster.device=cpu",
+                "training.precision=fp32",
+                "training.iterations=50",
+                "training.lr_warmup_iters=1",
+                *overrides,
+            ]
+        )
         return arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
 
     def test_megatron_is_told_and_has_where_to_save(self, tmp_path):
@@ -119,8 +130,13 @@ class TestProvenance:
     """`starts.jsonl`."""
 
     def test_a_line_for_each_start_without_secrets(self, tmp_path):
-        environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0", "NCCL_NET": "IB",
-                       "WANDB_API_KEY": "abc123", "DB_PASSWORD": "hunter2"}  # fmt: skip
+        environment = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_RESTART_COUNT": "0",
+            "NCCL_NET": "IB",
+            "WANDB_API_KEY": "abc123",
+            "DB_PASSWORD": "hunter2",
+        }
         provenance.record_start(tmp_path, "train a=1 token=geheim", environment)
         provenance.record_start(tmp_path, "train", environment | {"SLURM_RESTART_COUNT": "1"})
         text = (tmp_path / provenance.STARTS_FILE).read_text()
@@ -130,16 +146,20 @@ class TestProvenance:
         assert first["environment"]["NCCL_NET"] == "IB"
         assert set(first["environment"]) == set(environment), "names tell what was set"
         assert (first["slurm_job"], first["slurm_restarts"], second["slurm_restarts"]) == (
-            "7", 0, 1
-        )  # fmt: skip
+            "7",
+            0,
+            1,
+        )
         assert first["packages"]["torch"]
 
     def test_commit_and_what_was_changed_since(self, tmp_path):
         def git(*words: str) -> str:
             return subprocess.run(
                 ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e", *words],
-                check=True, capture_output=True, text=True,
-            ).stdout.strip()  # fmt: skip
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout.strip()
 
         git("init", "-q")
         (tmp_path / "kept.py").write_text("1")
@@ -182,8 +202,11 @@ class TestRankLog:
     def run(self, tmp_path, rank: int, kind: str = "good") -> tuple[str, str, str]:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(rank), kind, str(tmp_path)],
-            capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
         return done.stdout, done.stderr, (tmp_path / "logs" / f"rank{rank}.log").read_text()
 
     def test_all_but_the_last_are_in_their_logs_only(self, tmp_path):
@@ -195,8 +218,12 @@ class TestRankLog:
     def test_the_last_one_is_in_both(self, tmp_path):
         out, _, log = self.run(tmp_path, 1)
         assert sorted(out.splitlines()) == [
-            "after", "before", "from C", "from python", "problem of C"
-        ]  # fmt: skip
+            "after",
+            "before",
+            "from C",
+            "from python",
+            "problem of C",
+        ]
         assert sorted(log.splitlines()) == ["from C", "from python", "problem of C"]
 
     def test_a_typed_error_is_said_where_the_user_looks(self, tmp_path):

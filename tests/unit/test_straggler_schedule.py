@@ -126,9 +126,19 @@ def test_costs_are_those_of_table_1():
 def test_the_command_shows_and_writes_the_schedule(tmp_path):
     json_path, picture = tmp_path / "s.json", tmp_path / "s.png"
     result = CliRunner().invoke(
-        app, ["schedule", "--ranks", "6", "--straggler", "2", "--json", str(json_path),
-              "--output", str(picture)],
-    )  # fmt: skip
+        app,
+        [
+            "schedule",
+            "--ranks",
+            "6",
+            "--straggler",
+            "2",
+            "--json",
+            str(json_path),
+            "--output",
+            str(picture),
+        ],
+    )
     assert result.exit_code == 0, result.output
     assert "7 rounds" in result.output
     assert "recursive halving/doubling" in result.output

@@ -17,8 +17,9 @@ from megatron_sparse.errors import ConfigError, DependencyError, SweepError
 
 def made_run(folder: Path, name: str, *overrides: str, loss: float | None = None) -> None:
     """A run's folder as a run leaves it; without a loss it has not come to its end."""
-    config = compose(["training.iterations=5", "training.lr_warmup_iters=1", f"name={name}",
-                      *overrides])  # fmt: skip
+    config = compose(
+        ["training.iterations=5", "training.lr_warmup_iters=1", f"name={name}", *overrides]
+    )
     (folder / name).mkdir(parents=True)
     save(config, folder / name / launch.CONFIG_FILE, "command")
     if loss is not None:
@@ -31,21 +32,29 @@ class TestNames:
 
     def test_swept_keys_are_those_with_several_values(self):
         assert sweep.swept_keys(
-            ["scheme=dense,direct", "model=gpt_tiny", "compression.leak=choice(0.9,1)",
-             "++megatron.seed=1,2", "training.lr=1e-3"]
-        ) == ["scheme", "compression.leak", "megatron.seed"]  # fmt: skip
+            [
+                "scheme=dense,direct",
+                "model=gpt_tiny",
+                "compression.leak=choice(0.9,1)",
+                "++megatron.seed=1,2",
+                "training.lr=1e-3",
+            ]
+        ) == ["scheme", "compression.leak", "megatron.seed"]
 
     @pytest.mark.parametrize(
         ("swept", "overrides", "name"),
         [
-            (["scheme", "compression.leak"], ["scheme=direct", "a.b=3", "compression.leak=0.9"],
-             "run_scheme-direct_leak-0.9"),
+            (
+                ["scheme", "compression.leak"],
+                ["scheme=direct", "a.b=3", "compression.leak=0.9"],
+                "run_scheme-direct_leak-0.9",
+            ),
             (["megatron.lr"], ["++megatron.lr=1e-3"], "run_lr-0.001"),
             (["x"], ["x='a b/c'"], "run_x-a-b-c"),
             (["name"], ["name=mine"], "run"),
             ([], ["scheme=direct"], "run"),
         ],
-    )  # fmt: skip
+    )
     def test_a_name_says_what_was_swept_and_can_be_a_folder(self, swept, overrides, name):
         assert sweep.run_name("run", swept, overrides) == name
         compose([f"name={name}"])
@@ -69,13 +78,18 @@ class TestMultirun:
 
     def test_every_combination_has_a_name_of_its_own(self, monkeypatch, tmp_path):
         names = self.sweep(
-            monkeypatch, tmp_path, lambda config: 0,
-            "scheme=dense,direct", "compression.leak=0.9,1.0", "compression.density=0.1",
-        )  # fmt: skip
+            monkeypatch,
+            tmp_path,
+            lambda config: 0,
+            "scheme=dense,direct",
+            "compression.leak=0.9,1.0",
+            "compression.density=0.1",
+        )
         assert names == [
             f"run_scheme-{scheme}_leak-{leak}"
-            for scheme in ("dense", "direct") for leak in ("0.9", "1.0")
-        ]  # fmt: skip
+            for scheme in ("dense", "direct")
+            for leak in ("0.9", "1.0")
+        ]
         assert {o.name for o in sweep.outcomes(tmp_path / "sweep")} == set(names)
 
     def test_one_that_fails_ends_no_other_and_is_told_at_the_end(
@@ -124,8 +138,11 @@ class TestTable:
         assert list(rows) == ["a", "b", "c", "d"]
         assert {key for key in rows["a"] if "." in key} == {"scheme.name", "compression.leak"}
         assert [row["state"] for row in rows.values()] == [
-            "finished", "finished", "unfinished", "failed"
-        ]  # fmt: skip
+            "finished",
+            "finished",
+            "unfinished",
+            "failed",
+        ]
         assert (rows["b"]["scheme.name"], rows["b"]["compression.leak"]) == ("zen", 0.9)
         assert (rows["b"]["loss_last"], rows["c"]["loss_last"]) == (3.0, None)
         assert rows["d"]["error"].startswith("no data")
@@ -145,8 +162,16 @@ class TestTable:
     def test_files_hold_the_table(self, tmp_path, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "300")
         made_run(tmp_path, "a", "scheme=direct", loss=2.0)
-        main_code(["sweep", str(tmp_path), "--csv", str(tmp_path / "t.csv"),
-                   "--json", str(tmp_path / "t.json")])  # fmt: skip
+        main_code(
+            [
+                "sweep",
+                str(tmp_path),
+                "--csv",
+                str(tmp_path / "t.csv"),
+                "--json",
+                str(tmp_path / "t.json"),
+            ]
+        )
         printed = capsys.readouterr().out
         assert "1 runs in" in printed
         with (tmp_path / "t.csv").open() as file:

@@ -29,11 +29,25 @@ def record(name="b0", *, launched_s=0.0, finished_s=0.0, stage_us=None, **fields
 
 def test_sums_over_buckets():
     records = [
-        record("a", numel=1000, nnz=10, dense_bytes=6000, wire_bytes=200, scheme="agsparse",
-               stage_us={"prune": 1500.0, "network": 250.0}),
-        record("b", numel=3000, nnz=90, dense_bytes=18000, wire_bytes=18000, scheme="dense",
-               stage_us={"network": 750.0}),
-    ]  # fmt: skip
+        record(
+            "a",
+            numel=1000,
+            nnz=10,
+            dense_bytes=6000,
+            wire_bytes=200,
+            scheme="agsparse",
+            stage_us={"prune": 1500.0, "network": 250.0},
+        ),
+        record(
+            "b",
+            numel=3000,
+            nnz=90,
+            dense_bytes=18000,
+            wire_bytes=18000,
+            scheme="dense",
+            stage_us={"network": 750.0},
+        ),
+    ]
     b = iteration_breakdown(
         7,
         records,
@@ -135,8 +149,15 @@ def test_what_is_not_finite_becomes_null(value):
 
 
 def test_lines_read_back():
-    r = record('odd "name"\n\\', launched_s=5.25, finished_s=5.5, dense_bytes=8, wire_bytes=4,
-               phase=Phase.TARGET, stage_us={"prune": 12.345})  # fmt: skip
+    r = record(
+        'odd "name"\n\\',
+        launched_s=5.25,
+        finished_s=5.5,
+        dense_bytes=8,
+        wire_bytes=4,
+        phase=Phase.TARGET,
+        stage_us={"prune": 12.345},
+    )
     b = iteration_breakdown(9, [r], {"optimizer": 0.1}, iteration_s=1.0, loss=0.1)
     assert "\n" not in b.line()
     assert IterationBreakdown(**json.loads(b.line())) == b

@@ -139,12 +139,19 @@ def test_sizes_beyond_the_largest_unit():
 
 def test_a_run_without_an_iteration():
     nothing = dict.fromkeys(
-        ("name", "loss_first", "loss_last", "wire_ratio", "density", "iteration_ms",
-         "exposed_ms", "overlapped_ms", "target_density"),
-    )  # fmt: skip
+        (
+            "name",
+            "loss_first",
+            "loss_last",
+            "wire_ratio",
+            "density",
+            "iteration_ms",
+            "exposed_ms",
+            "overlapped_ms",
+            "target_density",
+        ),
+    )
     zero = {"iterations": 0, "skipped": 0, "dense_bytes": 0, "wire_bytes": 0, "world_size": 1}
-    lines = printed(
-        edited(**nothing, **zero, phases={}, stage_ms=dict.fromkeys(STAGES)), 80
-    )  # fmt: skip
+    lines = printed(edited(**nothing, **zero, phases={}, stage_ms=dict.fromkeys(STAGES)), 80)
     assert lines[:2] == ["run: 0 iterations, 1 rank, cpu", "density: target -, sent -"]
     assert "other" not in " ".join(line.split(" ")[0] for line in lines)

@@ -27,13 +27,24 @@ from megatron_sparse.telemetry.live import (
 
 def breakdown(iteration: int, *, loss: float | None = 4.5, **fields) -> IterationBreakdown:
     stage_ms = dict.fromkeys(STAGES, 0.0) | {
-        "forward_backward": 70.0, "optimizer": 10.0, "host_wait": 15.0, "network": 40.0,
-    }  # fmt: skip
+        "forward_backward": 70.0,
+        "optimizer": 10.0,
+        "host_wait": 15.0,
+        "network": 40.0,
+    }
     values = {
-        "phase": "target", "iteration_ms": 100.0, "stage_ms": stage_ms, "exposed_ms": 15.0,
-        "overlapped_ms": 25.0, "dense_bytes": 2**20, "wire_bytes": 2**15, "nnz": 10, "numel": 1000,
-        "density": 0.01, "schemes": {"direct": 1},
-    }  # fmt: skip
+        "phase": "target",
+        "iteration_ms": 100.0,
+        "stage_ms": stage_ms,
+        "exposed_ms": 15.0,
+        "overlapped_ms": 25.0,
+        "dense_bytes": 2**20,
+        "wire_bytes": 2**15,
+        "nnz": 10,
+        "numel": 1000,
+        "density": 0.01,
+        "schemes": {"direct": 1},
+    }
     return IterationBreakdown(iteration, loss=loss, **(values | fields))
 
 

@@ -52,9 +52,14 @@ def test_every_stage_is_known_and_other_names_are_not():
 
 def test_bucket_scalars():
     made = record(
-        predicted_us=4000.0, launched_s=1.0, finished_s=1.5, dense_bytes=4000, wire_bytes=240,
-        straggler=2, host_cpu_us=1500.0,
-    )  # fmt: skip
+        predicted_us=4000.0,
+        launched_s=1.0,
+        finished_s=1.5,
+        dense_bytes=4000,
+        wire_bytes=240,
+        straggler=2,
+        host_cpu_us=1500.0,
+    )
     late = ReadinessRecord("dense0.0", 1, (0.25, 0.0, 0.0))
     assert bucket_scalars([made], {"dense0.0": 0.125}, [late]) == {
         "bucket/dense0.0/network_ms": 2.0,
@@ -117,12 +122,21 @@ def test_buckets_thresholds_and_plan_are_looked_at_every_few_iterations(tmp_path
     """And the plan is shown again only when a bucket has another scheme."""
     sink, scheme = Sink(), "dense"
     telemetry = RunTelemetry(
-        tmp_path, TrackingConfig(console="off", sample_every=2), is_writer=True, sinks=[sink],
+        tmp_path,
+        TrackingConfig(console="off", sample_every=2),
+        is_writer=True,
+        sinks=[sink],
         plan_rows=lambda: [
-            {"bucket": "b", "numel": 8, "density": 0.5, "chosen": scheme, "reason": "why",
-             "predicted_us": {"direct": 1500.0}}
+            {
+                "bucket": "b",
+                "numel": 8,
+                "density": 0.5,
+                "chosen": scheme,
+                "reason": "why",
+                "predicted_us": {"direct": 1500.0},
+            }
         ],
-    )  # fmt: skip
+    )
     for iteration in range(1, 9):
         scheme = "dense" if iteration < 5 else "direct"
         pruned = torch.tensor([0.5]) if scheme == "direct" else None
@@ -142,8 +156,10 @@ def test_buckets_thresholds_and_plan_are_looked_at_every_few_iterations(tmp_path
 
 
 def test_sampling_can_be_off_and_is_the_writers(tmp_path):
-    for tracking, writer in ((TrackingConfig(console="off", sample_every=0), True),
-                             (TrackingConfig(console="off", sample_every=1), False)):  # fmt: skip
+    for tracking, writer in (
+        (TrackingConfig(console="off", sample_every=0), True),
+        (TrackingConfig(console="off", sample_every=1), False),
+    ):
         telemetry = RunTelemetry(tmp_path, tracking, is_writer=writer)
         assert not any(telemetry.samples(iteration) for iteration in range(1, 30))
 

@@ -31,9 +31,16 @@ def iterate(telemetry, iteration, *, loss=None, buckets=2, **keywords):
     phase = PHASE.get(iteration, "target")
     for bucket in range(buckets):
         record = BucketRecord(
-            f"b{bucket}", iteration, "agsparse", phase, 0.01, numel=1000, nnz=NNZ[phase],
-            dense_bytes=6000, wire_bytes=6 * NNZ[phase] + 48,
-        )  # fmt: skip
+            f"b{bucket}",
+            iteration,
+            "agsparse",
+            phase,
+            0.01,
+            numel=1000,
+            nnz=NNZ[phase],
+            dense_bytes=6000,
+            wire_bytes=6 * NNZ[phase] + 48,
+        )
         record.watch.add("prune", 1000.0 * iteration)
         telemetry.record_bucket(record)
     telemetry.record_stage("host_wait", 0.001 * iteration)
@@ -68,8 +75,10 @@ def test_files_of_a_run(tmp_path):
     assert set(lines(run_dir)[0]["stage_ms"]) == set(STAGES)
     assert load_summary(run_dir) == summary
     assert sorted(path.name for path in run_dir.iterdir()) == [
-        "breakdown.jsonl", "buckets.jsonl", "summary.json",
-    ]  # fmt: skip
+        "breakdown.jsonl",
+        "buckets.jsonl",
+        "summary.json",
+    ]
 
 
 def test_summary_of_a_run(tmp_path):
@@ -324,9 +333,7 @@ def test_stage_outside_the_vocabulary_is_our_own_bug():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_events_are_read_at_the_end_of_the_iteration(tmp_path):
     device = torch.device("cuda")
-    record = BucketRecord(
-        "b", 1, "agsparse", "target", 0.01, numel=1, watch=Stopwatch(device)
-    )  # fmt: skip
+    record = BucketRecord("b", 1, "agsparse", "target", 0.01, numel=1, watch=Stopwatch(device))
     with record.watch.stage("prune"):
         torch.cuda._sleep(20_000_000)
     telemetry = open_run(tmp_path)

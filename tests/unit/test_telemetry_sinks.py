@@ -43,9 +43,7 @@ def wandb(monkeypatch, tmp_path):
 
 
 def train(run_dir, sinks, iterations):
-    telemetry = RunTelemetry(
-        run_dir, TrackingConfig(console="off"), is_writer=True, sinks=sinks
-    )  # fmt: skip
+    telemetry = RunTelemetry(run_dir, TrackingConfig(console="off"), is_writer=True, sinks=sinks)
     for iteration in iterations:
         telemetry.record_stage("optimizer", 0.25)
         telemetry.end_iteration(iteration, iteration_s=0.5, loss=8.0 / iteration)

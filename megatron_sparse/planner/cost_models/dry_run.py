@@ -129,9 +129,14 @@ class DryRun:
     ) -> DryRun:
         """The same on some ranks, from the time 0 on; its clocks are its own."""
         return DryRun(
-            shape, densities or self.densities, self.cluster, self.options, topology,
-            charged=self.charged, hosted=self.host_s > 0,
-        )  # fmt: skip
+            shape,
+            densities or self.densities,
+            self.cluster,
+            self.options,
+            topology,
+            charged=self.charged,
+            hosted=self.host_s > 0,
+        )
 
     def node(self, ranks: int) -> Topology:
         """Some ranks of one node."""

@@ -56,9 +56,13 @@ def _across(run: DryRun, lanes: int, nodes: int, inner: Callable[[DryRun], None]
     form = run.shape.form if shared_out else Form.ALL_REDUCE
     # Between nodes a value is fp32 unless `scheme.wire_dtype` narrows fp32 gradients.
     shape = BucketShape(
-        round(run.shape.numel / lanes), round(run.shape.kept_numel / lanes), run.p, form, nodes,
+        round(run.shape.numel / lanes),
+        round(run.shape.kept_numel / lanes),
         run.p,
-    )  # fmt: skip
+        form,
+        nodes,
+        run.p,
+    )
     densities = run.densities.of_lane(max(sizes), lanes)
     message, part = run.format(run.options.message_format("hierarchical")), run.piece(lanes)
     sent_L = sum(
