@@ -20,7 +20,7 @@ mkdir -p "$out"
 bench() {
   local name=$1
   shift
-  "$python" -m megatron_sparse.cli bench codecs --threads 1 --iters "$rounds" \
+  "$python" -m megatron_sparse.cli.main bench codecs --threads 1 --iters "$rounds" \
     --json "$out/$name.jsonl" "$@" | tee "$out/$name.txt"
   "$python" benchmarks/codec_tables.py "$out/$name.jsonl" >"$out/$name.md"
 }
@@ -31,5 +31,5 @@ THP_MEM_ALLOC_ENABLE=1 bench fp32_huge_pages "${at_64M[@]}" --density 0.01,0.5 -
 bench narrow "${at_64M[@]}" --density 0.01 --format coo,pici --dtype bf16,fp16
 bench hashing "${at_64M[@]}" --density 0.01 --format hash_bitmap,pairs,row_sparse
 bench sizes --min-bytes 1M --max-bytes 1G --density 0.01 --format coo,pici --no-peers
-"$python" -m megatron_sparse.cli bench codecs --density 0.01,0.5 --threads 1 --iters "$rounds" \
+"$python" -m megatron_sparse.cli.main bench codecs --density 0.01,0.5 --threads 1 --iters "$rounds" \
   --format coo,pici,pici_paper,blocks --no-peers --save-baseline "$out/baseline_codecs.json"

@@ -21,20 +21,20 @@ if (_checkout / "cuda_ext" / "csrc").is_dir() and not (Path(__file__).parent / "
     __path__.append(str(_checkout))
 
 _EXPORTS = {
-    "SparseConfig": "megatron_sparse.config",
-    "CompressionConfig": "megatron_sparse.config",
-    "SchemeConfig": "megatron_sparse.config",
-    "TrackingConfig": "megatron_sparse.config",
+    "SparseConfig": "megatron_sparse.config.sparse",
+    "CompressionConfig": "megatron_sparse.config.sparse",
+    "SchemeConfig": "megatron_sparse.config.sparse",
+    "TrackingConfig": "megatron_sparse.config.sparse",
     "install": "megatron_sparse.megatron",
     "attach": "megatron_sparse.megatron",
     "detach": "megatron_sparse.megatron",
     "DDPState": "megatron_sparse.ddp",
     "ddp_hook": "megatron_sparse.ddp",
-    "row_sparse_all_reduce": "megatron_sparse.row_sparse_reducer",
+    "row_sparse_all_reduce": "megatron_sparse.reduction.row_sparse",
 }
 
 if TYPE_CHECKING:
-    from megatron_sparse.config import (
+    from megatron_sparse.config.sparse import (
         CompressionConfig,
         SchemeConfig,
         SparseConfig,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
     from megatron_sparse.ddp import DDPState, ddp_hook
     from megatron_sparse.megatron import attach, detach, install
-    from megatron_sparse.row_sparse_reducer import row_sparse_all_reduce
+    from megatron_sparse.reduction.row_sparse import row_sparse_all_reduce
 
 __all__ = [
     "CompressionConfig",

@@ -77,7 +77,7 @@ class Bucket:
         world_size: ranks in the group.
         reduction: sum or average; the reducer does the division.
         instances: groups of `world_size` ranks whose shards are added up afterwards; see
-            `megatron_sparse.instances`.
+            `megatron_sparse.reduction.instances`.
         fp32_sums: a dense reduce-scatter adds in fp32 and rounds once, whatever the dtype of the
             gradients; sparse ones always do.
         has_windows: windows of peer memory were made for it; set by the reducer.

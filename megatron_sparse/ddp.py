@@ -24,15 +24,15 @@ from megatron_sparse.bucket import Bucket, Form, Reduction
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
-from megatron_sparse.config import SparseConfig
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError, HostError
 from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.plan import Windows
-from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import NullRecorder, Recorder
-from megatron_sparse.reducer import GradientReducer, PendingReduction
-from megatron_sparse.row_sparse_reducer import PendingRowSparse, RowSparseReducer
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer, PendingReduction
+from megatron_sparse.reduction.row_sparse import PendingRowSparse, RowSparseReducer
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 
 logger = logging.getLogger("megatron_sparse")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_sparse.ranges import open_range
+from megatron_sparse.profiler_ranges import open_range
 
 BUCKET_STAGES = ("threshold", "prune", "encode", "network", "decode", "profile")
 """Stages that each bucket goes through, possibly while the backward pass goes on."""

@@ -5,9 +5,9 @@
 #
 # Half of SECONDS (60) goes to the core of the message decoder, on every instruction set and led by
 # coverage: clang's libFuzzer where it is there (--install gets it with apt-get), else g++ and
-# tests/kernels/fuzz_loop.cpp. The other half goes to all decoders as Python calls them
-# (tests/kernels/fuzz_records.py), where this PYTHON (python3) has torch and g++ is there; it fails
-# where it has not. What once was found lies in tests/kernels/fuzz_regressions and runs first.
+# tests/cuda_ext/fuzz_loop.cpp. The other half goes to all decoders as Python calls them
+# (tests/cuda_ext/fuzz_records.py), where this PYTHON (python3) has torch and g++ is there; it fails
+# where it has not. What once was found lies in tests/cuda_ext/fuzz_regressions and runs first.
 # Building takes about a minute and a half on two cores beside that. Exits with 1 when something was
 # found; an input that broke the core is then a file crash-*, which belongs among the regressions.
 set -euo pipefail
@@ -46,7 +46,7 @@ command -v "$cxx" >/dev/null ||
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 sources=cuda_ext/csrc
-regressions=tests/kernels/fuzz_regressions
+regressions=tests/cuda_ext/fuzz_regressions
 common=(-std=c++17 -O1 -g -ffp-contract=off -fno-omit-frame-pointer -Wno-psabi "-I$sources")
 sanitize=("-fsanitize=address,undefined" -fno-sanitize-recover=all)
 
@@ -57,7 +57,7 @@ has_libfuzzer() {
     clang++ -x c++ - -fsanitize=fuzzer,address -o "$work/probe" 2>"$work/probe.log"
 }
 
-drivers=(tests/kernels/fuzz_decode.cpp)
+drivers=(tests/cuda_ext/fuzz_decode.cpp)
 if has_libfuzzer; then
   compiler=clang++
   coverage=-fsanitize=fuzzer-no-link
@@ -66,7 +66,7 @@ else
   compiler=$cxx
   coverage=-fsanitize-coverage=trace-pc
   link=()
-  drivers+=(tests/kernels/fuzz_loop.cpp)
+  drivers+=(tests/cuda_ext/fuzz_loop.cpp)
 fi
 
 isas=("portable 4")
@@ -120,7 +120,7 @@ if [ "$code" = 0 ]; then
   # exceptions it watches, and Python's leaks are its own.
   runtime="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libstdc++.so)"
   ASAN_OPTIONS="$ASAN_OPTIONS:detect_leaks=0" LD_PRELOAD=$runtime \
-    PYTHONMALLOC=malloc "$python" -m tests.kernels.fuzz_records --seconds "$half" \
+    PYTHONMALLOC=malloc "$python" -m tests.cuda_ext.fuzz_records --seconds "$half" \
     --library "$work/library/megatron_sparse_cpu.so" --seed-file "$work/seed" || code=$?
   if [ "$code" != 0 ] && [ -f "$work/seed" ]; then
     echo "fuzz_records: 1 crash at seed $(cat "$work/seed"); repeat with --first" >&2

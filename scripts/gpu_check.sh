@@ -38,7 +38,7 @@ done
 python=${PYTHON:-python3}
 gpu_tests=(-m pytest -q -m gpu -p no:cacheprovider)
 peer_tests=("${gpu_tests[@]}" tests/transport/test_peer_memory.py)
-codecs=(-m megatron_sparse.cli bench codecs --device cuda --min-bytes 64M --density 0.01)
+codecs=(-m megatron_sparse.cli.main bench codecs --device cuda --min-bytes 64M --density 0.01)
 
 names=()
 limits_s=()
@@ -63,9 +63,9 @@ stage codecs 60 "$python" "${codecs[@]}" --max-bytes 256M --iters 10 --json "$ou
 stage hashing 30 "$python" "${codecs[@]}" --max-bytes 64M --iters 5 \
   --format hash_bitmap,pairs,row_sparse --json "$out/hashing.jsonl"
 # With a capacity, so that the host waits for nothing; else waiting for sizes would be in it.
-stage host 18 "$python" -m megatron_sparse.cli bench collectives --ranks 1 --scheme dense,direct \
+stage host 18 "$python" -m megatron_sparse.cli.main bench collectives --ranks 1 --scheme dense,direct \
   --capacity 1.25 --min-bytes 64M --max-bytes 64M --density 0.01 --json "$out/host.jsonl"
-stage engine 18 "$python" -m megatron_sparse.cli bench collectives --ranks 1 --scheme direct \
+stage engine 18 "$python" -m megatron_sparse.cli.main bench collectives --ranks 1 --scheme direct \
   --capacity 1.25 --nccl-engine --min-bytes 64M --max-bytes 64M --density 0.01 \
   --json "$out/engine.jsonl"
 stage two-shot 30 "$python" -m megatron_sparse.bench.peer --json "$out/peer.jsonl"

@@ -97,7 +97,7 @@ preflight() {
       ;;
   esac
   if [ -n "$cluster" ]; then arguments+=(--cluster "$cluster"); fi
-  "$@" -m megatron_sparse.cli "${arguments[@]}" || {
+  "$@" -m megatron_sparse.cli.main "${arguments[@]}" || {
     local code=$?
     echo "error: the pre-flight check failed with code $code; the lines above name the node, and" \
       "sbatch --exclude=NODE goes around it" >&2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sparse.cli import main
+from megatron_sparse.cli.main import main
 
 if __name__ == "__main__":
     main(["train", *sys.argv[1:]])

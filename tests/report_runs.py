@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_sparse.config import TrackingConfig
-from megatron_sparse.planner.characteristics import SparsityProfile
+from megatron_sparse.config.sparse import TrackingConfig
 from megatron_sparse.recording import BucketRecord, ReadinessRecord
+from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.telemetry import RunTelemetry
 
 PREDICTED_US = 1000.0

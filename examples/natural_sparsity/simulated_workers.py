@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_sparse.planner.gradient_recording import GradientRecorder, Kind
+from megatron_sparse.sparsity.gradient_recording import GradientRecorder, Kind
 
 UNKNOWN = 0
 """The token id of words that are not in the vocabulary."""

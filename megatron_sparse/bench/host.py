@@ -24,17 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.collective_path import HalvedPath, LastRecord, new_residuals
-from megatron_sparse.bench.collective_sweep import Case, Sweep
+from megatron_sparse.bench.collectives.path import HalvedPath, LastRecord, new_residuals
+from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_threads, write_rows
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import OVER_GROUPS, Input
-from megatron_sparse.config import NCCL_ENGINE_SCHEMES
+from megatron_sparse.config.sparse import NCCL_ENGINE_SCHEMES
 from megatron_sparse.cuda_ext.nccl_ops import SumCall
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import Stopwatch
-from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import POSTING, NcclLibrary

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bench import codec_cuda
+from megatron_sparse.bench.codecs import cuda
 from megatron_sparse.bench.table import copy_action
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
 from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseError
@@ -116,9 +116,7 @@ def measure(
     }
     if wrong:
         return row
-    times_us, copies_us = codec_cuda.time_in_turn(
-        [action, copy_action(moved, device)], warmup, iters
-    )
+    times_us, copies_us = cuda.time_in_turn([action, copy_action(moved, device)], warmup, iters)
     hosts_us = []
     for _ in range(iters):
         torch.cuda.synchronize(device)

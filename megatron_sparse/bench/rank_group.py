@@ -15,11 +15,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.collective_launch import NETBED_MBIT
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
 from megatron_sparse.errors import MegatronSparseError
-from megatron_sparse.progress import ProgressThread
+from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.transport import ProcessGroupTransport
+from megatron_sparse.transport.netbed import NETBED_MBIT
 
 LINGER_S = 5.0
 

@@ -1,9 +1,9 @@
 """Collectives: one file per algorithm, written against `Transport` and the wire formats.
 
 Each is a function that yields the works it must wait for, so that one thread can drive many of
-them at once (`megatron_sparse.progress`). It yields `POSTED` as soon as it will post nothing more,
-or `UNORDERED` when what it will post needs no order: from then on the next bucket may post, while
-this one still waits and decodes.
+them at once (`reduction.progress`). It yields `POSTED` as soon as it will post nothing more, or
+`UNORDERED` when what it will post needs no order: from then on the next bucket may post, while this
+one still waits and decodes.
 
 `SCHEMES` lists them by the name that `scheme.name` takes.
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.sealed import open_row, seal_row
+from megatron_sparse.collectives.checksummed import open_row, seal_row
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport import Transport, Work
 from megatron_sparse.transport.base import Marker

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from megatron_sparse.config import FORMAT_OF_SCHEME, SchemeConfig
+from megatron_sparse.config.sparse import FORMAT_OF_SCHEME, SchemeConfig
 from megatron_sparse.transport.peer_memory import PeerMemory
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.peer_two_shot import NAME, peer_layout
-from megatron_sparse.config import SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.peer_ops import MAX_PEERS
 from megatron_sparse.errors import ConfigError, DependencyError, HostError
 from megatron_sparse.formats.message import wire_dtype_of

@@ -19,7 +19,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.collectives.base import Subgroup, Yielded, tag_of, whole_group
-from megatron_sparse.collectives.sealed import open_size, seal_size
+from megatron_sparse.collectives.checksummed import open_size, seal_size
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.header import FORMAT_ADAPTIVE, FORMAT_DENSE, RECORD_ALIGNMENT

@@ -25,6 +25,7 @@ from megatron_sparse.collectives.base import (
     tag_of,
     whole_group,
 )
+from megatron_sparse.collectives.checksummed import seal_size
 from megatron_sparse.collectives.records import (
     SparseSum,
     check_announced,
@@ -32,7 +33,6 @@ from megatron_sparse.collectives.records import (
     shard_cuts,
     whole_cut,
 )
-from megatron_sparse.collectives.sealed import seal_size
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport

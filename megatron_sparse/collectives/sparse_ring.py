@@ -30,11 +30,11 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     tag_of,
 )
+from megatron_sparse.collectives.checksummed import open_size, seal_size
 from megatron_sparse.collectives.direct import encode_own_shard
 from megatron_sparse.collectives.gather import ring_all_gather
 from megatron_sparse.collectives.link_density import LinkDensity
 from megatron_sparse.collectives.records import Cut, SparseSum, impossible_size, shard_cuts
-from megatron_sparse.collectives.sealed import open_size, seal_size
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import Transport

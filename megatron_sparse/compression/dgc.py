@@ -39,7 +39,7 @@ from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.compression.method import SampledTopK
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.threshold import pruned_pieces
-from megatron_sparse.config import CompressionConfig
+from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.errors import ConfigError
 
 CHUNK = 2**18

@@ -24,7 +24,7 @@ import torch
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.threshold import range_thresholds
-from megatron_sparse.config import CompressionConfig
+from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.formats.message import Message
 
 

@@ -7,7 +7,7 @@ from megatron_sparse.compression.method import CompressionMethod, SampledTopK
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.tail_fit import SIDCo
 from megatron_sparse.compression.threshold_reuse import ThresholdReuse
-from megatron_sparse.config import CompressionConfig
+from megatron_sparse.config.sparse import CompressionConfig
 
 METHODS: dict[str, type[SampledTopK]] = {
     "topk": SampledTopK,

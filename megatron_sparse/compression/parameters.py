@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_sparse.bucket import ParameterSlice
-from megatron_sparse.config import CompressionConfig
+from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.errors import ConfigError
 
 

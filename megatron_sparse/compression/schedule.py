@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 
-from megatron_sparse.config import CompressionConfig
+from megatron_sparse.config.sparse import CompressionConfig
 
 STAIR = 0.25
 """From one density of a staircase to the next."""

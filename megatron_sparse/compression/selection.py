@@ -15,7 +15,7 @@ from megatron_sparse.compression.method import CompressionMethod
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.threshold import KEEP_ALL
-from megatron_sparse.config import CompressionConfig
+from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,

@@ -19,7 +19,7 @@ With n magnitudes x of mean m, each stage wants r = the part of them that shall 
 Why: all samples above the last stage's threshold take part in a fit, and only those next to it in a
 quantile. At density 0.1 % of 40,000 samples a quantile goes by 40 of them, and the kept count is
 off by 16 % (one standard deviation); with the Pareto fit that is some 12 %. And nothing is sorted.
-What it costs is a bias where the tail has another shape: tests/unit/test_compression_tail_fit.py
+What it costs is a bias where the tail has another shape: tests/compression/test_tail_fit.py
 states how large it is.
 
 Deviations: moments are of the sample that top-k takes, not of the whole gradient, which would be a

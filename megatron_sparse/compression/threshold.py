@@ -13,7 +13,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Layout, ParameterSlice
 from megatron_sparse.compression.keys import draw_key
-from megatron_sparse.config import CompressionConfig
+from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_torch
 from megatron_sparse.formats.codec_choice import is_compiled
 

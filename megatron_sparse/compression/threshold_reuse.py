@@ -37,7 +37,7 @@ from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.compression.method import SampledTopK
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.threshold import piece_thresholds, spread
-from megatron_sparse.compression_config import REUSE_BAND, CompressionConfig
+from megatron_sparse.config.compression import REUSE_BAND, CompressionConfig
 from megatron_sparse.cuda_ext.codec_cuda import to_device
 from megatron_sparse.errors import CheckpointError
 from megatron_sparse.formats.message import Message

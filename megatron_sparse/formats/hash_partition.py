@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_sparse.checks import in_range
+from megatron_sparse.config.checks import in_range
 from megatron_sparse.cuda_ext import hash_ops
 from megatron_sparse.errors import ExtensionError
 

@@ -34,7 +34,7 @@ def __getattr__(name: str) -> object:
             if not (error.name or "").startswith("megatron."):
                 raise
             # This Megatron lacks a whole module: an older one has no training loop.
-            from megatron_sparse.megatron.doors import require_doors
+            from megatron_sparse.megatron.host_symbols import require_doors
 
             require_doors("install" if _EXPORTS[name].endswith(".plugin") else "attach")
             raise

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CheckpointError, ConfigError
 from megatron_sparse.megatron.models import model_flags
-from megatron_sparse.run_config import RunConfig
 
 PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 OTHER_WRAPS = ("use_megatron_fsdp", "use_torch_fsdp2")

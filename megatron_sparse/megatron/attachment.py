@@ -21,7 +21,7 @@ from megatron_sparse.compression.dgc import check_optimizer
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
-from megatron_sparse.config import SparseConfig
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
 from megatron_sparse.megatron.buckets import (
@@ -31,11 +31,11 @@ from megatron_sparse.megatron.buckets import (
 )
 from megatron_sparse.megatron.units import ResidualUnit
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
-from megatron_sparse.planner.gradient_recording import GradientRecorder
-from megatron_sparse.progress import ProgressThread
-from megatron_sparse.ranges import marked
+from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import Recorder
-from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.sparsity.gradient_recording import GradientRecorder
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.nccl_errors import Looks

@@ -19,7 +19,7 @@ from megatron_sparse.megatron.buckets import (
     group_attribute,
     has_instances,
 )
-from megatron_sparse.reducer import PendingReduction
+from megatron_sparse.reduction.reducer import PendingReduction
 
 if TYPE_CHECKING:
     from megatron_sparse.megatron.attachment import Attachment

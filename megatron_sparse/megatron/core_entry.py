@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_sparse.config import SparseConfig
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.megatron.doors import require_doors
+from megatron_sparse.megatron.host_symbols import require_doors
 from megatron_sparse.megatron.units import divides_by_tokens, is_fp16, may_repeat_or_skip
 from megatron_sparse.recording import NullRecorder, Recorder
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_sparse.config.run import ModelConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.run_config import ModelConfig
 
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times the tensor-parallel size."""

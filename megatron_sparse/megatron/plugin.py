@@ -25,14 +25,14 @@ import torch.distributed as dist
 from megatron.training.checkpointing import get_checkpoint_name
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
-from megatron_sparse.config import SparseConfig
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.megatron.doors import require_doors
+from megatron_sparse.megatron.host_symbols import require_doors
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
-from megatron_sparse.ranges import mark_nvtx, marked
+from megatron_sparse.profiler_ranges import mark_nvtx, marked
 from megatron_sparse.recording import BucketRecord, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink, WandbSink
 

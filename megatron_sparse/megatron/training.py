@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import (
     CheckpointError,
     ConfigError,
@@ -22,7 +23,6 @@ from megatron_sparse.errors import (
     DependencyError,
 )
 from megatron_sparse.megatron import arguments
-from megatron_sparse.run_config import RunConfig
 
 _KNOWN_NOISE = (
     # What a machine without these packages hears a dozen times; `doctor` says it once.

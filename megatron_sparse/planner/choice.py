@@ -42,7 +42,7 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, SchemeOptions
 from megatron_sparse.collectives.base import exchange_sizes
 from megatron_sparse.compression.schedule import Phase, phase_and_density
-from megatron_sparse.config import CompressionConfig, PlannerConfig, SchemeConfig
+from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.planner.cluster import ClusterModel
@@ -62,8 +62,8 @@ from megatron_sparse.planner.prices import (
     runnable,
     takes_dense,
 )
-from megatron_sparse.planner.sampling import sample_profile
 from megatron_sparse.recording import BucketRecord, Stopwatch
+from megatron_sparse.sparsity.sampling import sample_profile
 from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 
 logger = logging.getLogger("megatron_sparse")

@@ -28,7 +28,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megatron_sparse.checks import in_range, one_of
+from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.transport.topology import Link, Topology
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_sparse.config import RING_DENSITIES, SparseConfig
+from megatron_sparse.config.sparse import RING_DENSITIES, SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.choice import PricedPlanner
 from megatron_sparse.planner.cluster import find

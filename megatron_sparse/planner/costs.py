@@ -21,13 +21,13 @@ from functools import partial
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.characteristics import SparsityProfile
 from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.cost_models import dense, peer, rings, shards, sparcml
 from megatron_sparse.planner.cost_models.densities import SumDensities, without_chance
 from megatron_sparse.planner.cost_models.dry_run import DryRun
 from megatron_sparse.planner.cost_models.hierarchical import hierarchical
 from megatron_sparse.planner.cost_models.shape import BucketShape, Prediction
+from megatron_sparse.sparsity.characteristics import SparsityProfile
 
 __all__ = ["BucketShape", "Prediction", "fits", "predict", "predict_all"]
 
@@ -78,7 +78,7 @@ def predict(
             cluster file lacks a codec.
 
     Example:
-        >>> from megatron_sparse.config import SchemeConfig
+        >>> from megatron_sparse.config.sparse import SchemeConfig
         >>> from megatron_sparse.planner.cluster import find
         >>> shape = BucketShape(2**24, 0, 4, Form.ALL_REDUCE, 8)
         >>> profile = SparsityProfile.uniform(2**24, 0.01, 8)

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.collective_launch import netbed_mbit
 from megatron_sparse.transport import ProcessGroupTransport
+from megatron_sparse.transport.netbed import netbed_mbit
 
 CPU_INFO = Path("/proc/cpuinfo")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.config import CompressionConfig, SchemeConfig
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.plan import Choice, FixedPlanner, Windows
 from megatron_sparse.planner.plan_state import read_plan

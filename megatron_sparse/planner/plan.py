@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.compression.schedule import Phase, phase_and_density
-from megatron_sparse.config import CompressionConfig, SchemeConfig
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, wire_dtype_of
 from megatron_sparse.planner.wire_bytes import predicted_bytes

@@ -16,14 +16,14 @@ import torch
 
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import SchemeOptions
-from megatron_sparse.config import CompressionConfig, SchemeConfig
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.characteristics import SparsityProfile, profile_of
 from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.costs import BucketShape
-from megatron_sparse.planner.gradient_recording import GradientRecording, Kind
 from megatron_sparse.planner.plan_state import read_plan
 from megatron_sparse.planner.prices import candidates, explain, least, prices_us, prior
+from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
+from megatron_sparse.sparsity.gradient_recording import GradientRecording, Kind
 
 Row = dict[str, Any]
 

@@ -10,10 +10,10 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
-from megatron_sparse.config import CANDIDATES
-from megatron_sparse.planner.characteristics import SparsityProfile
+from megatron_sparse.config.sparse import CANDIDATES
 from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.costs import BucketShape, predict_all
+from megatron_sparse.sparsity.characteristics import SparsityProfile
 
 DENSE = "dense"
 """What no choice must be slower than: the backend's own collective."""

@@ -21,7 +21,7 @@ what is pruned. With `planner.cluster` it is sampled.
 from __future__ import annotations
 
 from megatron_sparse.bucket import Bucket, Form
-from megatron_sparse.config import SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
 
 INDEX_BYTES = 4
@@ -36,7 +36,7 @@ def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
 
 
 def _instances_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
-    """Bytes of a ring all-reduce of this rank's shard; see `megatron_sparse.instances`."""
+    """Bytes of a ring all-reduce of this rank's shard; see `reduction.instances`."""
     shard_bytes = bucket.numel / bucket.world_size * element_bytes
     return 2 * (bucket.instances - 1) / bucket.instances * shard_bytes
 

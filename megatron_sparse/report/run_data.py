@@ -20,12 +20,12 @@ import numpy as np
 import yaml
 
 from megatron_sparse.errors import ConfigError, ProfileError
-from megatron_sparse.planner.characteristics import SparsityProfile, profile_of
-from megatron_sparse.planner.gradient_recording import FOLDER as GRADIENTS
-from megatron_sparse.planner.gradient_recording import GradientRecording, Kind
 from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan
 from megatron_sparse.recording import STAGES, ReadinessRecord
-from megatron_sparse.redaction import redact, redact_text
+from megatron_sparse.run.redaction import redact, redact_text
+from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
+from megatron_sparse.sparsity.gradient_recording import FOLDER as GRADIENTS
+from megatron_sparse.sparsity.gradient_recording import GradientRecording, Kind
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import RunHistory

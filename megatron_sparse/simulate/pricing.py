@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.collectives.base import Steps
-from megatron_sparse.config import SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.header import HEADER_BYTES, Header
 from megatron_sparse.formats.message import Message, MessageBuffers, encode
 from megatron_sparse.recording import Stopwatch

@@ -23,7 +23,7 @@ import torch
 
 from megatron_sparse.collectives import SCHEMES, SchemeOptions
 from megatron_sparse.collectives.base import Steps
-from megatron_sparse.config import SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.simulate.figures import (
     COLOURS,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_sparse
-from megatron_sparse.config import TrackingConfig
+from megatron_sparse.config.sparse import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import STEP_STAGES, BucketRecord, ReadinessRecord
 from megatron_sparse.telemetry.breakdown import IterationBreakdown, bucket_line, iteration_breakdown

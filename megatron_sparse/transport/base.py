@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_sparse.transport.arrivals import Arrivals
+from megatron_sparse.transport.arrival_counter import Arrivals
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 
 

@@ -21,9 +21,9 @@ from concurrent.futures import Future
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.config import SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.transport.arrivals import StoreArrivals
+from megatron_sparse.transport.arrival_counter import StoreArrivals
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerWatch, watch_peers
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_sparse.checks import one_of
+from megatron_sparse.config.checks import one_of
 from megatron_sparse.errors import ConfigError
 
 

@@ -28,7 +28,7 @@ import torch
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.topology import NO_TIME, Topology
-from megatron_sparse.transport.virtual_arrivals import VirtualArrival, VirtualArrivals
+from megatron_sparse.transport.virtual_arrival_counter import VirtualArrival, VirtualArrivals
 from megatron_sparse.transport.virtual_rank import VirtualTransport, VirtualWork
 
 POISON = 0xFF

@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from megatron_sparse.transport.nccl_communicator import NcclCommunicator
     from megatron_sparse.transport.virtual import VirtualCluster
-    from megatron_sparse.transport.virtual_arrivals import VirtualArrivals
+    from megatron_sparse.transport.virtual_arrival_counter import VirtualArrivals
 
 TAG_OF_COLLECTIVES = -1
 

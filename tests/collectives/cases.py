@@ -13,7 +13,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
-from megatron_sparse.config import FORMAT_OF_SCHEME, SchemeConfig
+from megatron_sparse.config.sparse import FORMAT_OF_SCHEME, SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, encode
 from megatron_sparse.recording import Stopwatch
 from megatron_sparse.transport import VirtualCluster

@@ -13,12 +13,12 @@ import torch
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import OVER_GROUPS
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.config import CompressionConfig, SchemeConfig, SparseConfig
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import NullRecorder
-from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.faults import (
     Fault,

@@ -14,7 +14,7 @@ import torch
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.collectives.link_density import LinkDensity
-from megatron_sparse.config import RING_DENSITIES, SchemeConfig
+from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.header import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, read_headers
 from megatron_sparse.transport import Topology, VirtualCluster

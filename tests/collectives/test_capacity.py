@@ -12,20 +12,20 @@ from megatron_sparse.bucket import Bucket, Form
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.collectives.records import group_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.config import CompressionConfig, SchemeConfig, SparseConfig
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
 from megatron_sparse.formats import message as message_module
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode
 from megatron_sparse.formats.slots import segment_capacity
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import Stopwatch
-from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reference.capacity import prune_limited
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology, VirtualCluster
 from tests.collectives.cases import EPOCH, OPTIONS, Case, contribution, numel_for, parameters
-from tests.collectives.test_reducer_gloo import Records
 from tests.ranks import run_ranks
+from tests.reduction.test_reducer_gloo import Records
 
 CAPABLE = ("agsparse", "direct", "ssar_split_ag", "dsar_split_ag")
 BY_FORM = [(name, form) for name in CAPABLE for form in Form if form in SCHEMES[name].forms]

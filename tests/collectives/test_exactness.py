@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.collectives.base import Subgroup
-from megatron_sparse.config import SCHEMES as CONFIGURABLE
+from megatron_sparse.config.sparse import SCHEMES as CONFIGURABLE
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
 from tests.collectives.cases import Case, contribution, exact_sum, numel_for, steps_of

@@ -13,7 +13,7 @@ import torch
 
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
-from megatron_sparse.collectives.sealed import open_row, open_size, seal_row, seal_size
+from megatron_sparse.collectives.checksummed import open_row, open_size, seal_row, seal_size
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import Case, exact_sum, numel_for, steps_of

@@ -14,7 +14,7 @@ import torch
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import OVER_GROUPS, Input
 from megatron_sparse.collectives.base import POSTED
-from megatron_sparse.config import INNER_SCHEMES, SchemeConfig
+from megatron_sparse.config.sparse import INNER_SCHEMES, SchemeConfig
 from megatron_sparse.errors import ConfigError, WireFormatError
 from megatron_sparse.formats.header import (
     FORMAT_COO,

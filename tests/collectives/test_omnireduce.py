@@ -12,7 +12,7 @@ import torch
 
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import SchemeOptions
-from megatron_sparse.config import SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.header import FORMAT_BLOCKS, FORMAT_DENSE, read_headers
 from megatron_sparse.transport import VirtualCluster

@@ -27,10 +27,10 @@ from megatron_sparse.formats.header import HEADER_BYTES, pad16
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.formats.row_record import SECTIONS_AT, RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
-from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import NullRecorder
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.row_sparse import RowSparseReducer
 from megatron_sparse.reference import row_sparse as oracle
-from megatron_sparse.row_sparse_reducer import RowSparseReducer
 from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
 from tests.ranks import run_ranks
 

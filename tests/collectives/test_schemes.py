@@ -8,9 +8,9 @@ import torch
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
 from megatron_sparse.collectives.base import tag_of
-from megatron_sparse.collectives.sealed import open_row, open_size, seal_row, seal_size
+from megatron_sparse.collectives.checksummed import open_row, open_size, seal_row, seal_size
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.config import CompressionConfig, SchemeConfig
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.transport import Topology, VirtualCluster

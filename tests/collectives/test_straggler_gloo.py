@@ -9,8 +9,8 @@ import torch
 
 from megatron_sparse.bucket import Form
 from megatron_sparse.errors import MegatronSparseError
-from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import Stopwatch
+from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.cases import OPTIONS, Case, exact_sum, numel_for, steps_of
 from tests.ranks import run_ranks

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse import composition
-from megatron_sparse.composition import GROUPS, compose, from_mapping, group_options, load, save
-from megatron_sparse.config import SCHEMES
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.config.sparse import SCHEMES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.models import parameter_count
-from megatron_sparse.run_config import RunConfig
+from megatron_sparse.run import composition
+from megatron_sparse.run.composition import GROUPS, compose, from_mapping, group_options, load, save
 
 CONFIGS = Path(composition.__file__).parent.parent / "configs"
 # Model clusters are no group of Hydra: tests/planner/test_cluster.py has them. The launcher is of

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_sparse.bench import codec_cases, codec_cuda, cub_peer, hash_cases
-from megatron_sparse.bench import codecs as bench
+from megatron_sparse.bench.codecs import cases, cub_peer, cuda, hash_cases
+from megatron_sparse.bench.codecs import command as bench
 from megatron_sparse.cuda_ext import build
 from megatron_sparse.errors import ConfigError, DependencyError
 from tests.cuda_emulator.device import GPU
@@ -26,8 +26,8 @@ class HostGenerator(torch.Generator):
 def bench_device(emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The emulated GPU, with what the benchmark asks of it besides."""
     monkeypatch.setattr(torch, "Generator", HostGenerator)
-    monkeypatch.setattr(codec_cuda, "load", lambda part: None)
-    monkeypatch.setattr(codec_cuda, "overload", lambda name: partial(emulated_gpu.call, name))
+    monkeypatch.setattr(cuda, "load", lambda part: None)
+    monkeypatch.setattr(cuda, "overload", lambda name: partial(emulated_gpu.call, name))
     monkeypatch.setattr(cub_peer, "action", lambda values_N: None)
     return GPU
 
@@ -48,12 +48,12 @@ def test_hashing_and_rows_do_what_they_say(
     assert "row_expand" in ops if form == "row_sparse" else "decode_add" in ops
 
 
-@pytest.mark.parametrize("form", codec_cases.FORMS)
+@pytest.mark.parametrize("form", cases.FORMS)
 def test_every_task_does_what_it_says(
     bench_device: torch.device, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr(codec_cases, "ORACLE_NUMEL", 2**12)
-    tasks = codec_cuda.make_tasks(2**15, 0.05, "fp32", form, bench_device)
+    monkeypatch.setattr(cases, "ORACLE_NUMEL", 2**12)
+    tasks = cuda.make_tasks(2**15, 0.05, "fp32", form, bench_device)
     for op, task in zip(bench.BUCKET_OPS, tasks, strict=True):
         assert (task.op, task.wrong) == (op, 0)
         assert task.format == {"auto": "pici", "blocks": "dense"}.get(form, form)

@@ -1,6 +1,6 @@
 """The CUDA kernels of hashing and of row-sparse gradients on the emulator, against the CPU's ops.
 
-The CPU's ops are compared with slow oracles in tests/kernels. Shape suffixes: K entries or local
+The CPU's ops are compared with slow oracles in tests/cuda_ext. Shape suffixes: K entries or local
 rows, P positions, M elements, U rows of the union, D columns.
 """
 

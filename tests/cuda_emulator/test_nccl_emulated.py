@@ -18,12 +18,12 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.config import SparseConfig
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.progress import GATE, ProgressThread
 from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
-from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.reduction.progress import GATE, ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import NcclLibrary

@@ -12,11 +12,11 @@ import torch
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.config import SparseConfig
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.progress import GATE, ProgressThread
 from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
-from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.reduction.progress import GATE, ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import VirtualCluster
 from tests.cuda_emulator.codec_cases import Place
 from tests.cuda_emulator.device import GPU, OnDevice, sync_debug_error, to_gpu

@@ -14,7 +14,7 @@ import torch
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, SchemeOptions, Steps
 from megatron_sparse.collectives.peer_two_shot import peer_layout
-from megatron_sparse.config import SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import peer_ops
 from megatron_sparse.cuda_ext.peer_ops import MAX_PEERS, Operation
 from megatron_sparse.errors import CommunicationError, ConfigError, ExtensionError

@@ -18,12 +18,12 @@ import torch
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import peer_windows
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.config import PEER_WINDOWS, PlannerConfig, SparseConfig
+from megatron_sparse.config.sparse import PEER_WINDOWS, PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, HostError
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.progress import GATE, Job, Pending, ProgressThread
 from megatron_sparse.recording import NullRecorder, Stopwatch
-from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.reduction.progress import GATE, Job, Pending, ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.peer_memory import PeerWindows
 from tests.cuda_emulator.device import GPU, EmulatedGpu, sync_debug_error

@@ -11,7 +11,7 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.reference import threshold as oracle
 from tests.cuda_emulator.codec_cases import Place
 from tests.cuda_emulator.emulated import IN_ORDER, RANDOM, REVERSED, Codecs
-from tests.kernels import cases
+from tests.cuda_ext import cases
 
 KEYS = torch.tensor([0, 1, 2, 3, 2**62, 2**31, 7])
 DENSITIES = torch.tensor([0.01, 0.5, 1.0, 1e-6, 0.999, 0.3, 2.0])

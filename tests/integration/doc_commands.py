@@ -23,7 +23,8 @@ from typing import Any
 import typer.main
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megatron_sparse import cli, composition
+from megatron_sparse.cli.main import main
+from megatron_sparse.run import composition
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -121,7 +122,7 @@ class Checker:
 
     @cached_property
     def _program(self) -> Any:
-        return typer.main.get_command(cli.app)
+        return typer.main.get_command(main.app)
 
     def check(self, command: Command) -> None:
         """Fails by an exception of whatever refuses the command.

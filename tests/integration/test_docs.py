@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse import cli, errors
-from megatron_sparse.planner.gradient_recording import FOLDER, GradientRecorder
+from megatron_sparse import errors
+from megatron_sparse.cli.main import main
+from megatron_sparse.sparsity.gradient_recording import FOLDER, GradientRecorder
 from tests.integration.doc_commands import (
     FENCE,
     PAGES,
@@ -171,7 +172,7 @@ def workplace(tmp_path, monkeypatch):
 def test_cheap_commands_run(command, workplace, capsys):
     workplace(command)
     with pytest.raises(SystemExit) as caught:
-        cli.main(command.words[1:])
+        main.main(command.words[1:])
     assert not caught.value.code, capsys.readouterr().err
 
 
@@ -185,7 +186,7 @@ def test_the_quick_tour_as_it_is_written(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
     for words in run:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "megatron_sparse.cli", *words[1:]],
+            [sys.executable, "-W", "ignore", "-m", "megatron_sparse.cli.main", *words[1:]],
             cwd=tmp_path,
             env=env,
             capture_output=True,

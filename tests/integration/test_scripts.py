@@ -329,10 +329,10 @@ def test_test_script_arguments(checkout: Path, recorded: Path) -> None:
         "fuzz 7",
     ]
     recorded.unlink()
-    run_script("test.sh tests/unit -k density", checkout)
+    run_script("test.sh tests/config -k density", checkout)
     assert (
         recorded.read_text().splitlines()[-1]
-        == "python -m pytest -m not slow tests/unit -k density"
+        == "python -m pytest -m not slow tests/config -k density"
     )
     assert "pre-commit" not in recorded.read_text()
 

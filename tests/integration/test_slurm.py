@@ -299,7 +299,7 @@ def test_sweep_by_submitit_is_one_table(bed: Bed, undisturbed: Job):
     table = bed.run(
         sys.executable,
         "-m",
-        "megatron_sparse.cli",
+        "megatron_sparse.cli.main",
         "sweep",
         str(folder),
         "--json",

@@ -42,7 +42,7 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, object]:
 
     cpu_mode.enable()
     take_from(folder)
-    from megatron_sparse import doctor
+    from megatron_sparse.doctor import checks
     from megatron_sparse.errors import HostError
     from megatron_sparse.megatron import attach, detach
     from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
@@ -71,7 +71,7 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, object]:
     return {
         "version": importlib.metadata.version("megatron-core"),
         "install": refusal,
-        "doctor": {check.name: [check.status, check.detail] for check in doctor._megatron()},
+        "doctor": {check.name: [check.status, check.detail] for check in checks._megatron()},
         "runs": runs,
     }
 

@@ -6,7 +6,8 @@ import sys
 import time
 
 from megatron_sparse.errors import CommunicationError
-from megatron_sparse.megatron import training, worker
+from megatron_sparse.megatron import training
+from megatron_sparse.run import worker
 
 
 def _fail(*args):

@@ -9,8 +9,8 @@ from itertools import islice
 
 import pytest
 
-from megatron_sparse.bench import convergence
-from megatron_sparse.bench.convergence_settings import DEFAULT, DENSE, Study
+from megatron_sparse.bench.convergence import command
+from megatron_sparse.bench.convergence.settings import DEFAULT, DENSE, Study
 from megatron_sparse.megatron import corpus_text
 
 # Two trainings, a minute in all where nobody else computes.
@@ -34,7 +34,7 @@ def losses(tmp_path_factory):
             # Two validations are enough for the last one, of 640 samples each.
             ["training.eval_interval=200", "training.eval_iters=40"],
         )
-        return {result.setting: result for result in convergence.run(study)}
+        return {result.setting: result for result in command.run(study)}
 
 
 def test_dense_learns(losses):

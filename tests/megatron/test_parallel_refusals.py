@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from megatron_sparse import composition, launch
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.arguments import OTHER_WRAPS
+from megatron_sparse.run import composition, launch
 from tests.doc_tables import rows_with_tests, untrue_rows
 from tests.megatron.test_parallel import LAYOUTS
 

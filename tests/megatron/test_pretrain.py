@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.planner.gradient_recording import GradientRecording, Kind
+from megatron_sparse.sparsity.gradient_recording import GradientRecording, Kind
 from tests.megatron.checkpoint_cases import saved_tensors
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from megatron_sparse import cli
+from megatron_sparse.cli.main import main
 from tests.megatron.test_pretrain import losses, train
 
 SLOW_MS = 400.0
@@ -54,7 +54,7 @@ def test_delays_are_in_the_run(observed, tmp_path, capsys):
     picture, table = tmp_path / "cdf.png", tmp_path / "delays.csv"
     arguments = ["stragglers", str(observed), "--output", str(picture), "--csv", str(table)]
     with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
+        main.main(arguments)
     assert ended.value.code == 0
     assert "persistence" in capsys.readouterr().out
     assert picture.stat().st_size > 0

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.dashboard import SECTIONS
-from megatron_sparse.ranges import PREFIX
+from megatron_sparse.profiler_ranges import PREFIX
 from megatron_sparse.recording import STEP_STAGES
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
+from megatron_sparse.telemetry.dashboard import SECTIONS
 from megatron_sparse.telemetry.metrics import METRICS, PLAN, PLAN_COLUMNS, known
 from tests.megatron.test_pretrain import train
 from tests.tracked import tensorboard_scalars, wandb_history, wandb_records

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse import launch
-from megatron_sparse.composition import compose, group_options
 from megatron_sparse.errors import CheckpointError, ConfigError, DatasetError
 from megatron_sparse.megatron import arguments, cpu_mode, training
 from megatron_sparse.megatron.models import parameter_count
+from megatron_sparse.run import launch
+from megatron_sparse.run.composition import compose, group_options
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

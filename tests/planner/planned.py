@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
-from megatron_sparse.config import CompressionConfig, PlannerConfig, SchemeConfig
+from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.choice import PricedPlanner
 from megatron_sparse.planner.cluster import find

@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_sparse.bench.collective_path import residual_of
+from megatron_sparse.bench.collectives.path import residual_of
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.config import PlannerConfig, SparseConfig
+from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
 from megatron_sparse.planner import FixedPlanner, choice
 from megatron_sparse.planner.cluster import find
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.pinned import PinnedPlanner
-from megatron_sparse.progress import ProgressThread
 from megatron_sparse.recording import NullRecorder
-from megatron_sparse.reducer import GradientReducer
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.simulate.gradients import fully_overlapping, uniform
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.planner.planned import NUMEL, SPARSE, Ranks, a_bucket, a_planner

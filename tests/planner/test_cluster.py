@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_sparse import cli
+from megatron_sparse.cli.main import main
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner import cluster as cluster_files
 from megatron_sparse.planner.cluster import ClusterModel, CodecOp, CodecRate, find, shipped
@@ -283,7 +283,7 @@ class TestCommandLine:
     def test_flags_that_do_not_fit(self, tmp_path, monkeypatch, capsys, arguments, word):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(SystemExit) as caught:
-            cli.main(["calibrate", *arguments])
+            main.main(["calibrate", *arguments])
         told = capsys.readouterr().err
         assert caught.value.code == 2
         assert told.count("error:") == 1
@@ -293,7 +293,7 @@ class TestCommandLine:
     def test_an_existing_file_is_not_replaced(self, path, capsys):
         before = path.read_text()
         with pytest.raises(SystemExit) as caught:
-            cli.main(["calibrate", "--out", str(path)])
+            main.main(["calibrate", "--out", str(path)])
         assert caught.value.code == 2
         assert "--force" in capsys.readouterr().err
         assert path.read_text() == before
@@ -301,7 +301,7 @@ class TestCommandLine:
     def test_a_sweep_does_not_add_to_a_damaged_file(self, path, capsys):
         path.write_text("nodes: [1")
         with pytest.raises(SystemExit) as caught:
-            cli.main(["calibrate", "--sweep", "--out", str(path)])
+            main.main(["calibrate", "--sweep", "--out", str(path)])
         assert caught.value.code == 2
         assert "cannot be read" in capsys.readouterr().err
 

@@ -12,17 +12,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_sparse.bench import virtual_truth
-from megatron_sparse.bench.virtual_truth import Setting, full_size_bytes
+from megatron_sparse.bench.cost_models import virtual_truth
+from megatron_sparse.bench.cost_models.virtual_truth import Setting, full_size_bytes
 from megatron_sparse.bucket import Form
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input, SchemeOptions
-from megatron_sparse.config import STRAGGLER_SCHEMES, SchemeConfig
+from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import FORMAT_CODES, MessageBuffers, encode_segments
-from megatron_sparse.planner.characteristics import SparsityProfile, profile_of
 from megatron_sparse.planner.cluster import FORMATS, ClusterModel, CodecOp, CodecRate
 from megatron_sparse.planner.costs import BucketShape, Prediction, fits, predict, predict_all
 from megatron_sparse.simulate import gradients
+from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
 from megatron_sparse.transport import Link
 
 OPTIONS = SchemeOptions.of(SchemeConfig())

@@ -11,16 +11,16 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, SchemeOptions
-from megatron_sparse.config import CANDIDATES, CompressionConfig, PlannerConfig, SchemeConfig
+from megatron_sparse.config.sparse import CANDIDATES, CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.ddp import _check_no_windows
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner import Planner
-from megatron_sparse.planner.characteristics import SparsityProfile
 from megatron_sparse.planner.choice import PricedPlanner
 from megatron_sparse.planner.cluster import FORMATS, ClusterModel, CodecOp, CodecRate, find
 from megatron_sparse.planner.costs import BucketShape, predict, predict_all
 from megatron_sparse.planner.plan import FixedPlanner, Windows
 from megatron_sparse.planner.prices import candidates, runnable
+from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.transport import Link, Transport
 
 NAME = "peer_two_shot"

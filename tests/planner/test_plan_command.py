@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from megatron_sparse import cli
-from megatron_sparse.planner.gradient_recording import GradientRecorder, Kind
+from megatron_sparse.cli.main import main
 from megatron_sparse.planner.plan_rows import largest
 from megatron_sparse.simulate.gradients import fully_overlapping
+from megatron_sparse.sparsity.gradient_recording import GradientRecorder, Kind
 from tests.planner.planned import NUMEL, a_bucket, a_planner
 
 KEYS = {"bucket", "numel", "density", "predicted_us", "chosen", "reason"}
@@ -20,7 +20,7 @@ FEW = ("--schemes", "direct,ssar_rd,agsparse")
 def run(*arguments):
     """Runs a command in this process; returns its exit code."""
     try:
-        cli.main(["plan", *map(str, arguments)])
+        main.main(["plan", *map(str, arguments)])
     except SystemExit as end:
         return end.code or 0
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_sparse.config import STRAGGLER_SCHEMES, StragglerConfig
+from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, StragglerConfig
 
 
 def section_for(scheme: str, rank: int = 0) -> StragglerConfig:

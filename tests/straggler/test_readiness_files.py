@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from megatron_sparse import cli
-from megatron_sparse.config import TrackingConfig
+from megatron_sparse.cli.main import main
+from megatron_sparse.config.sparse import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
@@ -76,7 +76,7 @@ def test_the_command_prints_draws_and_writes(tmp_path, capsys):
     telemetry.close()
     picture, table = tmp_path / "cdf.png", tmp_path / "delays.csv"
     with pytest.raises(SystemExit) as ended:
-        cli.main(["stragglers", str(tmp_path), f"--output={picture}", f"--csv={table}"])
+        main.main(["stragglers", str(tmp_path), f"--output={picture}", f"--csv={table}"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("persistence", "all", "3.00", "100%"))
@@ -100,7 +100,7 @@ def test_mistakes_are_one_error(arguments, words, tmp_path, capsys, monkeypatch)
     line = {"iteration": 1, "bucket": "a", "waited_ms": [0.0, 1.0]}
     (tmp_path / "RUN" / READINESS_FILE).write_text(json.dumps(line) + "\n")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["stragglers", *arguments])
+        main.main(["stragglers", *arguments])
     assert ended.value.code == ConfigError.exit_code
     error = capsys.readouterr().err
     assert error.count("error:") == 1

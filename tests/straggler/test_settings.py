@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_sparse.composition import compose
-from megatron_sparse.config import SparseConfig, StragglerConfig
+from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.run.composition import compose
 
 TIMED = {"deterministic": False}
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport import VirtualCluster
-from megatron_sparse.transport.arrivals import StoreArrivals
+from megatron_sparse.transport.arrival_counter import StoreArrivals
 from megatron_sparse.transport.process_group import Operation
 
 LATE_S = 0.12

@@ -62,7 +62,7 @@ def run_ranks(arguments: list[str], folder: Path) -> int:
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
     }
-    command = [sys.executable, "-m", "megatron_sparse.cli", *arguments]
+    command = [sys.executable, "-m", "megatron_sparse.cli.main", *arguments]
     path = folder / "rows.jsonl"
     processes = [
         subprocess.Popen(

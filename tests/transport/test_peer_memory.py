@@ -13,7 +13,7 @@ from megatron_sparse.bucket import Bucket, Form, ParameterSlice
 from megatron_sparse.collectives import peer_windows
 from megatron_sparse.collectives.peer_two_shot import peer_layout
 from megatron_sparse.collectives.peer_windows import ProcessRanks, check_domain, open_windows
-from megatron_sparse.config import SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.peer_ops import (
     CONTROL_BYTES,
     MAX_PEERS,
@@ -29,7 +29,7 @@ from megatron_sparse.errors import (
     MegatronSparseError,
     WireFormatError,
 )
-from megatron_sparse.progress import DEADLINE_FACTOR, DEADLINE_SLACK_S
+from megatron_sparse.reduction.progress import DEADLINE_FACTOR, DEADLINE_SLACK_S
 from megatron_sparse.reference import peer
 from megatron_sparse.transport.peer_memory import (
     CudaIpc,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_sparse.bucket import Form
-from megatron_sparse.checks import in_range
+from megatron_sparse.config.checks import in_range
 from megatron_sparse.errors import ConfigError
 
 FP32_BYTES = 4

@@ -1,0 +1,178 @@
+"""`bench codecs` on a GPU: the codec's CUDA ops, and others' ways to do it, timed with events.
+
+What is timed is what the device does: the ops without the few words that `ops` reads on the host
+afterwards, and without host time between launches that the device does not wait for. Operation,
+copy and peers take turns in the same run. Every op is first compared with the CPU's codec, byte for
+byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from megatron_sparse.bench.codecs import cases, cub_peer
+from megatron_sparse.bench.codecs.cases import DTYPES, EPOCH, FORMS, KEY, Action, Task
+from megatron_sparse.cuda_ext import codec_cuda, load, ops
+from megatron_sparse.cuda_ext.arguments import overload
+from megatron_sparse.cuda_ext.codec_checks import record_kind
+from megatron_sparse.formats.header import FORMAT_BLOCKS
+
+SECTOR_BYTES = 32
+"""What a GPU reads or writes at least, to touch one element of the accumulator."""
+
+
+def make_tasks(
+    size: int, density: float, dtype: str, form: str, device: torch.device
+) -> Iterator[Task]:
+    """The three operations on one normally distributed gradient of `size` bytes."""
+    load("cuda")
+    wrong = compare_with_cpu(density, dtype, form, device)
+    code, numel = list(DTYPES).index(dtype), size // DTYPES[dtype].itemsize
+    generator = torch.Generator(device).manual_seed(numel)
+    grad_N = torch.randn(numel, generator=generator, device=device).to(DTYPES[dtype])
+    residual_N = torch.zeros(numel, device=device)
+    threshold = cases.threshold_of(density)
+    host_offsets, keep = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
+    offsets, thresholds_R = codec_cuda.on_device(host_offsets, device), threshold.to(device)
+    arguments: dict[str, Any] = dict(FORMS[form])
+    block_size = arguments.get("block_size", 0) if arguments["form"] == FORMAT_BLOCKS else 0
+    kind = record_kind(arguments["form"], arguments.get("paper_order", False))
+    kinds = codec_cuda.record_kinds(keep, kind, device)
+    capacity = ops.message_capacity(host_offsets, code)
+    out = torch.zeros(capacity, dtype=torch.uint8, device=device)
+
+    def used() -> int:
+        """Bytes of the one record that was written last."""
+        return 48 + int(out[24:32].view(torch.int64))
+
+    # Leak 0 leaves nothing behind but rounding errors, so that all rounds see the same numbers.
+    fused = partial(
+        overload("prune_encode_records"),
+        grad_N,
+        residual_N,
+        offsets,
+        thresholds_R,
+        0.0,
+        KEY,
+        offsets,
+        kinds,
+        code,
+        EPOCH,
+        block_size,
+        out,
+    )
+    fused()
+    rest_N, limit = torch.zeros(numel, device=device), float(threshold)
+    yield Task(
+        "prune_encode",
+        _name(out, form),
+        grad_N.nbytes + 2 * residual_N.nbytes + used(),
+        wrong,
+        fused,
+        None,
+        {"torch ops": lambda: cases.prune_encode_in_torch(grad_N, rest_N, limit)},
+    )
+
+    pruned_N = grad_N.clone()
+    ops.prune_(pruned_N, residual_N, host_offsets, thresholds_R, 0.0, code, KEY)
+    encode = partial(
+        overload("encode_records"), pruned_N, offsets, kinds, code, EPOCH, block_size, out
+    )
+    encode()
+    message, name = out[: used()].clone(), _name(out, form)
+    yield Task(
+        "encode",
+        name,
+        pruned_N.nbytes + message.numel(),
+        wrong,
+        encode,
+        None,
+        _encode_peers(pruned_N),
+    )
+
+    acc_N, peer_N = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    index_K = pruned_N.nonzero().squeeze(1)
+    values_K = pruned_N[index_K].float()
+    touched = cases.touched_bytes(
+        pruned_N, whole=name in ("dense", "blocks"), line_bytes=SECTOR_BYTES
+    )
+    yield Task(
+        "decode_add",
+        name,
+        message.numel() + 2 * touched,
+        wrong,
+        partial(overload("decode_add_"), acc_N, message, offsets, code, EPOCH, 0, False),
+        None,
+        {"torch index_add_": lambda: peer_N.index_add_(0, index_K, values_K)},
+    )
+
+
+def compare_with_cpu(density: float, dtype: str, form: str, device: torch.device) -> int:
+    """Bytes of message, residual and sum that differ from the CPU's on a smaller gradient."""
+    code, arguments = list(DTYPES).index(dtype), FORMS[form]
+    grad_N = cases.gradient(cases.ORACLE_NUMEL + 17, dtype)
+    numel = grad_N.numel()
+    offsets, keep = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
+    thresholds_R = cases.threshold_of(density)
+    results: list[tuple[torch.Tensor, ...]] = []
+    for place in (torch.device("cpu"), device):
+        rest_N, acc_N = torch.zeros(numel, device=place), torch.ones(numel, device=place)
+        out = torch.zeros(ops.message_capacity(offsets, code), dtype=torch.uint8, device=place)
+        sizes, _ = ops.prune_encode(
+            grad_N.to(place),
+            rest_N,
+            offsets,
+            thresholds_R.to(place),
+            offsets,
+            keep,
+            0.5,
+            code,
+            KEY,
+            EPOCH,
+            out,
+            **arguments,
+        )
+        message = out[: int(sizes.sum())]
+        ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0)
+        results.append((message.cpu(), rest_N.cpu(), acc_N.cpu()))
+    return sum(
+        cases.differing(got.view(torch.uint8), wanted.numpy().tobytes())
+        for wanted, got in zip(*results, strict=True)
+    )
+
+
+def time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[list[float]]:
+    """Microseconds of the device for each action, in each round that counts."""
+    times_us: list[list[float]] = [[] for _ in actions]
+    for round_index in range(warmup + iters):
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in actions]
+        for action, (begin, end) in zip(actions, events, strict=True):
+            begin.record()
+            action()
+            end.record()
+        torch.cuda.synchronize()
+        if round_index >= warmup:
+            for kept, (begin, end) in zip(times_us, events, strict=True):
+                kept.append(begin.elapsed_time(end) * 1e3)
+    return times_us
+
+
+def _encode_peers(pruned_N: torch.Tensor) -> dict[str, Action]:
+    peers = cases.torch_encode_peers(pruned_N)
+    if pruned_N.dtype == torch.float32 and (cub := cub_peer.action(pruned_N)) is not None:
+        peers["CUB DeviceSelect"] = cub
+    if pruned_N.dtype != torch.bfloat16 and find_spec("cupy") is not None:
+        cupy = import_module("cupy")
+        array = cupy.from_dlpack(pruned_N)
+        peers["cupy flatnonzero"] = lambda: array[cupy.flatnonzero(array)]
+    return peers
+
+
+def _name(out: torch.Tensor, form: str) -> str:
+    return cases.record_name(out[:48].cpu(), form)

@@ -1,0 +1,270 @@
+"""What `bench codecs` measures of ZEN's hashing and of row-sparse gradients.
+
+`hash_bitmap` and `pairs` are what travels in the Pull and in the Push, for all of `PARTITIONS`
+servers one after the other; `hash_partition` cuts a rank's entries into partitions. `row_sparse`
+reads the gradient as rows of `COLUMNS` elements and touches a fraction `density` of them;
+`row_union`, `row_match` and `row_expand` are the steps between `RANKS` ranks of such rows.
+
+Results are compared with the oracles on a small gradient, and among themselves on the timed one. On
+a GPU a time is between two events of the device, the waits for the host included: these operations
+read sizes and checks before they go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_sparse.bench.codecs.cases import (
+    DTYPES,
+    EPOCH,
+    KEY,
+    LINE_BYTES,
+    Task,
+    differing,
+    touched_bytes,
+)
+from megatron_sparse.bench.codecs.cuda import SECTOR_BYTES
+from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash, row_sparse
+from megatron_sparse.formats.hash_partition import PermutationHash
+from megatron_sparse.formats.hash_record import PartitionRecord
+from megatron_sparse.formats.row_record import RowPart
+from megatron_sparse.formats.row_sparse import RowSparse
+from megatron_sparse.reference import hash_bitmap as bitmap_oracle
+from megatron_sparse.reference import row_sparse as row_oracle
+
+PARTITIONS = 8
+RANKS = 8
+COLUMNS = 64
+SMALL_NUMEL = 2**13
+"""Elements that are compared with the oracles, which work bit by bit."""
+
+
+def make_tasks(
+    size: int, density: float, dtype: str, form: str, device: torch.device
+) -> Iterator[Task]:
+    """The operations of `hash_bitmap`, `pairs` or `row_sparse` on one gradient of `size` bytes."""
+    makers = {"hash_bitmap": _bitmap_tasks, "pairs": _pair_tasks, "row_sparse": _row_tasks}
+    return makers[form](size // DTYPES[dtype].itemsize, density, dtype, device)
+
+
+def _sparse(numel: int, density: float, dtype: str, device: torch.device) -> torch.Tensor:
+    """Normally distributed values at `density` of the places, zeros elsewhere."""
+    generator = torch.Generator().manual_seed(numel)
+    values_N = torch.randn(numel, generator=generator)
+    kept_N = torch.rand(numel, generator=generator) < density
+    return values_N.mul_(kept_N).to(device, DTYPES[dtype])
+
+
+def _places(numel: int, dtype: str) -> list[PartitionRecord]:
+    h0 = PermutationHash(numel, PARTITIONS, KEY)
+    return [PartitionRecord(h0, p, DTYPES[dtype], 0, EPOCH) for p in range(PARTITIONS)]
+
+
+def _by_position(grad_N: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
+    """The values of a partition, as its server holds them."""
+    position_P = torch.arange(place.positions, device=grad_N.device)
+    return grad_N[place.partition_hash.element_at(place.partition, position_P)]
+
+
+def _touched_bytes(values_N: torch.Tensor) -> int:
+    line_bytes = SECTOR_BYTES if values_N.is_cuda else LINE_BYTES
+    return touched_bytes(values_N, whole=False, line_bytes=line_bytes)
+
+
+def _encode_bitmap(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
+    h0, partition = place.partition_hash, place.partition
+    return hash_bitmap.encode(values_P, h0, partition, offset=0, epoch=EPOCH)
+
+
+def _wrong_bitmaps(density: float, dtype: str, device: torch.device) -> int:
+    """Bytes of all partitions' records that differ from the oracle's on a small gradient."""
+    grad_N, wrong = _sparse(SMALL_NUMEL + 17, density, dtype, device), 0
+    for place in _places(grad_N.numel(), dtype):
+        h0, partition = place.partition_hash, place.partition
+        elements = h0.element_at(partition, torch.arange(place.positions)).tolist()
+        fields = (partition, PARTITIONS, h0.seed, h0.code)
+        record = bitmap_oracle.encode(grad_N.cpu(), elements, fields, 0, EPOCH)
+        wrong += differing(_encode_bitmap(_by_position(grad_N, place), place).cpu(), record)
+    return wrong
+
+
+def _bitmap_tasks(numel: int, density: float, dtype: str, device: torch.device) -> Iterator[Task]:
+    wrong, places = _wrong_bitmaps(density, dtype, device), _places(numel, dtype)
+    grad_N = _sparse(numel, density, dtype, device)
+    values = [_by_position(grad_N, place) for place in places]
+
+    def encode() -> list[torch.Tensor]:
+        return [_encode_bitmap(*pair) for pair in zip(values, places, strict=True)]
+
+    records = encode()
+    used = sum(record.numel() for record in records)
+    yield Task(
+        "encode",
+        "hash_bitmap",
+        grad_N.nbytes + used,
+        wrong,
+        encode,
+        lambda: grad_N.sum(),
+        {"torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]},
+    )
+
+    acc_N, value_dtype = torch.zeros(numel, device=device), DTYPES[dtype]
+    peer_acc_N = torch.zeros_like(acc_N)
+
+    def decode_add() -> None:
+        for record, place in zip(records, places, strict=True):
+            hash_bitmap.decode_add_(
+                acc_N,
+                record,
+                place.partition_hash,
+                place.partition,
+                value_dtype,
+                offset=0,
+                epoch=EPOCH,
+                rank=0,
+            )
+
+    decode_add()
+    wrong += int((acc_N != grad_N.float()).sum())
+    touched = _touched_bytes(grad_N)
+    index_K = grad_N.nonzero().squeeze(1)
+    values_K = grad_N[index_K].float()
+    yield Task(
+        "decode_add",
+        "hash_bitmap",
+        used + 2 * touched,
+        wrong,
+        decode_add,
+        None,
+        {"torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)},
+    )
+
+
+def _pair_tasks(numel: int, density: float, dtype: str, device: torch.device) -> Iterator[Task]:
+    places = _places(numel, dtype)
+    h0 = places[0].partition_hash
+    grad_N = _sparse(numel, density, dtype, device)
+    index_K = grad_N.nonzero().squeeze(1)
+    values_K = grad_N[index_K]
+    entry_bytes = index_K.nbytes + values_K.nbytes
+
+    cut = hierarchical_hash.split(h0, index_K, values_K)
+    memory = hierarchical_hash.hierarchical_hash(h0, index_K, values_K)
+    order_K = h0.partition_of(index_K).argsort(stable=True)
+    wrong = int((cut.indices_K != index_K[order_K]).sum())
+    wrong += int((cut.values_K != values_K[order_K]).sum())
+    wrong += int((cut.indices_K != memory.indices_K).sum())
+    yield Task(
+        "hash_partition",
+        "pairs",
+        2 * entry_bytes,
+        wrong,
+        lambda: hierarchical_hash.split(h0, index_K, values_K),
+        None,
+        {"Algorithm 1": lambda: hierarchical_hash.hierarchical_hash(h0, index_K, values_K)},
+    )
+
+    def encode() -> list[torch.Tensor]:
+        return [hash_pairs.encode(*cut.of(place.partition), place) for place in places]
+
+    records = encode()
+    used = sum(record.numel() for record in records)
+    accs = [torch.zeros(place.positions, device=device) for place in places]
+
+    def decode_add() -> None:
+        for acc_P, record, place in zip(accs, records, places, strict=True):
+            hash_pairs.accumulate_(acc_P, record, place, rank=0)
+
+    decode_add()
+    expected = [_by_position(grad_N, place).float() for place in places]
+    wrong += sum(int((a != b).sum()) for a, b in zip(accs, expected, strict=True))
+    touched = sum(map(_touched_bytes, expected))
+    yield Task("encode", "pairs", entry_bytes + used, wrong, encode, None, {})
+    yield Task("decode_add", "pairs", used + 2 * touched, wrong, decode_add, None, {})
+
+
+def _row_sets(num_rows: int, density: float, device: torch.device) -> list[torch.Tensor]:
+    """The touched rows of each rank: a fraction `density`, drawn at random."""
+    generator = torch.Generator().manual_seed(num_rows)
+    count = max(round(num_rows * density), 1)
+    drawn = [torch.randperm(num_rows, generator=generator)[:count] for _ in range(RANKS)]
+    return [rows.sort().values.to(device) for rows in drawn]
+
+
+def _wrong_rows(density: float, dtype: str, device: torch.device) -> int:
+    """Indices and values that differ from the oracle's on a small gradient."""
+    num_rows = SMALL_NUMEL // COLUMNS
+    sets = _row_sets(num_rows, density, device)
+    rows_KD = _sparse(sets[0].numel() * COLUMNS, 1.0, dtype, device).view(-1, COLUMNS)
+    union_U = row_sparse.union(sets, num_rows)
+    lists = [indices.tolist() for indices in sets]
+    union = row_oracle.union(lists)
+    if union_U.tolist() != union:
+        return max(union_U.numel(), len(union))
+    matched = torch.tensor(row_oracle.match(lists[0], union)).to(device)
+    expanded = RowSparse(sets[0], rows_KD, num_rows).expand(union_U)
+    wrong = int((row_sparse.match(sets[0], union_U) != matched).sum())
+    wanted = row_oracle.expand(lists[0], rows_KD.cpu(), union)
+    return wrong + int((expanded.cpu() != wanted).sum())
+
+
+def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> Iterator[Task]:
+    wrong, num_rows = _wrong_rows(density, dtype, device), max(numel // COLUMNS, 1)
+    sets = _row_sets(num_rows, density, device)
+    local_K = sets[0]
+    rows_KD = _sparse(local_K.numel() * COLUMNS, 1.0, dtype, device).view(-1, COLUMNS)
+    gradient = RowSparse(local_K, rows_KD, num_rows)
+    part = RowPart(num_rows, COLUMNS, dtype, part=0, parts=1, epoch=EPOCH)
+    positions = part.positions(gradient)
+    out = rows_KD.new_zeros(part.record_bytes(local_K.numel()), dtype=torch.uint8)
+    part.encode(gradient, positions, out)
+    decoded = part.decode(out, rank=0)
+    wrong += int((decoded.indices_K != local_K).sum()) + int((decoded.rows_KD != rows_KD).sum())
+    yield Task(
+        "encode",
+        "row_sparse",
+        local_K.nbytes + rows_KD.nbytes + out.numel(),
+        wrong,
+        lambda: part.encode(gradient, positions, out),
+        None,
+        {},
+    )
+
+    union_U = row_sparse.union(sets, num_rows)
+    every = torch.cat(sets)
+    yield Task(
+        "row_union",
+        "row_sparse",
+        every.nbytes + union_U.nbytes,
+        wrong,
+        lambda: row_sparse.union(sets, num_rows),
+        None,
+        {"torch unique": lambda: torch.unique(every)},
+    )
+    yield Task(
+        "row_match",
+        "row_sparse",
+        2 * local_K.nbytes + union_U.nbytes,
+        wrong,
+        lambda: row_sparse.match(local_K, union_U),
+        None,
+        {"torch searchsorted": lambda: torch.searchsorted(union_U, local_K)},
+    )
+
+    def zeros_and_copy() -> torch.Tensor:
+        target_UD = rows_KD.new_zeros(union_U.numel(), COLUMNS)
+        return target_UD.index_copy_(0, torch.searchsorted(union_U, local_K), rows_KD)
+
+    wrong += int((gradient.expand(union_U) != zeros_and_copy()).sum())
+    target_bytes = union_U.numel() * COLUMNS * rows_KD.element_size()
+    yield Task(
+        "row_expand",
+        "row_sparse",
+        local_K.nbytes + union_U.nbytes + rows_KD.nbytes + target_bytes,
+        wrong,
+        lambda: gradient.expand(union_U),
+        None,
+        {"torch index_copy_": zeros_and_copy},
+    )

@@ -1,0 +1,105 @@
+"""The data path of one bucket in two halves, where they must be told apart.
+
+`GradientReducer` runs both in one go on its progress thread. The virtual cluster drives the second
+half for many ranks in one thread, and `--no-prune` times it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_sparse.bench.collectives.sweep import Case, Sweep
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.selection import Selector
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
+from megatron_sparse.transport import Transport
+
+Exchange = Callable[[], Steps]
+
+
+class HalvedPath:
+    """One rank's residual, buffers and plan of a case.
+
+    Args:
+        case: what is synchronised.
+        sweep: how.
+        transport: of the rank.
+        straggler: the rank that is taken for late by schemes that need one; None for the last.
+
+    Attributes:
+        residuals: what was not selected so far.
+    """
+
+    def __init__(
+        self, case: Case, sweep: Sweep, transport: Transport, straggler: int | None = None
+    ) -> None:
+        late = transport.world_size - 1 if straggler is None else straggler
+        config = case.config(sweep, late)
+        self.residuals = new_residuals()
+        self._planner = FixedPlanner(config.compression, config.scheme)
+        self._options = SchemeOptions.of(config.scheme).with_straggler(straggler)
+        self._buffers = MessageBuffers()
+        self._transport = transport
+        self._selector = Selector(config.compression, self.residuals, transport.rank, self._buffers)
+
+    def carried_by(self, bucket: Bucket) -> str:
+        """The scheme that the planner takes."""
+        return self._planner.plan_for(bucket, 0).scheme
+
+    def select(self, bucket: Bucket, step: int, watch: Stopwatch) -> tuple[int, Exchange]:
+        """The first half; `watch` gets the times of both. Mutates the residual.
+
+        Returns:
+            How many elements were selected, and the second half, which is to be driven once.
+        """
+        plan = self._planner.plan_for(bucket, step)
+        scheme = SCHEMES[plan.scheme]
+        if scheme.takes is Input.DENSE:
+            values_N = self._selector.take_whole(bucket, plan.wire_dtype, step=step, watch=watch)
+            return bucket.numel, lambda: scheme.reduce(
+                bucket, values_N, step, self._transport, self._buffers, watch, self._options
+            )
+        message = self._selector.select(
+            bucket,
+            plan.density,
+            plan.wire_dtype,
+            form=self._options.message_format(plan.scheme),
+            block_size=self._options.block_size,
+            sharded=plan.sharded,
+            finer=scheme.finer(bucket),
+            step=step,
+            watch=watch,
+            capacity=self._options.capacity,
+        )
+        return message.nnz, lambda: scheme.exchange(
+            bucket, message, self._transport, self._buffers, watch, self._options
+        )
+
+
+class LastRecord(NullRecorder):
+    """Keeps what was told of the last bucket."""
+
+    record: BucketRecord
+
+    def record_bucket(self, record: BucketRecord) -> None:
+        """See `Recorder`."""
+        self.record = record
+
+
+def new_residuals() -> ResidualStore:
+    """A residual whose selections all count."""
+    return ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+
+
+def residual_of(residuals: ResidualStore, bucket: Bucket) -> torch.Tensor:
+    """A copy of a bucket's residual; zeros where it has none, as after a dense plan."""
+    if bucket.name in residuals:
+        return residuals.begin(bucket).clone()
+    return torch.zeros(bucket.numel, device=bucket.grad_N.device)

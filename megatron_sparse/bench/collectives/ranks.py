@@ -1,0 +1,255 @@
+"""Checks and times collectives between real ranks, from dense gradient to dense sum.
+
+What is timed is what training does: `GradientReducer` with its residual, sampled threshold, error
+feedback, progress thread and planner. A round is the scheme, the backend's own dense collective and
+a plain copy, each after a barrier and on fresh values; filling them in is not timed. Dense and
+scheme take turns at going first, so that what slows the machine down for a while slows both.
+
+On CUDA devices the backend is NCCL; that has not been run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.bench.collectives.floor import payload_rate
+from megatron_sparse.bench.collectives.path import (
+    HalvedPath,
+    LastRecord,
+    new_residuals,
+    residual_of,
+)
+from megatron_sparse.bench.collectives.row import Row, in_order
+from megatron_sparse.bench.collectives.sweep import CHECK_STEPS, Case, Sweep
+from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
+from megatron_sparse.bench.rank_group import RankGroup
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.compression.residual import ResidualStore
+from megatron_sparse.errors import CommunicationError
+from megatron_sparse.formats.message import VALUE_DTYPES
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.reduction.progress import GATE
+from megatron_sparse.reduction.reducer import GradientReducer
+
+# torch 2.13 renamed it; older ones only have the first name.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+LINK_ROUNDS = 7
+LINK_BYTES = 8 << 20
+
+Progress = Callable[[int, int, Case], None]
+"""Told the number of the case that begins, of how many, and the case."""
+
+
+class RankBench(RankGroup):
+    """One rank's part of the bench; see `RankGroup`.
+
+    Args:
+        sweep: the same on every rank.
+        store: where the ranks meet.
+        rank: of this process.
+        world_size: processes.
+
+    Raises:
+        CommunicationError: the ranks cannot reach one another.
+    """
+
+    def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
+        self._sweep = sweep
+        super().__init__(sweep.timeout_s, store, rank, world_size, nccl_engine=sweep.nccl_engine)
+
+    def rows(self, progress: Progress) -> Iterator[Row]:
+        """Every case, on every rank; the rows are the same on all.
+
+        Raises:
+            CommunicationError: a rank is gone or does something else.
+            MegatronSparseError: a collective refuses a case.
+        """
+        wire_rate = self.wire_rate()
+        cases = self._sweep.cases(self.world_size)
+        for number, case in enumerate(cases):
+            progress(number, len(cases), case)
+            wrong, carried_by = self._check(case)
+            row = Row.of(case, carried_by, self.backend, self._sweep.mbit, self.world_size, wrong)
+            if not wrong:
+                self._time(case, row, wire_rate)
+            yield row
+
+    def wire_rate(self) -> float:
+        """Payload bytes a second that each rank's link carries, measured unless it is known."""
+        if self._sweep.mbit is not None:
+            return payload_rate(self._sweep.mbit)
+        n, rank = self.world_size, self.rank
+        sent = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=self._device)
+        sends = [((rank + 1) % n, sent)] if n > 1 else []
+        receives = [((rank - 1) % n, torch.empty_like(sent))] if n > 1 else []
+        times_us = [
+            self._timed(lambda: self._transport.exchange(sends, receives, 1).finish())
+            for _ in range(LINK_ROUNDS)
+        ]
+        slowest = self._gather(torch.tensor(times_us, dtype=torch.float64)).max(0).values
+        return LINK_BYTES / median(slowest.tolist()) * 1e6
+
+    def _check(self, case: Case) -> tuple[int, str]:
+        """Wrong elements on all ranks, and the scheme that the planner took."""
+        residuals = new_residuals()
+        reducer, recorder = self._reducer(case, residuals)
+        wrong = self._count_wrong(
+            case, residuals, lambda bucket, step: reducer.start(bucket, step).wait()
+        )
+        return wrong, recorder.record.scheme
+
+    def _count_wrong(
+        self, case: Case, residuals: ResidualStore, synchronise: Callable[[Bucket, int], None]
+    ) -> int:
+        """Elements, on all ranks, that differ from the exact sum of small integers."""
+        grad_N = torch.empty_like(case.normal_values(self.rank), device=self._device)
+        bucket = case.bucket(grad_N, self.world_size)
+        own = case.owned(self.rank, self.world_size)
+        wrong = 0
+        for step in range(CHECK_STEPS):
+            given_N = case.small_integers(self.rank, self.world_size, step).to(self._device)
+            grad_N.copy_(given_N)
+            before_N = residual_of(residuals, bucket)
+            synchronise(bucket, step)
+            sent_N = given_N.float() + before_N - residual_of(residuals, bucket)
+            expected_N = self._exact_sum(sent_N).to(grad_N.dtype)
+            wrong += int((grad_N[own] != expected_N[own]).sum())
+        counts = self._gather(torch.tensor([wrong], dtype=torch.float64))
+        return int(counts.sum())
+
+    def _exact_sum(self, sent_N: torch.Tensor) -> torch.Tensor:
+        """The sum of small integers over all ranks, by no reduction that is under test."""
+        return self._gather(sent_N.to(torch.int8)).sum(0, dtype=torch.int32)
+
+    def _time(self, case: Case, row: Row, wire_rate: float) -> None:
+        """Fills in the row's times."""
+        base_N = case.normal_values(self.rank).to(self._device)
+        bucket = case.bucket(base_N.clone(), self.world_size)
+        spare_N = base_N.clone()
+        run = self._whole_path(case, bucket) if self._sweep.prune else self._half(case, bucket)
+        rounds: list[list[float]] = []
+        load = HostLoad()
+        for number in range(self._sweep.warmup + self._sweep.iters):
+            if number == self._sweep.warmup:
+                load = HostLoad()
+            figures: dict[str, float] = {}
+
+            def dense(figures: dict[str, float] = figures) -> None:
+                spare_N.copy_(base_N)
+                figures["dense"] = self._timed(lambda: self._dense(case, spare_N))
+
+            def scheme(figures: dict[str, float] = figures, step: int = number) -> None:
+                bucket.grad_N.copy_(base_N)
+                figures.update(run(step))
+
+            for action in (dense, scheme) if number % 2 else (scheme, dense):
+                action()
+            figures["copy"] = self._timed(lambda: spare_N.copy_(base_N))
+            rounds.append(in_order(figures))
+        row.foreign_load = self._foreign_load(load)
+        row.noisy = row.foreign_load > MOST_FOREIGN_LOAD
+        counted = torch.tensor(rounds[self._sweep.warmup :], dtype=torch.float64)
+        row.measured(case, self._gather(counted), wire_rate, prune=self._sweep.prune)
+
+    def _whole_path(self, case: Case, bucket: Bucket) -> Callable[[int], dict[str, float]]:
+        """Runs a step through the reducer; returns its figures."""
+        reducer, recorder = self._reducer(case, new_residuals())
+
+        def run(step: int) -> dict[str, float]:
+            total_us = self._timed(lambda: reducer.start(bucket, step).wait())
+            record = recorder.record
+            sent = {"wire_bytes": record.wire_bytes, "nnz": record.nnz}
+            return {
+                "total": total_us,
+                **record.stage_us(),
+                "host_cpu": record.host_cpu_us,
+                **sent,
+            }
+
+        return run
+
+    def _half(self, case: Case, bucket: Bucket) -> Callable[[int], dict[str, float]]:
+        """Runs a step's collective alone, its selection before the barrier."""
+        path = HalvedPath(case, self._sweep, self._transport)
+
+        def run(step: int) -> dict[str, float]:
+            watch, sent = Stopwatch(self._device), {"wire_bytes": 0.0}
+            nnz, exchange = path.select(bucket, step, watch)
+            before_us = watch.times_us()
+
+            def job() -> Generator[Any, None, None]:
+                yield GATE
+                sent["wire_bytes"] = yield from exchange()
+
+            def submit() -> None:
+                pending = self._progress.submit(bucket.name, job, watch)
+                pending.wait()
+                sent["host_cpu"] = pending.host_cpu_s * 1e6
+
+            total_us = self._timed(submit)
+            stages = {name: us - before_us[name] for name, us in watch.times_us().items()}
+            return {"total": total_us, **stages, **sent, "nnz": nnz}
+
+        return run
+
+    def _reducer(self, case: Case, residuals: ResidualStore) -> tuple[GradientReducer, LastRecord]:
+        config = case.config(self._sweep, straggler=self.world_size - 1)
+        recorder = LastRecord()
+        planner = FixedPlanner(config.compression, config.scheme)
+        reducer = GradientReducer(
+            config, self._transport, planner, residuals, recorder, self._progress
+        )
+        dtype = VALUE_DTYPES[case.dtype]
+        grad_N = torch.empty(case.numel, dtype=dtype, device=self._device)
+        reducer.prepare([case.bucket(grad_N, self.world_size)])
+        return reducer, recorder
+
+    def _dense(self, case: Case, values_N: torch.Tensor) -> None:
+        """What training without the plugin does."""
+        if case.form is Form.ALL_REDUCE:
+            _typed(lambda: dist.all_reduce(values_N))
+        else:
+            own_M = values_N[case.owned(self.rank, self.world_size)]
+            _typed(lambda: _reduce_scatter(own_M, values_N))
+
+    def _timed(self, action: Callable[[], object]) -> float:
+        """This rank's microseconds; all ranks begin together."""
+        self._meet()
+        start_s = time.perf_counter()
+        action()
+        self._wait_for_device()
+        return (time.perf_counter() - start_s) * 1e6
+
+    def _meet(self) -> None:
+        """Returns on all ranks at about the same time, with nothing left to do."""
+        self._wait_for_device()
+        _typed(dist.barrier)
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _typed(operation: Callable[[], object]) -> None:
+    """Runs one of torch's own collectives.
+
+    Raises:
+        CommunicationError: a rank is gone, or time is up.
+    """
+    try:
+        operation()
+    except RuntimeError as error:
+        raise CommunicationError(
+            "the bench's ranks lost one another",
+            expected="every rank takes part within --timeout",
+            got=str(error).splitlines()[0],
+            remedy="look at what the other ranks have printed",
+        ) from error

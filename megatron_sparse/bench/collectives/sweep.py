@@ -1,0 +1,243 @@
+"""What `bench collectives` measures: the sweep, and the inputs of each case.
+
+Two inputs for each case. Small integers are what `#wrong` is counted on: peaks where a selection of
+the case's density finds them, plus and minus one elsewhere, so small that every sum of them is
+exact in the gradient's dtype, in whatever order. Normal values, independent on each rank, are what
+is timed: what selection keeps of them lies at independent uniform positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sparse.bench.table import check_arguments
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.config.sparse import (
+    FORMAT_OF_SCHEME,
+    MESSAGE_FORMATS,
+    STRAGGLER_SCHEMES,
+    SparseConfig,
+    StragglerConfig,
+)
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import VALUE_DTYPES
+
+SIZE_FACTOR = 4
+CHECK_STEPS = 2
+"""The second one has a residual, and buffers that are not new."""
+SMALLEST_PEAK, LARGEST_PEAK = 3, 7
+EXACT_INTEGERS = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11}
+"""Up to which magnitude a dtype has all integers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a collective on one size and density.
+
+    Attributes:
+        form: all-reduce or reduce-scatter.
+        scheme: a name in `SCHEMES`, or `auto`.
+        dtype: of the gradient: fp32, bf16 or fp16.
+        density: what selection aims at; 1 for dense schemes.
+        numel: elements, a multiple of the number of ranks.
+    """
+
+    form: Form
+    scheme: str
+    dtype: str
+    density: float
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.numel * VALUE_DTYPES[self.dtype].itemsize
+
+    def config(self, sweep: Sweep, straggler: int) -> SparseConfig:
+        """A configuration in which the first step is at the target already.
+
+        Args:
+            sweep: how the case is run.
+            straggler: the rank that is taken for late by schemes that need one.
+        """
+        form = "auto" if self.scheme in FORMAT_OF_SCHEME else sweep.message_format
+        pinned = None
+        if self.scheme in STRAGGLER_SCHEMES:
+            pinned = StragglerConfig(mode="pinned", rank=straggler)
+        return SparseConfig.from_overrides(
+            scheme=self.scheme,
+            density=self.density,
+            warmup_iters=0,
+            ramp_iters=0,
+            format=form,
+            timeout_s=sweep.timeout_s,
+            straggler=pinned,
+            capacity=self._capacity(sweep),
+        )
+
+    def _capacity(self, sweep: Sweep) -> float | None:
+        """None for schemes that take none; what `auto` goes by does."""
+        known = SCHEMES.get(self.scheme)
+        return sweep.capacity if known is None or known.takes_slots else None
+
+    def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
+        """One pruned parameter that is the whole bucket."""
+        parameters = [ParameterSlice("weight", 0, self.numel)]
+        return Bucket("bench", grad_N, parameters, self.form, world_size)
+
+    def owned(self, rank: int, world_size: int) -> slice:
+        """The elements of the sum that a rank ends up with."""
+        if self.form is Form.ALL_REDUCE:
+            return slice(None)
+        shard = self.numel // world_size
+        return slice(rank * shard, (rank + 1) * shard)
+
+    def normal_values(self, rank: int) -> torch.Tensor:
+        """What is timed: the gradient of a rank."""
+        generator = torch.Generator().manual_seed(1000 + rank)
+        return torch.randn(self.numel, generator=generator).to(VALUE_DTYPES[self.dtype])
+
+    def small_integers(self, rank: int, world_size: int, step: int) -> torch.Tensor:
+        """What `#wrong` is counted on: the gradient of a rank in one of `CHECK_STEPS` steps.
+
+        Raises:
+            ConfigError: the sums of so many ranks are not exact in the dtype.
+        """
+        # A peak that was not sent in one step is added to that of the next.
+        most = min(LARGEST_PEAK, EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * world_size))
+        if most < SMALLEST_PEAK:
+            raise ConfigError(
+                f"bench collectives: too many ranks to count #wrong in {self.dtype}",
+                expected="at most "
+                f"{EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * SMALLEST_PEAK)} ranks",
+                got=world_size,
+                remedy="measure fp32",
+            )
+        generator = torch.Generator().manual_seed(CHECK_STEPS * rank + step)
+        values = torch.randint(SMALLEST_PEAK, most + 1, (self.numel,), generator=generator)
+        values[torch.rand(self.numel, generator=generator) >= self.density] = 1
+        values *= torch.randint(0, 2, (self.numel,), generator=generator) * 2 - 1
+        return values.to(VALUE_DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All cases, and how they are timed.
+
+    Attributes:
+        min_bytes: size of the smallest gradient; each is four times the one before.
+        max_bytes: no gradient is larger.
+        densities: in (0, 1]; dense schemes run once, whatever they are.
+        dtypes: of the gradient.
+        schemes: names in `SCHEMES`, or `auto`.
+        ops: `all_reduce`, `reduce_scatter`; a scheme that lacks one is left out of it.
+        message_format: `scheme.format`, but for schemes with a format of their own.
+        warmup: rounds before the first that counts.
+        iters: rounds that count.
+        capacity: `scheme.capacity` of those schemes that take it; None exchanges sizes.
+        prune: time selection too; else the collective alone, from its message.
+        mbit: rate of each rank's link; None measures it.
+        timeout_s: seconds after which an operation that has not finished is an error.
+        nccl_engine: `scheme.nccl_engine`, for the schemes that have it.
+    """
+
+    min_bytes: int
+    max_bytes: int
+    densities: Sequence[float]
+    dtypes: Sequence[str]
+    schemes: Sequence[str]
+    ops: Sequence[str]
+    message_format: str = "auto"
+    warmup: int = 2
+    iters: int = 7
+    capacity: float | None = None
+    prune: bool = True
+    mbit: int | None = None
+    timeout_s: float = 120.0
+    nccl_engine: bool = False
+
+    def __post_init__(self) -> None:
+        names, forms = ("auto", *SCHEMES), tuple(str(form) for form in Form)
+        check_arguments(
+            "bench collectives",
+            [
+                (
+                    "min_bytes",
+                    self.min_bytes,
+                    64 <= self.min_bytes <= self.max_bytes,
+                    f"64 to max_bytes ({self.max_bytes})",
+                ),
+                ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
+                (
+                    "density",
+                    self.densities,
+                    all(0 < d <= 1 for d in self.densities),
+                    "above 0, at most 1",
+                ),
+                ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
+                ("iters", self.iters, self.iters >= 1, "1 or more"),
+                (
+                    "dtype",
+                    self.dtypes,
+                    set(self.dtypes) <= set(VALUE_DTYPES),
+                    " | ".join(VALUE_DTYPES),
+                ),
+                ("scheme", self.schemes, set(self.schemes) <= set(names), " | ".join(names)),
+                ("op", self.ops, set(self.ops) <= set(forms), " | ".join(forms)),
+                (
+                    "format",
+                    self.message_format,
+                    self.message_format in MESSAGE_FORMATS,
+                    " | ".join(MESSAGE_FORMATS),
+                ),
+                ("capacity", self.capacity, self.capacity is None or self.capacity > 0, "above 0"),
+                ("mbit", self.mbit, self.mbit is None or self.mbit > 0, "above 0"),
+                ("timeout", self.timeout_s, self.timeout_s > 0, "above 0 s"),
+                (
+                    "nccl_engine",
+                    self.nccl_engine,
+                    not self.nccl_engine or self.capacity is not None,
+                    "false without a capacity",
+                ),
+            ],
+        )
+        if not self.cases(1):
+            raise ConfigError(
+                "bench collectives: there is nothing to measure",
+                expected="a scheme that has the form",
+                got=f"{', '.join(self.schemes)} for {', '.join(self.ops)}",
+                remedy="leave out --op, or choose another --scheme",
+            )
+
+    def cases(self, world_size: int) -> list[Case]:
+        """Sizes outermost, schemes innermost, so that neighbours can be compared.
+
+        Raises:
+            ConfigError: a gradient has fewer elements than there are ranks.
+        """
+        return list(self._cases(world_size))
+
+    def _cases(self, world_size: int) -> Iterator[Case]:
+        size = self.min_bytes
+        while size <= self.max_bytes:
+            for form in map(Form, self.ops):
+                for dtype in self.dtypes:
+                    numel = size // VALUE_DTYPES[dtype].itemsize // world_size * world_size
+                    if numel == 0:
+                        raise ConfigError(
+                            "bench collectives: a gradient is smaller than the group",
+                            expected=f"--min-bytes of an element for each of {world_size} ranks",
+                            got=f"{size} bytes of {dtype}",
+                            remedy="raise --min-bytes",
+                        )
+                    for index, density in enumerate(self.densities):
+                        for scheme in self.schemes:
+                            known = SCHEMES.get(scheme)
+                            is_dense = known is not None and known.takes is Input.DENSE
+                            if (known is None or form in known.forms) and not (is_dense and index):
+                                yield Case(form, scheme, dtype, 1.0 if is_dense else density, numel)
+            size *= SIZE_FACTOR

@@ -1,0 +1,156 @@
+"""Runs collectives on the virtual cluster: real selection, messages and sums, a modelled network.
+
+`time_us`, `dense_us` and `network_us` are the alpha-beta clock's, in which local work takes no
+time. `prune_us`, `encode_us` and `decode_us` are this machine's, measured, means over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_sparse.bench.collectives.path import HalvedPath, residual_of
+from megatron_sparse.bench.collectives.ranks import Progress
+from megatron_sparse.bench.collectives.row import Row
+from megatron_sparse.bench.collectives.sweep import CHECK_STEPS, Case, Sweep
+from megatron_sparse.bench.host_load import free_memory_bytes
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.virtual_rank import VirtualTransport
+
+TRANSPORT = "virtual"
+BYTES_AN_ELEMENT = 40
+"""What a rank holds at most: gradient, input, residual before and after, sums, messages."""
+
+
+@dataclass
+class _Outcome:
+    """What a rank ends a step with: its part of the result, and what it contributed."""
+
+    result: torch.Tensor
+    sent_N: torch.Tensor
+    nnz: int
+    wire_bytes: int
+    stage_us: dict[str, float]
+
+
+def rows(sweep: Sweep, topology: Topology, progress: Progress) -> Iterator[Row]:
+    """Every case.
+
+    Raises:
+        ConfigError: the ranks do not fit into this machine's memory.
+        MegatronSparseError: a collective refuses a case.
+    """
+    n = topology.world_size
+    cases = sweep.cases(n)
+    check_memory(cases, n)
+    for number, case in enumerate(cases):
+        progress(number, len(cases), case)
+        yield _row(case, sweep, topology)
+
+
+def check_memory(cases: Sequence[Case], n: int) -> None:
+    """Refuses ranks that would swap.
+
+    Raises:
+        ConfigError: they do not fit into this machine's memory.
+    """
+    needed = max(case.numel for case in cases) * n * BYTES_AN_ELEMENT
+    if needed > free_memory_bytes():
+        raise ConfigError(
+            f"{n} virtual ranks do not fit into memory",
+            expected=f"{needed / 2**30:.1f} GiB of free memory",
+            got=f"{free_memory_bytes() / 2**30:.1f} GiB",
+            remedy="lower --max-bytes or --ranks",
+        )
+
+
+def _row(case: Case, sweep: Sweep, topology: Topology) -> Row:
+    n = topology.world_size
+    ranks = VirtualRanks(case, sweep, topology)
+    wrong = sum(ranks.count_wrong(step) for step in range(CHECK_STEPS))
+    row = Row.of(case, ranks.carried_by, TRANSPORT, None, n, wrong)
+    row.modelled = True
+    if wrong:
+        return row
+    given = [case.normal_values(rank) for rank in range(n)]
+    modelled_s, outcomes = VirtualRanks(case, sweep, topology).run(given, 0)
+    dense = Case(case.form, "dense", case.dtype, 1.0, case.numel)
+    dense_s, _ = VirtualRanks(dense, sweep, topology).run(given, 0)
+    mean_us = {
+        stage: sum(o.stage_us[stage] for o in outcomes) / n for stage in outcomes[0].stage_us
+    }
+    row.time_us = row.network_us = modelled_s * 1e6
+    row.dense_us = dense_s * 1e6
+    row.speedup = dense_s / modelled_s if modelled_s else None
+    row.prune_us = mean_us["threshold"] + mean_us["prune"]
+    row.encode_us, row.decode_us = mean_us["encode"], mean_us["decode"]
+    row.wire_bytes = max(outcome.wire_bytes for outcome in outcomes)
+    row.sent_density = sum(outcome.nnz for outcome in outcomes) / n / case.numel
+    return row
+
+
+class VirtualRanks:
+    """All ranks of a case, on a cluster whose clock begins at 0.
+
+    Args:
+        case: what they synchronise.
+        sweep: how.
+        topology: of the cluster.
+        straggler: a rank that all know to be late, for schemes that use it.
+        delay_s: how late it is, on the modelled clock.
+
+    Attributes:
+        carried_by: the scheme that the planner takes.
+        clock_s: the modelled clock of each rank.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        sweep: Sweep,
+        topology: Topology,
+        straggler: int | None = None,
+        delay_s: float = 0.0,
+    ) -> None:
+        self._case, self._straggler, self._delay_s = case, straggler, delay_s
+        self._cluster = VirtualCluster(topology.world_size, topology)
+        self.clock_s = self._cluster.clock_s
+        self._paths = [HalvedPath(case, sweep, t, straggler) for t in self._cluster.transports]
+        empty = case.bucket(torch.empty(case.numel), topology.world_size)
+        self.carried_by = self._paths[0].carried_by(empty)
+
+    def run(self, given: list[torch.Tensor], step: int) -> tuple[float, list[_Outcome]]:
+        """Synchronises the ranks' gradients; returns the modelled clock's seconds, and the rest."""
+        outcomes = self._cluster.run(lambda transport: self._steps(transport, given, step))
+        return self._cluster.modelled_s, outcomes
+
+    def count_wrong(self, step: int) -> int:
+        """Elements of all results that differ from the exact sum of small integers."""
+        case, n = self._case, len(self._paths)
+        _, outcomes = self.run([case.small_integers(rank, n, step) for rank in range(n)], step)
+        exact_N = torch.zeros(case.numel, dtype=torch.int32)
+        for outcome in outcomes:
+            exact_N += outcome.sent_N.to(torch.int32)
+        return sum(
+            int((outcome.result != exact_N[case.owned(rank, n)].to(outcome.result.dtype)).sum())
+            for rank, outcome in enumerate(outcomes)
+        )
+
+    def _steps(
+        self, transport: VirtualTransport, given: list[torch.Tensor], step: int
+    ) -> Generator[Any, None, _Outcome]:
+        rank, n, path = transport.rank, transport.world_size, self._paths[transport.rank]
+        bucket, watch = self._case.bucket(given[rank].clone(), n), Stopwatch()
+        before_N = residual_of(path.residuals, bucket)
+        if rank == self._straggler:
+            transport.charge(self._delay_s)
+        nnz, exchange = path.select(bucket, step, watch)
+        sent_N = given[rank].float() + before_N - residual_of(path.residuals, bucket)
+        wire_bytes = yield from exchange()
+        result = bucket.grad_N[self._case.owned(rank, n)]
+        return _Outcome(result, sent_N, nnz, wire_bytes, watch.times_us())

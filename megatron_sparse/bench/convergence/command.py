@@ -1,0 +1,201 @@
+"""`bench convergence`: the final validation loss of small models, compressed beside dense.
+
+Each run is one of `megatron-sparse train experiment=convergence` in a process and a folder of its
+own, one after the other: Megatron's own loop on real text, two gloo ranks. What a run has reached
+is in its folder (`convergence.json`); a run that is there already, with the same arguments, is
+not repeated, so that a study goes on where it was stopped.
+
+The validation loss is Megatron's: the mean over the tokens of held-out documents. After the last
+iteration Megatron validates twice, on different samples; the final loss is the mean of the two.
+Runs of one seed see the same samples in the same order, so that what a sample happens to hold
+falls out of their differences.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import mean
+from typing import Any
+
+from megatron_sparse.bench import launch
+from megatron_sparse.bench.convergence.settings import BY_NAME, CORPORA, Run, Study
+from megatron_sparse.bench.table import describe_cpu
+from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.megatron import corpus
+from megatron_sparse.run import composition
+
+RESULT_FILE = "convergence.json"
+VOCAB_SIZE = 1024
+"""Small: half of the model's weights are its vocabulary's as it is."""
+_VALIDATION = re.compile(
+    r"validation loss at iteration (\d+)( on validation set)? \| lm loss value: (\S+)"
+)
+_TAIL_LINES = 30
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has reached.
+
+    Attributes:
+        model: of `CORPORA`.
+        setting: name of the setting.
+        seed: its seed.
+        arguments: of `train`, without those that say where.
+        curve: (iteration, validation loss), the last iteration twice.
+        wire_ratio: bytes sent over a dense ring's, over the whole run; 1 without compression.
+        wire_ratio_target: the same over the iterations at the target density.
+        elapsed_s: of the whole process.
+    """
+
+    model: str
+    setting: str
+    seed: int
+    arguments: list[str]
+    curve: list[tuple[int, float]]
+    wire_ratio: float
+    wire_ratio_target: float
+    elapsed_s: float
+
+    @property
+    def last(self) -> list[float]:
+        """The validations after the last iteration."""
+        return [loss for iteration, loss in self.curve if iteration == self.curve[-1][0]]
+
+    @property
+    def final(self) -> float:
+        """The final validation loss."""
+        return mean(self.last)
+
+
+def run(study: Study) -> list[Result]:
+    """Trains what is not there yet, and prints a line for each run.
+
+    Raises:
+        ConfigError: an override is wrong, or the folder cannot be made.
+        DatasetError: a corpus cannot be made.
+        MegatronSparseError: a run failed; the end of its log is in the message.
+    """
+    runs = list(study.runs())
+    for each in runs:
+        composition.compose([*study.arguments(each), *_place(study, each)])
+    try:
+        study.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "bench convergence: the runs have no place",
+            expected="a folder that can be made",
+            got=error,
+            remedy="give another --out",
+        ) from None
+    print(
+        f"# {describe_cpu(1)}\n# {len(runs)} runs of {study.iters} iterations, 2 ranks, gloo",
+        flush=True,
+    )
+    for model in study.models:
+        kind = CORPORA[model]
+        corpus.prepare(kind, study.corpus_dir(model), VOCAB_SIZE)  # type: ignore[arg-type]
+    results = []
+    for number, each in enumerate(runs, 1):
+        result = find(study, each)
+        how = "was there"
+        if result is None:
+            result = _train(study, each)
+            how = f"{result.elapsed_s:.0f} s"
+        results.append(result)
+        print(
+            f"{number:>3}/{len(runs)} {each.name:<28} final {result.final:.4f} ({how})", flush=True
+        )
+    return results
+
+
+def find(study: Study, each: Run) -> Result | None:
+    """What a run with the same arguments has left; None where there is none."""
+    path = study.out / each.name / RESULT_FILE
+    if not path.is_file():
+        return None
+    values: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    if values["arguments"] != study.arguments(each):
+        return None
+    values["curve"] = [(iteration, loss) for iteration, loss in values["curve"]]
+    return Result(**values)
+
+
+def found(study: Study) -> list[Result]:
+    """What the runs that are there have reached.
+
+    Raises:
+        ConfigError: none is there.
+    """
+    results = [result for each in study.runs() if (result := find(study, each))]
+    if not results:
+        raise ConfigError(
+            "bench convergence: there is nothing to report",
+            expected=f"{RESULT_FILE} of a finished run with these arguments in {study.out}",
+            got="none",
+            remedy="leave out --report, or give the --out and --iters of the study",
+        )
+    return results
+
+
+def _place(study: Study, each: Run) -> list[str]:
+    return [
+        f"name={each.name}",
+        f"runs_dir={study.out}",
+        f"data.dir={study.corpus_dir(each.model)}",
+        "cluster.device=cpu",
+        "cluster.ranks_per_node=2",
+    ]
+
+
+def _train(study: Study, each: Run) -> Result:
+    arguments = study.arguments(each)
+    folder, log_path = study.out / each.name, study.out / f"{each.name}.log"
+    start_s = time.monotonic()
+    with log_path.open("w") as log:
+        code = launch.run(launch.command_line(["train", *arguments, *_place(study, each)]), log)
+    printed = log_path.read_text("utf-8", errors="replace")
+    curve = read_curve(printed)
+    if code or not curve or curve[-1][0] != study.iters:
+        tail = "\n".join(printed.splitlines()[-_TAIL_LINES:])
+        raise MegatronSparseError(
+            f"bench convergence: the run {each.name} failed",
+            expected=f"exit code 0 and a validation after iteration {study.iters}",
+            got=f"exit code {code} and {len(curve)} validations; it ends with\n{tail}",
+            remedy=f"see {log_path}",
+        )
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    target = summary["phases"].get("target", {"wire_ratio": 1.0})
+    result = Result(
+        model=each.model,
+        setting=each.setting.name,
+        seed=each.seed,
+        arguments=arguments,
+        curve=curve,
+        wire_ratio=summary["wire_ratio"],
+        wire_ratio_target=target["wire_ratio"],
+        elapsed_s=time.monotonic() - start_s,
+    )
+    (folder / RESULT_FILE).write_text(json.dumps(asdict(result)) + "\n", "utf-8")
+    return result
+
+
+def read_curve(printed: str) -> list[tuple[int, float]]:
+    """(iteration, validation loss) of each of Megatron's validations.
+
+    Example:
+        >>> read_curve("validation loss at iteration 5 | lm loss value: 4.5E+00 | lm loss PPL")
+        [(5, 4.5)]
+    """
+    curve = [(int(number), float(loss)) for number, _, loss in _VALIDATION.findall(printed)]
+    assert all(first[0] <= second[0] for first, second in pairwise(curve))
+    return curve
+
+
+def label_of(result: Result) -> str:
+    """Of the result's setting."""
+    return BY_NAME[result.setting].label

@@ -1,0 +1,212 @@
+"""What local work costs on a virtual cluster, made without looking at a cost model: two kinds.
+
+`MemoryBoundPrices` stands for a GPU: each call costs the bytes that it really moves over a rate
+(a MODEL; `simulate.pricing`). `TimedPrices` is this machine's CPU, timed call by call: at densities
+and sizes that no calibration uses, so that a cluster file is not graded by its own numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron_sparse.bench.table import torch_threads
+from megatron_sparse.calibration.codec import codec_calls
+from megatron_sparse.formats.header import FORMAT_NAMES
+from megatron_sparse.planner.cluster import CodecOp
+from megatron_sparse.simulate.pricing import Measure, moved_bytes, records_nnz
+
+SMALL_NUMEL = 64
+"""Tensors up to this size are offsets, sizes and states: they do not grow with the bucket."""
+HELD_OUT_DENSITIES = (0.0005, 0.003, 0.02, 0.07, 0.2, 0.7)
+HELD_OUT_NUMELS = (3 * 2**14, 3 * 2**17, 3 * 2**20)
+"""None of `calibration_codec`'s."""
+
+
+class CodecPrices(Protocol):
+    """What local work takes; made without looking at any planner's model."""
+
+    def measure(self, scale: float) -> Measure:
+        """Seconds of a tensor operation on a bucket that stands for one `scale` times as large."""
+        ...
+
+
+@dataclass(frozen=True)
+class MemoryBoundPrices:
+    """A device whose kernels are bound by its memory; see `simulate.pricing`.
+
+    Attributes:
+        bytes_a_second: read and written together.
+    """
+
+    bytes_a_second: float
+
+    def measure(self, scale: float) -> Measure:
+        """See `CodecPrices`."""
+
+        def seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+            grows = func.namespace == "megatron_sparse" or _largest(args, kwargs) > SMALL_NUMEL
+            moved = moved_bytes(func, args, kwargs, result)
+            return moved * (scale if grows else 1.0) / self.bytes_a_second
+
+        return seconds
+
+
+def _largest(*values: Any) -> int:
+    """Elements of the largest tensor in some arguments."""
+    sizes = [0]
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            sizes.append(value.numel())
+        elif isinstance(value, list | tuple):
+            sizes.append(_largest(*value))
+        elif isinstance(value, dict):
+            sizes.append(_largest(*value.values()))
+    return max(sizes)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the codec as it is priced.
+
+    Attributes:
+        op: as of `CodecRate`.
+        format: as of `CodecRate`.
+        numel: elements of the vector that is coded.
+        density: non-zeros / elements.
+    """
+
+    op: CodecOp
+    format: str
+    numel: float
+    density: float
+
+
+@dataclass(frozen=True)
+class TimedPrices:
+    """Seconds an element, timed.
+
+    Between densities it is interpolated in the logarithm; of the sizes the nearest one is taken.
+
+    Attributes:
+        numels: of the vectors, ascending.
+        densities: ascending.
+        seconds: (op, format) -> by size and density, an element's.
+    """
+
+    numels: tuple[int, ...]
+    densities: tuple[float, ...]
+    seconds: Mapping[tuple[CodecOp, str], np.ndarray]
+
+    # Dense outcomes are kept by prices: those that were timed together are the same.
+    __hash__ = object.__hash__
+
+    @classmethod
+    def timed(
+        cls,
+        numels: Sequence[int] = HELD_OUT_NUMELS,
+        densities: Sequence[float] = HELD_OUT_DENSITIES,
+        repeats: int = 5,
+    ) -> TimedPrices:
+        """Times every call of the codec on this machine, on one thread; medians. Takes seconds."""
+        found: dict[tuple[CodecOp, str], np.ndarray] = {}
+        with torch_threads(1):
+            for i, numel in enumerate(numels):
+                for call in codec_calls(numel, densities, torch.device("cpu")):
+                    table = found.setdefault(
+                        (call.op, call.format), np.zeros((len(numels), len(densities)))
+                    )
+                    # Copies and additions know no density.
+                    at = densities.index(call.density) if call.density in densities else slice(None)
+                    table[i, at] = _median_s(call.run, repeats) / numel
+        return cls(tuple(numels), tuple(densities), found)
+
+    def call_s(self, call: Call) -> float:
+        """Seconds of a call."""
+        if call.numel <= 0:
+            return 0.0
+        size = int(np.abs(np.log(np.array(self.numels) / call.numel)).argmin())
+        rate_D = self.seconds[call.op, call.format][size]
+        density = max(call.density, self.densities[0])
+        return call.numel * float(np.interp(np.log(density), np.log(self.densities), rate_D))
+
+    def measure(self, scale: float) -> Measure:
+        """See `CodecPrices`."""
+
+        def seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+            call = call_of(func, args, kwargs, result)
+            if call is None:
+                return 0.0
+            return self.call_s(Call(call.op, call.format, call.numel * scale, call.density))
+
+        return seconds
+
+
+def _median_s(run: Callable[[], object], repeats: int) -> float:
+    """Of the thread's own time, which other programs on the machine do not count in."""
+    run()
+    spent = []
+    for _ in range(repeats):
+        start_s = time.thread_time()
+        run()
+        spent.append(time.thread_time() - start_s)
+    return float(np.median(spent))
+
+
+def call_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Call | None:
+    """The codec's call that a tensor operation is the core of; None for what goes with another."""
+    name = func._schema.name.split("::")[1]
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if func.namespace == "megatron_sparse":
+        found = _CALLS.get(name)
+        return None if found is None else found(given, result)
+    if name in ("add_", "add"):
+        return Call(CodecOp.ADD, "dense", given["self"].numel(), 1.0)
+    if name in ("copy_", "zero_", "clone"):
+        return Call(CodecOp.COPY, "dense", given["self"].nbytes / 4, 1.0)
+    if name == "index_add_":  # ZEN's server, from pairs
+        positions = given["self"].numel()
+        return _at(CodecOp.DECODE_ADD, "pairs", positions, given["index"].numel())
+    return None
+
+
+def _at(op: CodecOp, name: str, numel: float, nnz: float) -> Call:
+    return Call(op, name, numel, nnz / numel if numel else 0.0)
+
+
+def _encoded(op: CodecOp, given: dict, nnz: float) -> Call:
+    return _at(op, FORMAT_NAMES[int(given["out"][5])], given["grad"].numel(), nnz)
+
+
+def _decoded(given: dict, _: Any) -> Call:
+    op = CodecOp.DECODE if given.get("fresh") else CodecOp.DECODE_ADD
+    records = given["message"]
+    name = FORMAT_NAMES[int(records[5])] if records.numel() else "dense"
+    return _at(op, name, given["acc"].numel(), records_nnz(records))
+
+
+def _added_bitmap(given: dict, _: Any) -> Call:
+    # With one partition it is ZEN's server, to which sums by position were pushed.
+    name = "pairs" if given["partitions"] == 1 else "hash_bitmap"
+    positions = given["acc"].numel() / given["partitions"]
+    return _at(CodecOp.DECODE_ADD, name, positions, given["nnz"])
+
+
+_CALLS: dict[str, Callable[[dict, Any], Call]] = {
+    "prune_encode": lambda given, result: _encoded(CodecOp.SELECT, given, float(result[1].sum())),
+    "encode": lambda given, _: _encoded(CodecOp.ENCODE, given, float(given["nnz"].sum())),
+    "decode_add_": _decoded,
+    "hash_partition_of": lambda given, _: _at(
+        CodecOp.PARTITION, "pairs", given["numel"], given["elements"].numel()
+    ),
+    "hash_bitmap_pack": lambda given, result: _at(
+        CodecOp.ENCODE, "hash_bitmap", given["values"].numel(), float(result)
+    ),
+    "hash_bitmap_add_": _added_bitmap,
+}

@@ -1,0 +1,391 @@
+"""`bench cost-models`: what the cost models predict, beside what a collective takes.
+
+Two truths. The virtual one (`virtual_truth`) runs every scheme on gradients of several kinds and
+densities, on model clusters and 2 to 64 ranks: a MODEL too, but of another kind: real messages,
+every rank's own non-zero elements, codec prices that the cost models do not see. And rows of `bench
+collectives --json`, which were measured, beside the cluster file of the same ranks.
+
+An error is predicted / taken - 1. The profile is the exact one: what sampling adds is
+`bench planner`'s matter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from megatron_sparse.bench.cost_models import virtual_truth
+from megatron_sparse.bench.cost_models.codec_prices import (
+    CodecPrices,
+    MemoryBoundPrices,
+    TimedPrices,
+)
+from megatron_sparse.bench.table import check_arguments, torch_threads, write_rows
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives import OVER_GROUPS, SchemeOptions
+from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.header import PICI_TILE
+from megatron_sparse.formats.message import VALUE_DTYPES
+from megatron_sparse.planner.cluster import ClusterModel, find
+from megatron_sparse.planner.costs import BucketShape, fits, predict
+from megatron_sparse.simulate import gradients
+from megatron_sparse.simulate.cluster_models import MACHINES
+from megatron_sparse.simulate.gradients import GradientModel
+from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
+
+ROW_NUMEL = 64
+KINDS: dict[str, Callable[[int, float], GradientModel]] = {
+    "uniform": gradients.uniform,
+    "skewed": partial(gradients.skewed, exponent=1.0),
+    "overlapping": gradients.fully_overlapping,
+    "disjoint": gradients.hardly_overlapping,
+    "embedding": partial(gradients.skewed, exponent=1.0, row_numel=ROW_NUMEL),
+}
+"""Gradients of a number of elements and a density."""
+LEAST_NNZ = 32
+"""Non-zero elements that a shard should have: with fewer, chance outweighs what is looked at."""
+LEAST_NUMEL, MOST_NUMEL = 2**16, 2**19
+TARGET = 0.10
+WRITTEN_AT_ONCE = 50
+"""Rows; a sweep that is stopped keeps the others."""
+
+HEADER = (
+    f"# {'scheme':<18} {'op':<14} {'kind':<11} {'density':>8} {'ranks':>5} {'cluster':<17} "
+    f"{'predicted(us)':>13} {'taken(us)':>13} {'error':>7}"
+)
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """One case; times are microseconds.
+
+    Attributes:
+        scheme: of the collective.
+        op: `all_reduce` or `reduce_scatter`.
+        kind: of the gradients.
+        density: of a rank's gradient.
+        world_size: ranks.
+        cluster: name of the cluster.
+        count: elements of the bucket.
+        predicted_us: by the cost model.
+        network_us: its part that is the network's.
+        codec_us: its part that is local work.
+        host_us: its part that is the host's.
+        taken_us: by the virtual cluster, or measured.
+        modelled: whether `taken_us` is that of a virtual cluster.
+    """
+
+    scheme: str
+    op: str
+    kind: str
+    density: float
+    world_size: int
+    cluster: str
+    count: int
+    predicted_us: float
+    network_us: float
+    codec_us: float
+    host_us: float
+    taken_us: float
+    modelled: bool
+
+    @property
+    def error(self) -> float:
+        """How much too long the prediction is."""
+        return self.predicted_us / self.taken_us - 1
+
+    def line(self) -> str:
+        """For the table."""
+        return (
+            f"  {self.scheme:<18} {self.op:<14} {self.kind:<11} {self.density:>8g} "
+            f"{self.world_size:>5} {self.cluster:<17} {self.predicted_us:>13.1f} "
+            f"{self.taken_us:>13.1f} {self.error:>+7.1%}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON lines."""
+        return asdict(self) | {"error": self.error}
+
+
+@dataclass(frozen=True)
+class CostSweep:
+    """The cases of the virtual truth.
+
+    Attributes:
+        schemes: of the registry; those without a model are left out.
+        kinds: names of `KINDS`.
+        densities: of a rank's gradient.
+        world_sizes: ranks, 2 and more.
+        clusters: names of model clusters, or files of `calibrate`, whose codec prices are then
+            this machine's.
+        form: all-reduce or reduce-scatter.
+        full_numel: elements of the bucket that is stood for.
+
+    Raises:
+        ConfigError: a name is unknown, or a number out of range.
+    """
+
+    schemes: Sequence[str]
+    kinds: Sequence[str]
+    densities: Sequence[float]
+    world_sizes: Sequence[int]
+    clusters: Sequence[str]
+    form: Form = Form.ALL_REDUCE
+    full_numel: int = 2**24
+
+    def __post_init__(self) -> None:
+        smallest = PICI_TILE * max(self.world_sizes, default=1)
+        check_arguments(
+            "bench cost-models",
+            [
+                (
+                    "scheme",
+                    self.schemes,
+                    set(self.schemes) <= set(OVER_GROUPS),
+                    " | ".join(OVER_GROUPS),
+                ),
+                ("kind", self.kinds, set(self.kinds) <= set(KINDS), " | ".join(KINDS)),
+                ("density", self.densities, all(0 < d <= 1 for d in self.densities), "in (0, 1]"),
+                ("ranks", self.world_sizes, all(n >= 2 for n in self.world_sizes), "2 or more"),
+                (
+                    "size",
+                    self.full_numel,
+                    self.full_numel >= smallest,
+                    f"{smallest} elements or more",
+                ),
+            ],
+        )
+
+    def rows(self) -> Iterator[CostRow]:
+        """Every case; kinds outermost, schemes innermost."""
+        for kind in self.kinds:
+            for density in self.densities:
+                for n in self.world_sizes:
+                    yield from self._rows(kind, density, n)
+
+    def _rows(self, kind: str, density: float, n: int) -> Iterator[CostRow]:
+        options = SchemeOptions.of(SchemeConfig())
+        model = KINDS[kind](simulated_numel(n, density, self.full_numel), density)
+        given = [model.gradient(rank) for rank in range(n)]
+        profile = virtual_truth.at_full_size(profile_of(given), self.full_numel)
+        shape = BucketShape(self.full_numel, 0, 4, self.form, n)
+        for name in self.clusters:
+            cluster, prices = find(name), prices_of(name)
+            setting = virtual_truth.Setting.on(
+                cluster, n, prices, options, self.form, self.full_numel
+            )
+            for scheme in self.schemes:
+                if fits(scheme, self.form, options):
+                    taken_s = virtual_truth.run(scheme, given, setting).total_s
+                    yield _row(
+                        scheme,
+                        shape,
+                        profile,
+                        cluster,
+                        options,
+                        kind,
+                        density,
+                        taken_s,
+                        modelled=True,
+                    )
+
+
+def prices_of(cluster: str) -> CodecPrices:
+    """Of a model cluster's memory-bound GPUs; with a cluster file, of this machine's CPU."""
+    if cluster in MACHINES:
+        return MemoryBoundPrices(MACHINES[cluster][0].codec_rate)
+    return _timed_prices()
+
+
+@cache
+def _timed_prices() -> TimedPrices:
+    return TimedPrices.timed()
+
+
+def _row(
+    scheme: str,
+    shape: BucketShape,
+    profile: SparsityProfile,
+    cluster: ClusterModel,
+    options: SchemeOptions,
+    kind: str,
+    density: float,
+    taken_s: float,
+    *,
+    modelled: bool,
+) -> CostRow:
+    found = predict(scheme, shape, profile, cluster, options)
+    return CostRow(
+        scheme,
+        str(shape.form),
+        kind,
+        density,
+        shape.world_size,
+        cluster.name,
+        shape.numel,
+        found.total_s * 1e6,
+        found.network_s * 1e6,
+        found.codec_s * 1e6,
+        found.host_s * 1e6,
+        taken_s * 1e6,
+        modelled,
+    )
+
+
+def simulated_numel(world_size: int, density: float, full_numel: int) -> int:
+    """Elements to simulate: whole tiles a shard, and enough non-zero ones if that is not too many.
+
+    Example:
+        >>> simulated_numel(8, 0.01, 2**24), simulated_numel(64, 0.001, 2**24)
+        (65536, 524288)
+    """
+    numel = max(PICI_TILE * world_size, LEAST_NUMEL)
+    while numel * density / world_size < LEAST_NNZ and numel < MOST_NUMEL:
+        numel *= 2
+    return min(numel, full_numel)
+
+
+def measured_rows(path: Path, cluster: ClusterModel) -> Iterator[CostRow]:
+    """Predictions beside rows that `bench collectives --json` wrote.
+
+    Positions of what was selected there are uniform and independent. Rows of schemes without a
+    model, of `auto` and of modelled times are left out.
+
+    Raises:
+        ConfigError: the file cannot be read, is none of that bench, or no row is left.
+    """
+    options, left_out = SchemeOptions.of(SchemeConfig()), 0
+    for row in _read(path):
+        form = Form(row["op"])
+        scheme, n, numel = row["carried_by"], row["world_size"], row["count"]
+        if row["modelled"] or row["time_us"] is None or not fits(scheme, form, options):
+            left_out += 1
+            continue
+        value_bytes = VALUE_DTYPES[row["dtype"]].itemsize
+        shape = BucketShape(numel, 0, value_bytes, form, n)
+        density = row["sent_density"]
+        profile = SparsityProfile.uniform(numel, density, n)
+        yield _row(
+            scheme,
+            shape,
+            profile,
+            cluster,
+            options,
+            "measured",
+            density,
+            row["time_us"] / 1e6,
+            modelled=False,
+        )
+    if left_out:
+        print(f"# {left_out} rows are left out: modelled, not timed, or without a cost model")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    needed = {
+        "op",
+        "carried_by",
+        "world_size",
+        "count",
+        "modelled",
+        "time_us",
+        "dtype",
+        "sent_density",
+    }
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise _not_measured(path, error) from error
+    for row in rows:
+        if not isinstance(row, dict) or not needed <= row.keys():
+            raise _not_measured(path, "a line without " + ", ".join(sorted(needed - set(row))))
+    if not rows:
+        raise _not_measured(path, "no line")
+    return rows
+
+
+def _not_measured(path: Path, got: object) -> ConfigError:
+    return ConfigError(
+        f"{path} holds no measured collectives",
+        expected="JSON lines of `megatron-sparse bench collectives --json FILE`",
+        got=got,
+        remedy="measure with that command, and give the cluster's file of `calibrate`",
+    )
+
+
+@dataclass(frozen=True)
+class SchemeErrors:
+    """Errors of a scheme's model over all its cases.
+
+    Attributes:
+        scheme: its name.
+        cases: how many.
+        mean_error: mean magnitude.
+        worst: the row that is furthest off.
+    """
+
+    scheme: str
+    cases: int
+    mean_error: float
+    worst: CostRow
+
+    def line(self) -> str:
+        """In words."""
+        row = self.worst
+        return (
+            f"# {self.scheme:<18} {self.cases:>5} cases, mean error {self.mean_error:>6.1%}, worst "
+            f"{row.error:>+7.1%} ({row.kind} {row.density:g}, {row.world_size} ranks, "
+            f"{row.cluster})"
+        )
+
+
+def errors_by_scheme(rows: Iterable[CostRow]) -> list[SchemeErrors]:
+    """In the order in which the schemes come first."""
+    by_scheme: dict[str, list[CostRow]] = defaultdict(list)
+    for row in rows:
+        by_scheme[row.scheme].append(row)
+    return [
+        SchemeErrors(
+            scheme,
+            len(found),
+            mean(abs(row.error) for row in found),
+            max(found, key=lambda row: abs(row.error)),
+        )
+        for scheme, found in by_scheme.items()
+    ]
+
+
+def report(rows: Iterable[CostRow], json_path: Path | None) -> list[SchemeErrors]:
+    """Prints rows as they come, then each scheme's errors and the mean of all.
+
+    Raises:
+        ConfigError: the JSON file cannot be written, or there is no row.
+    """
+    done: list[CostRow] = []
+    write_rows(json_path, [])
+    print(HEADER, flush=True)
+    with torch_threads(1):
+        for row in rows:
+            print(row.line(), flush=True)
+            done.append(row)
+            if len(done) % WRITTEN_AT_ONCE == 0:
+                write_rows(json_path, [row.to_dict() for row in done])
+    if not done:
+        raise ConfigError("there is nothing to compare", expected="one row at least", got="none")
+    write_rows(json_path, [row.to_dict() for row in done])
+    errors = errors_by_scheme(done)
+    for error in errors:
+        print(error.line())
+    over = [error.scheme for error in errors if error.mean_error > TARGET]
+    print(
+        f"# mean error of {len(done)} predictions: {mean(abs(row.error) for row in done):.1%}"
+        + (f"; over {TARGET:.0%}: {', '.join(over)}" if over else ""),
+        flush=True,
+    )
+    return errors

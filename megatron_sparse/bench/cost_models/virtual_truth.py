@@ -1,0 +1,273 @@
+"""What a collective would take: run for real on a virtual cluster, with prices held out: a MODEL.
+
+Planners and cost models are compared with this. Every rank selects from its gradient, encodes,
+sends, decodes and adds, by the registered collective; the network is the cluster's alpha-beta clock
+(`VirtualCluster`) and local work is charged call by call (`ChargingStopwatch`), on the density that
+the call really has. The charges are `CodecPrices`, which no planner sees: cost models interpolate
+a cluster's table, which was made at other densities, sizes and vectors.
+
+A bucket of some hundred thousand elements stands for one of any size, as in `simulate.pricing`;
+here a record counts what it would have at full size, sections' padding and its one header included.
+The number of elements should be a multiple of 4096 for each rank, so that shards have whole Pici
+tiles. Shards of few non-zero elements differ more than they would at full size.
+
+Dense schemes do not look at the gradients: they are run on few elements, once for each setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from megatron_sparse.bench.cost_models.codec_prices import CodecPrices
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.selection import Selector
+from megatron_sparse.config.sparse import CompressionConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.hash_record import SUB_HEADER_BYTES
+from megatron_sparse.formats.header import (
+    BLOCKS_SUBHEADER,
+    FORMAT_BLOCKS,
+    FORMAT_COO,
+    FORMAT_DENSE,
+    FORMAT_PICI,
+    HEADER_BYTES,
+    PICI_TILE,
+    Header,
+    payload_bytes,
+)
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.planner.cluster import ClusterModel
+from megatron_sparse.planner.cost_models.densities import without_chance
+from megatron_sparse.simulate.pricing import ChargingStopwatch
+from megatron_sparse.sparsity.characteristics import SparsityProfile
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.virtual_rank import VirtualTransport
+
+
+@dataclass(frozen=True)
+class VirtualTiming:
+    """What a collective took, on modelled clocks.
+
+    Attributes:
+        total_s: until the last rank was done.
+        codec_s: local work of the rank that had most of it; part may be hidden behind the network.
+        network_s: what `total_s` would be if local work and the host took no time; null unless it
+            was asked for.
+        rank_s: when each rank was done.
+        wire_bytes: sent by the busiest rank in pairwise messages, at full size.
+    """
+
+    total_s: float
+    codec_s: float
+    network_s: float | None
+    rank_s: tuple[float, ...]
+    wire_bytes: float
+
+
+class FullSizeCluster(VirtualCluster):
+    """A virtual cluster whose records count what they would have at full size."""
+
+    def priced_bytes(self, data: torch.Tensor) -> float:
+        """See `VirtualCluster`."""
+        if data.dtype != torch.uint8:
+            return super().priced_bytes(data)
+        return full_size_bytes(data, self.message_scale)
+
+
+def full_size_bytes(records: torch.Tensor, scale: float) -> float:
+    """Bytes of some records if they had `scale` times the elements, at the same density."""
+    total, position = 0.0, 0
+    while position < records.numel():
+        packed = records[position : position + HEADER_BYTES].numpy().tobytes()
+        header = Header.unpack(packed, 0)
+        position += HEADER_BYTES + header.payload_bytes
+        total += HEADER_BYTES
+        if header.format in (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI):
+            numel, nnz = round(header.numel * scale), round(header.nnz * scale)
+            total += payload_bytes(header.format, numel, nnz, header.dtype)
+        else:
+            is_blocks = header.format == FORMAT_BLOCKS
+            fixed = BLOCKS_SUBHEADER.size if is_blocks else SUB_HEADER_BYTES
+            total += fixed + scale * (header.payload_bytes - fixed)
+    return total
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and on what a collective runs.
+
+    Attributes:
+        topology: nodes and links; as many ranks as there are gradients.
+        host_s_per_message: as of `ClusterModel`.
+        host_s_per_bucket: as of `ClusterModel`.
+        prices: of local work; None makes it free.
+        options: of the schemes.
+        form: all-reduce or reduce-scatter.
+        full_numel: elements of the bucket that is stood for.
+    """
+
+    topology: Topology
+    host_s_per_message: float
+    host_s_per_bucket: float
+    prices: CodecPrices | None
+    options: SchemeOptions
+    form: Form
+    full_numel: int
+
+    @classmethod
+    def on(
+        cls,
+        cluster: ClusterModel,
+        world_size: int,
+        prices: CodecPrices | None,
+        options: SchemeOptions,
+        form: Form,
+        full_numel: int,
+    ) -> Setting:
+        """On a cluster's links and with its host; its codec table is not looked at."""
+        return cls(
+            cluster.topology(world_size),
+            cluster.host_s_per_message,
+            cluster.host_s_per_bucket,
+            prices,
+            options,
+            form,
+            full_numel,
+        )
+
+
+def at_full_size(profile: SparsityProfile, numel: int) -> SparsityProfile:
+    """A simulated bucket's profile as that of the bucket that it stands for.
+
+    Less the skewness that only so few elements have; a bucket of full size has next to none.
+    """
+    return replace(without_chance(profile), numel=numel)
+
+
+def run(
+    scheme: str, gradients: Sequence[torch.Tensor], setting: Setting, *, split: bool = False
+) -> VirtualTiming:
+    """Runs one collective on all ranks' gradients.
+
+    Args:
+        scheme: a name in `SCHEMES`.
+        gradients: fp32, one for each rank, mostly zeros; all that is not zero is selected. Not
+            mutated.
+        setting: where.
+        split: run it once more for `network_s`.
+
+    Raises:
+        ConfigError: the scheme has not this form; gradients of different sizes.
+        MegatronSparseError: what the collective raises.
+    """
+    numels = {gradient.numel() for gradient in gradients}
+    if len(numels) != 1 or setting.form not in SCHEMES[scheme].forms:
+        raise ConfigError(
+            f"{scheme} cannot be run on a virtual cluster",
+            expected="gradients of one size, and a form that the scheme has",
+            got=f"{sorted(numels)} elements, {setting.form}",
+        )
+    if SCHEMES[scheme].takes is Input.DENSE:
+        return _run_dense(scheme, len(gradients), setting, split)
+    return _run(scheme, gradients, setting, split)
+
+
+@lru_cache(maxsize=4096)
+def _run_dense(scheme: str, world_size: int, setting: Setting, split: bool) -> VirtualTiming:
+    # All that they send and add grows with the bucket; any number of equal shards will do.
+    numel = min(PICI_TILE, setting.full_numel // world_size) * world_size
+    return _run(scheme, [torch.ones(numel)] * world_size, setting, split)
+
+
+def _run(
+    scheme: str, gradients: Sequence[torch.Tensor], setting: Setting, split: bool
+) -> VirtualTiming:
+    cluster, watches, sent = _drive(scheme, gradients, setting)
+    network_s = None
+    if split:
+        free = replace(setting, prices=None, host_s_per_message=0.0)
+        network_s = _drive(scheme, gradients, free)[0].modelled_s
+    return VirtualTiming(
+        total_s=cluster.modelled_s + setting.host_s_per_bucket,
+        codec_s=max(watch.charged_s for watch in watches),
+        network_s=network_s,
+        rank_s=tuple(cluster.clock_s),
+        wire_bytes=max(sent) * cluster.message_scale,
+    )
+
+
+def _drive(
+    scheme: str, gradients: Sequence[torch.Tensor], setting: Setting
+) -> tuple[VirtualCluster, list[ChargingStopwatch], list[int]]:
+    n, numel = len(gradients), gradients[0].numel()
+    entry, options = SCHEMES[scheme], setting.options
+    scale = setting.full_numel / numel
+    price = None if setting.prices is None else setting.prices.measure(scale)
+    cluster = FullSizeCluster(n, setting.topology, message_scale=scale)
+    watches: list[ChargingStopwatch] = []
+
+    def start(transport: VirtualTransport) -> Steps:
+        watch = ChargingStopwatch(transport, price)
+        watches.append(watch)
+        posting: Any = HostedTransport(transport, setting.host_s_per_message)
+        bucket = Bucket(
+            "truth",
+            gradients[transport.rank].clone(),
+            [ParameterSlice("w", 0, numel)],
+            setting.form,
+            n,
+        )
+        buffers = MessageBuffers()
+        if entry.takes is Input.DENSE:
+            return entry.reduce(bucket, bucket.grad_N, 0, posting, buffers, watch, options)
+        residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+        residuals.begin(bucket)  # Memory that a run takes once is no cost of a step.
+        selector = Selector(CompressionConfig(), residuals, transport.rank, buffers)
+        message = selector.select(
+            bucket,
+            1.0,
+            None,
+            form=options.message_format(scheme),
+            block_size=options.block_size,
+            sharded=entry.is_sharded(setting.form),
+            finer=entry.finer(bucket),
+            step=0,
+            watch=watch,
+        )
+        return entry.exchange(bucket, message, posting, buffers, watch, options)
+
+    return cluster, watches, cluster.run(start)
+
+
+class HostedTransport:
+    """A rank's transport whose messages cost its host time before they are posted.
+
+    Args:
+        transport: moves them.
+        host_s: for each that the rank sends or receives, whichever are more in an exchange.
+    """
+
+    def __init__(self, transport: VirtualTransport, host_s: float) -> None:
+        self._transport, self._host_s = transport, host_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def exchange(self, sends: Sequence[Any], receives: Sequence[Any], tag: int) -> Any:
+        """See `Transport`."""
+        counts = [sum(data.numel() > 0 for _, data in side) for side in (sends, receives)]
+        self._transport.charge(self._host_s * max(counts))
+        return self._transport.exchange(sends, receives, tag)
+
+    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Any:
+        """See `Transport`."""
+        self._transport.charge(self._host_s * (self._transport.world_size - 1))
+        return self._transport.all_gather(gathered, own_M)

@@ -1,0 +1,173 @@
+"""Starts the ranks of a bench on this machine: over loopback, or on the network test bed.
+
+Each rank is the same command line with RANK and WORLD_SIZE in its environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from megatron_sparse.errors import CommunicationError, ConfigError
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+NETBED = CHECKOUT / "scripts" / "netbed.sh"
+"""Set by scripts/netbed.sh: the rate of each host's link, 0 where it is unlimited."""
+GRACE_S = 10.0
+"""What the others get to say why they end too, when a rank has failed."""
+POLL_S = 0.05
+
+
+def started_ranks() -> int | None:
+    """How many ranks torchrun, the test bed or the like has started; None where this is no rank."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+def check_place(
+    *, netbed: bool, virtual: bool, mbit: int | None, ranks: int | None, started: int | None
+) -> None:
+    """Refuses flags that say two things about where to run.
+
+    Raises:
+        ConfigError: they do.
+    """
+    if netbed and (virtual or started or mbit is None):
+        raise ConfigError(
+            "--netbed does not fit the rest",
+            expected="--netbed --mbit R, without --virtual, not started by torchrun or the like",
+            got="no --mbit" if mbit is None else "--virtual" if virtual else "RANK is set",
+            remedy="leave one of them out, or give the links' rate",
+        )
+    if started and not virtual and ranks not in (None, started):
+        raise ConfigError(
+            "--ranks is not the number of ranks that were started",
+            expected=started,
+            got=ranks,
+            remedy="leave out --ranks",
+        )
+
+
+def run_netbed(
+    command: Sequence[str], ranks: int, mbit: int, nodes: int, log: IO[str] | None = None
+) -> int:
+    """Runs a command as every rank of a test bed; returns the exit code.
+
+    Args:
+        command: program and arguments.
+        ranks: how many.
+        mbit: rate of each host's link in Mbit/s.
+        nodes: hosts.
+        log: where its output goes instead of to the terminal.
+
+    Raises:
+        ConfigError: there is no test bed here.
+    """
+    if not NETBED.is_file():
+        raise ConfigError(
+            "the network test bed is not here",
+            expected="megatron_sparse in a checkout, which has scripts/netbed.sh",
+            got=f"megatron_sparse in {CHECKOUT}",
+            remedy="run from a checkout, or leave out --netbed",
+        )
+    # Its own timeout would cut a long sweep short; a rank that hangs is the sweep's --timeout.
+    bed = [
+        "bash",
+        str(NETBED),
+        "--ranks",
+        str(ranks),
+        "--mbit",
+        str(mbit),
+        "--nodes",
+        str(nodes),
+        "--timeout",
+        "31536000",
+        "--",
+    ]
+    return run([*bed, *command], log)
+
+
+def run(command: Sequence[str], log: IO[str] | None = None) -> int:
+    """Runs a command that finds this package; returns its exit code. Ctrl-C ends both.
+
+    Args:
+        command: program and arguments.
+        log: where its output goes instead of to the terminal.
+    """
+    return subprocess.run(
+        command, env=_environment(), stdout=log, stderr=log, check=False
+    ).returncode
+
+
+def run_loopback(command: Sequence[str], ranks: int) -> int:
+    """Runs a command as every rank, over loopback; returns the first exit code that is not 0.
+
+    When a rank has failed the others get `GRACE_S` and are killed. Ctrl-C ends all of them.
+
+    Raises:
+        CommunicationError: a signal killed a rank.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    processes = [
+        subprocess.Popen(
+            command,
+            env=_environment()
+            | {"GLOO_SOCKET_IFNAME": "lo"}
+            | meeting
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        return _wait(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
+    failed, deadline_s = 0, float("inf")
+    while any(process.poll() is None for process in processes):
+        codes = [process.poll() for process in processes]
+        if not failed and any(codes):
+            failed = next(code for code in codes if code)
+            deadline_s = time.monotonic() + GRACE_S
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(POLL_S)
+    failed = failed or next((p.returncode for p in processes if p.returncode), 0)
+    if failed < 0:
+        raise CommunicationError(
+            "a rank was killed",
+            expected="every rank ends by itself",
+            got=f"signal {signal.Signals(-failed).name}",
+            remedy="look at the machine's free memory, and at what the rank printed",
+        )
+    return failed
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """`megatron-sparse ARGUMENTS` as a process of its own."""
+    return [sys.executable, "-m", "megatron_sparse.cli.main", *arguments]

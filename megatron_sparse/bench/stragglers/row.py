@@ -1,0 +1,226 @@
+"""A line of `bench stragglers`, and how it is made from when each rank began and ended.
+
+Time counts from the last rank's arrival to the last rank's end: what a training step waits for. The
+ranks' clocks must be one clock (`straggler_ranks` sees to it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_sparse.bench.collectives.sweep import Case
+from megatron_sparse.bench.stragglers.sweep import is_dense_baseline, is_sparse_baseline
+from megatron_sparse.bench.table import cell
+from megatron_sparse.bucket import Form
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.straggler import make_schedule
+from megatron_sparse.straggler.cost import Cost, all_reduce_costs
+from megatron_sparse.transport import Link
+
+MEASURED = ("arrived_s", "ended_s", "wire_bytes", "nnz")
+"""What a rank measures in a round: two readings of one clock, bytes and elements."""
+
+HEADER = (
+    f"#{'size(B)':>10} {'count':>10} {'type':>5} {'op':>14} {'scheme':>18} {'density':>8} "
+    f"{'delay(us)':>10} {'wire(B)':>11} {'after(us)':>10} {'p99(us)':>10} {'total(us)':>10} "
+    f"{'algbw':>7} {'#wrong':>6} {'/model':>6} {'vs dense':>8} {'vs sparse':>9}"
+)
+
+
+@dataclass
+class StragglerRow:
+    """One collective with one delay; times are medians over the rounds, null where wrong.
+
+    Attributes:
+        op: `all_reduce` or `reduce_scatter`.
+        scheme: as asked for; `rule` for what is left to the rule.
+        carried_by: the scheme that did it.
+        dtype: of the gradient and of the values sent.
+        density: as asked for.
+        count: elements.
+        bytes: of the gradient.
+        world_size: ranks.
+        straggler: the rank that is late.
+        delay_us: how late it was made.
+        late_us: how much later than the last but one the last rank was, in fact.
+        time_us: from the last rank's arrival to the last rank's end.
+        p99_us: `time_us` of the slowest round but one in a hundred.
+        total_us: from the first rank's arrival on.
+        wire_bytes: sent by the busiest rank.
+        sent_density: what was selected, of all elements.
+        transport: `gloo`, `nccl` or `virtual`.
+        mbit: rate of each rank's link in Mbit/s as given; null where it was measured.
+        alpha_us: latency of a message, measured by a small exchange, or the model's.
+        modelled: times are those of an alpha-beta clock.
+        wrong: elements, on all ranks, that differ from the exact sum.
+        model_us: what the alpha-beta model says for this delay, from table 1 of StragglAR; null for
+            schemes that it has no line for.
+        best_dense: the fastest dense scheme that knows of no straggler, in the same rounds.
+        best_dense_us: its `time_us`.
+        dense_speedup: `best_dense_us` over `time_us`.
+        best_sparse: the fastest sparse one, at this density; null for dense schemes.
+        best_sparse_us: its `time_us`.
+        sparse_speedup: `best_sparse_us` over `time_us`.
+        foreign_load: the share of the machine that other programs took; null where unknown.
+        noisy: whether that was too much for a figure to be believed.
+    """
+
+    op: str
+    scheme: str
+    carried_by: str
+    dtype: str
+    density: float
+    count: int
+    bytes: int
+    world_size: int
+    straggler: int
+    delay_us: float
+    transport: str
+    mbit: int | None
+    alpha_us: float
+    modelled: bool
+    wrong: int
+    late_us: float | None = None
+    time_us: float | None = None
+    p99_us: float | None = None
+    total_us: float | None = None
+    wire_bytes: int | None = None
+    sent_density: float | None = None
+    model_us: float | None = None
+    best_dense: str | None = None
+    best_dense_us: float | None = None
+    dense_speedup: float | None = None
+    best_sparse: str | None = None
+    best_sparse_us: float | None = None
+    sparse_speedup: float | None = None
+    foreign_load: float | None = None
+    noisy: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        case: Case,
+        carried_by: str,
+        n: int,
+        straggler: int,
+        delay_s: float,
+        link: Link,
+        wrong: int,
+    ) -> StragglerRow:
+        """The row of a case that has been checked and not yet timed; `transport` is to be set."""
+        return cls(
+            op=str(case.form),
+            scheme=name,
+            carried_by=carried_by,
+            dtype=case.dtype,
+            density=case.density,
+            count=case.numel,
+            bytes=case.nbytes,
+            world_size=n,
+            straggler=straggler,
+            delay_us=delay_s * 1e6,
+            transport="",
+            mbit=None,
+            alpha_us=link.alpha_s * 1e6,
+            modelled=False,
+            wrong=wrong,
+        )
+
+    def measured(self, rounds_nRM: torch.Tensor, link: Link) -> StragglerRow:
+        """Fills in times and bytes; mutates and returns the row.
+
+        Args:
+            rounds_nRM: fp64, of n ranks in R rounds the figures M of `MEASURED`.
+            link: what the model takes for granted.
+        """
+        rounds = {name: rounds_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
+        arrived_nR, ended_R = np.sort(rounds["arrived_s"], axis=0), rounds["ended_s"].max(axis=0)
+        after_us_R = (ended_R - arrived_nR[-1]) * 1e6
+        self.time_us = median(after_us_R.tolist())
+        self.p99_us = float(np.percentile(after_us_R, 99))
+        self.late_us = median(((arrived_nR[-1] - arrived_nR[-2]) * 1e6).tolist())
+        self.total_us = median(((ended_R - arrived_nR[0]) * 1e6).tolist())
+        self.wire_bytes = round(median(rounds["wire_bytes"].max(axis=0).tolist()))
+        self.sent_density = float(rounds["nnz"].mean()) / self.count
+        self.model_us = modelled_us(self, link)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """The table's line; algbw in GB/s: of the gradient, after the straggler's arrival."""
+        name = self.scheme if self.carried_by == self.scheme else f"{self.scheme}:{self.carried_by}"
+        speed = None if not self.time_us else self.bytes / self.time_us / 1e3
+        over = None if not (self.time_us and self.model_us) else self.time_us / self.model_us
+        return (
+            f"{self.bytes:>11} {self.count:>10} {self.dtype:>5} {self.op:>14} {name:>18} "
+            f"{self.density:>8g} {self.delay_us:>10.0f} {cell(self.wire_bytes, 11, 0)} "
+            f"{cell(self.time_us, 10, 0)} {cell(self.p99_us, 10, 0)} {cell(self.total_us, 10, 0)} "
+            f"{cell(speed, 7, 3)} {self.wrong:>6} {cell(over, 6, 2)} "
+            f"{cell(self.dense_speedup, 8, 2)} {cell(self.sparse_speedup, 9, 2)}"
+            f"{f'  noisy: {self.foreign_load:.0%}' if self.noisy else ''}"
+        )
+
+
+def compare(cases: Sequence[Case], rows: Sequence[StragglerRow]) -> None:
+    """Fills in who was the best baseline of a group with one delay. Mutates the rows.
+
+    Args:
+        cases: of the group.
+        rows: one for each case, then any others of the same group and delay.
+    """
+    timed = [
+        (row.time_us, case, row.scheme)
+        for case, row in zip(cases, rows, strict=False)
+        if row.time_us is not None
+    ]
+    dense = [(time_us, name) for time_us, case, name in timed if is_dense_baseline(case)]
+    for row in rows:
+        if not row.time_us:
+            continue
+        if dense:
+            row.best_dense_us, row.best_dense = min(dense)
+            row.dense_speedup = row.best_dense_us / row.time_us
+        sparse = [
+            (time_us, name)
+            for time_us, case, name in timed
+            if is_sparse_baseline(case) and case.density == row.density
+        ]
+        if SCHEMES[row.carried_by].takes is Input.SPARSE and sparse:
+            row.best_sparse_us, row.best_sparse = min(sparse)
+            row.sparse_speedup = row.best_sparse_us / row.time_us
+
+
+def early_and_after(scheme: str, n: int) -> tuple[Cost, Cost] | None:
+    """What the early ranks can do before the straggler comes, and what is left then.
+
+    All-reduces of table 1 and appendix F; None for those that have no line there.
+
+    Example:
+        >>> early_and_after("straggler", 4)  # 2 rounds of a third; 4 rounds of a third
+        (Cost(rounds=2, buffers=0.6666666666666667), Cost(rounds=4, buffers=1.3333333333333333))
+    """
+    pairs = all_reduce_costs(n, len(make_schedule(n).rounds))
+    if scheme not in pairs:
+        return None
+    best, worst = pairs[scheme]
+    return Cost(worst.rounds - best.rounds, worst.buffers - best.buffers), best
+
+
+def modelled_us(row: StragglerRow, link: Link) -> float | None:
+    """After the arrival: what is left then, and what of the early part the delay did not hide."""
+    costs = early_and_after(row.carried_by, row.world_size)
+    # Partial sums of narrower gradients travel in fp32, which the table does not know.
+    if costs is None or row.op != Form.ALL_REDUCE or row.dtype != "fp32":
+        return None
+    early_s, after_s = (cost.time_s(row.bytes, link) for cost in costs)
+    return (after_s + max(0.0, early_s - row.delay_us * 1e-6)) * 1e6

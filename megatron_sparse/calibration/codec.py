@@ -1,0 +1,280 @@
+"""The codec's work as training does it, call by call, and what it costs by number of elements.
+
+Vectors hold normal values at independent uniform positions. Selection is the real one (sampled
+threshold, error feedback, one pass), with leak 0, so that every repetition selects the same.
+Of a sum, the non-zeros are counted before they are encoded, as collectives do. ZEN's records are
+those of one partition of `PARTITIONS`; their number of elements is that of its positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.calibration.links import Clock, Measuring, gather_rows
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.selection import Selector
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
+from megatron_sparse.formats.codec_choice import is_compiled
+from megatron_sparse.formats.entries import entries
+from megatron_sparse.formats.hash_partition import PermutationHash
+from megatron_sparse.formats.hash_record import PartitionRecord
+from megatron_sparse.formats.message import (
+    FORMAT_CODES,
+    WIRE_CODES,
+    MessageBuffers,
+    decode_add_,
+    encode_segments,
+)
+from megatron_sparse.planner.cluster import CodecOp, CodecRate
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport
+
+DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.15, 0.3, 0.5, 0.75, 1.0)
+PARTITIONS = 4
+NO_TIME_S = 1e-15
+"""Less than any call or element takes: what is left of a fit that had nothing to find."""
+EPOCH = 1
+WHOLE = ("dense", "coo", "pici", "blocks")
+"""Formats of a bucket's segments."""
+
+
+@dataclass(frozen=True)
+class CodecSweep:
+    """What is measured.
+
+    Attributes:
+        numels: elements of the vectors; two at least, in ascending order.
+        windows: how often each call is timed.
+        window_s: for how long at least, the call repeated. A few of the scheduler's time slices
+            show what sharing cores with other ranks costs.
+    """
+
+    numels: Sequence[int]
+    windows: int
+    window_s: float
+
+
+QUICK = CodecSweep((2**13, 2**19), windows=3, window_s=4e-3)
+FULL = CodecSweep((2**12, 2**17, 2**22), windows=3, window_s=20e-3)
+
+
+@dataclass(frozen=True)
+class CodecCall:
+    """One call that can be repeated.
+
+    Attributes:
+        op: as in `CodecRate`.
+        format: as in `CodecRate`.
+        density: as in `CodecRate`.
+        run: does it; on CUDA the device may still work when it returns.
+    """
+
+    op: CodecOp
+    format: str
+    density: float
+    run: Callable[[], object]
+
+
+def codec_calls(
+    numel: int, densities: Sequence[float], device: torch.device
+) -> Iterator[CodecCall]:
+    """Every operation on fp32 vectors of a number of elements.
+
+    Pici, blocks and ZEN's formats are left out where the compiled codec does not work.
+    """
+    acc_N, other_N = (torch.zeros(numel, device=device) for _ in range(2))
+    yield CodecCall(CodecOp.ADD, "dense", 1.0, lambda: acc_N.add_(other_N))
+    yield CodecCall(CodecOp.COPY, "dense", 1.0, lambda: acc_N.copy_(other_N))
+    for density in densities:
+        yield from _segment_calls(numel, density, device)
+        if is_compiled(device):
+            yield from _partition_calls(numel, density, device)
+
+
+def measure_codec(
+    transport: Transport, sweep: CodecSweep, clock: Clock
+) -> Measuring[tuple[CodecRate, ...]]:
+    """Times every call on all ranks at once, as they work in training; the same on all ranks.
+
+    Of the ranks' times the median counts.
+    """
+    kinds: list[CodecCall] = []
+    times_NK: list[list[float]] = []
+    for numel in sweep.numels:
+        yield from gather_rows([0.0], transport)
+        calls, times_K = [], []
+        for call in codec_calls(numel, DENSITIES, transport.device):
+            calls.append(call)
+            times_K.append(seconds_of(call, sweep, clock))
+        kinds = calls
+        times_NK.append(times_K)
+    flat = [spent for times_K in times_NK for spent in times_K]
+    rows = yield from gather_rows(flat, transport)
+    agreed_NK = rows.median(0).values.view(len(sweep.numels), -1)
+    return tuple(
+        fit_rate(kind, sweep.numels, agreed_NK[:, k].tolist()) for k, kind in enumerate(kinds)
+    )
+
+
+def fit_rate(kind: CodecCall, numels: Sequence[int], times_s: Sequence[float]) -> CodecRate:
+    """Seconds a call and an element by least squares of the relative errors.
+
+    Neither is negative; five digits of each are kept.
+    """
+    times_N, numels_N = np.array(times_s), np.array(numels, dtype=float)
+    terms_N2 = np.stack([1 / times_N, numels_N / times_N], axis=1)
+    per_call, per_element = np.linalg.lstsq(terms_N2, np.ones_like(times_N), rcond=None)[0]
+    if per_call < 0 or per_element < 0:
+        kept = 1 if per_call < 0 else 0
+        term_N = terms_N2[:, kept]
+        alone = float(term_N.sum() / (term_N**2).sum())
+        per_call, per_element = (0.0, alone) if kept else (alone, 0.0)
+    seconds = [
+        float(f"{value:.5g}") if value > NO_TIME_S else 0.0 for value in (per_call, per_element)
+    ]
+    return CodecRate(kind.op, kind.format, kind.density, *seconds)
+
+
+def seconds_of(call: CodecCall, sweep: CodecSweep, clock: Clock) -> float:
+    """Seconds of a call: the median over the windows of its mean in each; first a run uncounted."""
+    call.run()
+    means_s = []
+    for _ in range(sweep.windows):
+        start_s, count, spent_s = clock(), 0, 0.0
+        while spent_s < sweep.window_s:
+            call.run()
+            count += 1
+            spent_s = clock() - start_s
+        means_s.append(spent_s / count)
+    return median(means_s)
+
+
+def sparse_vector(numel: int, density: float, device: torch.device) -> torch.Tensor:
+    """fp32 normal values at `density` of the places, one at least; the same for all ranks."""
+    generator = torch.Generator().manual_seed(numel)
+    values_N = torch.randn(numel, generator=generator)
+    chosen = torch.randperm(numel, generator=generator)[: max(round(density * numel), 1)]
+    sparse_N = torch.zeros(numel)
+    sparse_N[chosen] = values_N[chosen]
+    return sparse_N.to(device)
+
+
+def _segment_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
+    yield from _select_calls(numel, density, device)
+    sparse_N, acc_N = sparse_vector(numel, density, device), torch.zeros(numel, device=device)
+    offsets, not_whole = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
+    capacity = ops.message_capacity(offsets, WIRE_CODES["fp32"])
+    out, buffers = torch.zeros(capacity, dtype=torch.uint8, device=device), MessageBuffers()
+    for form in _formats(device):
+
+        def encode(form: str = form) -> int:
+            sizes = encode_segments(
+                sparse_N,
+                offsets,
+                not_whole,
+                None,
+                "fp32",
+                EPOCH,
+                out,
+                buffers,
+                form=FORMAT_CODES[form],
+                block_size=SchemeConfig.block_size,
+            )
+            return int(sizes.sum())
+
+        record = out[: encode()].clone()
+        decode = partial(decode_add_, acc_N, record, offsets, "fp32", EPOCH, rank=0)
+        yield CodecCall(CodecOp.ENCODE, form, density, encode)
+        yield CodecCall(CodecOp.DECODE, form, density, partial(decode, fresh=True))
+        yield CodecCall(CodecOp.DECODE_ADD, form, density, partial(decode, fresh=False))
+
+
+def _formats(device: torch.device) -> tuple[str, ...]:
+    return WHOLE if is_compiled(device) else ("dense", "coo")
+
+
+def _select_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
+    grad_N = sparse_vector(numel, 1.0, device)
+    bucket = Bucket("codec", grad_N, [ParameterSlice("w", 0, numel)], Form.ALL_REDUCE, 1)
+    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    selector = Selector(CompressionConfig(leak=0.0), residuals, 0, MessageBuffers())
+    for form in _formats(device):
+
+        def select(form: str = form) -> None:
+            selector.select(
+                bucket,
+                density,
+                None,
+                form=form,
+                block_size=SchemeConfig.block_size,
+                sharded=False,
+                step=EPOCH,
+                watch=Stopwatch(device),
+            )
+
+        yield CodecCall(CodecOp.SELECT, form, density, select)
+
+
+def _partition_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
+    sparse_N = sparse_vector(numel, density, device)
+    bucket = Bucket("zen", sparse_N, [ParameterSlice("w", 0, numel)], Form.ALL_REDUCE, 1)
+    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    selector = Selector(CompressionConfig(leak=0.0), residuals, 0, MessageBuffers())
+    message = selector.select(
+        bucket,
+        1.0,
+        None,
+        form="coo",
+        block_size=SchemeConfig.block_size,
+        sharded=False,
+        step=EPOCH,
+        watch=Stopwatch(device),
+    )
+    own_hash = PermutationHash(numel, PARTITIONS, SchemeConfig.hash_seed)
+    yield CodecCall(
+        CodecOp.PARTITION,
+        "pairs",
+        density,
+        lambda: hierarchical_hash.split(own_hash, *entries(message)),
+    )
+
+    # Partition 0 of a segment so long that the partition has `numel` positions.
+    wide = PermutationHash(numel * PARTITIONS, PARTITIONS, SchemeConfig.hash_seed)
+    place = PartitionRecord(wide, 0, torch.float32, 0, EPOCH)
+    held = sparse_N.nonzero().squeeze(1)
+    elements, order = wide.element_at(0, held).sort()
+    values = sparse_N[held][order]
+    record = hash_pairs.encode(elements, values, place)
+    sum_P = torch.zeros(numel, device=device)
+    yield CodecCall(
+        CodecOp.ENCODE, "pairs", density, lambda: hash_pairs.encode(elements, values, place)
+    )
+    yield CodecCall(
+        CodecOp.DECODE_ADD,
+        "pairs",
+        density,
+        lambda: hash_pairs.accumulate_(sum_P, record, place, rank=0),
+    )
+
+    def encode() -> torch.Tensor:
+        return hash_bitmap.encode(sparse_N, wide, 0, offset=0, epoch=EPOCH)
+
+    bitmap, sum_M = encode(), torch.zeros(wide.numel, device=device)
+    yield CodecCall(CodecOp.ENCODE, "hash_bitmap", density, encode)
+    yield CodecCall(
+        CodecOp.DECODE_ADD,
+        "hash_bitmap",
+        density,
+        lambda: hash_bitmap.decode_add_(
+            sum_M, bitmap, wide, 0, torch.float32, offset=0, epoch=EPOCH, rank=0
+        ),
+    )

@@ -1,0 +1,333 @@
+"""`megatron-sparse calibrate`: measures a cluster, and sweeps the adaptive ring's thresholds.
+
+The ranks are those of `bench collectives`: processes of this machine, hosts of the test bed, an
+existing launch; for a sweep also virtual ones, on a cluster that a file describes. Rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse import __version__
+from megatron_sparse.bench import launch as launcher
+from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
+from megatron_sparse.bench.rank_group import RankGroup, as_rank
+from megatron_sparse.bench.table import torch_threads
+from megatron_sparse.calibration.links import complete, gather_rows, host_clock, one_rank
+from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
+from megatron_sparse.calibration.table import draw_curves, print_cluster, print_curves
+from megatron_sparse.calibration.threshold_sweep import (
+    THRESHOLDS,
+    RingRuns,
+    SweepCase,
+    SweepPoint,
+    sweep_thresholds,
+    swept,
+)
+from megatron_sparse.config.checks import in_range, one_of
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.cluster import RING_FORMATS, ClusterModel, CodecOp, find
+from megatron_sparse.planner.fingerprint import fingerprint
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.simulate.figures import MODEL
+from megatron_sparse.simulate.pricing import ChargingStopwatch, memory_bound
+from megatron_sparse.transport import Transport, VirtualCluster
+from megatron_sparse.transport.netbed import netbed_mbit
+
+COPIED_BYTES = 8
+"""Read and written for each fp32 element of a copy."""
+VIRTUAL_NUMEL = 2**16
+"""At most as many elements are simulated; they stand for the bucket's."""
+
+ADDED = "thresholds:"
+NOISY = "noisy: other programs took {:.0%} of the machine in the meantime; measure again"
+
+type Thresholds = tuple[float, float, float]
+type Curves = tuple[Thresholds, list[SweepPoint]]
+type Swept = tuple[dict[str, Thresholds], list[SweepPoint]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command was asked for.
+
+    Attributes:
+        out: the YAML file; None writes none (virtual only).
+        quick: measure less.
+        force: replace `out`.
+        formats: whose thresholds are swept; empty for no sweep.
+        size_bytes: of the bucket of a sweep.
+        densities: of its gradients.
+        timeout_s: seconds that an operation may take.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    out: Path | None
+    quick: bool
+    force: bool
+    formats: Sequence[str]
+    size_bytes: int
+    densities: tuple[float, ...]
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        for form in self.formats:
+            one_of("--format", form, RING_FORMATS)
+        in_range("--timeout", self.timeout_s, 0, math.inf, low_open=True)
+
+    def arguments(self) -> list[str]:
+        """The command line that asks for the same."""
+        flags = [f"--{name}" for name in ("quick", "force") if getattr(self, name)]
+        sweep = ["--sweep", f"--format={','.join(self.formats)}", f"--size={self.size_bytes}"]
+        sweep.append(f"--density={','.join(map(str, self.densities))}")
+        out = [] if self.out is None else [f"--out={self.out}"]
+        return [*out, *flags, f"--timeout={self.timeout_s:g}", *(sweep if self.formats else [])]
+
+    def check_out(self, *, adds: bool) -> None:
+        """Refuses to replace a file.
+
+        Args:
+            adds: what is measured goes into the file that is there.
+
+        Raises:
+            ConfigError: it exists, or is no cluster that can be added to.
+        """
+        if self.out is None or not self.out.exists() or self.force:
+            return
+        if not adds:
+            raise ConfigError(
+                f"{self.out} exists already",
+                expected="a new file",
+                got=self.out,
+                remedy="give another --out, or --force to measure it anew",
+            )
+        ClusterModel.load(self.out)
+
+    def case(self, world_size: int) -> SweepCase:
+        """What a sweep synchronises."""
+        numel = max(self.size_bytes // 4 // world_size, 1) * world_size
+        return SweepCase(
+            numel, self.densities, repeats=3 if self.quick else 7, step=0.2 if self.quick else 0.1
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to measure.
+
+    Attributes:
+        ranks: how many; None takes 2, or those that a launcher has started.
+        netbed: on the test bed.
+        mbit: rate of its links.
+        ranks_per_node: on it.
+        virtual: name or file of the cluster that virtual ranks are on; None for real ones.
+    """
+
+    ranks: int | None
+    netbed: bool
+    mbit: int | None
+    ranks_per_node: int
+    virtual: str | None
+
+
+def run(request: Request, place: Place) -> int:
+    """Starts the ranks that are missing, or does one rank's part.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: flags that say two things, or a file that is in the way.
+        MegatronSparseError: what a rank raises.
+    """
+    started = launcher.started_ranks()
+    launcher.check_place(
+        netbed=place.netbed,
+        virtual=place.virtual is not None,
+        mbit=place.mbit,
+        ranks=place.ranks,
+        started=started,
+    )
+    ranks = place.ranks or started or 2
+    if ranks < 2:
+        raise one_rank()
+    if place.virtual is not None:
+        request.check_out(adds=False)
+        run_virtual(request, place.virtual, ranks)
+        return 0
+    if started:
+        run_rank(request)
+        return 0
+    request.check_out(adds=bool(request.formats))
+    command = launcher.command_line(["calibrate", *request.arguments()])
+    if place.netbed:
+        nodes = -(-ranks // place.ranks_per_node)
+        return launcher.run_netbed(command, ranks, place.mbit or 0, nodes)
+    return launcher.run_loopback(command, ranks)
+
+
+def run_rank(request: Request) -> None:
+    """One rank's part where RANK and WORLD_SIZE are set.
+
+    Raises:
+        ConfigError: there is one rank only, or the file is another cluster's or cannot be written.
+        CommunicationError: a rank is gone.
+        SystemExit: an error that another rank has told of already; with its exit code.
+    """
+    as_rank(
+        lambda store, rank, world_size: _CalibrationRank(request, store, rank, world_size),
+        lambda group: group.run(),
+    )
+
+
+def run_virtual(request: Request, cluster_name: str, ranks: int) -> None:
+    """Sweeps on virtual ranks of a cluster that a file describes: a MODEL.
+
+    Links are the file's; the codec's time is the bytes that it moves, at the rate of the file's
+    plain copy.
+
+    Raises:
+        ConfigError: there is no such cluster, or the result cannot be written.
+    """
+    cluster, case = find(cluster_name), request.case(ranks)
+    copy_s = cluster.codec_s(CodecOp.COPY, "dense", VIRTUAL_NUMEL, 1.0) / VIRTUAL_NUMEL
+    numel = max(min(case.numel, VIRTUAL_NUMEL) // ranks, 1) * ranks
+    scale = case.numel / numel
+    case = replace(case, numel=numel, repeats=1)
+    virtual = VirtualCluster(ranks, cluster.topology(ranks), message_scale=scale)
+    seconds_a_byte = scale * copy_s / COPIED_BYTES
+    ranks_runs = [
+        RingRuns(t, case, partial(virtual.clock_s.__getitem__, t.rank), watch)
+        for t in virtual.transports
+        for watch in [ChargingStopwatch(t, memory_bound(seconds_a_byte))]
+    ]
+
+    def sweep(form: str) -> Curves:
+        return virtual.run(lambda t: sweep_thresholds(form, ranks_runs[t.rank], t, case))[0]
+
+    with torch_threads(1):
+        found, points = _sweep_formats(request.formats, sweep)
+    first = virtual.transports[0]
+    _report(request, first, points, found, f"cluster {cluster.name}, {ranks} virtual ranks", MODEL)
+    if request.out is not None:
+        densities, where = cluster.ring_densities | found, ["--virtual", f"--ranks={ranks}"]
+        comment = _comment(request, [*where, f"--cluster={cluster_name}"])
+        replace(cluster, ring_densities=densities).save(request.out, comment)
+
+
+class _CalibrationRank(RankGroup):
+    """This rank of the group that is measured."""
+
+    def __init__(self, request: Request, store: Any, rank: int, world_size: int) -> None:
+        self._request = request
+        super().__init__(request.timeout_s, store, rank, world_size)
+
+    def run(self) -> None:
+        """Measures what is asked for; rank 0 prints and writes."""
+        request = self._request
+        is_there, cluster = self._existing()
+        if not is_there:
+            effort = QUICK if request.quick else FULL
+            name = "cluster" if request.out is None else request.out.stem
+            load = HostLoad()
+            cluster = calibrate(self._transport, self._progress, effort, name, self._tell)
+            share = self._foreign_load(load)
+            noise = NOISY.format(share) if share > MOST_FOREIGN_LOAD else ""
+            if self.rank == 0:
+                print_cluster(cluster)
+                self._write(cluster, noise)
+        if request.formats:
+            found, points = self._sweep()
+            if self.rank == 0 and cluster is not None:
+                where = f"{self.world_size} ranks, {self.backend}"
+                _report(request, self._transport, points, found, where, "measured")
+                self._add(replace(cluster, ring_densities=cluster.ring_densities | found))
+
+    def _existing(self) -> tuple[bool, ClusterModel | None]:
+        """Whether there is a file that a sweep adds to; rank 0, which writes, gets its content."""
+        request, found = self._request, None
+        if self.rank == 0:
+            request.check_out(adds=bool(request.formats))
+            if request.out is not None and request.out.exists() and not request.force:
+                found = ClusterModel.load(request.out)
+                found.check_fingerprint(fingerprint(self._transport))
+        rows = complete(gather_rows([float(found is not None)], self._transport))
+        return bool(rows[0, 0]), found
+
+    def _sweep(self) -> Swept:
+        case = self._request.case(self.world_size)
+        runs = RingRuns(self._transport, case, host_clock(self._device), Stopwatch(self._device))
+
+        def sweep(form: str) -> Curves:
+            self._tell(f"measuring: thresholds for {form}")
+            return complete(sweep_thresholds(form, runs, self._transport, case))
+
+        return _sweep_formats(self._request.formats, sweep)
+
+    def _write(self, cluster: ClusterModel, noise: str) -> None:
+        if self._request.out is not None:
+            comment = self._comment()
+            cluster.save(self._request.out, f"{comment}\n{noise}" if noise else comment)
+            print(f"# written: {self._request.out}")
+        if noise:
+            print(f"# {noise}")
+
+    def _add(self, cluster: ClusterModel) -> None:
+        """Replaces the file that the thresholds are added to; keeps its comment."""
+        if self._request.out is not None:
+            lines = self._request.out.read_text("utf-8").splitlines()
+            kept = [line.removeprefix("# ") for line in lines if line.startswith("#")]
+            kept = [line for line in kept if not line.startswith(ADDED)]
+            added = f"{ADDED} {self._comment().splitlines()[0]}"
+            cluster.save(self._request.out, "\n".join([*kept, added]))
+            print(f"# thresholds added: {self._request.out}")
+
+    def _comment(self) -> str:
+        mbit, where = netbed_mbit(), [f"--ranks={self.world_size}"]
+        where += [] if mbit is None else ["--netbed", f"--mbit={mbit}"]
+        return _comment(self._request, where)
+
+    def _tell(self, what: str) -> None:
+        if self.rank == 0:
+            print(f"# {what}", file=sys.stderr, flush=True)
+
+
+def _sweep_formats(formats: Sequence[str], sweep: Callable[[str], Curves]) -> Swept:
+    found, points = {}, []
+    for form in formats:
+        found[form], curves = sweep(form)
+        points += curves
+    return found, points
+
+
+def _report(
+    request: Request,
+    transport: Transport,
+    points: Sequence[SweepPoint],
+    found: Mapping[str, Thresholds],
+    where: str,
+    label: str,
+) -> None:
+    densities = ", ".join(f"{density:g}" for density in request.densities)
+    what = f"{where}, {request.size_bytes / 2**20:g} MiB, input densities {densities}"
+    print(f"# {label}: {what}")
+    for threshold in sorted(set(THRESHOLDS) - set(swept(transport))):
+        print(f"# {threshold}: no such link here, SpCCL's value stays")
+    print_curves(points, found)
+    folder = Path() if request.out is None else request.out.parent
+    for path in draw_curves(points, what, label, folder):
+        print(path)
+
+
+def _comment(request: Request, where: Sequence[str]) -> str:
+    command = shlex.join(["megatron-sparse", "calibrate", *where, *request.arguments()])
+    return f"{command}\nmegatron_sparse {__version__}; docs/calibration.md explains it"

@@ -1,0 +1,104 @@
+"""What the host adds to a collective: for each pairwise message, and for each bucket.
+
+Alpha, as `calibration_links` measures it, has a message's own share of Python and of the backend in
+it. Measured here is what training puts on top, in turn with the bare operation: the same messages
+driven by the progress thread through a collective's `Subgroup`, and a small bucket through the
+reducer (plan, launch, threads, records). What a sparse collective computes on the host besides is
+in neither; its agreement is two messages' worth, more or less (docs/calibration.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.calibration.links import TAG, Clock, complete, timed
+from megatron_sparse.collectives.base import whole_group
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.planner.plan import FixedPlanner
+from megatron_sparse.recording import NullRecorder, Stopwatch
+from megatron_sparse.reduction.progress import GATE, ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.transport import Transport, Work
+
+FEW, MANY = 4, 36
+"""Messages that follow one another; the difference of the two leaves out what comes once."""
+
+
+def measure_host(
+    transport: Transport, progress: ProgressThread, repeats: int, clock: Clock
+) -> tuple[float, float]:
+    """Seconds a message and a bucket, neither negative; the same on all ranks.
+
+    Args:
+        transport: real ranks, 2 at least.
+        progress: the thread that would drive their collectives.
+        repeats: how often each is timed; of the slowest ranks' times the median counts.
+        clock: this rank's.
+    """
+
+    def seconds(run: Callable[[], None]) -> float:
+        def action() -> Iterable[Work]:
+            run()
+            return ()
+
+        return complete(timed(transport, repeats, clock, action))
+
+    bare_s = [seconds(_bare_messages(transport, count)) for count in (FEW, MANY)]
+    driven_s = [seconds(_driven_messages(transport, progress, count)) for count in (FEW, MANY)]
+    a_message_s = ((driven_s[1] - driven_s[0]) - (bare_s[1] - bare_s[0])) / (MANY - FEW)
+    a_bucket_s = seconds(_bucket(transport, progress)) - seconds(_bare_all_reduce(transport))
+    return max(a_message_s, 0.0), max(a_bucket_s, 0.0)
+
+
+def _word(transport: Transport) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=transport.device)
+
+
+def _bare_messages(transport: Transport, count: int) -> Callable[[], None]:
+    n, sent, received = transport.world_size, _word(transport), _word(transport)
+    after, before = (transport.rank + 1) % n, (transport.rank - 1) % n
+
+    def run() -> None:
+        for _ in range(count):
+            transport.exchange([(after, sent)], [(before, received)], TAG).finish()
+
+    return run
+
+
+def _driven_messages(
+    transport: Transport, progress: ProgressThread, count: int
+) -> Callable[[], None]:
+    n, sent, received = transport.world_size, _word(transport), _word(transport)
+    after, before = (transport.rank + 1) % n, (transport.rank - 1) % n
+
+    def job() -> Generator[object, None, None]:
+        group = whole_group(transport, TAG)
+        yield GATE
+        for number in range(count):
+            last = number == count - 1
+            yield from group.exchange([(after, sent)], [(before, received)], last=last)
+
+    return lambda: progress.submit("calibrate", job, Stopwatch(transport.device)).wait()
+
+
+def _small_bucket(transport: Transport) -> Bucket:
+    n = transport.world_size
+    grad_N = torch.zeros(n, device=transport.device)
+    return Bucket("calibrate", grad_N, [ParameterSlice("w", 0, n)], Form.ALL_REDUCE, n)
+
+
+def _bucket(transport: Transport, progress: ProgressThread) -> Callable[[], None]:
+    config, bucket = SparseConfig.from_overrides(scheme="dense"), _small_bucket(transport)
+    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    planner = FixedPlanner(config.compression, config.scheme)
+    reducer = GradientReducer(config, transport, planner, residuals, NullRecorder(), progress)
+    return lambda: reducer.start(bucket, 0).wait()
+
+
+def _bare_all_reduce(transport: Transport) -> Callable[[], None]:
+    values_N = _small_bucket(transport).grad_N
+    return lambda: transport.all_reduce_(values_N).finish()

@@ -1,0 +1,90 @@
+"""Measures the cluster that the ranks run on: a `ClusterModel`, the same on all of them.
+
+Links and the backend's all-reduce (`calibration_links`), the host (`calibration_host`) and the
+codec (`calibration_codec`), one after the other, by all ranks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_sparse.calibration import codec as calibration_codec
+from megatron_sparse.calibration import links as calibration_links
+from megatron_sparse.calibration.check import describe, held_out
+from megatron_sparse.calibration.codec import CodecSweep, measure_codec
+from megatron_sparse.calibration.host import measure_host
+from megatron_sparse.calibration.links import (
+    LinkSweep,
+    complete,
+    host_clock,
+    measure_links,
+)
+from megatron_sparse.planner.cluster import ClusterModel
+from megatron_sparse.planner.fingerprint import fingerprint
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.transport import ProcessGroupTransport
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        links: messages.
+        codec: vectors.
+        host_repeats: of what the host is timed with.
+    """
+
+    links: LinkSweep
+    codec: CodecSweep
+    host_repeats: int
+
+
+QUICK = Effort(calibration_links.QUICK, calibration_codec.QUICK, 11)
+FULL = Effort(calibration_links.FULL, calibration_codec.FULL, 31)
+
+
+def calibrate(
+    transport: ProcessGroupTransport,
+    progress: ProgressThread,
+    effort: Effort,
+    name: str,
+    tell: Callable[[str], None],
+) -> ClusterModel:
+    """Measures; every rank of the group calls it, and gets the same numbers.
+
+    Args:
+        transport: the group, 2 ranks at least.
+        progress: the thread that drives collectives.
+        effort: how much.
+        name: of the cluster.
+        tell: is told what comes next, and at last how well the codec's rates predict.
+
+    Raises:
+        ConfigError: there is one rank only.
+        CommunicationError: a rank is gone.
+    """
+    clock = host_clock(transport.device)
+    tell("measuring: links")
+    links = complete(measure_links(transport, effort.links, clock))
+    tell("measuring: host")
+    per_message_s, per_bucket_s = measure_host(transport, progress, effort.host_repeats, clock)
+    tell("measuring: codec")
+    codec = complete(measure_codec(transport, effort.codec, clock))
+    cluster = ClusterModel(
+        name=name,
+        device=transport.device.type,
+        nodes=links.nodes,
+        nic=links.nic,
+        intra=links.intra,
+        inter=links.inter,
+        dense=links.dense,
+        host_s_per_message=per_message_s,
+        host_s_per_bucket=per_bucket_s,
+        codec=codec,
+        ring_densities={},
+        fingerprint=fingerprint(transport),
+    )
+    tell(describe(complete(held_out(transport, cluster, effort.codec, clock))))
+    return cluster

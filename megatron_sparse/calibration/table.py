@@ -1,0 +1,121 @@
+"""What `megatron-sparse calibrate` prints and draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_sparse.calibration.threshold_sweep import THRESHOLDS, SweepPoint
+from megatron_sparse.planner.cluster import ClusterModel, CodecRate
+from megatron_sparse.simulate.figures import Figure, Row, draw_lines, groups, styles_of
+from megatron_sparse.transport import Link
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+FIGURE_TITLE = "Thresholds of the adaptive ring, one swept at a time (SpCCL, figure 2)"
+WIDTH = 100
+SHOWN = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
+"""Densities of the codec's table; the file has more."""
+
+
+def print_cluster(cluster: ClusterModel) -> None:
+    """Prints links, host and codec rates."""
+    console = Console(width=WIDTH)
+    links = _table("", "alpha (us)", "Gbit/s", "")
+    for kind, what in (
+        ("intra", "within a node"),
+        ("inter", "between nodes"),
+        ("dense", "the backend's all-reduce, as a ring"),
+    ):
+        link: Link = getattr(cluster, kind)
+        rate = f"{8e-9 / link.beta_s:.3g}" if link.beta_s else "-"
+        links.add_row(kind, f"{link.alpha_s * 1e6:.1f}", rate, what)
+    console.print(
+        f"cluster {cluster.name}: {cluster.device}, nodes of {', '.join(map(str, cluster.nodes))} "
+        f"ranks, a port for each {cluster.nic}; "
+        + "; ".join(f"{key}: {value}" for key, value in cluster.fingerprint.items())
+    )
+    console.print(links)
+    console.print(
+        f"host: {cluster.host_s_per_message * 1e6:.1f} us a message, "
+        f"{cluster.host_s_per_bucket * 1e6:.1f} us a bucket"
+    )
+    by_call: dict[tuple[str, str], list[CodecRate]] = {}
+    for rate in cluster.codec:
+        by_call.setdefault((rate.op, rate.format), []).append(rate)
+    densities = [d for d in SHOWN if d in {rate.density for rate in cluster.codec}]
+    codec = _table("codec", "format", "us a call", *(f"{d:.1%}" for d in densities))
+    for (op, form), rates in sorted(by_call.items()):
+        ns = {rate.density: f"{rate.seconds_per_element * 1e9:.3g}" for rate in rates}
+        most_us = max(rate.seconds_per_call for rate in rates) * 1e6
+        codec.add_row(op, form, f"{most_us:.1f}", *(ns.get(d, "") for d in densities))
+    console.print("codec: ns an element, by density; the file has more densities")
+    console.print(codec)
+
+
+def print_curves(
+    points: Sequence[SweepPoint], found: Mapping[str, tuple[float, float, float]]
+) -> None:
+    """Prints each curve, the value that was taken marked, and the result."""
+    console = Console(width=WIDTH)
+    table = _table("format", "threshold", "density", "time (us)", "")
+    for point in points:
+        mark = "<- taken" if point.best else ""
+        table.add_row(
+            point.format, point.threshold, f"{point.density:g}", f"{point.time_us:.0f}", mark
+        )
+    console.print(table)
+    for form, densities in found.items():
+        named = zip(THRESHOLDS, densities, strict=True)
+        keys = " ".join(f"scheme.ring_{name}_density={value:g}" for name, value in named)
+        console.print(f"scheme.format={form} {keys}", soft_wrap=True)
+
+
+def draw_curves(points: Sequence[SweepPoint], what: str, label: str, folder: Path) -> list[Path]:
+    """Writes the curves as CSV and PNG.
+
+    Args:
+        points: of all curves.
+        what: was swept where.
+        label: says in the title whether it was measured.
+        folder: made if missing.
+
+    Returns:
+        The files.
+
+    Raises:
+        DependencyError: matplotlib is missing.
+    """
+    rows = [asdict(point) | {"series": point.format} for point in points]
+    figure = Figure("spccl", 2, FIGURE_TITLE, what, lambda _: rows, _draw, 3.6, label)
+    return figure.make(folder, fast=False)
+
+
+def _draw(rows: list[Row], canvas: Canvas) -> None:
+    styles, panels = styles_of(rows), groups(rows, "threshold")
+    axes_of = canvas.subplots(1, len(panels), squeeze=False, sharey=False)[0]
+    for axes, (threshold, part) in zip(axes_of, panels.items(), strict=True):
+        draw_lines(axes, part, "density", "time_us", styles)
+        best = [row for row in part if row["best"]]
+        axes.plot(
+            [row["density"] for row in best], [row["time_us"] for row in best], "k*", markersize=10
+        )
+        axes.set_title(threshold, fontsize=9)
+        axes.set_xlabel("density from which sums go dense")
+    axes_of[0].set_ylabel("time (us)")
+    axes_of[-1].legend(fontsize=8)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        is_name = number == 0 or not column or column in ("format", "threshold")
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=True)
+    return table

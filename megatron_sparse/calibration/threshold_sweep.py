@@ -1,0 +1,184 @@
+"""Finds the three thresholds of the adaptive ring by trying them (SpCCL, section IV-C, figure 2).
+
+Each of `scheme.ring_intra_density`, `ring_inter_density` and `ring_gather_density` is swept from 0
+to 1 at intervals of 0.1, as the paper does, one after the other with the others fixed: the first
+two by the reduce-scatter, the third by the all-reduce. A threshold for links that the ranks do not
+have is left out. Of the values that are within `TIE` of the fastest one the one that is nearest to
+the value before is taken: what makes no difference does not move.
+
+Gradients are uniform and independent, as the paper's. It sweeps one density; here the times of
+several input densities are added up, so that sums of all densities cross links even where there
+are few ranks. Selection and its encoding are not in the times: no threshold changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.calibration.links import Clock, Measuring, timed
+from megatron_sparse.collectives import SchemeOptions
+from megatron_sparse.collectives.adaptive_ring import adaptive_ring
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
+from megatron_sparse.formats.message import Message, MessageBuffers, encode
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.simulate.gradients import uniform
+from megatron_sparse.transport import Transport
+
+THRESHOLDS = ("intra", "inter", "gather")
+TIE = 0.01
+STEP = 0.1
+
+
+@dataclass(frozen=True)
+class SweepCase:
+    """What is synchronised.
+
+    Attributes:
+        numel: elements of the bucket, a multiple of the ranks.
+        densities: of what each rank puts in; their times are added up.
+        repeats: how often each is timed.
+        step: between two values of a threshold.
+    """
+
+    numel: int
+    densities: tuple[float, ...]
+    repeats: int
+    step: float = STEP
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """A point of a curve.
+
+    Attributes:
+        format: `coo` or `pici`.
+        threshold: one of `THRESHOLDS`.
+        density: its value.
+        time_us: of the collective, over all input densities.
+        best: whether it was taken.
+    """
+
+    format: str
+    threshold: str
+    density: float
+    time_us: float
+    best: bool
+
+
+class RingRuns:
+    """One rank's part of adaptive rings on gradients that stay the same.
+
+    Args:
+        transport: the group.
+        case: what is synchronised.
+        clock: this rank's.
+        watch: receives the codec's time; a virtual rank's charges for it.
+    """
+
+    def __init__(
+        self, transport: Transport, case: SweepCase, clock: Clock, watch: Stopwatch
+    ) -> None:
+        self._transport, self._case = transport, case
+        self._clock, self._watch = clock, watch
+        self._buffers = MessageBuffers()
+        self._messages: dict[tuple[str, Form, float], tuple[Bucket, Message]] = {}
+
+    def time_s(self, form: Form, ring: SchemeOptions) -> Measuring[float]:
+        """Seconds with some thresholds, the same on all ranks."""
+        total_s = 0.0
+        for density in self._case.densities:
+            bucket, message = self._message(ring.format, form, density)
+
+            def run(bucket: Bucket = bucket, message: Message = message) -> Steps:
+                return adaptive_ring(
+                    bucket, message, self._transport, self._buffers, self._watch, ring
+                )
+
+            total_s += yield from timed(self._transport, self._case.repeats, self._clock, run)
+        return total_s
+
+    def _message(self, format: str, form: Form, density: float) -> tuple[Bucket, Message]:
+        key = (format, form, density)
+        if key not in self._messages:
+            n, numel = self._transport.world_size, self._case.numel
+            gradient = uniform(numel, density).gradient(self._transport.rank)
+            grad_N = gradient.to(self._transport.device)
+            bucket = Bucket("ring", grad_N, [ParameterSlice("w", 0, numel)], form, n)
+            layout = bucket.layout(sharded=True)
+            pieces = grad_N.split(layout.range_offsets.diff().tolist())
+            nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
+            # Buffers of its own: messages of all densities are held at once.
+            message = encode(bucket, layout, nnz_R, "fp32", 0, MessageBuffers(), form=format)
+            self._messages[key] = bucket, message
+        return self._messages[key]
+
+
+def sweep_thresholds(
+    format: str, runs: RingRuns, transport: Transport, case: SweepCase
+) -> Measuring[tuple[tuple[float, float, float], list[SweepPoint]]]:
+    """Sweeps what matters on these ranks; the result is the same on all of them.
+
+    Args:
+        format: `coo` or `pici`.
+        runs: this rank's.
+        transport: whose nodes say which links there are.
+        case: the values that are tried.
+
+    Returns:
+        The thresholds, intra, inter and gather: those of SpCCL where one was left out; and the
+        curves.
+    """
+    found = list(RING_DENSITIES[format])
+    points: list[SweepPoint] = []
+    for threshold in swept(transport):
+        index = THRESHOLDS.index(threshold)
+        form = Form.ALL_REDUCE if threshold == "gather" else Form.REDUCE_SCATTER
+        values, times_s = list(_values(case.step)), []
+        for value in values:
+            tried = found.copy()
+            tried[index] = value
+            times_s.append((yield from runs.time_s(form, options_of(format, tried))))
+        found[index] = choose(values, times_s, found[index])
+        points += [
+            SweepPoint(format, threshold, value, spent * 1e6, value == found[index])
+            for value, spent in zip(values, times_s, strict=True)
+        ]
+    intra, inter, gather = found
+    return (intra, inter, gather), points
+
+
+def swept(transport: Transport) -> list[str]:
+    """The thresholds that make a difference on these ranks."""
+    nodes = transport.nodes
+    has_intra = len(set(nodes)) < len(nodes)
+    has_inter = len(set(nodes)) > 1
+    return ["intra"] * has_intra + ["inter"] * has_inter + ["gather"]
+
+
+def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> float:
+    """Of the values that are as good as the fastest one, that nearest to the one before.
+
+    Example:
+        >>> choose([0.0, 0.5, 1.0], [2.0, 1.0, 1.005], before=0.9)
+        1.0
+    """
+    limit = (1 + TIE) * min(times_s)
+    good = [value for value, spent in zip(values, times_s, strict=True) if spent <= limit]
+    return min(good, key=lambda value: abs(value - before))
+
+
+def options_of(format: str, densities: Sequence[float]) -> SchemeOptions:
+    """The options of an adaptive ring."""
+    intra, inter, gather = densities
+    config = SchemeConfig(name="adaptive_ring", format=format)
+    return replace(SchemeOptions.of(config), ring_densities=(intra, inter, gather))
+
+
+def _values(step: float) -> Iterator[float]:
+    for number in range(round(1 / step) + 1):
+        yield round(number * step, 6)

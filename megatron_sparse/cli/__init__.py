@@ -1,0 +1,1 @@
+"""The command line: nothing but options, their checks and calls."""

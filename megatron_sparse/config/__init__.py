@@ -1,0 +1,1 @@
+"""The typed configuration: the only place where defaults live."""

@@ -1,0 +1,391 @@
+"""The typed configuration of a whole training run: `RunConfig` and its sections.
+
+Composed by Hydra from `configs/` (see `composition`), checked here, kept in the run's folder.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_sparse.config.checks import divides, in_range, is_flag, one_of
+from megatron_sparse.config.sparse import (
+    DTYPES,
+    CompressionConfig,
+    PlannerConfig,
+    SchemeConfig,
+    SparseConfig,
+    StragglerConfig,
+    TrackingConfig,
+)
+from megatron_sparse.errors import ConfigError
+
+SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM")
+"""What `training.save_signal` takes."""
+
+
+@dataclass
+class ModelConfig:
+    """A GPT-like model: LayerNorm with bias, GELU MLP, biases in every linear layer.
+
+    The names are those of Megatron-LM's flags. Whatever else Megatron can build (RMSNorm, SwiGLU,
+    experts) goes through `RunConfig.megatron`. The defaults are those of `configs/model/gpt_tiny`.
+
+    Attributes:
+        num_layers: transformer layers.
+        hidden_size: width; a multiple of `num_attention_heads`.
+        num_attention_heads: query heads.
+        num_query_groups: key-value heads of grouped-query attention; null takes one for each query
+            head.
+        ffn_hidden_size: width of the MLP; null takes four times `hidden_size`.
+        seq_length: tokens in a sample.
+        max_position_embeddings: rows of the learned position table; null takes `seq_length`.
+        position_embedding_type: `learned_absolute` or `rope`.
+        rotary_base: base of the rotary angles.
+        vocab_size: token ids; null takes as many as the data has. Megatron pads it to a multiple of
+            128 times the tensor-parallel size.
+        tied_embeddings: one matrix for the input embedding and the output layer.
+        dropout: of hidden states and attention.
+        init_std: standard deviation of the initial weights.
+    """
+
+    num_layers: int = 4
+    hidden_size: int = 160
+    num_attention_heads: int = 4
+    num_query_groups: int | None = None
+    ffn_hidden_size: int | None = None
+    seq_length: int = 128
+    max_position_embeddings: int | None = None
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: int = 10_000
+    vocab_size: int | None = None
+    tied_embeddings: bool = True
+    dropout: float = 0.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+            in_range(f"model.{name}", getattr(self, name), 1, math.inf, integer=True)
+        for name in ("num_query_groups", "ffn_hidden_size", "vocab_size"):
+            if getattr(self, name) is not None:
+                in_range(f"model.{name}", getattr(self, name), 1, math.inf, integer=True)
+        if self.max_position_embeddings is not None:
+            in_range(
+                "model.max_position_embeddings",
+                self.max_position_embeddings,
+                self.seq_length,
+                math.inf,
+                integer=True,
+            )
+        one_of(
+            "model.position_embedding_type",
+            self.position_embedding_type,
+            ("learned_absolute", "rope"),
+        )
+        in_range("model.rotary_base", self.rotary_base, 1, math.inf, integer=True)
+        is_flag("model.tied_embeddings", self.tied_embeddings)
+        in_range("model.dropout", self.dropout, 0, 1)
+        in_range("model.init_std", self.init_std, 0, math.inf, low_open=True)
+        divides(
+            "model.num_attention_heads",
+            self.num_attention_heads,
+            "model.hidden_size",
+            self.hidden_size,
+        )
+        divides(
+            "model.num_query_groups",
+            self.query_groups,
+            "model.num_attention_heads",
+            self.num_attention_heads,
+        )
+
+    @property
+    def query_groups(self) -> int:
+        """Key-value heads, whether grouped or one for each query head."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the MLP."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def positions(self) -> int:
+        """The longest sequence that the model takes."""
+        return self.max_position_embeddings or self.seq_length
+
+
+@dataclass
+class ClusterConfig:
+    """Where a run goes: how many processes, on what, with which environment.
+
+    Attributes:
+        nodes: machines. On more than one, start the ranks with `srun` or `torchrun`.
+        ranks_per_node: processes on each machine, one for each GPU.
+        device: `cuda`, `cpu`, or `auto`: GPUs where each rank of a node has one, else CPU; what was
+            taken is printed and kept in the run's `config.yaml`.
+        omp_num_threads: CPU threads of each rank.
+        env: environment variables for the ranks (NCCL_* and the like). One that is set already
+            where the run is started keeps its value.
+        requeue: when `training.save_signal` has ended the run, ask Slurm to start its job again;
+            with `resume=auto` it goes on where it was.
+    """
+
+    nodes: int = 1
+    ranks_per_node: int = 2
+    device: str = "auto"
+    omp_num_threads: int = 1
+    env: dict[str, str] = field(default_factory=dict)
+    requeue: bool = False
+
+    def __post_init__(self) -> None:
+        is_flag("cluster.requeue", self.requeue)
+        in_range("cluster.nodes", self.nodes, 1, math.inf, integer=True)
+        in_range("cluster.ranks_per_node", self.ranks_per_node, 1, math.inf, integer=True)
+        one_of("cluster.device", self.device, ("auto", "cpu", "cuda"))
+        in_range("cluster.omp_num_threads", self.omp_num_threads, 1, math.inf, integer=True)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass
+class DataConfig:
+    """What is learned: exactly one of `dir`, `prefix` and `mock`.
+
+    Attributes:
+        dir: folder of a corpus made by `megatron-sparse corpus`, relative to where the run starts.
+        prefix: path of a Megatron indexed dataset without `.bin`.
+        mock: Megatron's synthetic data.
+        vocab_size: token ids of `prefix` and `mock`; a corpus in `dir` says it itself.
+        split: parts for training, validation and test, as Megatron's `--split` takes them.
+        num_workers: data-loading processes of each rank.
+    """
+
+    dir: str | None = "data/code"
+    prefix: str | None = None
+    mock: bool = False
+    vocab_size: int | None = None
+    split: str = "95,5,0"
+    num_workers: int = 2
+
+    def __post_init__(self) -> None:
+        is_flag("data.mock", self.mock)
+        given = [name for name in ("dir", "prefix") if getattr(self, name) is not None]
+        given += ["mock"] if self.mock else []
+        if len(given) != 1:
+            raise ConfigError(
+                "the data is ambiguous" if given else "there is no data",
+                expected="exactly one of data.dir, data.prefix and data.mock",
+                got=" and ".join(f"data.{name}" for name in given) or "none of them",
+                remedy="set the others to null (data.mock to false), or data=code|prose|mock",
+            )
+        if (self.vocab_size is None) != (self.dir is not None):
+            raise ConfigError(
+                "data.vocab_size does not fit the data",
+                expected="a number with data.prefix or data.mock, null with data.dir",
+                got="null" if self.vocab_size is None else self.vocab_size,
+                remedy="give the number of token ids, the end of a document included",
+            )
+        if self.vocab_size is not None:
+            in_range("data.vocab_size", self.vocab_size, 2, math.inf, integer=True)
+        parts = re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){2}", self.split)
+        if parts is None or not sum(map(float, self.split.split(","))):
+            raise ConfigError(
+                "data.split is not a split",
+                expected="three numbers, not all zero, for training, validation and test",
+                got=repr(self.split),
+                remedy='write data.split="95,5,0"',
+            )
+        in_range("data.num_workers", self.num_workers, 0, math.inf, integer=True)
+
+
+@dataclass
+class TrainingConfig:
+    """The training loop.
+
+    Attributes:
+        iterations: optimizer steps of the whole run.
+        lr: the highest learning rate; falls by a cosine to `min_lr`.
+        min_lr: the last learning rate.
+        lr_warmup_iters: iterations over which the learning rate rises from 0.
+        weight_decay: of Adam (decoupled).
+        clip_grad: largest global norm of the gradient; 0 does not clip.
+        micro_batch_size: samples of one forward pass on one rank.
+        global_batch_size: samples of an iteration on all ranks; null takes one micro-batch a rank.
+        precision: of weights and activations: `fp32`, `bf16`, `fp16` (with loss scaling), or
+            `auto`: bf16 on GPUs, fp32 on a CPU, where bf16 is two to three times slower; what was
+            taken is printed and kept in the run's `config.yaml`.
+        seed: of weights, dropout and the order of samples.
+        overlap_grad_reduce: synchronise gradients while the backward pass goes on.
+        use_distributed_optimizer: shard the optimizer's state (reduce-scatter of gradients).
+        tensor_parallel: ranks that share each layer.
+        pipeline_parallel: ranks that share the stack of layers.
+        log_interval: iterations between Megatron's lines.
+        eval_interval: iterations between validations; 0 does not validate.
+        eval_iters: iterations of each validation.
+        save_interval: iterations between checkpoints in the run's folder; 0 saves none.
+        save_signal: a signal's name, such as SIGUSR1. When a rank gets it, the run saves a
+            checkpoint after the iteration that it is at and ends with code 0. Such a run also saves
+            one at its end.
+        load: folder of checkpoints to start from; a resumed run takes its own.
+    """
+
+    iterations: int = 1000
+    lr: float = 3e-4
+    min_lr: float = 3e-5
+    lr_warmup_iters: int = 100
+    weight_decay: float = 0.1
+    clip_grad: float = 1.0
+    micro_batch_size: int = 2
+    global_batch_size: int | None = None
+    precision: str = "auto"
+    seed: int = 1234
+    overlap_grad_reduce: bool = True
+    use_distributed_optimizer: bool = False
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    log_interval: int = 10
+    eval_interval: int = 0
+    eval_iters: int = 10
+    save_interval: int = 0
+    save_signal: str | None = None
+    load: str | None = None
+
+    def __post_init__(self) -> None:
+        in_range("training.lr", self.lr, 0, math.inf, low_open=True)
+        in_range("training.min_lr", self.min_lr, 0, self.lr)
+        for name in ("weight_decay", "clip_grad"):
+            in_range(f"training.{name}", getattr(self, name), 0, math.inf)
+        for name in (
+            "iterations",
+            "micro_batch_size",
+            "tensor_parallel",
+            "pipeline_parallel",
+            "log_interval",
+            "eval_iters",
+        ):
+            in_range(f"training.{name}", getattr(self, name), 1, math.inf, integer=True)
+        for name in ("eval_interval", "save_interval"):
+            in_range(f"training.{name}", getattr(self, name), 0, math.inf, integer=True)
+        # Megatron asserts that the schedule has steps left after the warm-up.
+        in_range(
+            "training.lr_warmup_iters", self.lr_warmup_iters, 0, self.iterations - 1, integer=True
+        )
+        in_range("training.seed", self.seed, 1, 2**31 - 1, integer=True)
+        if self.global_batch_size is not None:
+            in_range(
+                "training.global_batch_size", self.global_batch_size, 1, math.inf, integer=True
+            )
+        is_flag("training.overlap_grad_reduce", self.overlap_grad_reduce)
+        is_flag("training.use_distributed_optimizer", self.use_distributed_optimizer)
+        one_of("training.precision", self.precision, ("auto", *DTYPES))
+        if self.save_signal is not None:
+            one_of("training.save_signal", self.save_signal, SAVE_SIGNALS)
+
+
+@dataclass
+class RunConfig:
+    """A training run of ours: what `megatron-sparse train` composes and every rank reads.
+
+    Attributes:
+        name: of the run's folder below `runs_dir`: letters, digits, `.`, `_`, `-`.
+        runs_dir: where runs lie, relative to where the run is started.
+        resume: of a run of this name that is there already: `never` moves it aside, `auto` goes on
+            if it has a checkpoint and moves it aside otherwise, `must` goes on or fails.
+        plugin: False trains plain Megatron, without any of ours, to compare with.
+        model: see `ModelConfig`.
+        compression: see `CompressionConfig`.
+        scheme: see `SchemeConfig`.
+        planner: see `PlannerConfig`.
+        straggler: see `StragglerConfig`.
+        cluster: see `ClusterConfig`.
+        data: see `DataConfig`.
+        tracking: see `TrackingConfig`.
+        training: see `TrainingConfig`.
+        megatron: any flag of Megatron-LM, e.g. `{recompute_activations: true}`. It wins over what
+            the other sections say.
+    """
+
+    name: str = "run"
+    runs_dir: str = "runs"
+    resume: str = "never"
+    plugin: bool = True
+    model: ModelConfig = field(default_factory=ModelConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    scheme: SchemeConfig = field(default_factory=SchemeConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    megatron: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name) is None:
+            raise ConfigError(
+                "name cannot be the name of a folder",
+                expected="letters, digits, '.', '_' and '-', the first one no '.' and no '-'",
+                got=repr(self.name),
+            )
+        is_flag("plugin", self.plugin)
+        if self.cluster.requeue and self.training.save_signal is None:
+            raise ConfigError(
+                "cluster.requeue has no signal to wait for",
+                expected=" | ".join(SAVE_SIGNALS) + " in training.save_signal",
+                got="null",
+                remedy="set training.save_signal=SIGUSR1, and sbatch --signal=USR1@120",
+            )
+        one_of("resume", self.resume, ("never", "auto", "must"))
+        tensor, pipeline = self.training.tensor_parallel, self.training.pipeline_parallel
+        divides(
+            "training.tensor_parallel * training.pipeline_parallel",
+            tensor * pipeline,
+            "the number of ranks",
+            self.cluster.world_size,
+        )
+        divides(
+            "training.tensor_parallel", tensor, "model.num_query_groups", self.model.query_groups
+        )
+        divides("training.tensor_parallel", tensor, "the width of the MLP", self.model.ffn_width)
+        for name in ("rank", "inject_rank"):
+            if getattr(self.straggler, name) is not None:
+                in_range(
+                    f"straggler.{name}",
+                    getattr(self.straggler, name),
+                    0,
+                    self.data_parallel - 1,
+                    integer=True,
+                )
+        divides("training.pipeline_parallel", pipeline, "model.num_layers", self.model.num_layers)
+        divides(
+            f"training.micro_batch_size * {self.data_parallel} data-parallel ranks",
+            self.training.micro_batch_size * self.data_parallel,
+            "training.global_batch_size",
+            self.global_batch_size,
+        )
+
+    @property
+    def sparse(self) -> SparseConfig:
+        """The plugin's part."""
+        return SparseConfig(
+            self.compression, self.scheme, self.tracking, self.planner, self.straggler
+        )
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that hold the same parameters."""
+        return self.cluster.world_size // (
+            self.training.tensor_parallel * self.training.pipeline_parallel
+        )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of an iteration on all ranks."""
+        one_each = self.training.micro_batch_size * self.data_parallel
+        return self.training.global_batch_size or one_each

@@ -1,0 +1,433 @@
+"""The typed configuration: with `compression_config` and `tracking_config` the only place where
+defaults live.
+
+Every section is a dataclass that checks itself when it is made, so a wrong value is one
+`ConfigError` that names the key, wherever it came from (Hydra, a YAML file, Python).
+Here is what the plugin itself takes; `run_config` adds what a whole training run of ours takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_sparse.config.checks import in_range, is_flag, one_of
+from megatron_sparse.config.compression import REUSE_BAND, CompressionConfig
+from megatron_sparse.config.tracking import TrackingConfig
+from megatron_sparse.errors import ConfigError
+
+DTYPES = ("fp32", "bf16", "fp16")
+MESSAGE_FORMATS = ("auto", "coo", "pici", "dense")
+SCHEMES = (
+    "auto",
+    "dense",
+    "dense_ring",
+    "dense_rhd",
+    "dense_allpairs",
+    "dense_broadcast",
+    "dense_hierarchical",
+    "agsparse",
+    "direct",
+    "ssar_rd",
+    "ssar_split_ag",
+    "dsar_split_ag",
+    "sparse_ring",
+    "sparse_ps",
+    "omnireduce",
+    "zen",
+    "adaptive_ring",
+    "hierarchical",
+    "straggler",
+    "straggler_direct",
+    "peer_two_shot",
+)
+"""`auto` and the names in `collectives.SCHEMES`."""
+FORMAT_OF_SCHEME = {"omnireduce": "blocks", "zen": "coo"}
+"""Schemes whose messages have a format of their own, whatever `scheme.format` says."""
+INNER_SCHEMES = (
+    "agsparse",
+    "direct",
+    "ssar_rd",
+    "ssar_split_ag",
+    "dsar_split_ag",
+    "sparse_ring",
+    "sparse_ps",
+    "omnireduce",
+    "zen",
+    "adaptive_ring",
+)
+"""What `hierarchical` can run across the nodes: every other sparse scheme but `straggler_direct`,
+whose straggler is a rank of the whole group, and `peer_two_shot`, which ends at the node."""
+RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
+"""Thresholds of `adaptive_ring` inside nodes, between them, and for its all-gather: SpCCL's choice
+for its cluster (sections IV-C and IV-D, there as sparsities)."""
+STRAGGLER_SCHEMES = ("straggler", "straggler_direct")
+"""Schemes that go on without the straggler: the dense form and the sparse one."""
+NCCL_ENGINE_SCHEMES = ("auto", "direct", "agsparse")
+"""Schemes that `scheme.nccl_engine` is for; `auto` may choose the others, which go by c10d."""
+NCCL_ERRORS = ("torch", "typed")
+PEER_WINDOWS = ("auto", "symmetric_memory", "cuda_ipc")
+STRAGGLER_MODES = ("off", "observe", "pinned", "persistent", "dynamic")
+TIMED_STRAGGLER_MODES = ("persistent", "dynamic")
+"""Those that decide from timing."""
+MIN_STRAGGLER_HISTORY = 5
+"""Fewer steps say nothing about who will be last."""
+CANDIDATES = tuple(name for name in SCHEMES if name not in ("auto", *STRAGGLER_SCHEMES))
+"""What the planner chooses from."""
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
+"""What the encoder takes."""
+
+
+@dataclass
+class SchemeConfig:
+    """How the selected gradient is synchronised.
+
+    Attributes:
+        name: `auto` (with `planner.cluster` the scheme that is predicted to take the least time;
+            else `agsparse` or `direct`, whichever is predicted to send fewer bytes, or `dense`
+            where that would save less than 30 %), `dense` (the backend's own collective,
+            uncompressed), or another of `SCHEMES`; docs/collectives.md says what each costs.
+        wire_dtype: dtype in which values travel; null takes the gradient's own. A narrower one is
+            rounded stochastically and the rounding error goes to the residual.
+        format: of sparse messages: `coo` (4 bytes an entry beside its value), `pici` (a bitmap:
+            1/32 of fp32's dense size, whatever the density), `dense`, or `auto` for the smallest
+            in each segment. A sparse record that would not be smaller than a dense one is sent
+            dense. `omnireduce` (blocks) and `zen` (index and value, hash bitmaps) have formats of
+            their own, and take `auto` only.
+        capacity: null exchanges message sizes; a factor such as 1.25 fixes them beforehand: no
+            segment sends more than this many times the target density of its elements, and what
+            does not fit stays in the residual. For `agsparse`, `direct`, `ssar_split_ag` and
+            `dsar_split_ag`; docs/collectives.md, Capacity mode.
+        block_size: `omnireduce`: elements of a block, a power of two from 64 to 4096.
+        partition_hash: `zen`: `permutation` (computed, no memory) or `general`, the paper's, which
+            keeps 4 bytes for each element of a bucket.
+        hash_seed: `zen`: what that hash is a function of; the same on all ranks.
+        hash_rounds: `zen`: rehashes k of the paper's Algorithm 1, which cuts a message by partition
+            in a hash memory; 0 sorts instead, which is faster on a CPU. The bytes are the same.
+        ring_intra_density: `adaptive_ring`: density (nnz / numel) from which a partial sum goes
+            dense over a link inside a node. 0 sends all but a rank's own contribution dense, more
+            than 1 nothing; null takes SpCCL's value for `format`: 0.3 for `coo`, else 0.4.
+        ring_inter_density: the same for links between nodes; SpCCL's: 0.4 for `coo`, else 0.5.
+        ring_gather_density: the same for complete sums, whatever link they cross; SpCCL's: 0.5 for
+            `coo`, else 0.9.
+        inner: `hierarchical`: the sparse scheme that runs across the nodes, one of `INNER_SCHEMES`.
+        peer_windows: `peer_two_shot`: where the memory comes from that all ranks reach by pointer:
+            `symmetric_memory` (torch's), `cuda_ipc`, or `auto`, the first of them that works.
+        peer_in_order_of_coming: `peer_two_shot`: owners fetch each rank's part as soon as that rank
+            has come, into memory of their own, for groups in which somebody is late. It is so too
+            where `straggler.mode` has stragglers left behind.
+        timeout_s: seconds after which a collective that has not finished is an error.
+        watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
+            rank and group), long before the timeout; docs/collectives.md, Faults.
+        nccl_errors: what becomes of a failed operation of NCCL: `torch` leaves it to torch's
+            watchdog, which ends the process; `typed` aborts communicators instead, and raises an
+            error that names the group (docs/peer-memory.md, Between nodes). On CUDA, with Megatron.
+        nccl_engine: buckets of `direct` and `agsparse` with a `capacity` are one call of C++ on a
+            communicator of NCCL's own, for groups whose host cannot keep up (docs/peer-memory.md,
+            The NCCL engine). On CUDA.
+        deterministic: freeze every decision that would be taken from timing.
+    """
+
+    name: str = "auto"
+    wire_dtype: str | None = None
+    format: str = "auto"
+    capacity: float | None = None
+    block_size: int = 256
+    partition_hash: str = "permutation"
+    hash_seed: int = 1234
+    hash_rounds: int = 0
+    ring_intra_density: float | None = None
+    ring_inter_density: float | None = None
+    ring_gather_density: float | None = None
+    inner: str = "direct"
+    peer_windows: str = "auto"
+    peer_in_order_of_coming: bool = False
+    timeout_s: float = 300.0
+    watch_peers: bool = True
+    nccl_errors: str = "torch"
+    nccl_engine: bool = False
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        one_of("scheme.name", self.name, SCHEMES)
+        if self.wire_dtype is not None:
+            one_of("scheme.wire_dtype", self.wire_dtype, DTYPES)
+        one_of("scheme.format", self.format, MESSAGE_FORMATS)
+        if self.name in FORMAT_OF_SCHEME and self.format != "auto":
+            raise ConfigError(
+                f"scheme.name={self.name} has messages of its own format",
+                expected="scheme.format=auto",
+                got=self.format,
+                remedy="leave scheme.format out, or choose another scheme",
+            )
+        if self.capacity is not None:
+            in_range("scheme.capacity", self.capacity, 0, math.inf, low_open=True)
+        in_range("scheme.block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE, integer=True)
+        if int(self.block_size).bit_count() != 1:
+            raise ConfigError(
+                "scheme.block_size does not fit",
+                expected=f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}",
+                got=self.block_size,
+            )
+        one_of("scheme.partition_hash", self.partition_hash, ("permutation", "general"))
+        in_range("scheme.hash_seed", self.hash_seed, 0, 2**63 - 1, integer=True)
+        in_range("scheme.hash_rounds", self.hash_rounds, 0, 64, integer=True)
+        for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
+            in_range(f"scheme.ring_{link}_density", density, 0, math.inf)
+        one_of("scheme.inner", self.inner, INNER_SCHEMES)
+        one_of("scheme.peer_windows", self.peer_windows, PEER_WINDOWS)
+        is_flag("scheme.peer_in_order_of_coming", self.peer_in_order_of_coming)
+        is_flag("scheme.watch_peers", self.watch_peers)
+        one_of("scheme.nccl_errors", self.nccl_errors, NCCL_ERRORS)
+        is_flag("scheme.nccl_engine", self.nccl_engine)
+        if self.nccl_engine and (self.capacity is None or self.name not in NCCL_ENGINE_SCHEMES):
+            raise ConfigError(
+                "scheme.nccl_engine=true with messages of unknown size",
+                expected=f"a scheme.capacity, and scheme.name in {', '.join(NCCL_ENGINE_SCHEMES)}",
+                got=f"scheme.capacity={self.capacity}, scheme.name={self.name}",
+                remedy="set scheme.capacity=1.25, or leave scheme.nccl_engine out",
+            )
+        is_flag("scheme.deterministic", self.deterministic)
+        in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
+
+    def ring_densities(self) -> tuple[float, float, float]:
+        """The thresholds of `adaptive_ring`: intra, inter, gather; SpCCL's where none is given."""
+        given = (self.ring_intra_density, self.ring_inter_density, self.ring_gather_density)
+        found = RING_DENSITIES.get(self.format, RING_DENSITIES["pici"])
+        intra, inter, gather = (
+            default if density is None else density
+            for density, default in zip(given, found, strict=True)
+        )
+        return intra, inter, gather
+
+
+@dataclass
+class PlannerConfig:
+    """How `scheme.name=auto` chooses for each bucket. See docs/planner.md.
+
+    Attributes:
+        cluster: what the links and the codecs cost: a file that `megatron-sparse calibrate` wrote,
+            or the name of a shipped model cluster. null compares bytes instead of times, and
+            nothing below has an effect but `pin`.
+        schemes: the candidates, of `CANDIDATES`; `dense` always is one. null takes all but
+            `peer_two_shot`, whose windows take memory.
+        profile_iters: steps at the beginning of ramp and target in which the sparsity of each
+            bucket is sampled.
+        profile_every: steps after which it is sampled again; 0 never does.
+        hysteresis: a bucket changes its scheme for one whose predicted time is less by more than
+            this part of the present one's.
+        replan_every: steps after which all ranks compare what they have measured with what was
+            predicted; not with `scheme.deterministic`, which takes no decision from timing.
+        retry_after: steps for which a scheme that was measured to be slower than dense is left
+            alone, and after which dense is measured again.
+        pin: a `plan.json` whose schemes are followed, whatever they cost.
+    """
+
+    cluster: str | None = None
+    schemes: list[str] | None = None
+    profile_iters: int = 3
+    profile_every: int = 200
+    hysteresis: float = 0.05
+    replan_every: int = 50
+    retry_after: int = 1000
+    pin: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.schemes or ():
+            one_of("planner.schemes", name, CANDIDATES)
+        if self.schemes is not None and not self.schemes:
+            raise ConfigError(
+                "planner.schemes is empty",
+                expected="names of schemes, or null for all of them",
+                got="[]",
+            )
+        for name in ("profile_iters", "replan_every", "retry_after"):
+            in_range(f"planner.{name}", getattr(self, name), 1, math.inf, integer=True)
+        in_range("planner.profile_every", self.profile_every, 0, math.inf, integer=True)
+        in_range("planner.hysteresis", self.hysteresis, 0, 1)
+
+
+@dataclass
+class StragglerConfig:
+    """What is done about the rank that comes last. See docs/stragglers.md.
+
+    Attributes:
+        mode: whom the others do not wait for: `off` (nobody; nothing is measured), `observe`
+            (nobody, but delays are measured), `pinned` (always `rank`, in every bucket; no
+            messages beside the gradients', bit-exact), `persistent` (who was last in most of the
+            past steps, where that pays) or `dynamic` (who is missing when all others are ready,
+            where that pays). The last two are decided from timing: with scheme.deterministic=false.
+        rank: `pinned`: the rank, counted in the group that reduces gradients together.
+        min_delay_ms: how late a straggler must be, in any bucket; null takes the critical delay of
+            each bucket, by what its links cost (`planner.cluster`, or else measured at the start).
+        history: steps that are looked back at.
+        inject_rank: a test aid: this rank of each group sleeps in every backward pass, when its
+            first bucket is ready.
+        inject_delay_ms: for so long.
+    """
+
+    mode: str = "off"
+    rank: int | None = None
+    min_delay_ms: float | None = None
+    history: int = 20
+    inject_rank: int | None = None
+    inject_delay_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("straggler.mode", self.mode, STRAGGLER_MODES)
+        if (self.rank is None) == (self.mode == "pinned"):
+            raise ConfigError(
+                "straggler.rank does not fit straggler.mode",
+                expected="a rank with straggler.mode=pinned, null with the others",
+                got=f"straggler.mode={self.mode} with straggler.rank={self.rank}",
+                remedy="give both, or neither",
+            )
+        for name in ("rank", "inject_rank"):
+            if getattr(self, name) is not None:
+                in_range(f"straggler.{name}", getattr(self, name), 0, math.inf, integer=True)
+        if self.min_delay_ms is not None:
+            in_range("straggler.min_delay_ms", self.min_delay_ms, 0, math.inf)
+        in_range("straggler.history", self.history, MIN_STRAGGLER_HISTORY, 10_000, integer=True)
+        in_range("straggler.inject_delay_ms", self.inject_delay_ms, 0, 60_000)
+        if self.inject_delay_ms and self.inject_rank is None:
+            raise ConfigError(
+                "straggler.inject_delay_ms has no rank to delay",
+                expected="straggler.inject_rank=RANK",
+                got="null",
+            )
+
+    @property
+    def leaves_behind(self) -> bool:
+        """Whether the others may go on without the rank that comes last."""
+        return self.mode not in ("off", "observe")
+
+
+@dataclass
+class SparseConfig:
+    """All that the plugin itself needs: what `install`, `attach` and `ddp_hook` take."""
+
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    scheme: SchemeConfig = field(default_factory=SchemeConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+
+    def __post_init__(self) -> None:
+        if self.scheme.name in STRAGGLER_SCHEMES and not self.straggler.leaves_behind:
+            raise ConfigError(
+                f"scheme.name={self.scheme.name} is told of no straggler",
+                expected="straggler.mode=pinned | persistent | dynamic",
+                got=f"straggler.mode={self.straggler.mode}",
+                remedy="set straggler.mode=pinned straggler.rank=RANK, or "
+                "straggler.mode=persistent scheme.deterministic=false",
+            )
+        able = ("auto", *STRAGGLER_SCHEMES)
+        if self.straggler.leaves_behind and self.scheme.name not in able:
+            raise ConfigError(
+                f"scheme.name={self.scheme.name} waits for every rank",
+                expected=f"{' | '.join(able)} with straggler.mode={self.straggler.mode}",
+                got=self.scheme.name,
+                remedy="choose one of them, or straggler.mode=observe, which changes nothing",
+            )
+        priced = self.scheme.name == "auto" and self.planner.cluster is not None
+        if self.compression.threshold_scope == "tp_group" and priced and not self.planner.pin:
+            raise ConfigError(
+                "compression.threshold_scope=tp_group needs the same plan on the whole group",
+                expected="a scheme by name, planner.pin, or no planner.cluster",
+                got="plans that each data-parallel group makes for itself: planner.cluster="
+                f"{self.planner.cluster}",
+                remedy="pin the plan of another run, or set compression.threshold_scope=bucket",
+            )
+        capacity, most = self.scheme.capacity, REUSE_BAND[1]
+        if self.compression.method == "threshold_reuse" and capacity and capacity <= most:
+            raise ConfigError(
+                "compression.method=threshold_reuse would not see that a threshold is too low",
+                expected=f"scheme.capacity > {most:g}, the most that is let pass, or none",
+                got=f"scheme.capacity={capacity:g}",
+                remedy=f"set scheme.capacity={most + 0.2:g}, or choose another method",
+            )
+        if self.compression.lossless_patterns and capacity is not None:
+            raise ConfigError(
+                "compression.lossless_patterns would lose what a message of fixed size cannot hold",
+                expected="scheme.capacity=null",
+                got=f"scheme.capacity={capacity:g}",
+                remedy="leave scheme.capacity out, or use compression.keep_patterns instead",
+            )
+        if self.straggler.mode in TIMED_STRAGGLER_MODES and self.scheme.deterministic:
+            raise ConfigError(
+                f"straggler.mode={self.straggler.mode} decides from timing",
+                expected="scheme.deterministic=false",
+                got="scheme.deterministic=true",
+                remedy="allow it, or name the straggler: straggler.mode=pinned straggler.rank=RANK",
+            )
+
+    @classmethod
+    def given(
+        cls, to: str, config: SparseConfig | None, overrides: Mapping[str, Any]
+    ) -> SparseConfig:
+        """The configuration that a call was given, whole or as single options.
+
+        Args:
+            to: whom, for the error.
+            config: whole; None takes the options.
+            overrides: see `from_overrides`.
+
+        Raises:
+            ConfigError: both were given, or an option is refused.
+        """
+        if config is None:
+            return cls.from_overrides(**overrides)
+        if overrides:
+            raise ConfigError(
+                f"{to} got both a config and single options",
+                expected="one of them",
+                got=", ".join(overrides),
+                remedy="put the options into the SparseConfig",
+            )
+        return config
+
+    @classmethod
+    def from_overrides(cls, **overrides: Any) -> SparseConfig:
+        """Makes a configuration from flat keywords, e.g. `density=0.01, scheme="agsparse"`.
+
+        A keyword names a field of `CompressionConfig` or `SchemeConfig`; `scheme` is short for
+        `SchemeConfig.name`; `tracking`, `planner` and `straggler` take their sections, such as a
+        `TrackingConfig`.
+
+        Raises:
+            ConfigError: a keyword names no field, or a value is refused.
+        """
+        compression = {f.name for f in dataclasses.fields(CompressionConfig)}
+        scheme = {f.name for f in dataclasses.fields(SchemeConfig)} - {"name"}
+        parts: dict[str, dict[str, Any]] = {"compression": {}, "scheme": {}}
+        tracking = overrides.pop("tracking", None) or TrackingConfig()
+        planner = overrides.pop("planner", None) or PlannerConfig()
+        straggler = overrides.pop("straggler", None) or StragglerConfig()
+        for key, value in overrides.items():
+            if key == "scheme":
+                parts["scheme"]["name"] = value
+            elif key in compression:
+                parts["compression"][key] = value
+            elif key in scheme:
+                parts["scheme"][key] = value
+            else:
+                raise ConfigError(
+                    f"unknown option {key!r}",
+                    expected=", ".join(
+                        sorted(
+                            compression | scheme | {"scheme", "tracking", "planner", "straggler"}
+                        )
+                    ),
+                    got=key,
+                    remedy="see megatron_sparse/config/sparse.py for what each option does",
+                )
+        return cls(
+            CompressionConfig(**parts["compression"]),
+            SchemeConfig(**parts["scheme"]),
+            tracking,
+            planner,
+            straggler,
+        )

@@ -1,0 +1,67 @@
+"""The section `tracking` of the configuration, see `config`: its defaults and its checks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from megatron_sparse.config.checks import in_range, is_flag, one_of
+
+CONSOLES = ("auto", "live", "plain", "off")
+
+
+@dataclass
+class TrackingConfig:
+    """Where the measurements go.
+
+    Attributes:
+        console: what the writing rank shows while it trains: `live` (a view that is drawn again
+            and again, for a terminal), `plain` (a line now and then), `auto` (`live` on a terminal,
+            else `plain`) and, with each of them, the breakdown table at the end; `off` is silent.
+        tensorboard: write scalars for TensorBoard into the run's folder.
+        wandb: `auto` (online with a key, offline without), `online`, `offline`, `disabled`.
+        wandb_project: project name for Weights & Biases.
+        wandb_entity: team or user; null takes the account's default.
+        flush_every: iterations between flushes of the JSON lines.
+        sample_every: iterations between looks at what costs more than the rest: the metrics of
+            each bucket, its threshold, the residual's norm (one read of the residual), and the
+            lines of `console=plain`; 0 never looks. docs/tracking.md says what they cost.
+        trace_iters: iterations whose timeline goes to `trace.json` in the run's folder, for
+            chrome://tracing and ui.perfetto.dev; 0 writes none.
+        profile_iters: iterations that torch.profiler records, on the writing rank, with every
+            operator and kernel of forward, backward and synchronisation, into `profile.json` there;
+            0 records none.
+        trace_start: the first of both.
+        nvtx: open an NVTX range around every stage, for Nsight Systems; needs a GPU.
+        record_gradients_iters: iterations whose gradients every rank writes to `gradients/` in the
+            run's folder, for `megatron-sparse profile`; docs/profiling.md says how large they are.
+        record_gradients: what of them: `gradient` (before selection), `selected`, or `both`.
+    """
+
+    console: str = "auto"
+    tensorboard: bool = True
+    wandb: str = "auto"
+    wandb_project: str = "megatron_sparse"
+    wandb_entity: str | None = None
+    flush_every: int = 10
+    sample_every: int = 10
+    trace_iters: int = 0
+    profile_iters: int = 0
+    trace_start: int = 1
+    nvtx: bool = False
+    record_gradients_iters: list[int] = field(default_factory=list)
+    record_gradients: str = "both"
+
+    def __post_init__(self) -> None:
+        one_of("tracking.console", self.console, CONSOLES)
+        is_flag("tracking.tensorboard", self.tensorboard)
+        one_of("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
+        in_range("tracking.flush_every", self.flush_every, 1, math.inf, integer=True)
+        in_range("tracking.sample_every", self.sample_every, 0, math.inf, integer=True)
+        in_range("tracking.trace_iters", self.trace_iters, 0, math.inf, integer=True)
+        in_range("tracking.profile_iters", self.profile_iters, 0, math.inf, integer=True)
+        in_range("tracking.trace_start", self.trace_start, 1, math.inf, integer=True)
+        is_flag("tracking.nvtx", self.nvtx)
+        for iteration in self.record_gradients_iters:
+            in_range("tracking.record_gradients_iters", iteration, 1, math.inf, integer=True)
+        one_of("tracking.record_gradients", self.record_gradients, ("gradient", "selected", "both"))

@@ -1,0 +1,439 @@
+"""What this machine has of all that the plugin can use, and what to do about what is missing.
+
+`megatron-sparse doctor` prints one line for each part. `fail` is what a training run cannot do
+without, `warn` what makes it slower, poorer or likely to surprise. Looking starts no training and
+changes nothing; it imports torch and Megatron, and asks the compilers for their versions.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_sparse.errors import ConfigError
+
+type Status = Literal["ok", "warn", "fail"]
+
+TRAIN_EXTRA = "pip install 'megatron-sparse[train]'"
+CUDA_EXTRA = "pip install 'megatron-sparse[cuda]', then python -m megatron_sparse.cuda_ext.build"
+MIN_PYTHON = (3, 12)
+MIN_TORCH = (2, 11)
+MIN_MEMORY_GIB = 8  # two ranks of the quickstart's model and the import of torch take about 4
+_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: the part that was looked at.
+        status: `ok`, `warn` or `fail`.
+        detail: what was found.
+        remedy: what to do about it; empty when there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def collect() -> list[Check]:
+    """Looks at every part. Never raises: a look that goes wrong is itself a failed check."""
+    checks: list[Check] = []
+    for look in _LOOKS:
+        name = look.__name__.strip("_").replace("_", " ")
+        try:
+            with warnings.catch_warnings():
+                # What the packages warn about at import is what the checks report in words.
+                warnings.simplefilter("ignore")
+                for check in look():
+                    checks.append(check)
+        except (Exception, SystemExit) as error:  # whatever a half-installed package throws
+            checks.append(
+                Check(
+                    name,
+                    "fail",
+                    f"{type(error).__name__}: {_first_line(error)}",
+                    "reinstall this part; if it works all the same, report this line",
+                )
+            )
+    return checks
+
+
+def run(json: Path | None = None) -> int:
+    """Prints the report as a table and, if asked, as JSON lines.
+
+    Args:
+        json: file for one JSON object a line, with the fields of `Check`; None writes none.
+
+    Returns:
+        The exit code: 0 when nothing failed, 1 otherwise, 2 when `json` cannot be written.
+    """
+    checks = collect()
+    table = Table("part", "", "found", "what to do", title="megatron_sparse doctor")
+    for check in checks:
+        style = _STYLE[check.status]
+        # escape: square brackets in a text, as in an extra's name, are no markup.
+        table.add_row(
+            check.name, f"[{style}]{check.status}[/]", escape(check.detail), escape(check.remedy)
+        )
+    Console().print(table)
+    counts = {status: sum(c.status == status for c in checks) for status in _STYLE}
+    Console().print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    if json is not None:
+        try:
+            json.write_text("".join(jsonlib.dumps(asdict(c)) + "\n" for c in checks), "utf-8")
+        except OSError as error:
+            problem = ConfigError(
+                "the report cannot be written",
+                expected="a file that can be written",
+                got=error,
+                remedy="give --json another path",
+            )
+            print(f"error: {problem}", file=sys.stderr)
+            return problem.exit_code
+    return 1 if counts["fail"] else 0
+
+
+def _python() -> Iterator[Check]:
+    fits = sys.version_info >= MIN_PYTHON
+    wanted = ".".join(map(str, MIN_PYTHON))
+    yield Check(
+        "Python",
+        "ok" if fits else "fail",
+        f"{platform.python_version()} ({sys.executable})",
+        "" if fits else f"make an environment with Python >= {wanted}: scripts/quickstart.sh does",
+    )
+
+
+def _torch() -> Iterator[Check]:
+    import torch
+
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    fits = version >= MIN_TORCH
+    wanted = ".".join(map(str, MIN_TORCH))
+    yield Check(
+        "torch",
+        "ok" if fits else "fail",
+        f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "" if fits else f"pip install 'torch>={wanted}'",
+    )
+
+
+def _triton() -> Iterator[Check]:
+    version = _version("triton")
+    if version is not None:
+        import_module("triton")
+        yield Check("Triton", "ok", version)
+    else:
+        yield Check(
+            "Triton",
+            "warn",
+            "not installed: GPU selection falls to the slower path of torch",
+            "pip install triton (torch brings it on Linux)",
+        )
+
+
+def _megatron() -> Iterator[Check]:
+    version = _version("megatron-core")
+    if version is None:
+        yield Check("megatron-core", "fail", "not installed", TRAIN_EXTRA)
+        return
+    yield Check("megatron-core", "ok", version)
+    try:
+        from megatron_sparse.megatron.host_symbols import find_doors
+    except ImportError as error:
+        yield Check("Megatron's door", "fail", _first_line(error), TRAIN_EXTRA)
+        return
+    doors = find_doors()
+    for who in dict.fromkeys(door.needed_by for door in doors):
+        asked = [door for door in doors if door.needed_by == who]
+        missing = [door for door in asked if not door.found]
+        if missing:
+            names = "; ".join(f"{door.name}: {door.detail}" for door in missing)
+            yield Check(f"door of {who}", "fail", names, missing[0].remedy)
+        else:
+            yield Check(f"door of {who}", "ok", ", ".join(_tail(door.name) for door in asked))
+
+
+def _optional_kernels() -> Iterator[Check]:
+    for name, module, remedy in (
+        (
+            "Transformer Engine",
+            "transformer_engine",
+            "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        ),
+        ("Apex", "apex", "build it from NVIDIA's source; the package called apex is another"),
+    ):
+        if find_spec(module) is None:
+            detail = "not installed: Megatron uses torch's own kernels and optimizers"
+            yield Check(name, "ok", detail, f"optional, on GPUs: {remedy}")
+        else:
+            import_module(module)
+            yield Check(name, "ok", _version(module.replace("_", "-")) or "importable")
+
+
+def _packages() -> Iterator[Check]:
+    for name, distribution, remedy in (
+        ("Hydra", "hydra-core", "pip install hydra-core"),
+        ("tokenizers", "tokenizers", TRAIN_EXTRA),
+    ):
+        version = _version(distribution)
+        status = "ok" if version else "fail"
+        yield Check(name, status, version or "not installed", "" if version else remedy)
+
+
+def _wandb() -> Iterator[Check]:
+    version = _version("wandb")
+    if version is None:
+        yield Check("W&B", "warn", "not installed: runs are not tracked there", TRAIN_EXTRA)
+        return
+    from megatron_sparse.config.sparse import TrackingConfig
+    from megatron_sparse.telemetry.sinks import wandb_mode
+
+    mode = wandb_mode(TrackingConfig())
+    detail, remedy = {
+        "online": ("a key was found: runs are sent", ""),
+        "offline": (
+            "offline: runs are kept in their folder",
+            "wandb login, or set WANDB_API_KEY; wandb sync sends offline runs later",
+        ),
+    }.get(mode, (f"WANDB_MODE={mode}", "unset WANDB_MODE to track runs"))
+    detail = f"{version}, {detail}"
+    yield Check("W&B", "ok", detail, remedy)
+
+
+def _compiler() -> Iterator[Check]:
+    command = os.environ.get("CXX", "c++")
+    path = shutil.which(command) or (shutil.which("g++") if "CXX" not in os.environ else None)
+    if path is None:
+        yield Check(
+            "C++ compiler",
+            "warn",
+            f"{command} is not on PATH: the extension cannot be built",
+            "install g++ (apt-get install g++), or name a compiler in CXX",
+        )
+    else:
+        yield Check("C++ compiler", "ok", f"{_first_output(path, '--version')} ({path})")
+
+
+def _extension() -> Iterator[Check]:
+    import torch
+
+    cuda_ext = import_module("megatron_sparse.cuda_ext")
+    for part, found in cuda_ext.status().items():
+        name = f"extension, {part}"
+        if found["loaded"] or (found["built"] and not found["reason"]):
+            state = "loaded from" if found["loaded"] else "built, loaded on first use:"
+            yield Check(name, "ok", f"{state} {found['path']}")
+        elif part == "cuda" and not torch.cuda.is_available():
+            state = "built" if found["built"] else "not built"
+            yield Check(name, "ok", f"{state}; this machine has no GPU to run it on")
+        else:
+            without = ": torch operations make the messages, slower" if part == "cuda" else ""
+            yield Check(
+                name,
+                "warn",
+                f"{found['reason']}{without}",
+                "python -m megatron_sparse.cuda_ext.build",
+            )
+
+
+def _nvcc() -> Iterator[Check]:
+    import torch
+
+    path = _find_nvcc()
+    if path is not None:
+        yield Check("nvcc", "ok", f"{_first_output(path, '--version', last=True)} ({path})")
+    else:
+        wanted = torch.cuda.is_available()
+        yield Check(
+            "nvcc",
+            "warn" if wanted else "ok",
+            "not found" + ("" if wanted else "; not needed without a GPU"),
+            CUDA_EXTRA,
+        )
+
+
+def _gpus() -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        seen = shutil.which("nvidia-smi") is not None
+        yield Check(
+            "GPUs",
+            "warn" if seen else "ok",
+            "torch sees none" + (" though nvidia-smi is installed" if seen else ": gloo on CPU"),
+            "compare the driver with the CUDA version of torch above" if seen else "",
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        detail = (
+            f"{found.name}, {found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}"
+        )
+        yield Check(f"GPU {index}", "ok", detail)
+
+
+def _collective_backends() -> Iterator[Check]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield Check(
+            "torch.distributed", "fail", "this torch was built without it", "pip install torch"
+        )
+        return
+    gloo = dist.is_gloo_available()
+    yield Check(
+        "gloo",
+        "ok" if gloo else "fail",
+        "available" if gloo else "not in this torch",
+        "" if gloo else "pip install torch: its own builds have gloo",
+    )
+    if dist.is_nccl_available():
+        from torch.cuda import nccl
+
+        version = ".".join(map(str, nccl.version()))
+        yield Check("NCCL", "ok", version)
+    else:
+        wanted = torch.cuda.is_available()
+        yield Check(
+            "NCCL",
+            "fail" if wanted else "ok",
+            "not in this torch" + ("" if wanted else "; not needed without a GPU"),
+            "install a CUDA build of torch" if wanted else "",
+        )
+
+
+def _machine() -> Iterator[Check]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Check("cores", "ok", f"{cores} usable")
+    gib = _memory_gib()
+    enough = gib >= MIN_MEMORY_GIB
+    yield Check(
+        "memory",
+        "ok" if enough else "warn",
+        f"{gib:.1f} GiB",
+        "" if enough else f"the quickstart wants {MIN_MEMORY_GIB} GiB: use a smaller model",
+    )
+
+
+def _network() -> Iterator[Check]:
+    name = "GLOO_SOCKET_IFNAME"
+    chosen = os.environ.get(name)
+    existing = [interface for _, interface in socket.if_nameindex()]
+    if chosen is not None:
+        absent = [part for part in chosen.split(",") if part not in existing]
+        if absent:
+            yield Check(
+                name,
+                "fail",
+                f"{chosen}: there is no interface {', '.join(absent)}",
+                f"set {name} to one of {', '.join(existing)}, or unset it",
+            )
+        else:
+            yield Check(name, "ok", chosen)
+        return
+    # Without the variable gloo connects through the address that the host's own name resolves to.
+    host = socket.gethostname()
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        yield Check(
+            name,
+            "fail",
+            f"unset, and the host name {host} does not resolve ({error})",
+            f"export {name}=lo on one machine, or the name of the network between machines",
+        )
+        return
+    detail = f"unset: gloo takes the interface of {host} ({address})"
+    yield Check(name, "ok", detail, f"on several machines, export {name} where this is not theirs")
+
+
+_LOOKS: tuple[Callable[[], Iterator[Check]], ...] = (
+    _python,
+    _torch,
+    _triton,
+    _megatron,
+    _optional_kernels,
+    _packages,
+    _wandb,
+    _compiler,
+    _extension,
+    _nvcc,
+    _gpus,
+    _collective_backends,
+    _machine,
+    _network,
+)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else ""
+
+
+def _tail(name: str) -> str:
+    """The attribute at the end of a dotted name: what a reader of the table knows it by."""
+    return name.rsplit(".", 1)[-1]
+
+
+def _first_output(*command: str, last: bool = False) -> str:
+    """The first (or last) line that a command prints.
+
+    Raises:
+        OSError: it cannot be run.
+        subprocess.SubprocessError: it fails, or is not done after 20 seconds.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.strip().splitlines()[-1 if last else 0]
+
+
+def _find_nvcc() -> str | None:
+    """Looks for nvcc in CUDA_HOME, on PATH, and in the package from PyPI, in this order."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home and (Path(home) / "bin" / "nvcc").is_file():
+        return str(Path(home) / "bin" / "nvcc")
+    on_path = shutil.which("nvcc")
+    if on_path:
+        return on_path
+    spec = find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for found in sorted(Path(folder).glob("*/bin/nvcc"), reverse=True):
+            return str(found)
+    return None
+
+
+def _memory_gib() -> float:
+    """Memory of the machine, or of the container where its limit is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and limit.read_text().strip().isdigit():
+        total = min(total, int(limit.read_text()))
+    return total / 2**30

@@ -1,0 +1,1 @@
+"""One bucket's way from gradient to sum, and the progress thread that drives it."""

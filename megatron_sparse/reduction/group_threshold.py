@@ -1,0 +1,70 @@
+"""One threshold for a bucket on all ranks of a tensor-parallel group, from all ranks' samples.
+
+ZEN, section 4: ranks that hold parts of the same layers sample their gradients, gather the samples,
+and select by one global threshold; a rank with larger gradients then sends more than the others.
+The samples are those of `threshold_scope=bucket`, drawn at the same positions on every rank.
+
+Cost: an agreement of 8 (2 + n) bytes a rank on the group's n ranks, and an all-gather of 4 bytes a
+sample. Both wait for the group, so selection begins only when it is the bucket's turn to post.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives.base import exchange_sizes
+from megatron_sparse.compression.threshold import KEEP_ALL, sampled_magnitudes
+from megatron_sparse.config.sparse import CompressionConfig
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.errors import CommunicationError
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Transport, Work
+
+
+def group_threshold(
+    bucket: Bucket,
+    residual_N: torch.Tensor,
+    density: float,
+    step: int,
+    config: CompressionConfig,
+    transport: Transport,
+    watch: Stopwatch,
+) -> Generator[Work, None, torch.Tensor]:
+    """The threshold for the pruned parameters of a bucket, the same on all ranks of a group.
+
+    Args:
+        bucket: of this rank; the others have one of the same name and sizes.
+        residual_N: this rank's; only read.
+        density: over all ranks together.
+        step: keys the samples.
+        config: how many samples, and their seed.
+        transport: the tensor-parallel group; on CUDA the agreement is read on the host.
+        watch: receives the time of sampling.
+
+    Returns:
+        An fp32 scalar on the bucket's device; `KEEP_ALL` where nothing may be pruned.
+
+    Raises:
+        CommunicationError: a rank has another bucket, or another number of samples of it.
+    """
+    with watch.stage("threshold"):
+        own_S = sampled_magnitudes(bucket, residual_N, step, config)
+    counts = yield from exchange_sizes(
+        [own_S.numel()], bucket, "threshold", "fp32", step, transport
+    )
+    if len({count for (count,) in counts}) > 1:
+        raise CommunicationError(
+            f"bucket {bucket.name}: ranks of the tensor-parallel group have different samples",
+            expected=f"{own_S.numel()} on every rank",
+            got=[count for (count,) in counts],
+            remedy="set compression.threshold_scope=parameter",
+        )
+    if not own_S.numel():
+        return torch.full((), KEEP_ALL, device=own_S.device)
+    gathered = own_S.new_empty(transport.world_size * own_S.numel())
+    yield transport.all_gather(gathered, own_S)
+    with watch.stage("threshold"):
+        return ops.threshold_of_samples(gathered, density)

@@ -1,0 +1,231 @@
+"""Row-sparse gradients (`nn.Embedding(sparse=True)`), summed or averaged over a group's ranks.
+
+torch.sparse COO tensors in and out. Nothing is pruned and nothing is left behind: the rows that no
+batch touched are the sparsity. A progress thread does the work; `wait` hands the result over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.bucket import Reduction
+from megatron_sparse.collectives.row_sparse import NAME, Way, row_sparse, stand_in
+from megatron_sparse.compression.schedule import Phase
+from megatron_sparse.config.checks import one_of
+from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.formats.row_sparse import RowSparse, check_coo
+from megatron_sparse.planner.wire_bytes import dense_wire_bytes
+from megatron_sparse.recording import BucketRecord, NullRecorder, Recorder, Stopwatch
+from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
+from megatron_sparse.transport import ProcessGroupTransport, Transport
+
+
+class PendingRowSparse:
+    """A row-sparse gradient under way. Call `wait` exactly once.
+
+    Attributes:
+        record: what happened to it; complete after `wait`.
+        reduced: the result, null until it is there and after a failure.
+    """
+
+    def __init__(self, record: BucketRecord, recorder: Recorder) -> None:
+        self.record = record
+        self.reduced: torch.Tensor | None = None
+        self.pending: Pending | None = None
+        self._recorder = recorder
+
+    def wait(self) -> torch.Tensor:
+        """Blocks until the result is there.
+
+        Returns:
+            A coalesced sparse COO tensor [R, D], bit-identical on all ranks.
+
+        Raises:
+            MegatronSparseError: the gradient was not synchronised.
+        """
+        start_s = time.perf_counter()
+        assert self.pending is not None, "handed out after it was submitted"
+        self.pending.wait()
+        assert self.reduced is not None, "a job that ends well leaves its result"
+        if self.reduced.is_cuda:
+            # Made on the progress thread's stream; its memory must not go back there too early.
+            for part in (self.reduced.indices(), self.reduced.values()):
+                part.record_stream(torch.cuda.current_stream(part.device))
+        done = self.pending
+        self.record.end(done.finished_s, done.host_cpu_s, done.host_wall_s)
+        self._recorder.record_stage("host_wait", time.perf_counter() - start_s)
+        self._recorder.record_bucket(self.record)
+        return self.reduced
+
+
+class RowSparseReducer:
+    """Synchronises row-sparse gradients of one group of ranks.
+
+    Args:
+        transport: the group.
+        recorder: told about each gradient by the thread that waits for it.
+        progress: drives the phases; may be shared with other reducers.
+        way: how rows travel, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        recorder: Recorder,
+        progress: ProgressThread,
+        way: Way = Way.AUTO,
+    ) -> None:
+        self.transport = transport
+        self.buffers = MessageBuffers()
+        self._recorder = recorder
+        self._progress = progress
+        self._way = way
+
+    def start(
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        reduction: Reduction,
+        step: int,
+        on_done: Callable[[PendingRowSparse], None] | None = None,
+    ) -> PendingRowSparse:
+        """Launches the all-reduce of `gradient`; returns at once.
+
+        Gradients must be started in the same order on every rank, and must not change before the
+        result is there.
+
+        Args:
+            name: of the parameter, the same on every rank.
+            gradient: sparse COO [R, D] with one sparse and one dense dimension, fp32, bf16 or
+                fp16; coalesced or not. Only read.
+            reduction: sum or average.
+            step: the same on every rank.
+            on_done: called once when the work has ended, well or not; see
+                `ProgressThread.submit`.
+
+        Raises:
+            ExtensionError: the gradient is of another kind.
+        """
+        check_coo(gradient)
+        whole = stand_in(name, gradient.shape, gradient.dtype, self.transport.world_size)
+        record = BucketRecord(
+            bucket=name,
+            step=step,
+            scheme=NAME,
+            phase=Phase.TARGET,
+            density=1.0,
+            numel=whole.numel,
+            dense_bytes=round(dense_wire_bytes(whole, gradient.element_size())),
+            watch=Stopwatch(gradient.device),
+            launched_s=time.perf_counter(),
+        )
+        handle = PendingRowSparse(record, self._recorder)
+        handle.pending = self._progress.submit(
+            name,
+            lambda: self._run(handle, gradient, reduction),
+            record.watch,
+            None if on_done is None else lambda: on_done(handle),
+        )
+        return handle
+
+    def _run(
+        self, handle: PendingRowSparse, gradient: torch.Tensor, reduction: Reduction
+    ) -> Generator[object, None, None]:
+        record = handle.record
+        with record.watch.stage("encode"):
+            rows = RowSparse.from_coo(gradient)
+        record.nnz = rows.rows_KD.numel()
+        yield GATE
+        result = yield from row_sparse(
+            record.bucket,
+            rows,
+            reduction,
+            self.transport,
+            self.buffers,
+            epoch=record.step,
+            way=self._way,
+        )
+        record.wire_bytes = result.sent_bytes
+        record.scheme = f"{NAME}_{result.way}"
+        handle.reduced = result.gradient.to_coo()
+
+
+class PendingAlone:
+    """A single all-reduce under way, with the group and the thread that were made for it."""
+
+    def __init__(
+        self, pending: PendingRowSparse, transport: ProcessGroupTransport, progress: ProgressThread
+    ) -> None:
+        self._pending = pending
+        self._transport = transport
+        self._progress = progress
+
+    def wait(self) -> torch.Tensor:
+        """See `PendingRowSparse.wait`; gives the group back."""
+        try:
+            return self._pending.wait()
+        finally:
+            self._progress.close()
+            self._transport.close(broken=self._progress.broken)
+
+
+def row_sparse_all_reduce(
+    gradient: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    op: str = "sum",
+    async_op: bool = False,
+    name: str = "gradient",
+    timeout_s: float | None = None,
+) -> torch.Tensor | PendingAlone:
+    """Sums or averages a row-sparse gradient over the ranks of a group.
+
+    Collective. A group, a thread and a look at who shares a host are made for every call; keep a
+    `RowSparseReducer` where that matters.
+
+    Args:
+        gradient: see `RowSparseReducer.start`.
+        group: gloo; null takes the default group.
+        op: `sum` or `avg`.
+        async_op: return a handle at once, on which `wait()` must be called.
+        name: for errors, the same on every rank.
+        timeout_s: null takes the default of `scheme.timeout_s`.
+
+    Returns:
+        A coalesced sparse COO tensor, bit-identical on all ranks; or, with `async_op`, the handle
+        whose `wait()` returns it.
+
+    Raises:
+        ConfigError: `op` is unknown.
+        ExtensionError: the gradient is of another kind.
+        CommunicationError: ranks disagree about shape, dtype or `op`, or one does not take part.
+        WireFormatError: a peer's message is damaged.
+
+    Example:
+        >>> rows = torch.tensor([[1.0], [2.0]])
+        >>> g = torch.sparse_coo_tensor([[3, 3]], rows, (5, 1))
+        >>> row_sparse_all_reduce(g).to_dense().T  # doctest: +SKIP
+        tensor([[0., 0., 0., 6., 0.]])
+    """
+    one_of("op", op, tuple(Reduction))
+    check_coo(gradient)
+    timeout_s = SchemeConfig().timeout_s if timeout_s is None else timeout_s
+    members = dist.group.WORLD if group is None else group
+    if members is None:
+        raise ConfigError(
+            "there is no process group",
+            expected="torch.distributed.init_process_group before the first all-reduce",
+            got="an uninitialised torch.distributed",
+        )
+    transport = ProcessGroupTransport(members, timeout_s, gradient.device)
+    progress = ProgressThread(gradient.device, timeout_s)
+    reducer = RowSparseReducer(transport, NullRecorder(), progress)
+    pending = reducer.start(name, gradient, Reduction(op), step=0)
+    alone = PendingAlone(pending, transport, progress)
+    return alone if async_op else alone.wait()

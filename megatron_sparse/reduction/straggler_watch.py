@@ -1,0 +1,317 @@
+"""Which rank a bucket goes on without: measuring, agreeing, deciding, for one group of ranks.
+
+When a bucket has passed its gate, which is when its rank could post the first message, the rank
+counts as ready and draws a ticket (`transport.arrivals`), unless the straggler is pinned. What a
+rank waited for the last one in a step is all-gathered in the next step, behind the first bucket's
+messages, and looked at from the step after that on: so all ranks decide from the same numbers,
+which are two steps old, and nobody waits for them. 8 bytes for each bucket.
+
+The decision, by `straggler.mode`:
+
+- `pinned`: always the configured rank.
+- `persistent`: the rank that was last in most of the last steps (`straggler.detector`), if its
+  expected delay exceeds the critical one of this bucket (`straggler.critical`).
+- `dynamic`: the rank that is missing when all others have come: at once if its expected delay
+  exceeds the critical one, otherwise when it is late by the critical delay. Whoever waits so long
+  before it acts loses at most as much again as the delay in which it would have been right to act
+  at once; the usual argument for renting before buying.
+
+What the links cost comes from `planner.cluster`, or is measured on the group when it is made.
+With `straggler.min_delay_ms` nobody asks what pays: that is the least delay in every bucket.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.calibration.links import (
+    QUICK,
+    Links,
+    complete,
+    host_clock,
+    measure_links,
+)
+from megatron_sparse.collectives import POSTED, SCHEMES, Input
+from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, TIMED_STRAGGLER_MODES, SparseConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
+from megatron_sparse.planner import Plan
+from megatron_sparse.planner.cluster import ClusterModel, find
+from megatron_sparse.planner.wire_bytes import predicted_bytes
+from megatron_sparse.recording import ReadinessRecord, Recorder, Stopwatch
+from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
+from megatron_sparse.straggler.critical import (
+    SplitTimes,
+    dense_split,
+    expected_delay_s,
+    sparse_split,
+)
+from megatron_sparse.straggler.detector import History, persistent_straggler
+from megatron_sparse.transport import Link, Transport
+from megatron_sparse.transport.arrival_counter import Arrival, Arrivals
+
+logger = logging.getLogger("megatron_sparse")
+
+AWARE = {"dense": "straggler", "direct": "straggler_direct"}
+"""What takes the place of a scheme in a bucket that may have a straggler."""
+WAITING = {aware: scheme for scheme, aware in AWARE.items()}
+"""What a bucket of such a scheme is synchronised like when nobody is named."""
+
+
+class Delays(NamedTuple):
+    """Which delays of a straggler are worth going on without it.
+
+    Attributes:
+        least_s: what they must exceed.
+        most_s: what is beyond has no further use.
+    """
+
+    least_s: float
+    most_s: float
+
+
+NONE_PAYS = Delays(math.inf, math.inf)
+
+
+class _Measured:
+    """The `Work` of waiting until it is known how long this rank has waited."""
+
+    def __init__(self, waits: list[Future[float]]) -> None:
+        self._waits = waits
+
+    def ready(self) -> bool:
+        """See `Work`."""
+        return all(wait.done() for wait in self._waits)
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """See `Work`."""
+        for wait in self._waits:
+            wait.add_done_callback(lambda _: wake())
+
+    def finish(self) -> None:
+        """See `Work`."""
+
+
+class StragglerWatch:
+    """See the module's docstring. Making one is collective in the modes that measure.
+
+    Args:
+        config: `straggler`, `scheme` and `planner.cluster` are looked at.
+        transport: the group.
+        recorder: told when the ranks were ready.
+        links: what its links cost; None takes `planner.cluster`, or measures.
+
+    Raises:
+        ConfigError: the configured rank is not in the group.
+    """
+
+    def __init__(
+        self,
+        config: SparseConfig,
+        transport: Transport,
+        recorder: Recorder,
+        links: Links | ClusterModel | None = None,
+    ) -> None:
+        self._config = config.straggler
+        self._scheme = config.scheme
+        self._transport = transport
+        self._recorder = recorder
+        self._history = History(config.straggler.history)
+        self._arrivals: Arrivals | None = None
+        self._link = self._dense = Link(0.0, 0.0)
+        self._step = self._previous = -1
+        self._came: list[tuple[str, Arrival]] = []
+        self._last_step: list[tuple[str, Arrival]] = []
+        self._agreed: list[ReadinessRecord] = []
+        self._agreement: Pending | None = None
+        self._named: dict[str, int | None] = {}
+        mode, alone = self._config.mode, transport.world_size == 1
+        self._acts = mode in ("pinned", *TIMED_STRAGGLER_MODES) and not alone
+        self._check_ranks()
+        if mode in ("off", "pinned") or alone:
+            return
+        self._arrivals = transport.open_arrivals()
+        if mode in TIMED_STRAGGLER_MODES and self._config.min_delay_ms is None:
+            self._take_links(links or self._find_links(config.planner.cluster))
+
+    def _check_ranks(self) -> None:
+        for name in ("rank", "inject_rank"):
+            rank, n = getattr(self._config, name), self._transport.world_size
+            if rank is not None and rank >= n:
+                raise ConfigError(
+                    f"straggler.{name} is not in the group",
+                    expected=f"0 to {n - 1}: the ranks that reduce gradients together",
+                    got=rank,
+                )
+
+    def _find_links(self, cluster: str | None) -> Links | ClusterModel:
+        if cluster is not None:
+            return find(cluster)
+        clock = host_clock(self._transport.device)
+        return complete(measure_links(self._transport, QUICK, clock))
+
+    def _take_links(self, links: Links | ClusterModel) -> None:
+        # Of several nodes the links between them are the ones that are waited for.
+        self._link = links.inter if len(set(self._transport.nodes)) > 1 else links.intra
+        self._dense = links.dense
+
+    def begin_step(self, step: int) -> None:
+        """Takes over what was agreed on, if a new step begins. Called before a bucket is launched.
+
+        By the training thread, when no bucket of an earlier step is under way. With
+        `straggler.inject_rank` this is where that rank sleeps.
+
+        Raises:
+            CommunicationError: the ranks could not agree.
+        """
+        if step == self._step:
+            return
+        if self._agreement is not None:
+            self._agreement.wait()
+            self._agreement = None
+        # From here on no job looks at what follows.
+        self._previous, self._step = self._step, step
+        known, self._agreed = self._agreed, []
+        for record in known:
+            self._history.add(record.bucket, record.ready_s)
+            self._recorder.record_readiness(record)
+        self._last_step, self._came = self._came, []
+        if self._config.inject_rank == self._transport.rank:
+            time.sleep(self._config.inject_delay_ms / 1e3)
+
+    def launched(self, progress: ProgressThread) -> None:
+        """Called behind each launch: the first one of a step is followed by `agree`."""
+        if self._last_step and self._agreement is None:
+            self._agreement = progress.submit("readiness", self.agree, Stopwatch())
+
+    def adapt(self, bucket: Bucket, plan: Plan) -> Plan:
+        """The plan, with the scheme that can go on without a straggler in its scheme's place."""
+        scheme = AWARE.get(plan.scheme)
+        if scheme is None or not self._acts or bucket.form not in SCHEMES[scheme].forms:
+            return plan
+        if self._scheme.capacity is not None and SCHEMES[plan.scheme].takes_slots:
+            return plan  # its messages have slots, which the other scheme has not
+        return replace(plan, scheme=scheme)
+
+    def scheme_of(self, plan: Plan, straggler: int | None) -> str:
+        """What is done, once it is known whether there is a straggler."""
+        return plan.scheme if straggler is not None else WAITING.get(plan.scheme, plan.scheme)
+
+    def decide(self, bucket: Bucket, plan: Plan) -> Generator[object, None, int | None]:
+        """Who is not waited for; the same on all ranks. Driven behind the gate, before any message.
+
+        Returns:
+            A rank of the group; None for nobody.
+
+        Raises:
+            CommunicationError: a rank is gone, or several did not come in time.
+        """
+        aware = self._acts and plan.scheme in STRAGGLER_SCHEMES
+        mode = self._config.mode
+        if mode == "pinned":
+            return self._config.rank if aware else None
+        if self._arrivals is None:
+            return None
+        delays = self._delays_that_pay(bucket, plan) if aware else NONE_PAYS
+
+        def grace_s(missing: int) -> float:
+            return 0.0 if self._pays(bucket, delays, missing) else delays.least_s
+
+        asks = delays is not NONE_PAYS and mode == "dynamic"
+        arrival = self._arrivals.arrive(bucket.name, grace_s if asks else None)
+        self._came.append((bucket.name, arrival))
+        if asks:
+            yield arrival
+            return arrival.straggler
+        return self._expected(bucket, delays) if mode == "persistent" else None
+
+    def _expected(self, bucket: Bucket, delays: Delays) -> int | None:
+        """The persistent straggler, where it pays; says so when that changes."""
+        expected = persistent_straggler(self._history.steps(bucket.name))
+        if expected is not None and not self._pays(bucket, delays, expected):
+            expected = None
+        if expected != self._named.get(bucket.name) and self._transport.rank == 0:
+            logger.info(
+                "step %d: bucket %s %s (critical delay %.2f ms)",
+                self._step,
+                bucket.name,
+                "waits for all ranks" if expected is None else f"goes on without rank {expected}",
+                delays.least_s * 1e3,
+            )
+        self._named[bucket.name] = expected
+        return expected
+
+    def report(self, bucket: Bucket, plan: Plan) -> dict[str, Any] | None:
+        """For `plan.json`: what the bucket may become, and without whom it went on last.
+
+        Returns:
+            The scheme, the rank (None for nobody; not kept in `dynamic` mode) and the delay in
+            milliseconds that a straggler must exceed (None where none is long enough, or no rule is
+            asked); None for a bucket that always waits.
+        """
+        scheme = self.adapt(bucket, plan).scheme
+        if not self._acts or scheme not in STRAGGLER_SCHEMES:
+            return None
+        if self._config.mode == "pinned":
+            return {"scheme": scheme, "rank": self._config.rank, "least_delay_ms": None}
+        least_s = self._delays_that_pay(bucket, replace(plan, scheme=scheme)).least_s
+        return {
+            "scheme": scheme,
+            "rank": self._named.get(bucket.name),
+            "least_delay_ms": least_s * 1e3 if math.isfinite(least_s) else None,
+        }
+
+    def agree(self) -> Generator[object, None, None]:
+        """The job that gathers how long each rank has waited in the last step.
+
+        On CUDA the progress thread waits for the result on the host.
+        """
+        came, n = self._last_step, self._transport.world_size
+        waits = [arrival.waited() for _, arrival in came]
+        yield _Measured(waits)
+        own = torch.tensor([wait.result() for wait in waits], dtype=torch.float64)
+        own = own.to(self._transport.device)
+        gathered = own.new_empty(n * own.numel())
+        yield GATE
+        work = self._transport.all_gather(gathered, own)
+        yield POSTED
+        yield work
+        columns = gathered.view(n, -1).t().tolist()
+        self._agreed = [
+            ReadinessRecord(name, self._previous, tuple(waited_s))
+            for (name, _), waited_s in zip(came, columns, strict=True)
+        ]
+
+    def _pays(self, bucket: Bucket, delays: Delays, straggler: int) -> bool:
+        steps = self._history.steps(bucket.name)
+        return bool(steps) and (expected_delay_s(steps, straggler, delays.most_s) > delays.least_s)
+
+    def _delays_that_pay(self, bucket: Bucket, plan: Plan) -> Delays:
+        if self._config.min_delay_ms is not None:
+            return Delays(self._config.min_delay_ms / 1e3, math.inf)
+        split = self._split(bucket, plan)
+        return Delays(max(0.0, split.critical_s), split.early_s) if split.can_win else NONE_PAYS
+
+    def _split(self, bucket: Bucket, plan: Plan) -> SplitTimes:
+        n = bucket.world_size
+        wire_dtype = wire_dtype_of(bucket.grad_N.dtype, plan.wire_dtype)
+        if SCHEMES[plan.scheme].takes is Input.DENSE:
+            buffer_bytes = bucket.numel * VALUE_DTYPES[wire_dtype].itemsize
+            return dense_split(n, buffer_bytes, self._link, bucket.form, self._dense)
+        share = (n - 1) / n
+        wire_bytes = predicted_bytes(bucket, plan.density, self._scheme)
+        if bucket.form is Form.REDUCE_SCATTER:
+            message_bytes = sum_bytes = wire_bytes["direct"] / share
+        else:
+            message_bytes = wire_bytes["agsparse"] / (n - 1)
+            sum_bytes = wire_bytes["direct"] / share - message_bytes
+        return sparse_split(n, message_bytes, sum_bytes, self._link, bucket.form)

@@ -1,0 +1,273 @@
+"""`megatron-sparse profile`: what a recording of gradients says about their sparsity.
+
+The table has a line for each bucket and one for all of them (the buckets one after the other; for
+the imbalance, the sum of what each server gets of every bucket); its numbers are means over the
+recorded iterations. `simulate.profiled` draws ZEN's figures from the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_sparse.config.checks import in_range, one_of
+from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.sparsity.balance import Loads
+from megatron_sparse.sparsity.characteristics import (
+    SparsityProfile,
+    nonzero_elements,
+    profile_of_elements,
+)
+from megatron_sparse.sparsity.gradient_recording import GradientRecording, Kind
+
+ALL = "all"
+"""The line of all buckets of a group together."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One bucket in one iteration, on all ranks of its group.
+
+    Attributes:
+        iteration: as the training loop counts.
+        bucket: its name; `ALL` for all buckets of the group.
+        numel: elements of it.
+        elements: each rank's non-zero ones: int64, ascending.
+        profile: exact.
+        contiguous: who gets how much where a shard is a range.
+        hashed: the same where a hash spreads the elements.
+    """
+
+    iteration: int
+    bucket: str
+    numel: int
+    elements: Sequence[np.ndarray]
+    profile: SparsityProfile
+    contiguous: Loads
+    hashed: Loads
+
+    def line(self, kind: Kind) -> dict[str, Any]:
+        """The JSON object."""
+        return {
+            "iteration": self.iteration,
+            "bucket": self.bucket,
+            "kind": str(kind),
+            "push": self.contiguous.push,
+            "pull": self.contiguous.pull,
+            "push_hashed": self.hashed.push,
+            "pull_hashed": self.hashed.pull,
+            "profile": self.profile.to_dict(),
+        }
+
+
+def run(
+    path: Path,
+    *,
+    kind: str | None,
+    density: float | None,
+    out: Path | None,
+) -> list[dict[str, Any]]:
+    """Prints the table; draws the figures where they are asked for.
+
+    Args:
+        path: a run's folder, or a recording.
+        kind: `gradient` or `selected`; None takes what was selected where that was recorded.
+        density: select this fraction of each rank's gradient, by magnitude, before looking.
+        out: folder for PNG and CSV.
+
+    Returns:
+        A JSON object for each bucket and iteration.
+
+    Raises:
+        ProfileError: the recording is missing, incomplete or damaged.
+        ConfigError: a value is wrong.
+        DependencyError: matplotlib is missing, and figures are asked for.
+    """
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} cannot be made", expected="a folder", got="a file")
+    recording = GradientRecording.open(path)
+    chosen = _kind(recording, kind, density)
+    samples = list(samples_of(recording, chosen, density))
+    what = "what was selected" if chosen is Kind.SELECTED else "gradients before selection"
+    if density is not None:
+        what = f"the largest {density:.3%} of each rank's gradient"
+    print_table(samples, f"{path}: {what}; iterations {_listed(recording.iterations)}")
+    if out is not None:
+        from megatron_sparse.simulate import profiled
+
+        for figure in profiled.figures(samples):
+            for file in figure.make(out, fast=False):
+                print(file, flush=True)
+    return [sample.line(chosen) for sample in samples]
+
+
+def _kind(recording: GradientRecording, kind: str | None, density: float | None) -> Kind:
+    if density is not None:
+        in_range("--density", density, 0, 1, low_open=True)
+        if kind == Kind.SELECTED:
+            raise ProfileError(
+                "--density selects from gradients",
+                expected="--kind gradient, or no --kind",
+                got="--kind selected",
+            )
+        return Kind.GRADIENT
+    if kind is not None:
+        one_of("--kind", kind, tuple(Kind))
+        return Kind(kind)
+    first = recording.iterations[0]
+    found = {k for bucket in recording.buckets for k in recording.kinds(first, bucket)}
+    return Kind.SELECTED if Kind.SELECTED in found else Kind.GRADIENT
+
+
+def _listed(iterations: Sequence[int]) -> str:
+    shown = [str(iteration) for iteration in iterations[:8]]
+    return ", ".join(shown) + (f" and {len(iterations) - 8} more" if len(iterations) > 8 else "")
+
+
+def samples_of(
+    recording: GradientRecording, kind: Kind, density: float | None = None
+) -> Iterator[Sample]:
+    """Every bucket of every iteration that has it, and after a group's buckets all together.
+
+    Args:
+        recording: where from.
+        kind: what of it. A bucket that was synchronised densely has nothing selected.
+        density: see `run`.
+
+    Raises:
+        ProfileError: nothing of the kind was recorded, or a file is missing or damaged.
+    """
+    found = False
+    for iteration in recording.iterations:
+        groups: dict[str, list[Sample]] = {}
+        for name, bucket in recording.buckets.items():
+            if kind not in recording.kinds(iteration, name):
+                continue
+            gradients = recording.read(iteration, name, kind)
+            if density is not None:
+                gradients = [largest(gradient, density) for gradient in gradients]
+            sample = _sample(iteration, name, gradients)
+            groups.setdefault(bucket.group, []).append(sample)
+            yield sample
+        for group, members in groups.items():
+            found = True
+            yield _together(iteration, ALL if len(groups) == 1 else f"{group}/{ALL}", members)
+    if not found:
+        raise ProfileError(
+            f"{recording.folder} holds no {kind} gradients",
+            expected="tracking.record_gradients=both in the run",
+            got=f"iterations {_listed(recording.iterations)} without",
+            remedy="--kind takes the other; or record again",
+        )
+
+
+def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
+    """A gradient's largest elements by magnitude: dense, zeros elsewhere, of the same shape.
+
+    Args:
+        gradient: dense or torch's sparse COO.
+        density: of those that stay; zeros never do.
+    """
+    dense = gradient.to_dense()
+    flat = dense.flatten()
+    kept_K = flat.abs().topk(max(round(density * flat.numel()), 1)).indices
+    return torch.zeros_like(flat).index_copy_(0, kept_K, flat[kept_K]).view_as(dense)
+
+
+def _sample(iteration: int, name: str, gradients: list[torch.Tensor]) -> Sample:
+    numel = gradients[0].numel()
+    elements = [nonzero_elements(gradient) for gradient in gradients]
+    seed = SchemeConfig().hash_seed
+    return Sample(
+        iteration,
+        name,
+        numel,
+        elements,
+        profile_of_elements(elements, numel),
+        Loads.contiguous(elements, numel),
+        Loads.hashed(elements, numel, seed),
+    )
+
+
+def _together(iteration: int, name: str, members: list[Sample]) -> Sample:
+    """The buckets of one group as one."""
+    n, numel = len(members[0].elements), sum(sample.numel for sample in members)
+    starts = np.cumsum([0, *(sample.numel for sample in members)])
+    elements = [
+        np.concatenate(
+            [m.elements[rank] + start for m, start in zip(members, starts, strict=False)]
+        )
+        for rank in range(n)
+    ]
+    contiguous, hashed = members[0].contiguous, members[0].hashed
+    for member in members[1:]:
+        contiguous, hashed = contiguous + member.contiguous, hashed + member.hashed
+    profile = profile_of_elements(elements, numel)
+    return Sample(iteration, name, numel, elements, profile, contiguous, hashed)
+
+
+def print_table(samples: Sequence[Sample], title: str) -> None:
+    """A line for each bucket: means over the iterations."""
+    print(title)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("bucket")
+    headers = (
+        "elements",
+        "density",
+        "overlap",
+        "min-max",
+        "of the sum",
+        "densified",
+        "skewness",
+        "push/pull",
+        "hashed",
+    )
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    by_bucket: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_bucket.setdefault(sample.bucket, []).append(sample)
+    for name, members in by_bucket.items():
+        bold = name.rpartition("/")[2] == ALL
+        table.add_row(name, *_cells(members), style="bold" if bold else None)
+    # Without a terminal there is no width to keep to, and a cut table says nothing.
+    console = Console(highlight=False)
+    Console(highlight=False, width=None if console.is_terminal else 132).print(table)
+    print("overlap: median over pairs of ranks; skewness: at as many partitions as ranks;")
+    print("push/pull: ZEN's imbalance ratios of contiguous shards, hashed: of its hash; 1 is best")
+
+
+def _cells(members: Sequence[Sample]) -> list[str]:
+    profiles = [sample.profile for sample in members]
+    n = profiles[0].world_size
+
+    density = fmean(p.density for p in profiles)
+    low, middle, high = (fmean(p.overlap[q] for p in profiles) for q in (0, 2, 4))
+    ratio = fmean(p.densification[n] for p in profiles)
+    skewness = fmean(p.skewness.get(n, 1.0) for p in profiles)
+    balance = [
+        "/".join(
+            f"{fmean(getattr(getattr(sample, way), phase) for sample in members):.2f}"
+            for phase in ("push", "pull")
+        )
+        for way in ("contiguous", "hashed")
+    ]
+    return [
+        str(members[0].numel),
+        f"{density:.3%}",
+        f"{middle:.3f}",
+        f"{low:.2f}-{high:.2f}",
+        f"{fmean(p.sum_density(n) for p in profiles):.3%}",
+        f"{ratio:.2f}",
+        f"{skewness:.2f}",
+        *balance,
+    ]

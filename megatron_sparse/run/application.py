@@ -1,0 +1,174 @@
+"""`megatron-sparse train`: the Hydra application.
+
+Hydra reads the command line (overrides, `--multirun`, `--cfg`, `--help`); what it refuses becomes
+the same typed error as everything else. With `--multirun` each run gets a name of its own, and one
+that fails does not end the others, see `sweep`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.errors import DependencyError, MegatronSparseError, SweepError
+from megatron_sparse.run import composition, launch, sweep
+
+SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Composes and runs what the arguments say.
+
+    Args:
+        arguments: Hydra's: `GROUP=OPTION`, `SECTION.KEY=VALUE`, `megatron.FLAG=VALUE`, its flags.
+
+    Raises:
+        MegatronSparseError: the configuration or the run is wrong, or runs of a sweep failed.
+        SystemExit: with the exit code of a rank that failed; also after Hydra's own flags.
+    """
+    composition.register_schema()
+    command = shlex.join(["megatron-sparse", "train", *arguments])
+    overrides = composition.hydra_overrides(arguments)
+    if not {"--multirun", "-m"} & set(arguments):
+        refused: list[MegatronSparseError] = []
+        try:
+            _hydra(lambda composed: _run(composed, command, refused), overrides)
+        except SystemExit:
+            if refused:
+                raise refused[0] from None
+            raise
+        return
+    _check_launcher(arguments)
+    with_values = [text for text in overrides if "=" in text and not text.startswith("-")]
+    try:
+        swept = sweep.swept_keys(with_values)
+    except HydraException as error:
+        raise composition.config_error(error) from None
+    folder = _sweep_folder(with_values)
+    # A job of Slurm's finds the package where this process found it.
+    os.environ.update(launch.package_path())
+    _hydra(
+        lambda composed: _run_of_sweep(composed, command, swept),
+        [*overrides, f"hydra.sweep.dir='{folder}'"],
+    )
+    if folder.is_dir():  # not after --cfg or --help
+        sweep.check(folder)
+
+
+def _run(composed: DictConfig, command: str, refused: list[MegatronSparseError]) -> None:
+    try:
+        code = launch.run(composition.from_hydra(composed), command)
+    except MegatronSparseError as error:
+        # As an exit, which Hydra lets pass; it adds lines of its own to an exception.
+        refused.append(error)
+        code = error.exit_code
+    if code:
+        sys.exit(code)
+
+
+def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> None:
+    """One run; on every rank of it where a launcher of Hydra's started them.
+
+    Returns even if the run fails: the others are to go on. An error is printed here, for in a job
+    of Slurm's nobody else would.
+    """
+    job = HydraConfig.get()
+    assert job.mode == RunMode.MULTIRUN
+    name, code, problem = str(composed.name), 0, ""
+    try:
+        name = sweep.run_name(name, swept, list(job.overrides.task))
+        config: RunConfig = dataclasses.replace(composition.from_hydra(composed), name=name)
+        code = launch.run(config, command)
+        problem = f"a rank ended with code {code}" if code else ""
+    except MegatronSparseError as error:
+        code, problem = error.exit_code, str(error)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    except SystemExit as error:
+        code, problem = int(error.code or 0), "another rank says why"
+    # A rank that has no error of its own leaves the word to the first one.
+    if os.environ.get("RANK", "0") == "0" or (code and problem != "another rank says why"):
+        sweep.Outcome(name, code, problem).write(Path(job.runtime.output_dir))
+
+
+def _check_launcher(arguments: Sequence[str]) -> None:
+    if not any("hydra/launcher=submitit" in text for text in arguments):
+        return
+    try:
+        found = find_spec(SUBMITIT) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise DependencyError(
+            "the launcher for Slurm is not installed",
+            expected="Hydra's plugin hydra-submitit-launcher",
+            got="no such package",
+            remedy="pip install 'megatron-sparse[slurm]'",
+        )
+
+
+def _sweep_folder(overrides: Sequence[str]) -> Path:
+    """Where this sweep keeps what belongs to no single run: RUNS_DIR/multirun/TIME."""
+    parsed = {
+        override.key_or_group: override
+        for override in OverridesParser.create().parse_overrides(list(overrides))
+    }
+    runs_dir = RunConfig.runs_dir
+    if "runs_dir" in parsed and not parsed["runs_dir"].is_sweep_override():
+        runs_dir = str(parsed["runs_dir"].value())
+    return Path(runs_dir) / sweep.MULTIRUN / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
+def _hydra(task: Callable[[DictConfig], None], overrides: Sequence[str]) -> None:
+    """Has Hydra compose what the overrides say and call `task` with it.
+
+    Raises:
+        ConfigError: Hydra refuses them.
+        SweepError: a job of a launcher of Hydra's ended without an answer.
+    """
+    application = hydra.main(
+        config_path=f"pkg://{composition.CONFIG_MODULE}",
+        config_name=composition.CONFIG_NAME,
+        version_base=None,
+    )(task)
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    # Hydra takes its command line from here, and otherwise prints errors itself and exits.
+    sys.argv = ["megatron-sparse train", *overrides]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        with warnings.catch_warnings():
+            # Our launcher's file has the name of the plugin's schema, and stands without it.
+            warnings.filterwarnings("ignore", message="(?s).*validated against ConfigStore schema")
+            application()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise composition.config_error(error) from None
+    except Exception as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        raise SweepError(
+            "a job of the sweep ended without an answer",
+            expected="an end of every job by itself",
+            got=str(error).strip().splitlines()[0],
+            remedy="see its files in RUNS_DIR/multirun/TIME/jobs; resume=auto does the rest",
+        ) from None
+    finally:
+        sys.argv = argv
+        if full_error is None:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error

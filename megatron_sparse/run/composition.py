@@ -1,0 +1,231 @@
+"""From Hydra's groups and overrides, or from a file, to a checked `RunConfig`.
+
+The dataclasses are the schema: a key that no field has, a value of another type, an option that no
+group has are all one `ConfigError` that names what would have been right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+import megatron_sparse
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.run.redaction import redact, redact_command
+
+CONFIG_MODULE = "megatron_sparse.configs"
+CONFIG_NAME = "train"
+GROUPS = ("model", "compression", "scheme", "cluster", "data", "tracking", "experiment")
+
+_FREE = re.compile(r"(megatron|cluster\.env)\.")
+
+
+def register_schema() -> None:
+    """Makes `RunConfig` the base that `configs/train.yaml` builds upon. Idempotent."""
+    ConfigStore.instance().store(name="run_config", node=RunConfig)
+
+
+def group_options(group: str) -> list[str]:
+    """The options of a group, sorted."""
+    folder = files(CONFIG_MODULE) / group
+    names = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    return sorted(name.removesuffix(".yaml") for name in names)
+
+
+def hydra_overrides(overrides: Sequence[str]) -> list[str]:
+    """Spells overrides as Hydra wants them.
+
+    `megatron.num_workers=4` adds a key, for which Hydra asks for `++`; and an experiment's values
+    belong at the root, for which it asks for `experiment@_global_`.
+    """
+    added = [f"++{text}" if _FREE.match(text) else text for text in overrides]
+    return [re.sub(r"^experiment=", "experiment@_global_=", text) for text in added]
+
+
+def compose(overrides: Sequence[str] = ()) -> RunConfig:
+    """Composes and checks what `megatron-sparse train OVERRIDE...` would run.
+
+    Raises:
+        ConfigError: an option, key or value is wrong.
+
+    Example:
+        >>> compose(["model=gpt2_xl", "compression=topk999"]).compression.density
+        0.001
+    """
+    register_schema()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module(CONFIG_MODULE, version_base=None):
+            return from_hydra(hydra_compose(CONFIG_NAME, overrides=hydra_overrides(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise config_error(error) from None
+
+
+def from_hydra(composed: DictConfig) -> RunConfig:
+    """Checks what Hydra composed.
+
+    Raises:
+        ConfigError: a value is wrong.
+    """
+    return from_mapping(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> RunConfig:
+    """Checks nested plain values.
+
+    Raises:
+        ConfigError: a key is unknown or a value is wrong.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), dict(mapping))
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise config_error(error) from None
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def load(path: Path) -> RunConfig:
+    """Reads what `save` wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a run's configuration.
+    """
+    try:
+        mapping = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # yaml's errors have no common base with those of the disk
+        mapping = f"{type(error).__name__}: {error}"
+    if not isinstance(mapping, dict) or not mapping:
+        raise ConfigError(
+            f"{path} cannot be read",
+            expected="the configuration of a run, as YAML",
+            got=mapping or "nothing in it",
+            remedy="start the run anew; it writes this file",
+        )
+    return from_mapping(mapping)  # type: ignore[arg-type]
+
+
+def save(config: RunConfig, path: Path, command: str) -> None:
+    """Writes every value of the run as YAML, under a comment with the command that made it.
+
+    Secrets are left out: of the command, and of `cluster.env`, whose values the ranks have in their
+    environment and do not read here. Every other value is what `load` gives back.
+    """
+    values = dataclasses.asdict(config)
+    values["cluster"]["env"] = redact(values["cluster"]["env"])
+    text = OmegaConf.to_yaml(OmegaConf.create(values))
+    head = f"# {redact_command(command)}\n# megatron_sparse {megatron_sparse.__version__}\n"
+    path.write_text(head + text, "utf-8")
+
+
+def config_error(error: Exception) -> ConfigError:
+    """Says in our words what Hydra or OmegaConf found."""
+    cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_option(error.missing_cfg_file, error.options or ())
+    if isinstance(error, OverrideParseException):
+        return ConfigError(
+            f"the override {error.override!r} cannot be read",
+            expected="group=option or section.key=value",
+            got=_first_line(error),
+            remedy="quote values with special characters: 'name=\"a b\"'",
+        )
+    for found in (error, cause):
+        if isinstance(found, ValidationError):
+            return _wrong_type(found)
+        if isinstance(found, ConfigKeyError | ConfigAttributeError):
+            return _unknown_key(str(found.full_key or ""))
+    named = re.match(
+        r"Could not (?:override|append to|delete from config)[^']*'([^']+)'", str(error)
+    )
+    if named:
+        return _unknown_key(named[1])
+    return ConfigError(
+        "the configuration cannot be composed",
+        expected=f"{CONFIG_NAME}.yaml with options of {', '.join(GROUPS)}",
+        got=_first_line(error),
+        remedy="megatron-sparse train --help shows groups and options",
+    )
+
+
+def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
+    group, _, option = name.removesuffix(".yaml").rpartition("/")
+    meant = _closest(option, options)
+    return ConfigError(
+        f"{group or 'the configuration'} has no option {option!r}",
+        expected=" | ".join(options) or "a file of that name",
+        got=f"{group}={option}",
+        remedy=f"did you mean {meant}?" if meant else f"choose one, or add configs/{name}.yaml",
+    )
+
+
+def _unknown_key(key: str) -> ConfigError:
+    keys = list(_keys(RunConfig))
+    section, _, last = key.rpartition(".")
+    inside = [known for known in keys if section and known.startswith(f"{section}.")]
+    elsewhere = [known for known in keys if known.rpartition(".")[2] == last]
+    # Groups are no keys, but their names may be what was misspelt.
+    meant = elsewhere[0] if elsewhere else _closest(key, [*keys, *GROUPS])
+    hint = f"did you mean {meant}? " if meant else ""
+    return ConfigError(
+        f"there is no key {key!r}",
+        expected=", ".join(inside) or f"a group ({', '.join(GROUPS)}) or a key of a section",
+        got=key,
+        remedy=f"{hint}megatron-sparse train --cfg job shows every key; Megatron's own flags go to "
+        "megatron.FLAG=VALUE",
+    )
+
+
+def _wrong_type(error: ValidationError) -> ConfigError:
+    key = str(error.full_key or "")
+    return ConfigError(
+        f"{key or 'a section'} has the wrong type",
+        expected=_keys(RunConfig).get(key, "a section of keys"),
+        got=_first_line(error),
+    )
+
+
+def _keys(section: type, prefix: str = "") -> dict[str, str]:
+    """Every key and its type in words."""
+    found: dict[str, str] = {}
+    hints = get_type_hints(section)
+    for field in dataclasses.fields(section):
+        key = prefix + field.name
+        if dataclasses.is_dataclass(hints[field.name]):
+            found |= _keys(hints[field.name], f"{key}.")
+        else:
+            found[key] = str(field.type).replace(" | None", " or null")
+    return found
+
+
+def _closest(word: str, words: Sequence[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6)), None)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,93 @@
+"""What a run was made of: commit, versions, machine, environment, in the run's folder.
+
+`starts.jsonl` has one line for each start of the run, so that a job that Slurm has started again
+shows on which nodes and with which variables it went on. Secrets are left out, see `redaction`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import megatron_sparse
+from megatron_sparse.run.redaction import redact, redact_command
+
+STARTS_FILE = "starts.jsonl"
+PACKAGES = ("torch", "megatron-core", "numpy", "hydra-core", "triton", "transformer-engine")
+GIT_S = 20
+"""Seconds that git may take: a checkout on a network disk can be slow."""
+
+
+def record_start(run_dir: Path, command: str, environment: Mapping[str, str] | None = None) -> None:
+    """Appends a line to `starts.jsonl`.
+
+    Args:
+        run_dir: the run's folder, which exists.
+        command: the command line.
+        environment: None takes this process's, as the ranks inherit it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    line = start(command, dict(os.environ) if environment is None else environment)
+    with (run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def start(command: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What is known of this start of a run; nothing in it is a secret."""
+    checkout = Path(megatron_sparse.__file__).resolve().parent.parent
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": redact_command(command),
+        "megatron_sparse": megatron_sparse.__version__,
+        **git_state(checkout),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "host": socket.gethostname(),
+        "slurm_job": environment.get("SLURM_JOB_ID"),
+        "slurm_restarts": int(environment.get("SLURM_RESTART_COUNT", "0")),
+        "environment": redact(dict(sorted(environment.items()))),
+    }
+
+
+def git_state(checkout: Path) -> dict[str, Any]:
+    """`commit` of the checkout, and `changed_files` that are not as committed; None without git."""
+    try:
+        # A checkout inside another repository is not that repository's commit.
+        top = _git(checkout, "rev-parse", "--show-toplevel").strip()
+        if Path(top) != checkout:
+            return {"commit": None, "changed_files": None}
+        changed = _git(checkout, "status", "--porcelain", "--untracked-files=no").splitlines()
+        return {
+            "commit": _git(checkout, "rev-parse", "HEAD").strip(),
+            "changed_files": [line[3:] for line in changed],
+        }
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "changed_files": None}
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    return subprocess.run(
+        # Without it `status` may write to the index, which others may be at.
+        ["git", "--no-optional-locks", "-C", str(checkout), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=GIT_S,
+        check=True,
+    ).stdout
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,237 @@
+"""The runs of a sweep: what each is called, how it ended, and all of them in one table.
+
+`train --multirun` makes a run of every combination, one after the other or, with a launcher of
+Hydra's, as jobs of Slurm. A run that fails does not end the others: each leaves an `outcome.json`
+in the sweep's folder, from which the sweep's exit code and the table come.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_sparse.errors import ConfigError, SweepError
+from megatron_sparse.run.launch import CONFIG_FILE
+from megatron_sparse.telemetry import load_summary
+from megatron_sparse.telemetry.run import SUMMARY_FILE
+
+OUTCOME_FILE = "outcome.json"
+MULTIRUN = "multirun"
+"""Where, in the runs' folder, sweeps keep what belongs to no single run."""
+_SAME_FOR_ALL = re.compile(r"name|runs_dir|cluster\.env\..*")
+_RESULTS = ("loss_first", "loss_last", "wire_ratio", "iteration_ms", "exposed_ms")
+"""Of a run's `summary.json`; its documentation is docs/reading-the-breakdown.md."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of a sweep ended.
+
+    Attributes:
+        name: of the run.
+        exit_code: of the command, had it been alone.
+        error: what went wrong; empty with code 0.
+    """
+
+    name: str
+    exit_code: int
+    error: str
+
+    def write(self, folder: Path) -> None:
+        """Puts it into a folder of the sweep.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / OUTCOME_FILE).write_text(json.dumps(asdict(self)) + "\n", "utf-8")
+
+
+def swept_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys among overrides that have several values.
+
+    Example:
+        >>> swept_keys(["scheme=dense,direct", "name=a", "compression.leak=choice(0.9,1)"])
+        ['scheme', 'compression.leak']
+    """
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return [override.key_or_group for override in parsed if override.is_sweep_override()]
+
+
+def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> str:
+    """The name of one run of a sweep, so that no two runs share a folder.
+
+    Args:
+        name: that of the configuration.
+        swept: from `swept_keys`; where the name is among them nothing is added to it.
+        task_overrides: of this run, with one value each.
+
+    Example:
+        >>> run_name("run", ["scheme", "compression.leak"], ["scheme=direct", "compression.leak=1"])
+        'run_scheme-direct_leak-1'
+    """
+    if "name" in swept:
+        return name
+    parts = [name]
+    for override in OverridesParser.create().parse_overrides(list(task_overrides)):
+        if override.key_or_group in swept:
+            key = override.key_or_group.rpartition(".")[2]
+            value = re.sub(r"[^A-Za-z0-9.]+", "-", str(override.get_value_element_as_str()))
+            parts.append(f"{key}-{value.strip('-')}")
+    return "_".join(parts)
+
+
+def check(folder: Path) -> None:
+    """Looks at what the runs of a sweep left in its folder.
+
+    Raises:
+        SweepError: names the runs that failed.
+    """
+    failed = [outcome for outcome in outcomes(folder) if outcome.exit_code]
+    if failed:
+        names = "\n            ".join(
+            f"{outcome.name}: {outcome.error.splitlines()[0]}" for outcome in failed
+        )
+        raise SweepError(
+            f"{len(failed)} of {len(outcomes(folder))} runs of the sweep failed",
+            expected="exit code 0 of all",
+            got=names,
+            remedy="the same command with resume=auto does the rest; megatron-sparse sweep shows "
+            "what there is",
+        )
+
+
+def outcomes(folder: Path) -> list[Outcome]:
+    """Of every run that ended, in any order, below a folder.
+
+    Raises:
+        SweepError: one is damaged.
+    """
+    found = []
+    for path in sorted(folder.rglob(OUTCOME_FILE), key=lambda path: path.stat().st_mtime):
+        try:
+            found.append(Outcome(**json.loads(path.read_text("utf-8"))))
+        except (TypeError, ValueError) as error:
+            raise SweepError(
+                f"{path} is damaged",
+                expected="a file of train --multirun",
+                got=error,
+                remedy="remove it; the run's folder has all the rest",
+            ) from None
+    return found
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """A row for each run in a folder, and for each that failed before it had one of its own.
+
+    Columns: `name`, `state`, `iterations` (done), every key in which the runs' configurations
+    differ, the results of `summary.json`, `error`.
+
+    Raises:
+        ConfigError: a run's configuration or summary is damaged.
+        SweepError: there are no runs, or an outcome is damaged.
+    """
+    ended = {outcome.name: outcome for outcome in outcomes(folder)}
+    configs = {path.parent.name: _config(path) for path in sorted(folder.glob(f"*/{CONFIG_FILE}"))}
+    if not configs and not ended:
+        raise SweepError(
+            f"there are no runs in {folder}",
+            expected=f"folders with {CONFIG_FILE}, as train --multirun runs_dir=... makes them",
+            got="none",
+            remedy="give the runs_dir of the sweep",
+        )
+    every = {key for config in configs.values() for key in config}
+    differing = sorted(
+        key
+        for key in every
+        if not _SAME_FOR_ALL.fullmatch(key)
+        and len({repr(config.get(key)) for config in configs.values()}) > 1
+    )
+    found = []
+    for name in sorted(configs.keys() | ended.keys()):
+        config, outcome = configs.get(name, {}), ended.get(name)
+        summary = _summary(folder / name)
+        wanted = config.get("training.iterations")
+        found.append(
+            {
+                "name": name,
+                "state": _state(outcome, summary.get("iterations"), wanted),
+                "iterations": summary.get("iterations"),
+            }
+            | {key: config.get(key) for key in differing}
+            | {key: summary.get(key) for key in _RESULTS}
+            | {"error": outcome.error if outcome else ""}
+        )
+    return found
+
+
+def _state(outcome: Outcome | None, done: int | None, wanted: int | None) -> str:
+    if outcome is not None and outcome.exit_code:
+        return "failed"
+    return "finished" if done is not None and done == wanted else "unfinished"
+
+
+def _config(path: Path) -> dict[str, Any]:
+    from megatron_sparse.report.run_data import flat
+    from megatron_sparse.run import composition
+
+    return flat(asdict(composition.load(path)))
+
+
+def _summary(run_dir: Path) -> Mapping[str, Any]:
+    """What is in it; nothing where the run has not come so far."""
+    return load_summary(run_dir) if (run_dir / SUMMARY_FILE).is_file() else {}
+
+
+def report(folder: Path, csv_path: Path | None, json_path: Path | None) -> None:
+    """Prints the table of a sweep and writes it.
+
+    Args:
+        folder: the `runs_dir` of the sweep.
+        csv_path: for the table; None writes none.
+        json_path: for one JSON object a line; None writes none.
+
+    Raises:
+        ConfigError: a file cannot be written, or one of a run is damaged.
+        SweepError: there are no runs, or an outcome is damaged.
+    """
+    from megatron_sparse.bench.table import write_rows
+
+    found = rows(folder)
+    write_rows(json_path, found)
+    if csv_path is not None:
+        try:
+            with csv_path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, list(found[0]))
+                writer.writeheader()
+                writer.writerows(found)
+        except OSError as error:
+            raise ConfigError(
+                "the table cannot be written",
+                expected="a file that can be written",
+                got=error,
+                remedy="give --csv another path",
+            ) from None
+    table = Table(title=f"{len(found)} runs in {folder}")
+    for column in found[0]:
+        table.add_column(column, overflow="fold")
+    for row in found:
+        table.add_row(*(escape(_cell(value)) for value in row.values()))
+    Console().print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.splitlines()[0] if text else ""

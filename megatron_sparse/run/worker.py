@@ -1,0 +1,205 @@
+"""The process of one rank: `python -m megatron_sparse.run.worker runs/NAME/config.yaml`.
+
+The launcher starts it so. `run_started` is the same for a process that torchrun or srun started,
+which has no launcher of ours before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
+from megatron_sparse.run import composition, launch, slurm
+from megatron_sparse.run.rank_log import rank_log
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torch's agent wants to read why a rank failed."""
+_TYPED = "megatron_sparse"
+_MEETING_TIMEOUT = timedelta(minutes=10)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a rank that the launcher started.
+
+    Args:
+        argv: path of the run's `config.yaml`.
+
+    Returns:
+        The exit code. What went wrong is in the agent's error file, for the launcher to print.
+    """
+    (path,) = map(Path, sys.argv[1:] if argv is None else argv)
+    config = None
+    try:
+        from megatron_sparse.megatron import training
+
+        config = composition.load(path)
+        _survive_early_signals(config)
+        with _nccl_errors(config):
+            stopped_at = training.train(config, path.parent)
+        _after(config, stopped_at, int(os.environ["RANK"]))
+    except MegatronSparseError as error:
+        _tell_launcher(str(error), typed=True)
+        _leave_if_aborted(config, error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # the launcher passes Ctrl-C on, and says so itself
+    except Exception as error:
+        _tell_launcher(f"{type(error).__name__}: {error}", typed=False)
+        raise
+    return 0
+
+
+def run_started(config: RunConfig, command: str) -> int:
+    """Runs a rank that torchrun or srun started; rank 0 makes the run's folder.
+
+    Args:
+        config: as every rank composed it.
+        command: the command line, kept in `config.yaml`.
+
+    Returns:
+        0; or the exit code of an error that another rank has printed already.
+
+    Raises:
+        MegatronSparseError: on the first rank to fail.
+    """
+    _survive_early_signals(config)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != config.cluster.world_size:
+        raise ConfigError(
+            "the number of ranks is not the configuration's",
+            expected=f"cluster.nodes * cluster.ranks_per_node = {config.cluster.world_size}",
+            got=f"{world_size} ranks were started",
+            remedy="set cluster.nodes and cluster.ranks_per_node to what was started",
+        )
+    config = launch.decide(config)
+    os.environ.update(launch.rank_environment(config))
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, _ = next(rendezvous("env://", timeout=_MEETING_TIMEOUT))
+    try:
+        run_dir = _meet(config, command, store, rank)
+        from megatron_sparse.megatron import training
+
+        with rank_log(run_dir, rank, world_size), _nccl_errors(config):
+            stopped_at = training.train(config, run_dir, store)
+        _after(config, stopped_at, rank)
+    except MegatronSparseError as error:
+        said = _said_already(store)
+        if not said and _has_aborted(config, error):
+            print(f"error: {error}", file=sys.stderr)
+        _leave_if_aborted(config, error)
+        if said:
+            return error.exit_code
+        raise
+    return 0
+
+
+def _survive_early_signals(config: RunConfig) -> None:
+    """Ignores `training.save_signal`, which kills a process, until Megatron listens to it."""
+    if config.training.save_signal is not None:
+        signal.signal(signal.Signals[config.training.save_signal], signal.SIG_IGN)
+
+
+def _nccl_errors(config: RunConfig) -> AbstractContextManager[None]:
+    """Makes typed errors of torch's own, where the configuration asks for it."""
+    if not _is_typed(config):
+        return nullcontext()
+    from megatron_sparse.transport.nccl_errors import as_typed
+
+    return as_typed()
+
+
+def _is_typed(config: RunConfig) -> bool:
+    on_cuda = config.cluster.device == "cuda"
+    return config.plugin and on_cuda and config.scheme.nccl_errors == "typed"
+
+
+def _has_aborted(config: RunConfig | None, error: MegatronSparseError) -> bool:
+    return config is not None and _is_typed(config) and isinstance(error, CommunicationError)
+
+
+def _leave_if_aborted(config: RunConfig | None, error: MegatronSparseError) -> None:
+    """Ends the process where NCCL has failed and torch was told not to.
+
+    Else its groups' destructors would wait for operations that never end.
+    """
+    if _has_aborted(config, error):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+
+
+def _after(config: RunConfig, stopped_at: int | None, rank: int) -> None:
+    """Says that a signal has ended the run, and has Slurm start it again; rank 0 does."""
+    if stopped_at is None or rank != 0:
+        return
+    print(
+        f"{config.training.save_signal} has ended the run after iteration {stopped_at}; "
+        "the checkpoint is saved, and resume=auto goes on from it",
+        flush=True,
+    )
+    if config.cluster.requeue:
+        slurm.requeue(os.environ)
+
+
+def _said_already(store: Any) -> bool:
+    """Most mistakes are found by every rank at once; the first one to come here says so."""
+    try:
+        return store.add("megatron_sparse/failed", 1) > 1
+    except RuntimeError:
+        return False  # the store went with rank 0
+
+
+def _meet(config: RunConfig, command: str, store: Any, rank: int) -> Path:
+    """Rank 0 makes the run's folder, the others wait for it."""
+    key = "megatron_sparse/run_dir"
+    if rank == 0:
+        answer = ""
+        try:
+            vocab_size = launch.preflight(config)
+            run_dir = launch.make_run_dir(config, command)
+            print(launch.describe(config, vocab_size, run_dir), flush=True)
+            answer = str(run_dir)
+        finally:
+            store.set(key, answer)
+        return run_dir
+    answer = store.get(key).decode()
+    if not answer:
+        sys.exit(ConfigError.exit_code)  # rank 0 says why
+    run_dir = Path(answer)
+    run_dir.mkdir(parents=True, exist_ok=True)  # where nodes do not share a disk
+    return run_dir
+
+
+def _tell_launcher(message: str, *, typed: bool) -> None:
+    """Writes the agent's error file, in its format; a typed error is marked as one."""
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        print(f"error: {message}", file=sys.stderr)
+        return
+    info = {"timestamp": str(int(time.time())), "py_callstack": traceback.format_exc()}
+    report = {"message": {"message": message, "extraInfo": info}, _TYPED: typed}
+    Path(path).write_text(json.dumps(report), "utf-8")
+
+
+def read_report(report: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """What `_tell_launcher` wrote: the message, and whether it is a typed error's.
+
+    None where a rank had no time to write, and the agent's own words stand in the report.
+    """
+    return (report["message"]["message"], report[_TYPED]) if _TYPED in report else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Characteristics of gradients: profiles, their sampling, and recordings."""

@@ -1,0 +1,88 @@
+"""How evenly servers share the load of Balanced Parallelism: ZEN's imbalance ratios.
+
+ZEN (section 3.1, definition 8): with a mapping of elements to n servers, Push is as imbalanced as
+the largest part that any rank sends to any server, over the mean one; Pull as the largest part of
+the union, over the mean one. 1 is best, n is worst. Compared are contiguous shards, as most schemes
+cut a bucket, and a hash (`formats.hash_partition`), as ZEN does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+
+from megatron_sparse.collectives.base import even_cuts
+from megatron_sparse.formats.hash_partition import PermutationHash
+from megatron_sparse.sparsity.characteristics import counts_between, union_of
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Non-zero elements by server.
+
+    Attributes:
+        push_nP: int64, of each rank for each server.
+        pull_P: int64, of the union, on each server.
+    """
+
+    push_nP: np.ndarray
+    pull_P: np.ndarray
+
+    @classmethod
+    def contiguous(cls, elements: Sequence[np.ndarray], numel: int) -> Self:
+        """As many even shards as there are ranks.
+
+        Args:
+            elements: of each rank, int64, ascending.
+            numel: of the bucket.
+        """
+        cuts = even_cuts(numel, len(elements))
+        return cls(
+            np.array([counts_between(own_K, cuts) for own_K in elements]),
+            np.array(counts_between(union_of(elements, numel), cuts)),
+        )
+
+    @classmethod
+    def hashed(cls, elements: Sequence[np.ndarray], numel: int, seed: int) -> Self:
+        """As many partitions of ZEN's hash h0 as there are ranks.
+
+        Args:
+            elements: of each rank, int64, ascending.
+            numel: of the bucket, below 2^31.
+            seed: of the hash.
+
+        Raises:
+            ConfigError: the bucket is too large.
+        """
+        h0 = PermutationHash(numel, len(elements), seed)
+
+        def counts(own_K: np.ndarray) -> np.ndarray:
+            partition_K = h0.partition_of(torch.from_numpy(own_K))
+            return partition_K.bincount(minlength=h0.partitions).numpy()
+
+        return cls(
+            np.array([counts(own_K) for own_K in elements]), counts(union_of(elements, numel))
+        )
+
+    def __add__(self, other: Loads) -> Loads:
+        """The loads of two buckets that the same ranks share."""
+        return Loads(self.push_nP + other.push_nP, self.pull_P + other.pull_P)
+
+    @property
+    def push(self) -> float:
+        """The imbalance ratio of Push; 1 where nothing is sent."""
+        return max(map(_imbalance, self.push_nP))
+
+    @property
+    def pull(self) -> float:
+        """The imbalance ratio of Pull; 1 where nothing is sent."""
+        return _imbalance(self.pull_P)
+
+
+def _imbalance(counts_P: np.ndarray) -> float:
+    total = int(counts_P.sum())
+    return counts_P.size * int(counts_P.max()) / total if total else 1.0

@@ -1,0 +1,339 @@
+"""Recordings of gradients: what a training run had to synchronise, per iteration, rank and bucket.
+
+A folder, one file for each tensor, so that ranks write without knowing of each other and a reader
+takes only what it asks for:
+
+    iteration-000003/group-0-4/rank-0002/<bucket>.gradient.pt    before selection
+    iteration-000003/group-0-4/rank-0002/<bucket>.selected.pt    what was selected
+
+`group-0-4` are the 4 ranks that reduce together, of which global rank 0 is the first. A bucket's
+name is percent-encoded. A file is torch's own format (`torch.save`), read with `weights_only=True`:
+no code is run. It holds plain numbers and tensors: the values, and their indices where that is
+smaller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote, unquote
+
+import torch
+
+from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.errors import ConfigError, ProfileError
+
+logger = logging.getLogger("megatron_sparse")
+
+FOLDER = "gradients"
+"""Of a run's folder."""
+VERSION = 1
+_ITERATION, _GROUP = re.compile(r"iteration-(\d+)"), re.compile(r"group-(\d+)-(\d+)")
+
+
+class Kind(StrEnum):
+    """What of a bucket is recorded: its gradient, or what was selected from it."""
+
+    GRADIENT = "gradient"
+    SELECTED = "selected"
+
+
+class GradientRecorder:
+    """Writes one rank's gradients in some iterations.
+
+    A disk that fails ends the recording, with one line in the log, and not the training.
+
+    Args:
+        folder: of the recording; made when something is written.
+        iterations: those that are recorded, as the training loop counts, from 1.
+        kinds: what is recorded.
+        rank: in the group.
+        world_size: of the group.
+        first_rank: the group's first global rank.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> GradientRecorder(folder, [1]).record("b", 1, Kind.GRADIENT, torch.tensor([0.0, 2.0]))
+        >>> GradientRecording.open(folder).read(1, "b")[0].to_dense()
+        tensor([0., 2.])
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        iterations: Collection[int],
+        *,
+        kinds: Collection[Kind] = tuple(Kind),
+        rank: int = 0,
+        world_size: int = 1,
+        first_rank: int = 0,
+    ) -> None:
+        self._iterations, self._kinds = frozenset(iterations), frozenset(kinds)
+        self._folder, self._is_broken = folder, False
+        self._place = Path(f"group-{first_rank}-{world_size}") / f"rank-{rank:04d}"
+
+    @classmethod
+    def of(
+        cls, tracking: TrackingConfig, run_dir: Path | None, ranks: Sequence[int], rank: int
+    ) -> GradientRecorder:
+        """As a run's configuration has it.
+
+        Args:
+            tracking: which iterations, and what of them.
+            run_dir: the run's folder, if it has one.
+            ranks: global ranks of the group.
+            rank: this rank's number in the group.
+
+        Raises:
+            ConfigError: there is something to record, and no folder.
+        """
+        if not tracking.record_gradients_iters:
+            return NOT_RECORDING
+        if run_dir is None:
+            raise ConfigError(
+                "tracking.record_gradients_iters needs a run's folder to write to",
+                expected="install(config, run_dir=...)",
+                got="no folder",
+                remedy="give one, or leave tracking.record_gradients_iters out",
+            )
+        both = tracking.record_gradients == "both"
+        return cls(
+            run_dir / FOLDER,
+            tracking.record_gradients_iters,
+            kinds=tuple(Kind) if both else (Kind(tracking.record_gradients),),
+            rank=rank,
+            world_size=len(ranks),
+            first_rank=min(ranks),
+        )
+
+    def wants(self, iteration: int, kind: Kind) -> bool:
+        """Whether `record` would write."""
+        return iteration in self._iterations and kind in self._kinds and not self._is_broken
+
+    def record(self, bucket: str, iteration: int, kind: Kind, values: torch.Tensor) -> None:
+        """Writes one tensor if it is wanted, over one of the same iteration, if there is.
+
+        Args:
+            bucket: its name.
+            iteration: as the training loop counts.
+            kind: what the values are.
+            values: dense of any shape, or torch's sparse COO; only read. On CUDA this waits.
+        """
+        if not self.wants(iteration, kind):
+            return
+        folder = self._folder / f"iteration-{iteration:06d}" / self._place
+        path = folder / f"{quote(bucket, safe='')}.{kind}.pt"
+        partial = path.with_suffix(".partial")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save({"version": VERSION, **_packed(values.detach())}, partial)
+            os.replace(partial, path)
+        except OSError as error:
+            self._is_broken = True
+            logger.error("gradients are not recorded any more: %s", error)
+
+
+NOT_RECORDING = GradientRecorder(Path(), ())
+"""Wants nothing."""
+
+
+def _packed(values: torch.Tensor) -> dict[str, Any]:
+    """Flat values with their indices, or without where that is not larger."""
+    numel, dtype = values.numel(), values.dtype
+    if values.is_sparse and values.sparse_dim() == 1 and values.dim() == 2:
+        rows = values.coalesce()
+        columns = rows.shape[1]
+        index_K = (
+            rows.indices()[0].unsqueeze(1) * columns + torch.arange(columns, device=values.device)
+        ).flatten()
+        value_K = rows.values().flatten()
+    else:
+        dense_N = values.to_dense().flatten()
+        index_K = dense_N.nonzero().squeeze(1)
+        value_K = dense_N[index_K]
+        if index_K.numel() * (4 + dtype.itemsize) >= numel * dtype.itemsize:
+            return {"numel": numel, "values": dense_N.cpu().clone()}
+    narrow = torch.int32 if numel < 2**31 else torch.int64
+    return {"numel": numel, "values": value_K.cpu(), "indices": index_K.to(narrow).cpu()}
+
+
+@dataclass(frozen=True)
+class RecordedBucket:
+    """Where a bucket of a recording lies.
+
+    Attributes:
+        name: the bucket's; with the group before it where there is more than one group.
+        group: the folder of the ranks that reduce it together.
+        stem: of its files.
+    """
+
+    name: str
+    group: str
+    stem: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return int(self.group.rsplit("-", 1)[1])
+
+
+class GradientRecording:
+    """Reads what `GradientRecorder` wrote.
+
+    Attributes:
+        folder: of the recording.
+        iterations: ascending, those that it holds.
+        buckets: by name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.iterations = _numbers(folder, _ITERATION)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Opens the folder of a recording, or of a run that has one.
+
+        Raises:
+            ProfileError: there is none.
+        """
+        folder = path / FOLDER if (path / FOLDER).is_dir() else path
+        recording = cls(folder)
+        if not recording.iterations or not recording.buckets:
+            raise ProfileError(
+                f"{path} holds no recording of gradients",
+                expected=f"a run's folder with {FOLDER}/, or that folder itself",
+                got="no such folder" if not path.is_dir() else "none of its files",
+                remedy="record one: megatron-sparse train tracking.record_gradients_iters=[10,20]",
+            )
+        return recording
+
+    @cached_property
+    def buckets(self) -> dict[str, RecordedBucket]:
+        """Those of any iteration, group by group."""
+        found = {
+            (file.parent.parent.name, file.name.rsplit(".", 2)[0])
+            for iteration in self.iterations
+            for file in self._of(iteration).glob("group-*/rank-*/*.pt")
+            if _GROUP.fullmatch(file.parent.parent.name)
+        }
+        many = len({group for group, _ in found}) > 1
+        names = {
+            (group, stem): f"{group}/{unquote(stem)}" if many else unquote(stem)
+            for group, stem in sorted(found)
+        }
+        return {name: RecordedBucket(name, *key) for key, name in names.items()}
+
+    def kinds(self, iteration: int, bucket: str) -> list[Kind]:
+        """What was recorded of a bucket in an iteration, on its first rank.
+
+        Raises:
+            ProfileError: there is no such iteration or bucket.
+        """
+        place = self._place(iteration, bucket)
+        folder = place / "rank-0000"
+        return [kind for kind in Kind if (folder / f"{self._stem(bucket)}.{kind}.pt").is_file()]
+
+    def read(self, iteration: int, bucket: str, kind: Kind = Kind.GRADIENT) -> list[torch.Tensor]:
+        """One tensor for each rank: 1-D, dense or torch's sparse COO, as it was stored.
+
+        Args:
+            iteration: one of `iterations`.
+            bucket: one of `buckets`.
+            kind: see `Kind`.
+
+        Raises:
+            ProfileError: there is no such iteration or bucket; a rank's file is missing, damaged,
+                or of another size than the first one's.
+        """
+        place, stem = self._place(iteration, bucket), self._stem(bucket)
+        world_size = self.buckets[bucket].world_size
+        found = [
+            _load(place / f"rank-{rank:04d}" / f"{stem}.{kind}.pt") for rank in range(world_size)
+        ]
+        sizes = [values.numel() for values in found]
+        if len(set(sizes)) > 1:
+            raise ProfileError(
+                f"{self.folder}: iteration {iteration}, bucket {bucket}: the ranks do not fit",
+                expected=f"{sizes[0]} elements on every rank",
+                got=sizes,
+                remedy="record anew: these are files of different models",
+            )
+        return found
+
+    def _stem(self, bucket: str) -> str:
+        return self.buckets[bucket].stem
+
+    def _place(self, iteration: int, bucket: str) -> Path:
+        for what, asked, there in (
+            ("iteration", iteration, self.iterations),
+            ("bucket", bucket, list(self.buckets)),
+        ):
+            if asked not in there:
+                raise ProfileError(
+                    f"{self.folder} does not have that {what}",
+                    expected=", ".join(map(str, there)),
+                    got=asked,
+                )
+        return self._of(iteration) / self.buckets[bucket].group
+
+    def _of(self, iteration: int) -> Path:
+        return self.folder / f"iteration-{iteration:06d}"
+
+
+def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+
+
+def _load(path: Path) -> torch.Tensor:
+    """One file's tensor, checked: a recording may come from somebody else."""
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ProfileError(
+            f"a recording of gradients is incomplete: {path} is missing",
+            expected="a file of every rank",
+            got="no such file",
+            remedy="bring the folders of all nodes together, or record anew",
+        ) from None
+    except Exception as error:  # damaged bytes lead torch's reader to any kind of error
+        raise _damaged(path, "a file that torch.load reads", error) from None
+    if not isinstance(held, dict) or held.get("version") != VERSION:
+        raise _damaged(path, f"a recording of version {VERSION}", type(held).__name__)
+    numel, values, indices = (held.get(name) for name in ("numel", "values", "indices"))
+    if not isinstance(numel, int) or not isinstance(values, torch.Tensor) or values.dim() != 1:
+        raise _damaged(path, "numel and 1-D values", sorted(held))
+    if indices is None:
+        if values.numel() != numel:
+            raise _damaged(path, f"{numel} values", values.numel())
+        return values
+    if (
+        not isinstance(indices, torch.Tensor)
+        or indices.shape != values.shape
+        or indices.dtype not in (torch.int32, torch.int64)
+    ):
+        raise _damaged(path, "as many indices as values", indices)
+    index_K = indices.long()
+    if index_K.numel() and not (
+        int(index_K[0]) >= 0 and int(index_K[-1]) < numel and bool((index_K.diff() > 0).all())
+    ):
+        raise _damaged(path, f"ascending indices below {numel}", "others")
+    return torch.sparse_coo_tensor(
+        index_K.unsqueeze(0), values, (numel,), is_coalesced=True, check_invariants=True
+    )
+
+
+def _damaged(path: Path, expected: object, got: object) -> ProfileError:
+    first = (str(got).splitlines() or [type(got).__name__])[0]
+    return ProfileError(
+        f"{path} is no recorded gradient", expected=expected, got=first, remedy="record anew"
+    )

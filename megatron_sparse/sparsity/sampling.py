@@ -1,0 +1,389 @@
+"""The profile of one bucket in training, from a sample that all ranks take of the same elements.
+
+Every rank counts exactly what is cheap to count: its non-zero elements in each of 2,048 partitions,
+and its non-zero blocks. What needs other ranks' positions (definitions 3 and 4 of ZEN, and whatever
+concerns the sum) is estimated from windows of 256 elements: `WINDOWS` of them, or all there are,
+whose places are a pure function of (seed, step, bucket) and spread evenly over the bucket.
+
+Estimates: partitions are put into classes by their density, which all ranks know exactly; in each
+class the sum of k ranks is as much denser than one rank's part as it is in the class's windows,
+where `PRIOR` elements' worth of the whole bucket's ratio is mixed in (a class of which little was
+seen says little). So crowded parts, where ranks overlap most, are neither missed nor counted twice
+by chance. The fraction of a sum's blocks that are not empty lies between full overlap and
+independence as it does in the windows.
+
+Cost. Bytes: two all-gathers, of 8 (2 + n) bytes a rank and of 8 bytes for each partition and each
+64 elements of the windows: 80 KiB. Work: one decoding of the rank's own message and two passes over
+the bucket, in the stage `profile`; waiting for the all-gathers is `network`. On CUDA two
+synchronisations of the host. Memory: 1 byte for each element of the largest bucket.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives.base import even_cuts, exchange_sizes
+from megatron_sparse.compression.keys import draw_key
+from megatron_sparse.errors import WireFormatError
+from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.sparsity.bit_sets import WORD_BITS, overlap_ratios, unions
+from megatron_sparse.sparsity.characteristics import (
+    BLOCK_SIZES,
+    SparsityProfile,
+    partition_counts,
+    quantiles,
+    skewness_ratio,
+)
+from megatron_sparse.transport import Transport, Work
+
+WINDOWS, WINDOW_NUMEL = 2048, 256
+FINEST = 2048
+"""Partitions that are counted, if they have at least a window's elements."""
+WORDS = WINDOW_NUMEL // WORD_BITS
+PRIOR = 8.0
+MOST_PAIRS = 128
+"""Pairs of ranks whose overlap is looked at: quantiles need no more."""
+
+_BYTE_SUM, _GATHER_BITS = 0x0101010101010101, 0x0102040810204080
+
+
+def sample_profile(
+    bucket: Bucket,
+    message: Message,
+    transport: Transport,
+    buffers: MessageBuffers,
+    watch: Stopwatch,
+    *,
+    seed: int,
+) -> Generator[Work, None, SparsityProfile]:
+    """Estimates the profile of what all ranks selected; the same bits on every rank.
+
+    Belongs between the selection and the exchange of the message.
+
+    Args:
+        bucket: what the message was selected from. Mutated: an fp32 gradient then holds what this
+            rank selected, as every collective may overwrite it; of others the fp32 sum's buffer.
+        message: this rank's selection, in any format.
+        transport: the group.
+        buffers: where scratch memory comes from.
+        watch: receives the time of the stage `profile`.
+        seed: of the windows; the same on every rank.
+
+    Returns:
+        The profile. `density`, `skewness` and `block_density` are exact. Where the bucket has no
+        more than `WINDOWS` windows, so are `densification`, `overlap` (of at most `MOST_PAIRS`
+        pairs) and `sum_block_density` of the smallest blocks.
+
+    Raises:
+        CommunicationError: ranks disagree about the bucket, seed, dtype or step.
+        WireFormatError: what a rank told was damaged on its way.
+    """
+    n = transport.world_size
+    with watch.stage("profile"):
+        plan = SamplePlan.of(bucket.name, bucket.numel, n, seed, message.epoch)
+        own = plan.measure(selected_values(bucket, message, buffers), buffers)
+        check = zlib.crc32(own.numpy().tobytes())
+    told = yield from exchange_sizes(
+        [own.numel(), check],
+        bucket,
+        f"profile/{seed}/{WINDOWS}",
+        message.value_dtype,
+        message.epoch,
+        transport,
+    )
+    part = own.to(transport.device)
+    gathered = part.new_empty(n * part.numel())
+    yield transport.all_gather(gathered, part)
+    with watch.stage("profile"):
+        parts = gathered.view(n, -1).cpu().numpy()
+        for rank, (row, (_, expected)) in enumerate(zip(parts, told, strict=True)):
+            _check_part(row, rank, expected)
+        return plan.profile(parts)
+
+
+def _check_part(row: np.ndarray, rank: int, expected: int) -> None:
+    got = zlib.crc32(row.tobytes())
+    if got != expected:
+        raise WireFormatError(
+            f"rank {rank}: its part of a sparsity profile is damaged",
+            expected=f"checksum {expected:#010x}",
+            got=f"{got:#010x}",
+            remedy="restart from the last checkpoint; look at that rank's host",
+        )
+
+
+def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -> torch.Tensor:
+    """What a rank's own message holds, fp32 [N]: zeros where nothing was selected.
+
+    It lies where the collective will have its sum, and takes no memory of its own: in the gradient
+    where that is fp32, which is thereby overwritten, as it will be anyway.
+
+    Args:
+        bucket: what the message was selected from.
+        message: in any format.
+        buffers: where the sum of a narrower gradient lives.
+    """
+    sum_N = bucket.grad_N
+    if sum_N.dtype != torch.float32:
+        name = f"sum:{bucket.name}"
+        sum_N = buffers.take(name, bucket.numel, sum_N.device, torch.float32)
+    records = message.buffer[: message.nbytes]
+    slots_S = None if message.slots is None else message.slots.offsets
+    # The rank only names the sender of a damaged record, which here would be ourselves.
+    decode_add_(
+        sum_N,
+        records,
+        message.layout.segment_offsets,
+        message.value_dtype,
+        message.epoch,
+        rank=0,
+        fresh=True,
+        slots_S=slots_S,
+    )
+    return sum_N
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """What is looked at in a step, and how a rank's part of the answer is laid out.
+
+    A part is int64: non-zero elements of each finest partition, of each of n partitions, non-zero
+    blocks of each size of `BLOCK_SIZES`, and the windows, bit i of a word being its element i.
+
+    Attributes:
+        numel: elements of the bucket.
+        world_size: n.
+        finest: partitions that all other powers of two are unions of.
+        window_W: int64, ascending; window w holds the elements from 256 w on.
+    """
+
+    numel: int
+    world_size: int
+    finest: int
+    window_W: torch.Tensor
+
+    @classmethod
+    def of(cls, name: str, numel: int, world_size: int, seed: int, step: int) -> SamplePlan:
+        """The plan of a bucket in a step."""
+        windows = -(-numel // WINDOW_NUMEL)
+        count = min(windows, WINDOWS)
+        generator = torch.Generator().manual_seed(draw_key(seed, step, "profile", name))
+        inside_W = torch.rand(count, generator=generator, dtype=torch.float64)
+        edges = torch.arange(count + 1) * windows // max(count, 1)
+        drawn_W = edges[:-1] + (inside_W * edges.diff()).long()
+        powers = [p for p in partition_counts(numel, 1) if p.bit_count() == 1]
+        fine = 2 ** (min(max(windows, 1), FINEST).bit_length() - 1)
+        return cls(numel, world_size, max([*powers, fine]), drawn_W)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every element is looked at."""
+        return self.window_W.numel() * WINDOW_NUMEL >= self.numel
+
+    @cached_property
+    def _cuts(self) -> np.ndarray:
+        """Where the finest partitions begin, and the last one's end."""
+        return np.array(even_cuts(self.numel, self.finest))
+
+    def measure(self, values_N: torch.Tensor, buffers: MessageBuffers) -> torch.Tensor:
+        """A rank's part: int64 on the CPU, which on CUDA waits for the device.
+
+        Args:
+            values_N: zeros where nothing was selected; only read.
+            buffers: where a byte for each element comes from.
+        """
+        room = -(-self.numel // WINDOW_NUMEL) * WINDOW_NUMEL
+        mask_N = buffers.take("profile", room, values_N.device, torch.bool)
+        # A conversion, because a comparison takes five times as long on a CPU.
+        mask_N[: self.numel].copy_(values_N)
+        mask_N[self.numel :] = False
+        mask_B64 = mask_N.view(-1, WORD_BITS)
+        # Bytes of 0 or 1 are added eight at a time; the product's highest byte is their sum.
+        nnz_B = (mask_N.view(torch.int64).view(-1, WORD_BITS // 8).sum(1) * _BYTE_SUM) >> 56
+        window_bits = mask_N.view(-1, WINDOW_NUMEL)[self.window_W.to(mask_N.device)]
+        # Eight such bytes become eight bits: the product's highest byte has bit i from byte i.
+        packed_W = (window_bits.view(torch.int64).flatten() * _GATHER_BITS) >> 56 & 0xFF
+        parts = [
+            *(
+                _counts(mask_B64, nnz_B, even_cuts(self.numel, p))
+                for p in (self.finest, self.world_size)
+            ),
+            _nonempty_blocks(nnz_B > 0),
+            packed_W.to(torch.uint8).view(torch.int64),
+        ]
+        return torch.cat(parts).cpu()
+
+    def profile(self, parts: np.ndarray) -> SparsityProfile:
+        """What all ranks' parts say together.
+
+        Only operations that IEEE 754 rounds exactly are used, and sums that do not depend on their
+        order: ranks on different processors get the same bits.
+
+        Args:
+            parts: int64 [n, ...], a row for each rank.
+        """
+        n, numel = parts.shape[0], self.numel
+        if not numel:
+            return SparsityProfile.uniform(0, 0.0, n)
+        finest_nP, equal_nP, blocks_nB, words = np.split(
+            parts, np.cumsum([self.finest, n, len(BLOCK_SIZES)]), axis=1
+        )
+        words_nW = np.ascontiguousarray(words).view(np.uint64)
+        counts = {
+            p: equal_nP if p == n else finest_nP.reshape(n, p, -1).sum(2)
+            for p in partition_counts(numel, n)
+        }
+        total_P = finest_nP.sum(0)
+        nnz = int(total_P.sum())
+        density = nnz / (n * numel)
+        unions_P = self._unions(total_P, words_nW)
+        blocks = _block_fractions(blocks_nB, numel)
+        return SparsityProfile(
+            numel=numel,
+            world_size=n,
+            density=density,
+            densification={
+                k: math.fsum(found_P.tolist()) / (density * numel) if nnz else 1.0
+                for k, found_P in unions_P.items()
+            },
+            skewness={p: _mean_skewness(found_nP, numel) for p, found_nP in counts.items()},
+            sum_skewness={
+                p: skewness_ratio(self._cut(found_nP.sum(0) / n, total_P / n, unions_P[n]), numel)
+                for p, found_nP in counts.items()
+            },
+            overlap=quantiles(overlap_ratios(words_nW, MOST_PAIRS)),
+            block_density=blocks,
+            sum_block_density=self._sum_blocks(blocks, words_nW),
+        )
+
+    def _unions(self, total_P: np.ndarray, words_nW: np.ndarray) -> dict[int, np.ndarray]:
+        """Elements of the unions of k ranks in each of the finest partitions, on average; by k.
+
+        Args:
+            total_P: int64, elements of all ranks in each.
+            words_nW: what each rank has in the windows.
+        """
+        n = words_nW.shape[0]
+        mean_P, size_P = total_P / n, np.diff(self._cuts).astype(np.float64)
+        # Two classes for each factor of two in density; those without any element are one.
+        mantissa_P, exponent_P = np.frexp(mean_P / size_P)
+        keys_P = np.where(
+            total_P > 0, 2 * exponent_P + (mantissa_P >= 0.75), np.iinfo(np.int32).min
+        )
+        names, class_P = np.unique(keys_P, return_inverse=True)
+        middle_W = self.window_W.numpy() * WINDOW_NUMEL + WINDOW_NUMEL // 2
+        owner_W = (
+            np.searchsorted(self._cuts, np.minimum(middle_W, self.numel - 1), side="right") - 1
+        )
+
+        def by_class(words_gW: np.ndarray) -> np.ndarray:
+            bits_W = np.bitwise_count(words_gW).reshape(len(words_gW), -1, WORDS)
+            size_W = bits_W.sum((0, 2), dtype=np.int64)
+            # Whole numbers, so the order of the additions does not matter.
+            return np.bincount(class_P[owner_W], size_W, names.size) / len(words_gW)
+
+        single_C, found = by_class(words_nW), {}
+        single = math.fsum(single_C.tolist())
+        for k, sets_gW in unions(words_nW):
+            union_C = by_class(sets_gW)
+            union = math.fsum(union_C.tolist())
+            overall = union / single if single else 1.0
+            ratio_C = (union_C + PRIOR * overall) / (single_C + PRIOR)
+            union_P = np.minimum(ratio_C[class_P] * mean_P, size_P)
+            if self.is_whole and union:
+                # All is known but how it is spread within a class.
+                union_P = union_P * (union / math.fsum(union_P.tolist()))
+            found[k] = union_P
+        return found
+
+    def _cut(self, mean_Q: np.ndarray, mean_P: np.ndarray, union_P: np.ndarray) -> list[float]:
+        """Elements of a union in other partitions: exact means times the ratio around them.
+
+        Args:
+            mean_Q: elements of one rank in each of them, on average.
+            mean_P: the same in the finest partitions.
+            union_P: elements of the union in the finest partitions.
+        """
+        knots, cuts = self._cuts, np.array(even_cuts(self.numel, mean_Q.size))
+        left = np.minimum(np.searchsorted(knots, cuts, side="right") - 1, self.finest - 1)
+        inside = (cuts - knots[left]) / (knots[left + 1] - knots[left])
+
+        def between(part_P: np.ndarray) -> np.ndarray:
+            before = np.concatenate([[0.0], np.cumsum(part_P)])
+            return np.diff(before[left] + inside * part_P[left])
+
+        one_Q, many_Q = between(mean_P), between(union_P)
+        found_Q = np.divide(mean_Q * many_Q, one_Q, out=np.zeros_like(one_Q), where=one_Q > 0)
+        return np.minimum(found_Q, np.diff(cuts)).tolist()
+
+    def _sum_blocks(self, blocks: dict[int, float], words_nW: np.ndarray) -> dict[int, float]:
+        """Between full overlap and independence: as in the windows, or their largest blocks."""
+        n, found, share = words_nW.shape[0], {}, 0.0
+        union_W = np.bitwise_or.reduce(words_nW, axis=0, keepdims=True)
+        seen = self.numel if self.is_whole else self.window_W.numel() * WINDOW_NUMEL
+        for size, fraction in blocks.items():
+            if size <= WINDOW_NUMEL:
+                held, union = (
+                    int((sets.reshape(-1, size // WORD_BITS) != 0).any(1).sum()) / len(sets)
+                    for sets in (words_nW, union_W)
+                )
+                count = -(-seen // size)
+                room = count * _independent(held / count, n) - held
+                share = (union - held) / room if room > 0 else 0.0
+            most = _independent(fraction, n)
+            found[size] = min(max(fraction + share * (most - fraction), 0.0), 1.0)
+        return found
+
+
+def _independent(fraction: float, n: int) -> float:
+    """Of the union of n independent sets. By products: a power may round differently elsewhere."""
+    return 1 - math.prod([1 - fraction] * n)
+
+
+def _mean_skewness(counts_nP: np.ndarray, numel: int) -> float:
+    """`skewness_ratio` of each rank, on average."""
+    total_n = counts_nP.sum(1)
+    densest_n = (counts_nP / np.diff(even_cuts(numel, counts_nP.shape[1]))).max(1)
+    ratio_n = np.divide(densest_n, total_n / numel, out=np.ones_like(densest_n), where=total_n > 0)
+    return math.fsum(ratio_n.tolist()) / len(ratio_n)
+
+
+def _counts(mask_B64: torch.Tensor, nnz_B: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    """Non-zero elements between each cut and the next; int64 on the mask's device."""
+    if mask_B64.shape[0] == 0:
+        return nnz_B.new_zeros(len(cuts) - 1)
+    before_B = torch.cat([nnz_B.new_zeros(1), nnz_B.cumsum(0)])
+    cut_P = torch.tensor(cuts, device=mask_B64.device)
+    word_P = (cut_P // WORD_BITS).clamp_(max=mask_B64.shape[0] - 1)
+    inside_P = cut_P - word_P * WORD_BITS
+    places = torch.arange(WORD_BITS, device=mask_B64.device)
+    part_P = (mask_B64[word_P] & (places < inside_P.unsqueeze(1))).sum(1)
+    return (before_B[word_P] + part_P).diff()
+
+
+def _nonempty_blocks(full_B: torch.Tensor) -> torch.Tensor:
+    """Blocks of each size with a non-zero element, from those of the smallest size."""
+    counts = []
+    for _ in BLOCK_SIZES:
+        counts.append(full_B.count_nonzero())
+        pairs = torch.nn.functional.pad(full_B, (0, full_B.numel() % 2)).view(-1, 2)
+        full_B = pairs.any(1)
+    return torch.stack(counts)
+
+
+def _block_fractions(blocks_nB: np.ndarray, numel: int) -> dict[int, float]:
+    found = blocks_nB.sum(0).tolist()
+    n = blocks_nB.shape[0]
+    return {
+        size: count / (n * max(-(-numel // size), 1))
+        for size, count in zip(BLOCK_SIZES, found, strict=True)
+    }

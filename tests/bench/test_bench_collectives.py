@@ -1,0 +1,408 @@
+"""`bench collectives`: what it counts as wrong, how it times, what it writes and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from megatron_sparse.bench import launch
+from megatron_sparse.bench.collectives import command as collectives
+from megatron_sparse.bench.collectives.floor import codec_bytes, payload_rate
+from megatron_sparse.bench.collectives.path import HalvedPath, residual_of
+from megatron_sparse.bench.collectives.row import MEASURED, Row, in_order
+from megatron_sparse.bench.collectives.sweep import Case, Sweep
+from megatron_sparse.bench.host_load import HostLoad, foreign_share
+from megatron_sparse.bucket import Form
+from megatron_sparse.cli.main import main
+from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import Link, Topology, VirtualCluster
+
+KEYS = {
+    "op",
+    "scheme",
+    "dtype",
+    "density",
+    "count",
+    "bytes",
+    "world_size",
+    "wire_bytes",
+    "time_us",
+    "dense_us",
+    "encode_us",
+    "network_us",
+    "decode_us",
+    "host_us",
+    "transport",
+    "modelled",
+    "wrong",
+}
+"""What every reader of the JSON lines may count on."""
+LINK = Link(1e-5, 8e-10)
+
+
+def sweep(**changed) -> Sweep:
+    fields = {
+        "min_bytes": 2**14,
+        "max_bytes": 2**14,
+        "densities": [0.05],
+        "dtypes": ["fp32"],
+        "schemes": ["direct"],
+        "ops": ["all_reduce"],
+        "warmup": 1,
+        "iters": 2,
+    }
+    return Sweep(**fields | changed)
+
+
+def run_virtual(n=4, path=None, **changed):
+    topology = Topology.even(n, 2, LINK, LINK)
+    return collectives.run_virtual(sweep(**changed), topology, path)
+
+
+def run_cli(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main.main(["bench", "collectives", *arguments])
+    return caught.value.code or 0
+
+
+class TestVirtual:
+    """All ranks in one process, on a modelled network."""
+
+    def test_every_scheme_is_right_and_labelled_as_a_model(self, tmp_path, capsys):
+        path = tmp_path / "rows.jsonl"
+        schemes = ["auto", *OVER_GROUPS]
+        rows = run_virtual(8, path, schemes=schemes, ops=["all_reduce", "reduce_scatter"])
+        assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+        assert {row["scheme"] for row in rows} == set(schemes)
+        for row in rows:
+            assert set(row) >= KEYS
+            assert row["wrong"] == 0
+            assert row["modelled"] is True
+            assert row["transport"] == "virtual"
+            assert row["time_us"] > 0
+            assert row["dense_us"] > 0
+            assert row["world_size"] == 8
+        printed = capsys.readouterr().out
+        assert "MODELLED" in printed
+        assert "#wrong" in printed
+
+    def test_the_clock_is_the_alpha_beta_model(self):
+        """Dense all-pairs: 2 rounds, each of 3 messages of a quarter, one port for all of them."""
+        (row,) = run_virtual(4, schemes=["dense_allpairs"])
+        quarter = row["bytes"] / 4
+        expected_s = 2 * (3 * LINK.beta_s * quarter + LINK.alpha_s)
+        assert row["wire_bytes"] == 6 * quarter
+        # Fingerprints and the like are not modelled away: a few small messages more.
+        assert row["time_us"] == pytest.approx(expected_s * 1e6, rel=0.2)
+
+    def test_a_wrong_sum_is_counted_and_not_timed(self, monkeypatch, capsys):
+        def broken(bucket, *arguments):
+            sent = yield from real(bucket, *arguments)
+            bucket.grad_N[3] += 1
+            return sent
+
+        real = SCHEMES["direct"].run
+        monkeypatch.setitem(SCHEMES, "direct", dataclasses.replace(SCHEMES["direct"], run=broken))
+        good, bad = run_virtual(4, schemes=["agsparse", "direct"])
+        assert (good["wrong"], bad["wrong"]) == (0, 2 * 4)  # an element a step on each rank
+        assert bad["time_us"] is None
+        code = run_cli(
+            "--virtual",
+            "--ranks=2",
+            "--min-bytes=16K",
+            "--max-bytes=16K",
+            "--density=0.05",
+            "--scheme=direct",
+        )
+        assert code == 1
+        assert "  4 " in capsys.readouterr().out.splitlines()[-1]
+
+    @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+    def test_narrow_dtypes_are_exact(self, dtype):
+        for row in run_virtual(5, dtypes=[dtype], schemes=["dense", "direct", "agsparse"]):
+            assert row["wrong"] == 0
+
+    def test_what_does_not_fit_into_memory_is_refused(self, monkeypatch):
+        from megatron_sparse.bench.collectives import virtual
+
+        monkeypatch.setattr(virtual, "free_memory_bytes", lambda: 2**20)
+        with pytest.raises(ConfigError, match="memory"):
+            run_virtual(64)
+
+
+class TestInputs:
+    """What is checked and what is timed."""
+
+    @pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
+    def test_the_check_selects_about_what_the_case_says(self, density):
+        """A check in which nothing is selected would find no scheme wrong."""
+        case = Case(Form.ALL_REDUCE, "direct", "fp32", density, 2**16)
+        path = HalvedPath(case, sweep(densities=[density]), VirtualCluster(2).transports[0])
+        bucket = case.bucket(case.small_integers(0, 2, 0), 2)
+        nnz, _ = path.select(bucket, 0, Stopwatch())
+        # Peaks that are ties with the threshold are dropped: at most one value of five.
+        assert 0.5 * density * case.numel < nnz <= 1.2 * density * case.numel
+        left = residual_of(path.residuals, bucket)
+        assert int(left.count_nonzero()) == case.numel - nnz
+
+    def test_sums_stay_exact_for_as_many_ranks_as_are_allowed(self):
+        case = Case(Form.ALL_REDUCE, "direct", "bf16", 1.0, 4096)
+        most = 256 // (2 * 3)
+        parts = [
+            case.small_integers(rank, most, step).double()
+            for rank in range(most)
+            for step in range(2)
+        ]
+        assert sum(part.abs() for part in parts).max() <= 256
+        with pytest.raises(ConfigError, match="too many ranks"):
+            case.small_integers(0, most + 1, 0)
+
+    def test_timed_values_keep_the_density_at_independent_positions(self):
+        case = Case(Form.ALL_REDUCE, "direct", "fp32", 0.1, 2**16)
+        kept = []
+        for transport in VirtualCluster(2).transports:
+            path = HalvedPath(case, sweep(densities=[0.1]), transport)
+            bucket = case.bucket(case.normal_values(transport.rank), 2)
+            path.select(bucket, 0, Stopwatch())
+            kept.append(residual_of(path.residuals, bucket) == 0)
+        # 40,000 samples: a relative error of 1.5 % for the density, 3 % for its square.
+        assert kept[0].double().mean() == pytest.approx(0.1, rel=0.1)
+        assert (kept[0] & kept[1]).double().mean() == pytest.approx(0.01, rel=0.2)
+
+    def test_dense_schemes_run_once_and_missing_forms_are_left_out(self):
+        cases = sweep(
+            schemes=["dense", "direct", "ssar_rd"],
+            densities=[0.1, 0.2],
+            ops=["all_reduce", "reduce_scatter"],
+        ).cases(3)
+        names = [(case.form, case.scheme, case.density) for case in cases]
+        assert names.count((Form.ALL_REDUCE, "dense", 1.0)) == 1
+        assert (Form.ALL_REDUCE, "ssar_rd", 0.2) in names
+        assert not [name for name in names if name[:2] == (Form.REDUCE_SCATTER, "ssar_rd")]
+        assert all(case.numel % 3 == 0 for case in cases)
+
+
+class TestFigures:
+    """From what the ranks measured to a row."""
+
+    CASE = Case(Form.ALL_REDUCE, "agsparse", "fp32", 0.01, 1000)
+
+    def rounds(self):
+        """Two ranks, three rounds; rank 1 is the slowest but for the first."""
+
+        def figures(total, network, dense, wire):
+            return in_order(
+                {
+                    "total": total,
+                    "threshold": 1,
+                    "prune": 2,
+                    "profile": 0,
+                    "encode": 3,
+                    "network": network,
+                    "decode": 4,
+                    "host_cpu": total / 5,
+                    "dense": dense,
+                    "copy": 2,
+                    "wire_bytes": wire,
+                    "nnz": 10,
+                }
+            )
+
+        return torch.tensor(
+            [
+                [figures(50, 20, 90, 100), figures(40, 20, 90, 100), figures(40, 20, 90, 100)],
+                [figures(45, 15, 80, 200), figures(60, 30, 120, 200), figures(90, 60, 120, 200)],
+            ],
+            dtype=torch.float64,
+        )
+
+    def test_the_slowest_rank_of_each_round_counts(self):
+        row = Row.of(self.CASE, "agsparse", "gloo", 1000, 2, 0)
+        row.measured(self.CASE, self.rounds(), 1e6, prune=True)
+        assert (row.time_us, row.dense_us) == (60, 120)
+        assert row.network_us == 30
+        assert row.host_us == 20  # of 50 - 30, 60 - 40, 90 - 70
+        assert row.host_cpu_us == 12  # of 10, 12, 18
+        assert row.prune_us == 3
+        assert row.speedup == pytest.approx(90 / 50)  # of 90/50, 120/60, 120/90
+        assert row.wire_bytes == 200
+        assert row.p99_us == pytest.approx(89.4)  # 1 % of the way from 90 to 60
+        assert row.network_floor_us == pytest.approx(200)
+        # 4000 + 8000 + 4000 + 10 * 8 + 200 bytes, at 8000 bytes in 2 us.
+        assert row.floor_us == pytest.approx(200 + 16_280 * 2 / 8000)
+
+    def test_floor(self):
+        assert payload_rate(1000) == pytest.approx(119.55e6, rel=1e-4)
+        assert codec_bytes(self.CASE, "dense", 100, 10, 2, prune=True) == 0
+        assert codec_bytes(self.CASE, "agsparse", 100, 10, 2, prune=False) == 4100
+        shard = dataclasses.replace(self.CASE, form=Form.REDUCE_SCATTER)
+        assert codec_bytes(shard, "direct", 100, 10, 4, prune=False) == 1100
+
+    def test_measured_names_are_what_a_round_is_made_of(self):
+        assert in_order({name: float(i) for i, name in enumerate(MEASURED)}) == [
+            float(i) for i in range(len(MEASURED))
+        ]
+
+    def test_noisy_rows_say_so(self):
+        row = Row.of(self.CASE, "agsparse", "gloo", None, 2, 0)
+        row.measured(self.CASE, self.rounds(), 1e6, prune=True)
+        assert "noisy" not in row.line()
+        row.noisy, row.foreign_load = True, 0.37
+        assert "noisy: 37%" in row.line()
+
+
+class TestHostLoad:
+    """Other programs' share of the machine."""
+
+    def test_share(self):
+        assert foreign_share(10, 6, 4) == pytest.approx(0.2)
+        assert foreign_share(10, 3, 4) == 0
+        assert foreign_share(10, 30, 4) == 1
+
+    def test_a_busy_neighbour_is_seen(self):
+        import psutil
+
+        busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            time.sleep(0.2)
+            load = HostLoad()
+            time.sleep(1.0)
+            there_were, worked, own = load.spent()
+        finally:
+            busy.kill()
+            busy.wait()
+        # One core, less what other tests' processes take of it.
+        assert foreign_share(there_were, worked, own) * (psutil.cpu_count() or 1) > 0.3
+        assert own < 0.5
+
+
+class TestLoopback:
+    """Processes of this machine."""
+
+    @pytest.mark.parametrize(
+        ("prune", "schemes", "ops"),
+        [
+            ("--prune", "dense,agsparse,direct,auto", "all_reduce,reduce_scatter"),
+            ("--no-prune", "dense,direct", "all_reduce"),
+        ],
+    )
+    def test_rows_are_right_timed_and_written(self, prune, schemes, ops, tmp_path):
+        path = tmp_path / "rows.jsonl"
+        command = launch.command_line(
+            [
+                "bench",
+                "collectives",
+                "--ranks=2",
+                "--min-bytes=64K",
+                "--max-bytes=64K",
+                "--density=0.05",
+                f"--scheme={schemes}",
+                f"--op={ops}",
+                "--warmup=1",
+                "--iters=3",
+                f"--json={path}",
+                prune,
+            ]
+        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(row["op"], row["scheme"]) for row in rows] == [
+            (op, scheme) for op in ops.split(",") for scheme in schemes.split(",")
+        ]
+        for row in rows:
+            assert set(row) >= KEYS
+            assert (row["wrong"], row["modelled"], row["transport"]) == (0, False, "gloo")
+            for name in KEYS & {name for name in row if name.endswith("_us")}:
+                assert math.isfinite(row[name]), name
+            assert row["time_us"] > row["network_us"] > 0
+            assert row["p99_us"] >= row["time_us"] >= row["host_us"] > 0
+            assert row["floor_us"] >= row["network_floor_us"] > 0
+            assert 0 <= row["foreign_load"] <= 1
+            sparse = SCHEMES[row["carried_by"]].takes == "sparse"
+            assert (row["prune_us"] > 0) == (sparse and prune == "--prune")
+            assert (row["sent_density"] < 0.1) == sparse
+
+    def test_the_first_failure_is_the_exit_code_and_ends_the_others(self, monkeypatch):
+        monkeypatch.setattr(launch, "GRACE_S", 0.2)
+        code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)"
+        start_s = time.monotonic()
+        assert launch.run_loopback([sys.executable, "-c", code], 3) == 3
+        assert time.monotonic() - start_s < 30
+
+    def test_a_killed_rank_is_a_typed_error(self, monkeypatch):
+        monkeypatch.setattr(launch, "GRACE_S", 0.2)
+        code = "import os, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), 9)"
+        with pytest.raises(CommunicationError, match="SIGKILL"):
+            launch.run_loopback([sys.executable, "-c", code], 2)
+
+    def test_the_first_rank_to_fail_says_so_and_the_others_are_silent(self, tmp_path, capfd):
+        """Rank 0 finds it; the others lose it in the middle of a collective."""
+        command = launch.command_line(
+            [
+                "bench",
+                "collectives",
+                "--min-bytes=16K",
+                "--max-bytes=16K",
+                "--density=0.05",
+                "--scheme=direct",
+                "--iters=1",
+                f"--json={tmp_path / 'no' / 'rows.jsonl'}",
+            ]
+        )
+        assert launch.run_loopback(command, 3) == ConfigError.exit_code
+        error = capfd.readouterr().err
+        assert error.count("error:") == 1, error
+        assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--scheme=telepathy"], "direct"),
+        (["--dtype=fp8"], "fp32"),
+        (["--op=gather"], "all_reduce"),
+        (["--density=2"], "(0, 1]"),
+        (["--min-bytes=2M", "--max-bytes=1M"], "64 to max_bytes"),
+        (["--min-bytes=64", "--max-bytes=64", "--ranks=100"], "--min-bytes"),
+        (["--format=zip"], "pici"),
+        (["--timeout=0"], "above 0"),
+        (["--json=no/such/folder/rows.jsonl"], "measurements"),
+        (["--netbed"], "--mbit R"),
+        (["--netbed", "--mbit=100", "--virtual"], "--virtual"),
+        (["--scheme=ssar_rd", "--op=reduce_scatter"], "nothing to measure"),
+        (["--nccl-engine"], "without a capacity"),
+        (["--nccl-engine", "--capacity=1.25", "--virtual"], "virtual ranks have no NCCL"),
+    ],
+)
+def test_mistakes_are_one_error(arguments, words, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert run_cli(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_ranks_must_be_those_that_were_started(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_cli("--ranks=3") == 2
+    assert "--ranks" in capsys.readouterr().err
+
+
+def test_no_test_bed_outside_of_a_checkout(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "NETBED", tmp_path / "netbed.sh")
+    assert run_cli("--netbed", "--mbit=100") == 2
+    assert "checkout" in capsys.readouterr().err

@@ -1,0 +1,279 @@
+"""Calibration: known links are found again, fits are right, and the command writes a good file."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Form
+from megatron_sparse.calibration import command as runner
+from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
+from megatron_sparse.calibration.links import LinkSweep, fit_link, measure_links
+from megatron_sparse.calibration.threshold_sweep import (
+    RingRuns,
+    SweepCase,
+    choose,
+    options_of,
+    sweep_thresholds,
+)
+from megatron_sparse.cli.main import main
+from megatron_sparse.config.sparse import RING_DENSITIES
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.cluster import ClusterModel, CodecOp, find
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.simulate.pricing import ChargingStopwatch, memory_bound
+from megatron_sparse.transport import Link, Topology, VirtualCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SWEEP = LinkSweep((8, 1024, 2**16, 2**18), repeats=3, rounds=4)
+INTRA, INTER = Link(5e-6, 1e-11), Link(3e-5, 3.2e-10)
+
+
+def measured(topology: Topology):
+    """What every rank of a virtual cluster finds; all the same."""
+    cluster = VirtualCluster(topology.world_size, topology)
+
+    def start(transport):
+        clock = partial(cluster.clock_s.__getitem__, transport.rank)
+        return measure_links(transport, SWEEP, clock)
+
+    first, *others = cluster.run(start)
+    assert all(found == first for found in others)
+    return first
+
+
+def about(link: Link):
+    """5 %: the barrier leaves ranks up to a small message's time apart, once in four rounds."""
+    return Link(
+        pytest.approx(link.alpha_s, rel=0.05),  # type: ignore[arg-type]
+        pytest.approx(link.beta_s, rel=0.05),  # type: ignore[arg-type]
+    )
+
+
+class TestLinks:
+    """A virtual cluster's links are known, so what is measured can be compared."""
+
+    @pytest.mark.parametrize("nic", ["rank", "node"])
+    @pytest.mark.parametrize("node_sizes", [(2, 2), (3, 3, 3), (2, 1)])
+    def test_two_levels(self, node_sizes, nic):
+        found = measured(Topology(node_sizes, INTRA, INTER, nic))
+        assert found.nodes == node_sizes
+        assert found.intra == about(INTRA)
+        assert found.inter == about(INTER)
+        assert found.dense == about(INTER)
+        # With one rank on the smallest node nothing tells the two apart.
+        assert found.nic == (nic if min(node_sizes) > 1 else "rank")
+
+    def test_one_node(self):
+        found = measured(Topology((3,), INTRA, INTER))
+        assert found.intra == about(INTRA)
+        assert found.inter == found.intra
+        assert found.dense == about(INTRA)
+
+    def test_one_rank_a_node(self):
+        found = measured(Topology((1, 1, 1), INTRA, INTER))
+        assert found.inter == about(INTER)
+        assert found.intra == found.inter
+
+    def test_one_rank_is_refused(self):
+        with pytest.raises(ConfigError, match="one rank has no links"):
+            measured(Topology((1,), INTRA, INTER))
+
+    def test_noise_makes_no_link_free(self):
+        """Times that fall with the size: the largest message's time counts as its bytes'."""
+        found = fit_link([8, 4096, 8192], [3e-6, 4e-6, 2.048e-6])
+        assert found.beta_s == pytest.approx(2.5e-10)
+        assert found.alpha_s == pytest.approx(3e-6, rel=1e-3)
+        assert fit_link([1024, 4096, 8192], [0.0, 4e-6, 8e-6]).alpha_s == 0.0
+
+    def test_a_burst_that_passes_unlimited_does_not_change_beta(self):
+        """As the test bed's: the first 4000 bytes take no time."""
+        sizes = [8, 1024, 2**13, 2**14, 2**16]
+        found = fit_link(sizes, [1e-3 + max(size - 4000, 0) * 1e-8 for size in sizes])
+        assert found.beta_s == pytest.approx(1e-8)
+        assert found.alpha_s == pytest.approx(1e-3, rel=0.02)
+
+
+class TestCodec:
+    """Calls and their rates."""
+
+    def test_every_call_runs_and_is_of_its_density(self):
+        for numel in (1, 4097):
+            found = set()
+            for call in codec_calls(numel, (0.01, 1.0), torch.device("cpu")):
+                call.run()
+                call.run()
+                found.add((call.op, call.format, call.density))
+            # 2 plain ones; at each density 4 formats in 4 operations, and ZEN's 5.
+            assert len(found) == 2 + 2 * (16 + 5)
+
+    def test_fit(self):
+        (call, *_) = codec_calls(16, (1.0,), torch.device("cpu"))
+        rate = fit_rate(call, (1000, 100_000), (3e-6, 102e-6))
+        assert rate.seconds_per_call == pytest.approx(2e-6)
+        assert rate.seconds_per_element == pytest.approx(1e-9)
+        assert (rate.op, rate.format, rate.density) == (CodecOp.ADD, "dense", 1.0)
+
+    def test_fit_is_never_negative(self):
+        (call, *_) = codec_calls(16, (1.0,), torch.device("cpu"))
+        faster = fit_rate(call, (1000, 100_000), (1e-6, 200e-6))
+        assert faster.seconds_per_call == 0.0
+        assert 1e-9 < faster.seconds_per_element < 2e-9
+        flat = fit_rate(call, (1000, 100_000), (2e-6, 1e-6))
+        assert flat.seconds_per_element == 0.0
+        assert 1e-6 < flat.seconds_per_call < 2e-6
+
+
+def swept(topology: Topology, seconds_a_byte: float, case: SweepCase, format: str = "pici"):
+    """The thresholds that are best on a virtual cluster."""
+    cluster = VirtualCluster(topology.world_size, topology)
+    runs = [
+        RingRuns(
+            t,
+            case,
+            partial(cluster.clock_s.__getitem__, t.rank),
+            ChargingStopwatch(t, memory_bound(seconds_a_byte)),
+        )
+        for t in cluster.transports
+    ]
+    outcomes = cluster.run(lambda t: sweep_thresholds(format, runs[t.rank], t, case))
+    assert all(found == outcomes[0] for found in outcomes)
+    return outcomes[0]
+
+
+class TestSweep:
+    """Thresholds where it is known which are best."""
+
+    CASE = SweepCase(numel=3 * 2**11, densities=(0.1,), repeats=1, step=0.5)
+
+    def test_a_slow_network_and_a_free_codec_stay_sparse(self):
+        """The densest sum that crosses a link, 1 - 0.9^3 = 0.27, is smaller as COO."""
+        link = Link(0.0, 1e-6)
+        (intra, inter, gather), points = swept(Topology((2, 2), link, link), 0.0, self.CASE, "coo")
+        assert min(intra, inter, gather) == 0.5
+        assert {point.threshold for point in points} == {"intra", "inter", "gather"}
+        assert sum(point.best for point in points) == 3
+
+    def test_a_free_network_and_a_slow_codec_go_dense_at_once(self):
+        """A dense sum is added in 12 bytes an element; a sparse one is encoded (4 and more), and
+        added in a sector each way for nearly one element in five.
+        """
+        link = Link(0.0, 1e-15)
+        (_, inter, _), points = swept(Topology((1, 1, 1), link, link), 1e-6, self.CASE)
+        assert inter == 0.0
+        assert {point.threshold for point in points} == {"inter", "gather"}
+
+    def test_links_that_are_not_there_keep_their_value(self):
+        link = Link(1e-6, 1e-9)
+        (intra, _, _), _ = swept(Topology((1, 1, 1), link, link), 0.0, self.CASE)
+        assert intra == RING_DENSITIES["pici"][0]
+
+    def test_ties_keep_what_was(self):
+        assert choose([0.0, 0.5, 1.0], [1.0, 1.0, 1.0], before=0.6) == 0.5
+        assert choose([0.0, 0.5, 1.0], [1.0, 2.0, 2.0], before=0.6) == 0.0
+
+    def test_thresholds_reach_the_collective(self):
+        """With 0 a ring sends dense sums from the second step on, with 2 sparse ones."""
+        topology = Topology((1, 1, 1, 1), INTER, INTER)
+        sent = {}
+        for threshold in (0.0, 2.0):
+            cluster = VirtualCluster(4, topology)
+            case = SweepCase(2**13, (0.02,), repeats=1)
+            ring = options_of("coo", (threshold,) * 3)
+
+            def start(t, cluster=cluster, case=case, ring=ring):
+                clock = partial(cluster.clock_s.__getitem__, t.rank)
+                return RingRuns(t, case, clock, Stopwatch()).time_s(Form.REDUCE_SCATTER, ring)
+
+            cluster.run(start)
+            sent[threshold] = cluster.sent_bytes(0)
+        assert sent[2.0] < 0.5 * sent[0.0]
+
+
+class TestCommand:
+    """The whole command."""
+
+    @pytest.mark.timeout(420)  # Ten seconds on an idle machine.
+    def test_two_ranks(self, tmp_path):
+        """What it writes is read by the planner; a second run refuses, a sweep adds to it."""
+        path = tmp_path / "lab.yaml"
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_sparse.cli.main",
+            "calibrate",
+            "--out",
+            str(path),
+            "--quick",
+            "--ranks",
+            "2",
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        cluster = ClusterModel.load(path)
+        assert cluster.nodes == (2,)
+        assert cluster.device == "cpu"
+        assert cluster.fingerprint["transport"] == "gloo"
+        assert cluster.fingerprint["hosts"] == "one"
+        # Loopback: between a microsecond and 10 ms a message, 10 MB/s and 1 TB/s.
+        for link in (cluster.intra, cluster.dense):
+            assert 1e-6 < link.alpha_s < 1e-2
+            assert 1e-12 < link.beta_s < 1e-7
+        assert {rate.density for rate in cluster.codec} == set(DENSITIES)
+        assert "decode_add" in done.stdout
+        sweep = [*command, "--sweep", "--format", "coo", "--size", "64K", "--density", "0.2"]
+        done = subprocess.run(sweep, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        with_densities = ClusterModel.load(path)
+        assert len(with_densities.ring_densities["coo"]) == 3
+        assert with_densities.codec == cluster.codec
+        first, *others = path.read_text().splitlines()
+        assert first.startswith("# megatron-sparse calibrate --ranks=2")
+        assert sum("thresholds: megatron-sparse calibrate" in line for line in others) == 1
+        with (tmp_path / "spccl-figure-2.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert {row["threshold"] for row in rows} == {"intra", "gather"}
+        assert (tmp_path / "spccl-figure-2.png").stat().st_size > 1000
+        other = path.read_text().replace('transport: "gloo"', 'transport: "nccl"')
+        path.write_text(other)
+        done = subprocess.run(sweep, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 2
+        assert done.stderr.count("error:") == 1
+        assert "its transport is not this one's" in done.stderr
+        assert path.read_text() == other
+
+    def test_virtual_sweep(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(runner, "VIRTUAL_NUMEL", 2**12)
+        path = tmp_path / "model.yaml"
+        with pytest.raises(SystemExit) as caught:
+            main.main(
+                [
+                    "calibrate",
+                    "--sweep",
+                    "--virtual",
+                    "--cluster",
+                    "ethernet_25gbit",
+                    "--ranks",
+                    "2",
+                    "--format",
+                    "pici",
+                    "--density",
+                    "0.2",
+                    "--quick",
+                    "--out",
+                    str(path),
+                ]
+            )
+        assert not caught.value.code
+        out = capsys.readouterr().out
+        assert "model (VirtualCluster), not measured" in out
+        assert "intra: no such link here" in out
+        found = ClusterModel.load(path)
+        assert found.codec == find("ethernet_25gbit").codec
+        assert list(found.ring_densities) == ["pici"]

@@ -1,0 +1,240 @@
+"""`megatron-sparse`: what is listed, what is passed on, and how errors come out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+import megatron_sparse
+from megatron_sparse.cli.main import main
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.run import launch
+from megatron_sparse.run.composition import GROUPS, group_options
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str) -> int:
+    """The exit code of a command run in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main.main(arguments)
+    return caught.value.code or 0
+
+
+def is_one_error(text: str, *words: str) -> None:
+    assert text.count("error:") == 1
+    assert "Traceback" not in text
+    for word in ("expected:", "got:", *words):
+        assert word in text
+
+
+class TestRoot:
+    """The program itself."""
+
+    def test_version(self, capsys):
+        assert run("--version") == 0
+        assert capsys.readouterr().out == f"megatron_sparse {megatron_sparse.__version__}\n"
+
+    def test_help_lists_every_command(self, capsys):
+        assert run("--help") == 0
+        out = capsys.readouterr().out
+        for command in ("train", "doctor", "corpus", "build", "bench"):
+            assert f" {command} " in out
+
+    def test_help_imports_nothing_heavy(self):
+        """That is what keeps it under a second; the bound leaves room for a loaded machine."""
+        code = (
+            "import sys\nfrom megatron_sparse import cli\n"
+            "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
+            "heavy = {'torch', 'megatron', 'hydra', 'wandb', 'numpy'} & set(sys.modules)\n"
+            "assert not heavy, heavy\n"
+        )
+        start_s = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert time.perf_counter() - start_s < 5
+
+    @pytest.mark.parametrize("arguments", [["fly"], ["corpus"], ["bench", "prune", "--iters=0"]])
+    def test_wrong_usage_exits_with_two(self, arguments, capsys):
+        assert run(*arguments) == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+class TestTrain:
+    """Everything goes to Hydra, and comes back as one error or an exit code."""
+
+    def test_help_shows_groups_options_and_keys(self):
+        run_help = subprocess.run(
+            [sys.executable, ROOT / "scripts/train.py", "--help"], capture_output=True, text=True
+        )
+        assert run_help.returncode == 0, run_help.stderr
+        for group in GROUPS:
+            assert f"{group}: {', '.join(group_options(group))}" in run_help.stdout
+        assert "use_distributed_optimizer: false" in run_help.stdout
+
+    @pytest.mark.parametrize(
+        ("override", "words"),
+        [
+            ("model=gpt3", ["gpt2_xl"]),
+            ("training.lr=0", ["training.lr"]),
+            ("megatron.num_layer=3", ["num_layers"]),
+            ("data.dir=no/such/corpus", ["no/such/corpus", "remedy"]),
+            ("cluster=perlmutter", ["srun"]),
+            ("training.load=no/such", ["no/such", "checkpoint"]),
+            ("resume=must", ["checkpoint"]),
+        ],
+    )
+    def test_mistakes(self, override, words, tmp_path, capsys, monkeypatch):
+        for name in ("RANK", "SLURM_PROCID"):
+            monkeypatch.delenv(name, raising=False)
+        arguments = ["data=mock", f"runs_dir={tmp_path}", override]
+        if override.startswith("data"):
+            arguments = arguments[1:]
+        assert run("train", *arguments) == 2
+        is_one_error(capsys.readouterr().err, *words)
+        assert not list(tmp_path.iterdir()), "nothing is made for a run that cannot start"
+
+    def test_the_exit_code_of_the_run_is_passed_on(self, monkeypatch):
+        seen = []
+
+        def failing(config, command):
+            seen.append((config.name, command))
+            return 7
+
+        monkeypatch.setattr(launch, "run", failing)
+        assert run("train", "name=mine", "megatron.num_workers=1") == 7
+        assert seen == [("mine", "megatron-sparse train name=mine megatron.num_workers=1")]
+
+    def test_a_typed_error_of_the_run_keeps_its_code(self, monkeypatch, capsys):
+        def failing(config, command):
+            raise CommunicationError("rank 3 is gone", expected="4 ranks", got="3")
+
+        monkeypatch.setattr(launch, "run", failing)
+        assert run("train") == CommunicationError.exit_code == 3
+        captured = capsys.readouterr()
+        is_one_error(captured.err, "rank 3 is gone")
+        assert "Error executing job" not in captured.err, "Hydra adds nothing"
+
+    def test_multirun_runs_one_after_the_other(self, monkeypatch, tmp_path):
+        densities = []
+        monkeypatch.setattr(
+            launch, "run", lambda config, command: densities.append(config.compression.density)
+        )
+        monkeypatch.chdir(tmp_path)
+        main.app(["train", "--multirun", "compression=topk99,topk95"], standalone_mode=False)
+        assert densities == [0.01, 0.05]
+
+
+class TestOthers:
+    """The commands of other parts get what the user wrote."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        """Stands in for the modules that the commands import."""
+        calls = {}
+
+        def stand_in(name: str, function: str, result: object) -> None:
+            def record(*args, **kwargs):
+                calls[name] = (args, kwargs)
+                return result
+
+            module = types.ModuleType(name)
+            setattr(module, function, record)
+            monkeypatch.setitem(sys.modules, name, module)
+            parent, _, child = name.rpartition(".")
+            monkeypatch.setattr(
+                sys.modules.get(parent, megatron_sparse), child, module, raising=False
+            )
+
+        stand_in("megatron_sparse.doctor.checks", "run", 1)
+        stand_in("megatron_sparse.cuda_ext.build", "main", 0)
+        stand_in("megatron_sparse.bench.prune", "run", [{"wrong": 0}, {"wrong": 3}])
+        return calls
+
+    def test_doctor(self, calls):
+        assert run("doctor", "--json", "out.jsonl") == 1
+        assert calls["megatron_sparse.doctor.checks"] == ((Path("out.jsonl"),), {})
+
+    def test_build(self, calls):
+        assert run("build", "--cuda", "off", "--verbose") == 0
+        assert calls["megatron_sparse.cuda_ext.build"] == ((["--cuda", "off", "--verbose"],), {})
+
+    def test_bench_prune(self, calls):
+        """A row that is wrong fails the command."""
+        code = run(
+            "bench",
+            "prune",
+            "--min-bytes",
+            "64K",
+            "--max-bytes",
+            "1M",
+            "--density",
+            "0.001,0.01",
+            "--dtype",
+            "bf16",
+            "--residual-dtype",
+            "bf16",
+            "--warmup",
+            "1",
+            "--iters",
+            "2",
+            "--threads",
+            "1",
+            "--json",
+            "rows.jsonl",
+        )
+        assert code == 1
+        assert calls["megatron_sparse.bench.prune"][1] == {
+            "min_bytes": 2**16,
+            "max_bytes": 2**20,
+            "densities": [0.001, 0.01],
+            "dtype": "bf16",
+            "residual_dtype": "bf16",
+            "warmup": 1,
+            "iters": 2,
+            "json_path": Path("rows.jsonl"),
+            "threads": 1,
+        }
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--min-bytes", "1T"],
+            ["--min-bytes", "0"],
+            ["--min-bytes", "2M", "--max-bytes", "1M"],
+            ["--density", "0.1,,0.2"],
+            ["--density", "1.5"],
+        ],
+    )
+    def test_bench_mistakes(self, calls, arguments, capsys):
+        assert run("bench", "prune", *arguments) == 2
+        is_one_error(capsys.readouterr().err)
+        assert "megatron_sparse.bench.prune" not in calls
+
+    def test_corpus_mistake(self, tmp_path, capsys):
+        assert run("corpus", "--kind", "poems", "--out", str(tmp_path / "data")) == 2
+        is_one_error(capsys.readouterr().err, "code | prose")
+
+
+def test_sizes_are_powers_of_two():
+    assert main.parse_size("--x", "1M") == 2**20
+    assert main.parse_size("--x", "3g") == 3 * 2**30
+    assert main.parse_size("--x", "64KB") == 2**16
+    assert main.parse_size("--x", "1000") == 1000
+    with pytest.raises(ConfigError, match="--x"):
+        main.parse_size("--x", "1.5M")
+
+
+def test_doctor_for_real_writes_json(tmp_path):
+    """The real command once, through the installed entry point's function."""
+    path = tmp_path / "doctor.jsonl"
+    assert run("doctor", "--json", str(path)) in (0, 1)
+    assert {"name", "status", "detail", "remedy"} == set(json.loads(path.open().readline()))

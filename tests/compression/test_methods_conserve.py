@@ -1,0 +1,104 @@
+"""Every method on virtual ranks: collectives sum exactly what each of them has selected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.collectives import SCHEMES, SchemeOptions
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.selection import Selector
+from megatron_sparse.config.compression import METHODS, CompressionConfig
+from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import parameters
+
+STEPS = 5
+NUMEL = 2400
+
+
+class Rank:
+    """One rank's state between steps."""
+
+    def __init__(self, rank, method, scheme):
+        self.rank, self.scheme = rank, scheme
+        self.config = CompressionConfig(
+            method=method,
+            density=0.1,
+            momentum=0.5,
+            samples=300,
+            warmup_iters=0,
+            ramp_iters=0,
+            keep_below_numel=0,
+        )
+        self.store = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+        self.selector = Selector(self.config, self.store, rank, MessageBuffers())
+        self.left = {"residual": torch.zeros(NUMEL), "momentum": torch.zeros(NUMEL)}
+
+    def step(self, transport, step, form):
+        """Its result of one step, and what it has sent; step 2 is dense."""
+        options, watch = SchemeOptions.of(SchemeConfig(name=self.scheme)), Stopwatch()
+        draw = torch.Generator().manual_seed(10 * step + self.rank)
+        gradient = torch.randint(-64, 65, (NUMEL,), generator=draw).float()
+        bucket = Bucket("b", gradient.clone(), parameters(NUMEL), form, transport.world_size)
+        planner = FixedPlanner(self.config, SchemeConfig(name=self.scheme))
+        planner.enabled = step != 2
+        plan, scheme = planner.plan_for(bucket, step), SCHEMES[self.scheme]
+        if step == 2:
+            values_N = self.selector.take_whole(bucket, None, step=step, watch=watch)
+            yield from SCHEMES["dense_ring"].reduce(
+                bucket, values_N, step, transport, self.selector.buffers, watch, options
+            )
+        else:
+            message = self.selector.select(
+                bucket,
+                plan.density,
+                None,
+                form=options.message_format(self.scheme),
+                block_size=256,
+                sharded=plan.sharded,
+                finer=scheme.finer(bucket),
+                step=step,
+                watch=watch,
+            )
+            yield from scheme.exchange(
+                bucket, message, transport, self.selector.buffers, watch, options
+            )
+        own = slice(None) if form is Form.ALL_REDUCE else bucket.shard(self.rank)
+        return bucket.grad_N[own].clone(), self._sent(gradient)
+
+    def _sent(self, gradient):
+        """All that there was to send, less what is left."""
+        velocity = gradient
+        if self.config.method == "dgc":
+            velocity = 0.5 * self.left["momentum"] + gradient
+        held = self.selector.method.stores
+        before, self.left = self.left, {name: store["b"].clone() for name, store in held.items()}
+        return velocity + before["residual"] - self.left["residual"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("scheme", "form"),
+    [
+        ("agsparse", Form.ALL_REDUCE),
+        ("direct", Form.REDUCE_SCATTER),
+        ("zen", Form.ALL_REDUCE),
+    ],
+)
+def test_ranks_hold_the_exact_sum_of_what_they_selected(method, scheme, form):
+    ranks = [Rank(rank, method, scheme) for rank in range(3)]
+    for step in range(STEPS):
+        outcomes = VirtualCluster(3).run(lambda t, step=step: ranks[t.rank].step(t, step, form))
+        # Multiples of 1/16 under 2^12: exact in fp32 in any order.
+        total = sum(sent for _, sent in outcomes)
+        results = [result for result, _ in outcomes]
+        if form is Form.ALL_REDUCE:
+            assert all(torch.equal(result, total) for result in results), step
+        else:
+            assert torch.equal(torch.cat(results), total), step
+        assert all(bool(rank.left["residual"].any()) == (step != 2) for rank in ranks)

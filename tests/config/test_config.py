@@ -1,0 +1,244 @@
+"""The dataclasses: what they refuse, and how they say it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from megatron_sparse.collectives import SCHEMES as COLLECTIVES
+from megatron_sparse.config.checks import divides, in_range, is_flag, is_pattern, one_of
+from megatron_sparse.config.run import (
+    ClusterConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from megatron_sparse.config.sparse import (
+    SCHEMES,
+    CompressionConfig,
+    SchemeConfig,
+    SparseConfig,
+    TrackingConfig,
+)
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron.models import parameter_count
+
+
+def refusal(make, *args, **kwargs) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make(*args, **kwargs)
+    assert caught.value.exit_code == 2
+    assert "expected:" in str(caught.value)
+    assert "got:" in str(caught.value)
+    return str(caught.value)
+
+
+class TestChecks:
+    """Single values."""
+
+    @pytest.mark.parametrize("value", [0, -1, 1.5, math.nan, math.inf, True, "1", None], ids=repr)
+    def test_in_range_refuses(self, value):
+        assert "key" in refusal(in_range, "key", value, 0, 1, low_open=True)
+
+    @pytest.mark.parametrize("value", [1e-30, 0.5, 1])
+    def test_in_range_takes(self, value):
+        in_range("key", value, 0, 1, low_open=True)
+
+    def test_bounds_are_closed_unless_said_otherwise(self):
+        in_range("key", 0, 0, 1)
+        assert "0 < key <= 1" in refusal(in_range, "key", 0, 0, 1, low_open=True)
+        assert "0 <= key" in refusal(in_range, "key", -1, 0, math.inf)
+
+    @pytest.mark.parametrize("value", [0.5, math.inf, "3", True])
+    def test_whole_numbers(self, value):
+        in_range("key", 3.0, 0, math.inf, integer=True)
+        assert "whole number" in refusal(in_range, "key", value, 0, math.inf, integer=True)
+
+    def test_others(self):
+        one_of("key", "a", ("a", "b"))
+        assert "a | b" in refusal(one_of, "key", "c", ("a", "b"))
+        is_flag("key", False)
+        for value in ("false", 0, None):
+            refusal(is_flag, "key", value)
+        is_pattern("key", r"^bias$")
+        assert "unterminated" in refusal(is_pattern, "key", "[a-")
+        divides("two", 2, "four", 4)
+        assert "two does not divide four" in refusal(divides, "two", 3, "four", 4)
+
+
+class TestPluginSections:
+    """What `install` and `attach` take."""
+
+    def test_every_collective_can_be_chosen_and_nothing_else(self):
+        assert set(SCHEMES) == {"auto", *COLLECTIVES}
+
+    @pytest.mark.parametrize(
+        ("section", "key", "value"),
+        [
+            (CompressionConfig, "density", 0),
+            (CompressionConfig, "density", 1.01),
+            (CompressionConfig, "leak", -0.1),
+            (CompressionConfig, "samples", 0),
+            (CompressionConfig, "enabled", "false"),
+            (CompressionConfig, "keep_patterns", ["("]),
+            (CompressionConfig, "residual_dtype", "fp16"),
+            (SchemeConfig, "name", "ring"),
+            (SchemeConfig, "wire_dtype", "int8"),
+            (SchemeConfig, "timeout_s", 0),
+            (SchemeConfig, "deterministic", 1),
+            (SchemeConfig, "nccl_engine", 1),
+            (TrackingConfig, "console", True),
+            (TrackingConfig, "sample_every", -1),
+            (TrackingConfig, "profile_iters", 1.5),
+            (TrackingConfig, "nvtx", "on"),
+        ],
+    )
+    def test_refusals_name_the_key(self, section, key, value):
+        assert f".{key} " in refusal(section, **{key: value})
+
+    @pytest.mark.parametrize(
+        "others", [{}, {"name": "direct"}, {"name": "ssar_split_ag", "capacity": 1.5}]
+    )
+    def test_the_nccl_engine_needs_messages_of_fixed_size(self, others):
+        assert "nccl_engine=true with messages" in refusal(SchemeConfig, nccl_engine=True, **others)
+        for name in ("auto", "direct", "agsparse"):
+            assert SchemeConfig(name=name, capacity=1.5, nccl_engine=True).nccl_engine
+
+    def test_from_overrides_sorts_keywords_into_sections(self):
+        config = SparseConfig.from_overrides(density=0.5, scheme="dense", timeout_s=7)
+        assert config.compression.density == 0.5
+        assert (config.scheme.name, config.scheme.timeout_s) == ("dense", 7)
+        assert "densty" in refusal(SparseConfig.from_overrides, densty=0.5)
+
+
+class TestModel:
+    """`ModelConfig` and its count."""
+
+    def test_nulls_stand_for_the_usual(self):
+        model = ModelConfig(hidden_size=64, num_attention_heads=4, seq_length=32)
+        assert (model.query_groups, model.ffn_width, model.positions) == (4, 256, 32)
+        grouped = ModelConfig(
+            hidden_size=64,
+            num_attention_heads=4,
+            num_query_groups=2,
+            ffn_hidden_size=100,
+            seq_length=32,
+            max_position_embeddings=40,
+        )
+        assert (grouped.query_groups, grouped.ffn_width, grouped.positions) == (2, 100, 40)
+
+    @pytest.mark.parametrize(
+        ("values", "word"),
+        [
+            ({"hidden_size": 65}, "hidden_size"),
+            ({"num_query_groups": 3}, "num_query_groups"),
+            ({"num_layers": 0}, "num_layers"),
+            ({"seq_length": 512, "max_position_embeddings": 256}, "max_position_embeddings"),
+            ({"position_embedding_type": "alibi"}, "position_embedding_type"),
+            ({"dropout": 1.5}, "dropout"),
+        ],
+    )
+    def test_refusals(self, values, word):
+        assert word in refusal(ModelConfig, **values)
+
+    def test_parameter_count_by_hand(self):
+        model = ModelConfig(num_layers=1, hidden_size=4, num_attention_heads=1, seq_length=8)
+        # embeddings 128 * 4 (100 padded) and 8 * 4; layer norms 2 * 8; qkv 4 * 12 + 12;
+        # projection 4 * 4 + 4; MLP 2 * 4 * 16 + 16 + 4; last norm 8.
+        assert parameter_count(model, 100) == 512 + 32 + 16 + 60 + 20 + 148 + 8
+        untied = dataclasses.replace(model, tied_embeddings=False)
+        assert parameter_count(untied, 100) == parameter_count(model, 100) + 512
+        rope = dataclasses.replace(model, position_embedding_type="rope")
+        assert parameter_count(rope, 100) == parameter_count(model, 100) - 32
+        # Two tensor-parallel ranks pad to 256.
+        assert parameter_count(model, 100, 2) == parameter_count(model, 100) + 512
+
+    def test_parameter_count_needs_a_vocabulary(self):
+        assert "vocab_size" in refusal(parameter_count, ModelConfig())
+        assert parameter_count(ModelConfig(vocab_size=8192)) == parameter_count(ModelConfig(), 8192)
+
+
+class TestData:
+    """Exactly one source of data."""
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"dir": None},
+            {"dir": "a", "prefix": "b"},
+            {"dir": "a", "mock": True},
+            {"dir": "a", "vocab_size": 8},
+            {"dir": None, "prefix": "b"},
+            {"dir": None, "mock": True, "vocab_size": 1},
+            {"split": "90,10"},
+            {"split": "0,0,0"},
+            {"split": "a,b,c"},
+            {"num_workers": -1},
+        ],
+    )
+    def test_refusals(self, values):
+        refusal(DataConfig, **values)
+
+    def test_one_source(self):
+        DataConfig(dir=None, prefix="b", vocab_size=100)
+        DataConfig(dir=None, mock=True, vocab_size=100)
+
+
+class TestRun:
+    """What no section can check alone."""
+
+    def test_sizes_follow_from_each_other(self):
+        config = RunConfig(
+            cluster=ClusterConfig(nodes=2, ranks_per_node=4),
+            training=TrainingConfig(tensor_parallel=2, pipeline_parallel=2, micro_batch_size=3),
+        )
+        assert config.cluster.world_size == 8
+        assert config.data_parallel == 2
+        assert config.global_batch_size == 6
+        assert config.sparse.compression is config.compression
+
+    @pytest.mark.parametrize(
+        ("values", "words"),
+        [
+            ({"name": "a/b"}, "name"),
+            ({"name": ".."}, "name"),
+            ({"name": ""}, "name"),
+            ({"resume": "yes"}, "never | auto | must"),
+            ({"plugin": "no"}, "plugin"),
+            ({"training": TrainingConfig(tensor_parallel=4)}, "number of ranks"),
+            ({"training": TrainingConfig(global_batch_size=6)}, "global_batch_size"),
+            (
+                {
+                    "training": TrainingConfig(tensor_parallel=2),
+                    "model": ModelConfig(num_query_groups=1),
+                },
+                "num_query_groups",
+            ),
+            (
+                {
+                    "training": TrainingConfig(pipeline_parallel=2),
+                    "model": ModelConfig(num_layers=3),
+                },
+                "num_layers",
+            ),
+        ],
+    )
+    def test_refusals(self, values, words):
+        assert words in refusal(RunConfig, **values)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"iterations": 10, "lr_warmup_iters": 10},
+            {"lr": 1e-3, "min_lr": 1e-2},
+            {"precision": "fp8"},
+            {"seed": 0},
+            {"log_interval": 0},
+            {"overlap_grad_reduce": "true"},
+        ],
+    )
+    def test_training_refusals(self, values):
+        refusal(TrainingConfig, **values)

@@ -1,0 +1,313 @@
+"""Fuzzes every decoder as Python calls it, with the compiled library under sanitizers.
+
+    bash scripts/fuzz.sh                                             (builds, preloads, runs this)
+    python -m tests.cuda_ext.fuzz_records --library FILE --seconds S [--first SEED]
+
+`fuzz_decode.cpp` drives the core of the message decoder, faster and led by coverage. This one adds
+what lies around it: records whose heads are read in Python (hash bitmap, pairs, row-sparse), the
+bindings' argument checks, and tensors that are views. Each seed makes a valid record, damages it,
+mostly repairs the header's checksum, and decodes it from memory of exactly its size. Allowed are a
+right answer, `WireFormatError`, and, where arguments were damaged, `ExtensionError`. A refused
+record must leave the accumulator as it was. The seed at work is kept in a file, for a sanitizer
+ends the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_sparse import cuda_ext
+from megatron_sparse.cuda_ext import fakes, ops
+from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.formats import hash_bitmap, hash_pairs, row_sparse
+from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
+from megatron_sparse.formats.hash_record import FORM_BITMAP, SECTIONS_AT, PartitionRecord
+from megatron_sparse.formats.header import FORMAT_BLOCKS, FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
+from megatron_sparse.formats.row_record import RowPart
+from megatron_sparse.formats.row_sparse import RowSparse
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HOSTILE = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, -1e-40, 3e38, 65504.0, 1.0, -3.0)
+NUMELS = (0, 1, 2, 63, 64, 65, 4095, 4096, 4097)
+EPOCH, OFFSET = 7, 1000
+UNTOUCHED = 0.5
+FORM_AT = 68  # in a record of a hash partition; docs/wire-format.md
+
+
+def main() -> int:
+    """Runs until the time is up; prints a summary and returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--library", type=Path, required=True, help="made with build --sanitize")
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
+    parser.add_argument("--seed-file", type=Path, default=Path("fuzz_records.seed"))
+    chosen = parser.parse_args()
+    torch.ops.load_library(str(chosen.library))
+    fakes.register("cpu")
+    cuda_ext._loaded.add("cpu")  # so that no other library is loaded beside this one
+    torch.set_num_threads(1)
+
+    executions: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    seed, stop_s = chosen.first, time.monotonic() + chosen.seconds
+    with chosen.seed_file.open("w") as seed_file:
+        while time.monotonic() < stop_s:
+            seed_file.seek(0)
+            seed_file.write(f"{seed}\n")
+            seed_file.flush()
+            name = list(DECODERS)[seed % len(DECODERS)]
+            try:
+                refused[name] += DECODERS[name](random.Random(seed))
+            except Exception as error:
+                print(f"fuzz_records: seed {seed}, {name}: {error!r}", file=sys.stderr)
+                raise
+            executions[name] += 1
+            seed += 1
+    chosen.seed_file.unlink()
+    print(f"fuzz_records: {seed - chosen.first} executions, 0 crashes")
+    for name, count in executions.items():
+        print(f"fuzz_records: {name}: {count} executions, {refused[name]} refused")
+    return 0
+
+
+def make_values(rng: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of which none, some or all are zero, hostile ones among them."""
+    density = rng.choice((0.0, 0.01, 0.1, 0.5, 1.0))
+    values = [rng.choice(HOSTILE) if rng.random() < density else 0.0 for _ in range(count)]
+    return torch.tensor(values, dtype=torch.float32).to(dtype)
+
+
+def damaged(rng: random.Random, record: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The record, or one that is a few bytes off or cut; and whether it is still the same."""
+    data = bytearray(record.numpy().tobytes())
+    whole = bytes(data)
+    if rng.random() < 0.9:
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(data)) if rng.random() < 0.5 else rng.randrange(128)
+            if at < len(data):
+                data[at] = rng.choice(
+                    (0, 0xFF, data[at] ^ 1 << rng.randrange(8), rng.getrandbits(8))
+                )
+        if rng.random() < 0.1:
+            data = data[: rng.randrange(len(data) + 1)] + bytes(rng.choice((0, 0, 16)))
+        if rng.random() < 0.8 and len(data) >= 48:
+            data[44:48] = zlib.crc32(data[:44]).to_bytes(4, "little")
+    copy = torch.empty(len(data), dtype=torch.uint8)  # exactly as long: a byte more is seen
+    if data:
+        copy.copy_(torch.frombuffer(data, dtype=torch.uint8))
+    return copy, bytes(data) == whole
+
+
+def move_bit(rng: random.Random, record: torch.Tensor, place: PartitionRecord) -> None:
+    """Moves a bit of a record's bitmap anywhere in its words, so that their count stays right."""
+    words = record[SECTIONS_AT : SECTIONS_AT + place.word_bytes]
+    held = [bit for bit in range(8 * words.numel()) if int(words[bit // 8]) >> bit % 8 & 1]
+    free = rng.choice((rng.randrange(8 * words.numel()), 8 * words.numel() - 1))
+    if held and free not in held:
+        for bit in (rng.choice(held), free):
+            words[bit // 8] ^= 1 << bit % 8
+
+
+def attempt(decode: Callable[[], object], *accs: torch.Tensor, intact: bool = False) -> bool:
+    """Whether the record was refused, which an intact one may not be."""
+    try:
+        decode()
+    except WireFormatError:
+        assert not intact, "a record of our own is refused"
+        for acc in accs:
+            assert bool((acc == UNTOUCHED).all()), "a refused record changed the accumulator"
+        return True
+    return False
+
+
+def decode_message(rng: random.Random) -> bool:
+    """Dense, COO, Pici in both orders, blocks, also in a slot: `ops.decode_add_`."""
+    name = rng.choice(list(DTYPES))
+    code, numel = list(DTYPES).index(name), rng.choice(NUMELS)
+    grad = make_values(rng, numel, DTYPES[name])
+    offsets = torch.tensor([0, numel])
+    nnz, dense = torch.count_nonzero(grad).view(1), torch.zeros(1, dtype=torch.uint8)
+    out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
+    slots = torch.tensor([0, out.numel()]) if rng.random() < 0.3 else None
+    size = ops.encode(
+        grad,
+        offsets,
+        dense,
+        nnz,
+        code,
+        EPOCH,
+        out,
+        form=rng.choice((FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)),
+        paper_order=rng.random() < 0.5,
+        block_size=rng.choice((64, 256, 4096)),
+        slots_S=slots,
+    )
+    message, intact = damaged(rng, out[: int(size)] if slots is None else out)
+    acc = torch.full((numel,), UNTOUCHED)
+
+    def decode() -> None:
+        fresh = intact or rng.random() < 0.5
+        ops.decode_add_(acc, message, offsets, code, EPOCH, 0, rank=0, fresh=fresh, slots_S=slots)
+        if intact:
+            assert torch.equal(acc.nan_to_num(), (grad.float() + 0).nan_to_num())
+
+    return attempt(decode, acc, intact=intact)
+
+
+def decode_arguments(rng: random.Random) -> bool:
+    """The message is right, the arguments are not: views, strides, offsets that lead elsewhere."""
+    numel = rng.choice((0, 1, 65, 4097))
+    out = torch.empty(ops.message_capacity(torch.tensor([0, numel]), 0), dtype=torch.uint8)
+    counts, dense = torch.tensor([numel]), torch.zeros(1, dtype=torch.uint8)
+    offsets = torch.tensor([0, numel])
+    size = ops.encode(torch.ones(numel), offsets, dense, counts, 0, EPOCH, out, form=FORMAT_DENSE)
+    acc = torch.full((numel,), UNTOUCHED)
+    message, base = out[: int(size)].clone(), 0
+    match rng.randrange(8):
+        case 0:
+            acc = torch.full((2 * numel,), UNTOUCHED)[::2]
+        case 1:
+            acc = torch.full((max(numel - 1, 0),), UNTOUCHED)
+        case 2:
+            acc = torch.full((1,), UNTOUCHED).expand(numel)
+        case 3:
+            message = torch.cat([message.new_zeros(3), message])[3:]  # unaligned, but right
+        case 4:
+            message = message.repeat_interleave(2)[::2]
+        case 5:
+            offsets = torch.tensor([rng.choice((-1, 1, 2**40, -(2**63))), numel])
+        case 6:
+            offsets = torch.tensor(rng.choice(([0], [numel, 0], [0, 2**63 - 1], [0, numel, 0])))
+        case _:
+            base = rng.choice((-1, 1, 2**40, -(2**63), 2**63 - 1))
+    try:
+        ops.decode_add_(acc, message, offsets, 0, EPOCH, base, rank=0)
+    except (ExtensionError, WireFormatError):
+        return True
+    return False
+
+
+def _partition(rng: random.Random) -> PartitionRecord:
+    numel, partitions = rng.choice(NUMELS), rng.choice((1, 2, 3, 7, 64))
+    kind = rng.choice((PermutationHash, IndexSetHash))
+    h0 = kind(numel, partitions, rng.randrange(2**20))
+    dtype = rng.choice(list(DTYPES.values()))
+    return PartitionRecord(h0, rng.randrange(partitions), dtype, OFFSET, EPOCH)
+
+
+def decode_bitmap(rng: random.Random) -> bool:
+    """The hash bitmap: to elements, added to the segment, added to a partition."""
+    place = _partition(rng)
+    values = make_values(rng, place.positions, place.value_dtype)
+    h0, partition, dtype = place.partition_hash, place.partition, place.value_dtype
+    record = hash_bitmap.encode(values, h0, partition, offset=OFFSET, epoch=EPOCH)
+    if rng.random() < 0.1 and 0 < place.positions <= 64 and record[FORM_AT] == FORM_BITMAP:
+        move_bit(rng, record, place)
+        record, intact = record.clone(), False
+    else:
+        record, intact = damaged(rng, record)
+    acc_M, acc_P = torch.full((h0.numel,), UNTOUCHED), torch.full((place.positions,), UNTOUCHED)
+    where = {"offset": OFFSET, "epoch": EPOCH, "rank": 0}
+
+    def decode() -> None:
+        match rng.randrange(3):
+            case 0:
+                elements, found = hash_bitmap.decode(record, h0, partition, dtype, **where)
+                assert elements.numel() == found.numel()
+                assert bool(((elements >= 0) & (elements < h0.numel)).all())
+            case 1:
+                hash_bitmap.decode_add_(acc_M, record, h0, partition, dtype, **where)
+            case _:
+                hash_bitmap.accumulate_(acc_P, record, place, rank=0)
+                if intact:
+                    wanted = values.float() + UNTOUCHED
+                    assert torch.equal(acc_P.nan_to_num(), wanted.nan_to_num())
+
+    return attempt(decode, acc_M, acc_P, intact=intact)
+
+
+def decode_pairs(rng: random.Random) -> bool:
+    """What a rank pushes to a server, in whichever form is smallest."""
+    place = _partition(rng)
+    values = make_values(rng, place.positions, place.value_dtype)
+    positions = values.nonzero().squeeze(1)
+    elements, order = place.partition_hash.element_at(place.partition, positions).sort()
+    record, intact = damaged(rng, hash_pairs.encode(elements, values[positions][order], place))
+    acc = torch.full((place.positions,), UNTOUCHED)
+
+    def decode() -> None:
+        hash_pairs.accumulate_(acc, record, place, rank=0)
+        if intact:
+            assert torch.equal(acc.nan_to_num(), (values.float() + UNTOUCHED).nan_to_num())
+
+    return attempt(decode, acc, intact=intact)
+
+
+def decode_rows(rng: random.Random) -> bool:
+    """A row-sparse record, and what is made of its indices: union, match, expansion."""
+    parts, num_rows = rng.choice((1, 2, 3)), rng.choice((1, 2, 40, 2**31 + 1))
+    name, columns = rng.choice(list(DTYPES)), rng.choice((1, 3, 16))
+    part = RowPart(num_rows, columns, name, rng.randrange(parts), parts, EPOCH)
+    wanted = sorted({rng.randrange(num_rows) for _ in range(rng.choice((0, 1, 20)))})
+    rows = make_values(rng, len(wanted) * columns, DTYPES[name]).view(-1, columns)
+    gradient = RowSparse(torch.tensor(wanted, dtype=torch.int64), rows, num_rows)
+    positions = part.positions(gradient)
+    out = torch.empty(part.record_bytes(positions.numel()), dtype=torch.uint8)
+    part.encode(gradient, positions, out)
+    record, intact = damaged(rng, out)
+
+    def decode() -> None:
+        got = part.decode(record, rank=0)
+        union_U = row_sparse.union([got.indices_K, gradient.indices_K], num_rows)
+        expanded = got.expand(union_U)
+        assert torch.equal(
+            expanded[row_sparse.match(got.indices_K, union_U)].view(torch.uint8),
+            got.rows_KD.view(torch.uint8),
+        )
+        if intact:
+            assert torch.equal(got.indices_K, gradient.indices_K[positions])
+
+    return attempt(decode, intact=intact)
+
+
+def decode_row_indices(rng: random.Random) -> bool:
+    """Indices straight from peers: whatever int64 they are, the union refuses or merges them."""
+    num_rows = rng.choice((0, 1, 50))
+    bad = (-1, -(2**63), 2**63 - 1, num_rows)
+    sets = [
+        torch.tensor(
+            sorted({rng.randrange(max(num_rows, 1)) for _ in range(rng.choice((0, 3, 30)))})
+            + [rng.choice(bad)] * (rng.random() < 0.3),
+            dtype=torch.int64,
+        )
+        for _ in range(rng.choice((1, 2, 5)))
+    ]
+
+    def merge() -> None:
+        union_U = row_sparse.union(sets, num_rows)
+        assert union_U.tolist() == sorted(set(torch.cat(sets).tolist()))
+        assert bool(((union_U >= 0) & (union_U < num_rows)).all())
+
+    return attempt(merge)
+
+
+DECODERS: dict[str, Callable[[random.Random], bool]] = {
+    "message": decode_message,
+    "message, wrong arguments": decode_arguments,
+    "hash bitmap": decode_bitmap,
+    "hash pairs": decode_pairs,
+    "row-sparse record": decode_rows,
+    "row indices": decode_row_indices,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

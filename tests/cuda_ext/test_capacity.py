@@ -1,0 +1,342 @@
+"""Capacity mode of the codec: at most so many elements a segment, and records in fixed places."""
+
+from __future__ import annotations
+
+import math
+import os
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.formats.header import (
+    FORMAT_ADAPTIVE,
+    FORMAT_BLOCKS,
+    FORMAT_COO,
+    FORMAT_DENSE,
+    FORMAT_PICI,
+    HEADER_BYTES,
+    Header,
+)
+from megatron_sparse.formats.slots import Slots
+from megatron_sparse.reference import message as message_oracle
+from megatron_sparse.reference.capacity import prune_limited
+from tests.cuda_ext import cases
+from tests.formats.test_formats import FORMS
+
+KEY = 0x1234_5678_9ABC_DEF0
+EPOCH = 7
+CHUNK = 8 * 4096
+TYPES = [
+    (torch.float32, torch.float32, 0),
+    (torch.float32, torch.bfloat16, 0),
+    (torch.float32, torch.float32, 1),
+    (torch.float32, torch.bfloat16, 2),
+    (torch.bfloat16, torch.bfloat16, 1),
+    (torch.float16, torch.float32, 1),
+]
+
+
+def slots_of(segments, dense, capacity, wire, form):
+    """Places for the records, if this form has them."""
+    if FORMS[form]["form"] == FORMAT_BLOCKS:
+        return None
+    return Slots.of(segments, dense, capacity, wire, FORMS[form]["form"]).offsets
+
+
+def padded_message(records, slots):
+    """The oracle's records, each in its place, with zeros behind it."""
+    if slots is None:
+        return b"".join(records)
+    return b"".join(
+        r.ljust(b - a, b"\0") for r, (a, b) in zip(records, pairwise(slots.tolist()), strict=True)
+    )
+
+
+def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, form, capacity):
+    """Against the oracle: message, residual and counts, on every instruction set."""
+    sent, rest = prune_limited(
+        grad, residual, ranges, thresholds, leak, wire, key, segments, capacity
+    )
+    nnz = cases.count_nonzero(sent, segments)
+    assert bool((nnz <= capacity).all())
+    records = message_oracle.encode(sent, segments, dense, nnz, wire, EPOCH, **FORMS[form])
+    slots = slots_of(segments, dense, capacity, wire, form)
+    expected = padded_message(records, slots)
+    for isa in cases.ISAS:
+        with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
+            got_rest = cases.unaligned(residual)
+            room = ops.message_capacity(segments, wire) if slots is None else int(slots[-1])
+            out = torch.full((room + 64,), 0xFF, dtype=torch.uint8)
+            sizes, got_nnz = ops.prune_encode(
+                grad,
+                got_rest,
+                ranges,
+                thresholds,
+                segments,
+                dense,
+                leak,
+                wire,
+                key,
+                EPOCH,
+                out[:room],
+                capacity_S=capacity,
+                slots_S=slots,
+                **FORMS[form],
+            )
+        where = f"{isa} {form} {capacity.tolist()}"
+        assert got_nnz.tolist() == nnz.tolist(), where
+        assert sizes.tolist() == [len(record) for record in records], where
+        assert out[: len(expected)].numpy().tobytes() == expected, where
+        assert bool((out[len(expected) :] == 0xFF).all()), where
+        cases.assert_same_bits(got_rest, rest, f"{where}: residual")
+    return sent, rest, out[: len(expected)], slots
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "residual_dtype", "wire"), TYPES)
+def test_equals_the_oracle(dtype, residual_dtype, wire, form):
+    for numel, kind, fifth in (
+        (0, "zero", False),
+        (1, "special", False),
+        (100, "special", False),
+        (100, "spread", True),
+        (4097, "special", True),
+        (4097, "spread", False),
+    ):
+        ranges, segments = cases.cut(numel, 4, seed=numel), cases.cut(numel, 3, seed=numel + 1)
+        thresholds = torch.tensor([-1.0, 1e-3, 1.0, math.nan])
+        dense = torch.tensor([0, 0, 1], dtype=torch.uint8)
+        grad = cases.make(kind, numel, dtype, seed=1)
+        residual = cases.make(kind, numel, residual_dtype, seed=2)
+        capacity = segments.diff() // 5 if fifth else torch.tensor([0, 7, 9])
+        leak, key = (1.0, KEY) if fifth else (0.9, -1)
+        check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, form, capacity)
+
+
+@pytest.mark.parametrize("form", ["coo", "linear"])
+def test_overflow_in_any_chunk_whatever_the_threads(form):
+    numel = 3 * CHUNK + 100
+    grad = cases.make("spread", numel, torch.float32, seed=3)
+    residual = cases.make("spread", numel, torch.float32, seed=4)
+    ranges = torch.tensor([0, numel])
+    segments = torch.tensor([0, 3 * CHUNK, numel])
+    dense = torch.zeros(2, dtype=torch.uint8)
+    held = torch.tensor([1.0])
+    before = torch.get_num_threads()
+    # The first and the last value of the first chunk, a border of chunks, the last chunk.
+    for number, most in enumerate((0, 1, CHUNK // 4, 3 * CHUNK // 2, 3 * CHUNK)):
+        capacity = torch.tensor([most, 3])
+        torch.set_num_threads(1 + number % 2)
+        try:
+            sent, rest, out, slots = check(
+                grad, residual, ranges, held, segments, dense, 1.0, 0, KEY, form, capacity
+            )
+        finally:
+            torch.set_num_threads(before)
+        acc = torch.full((numel,), math.nan)
+        ops.decode_add_(acc, out, segments, 0, EPOCH, 0, rank=0, fresh=True, slots_S=slots)
+        assert torch.equal(acc, sent)
+        # Leak 1, fp32: nothing is lost, to the bit.
+        assert torch.equal(sent + rest, grad + residual)
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=150),
+    st.floats(-1, 2.0**126, width=32),
+    st.integers(1, 4),
+    st.integers(0, 60),
+    st.sampled_from(["coo", "linear", "paper", "adaptive", "dense"]),
+)
+@settings(deadline=None, max_examples=100)
+def test_nothing_is_lost(values, threshold, pieces, most, form):
+    grad = torch.tensor(values) / 4
+    residual = torch.tensor(values[::-1]) / 4
+    segments = cases.cut(len(values), pieces, seed=len(values))
+    capacity = torch.full((pieces,), most)
+    sent, rest, _, _ = check(
+        grad,
+        residual,
+        torch.tensor([0, len(values)]),
+        torch.tensor([threshold]),
+        segments,
+        torch.zeros(pieces, dtype=torch.uint8),
+        1.0,
+        0,
+        -1,
+        form,
+        capacity,
+    )
+    assert torch.equal(sent + rest, grad + residual)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_enough_capacity_changes_no_byte(form):
+    grad = cases.make("spread", 5000, torch.float32, seed=5)
+    segments, dense = torch.tensor([0, 4500, 5000]), torch.zeros(2, dtype=torch.uint8)
+    call = (torch.tensor([0, 5000]), torch.tensor([1e-2]), segments, dense, 1.0, 0, KEY, EPOCH)
+    outs = []
+    _, nnz = ops.prune_encode(
+        grad, torch.zeros(5000), *call, torch.zeros(30_000, dtype=torch.uint8), **FORMS[form]
+    )
+    for capacity in (None, nnz, nnz + 5):
+        rest, out = torch.zeros(5000), torch.zeros(30_000, dtype=torch.uint8)
+        sizes, _ = ops.prune_encode(grad, rest, *call, out, capacity_S=capacity, **FORMS[form])
+        outs.append((sizes.tolist(), out, rest))
+    for sizes, out, rest in outs[1:]:
+        assert sizes == outs[0][0]
+        assert torch.equal(out, outs[0][1])
+        assert torch.equal(rest, outs[0][2])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_infinity_and_nan_are_not_held_back(poison):
+    grad = torch.arange(1.0, 101)
+    grad[90] = poison
+    whole, no = torch.tensor([0, 100]), torch.zeros(1, dtype=torch.uint8)
+    for most in (0, 3):
+        rest, out = torch.zeros(100), torch.zeros(448, dtype=torch.uint8)
+        sizes, _ = ops.prune_encode(
+            grad,
+            rest,
+            whole,
+            torch.tensor([0.5]),
+            whole,
+            no,
+            1.0,
+            0,
+            -1,
+            0,
+            out,
+            capacity_S=torch.tensor([most]),
+        )
+        acc = torch.zeros(100)
+        ops.decode_add_(acc, out[: int(sizes.sum())], whole, 0, 0, 0, rank=0)
+        assert bool(acc[2].isnan()) == (most == 3)
+        assert bool(rest[90].isnan()) == (most == 0)
+        assert torch.equal(rest[91:], grad[91:])
+
+
+@pytest.mark.parametrize("form", [FORMAT_COO, FORMAT_PICI, FORMAT_ADAPTIVE, FORMAT_DENSE])
+def test_a_slot_has_room_for_every_record_and_no_more(form):
+    segments = torch.tensor([0, 0, 1, 5, 4200, 9000])
+    dense = torch.tensor([0, 0, 0, 0, 1], dtype=torch.uint8)
+    for wire in (0, 1):
+        for most in (0, 1, 3, 100, 4195):
+            capacity = torch.full((5,), most)
+            places = Slots.of(segments, dense, capacity, wire, form)
+            # A record grows with its non-zero elements: the fullest one fills its slot.
+            grad = torch.zeros(9000)
+            for start, stop in pairwise(segments.tolist()):
+                grad[start : start + min(most, stop - start)] = 1
+            nnz = cases.count_nonzero(grad, segments)
+            records = message_oracle.encode(grad, segments, dense, nnz, wire, EPOCH, form=form)
+            assert places.sizes == tuple(len(record) for record in records)
+
+
+def message_in_slots():
+    grad, segments = torch.zeros(8192), torch.tensor([0, 4096, 8192])
+    grad[5], grad[4100] = 1, 2
+    dense, nnz = torch.zeros(2, dtype=torch.uint8), torch.tensor([1, 1])
+    slots = Slots.of(segments, dense, torch.tensor([40, 40]), 0, FORMAT_COO).offsets
+    out = torch.zeros(int(slots[-1]), dtype=torch.uint8)
+    ops.encode(grad, segments, dense, nnz, 0, EPOCH, out, slots_S=slots)
+    return grad, segments, slots, out
+
+
+def test_encode_and_decode_in_slots():
+    grad, segments, slots, out = message_in_slots()
+    acc = torch.zeros(8192)
+    ops.decode_add_(acc, out, segments, 0, EPOCH, 0, rank=0, slots_S=slots)
+    assert torch.equal(acc, grad)
+    # What lies behind a record is not looked at.
+    out[int(slots[1]) - 16 : int(slots[1])] = 0xFF
+    ops.decode_add_(acc, out, segments, 0, EPOCH, 0, rank=0, slots_S=slots)
+    assert torch.equal(acc, 2 * grad)
+
+
+@pytest.mark.parametrize("problem", ["long", "short", "beyond its slot", "in another's slot"])
+def test_a_record_that_does_not_fit_its_slot_is_refused(problem):
+    _, segments, slots, out = message_in_slots()
+    if problem == "long":
+        out = torch.cat([out, torch.zeros(16, dtype=torch.uint8)])
+    elif problem == "short":
+        out = out[:-16]
+    elif problem == "beyond its slot":
+        # Valid, were it not for the slot: 200 entries where there is room for 40.
+        header = Header(FORMAT_COO, 0, 4096, 200, 1600, 0, EPOCH)
+        out[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+    else:
+        out = torch.cat([out[int(slots[1]) :], out[: int(slots[1])]])
+    acc = torch.zeros(8192)
+    field = "offset" if problem == "in another's slot" else "size"
+    with pytest.raises(WireFormatError, match=f"rank 3: field {field}"):
+        ops.decode_add_(acc, out, segments, 0, EPOCH, 0, rank=3, slots_S=slots)
+    assert not acc.any()
+
+
+BAD_CALLS = {
+    "capacity has the wrong length": {"capacity_S": torch.tensor([1, 1])},
+    "capacity has the wrong dtype": {"capacity_S": torch.tensor([1.0])},
+    "capacity is out of range": {"capacity_S": torch.tensor([-1])},
+    "slots has the wrong length": {"slots_S": torch.tensor([0])},
+    "slots are no places of records": {"slots_S": torch.tensor([16, 160])},
+    "slots is not ascending": {"slots_S": torch.tensor([0, -16])},
+    "slot of segment 0 is too small": {"slots_S": torch.tensor([0, 64])},
+    "output buffer is too small": {"slots_S": torch.tensor([0, 160])},
+}
+
+
+@pytest.mark.parametrize("problem", BAD_CALLS)
+def test_a_refused_call_changes_nothing(problem):
+    residual, whole = torch.full((8,), 0.5), torch.tensor([0, 8])
+    with pytest.raises(ExtensionError, match=problem):
+        ops.prune_encode(
+            torch.ones(8),
+            residual,
+            whole,
+            torch.zeros(1),
+            whole,
+            torch.zeros(1, dtype=torch.uint8),
+            1.0,
+            0,
+            -1,
+            0,
+            torch.zeros(80, dtype=torch.uint8),
+            **BAD_CALLS[problem],
+        )
+    assert bool((residual == 0.5).all())
+
+
+def test_a_sum_that_does_not_fit_its_slot_is_refused():
+    whole, slots = torch.tensor([0, 800]), torch.tensor([0, 96])
+    out, no = torch.zeros(3248, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(ExtensionError, match="slot of segment 0 is too small"):
+        ops.encode(torch.ones(800), whole, no, torch.tensor([800]), 0, EPOCH, out, slots_S=slots)
+    assert not out.any()
+
+
+def test_what_was_asked_for_before_is_kept():
+    segments, dense = torch.tensor([0, 100, 300]), torch.tensor([0, 1], dtype=torch.uint8)
+    first = Slots.of(segments, dense, torch.tensor([5, 7]), 0, FORMAT_COO)
+    assert Slots.of(segments.clone(), dense.clone(), torch.tensor([5, 7]), 0, FORMAT_COO) is first
+    assert first.part(slice(1, 2)) is first.part(slice(1, 2))
+    others = [
+        Slots.of(torch.tensor([0, 4, 300]), dense, torch.tensor([5, 7]), 0, FORMAT_COO),
+        Slots.of(segments, 1 - dense, torch.tensor([5, 7]), 0, FORMAT_COO),
+        Slots.of(segments, dense, torch.tensor([9, 7]), 0, FORMAT_COO),
+        Slots.of(segments, dense, torch.tensor([5, 7]), 1, FORMAT_COO),
+        Slots.of(segments, dense, torch.tensor([5, 7]), 0, FORMAT_PICI),
+    ]
+    assert len({other.sizes for other in others} | {first.sizes}) == 6
+
+
+def test_sizes_of_no_offsets_are_refused():
+    for size in (ops.message_capacity, ops.scratch_capacity):
+        with pytest.raises(ExtensionError, match="segment_offsets has the wrong dtype"):
+            size(torch.tensor([0, 5], dtype=torch.int32), 0)

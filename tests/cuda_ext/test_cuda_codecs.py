@@ -1,0 +1,235 @@
+"""The CUDA library as nvcc sees it: no spills, few registers, wide loads; its ops, without a GPU.
+
+What the ops compute is tested in tests/cuda_emulator, emulated and on a GPU where there is one.
+`python -m megatron_sparse.cuda_ext.build --ptxas` prints the compile report of docs/gpu-results.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from megatron_sparse.cuda_ext import build, load, ops, ptxas, sources
+from megatron_sparse.errors import DependencyError
+from tests.cuda_ext import cases
+
+MAX_REGISTERS = 64  # so that 4 blocks of 256 threads are resident: 65536 / 1024
+MAX_SHARED_BYTES = 24 << 10  # 4 of them leave room on sm_80's 164 KiB and an L1 cache beside
+
+
+def can_build() -> bool:
+    try:
+        toolkit = build.find_cuda()
+        torch_root, _ = build.find_torch()
+    except DependencyError:
+        return False
+    return toolkit.nvcc.is_file() and (torch_root / "lib" / "libtorch_cuda.so").is_file()
+
+
+needs_nvcc = pytest.mark.skipif(
+    not can_build(), reason="no nvcc in CUDA_HOME, PATH or PyPI's packages, or torch without CUDA"
+)
+
+
+@pytest.mark.slow  # half a minute: it compiles every kernel for every architecture
+@needs_nvcc
+def test_registers_and_shared_memory() -> None:
+    reports = build.compile_report()
+    assert list(reports) == list(sources.CUDA_UNITS)
+    for kernels in reports.values():
+        assert {kernel.arch for kernel in kernels} == {f"sm_{arch}" for arch in sources.CUDA_ARCHS}
+        for kernel in kernels:
+            assert kernel.spill_bytes == 0, kernel
+            assert kernel.registers <= MAX_REGISTERS, kernel
+            assert kernel.shared_bytes <= MAX_SHARED_BYTES, kernel
+
+
+def test_the_table_has_a_line_for_each_family_and_architecture() -> None:
+    name = "_ZN15megatron_sparse14compact_kernelINS_11PruneSourceILi{}ELi0EEEEEvT_"
+    kernels = [
+        ptxas.Compiled(name.format(dtype), arch, registers, 100 + registers, 0)
+        for dtype, arch, registers in [(0, "sm_90", 60), (1, "sm_90", 64), (0, "sm_100", 62)]
+    ]
+    first, second = ptxas.table("prune_encode", kernels)
+    assert first.split()[:3] == ["prune_encode", "compact_kernel<PruneSource>", "sm_90"]
+    assert "instances   2  registers 60-64  shared 164 B  spills 0 B" in first
+    assert "sm_100" in second
+
+
+@needs_nvcc
+def test_compaction_moves_16_bytes_at_a_time() -> None:
+    """Seen in the machine code, which also shows spills to local memory."""
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None
+    assert spec.origin is not None
+    tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    load("cuda")
+    dump = subprocess.run(
+        [tool, "-sass", "-arch", "sm_90", sources.library_path("cuda")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    functions = re.split(r"Function : ", dump)[1:]
+    for source, instances in (("GradSource", 3), ("PruneSource", 28)):
+        compaction = [text for text in functions if source in text.split("\n", 1)[0]]
+        assert len(compaction) == instances
+        for text in compaction:
+            assert "LDG.E.128" in text
+            # The gradient goes on to shared memory; a residual is written back.
+            assert ("STG.E.128" in text) == (source == "PruneSource")
+            assert "STL" not in text
+            assert "LDL" not in text
+
+
+OFFSETS = [0, 40, 100]
+DENSE = [0, 1]
+CAPACITY = ops.message_capacity(torch.tensor(OFFSETS), 0)
+
+
+def arguments_of(name: str, device: str) -> tuple[object, ...]:
+    """Arguments that fit an op, on a device; FakeTensorMode needs none for CUDA."""
+    grad = torch.randn(100, device=device)
+    offsets = torch.tensor(OFFSETS, device=device)
+    kinds = torch.tensor(DENSE, dtype=torch.uint8, device=device)
+    out = torch.zeros(CAPACITY, dtype=torch.uint8, device=device)
+    if name == "encode_records":
+        return grad, offsets, kinds, 0, 5, 0, out
+    residual, thresholds = torch.zeros(100, device=device), torch.tensor([0.5, -1.0], device=device)
+    if name == "prune_encode_records":
+        return grad, residual, offsets, thresholds, 0.9, 4, offsets, kinds, 0, 5, 0, out
+    if name == "prune_":
+        return grad, residual, offsets, thresholds, 0.9, 1, 4
+    report = torch.ops.megatron_sparse.encode_records(grad, offsets, kinds, 0, 5, 0, out)
+    used = sum(report[4 : 4 + len(DENSE)].tolist())
+    return torch.zeros(100, device=device), out[:used].clone(), offsets, 0, 5, 0
+
+
+OPS = ("prune_", "encode_records", "prune_encode_records", "decode_add_")
+HASH_OPS = (
+    "hash_permute",
+    "hash_unpermute",
+    "hash_partition_of",
+    "hash_split",
+    "hash_memory",
+    "hash_bitmap_pack",
+    "hash_bitmap_elements",
+    "hash_bitmap_add_",
+    "row_sparse_sum",
+    "row_sparse_union",
+    "row_sparse_match",
+    "row_sparse_expand",
+)
+
+
+def hash_arguments(name: str, device: str) -> tuple[object, ...]:
+    """Arguments that fit an op of hashing or of row-sparse gradients; see `arguments_of`."""
+    entries = torch.arange(64, device=device)
+    words = torch.zeros(8, dtype=torch.uint8, device=device)
+    rows = torch.ones(64, 4, device=device)
+    values = torch.zeros(64, device=device)
+    return {
+        "hash_permute": (entries, 64, 5),
+        "hash_unpermute": (entries, 64, 5),
+        "hash_partition_of": (entries, 64, 3, 5, False),
+        "hash_split": (entries, 64),
+        "hash_memory": (entries, entries, 64, 64, 2, 1, 3, 5),
+        "hash_bitmap_pack": (values, words, values.view(torch.uint8).clone()),
+        "hash_bitmap_elements": (words, 0, 64, 0, 1, 5, None),
+        "hash_bitmap_add_": (values, words, words[:0], 0, 0, 0, 1, 5, None),
+        "row_sparse_sum": (rows, entries, torch.arange(65, device=device)),
+        "row_sparse_union": (entries, torch.tensor([0, 64], device=device), 64),
+        "row_sparse_match": (entries[::2].clone(), entries),
+        "row_sparse_expand": (entries[::2].clone(), rows[::2].clone(), entries),
+    }[name]
+
+
+@needs_nvcc
+def test_the_library_registers_all_ops_for_cuda() -> None:
+    load("cuda")
+    for name in (*OPS, *HASH_OPS):
+        qualified = f"megatron_sparse::{name}"
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CUDA"), name
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", OPS[:3])
+def test_fakes_on_cuda_need_no_gpu(name: str) -> None:
+    load("cuda")
+    with FakeTensorMode():
+        arguments = arguments_of(name, "cuda")
+        report = getattr(torch.ops.megatron_sparse, name).default(*arguments)
+    assert report.device.type == "cuda"
+    assert report.dtype == torch.int64
+    segments = len(DENSE)
+    assert report.shape == ((segments,) if name == "prune_" else (4 + 2 * segments,))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", HASH_OPS)
+def test_fakes_of_hashing_on_cuda_need_no_gpu(name: str) -> None:
+    load("cuda")
+    op = getattr(torch.ops.megatron_sparse, name).default
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        results = op(*hash_arguments(name, "cuda"))
+    results = results if isinstance(results, tuple) else (results,)
+    assert {result.device.type for result in results} == {"cuda"}
+    assert len(results) == len(op._schema.returns)
+
+
+@needs_nvcc
+def test_the_decoders_fake_on_cuda_needs_no_gpu() -> None:
+    load("cuda")
+    with FakeTensorMode():
+        acc = torch.zeros(100, device="cuda")
+        message = torch.zeros(160, dtype=torch.uint8, device="cuda")
+        offsets = torch.zeros(3, dtype=torch.int64, device="cuda")
+        status = torch.ops.megatron_sparse.decode_add_(acc, message, offsets, 0, 5, 0)
+    assert status.device.type == "cuda"
+    assert status.shape == (4,)
+
+
+@needs_nvcc
+def test_the_bindings_refuse_tensors_of_the_cpu() -> None:
+    load("cuda")
+    with pytest.raises(NotImplementedError, match="'CPU' backend"):
+        torch.ops.megatron_sparse.encode_records(*arguments_of("encode_records", "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", [*OPS, *HASH_OPS])
+def test_opcheck_on_the_device(name: str) -> None:
+    load("cuda")
+    arguments = arguments_of if name in OPS else hash_arguments
+    torch.library.opcheck(getattr(torch.ops.megatron_sparse, name).default, arguments(name, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("numel", [2**20 + 17, 2**26 + 4097])
+def test_large_messages_on_the_device(numel: int) -> None:
+    """More tiles than resident blocks: look-back waits, which an emulated device hardly does."""
+    grad_N = cases.pruned_grad(numel, 0.01, torch.float32)
+    offsets, keep = torch.tensor([0, numel // 3, numel]), torch.zeros(2, dtype=torch.uint8)
+    nnz, capacity = cases.count_nonzero(grad_N, offsets), ops.message_capacity(offsets, 0)
+    out, held = torch.zeros(capacity, dtype=torch.uint8), grad_N.cuda()
+    got = torch.zeros(capacity, dtype=torch.uint8, device="cuda")
+    for form in (1, 2):
+        sizes = ops.encode(grad_N, offsets, keep, nnz, 0, 5, out, form=form)
+        for _ in range(5):
+            assert ops.encode(held, offsets, keep, None, 0, 5, got, form=form).tolist() == (
+                sizes.tolist()
+            )
+            used = int(sizes.sum())
+            assert torch.equal(got[:used].cpu(), out[:used])
+        acc_N = torch.full((numel,), torch.nan, device="cuda")
+        ops.decode_add_(acc_N, got[:used], offsets, 0, 5, 0, rank=0, fresh=True)
+        torch.testing.assert_close(acc_N.cpu(), grad_N, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,86 @@
+"""The decoders under sanitizers: `scripts/fuzz.sh`, and that it finds what it is there to find.
+
+`scripts/test.sh` runs the script itself, after the tests, for two minutes. Here is what of it is
+quick, and, marked slow, the proof that a planted defect does not get through.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse.cuda_ext import build
+from tests.cuda_ext.fuzz_records import DECODERS
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(1200)  # three instruction sets are compiled with sanitizers first
+COPIED = ("megatron_sparse", "cuda_ext", "triton_kernels", "scripts", "tests/cuda_ext")
+
+
+def fuzz(root, seconds):
+    return subprocess.run(
+        ["bash", "scripts/fuzz.sh", str(seconds)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHON": sys.executable},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_decoder_refuses_or_is_right(name):
+    """The inputs of `fuzz_records.py`, without sanitizers: wrong answers alone would show here."""
+    refused = Counter(DECODERS[name](random.Random(seed)) for seed in range(150))
+    assert refused[True] > 10
+    assert refused[False] > 10
+
+
+@pytest.mark.slow
+def test_nothing_is_found():
+    done = fuzz(ROOT, 60)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    executions = [int(n) for n in re.findall(r"(\d+) executions, 0 crashes", done.stdout)]
+    assert len(executions) == 2
+    assert min(executions) > 500  # a tenth of what a busy machine does in half a minute
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "check"),
+    [
+        ("decode_records.cpp", "index >= limit"),
+        ("decode_records.cpp", "after - before != kernel.count_bits(words, kTileSide)"),
+        ("hash_bitmap.cpp", "word_at(words, word_count - 1) >> in_last != 0"),
+        ("row_sparse.cpp", "set[i] >= num_rows"),
+    ],
+)
+def test_a_missing_check_is_found(tmp_path, source, check):
+    for name in COPIED:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("_lib"))
+    planted = tmp_path / "cuda_ext" / "csrc" / source
+    assert planted.read_text().count(check) == 1
+    planted.write_text(planted.read_text().replace(check, "false"))
+    done = fuzz(tmp_path, 60)
+    assert done.returncode == 1, done.stdout[-3000:]
+    assert re.search("Sanitizer|runtime error|AssertionError", done.stderr)
+
+
+@pytest.mark.parametrize("argument", ["soon", "-1", ""])
+def test_an_unknown_argument_is_one_error(argument):
+    done = fuzz(ROOT, argument)
+    assert done.returncode == 2
+    assert "an argument is unknown" in done.stderr
+
+
+def test_a_sanitized_library_is_not_put_where_it_would_be_loaded(capsys):
+    assert build.main(["--cuda", "off", "--sanitize"]) != 0
+    assert "name one with --out" in capsys.readouterr().err

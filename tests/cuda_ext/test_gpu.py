@@ -1,0 +1,58 @@
+"""On a GPU: both CUDA kernels of `prune_`, and the sampled threshold, equal their oracles."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.reference import prune as prune_oracle
+from megatron_sparse.reference import threshold as threshold_oracle
+from tests.cuda_ext import cases
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("wire", range(3))
+@pytest.mark.parametrize("residual_dtype", cases.RESIDUAL_DTYPES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_prune(dtype, residual_dtype, wire, backend, monkeypatch):
+    monkeypatch.setenv(ops.PRUNE_BACKEND, backend)
+    for numel in cases.SIZES:
+        offsets = cases.cut(numel, 5, seed=numel)
+        thresholds = torch.tensor([-1.0, math.inf, 1e-3, 1.0, cases.FLT_MAX])
+        for kind, key in (("spread", 5), ("special", -1), ("special", 2**63 - 1)):
+            grad, residual = cases.make(kind, numel, dtype), cases.make(kind, numel, residual_dtype)
+            expected = prune_oracle.prune(grad, residual, offsets, thresholds, 0.9, wire, key)
+            for place in (torch.clone, cases.unaligned):
+                got_grad, got_residual = (place(t).cuda() for t in (grad, residual))
+                nnz = ops.prune_(got_grad, got_residual, offsets, thresholds.cuda(), 0.9, wire, key)
+                what = f"{backend} {kind} {numel} {key}"
+                cases.assert_same_bits(got_grad.cpu(), expected[0], f"{what}: grad")
+                cases.assert_same_bits(got_residual.cpu(), expected[1], f"{what}: residual")
+                assert torch.equal(nnz.cpu(), expected[2]), what
+
+
+def test_sample_threshold():
+    grad, residual = cases.make("spread", 100_003, torch.bfloat16), torch.zeros(100_003)
+    offsets, densities = cases.cut(100_003, 6), torch.full((6,), 0.01)
+    arguments = (offsets, densities, 3000, torch.arange(6))
+    expected = threshold_oracle.sample_threshold(grad, residual, *arguments)
+    got = ops.sample_threshold(grad.cuda(), residual.cuda(), *arguments)
+    cases.assert_same_bits(got.cpu(), expected, "thresholds")
+
+
+def test_an_unknown_backend_is_one_typed_error(monkeypatch):
+    monkeypatch.setenv(ops.PRUNE_BACKEND, "opencl")
+    grad = torch.zeros(4, device="cuda")
+    with pytest.raises(ConfigError, match="MEGATRON_SPARSE_PRUNE"):
+        ops.prune_(
+            grad, grad.clone(), torch.tensor([0, 4]), torch.zeros(1, device="cuda"), 1.0, 0, 0
+        )

@@ -1,0 +1,58 @@
+"""Every op obeys its schema and its fake: what torch.compile and the dispatcher rely on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.cuda_ext import ops
+from tests.cuda_ext import cases
+
+
+def arguments_of(name):
+    offsets = torch.tensor([0, 40, 100])
+    grad = cases.pruned_grad(100, 0.1, torch.float32)
+    nnz = cases.count_nonzero(grad, offsets)
+    out = torch.zeros(ops.message_capacity(offsets, 0), dtype=torch.uint8)
+    if name == "prune_":
+        return torch.randn(100), torch.zeros(100), offsets, torch.tensor([0.5, -1.0]), 0.9, 1, 4
+    if name == "sample_threshold":
+        densities, keys = torch.tensor([0.1, 0.2]), torch.tensor([1, 2])
+        return torch.randn(100), torch.zeros(100), offsets, densities, 30, keys
+    dense = torch.tensor([0, 1], dtype=torch.uint8)
+    scratch = torch.zeros(ops.scratch_capacity(offsets, 0), dtype=torch.uint8)
+    if name == "encode":
+        return grad, offsets, dense, nnz, 0, 5, out, scratch, 1, 256
+    if name == "prune_encode":
+        return (
+            torch.randn(100),
+            torch.zeros(100),
+            offsets,
+            torch.tensor([0.5, -1.0]),
+            offsets,
+            dense,
+            0.9,
+            0,
+            4,
+            5,
+            out,
+            scratch,
+            -1,
+            256,
+        )
+    used = int(ops.encode(grad, offsets, dense, nnz, 0, 5, out).sum())
+    return torch.zeros(100), out[:used].clone(), offsets, 0, 5, 0
+
+
+@pytest.mark.parametrize(
+    "name", ["prune_", "sample_threshold", "encode", "prune_encode", "decode_add_"]
+)
+def test_opcheck(name):
+    arguments = arguments_of(name)
+    torch.library.opcheck(getattr(torch.ops.megatron_sparse, name).default, arguments)
+
+
+def test_the_residual_of_a_sample_is_optional():
+    arguments = list(arguments_of("sample_threshold"))
+    arguments[1] = None
+    torch.library.opcheck(torch.ops.megatron_sparse.sample_threshold.default, tuple(arguments))

@@ -1,0 +1,181 @@
+"""`prune_` on the CPU equals its oracle bit for bit, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.errors import ExtensionError
+from megatron_sparse.reference import prune as oracle
+from tests.cuda_ext import cases
+
+KEY = 0x1234_5678_9ABC_DEF0
+
+
+def check(grad, residual, offsets, thresholds, leak, wire, key, what):
+    """One call on every instruction set, on unaligned views between poisoned neighbours."""
+    expected = oracle.prune(grad, residual, offsets, thresholds, leak, wire, key)
+    for isa in cases.ISAS:
+        with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
+            check_once(
+                expected, grad, residual, (offsets, thresholds, leak, wire, key), f"{isa} {what}"
+            )
+
+
+def check_once(expected, grad, residual, arguments, what):
+    got_grad, got_residual = cases.unaligned(grad), cases.unaligned(residual)
+    nnz = ops.prune_(got_grad, got_residual, *arguments)
+    cases.assert_same_bits(got_grad, expected[0], f"{what}: grad")
+    cases.assert_same_bits(got_residual, expected[1], f"{what}: residual")
+    assert torch.equal(nnz, expected[2]), what
+    for buffer in (got_grad, got_residual):
+        room = buffer._base
+        assert room is not None
+        assert room[0].isnan(), f"{what}: written before the buffer"
+        assert room[-1].isnan(), f"{what}: written behind it"
+
+
+@pytest.mark.parametrize("wire", range(3))
+@pytest.mark.parametrize("residual_dtype", cases.RESIDUAL_DTYPES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_equals_the_oracle(dtype, residual_dtype, wire):
+    for numel in cases.SIZES[:-1]:
+        offsets = cases.cut(numel, 5, seed=numel)
+        # Keeps all, drops all but infinity, in between twice, and nothing but NaN and infinity.
+        thresholds = torch.tensor([-1.0, math.inf, 1e-3, 1.0, cases.FLT_MAX])
+        for kind in cases.kinds(numel):
+            grad = cases.make(kind, numel, dtype, seed=1)
+            residual = cases.make(kind, numel, residual_dtype, seed=2)
+            for leak, key in ((1.0, KEY), (0.9, -1)):
+                what = f"{kind} {numel} leak {leak} key {key}"
+                check(grad, residual, offsets, thresholds, leak, wire, key, what)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire"), [(torch.float32, 0), (torch.float32, 2), (torch.bfloat16, 1)]
+)
+def test_large_and_independent_of_the_thread_count(dtype, wire):
+    numel = cases.SIZES[-1]
+    offsets = cases.cut(numel, 40)
+    thresholds = torch.rand(40, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            grad, residual = (cases.make("spread", numel, d, seed=3) for d in (dtype, dtype))
+            if dtype == torch.bfloat16:
+                residual = residual.float()
+            check(grad, residual, offsets, thresholds, 1.0, wire, KEY, f"{threads} threads")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_nan_threshold_keeps_everything():
+    grad = cases.make("special", 100, torch.float32)
+    residual = torch.zeros(100)
+    check(grad, residual, torch.tensor([0, 100]), torch.tensor([math.nan]), 1.0, 0, -1, "")
+
+
+@given(
+    st.lists(st.floats(width=32), min_size=1, max_size=70),
+    st.sampled_from(cases.DTYPES),
+    st.sampled_from(cases.RESIDUAL_DTYPES),
+    st.integers(0, 2),
+    st.floats(-1, 2.0**126, width=32),
+    st.sampled_from([1.0, 0.9]),
+    st.integers(-1, 2**63 - 1),
+)
+@settings(deadline=None, max_examples=100)
+def test_any_floats_equal_the_oracle(values, dtype, residual_dtype, wire, threshold, leak, key):
+    grad = torch.tensor(values).to(dtype)
+    residual = torch.tensor(values[::-1]).to(residual_dtype)
+    offsets = torch.tensor([0, len(values)])
+    check(grad, residual, offsets, torch.tensor([threshold]), leak, wire, key, "hypothesis")
+
+
+@pytest.mark.parametrize("threshold", [-1.0, 0.5])
+def test_fp32_conserves_the_sum_bit_for_bit(threshold):
+    grad = cases.make("spread", 4097, torch.float32, seed=4)
+    residual = cases.make("spread", 4097, torch.float32, seed=5)
+    expected = grad + residual
+    ops.prune_(grad, residual, torch.tensor([0, 4097]), torch.tensor([threshold]), 1.0, 0, KEY)
+    cases.assert_same_bits(grad + residual, expected, "sum")
+
+
+def test_steps_together_send_everything():
+    # What is dropped comes back: with leak 1 the sum of what was sent plus the residual is the sum
+    # of all gradients. Small integers make every fp32 sum exact.
+    generator = torch.Generator().manual_seed(6)
+    total, sent, residual = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
+    for step in range(20):
+        grad = torch.randint(-8, 9, (1000,), generator=generator).float()
+        total += grad
+        ops.prune_(grad, residual, torch.tensor([0, 1000]), torch.tensor([12.0]), 1.0, 0, step)
+        sent += grad
+    assert torch.equal(sent + residual, total)
+    assert int((sent != 0).sum()) > 0
+
+
+def test_every_element_may_be_its_own_range():
+    grad = cases.make("spread", 513, torch.float32, seed=7)
+    thresholds = torch.rand(513)
+    check(grad, torch.zeros(513), torch.arange(514), thresholds, 1.0, 1, KEY, "tiny ranges")
+
+
+BAD_CALLS = {
+    "grad has the wrong dtype": {"grad": torch.zeros(8, dtype=torch.float64)},
+    "grad has the wrong shape": {"grad": torch.zeros(16)[::2]},
+    "residual has the wrong dtype": {"residual": torch.zeros(8, dtype=torch.float16)},
+    "residual has the wrong length": {"residual": torch.zeros(7)},
+    "thresholds has the wrong length": {"thresholds": torch.zeros(2)},
+    "range_offsets does not cut": {"offsets": torch.tensor([0, 7])},
+    "range_offsets has the wrong dtype": {"offsets": torch.tensor([0, 8], dtype=torch.int32)},
+    "wire_dtype is unknown": {"wire": 3},
+    "leak is out of range": {"leak": 1.5},
+}
+
+
+@pytest.mark.parametrize("problem", BAD_CALLS)
+def test_refuses(problem):
+    call = {
+        "grad": torch.zeros(8),
+        "residual": torch.zeros(8),
+        "offsets": torch.tensor([0, 8]),
+        "thresholds": torch.zeros(1),
+        "leak": 1.0,
+        "wire": 0,
+        "key": 0,
+    } | BAD_CALLS[problem]
+    with pytest.raises(ExtensionError, match=problem):
+        ops.prune_(*call.values())
+
+
+@pytest.mark.parametrize("offsets", [[0, 9], [1, 8], [0, 5, 3, 8], [-1, 8]])
+def test_the_op_itself_checks_what_would_reach_beyond_the_buffers(offsets):
+    ops.supported_isas()  # loads the library
+    op = torch.ops.megatron_sparse.prune_.default
+    with pytest.raises(RuntimeError, match="range_offsets"):
+        op(
+            torch.zeros(8),
+            torch.zeros(8),
+            torch.tensor(offsets),
+            torch.zeros(len(offsets) - 1),
+            1.0,
+            0,
+            0,
+        )
+
+
+def test_an_unknown_instruction_set_is_one_typed_error(monkeypatch):
+    monkeypatch.setenv("MEGATRON_SPARSE_ISA", "avx1024")
+    with pytest.raises(ExtensionError) as caught:
+        ops.prune_(torch.zeros(1), torch.zeros(1), torch.tensor([0, 1]), torch.zeros(1), 1.0, 0, 0)
+    assert caught.value.got == "avx1024"
+    assert "portable" in str(caught.value.expected)

@@ -1,0 +1,158 @@
+"""Sampled thresholds: the compiled op and the torch version equal the oracle bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sparse.cuda_ext import ops, threshold_torch
+from megatron_sparse.errors import ExtensionError
+from megatron_sparse.reference import threshold as oracle
+from tests.cuda_ext import cases
+
+
+def check(grad, residual, offsets, densities, samples, keys, what=""):
+    arguments = (grad, residual, offsets, densities, samples, keys)
+    expected = oracle.sample_threshold(*arguments)
+    cases.assert_same_bits(ops.sample_threshold(*arguments), expected, f"compiled {what}")
+    got = threshold_torch.sample_threshold(*arguments)
+    cases.assert_same_bits(got, expected, f"torch {what}")
+    return expected
+
+
+def single(values, density, samples=1000, key=0):
+    grad = torch.as_tensor(values, dtype=torch.float32)
+    offsets = torch.tensor([0, grad.numel()])
+    return float(check(grad, None, offsets, torch.tensor([density]), samples, torch.tensor([key])))
+
+
+@pytest.mark.parametrize("residual_dtype", [None, *cases.DTYPES])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_equals_the_oracle(dtype, residual_dtype):
+    densities = torch.tensor([0.01, 0.5, 1.0, 1e-6, 0.999, 0.3, 2.0])
+    keys = torch.tensor([0, 1, 2, 3, 2**62, 2**31, 7])
+    for numel in (0, 1, 16, 701, 4097):
+        offsets = cases.cut(numel, 7, seed=numel)
+        for kind in cases.kinds(numel):
+            grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
+            residual = None
+            if residual_dtype is not None:
+                residual = cases.unaligned(cases.make(kind, numel, residual_dtype, seed=2))
+            for samples in (1, 700):
+                what = f"{kind} {numel} {samples}"
+                check(grad, residual, offsets, densities, samples, keys, what)
+
+
+def test_independent_of_the_thread_count():
+    grad, numel = cases.make("spread", cases.SIZES[-1], torch.float32), cases.SIZES[-1]
+    offsets = cases.cut(numel, 9)
+    arguments = (
+        grad,
+        None,
+        offsets,
+        torch.full((9,), 0.02),
+        2000,
+        torch.arange(9),
+    )
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(ops.sample_threshold(*arguments))
+    finally:
+        torch.set_num_threads(before)
+    cases.assert_same_bits(results[1], results[0], "threads")
+
+
+def test_rank_of_the_threshold():
+    values = torch.arange(1.0, 101.0)
+    assert single(values, 0.1) == 90.0  # ten are strictly greater
+    assert single(values, 0.999) == 1.0
+    assert single(values, 1e-9) == 99.0  # one survives at least
+    assert single(values, 1.0) == -1.0
+    assert single([], 0.5) == -1.0
+
+
+def test_equal_gradients_are_not_starved():
+    below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0)).item()
+    assert single([2.0, -2.0, 2.0, 2.0], 0.25) == below
+    assert single([2.0, 2.0, 1.0, 1.0], 0.25) == below  # a tie at the top
+    assert single([-3.0], 0.5) < 3.0
+    assert single([0.0, -0.0, 0.0], 0.5) == 0.0  # zeros are never sent
+
+
+def test_nan_and_infinity_are_the_largest():
+    assert single([math.nan, 1.0, 2.0, 3.0], 0.25) == 3.0
+    # More than are wanted: only they are kept, for prune_ never drops them.
+    assert single([math.nan, math.inf, math.nan, 3.0], 0.25) == cases.FLT_MAX
+
+
+def test_the_kept_fraction_is_near_the_density():
+    density, samples, numel = 0.05, 4000, 400_000
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    offsets = torch.tensor([0, numel])
+    threshold = ops.sample_threshold(
+        grad, None, offsets, torch.tensor([density]), samples, torch.tensor([3])
+    )
+    kept = float((grad.abs() > threshold).float().mean())
+    # The relative error's standard deviation is sqrt((1 - p) / (p samples)); five are allowed.
+    assert abs(kept / density - 1) < 5 * math.sqrt((1 - density) / (density * samples))
+
+
+@given(st.integers(1, 2**40), st.integers(1, 50), st.integers(0, 2**63 - 1))
+@settings(deadline=None, max_examples=200)
+def test_positions_are_exact_up_to_the_longest_bucket(numel, samples, key):
+    expected = oracle.sample_positions(numel, samples, key)
+    assert all(0 <= p < numel for p in expected)
+    assert expected == sorted(set(expected))
+    count = len(expected)
+    index = torch.arange(count)
+    a, b = threshold_torch.hash_seed(key, threshold_torch.DRAW_SAMPLE)
+    random = threshold_torch._hash(index, torch.tensor(a), torch.tensor(b))
+    got = threshold_torch._position(torch.tensor(numel), torch.tensor(count), index, random)
+    assert got.tolist() == expected
+
+
+@given(
+    st.lists(st.floats(width=32).map(abs), min_size=1, max_size=60),
+    st.floats(1e-6, 0.999),
+)
+@settings(deadline=None)
+def test_threshold_of_samples_follows_the_same_rule(values, density):
+    magnitudes = torch.tensor(values, dtype=torch.float32)
+    got = ops.threshold_of_samples(magnitudes, density)
+    assert got.shape == ()
+    assert float(got) == oracle.quantile_threshold(magnitudes.tolist(), density)
+
+
+def test_threshold_of_no_samples_or_of_all_keeps_all():
+    assert float(ops.threshold_of_samples(torch.empty(0), 0.5)) == -1
+    assert float(ops.threshold_of_samples(torch.ones(3), 1.0)) == -1
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"samples": 0}, "samples is out of range"),
+        ({"densities": torch.tensor([0.0])}, "a density is out of range"),
+        ({"densities": torch.tensor([0.5, 0.5])}, "densities has the wrong length"),
+        ({"keys": torch.tensor([1], dtype=torch.int32)}, "keys has the wrong dtype"),
+        ({"offsets": torch.tensor([0, 4])}, "range_offsets does not cut"),
+        ({"residual": torch.zeros(4)}, "residual has the wrong length"),
+    ],
+)
+def test_refuses(change, problem):
+    call = {
+        "grad": torch.zeros(5),
+        "residual": None,
+        "offsets": torch.tensor([0, 5]),
+        "densities": torch.tensor([0.5]),
+        "samples": 10,
+        "keys": torch.tensor([1]),
+    } | change
+    with pytest.raises(ExtensionError, match=problem):
+        ops.sample_threshold(*call.values())

@@ -1,0 +1,228 @@
+"""The doctor: it always answers, and what is wrong comes with what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_sparse.doctor import checks as doctor
+from megatron_sparse.doctor.checks import Check
+
+
+def looked(look: object) -> dict[str, Check]:
+    """The checks that one look yields, by name."""
+    return {check.name: check for check in look()}  # type: ignore[operator]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that wraps no cell can be searched for its texts."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.fixture
+def only_fakes(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
+    """Replaces all looks by one that yields what the returned list holds."""
+    checks: list[Check] = []
+    monkeypatch.setattr(doctor, "_LOOKS", (lambda: iter(checks),))
+    return checks
+
+
+def test_this_machine_gets_every_line() -> None:
+    checks = doctor.collect()
+    names = {check.name for check in checks}
+    assert names >= {
+        "Python",
+        "torch",
+        "Triton",
+        "megatron-core",
+        "door of attach",
+        "Transformer Engine",
+        "Apex",
+        "Hydra",
+        "tokenizers",
+        "W&B",
+        "C++ compiler",
+        "nvcc",
+        "gloo",
+        "NCCL",
+        "cores",
+        "memory",
+        "GLOO_SOCKET_IFNAME",
+    }
+    for check in checks:
+        assert check.status in ("ok", "warn", "fail")
+        assert check.detail
+        assert check.status == "ok" or check.remedy, f"{check.name} leaves the reader alone"
+
+
+def test_look_that_breaks_is_a_failed_line_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def _half_installed() -> Iterator[Check]:
+        yield Check("first", "ok", "seen before it broke")
+        raise OSError("libsomething.so: cannot open\nwith more lines")
+
+    def _quits() -> Iterator[Check]:
+        raise SystemExit("package that exits at import")
+        yield
+
+    monkeypatch.setattr(
+        doctor, "_LOOKS", (_half_installed, _quits, lambda: iter([Check("last", "ok", "there")]))
+    )
+    first, broken, quit_, last = doctor.collect()
+    assert (first.name, last.name) == ("first", "last")
+    assert (broken.name, broken.status) == ("half installed", "fail")
+    assert broken.detail == "OSError: libsomething.so: cannot open"
+    assert quit_.status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [((), 0), (("ok", "warn"), 0), (("ok", "fail"), 1), (("fail", "warn", "fail"), 1)],
+)
+def test_exit_code_and_json(
+    only_fakes: list[Check], tmp_path: Path, statuses: tuple[doctor.Status, ...], code: int
+) -> None:
+    only_fakes += [Check(f"part {i}", s, f"found {i}", "do") for i, s in enumerate(statuses)]
+    assert doctor.run(tmp_path / "report.jsonl") == code
+    lines = (tmp_path / "report.jsonl").read_text().splitlines()
+    assert [Check(**json.loads(line)) for line in lines] == only_fakes
+
+
+def test_table_shows_brackets_as_they_are(
+    only_fakes: list[Check], capsys: pytest.CaptureFixture[str]
+) -> None:
+    only_fakes.append(Check("part", "fail", "found [red]x[/red]", doctor.TRAIN_EXTRA))
+    assert doctor.run() == 1
+    printed = capsys.readouterr().out
+    assert "megatron-sparse[train]" in printed
+    assert "found [red]x[/red]" in printed
+    assert "0 ok, 0 warn, 1 fail" in printed
+
+
+def test_report_that_cannot_be_written_is_one_error(
+    only_fakes: list[Check], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.run(tmp_path / "absent" / "report.jsonl") == 2
+    assert "remedy:" in capsys.readouterr().err
+
+
+def test_old_python_and_torch_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked(doctor._python)["Python"].status == "ok"
+    monkeypatch.setattr(doctor, "MIN_PYTHON", (99, 1))
+    assert looked(doctor._python)["Python"].status == "fail"
+    assert "99.1" in looked(doctor._python)["Python"].remedy
+
+    monkeypatch.setattr("torch.__version__", "2.9.1+cu128")
+    assert looked(doctor._torch)["torch"].status == "fail", "2.9 is older than 2.11"
+    monkeypatch.setattr("torch.__version__", "2.11.0a0+git123")
+    assert looked(doctor._torch)["torch"].status == "ok"
+
+
+def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    for look, name, status in (
+        (doctor._megatron, "megatron-core", "fail"),
+        (doctor._packages, "Hydra", "fail"),
+        (doctor._packages, "tokenizers", "fail"),
+        (doctor._triton, "Triton", "warn"),
+        (doctor._wandb, "W&B", "warn"),
+    ):
+        check = looked(look)[name]
+        assert (check.status, "pip install" in check.remedy) == (status, True)
+
+
+def test_door_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def door(name: str, found: bool, who: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name, found=found, detail="without self", remedy="upgrade", needed_by=who
+        )
+
+    doors = [
+        door("m.Group.start_grad_sync", True, "attach"),
+        door("m.Group.finish_grad_sync", False, "attach"),
+        door("m.train_step", True, "install"),
+    ]
+    monkeypatch.setattr("megatron_sparse.megatron.host_symbols.find_doors", lambda: doors)
+    found = looked(doctor._megatron)
+    assert found["door of attach"] == Check(
+        "door of attach", "fail", "m.Group.finish_grad_sync: without self", "upgrade"
+    )
+    assert found["door of install"] == Check("door of install", "ok", "train_step")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "part", "loaded", "status"),
+    [
+        (False, "cpu", True, "ok"),
+        (False, "cpu", False, "warn"),
+        (False, "cuda", False, "ok"),
+        (True, "cuda", False, "warn"),
+        (True, "cuda", True, "ok"),
+    ],
+)
+def test_extension_matters_where_it_could_run(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, part: str, loaded: bool, status: str
+) -> None:
+    state = {"built": loaded, "loaded": loaded, "path": "ops.so", "reason": "no compiler here"}
+    stub = SimpleNamespace(status=lambda: {part: state})
+    monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    check = looked(doctor._extension)[f"extension, {part}"]
+    assert check.status == status
+    if status == "warn":
+        assert check.detail.startswith("no compiler here")
+        assert ("torch operations make the messages" in check.detail) == (part == "cuda")
+        assert "cuda_ext.build" in check.remedy
+
+
+def test_extension_that_is_loaded_on_first_use_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"built": True, "loaded": False, "path": "ops.so", "reason": ""}
+    stub = SimpleNamespace(status=lambda: {"cpu": state, "cuda": state | {"reason": "no symbol"}})
+    monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = looked(doctor._extension)
+    assert found["extension, cpu"].status == "ok"
+    assert found["extension, cuda"] == Check(
+        "extension, cuda",
+        "warn",
+        "no symbol: torch operations make the messages, slower",
+        "python -m megatron_sparse.cuda_ext.build",
+    )
+
+
+def test_network_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert looked(doctor._network)["GLOO_SOCKET_IFNAME"].status == "ok"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch7")
+    check = looked(doctor._network)["GLOO_SOCKET_IFNAME"]
+    assert check.status == "fail"
+    assert "nosuch7" in check.detail
+    assert "lo" in check.remedy
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr("socket.gethostbyname", lambda _: (_ for _ in ()).throw(OSError("unknown")))
+    assert looked(doctor._network)["GLOO_SOCKET_IFNAME"].status == "fail"
+
+
+def test_nvcc_of_cuda_home_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\nprintf 'nvcc: NVIDIA\\nBuild cuda_99.1\\n'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert looked(doctor._nvcc)["nvcc"] == Check("nvcc", "ok", f"Build cuda_99.1 ({nvcc})")
+
+
+def test_compiler_named_in_cxx_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    check = looked(doctor._compiler)["C++ compiler"]
+    assert check.status == "warn"
+    assert "no-such-compiler" in check.detail
+    assert "g++" in check.remedy

@@ -1,0 +1,223 @@
+"""Row-sparse gradients: sums in order, exact unions and matches, and the dense sum of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sparse.bench.row_sparse.matching import VERSIONS, compare_matching
+from megatron_sparse.cuda_ext import load, row_sparse_ops
+from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.formats import row_sparse
+from megatron_sparse.formats.row_sparse import RowSparse
+from megatron_sparse.reference import row_sparse as oracle
+from tests.cuda_ext import cases
+
+index_sets = st.lists(
+    st.sets(st.integers(0, 60)).map(lambda rows: torch.tensor(sorted(rows), dtype=torch.int64)),
+    max_size=9,
+)
+
+
+def _pairs(num_rows, count, width, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(max(num_rows, 1), (count,), generator=generator)
+    rows = torch.randn(count, width, generator=generator).to(dtype)
+    return indices, rows
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 80),
+    st.integers(0, 20),
+    st.integers(1, 30),
+    st.sampled_from(cases.DTYPES),
+    st.integers(0, 1000),
+)
+def test_coalesce_equals_the_oracle(count, width, num_rows, dtype, seed):
+    indices, rows = _pairs(num_rows, count, width, dtype, seed)
+    got = row_sparse.coalesce(indices, rows, num_rows)
+    expected_indices, expected_rows = oracle.coalesce(indices, rows)
+    assert got.indices_K.tolist() == expected_indices
+    cases.assert_same_bits(got.rows_KD.view(-1), expected_rows.view(-1), "rows")
+
+
+def test_repeated_rows_are_summed_in_order_in_fp32():
+    indices = torch.tensor([2, 0, 2, 2])
+    rows = torch.tensor([[1e8], [7.0], [1.0], [-1e8]])
+    assert row_sparse.coalesce(indices, rows, 3).rows_KD.tolist() == [[7.0], [0.0]]
+    swapped = rows[[0, 1, 3, 2]]
+    assert row_sparse.coalesce(indices, swapped, 3).rows_KD.tolist() == [[7.0], [1.0]]
+    # 256 + 1 is no bf16 number: adding in bf16 would stay at 256.
+    ones = torch.ones(513, 1, dtype=torch.bfloat16)
+    same = torch.zeros(513, dtype=torch.int64)
+    assert row_sparse.coalesce(same, ones, 1).rows_KD.item() == 512
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_single_rows_keep_their_bits(dtype):
+    special = cases.make("special", 64, dtype).view(16, 4)
+    indices = torch.arange(16).flip(0)
+    got = row_sparse.coalesce(indices, special, 16)
+    cases.assert_same_bits(got.rows_KD.view(-1), special.flip(0).reshape(-1), "coalesce")
+    wide = got.expand(torch.arange(16))
+    cases.assert_same_bits(wide.view(-1), got.rows_KD.view(-1), "expand")
+
+
+@settings(deadline=None, max_examples=80)
+@given(index_sets)
+def test_union_match_and_expand_equal_the_oracles(sets):
+    merged = row_sparse.union(sets, 61)
+    assert merged.tolist() == oracle.union([s.tolist() for s in sets])
+    for seed, local in enumerate(sets):
+        assert row_sparse.match(local, merged).tolist() == oracle.match(
+            local.tolist(), merged.tolist()
+        )
+        rows = torch.randn(local.numel(), 3, generator=torch.Generator().manual_seed(seed))
+        got = RowSparse(local, rows, 61).expand(merged)
+        assert torch.equal(got, oracle.expand(local.tolist(), rows, merged.tolist()))
+
+
+@pytest.mark.parametrize("shape", ["uniform", "one large", "clustered", "disjoint"])
+def test_large_sets_merge_in_slices_whatever_the_threads(shape):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [40_000] * 4 if shape != "one large" else [90_000, 3, 0, 2000]
+    bound = 120_000 if shape == "clustered" else 10**9
+    sets = [torch.randint(bound, (size,), generator=generator).unique() for size in sizes]
+    if shape == "disjoint":
+        sets = [s // 4 + i * 250_000_000 for i, s in enumerate(sets)]
+        sets = [s.unique() for s in sets]
+    expected = torch.cat(sets).unique()
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            merged = row_sparse.union(sets, 10**9)
+            assert torch.equal(merged, expected)
+            for local in sets:
+                got = row_sparse.match(local, merged)
+                assert torch.equal(got, torch.searchsorted(merged, local))
+                rows = local.float().unsqueeze(1)
+                wide = RowSparse(local, rows, 10**9).expand(merged)
+                naive = torch.zeros(merged.numel(), 1).index_copy_(0, got, rows)
+                assert torch.equal(wide, naive)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_union_names_the_rank_whose_indices_are_wrong():
+    good = torch.tensor([0, 3])
+    for bad, got in (
+        ([3, 3], "3 at position 1"),
+        ([4, 2], "2 at position 1"),
+        ([0, 5], "5 at position 1"),
+        ([-1], "-1 at position 0"),
+    ):
+        with pytest.raises(WireFormatError, match="rank 1: field row indices") as error:
+            row_sparse.union([good, torch.tensor(bad), good], 5)
+        assert got in str(error.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_the_compacted_all_reduce_is_the_dense_sum(world_size):
+    """Embedding gradients of different batches; small integers, so sums are compared exactly."""
+    num_rows, width = 50, 6
+    dense, pairs = torch.zeros(num_rows, width), []
+    for rank in range(world_size):
+        generator = torch.Generator().manual_seed(rank)
+        embedding = torch.nn.Embedding(num_rows, width, sparse=True)
+        tokens = torch.randint(num_rows, (12,), generator=generator)
+        upstream = torch.randint(-8, 9, (12, width), generator=generator).float()
+        (embedding(tokens) * upstream).sum().backward()
+        gradient = embedding.weight.grad
+        assert gradient is not None
+        pairs.append(RowSparse.from_coo(gradient))
+        dense += gradient.to_dense()
+    union = row_sparse.union([pair.indices_K for pair in pairs], num_rows)
+    assert union.numel() < num_rows
+    reduced = torch.stack([pair.expand(union) for pair in pairs]).sum(0)
+    result = RowSparse(union, reduced, num_rows).to_coo()
+    assert result.is_coalesced()
+    assert torch.equal(result.to_dense(), dense)
+
+
+def test_coo_there_and_back():
+    indices, rows = _pairs(40, 30, 5, torch.bfloat16, 3)
+    once = row_sparse.coalesce(indices, rows, 40)
+    again = RowSparse.from_coo(once.to_coo())
+    assert torch.equal(again.indices_K, once.indices_K)
+    assert torch.equal(again.rows_KD, once.rows_KD)
+    assert again.num_rows == 40
+    torch.sparse_coo_tensor(
+        once.indices_K.unsqueeze(0), once.rows_KD, (40, 5), is_coalesced=True, check_invariants=True
+    )
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_empty(width):
+    none = torch.empty(0, dtype=torch.int64)
+    empty = row_sparse.coalesce(none, torch.empty(0, width), 0)
+    assert empty.expand(none).shape == (0, width)
+    assert empty.expand(torch.tensor([4, 9])).tolist() == [[0.0] * width] * 2
+    assert row_sparse.union([none, none], 5).numel() == 0
+    assert row_sparse.union([], 5).numel() == 0
+    assert row_sparse.match(none, torch.tensor([1])).numel() == 0
+
+
+I = torch.tensor([0, 2])  # noqa: E741 - the paper's name
+R = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: RowSparse(I.flip(0), R, 5), "coalesce first"),
+        (lambda: RowSparse(torch.tensor([1, 1]), R, 5), "coalesce first"),
+        (lambda: RowSparse(I, R, 2), "0 to 1"),
+        (lambda: RowSparse(I - 1, R, 5), "out of range"),
+        (lambda: RowSparse(I, R[:1], 5), "2 rows"),
+        (lambda: RowSparse(I.int(), R, 5), "int64"),
+        (lambda: RowSparse(I, R.double(), 5), "float32"),
+        (lambda: RowSparse(I, R, -1), "num_rows"),
+        (lambda: RowSparse.from_coo(R), "sparse=True"),
+        (lambda: RowSparse.from_coo(R.to_sparse()), "sparse=True"),
+        (lambda: RowSparse(I, R, 5).expand(torch.tensor([0, 1])), "not in the union"),
+        (lambda: RowSparse(I, R, 5).expand(torch.tensor([2, 0])), "strictly ascending"),
+        (lambda: row_sparse.match(I, torch.tensor([0, 1])), "not in the union"),
+        (lambda: row_sparse.match(I.flip(0), I), "strictly ascending"),
+        (lambda: row_sparse_ops.sum_rows(R, torch.tensor([0, 2]), torch.tensor([0, 2])), "order"),
+        (lambda: row_sparse_ops.sum_rows(R, I[:1], torch.tensor([0, 0, 1])), "empty"),
+        (lambda: row_sparse_ops.sum_rows(R, I[:1], torch.tensor([0, 2])), "offsets"),
+    ],
+)
+def test_what_does_not_fit_is_one_typed_error(call, words):
+    with pytest.raises(ExtensionError, match=words):
+        call()
+
+
+def test_every_version_of_the_benchmark_finds_the_same():
+    timings = compare_matching(20_000, 500, 4, repetitions=1)
+    assert [timing.version for timing in timings] == list(VERSIONS)
+    assert [timing.wrong for timing in timings] == [0] * len(VERSIONS)
+    assert all(timing.time_us > 0 for timing in timings)
+
+
+def test_ops_live_under_torch_compile():
+    load()
+    ops = torch.ops.megatron_sparse
+    union = torch.tensor([0, 1, 2])
+    for op, arguments in (
+        (ops.row_sparse_sum, (R, torch.tensor([1, 0]), torch.tensor([0, 2]))),
+        (ops.row_sparse_union, (torch.tensor([0, 2, 1]), torch.tensor([0, 2, 3]), 5)),
+        (ops.row_sparse_match, (I, union)),
+        (ops.row_sparse_expand, (I, R, union)),
+    ):
+        torch.library.opcheck(op.default, arguments)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def twice(rows):
+        return ops.row_sparse_expand(I, rows * 2, union)
+
+    assert torch.equal(twice(R)[:, 0], torch.tensor([2.0, 0.0, 2.0]))

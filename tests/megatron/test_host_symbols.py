@@ -1,0 +1,91 @@
+"""Which doors are found, and what is said when one is missing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.megatron import host_symbols
+
+
+def test_the_installed_megatron_has_every_door():
+    found = host_symbols.find_doors()
+    assert len(found) == 7
+    assert all(door.found for door in found), [door for door in found if not door.found]
+    host_symbols.require_doors("attach")
+    host_symbols.require_doors("install")
+
+
+def test_attach_needs_fewer_doors_than_install():
+    attach = {door.name for door in host_symbols.find_doors("attach")}
+    install = {door.name for door in host_symbols.find_doors("install")}
+    assert attach < install
+
+
+def _without(monkeypatch, module_name, replacement):
+    real = host_symbols.import_module
+
+    def import_module(name):
+        if name == module_name:
+            if isinstance(replacement, Exception):
+                raise replacement
+            return replacement
+        return real(name)
+
+    monkeypatch.setattr(host_symbols, "import_module", import_module)
+
+
+def test_a_megatron_without_bucket_groups_is_named(monkeypatch):
+    _without(monkeypatch, "megatron.core.distributed.param_and_grad_buffer", SimpleNamespace())
+    with pytest.raises(HostError) as caught:
+        host_symbols.require_doors("attach")
+    assert "_ParamAndGradBucketGroup.start_grad_sync" in str(caught.value)
+    assert "megatron-core>=0.19" in str(caught.value)
+
+
+def test_a_changed_signature_is_named(monkeypatch):
+    class Changed:
+        def start_grad_sync(self):
+            """Takes no force_all_reduce."""
+
+        def finish_grad_sync(self):
+            """As it was."""
+
+    _without(
+        monkeypatch,
+        "megatron.core.distributed.param_and_grad_buffer",
+        SimpleNamespace(_ParamAndGradBucketGroup=Changed),
+    )
+    with pytest.raises(HostError, match="without parameter force_all_reduce"):
+        host_symbols.require_doors("attach")
+
+
+def test_without_the_training_loop_attach_still_works_and_install_says_what_is_missing(monkeypatch):
+    _without(monkeypatch, "megatron.training.training", ModuleNotFoundError("megatron.training"))
+    host_symbols.require_doors("attach")
+    with pytest.raises(HostError, match=r"megatron\.training\.training\.get_megatron_optimizer"):
+        host_symbols.require_doors("install")
+
+
+def test_a_model_that_is_not_megatrons_ddp_is_refused():
+    from megatron_sparse.megatron import attach
+
+    with pytest.raises(HostError, match="cannot be attached to"):
+        attach(SimpleNamespace(config=None))
+
+
+def test_fp16_without_the_optimizer_is_refused():
+    from megatron_sparse.megatron import attach
+
+    with pytest.raises(ConfigError, match="fp16 training needs the optimizer"):
+        attach(SimpleNamespace(config=SimpleNamespace(fp16=True)))
+
+
+def test_a_config_and_single_options_together_are_refused():
+    from megatron_sparse.config.sparse import SparseConfig
+    from megatron_sparse.megatron import attach
+
+    with pytest.raises(ConfigError, match="both a config and single options"):
+        attach([], config=SparseConfig(), density=0.1)

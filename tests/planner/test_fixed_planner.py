@@ -1,0 +1,93 @@
+"""The fixed planner: phases, schemes, bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.compression.schedule import Phase
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner.wire_bytes import dense_wire_bytes, predicted_bytes, record_bytes
+
+
+def _bucket(world_size=4, form=Form.ALL_REDUCE, keep=False):
+    pieces = [ParameterSlice("w", 0, 1000, keep)]
+    return Bucket("b", torch.zeros(1000), pieces, form, world_size)
+
+
+def _planner(scheme="auto", **compression):
+    values = {"warmup_iters": 2, "ramp_iters": 2, "density": 0.01} | compression
+    return FixedPlanner(CompressionConfig(**values), SchemeConfig(name=scheme))
+
+
+def test_the_warmup_is_dense_and_the_target_sparse():
+    plans = [_planner("agsparse").plan_for(_bucket(), step) for step in range(5)]
+    assert [p.scheme for p in plans] == ["dense"] * 2 + ["agsparse"] * 3
+    assert [p.phase for p in plans] == [Phase.WARMUP] * 2 + [Phase.RAMP] * 2 + [Phase.TARGET]
+    assert plans[-1].density == 0.01
+
+
+def test_the_switch_plans_dense_at_any_step():
+    planner = _planner("agsparse")
+    planner.enabled = False
+    assert planner.plan_for(_bucket(), 100).scheme == "dense"
+    assert planner.plan_for(_bucket(), 100).phase is Phase.OFF
+
+
+def test_predicted_bytes():
+    # 1000 fp32 elements, 4 ranks: the ring sends 2 * 3/4 * 4000 B; AGsparse sends to 3 peers
+    # 1000 * 1 % * 8 B; direct 3/4 of that, and three times 250 elements at 3.94 %, where a bitmap
+    # of 1/8 B an element beats indices.
+    sum_density = 1 - 0.99**4
+    direct = 0.75 * 80 + 0.75 * 1000 * (4 * sum_density + 1 / 8)
+    assert dense_wire_bytes(_bucket(), 4) == 6000
+    assert predicted_bytes(_bucket(), 0.01, SchemeConfig()) == pytest.approx(
+        {"dense": 6000, "agsparse": 240, "direct": direct}
+    )
+    scatter = predicted_bytes(_bucket(form=Form.REDUCE_SCATTER), 0.01, SchemeConfig())
+    assert scatter == {"dense": 3000, "agsparse": 60, "direct": 60}
+
+
+@pytest.mark.parametrize(
+    ("form", "density", "bytes_per_element"),
+    [
+        ("auto", 0.01, 0.08),
+        ("auto", 0.5, 2.125),
+        ("auto", 0.99, 4),
+        ("coo", 0.5, 4),
+        ("coo", 0.3, 2.4),
+        ("pici", 0.01, 0.165),
+        ("dense", 0.01, 4),
+    ],
+)
+def test_bytes_of_a_record(form, density, bytes_per_element):
+    assert record_bytes(density, 4, form) == pytest.approx(bytes_per_element)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "density", "scheme"),
+    [
+        (4, 0.01, "agsparse"),
+        (4, 0.2, "direct"),
+        (4, 0.6, "dense"),
+        (32, 0.01, "direct"),
+        (2, 0.3, "agsparse"),
+        (16, 0.5, "dense"),
+    ],
+)
+def test_auto_takes_the_fewest_bytes_and_dense_where_few_are_saved(world_size, density, scheme):
+    planner = _planner("auto", density=density)
+    assert planner.plan_for(_bucket(world_size), 10).scheme == scheme
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_auto_is_dense_on_one_rank_and_for_kept_parameters(form):
+    assert _planner().plan_for(_bucket(1, form), 10).scheme == "dense"
+    assert _planner().plan_for(_bucket(4, form, keep=True), 10).scheme == "dense"
+
+
+def test_reduce_scatter_messages_are_cut_at_shards():
+    assert _planner("agsparse").plan_for(_bucket(2, Form.REDUCE_SCATTER), 10).sharded
+    assert not _planner("agsparse").plan_for(_bucket(2), 10).sharded

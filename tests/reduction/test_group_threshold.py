@@ -1,0 +1,139 @@
+"""One threshold for the ranks of a tensor-parallel group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.compression.threshold import KEEP_ALL
+from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SparseConfig
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.recording import NullRecorder, Stopwatch
+from megatron_sparse.reduction.group_threshold import group_threshold
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
+from tests.ranks import run_ranks
+
+NUMEL = 10_000
+
+
+def _bucket(rank, *, numel=NUMEL, keep=False, world_size=1):
+    """Gradients of rank r are r + 1 times as large as those of rank 0."""
+    generator = torch.Generator().manual_seed(rank)
+    grad_N = torch.randn(numel, generator=generator) * (rank + 1)
+    pieces = [ParameterSlice("w", 0, numel, keep)]
+    return Bucket("b", grad_N, pieces, Form.ALL_REDUCE, world_size)
+
+
+def _thresholds(density, config=None, n=4, **bucket):
+    config = config or CompressionConfig(threshold_scope="tp_group")
+
+    def start(transport):
+        own = {name: value[transport.rank] for name, value in bucket.items()}
+        made = _bucket(transport.rank, **own)
+        return group_threshold(
+            made, torch.zeros(made.numel), density, 3, config, transport, Stopwatch()
+        )
+
+    return VirtualCluster(n).run(start)
+
+
+def test_all_ranks_have_the_quantile_of_all_samples():
+    found = _thresholds(0.1)
+    assert len({threshold.item() for threshold in found}) == 1
+    everything = torch.cat([_bucket(rank).grad_N for rank in range(4)]).abs()
+    # 40,000 samples of 10,000 elements are all of them: the threshold is exact.
+    assert int((everything > found[0]).sum()) == 4000
+    shares = [int((_bucket(rank).grad_N.abs() > found[0]).sum()) for rank in range(4)]
+    assert shares == sorted(shares)
+    assert shares[3] > 10 * shares[0], "who has larger gradients sends more"
+
+
+def test_few_samples_are_those_of_the_bucket():
+    config = CompressionConfig(threshold_scope="tp_group", samples=500)
+    (threshold, *_) = _thresholds(0.1, config)
+    everything = torch.cat([_bucket(rank).grad_N for rank in range(4)]).abs()
+    kept = float((everything > threshold).float().mean())
+    # 2,000 samples: a relative error of sqrt(0.9 / (0.1 * 2000)) = 7 %; three of them.
+    assert kept == pytest.approx(0.1, rel=0.2)
+
+
+def test_where_nothing_is_pruned_everything_is_kept():
+    assert [t.item() for t in _thresholds(0.1, keep=[True] * 4)] == [KEEP_ALL] * 4
+
+
+def test_ranks_with_different_samples_are_an_error():
+    with pytest.raises(CommunicationError, match="different samples"):
+        _thresholds(0.1, keep=[False, False, True, False])
+    with pytest.raises(CommunicationError, match="not in the same collective"):
+        _thresholds(0.1, numel=[NUMEL, NUMEL, 5000, NUMEL])
+
+
+def _reduce(rank, world_size):
+    """Both gloo ranks are a tensor-parallel group; each is alone in its data-parallel one."""
+    import torch.distributed as dist
+
+    from megatron_sparse.compression.residual import Outcome, ResidualStore
+
+    config = SparseConfig.from_overrides(
+        scheme="direct",
+        density=0.1,
+        warmup_iters=0,
+        ramp_iters=0,
+        threshold_scope="tp_group",
+        timeout_s=30.0,
+    )
+    cpu = torch.device("cpu")
+    alone = [dist.new_group([member]) for member in range(world_size)][rank]
+    transports = [ProcessGroupTransport(group, 30.0, cpu) for group in (alone, dist.group.WORLD)]
+    progress = ProgressThread(cpu, 30.0)
+    residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
+    reducer = GradientReducer(
+        config,
+        transports[0],
+        planner_of(config, logs=False),
+        residuals,
+        NullRecorder(),
+        progress,
+        tensor_parallel=transports[1],
+    )
+    kept = []
+    for step in range(2):
+        bucket, given = _bucket(rank), _bucket(rank).grad_N
+        before_N = torch.zeros(NUMEL) if step == 0 else next(iter(residuals.tensors())).clone()
+        reducer.start(bucket, step).wait()
+        residuals.commit()
+        after_N = next(iter(residuals.tensors()))
+        assert torch.equal(bucket.grad_N + after_N, given + before_N), "nothing is lost"
+        kept.append(int(bucket.grad_N.count_nonzero()))
+    progress.close()
+    for transport in transports:
+        transport.close()
+    return kept
+
+
+def test_the_reducer_selects_by_it():
+    small, large = run_ranks(_reduce, 2)
+    assert small[0] + large[0] == 2000
+    assert large[0] > 2 * small[0]
+    assert small[1] + large[1] == 2000, "residuals are sampled too"
+
+
+def test_it_is_refused_where_there_is_no_group_or_no_common_plan():
+    config = SparseConfig.from_overrides(threshold_scope="tp_group")
+    with pytest.raises(ConfigError, match="without a tensor-parallel group"):
+        GradientReducer(
+            config,
+            VirtualCluster(1).transports[0],
+            planner_of(config, logs=False),
+            None,
+            NullRecorder(),
+            None,
+        )
+    with pytest.raises(ConfigError, match="the same plan on the whole group"):
+        SparseConfig.from_overrides(
+            threshold_scope="tp_group", planner=PlannerConfig(cluster="perlmutter")
+        )

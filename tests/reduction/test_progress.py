@@ -1,0 +1,175 @@
+"""The rule of the progress thread: posts in launch order, whatever finishes first."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_sparse.collectives import POSTED, UNORDERED
+from megatron_sparse.errors import CommunicationError
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.reduction.progress import GATE, ProgressThread
+
+
+class ManualWork:
+    """A work that ends when the test says so."""
+
+    def __init__(self):
+        self.event = threading.Event()
+        self.error = None
+
+    def ready(self):
+        return self.event.is_set()
+
+    def when_ready(self, wake):
+        """Nobody is woken: such a work is found by asking."""
+
+    def finish(self):
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def progress():
+    thread = ProgressThread(torch.device("cpu"), timeout_s=30)
+    yield thread
+    thread.close()
+
+
+def _job(name, log, works):
+    def job():
+        log.append(f"{name} select")
+        yield GATE
+        for index, work in enumerate(works):
+            log.append(f"{name} post{index}")
+            if index == len(works) - 1:
+                yield POSTED
+            yield work
+        log.append(f"{name} decode")
+
+    return job
+
+
+def _until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "the progress thread did not get there"
+        time.sleep(0.001)
+
+
+def test_a_later_bucket_selects_but_does_not_post_before_an_earlier_one_has_posted(progress):
+    log = []
+    first, second = [ManualWork(), ManualWork()], [ManualWork()]
+    a = progress.submit("a", _job("a", log, first), Stopwatch())
+    b = progress.submit("b", _job("b", log, second), Stopwatch())
+    second[0].event.set()
+    _until(lambda: "b select" in log)
+    assert "b post0" not in log
+    first[0].event.set()
+    b.wait()
+    assert not a.done()
+    assert log.index("a post1") < log.index("b post0") < log.index("b decode")
+    first[1].event.set()
+    a.wait()
+    assert log[-1] == "a decode"
+
+
+def test_a_bucket_whose_other_posts_need_no_order_lets_the_next_one_post(progress):
+    log, straggler, last = [], ManualWork(), ManualWork()
+
+    def job():
+        yield GATE
+        log.append("a greets")
+        yield UNORDERED
+        yield straggler
+        log.append("a posts the rest")
+        yield POSTED
+        yield last
+
+    a = progress.submit("a", job, Stopwatch())
+    done = ManualWork()
+    done.event.set()
+    progress.submit("b", _job("b", log, [done]), Stopwatch()).wait()
+    assert log[0] == "a greets"
+    assert "a posts the rest" not in log
+    straggler.event.set()
+    last.event.set()
+    a.wait()
+    assert log[-1] == "a posts the rest"
+
+
+def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
+    """Work of the processor counts in both clocks, sleep in a step in the wall clock's alone."""
+    busy_s, asleep_s, waited_s = 0.1, 0.15, 0.4
+    work, begun_s, posted = ManualWork(), [], []
+
+    def job():
+        begun_s.append(time.perf_counter())
+        until_s = time.thread_time() + busy_s
+        while time.thread_time() < until_s:
+            pass
+        yield GATE
+        yield POSTED
+        posted.append(True)
+        yield work
+        time.sleep(asleep_s)
+
+    pending = progress.submit("a", job, Stopwatch())
+    _until(lambda: posted)
+    time.sleep(waited_s)
+    work.event.set()
+    pending.wait()
+    assert pending.host_cpu_s >= busy_s
+    # Nothing but the loop keeps the processor busy, so neither the sleep nor the wait is in it.
+    assert pending.host_cpu_s < busy_s + asleep_s / 2
+    assert pending.host_wall_s >= busy_s + asleep_s
+    assert pending.host_wall_s <= pending.finished_s - begun_s[0] - waited_s
+
+
+def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
+    log, work = [], ManualWork()
+    work.error = CommunicationError("peer gone")
+    failing = progress.submit("a", _job("a", log, [work]), Stopwatch())
+    waiting = progress.submit("b", _job("b", log, [ManualWork()]), Stopwatch())
+    work.event.set()
+    with pytest.raises(CommunicationError, match="bucket a: peer gone"):
+        failing.wait()
+    with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
+        waiting.wait()
+    late = progress.submit("c", _job("c", log, []), Stopwatch())
+    with pytest.raises(CommunicationError, match="bucket c was not synchronised"):
+        late.wait()
+    assert "c select" not in log
+
+
+def test_an_operation_that_never_ends_is_an_error_after_the_deadline(monkeypatch):
+    monkeypatch.setattr("megatron_sparse.reduction.progress.DEADLINE_SLACK_S", 0.0)
+    progress = ProgressThread(torch.device("cpu"), timeout_s=0.1)
+    pending = progress.submit("a", _job("a", [], [ManualWork()]), Stopwatch())
+    with pytest.raises(CommunicationError, match="out of time"):
+        pending.wait()
+    progress.close()
+
+
+def test_network_time_is_recorded(progress):
+    watch, work = Stopwatch(), ManualWork()
+    pending = progress.submit("a", _job("a", [], [work]), watch)
+    time.sleep(0.05)
+    work.event.set()
+    pending.wait()
+    assert watch.times_us()["network"] >= 40_000
+
+
+def test_close_ends_the_thread_after_pending_jobs():
+    progress = ProgressThread(torch.device("cpu"), timeout_s=30)
+    log, work = [], ManualWork()
+    work.event.set()
+    progress.submit("a", _job("a", log, [work]), Stopwatch())
+    progress.close()
+    assert log[-1] == "a decode"
+    late = progress.submit("b", _job("b", log, []), Stopwatch())
+    with pytest.raises(CommunicationError, match="closed reducer"):
+        late.wait()

@@ -1,0 +1,279 @@
+"""The whole data path on real gloo ranks, different data on each, compared exactly."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.collectives import OVER_GROUPS, Input
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
+from megatron_sparse.errors import CommunicationError
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.recording import BucketRecord
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.transport import ProcessGroupTransport
+from tests.ranks import run_ranks
+from tests.straggler.settings import section_for
+
+NUMEL = 12 * 1009
+CASES = list(
+    itertools.product(
+        (Form.ALL_REDUCE, Form.REDUCE_SCATTER),
+        ("fp32", "bf16"),
+        (None, "bf16"),
+        (0.01, 0.3, 1.0),
+        ("agsparse", "dense"),
+    )
+)
+# The other schemes have their matrix on virtual ranks; here, a sample over real sockets.
+CASES += [
+    (form, dtype, wire, density, name)
+    for name, scheme in OVER_GROUPS.items()
+    for form, dtype, wire, density in (
+        (Form.ALL_REDUCE, "fp32", None, 0.01),
+        (Form.ALL_REDUCE, "fp32", "bf16", 0.3),
+        (Form.REDUCE_SCATTER, "bf16", None, 0.3),
+    )
+    if name not in ("agsparse", "dense") and form in scheme.forms
+]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Records:
+    """A recorder that keeps everything."""
+
+    def __init__(self):
+        self.buckets: list[BucketRecord] = []
+        self.stages: dict[str, float] = {}
+
+    def record_bucket(self, record):
+        self.buckets.append(record)
+
+    def record_stage(self, stage, seconds):
+        self.stages[stage] = self.stages.get(stage, 0) + seconds
+
+
+def _parameters():
+    """Pruned and kept parameters with padding between some of them."""
+    sizes = [(5000, False), (37, True), (3000, False), (64, True), (3500, False)]
+    pieces, start = [], 0
+    for index, (size, keep) in enumerate(sizes):
+        pieces.append(ParameterSlice(f"w{index}", start, start + size, keep))
+        start += size + 3
+    return pieces
+
+
+def _gradient(rank, round_, dtype):
+    """Small integers, exact in every dtype that the sum passes through; zero in the padding."""
+    generator = torch.Generator().manual_seed(100 * round_ + rank)
+    gradient = torch.randint(-7, 8, (NUMEL,), generator=generator).to(dtype)
+    mask = torch.zeros(NUMEL, dtype=torch.bool)
+    for piece in _parameters():
+        mask[piece.start : piece.stop] = True
+    return gradient * mask
+
+
+def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0, timeout_s=30):
+    config = SparseConfig(
+        CompressionConfig(
+            density=density,
+            warmup_iters=0,
+            ramp_iters=0,
+            samples=500,
+            keep_below_numel=0,
+            leak=leak,
+        ),
+        SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
+        straggler=section_for(scheme),
+    )
+    transport = ProcessGroupTransport(group, timeout_s, torch.device("cpu"))
+    residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
+    planner = FixedPlanner(config.compression, config.scheme)
+    records = Records()
+    return GradientReducer(config, transport, planner, residuals, records, progress), records
+
+
+def _matrix(rank, world_size, cases):
+    import torch.distributed as dist
+
+    progress = ProgressThread(torch.device("cpu"), 30)
+    results = []
+    for form, dtype, wire, density, scheme in cases:
+        reducer, records = _reducer(world_size, scheme, density, wire, progress, dist.group.WORLD)
+        residuals = reducer.selector.residuals
+        rounds = []
+        carried = torch.zeros(NUMEL, dtype=torch.float32)
+        for step in range(2):
+            gradient = _gradient(rank, step, DTYPES[dtype])
+            bucket = Bucket("b", gradient.clone(), _parameters(), form, world_size)
+            reducer.start(bucket, step).wait()
+            residuals.commit()
+            after = torch.zeros(NUMEL) if "b" not in residuals else next(iter(residuals.tensors()))
+            sent = gradient.float() + carried - after
+            carried = after.clone()
+            kept = bucket.grad_N if form is Form.ALL_REDUCE else bucket.grad_N[bucket.shard(rank)]
+            rounds.append((kept.float().clone(), sent))
+        record = records.buckets[-1]
+        results.append((rounds, record.nnz, record.wire_bytes, record.dense_bytes))
+        reducer.transport.close()
+    progress.close()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_rank_gets_the_exact_sum_of_what_all_selected(world_size):
+    by_rank = run_ranks(_matrix, world_size, CASES, timeout_s=240)
+    for case, results in zip(CASES, zip(*by_rank, strict=True), strict=True):
+        form, _, _, density, scheme = case
+        for step in range(2):
+            expected = sum(result[0][step][1] for result in results)
+            pieces = [result[0][step][0] for result in results]
+            if form is Form.ALL_REDUCE:
+                for piece in pieces:
+                    assert torch.equal(piece, expected), (case, step)
+            else:
+                assert torch.equal(torch.cat(pieces), expected), (case, step)
+        for _, nnz, wire_bytes, dense_bytes in results:
+            if scheme == "agsparse" and density == 0.01:
+                assert nnz < 0.05 * NUMEL
+                if world_size > 1:
+                    assert wire_bytes < dense_bytes
+
+
+def test_density_one_sends_everything():
+    """At density 1 the threshold is bypassed: nothing is left behind."""
+    case = (Form.ALL_REDUCE, "fp32", None, 1.0, "agsparse")
+    results = run_ranks(_matrix, 2, [case])
+    for rank, result in enumerate(results):
+        for step in range(2):
+            assert torch.equal(result[0][0][step][1], _gradient(rank, step, torch.float32))
+
+
+REPEATS = 2
+IN_FLIGHT = ("agsparse", "direct", "ssar_rd", "sparse_ring", "dense_allpairs")
+
+
+def _many_buckets(rank, world_size):
+    """Buckets of very different size in flight together; the result must not depend on timing."""
+    import torch.distributed as dist
+
+    progress = ProgressThread(torch.device("cpu"), 30)
+    sums = {}
+    for scheme in IN_FLIGHT:
+        reducer, _ = _reducer(world_size, scheme, 0.1, None, progress, dist.group.WORLD)
+        for repeat in range(REPEATS):
+            buckets, pendings = [], []
+            for index in range(12):
+                numel = 10 if index % 3 else 100_000
+                generator = torch.Generator().manual_seed(rank * 1000 + index)
+                grad = torch.randn(numel, generator=generator)
+                piece = [ParameterSlice(f"w{index}", 0, numel)]
+                buckets.append(Bucket(f"{index}", grad, piece, Form.ALL_REDUCE, world_size))
+                pendings.append(reducer.start(buckets[-1], step=0))
+            for pending in pendings:
+                pending.wait()
+            reducer.selector.residuals.rollback()
+            sums[scheme, repeat] = [bucket.grad_N.clone() for bucket in buckets]
+        reducer.transport.close()
+    progress.close()
+    return sums
+
+
+def test_buckets_in_flight_together_stay_bit_identical_on_all_ranks():
+    first, *others = run_ranks(_many_buckets, 3)
+    for (scheme, repeat), buckets in first.items():
+        for index, bucket in enumerate(buckets):
+            assert bucket.any()
+            # Every repeat sums the same selection, whatever was in flight beside it.
+            assert torch.equal(bucket, first[scheme, 0][index]), (scheme, repeat, index)
+            for other in others:
+                assert torch.equal(bucket, other[scheme, repeat][index]), (scheme, repeat, index)
+
+
+TIMEOUT_S = 2
+SPARSE = [name for name, scheme in OVER_GROUPS.items() if scheme.takes is Input.SPARSE]
+
+
+def _disagree(rank, world_size, cases):
+    """The error of each case in which rank 1 means something else than rank 0."""
+    import torch.distributed as dist
+
+    texts = []
+    for scheme, what in cases:
+        progress = ProgressThread(torch.device("cpu"), 10)
+        wire = "bf16" if what == "dtype" and rank else None
+        reducer, _ = _reducer(
+            world_size, scheme, 0.1, wire, progress, dist.group.WORLD, timeout_s=TIMEOUT_S
+        )
+        numel = 120 if what == "size" and rank else 100
+        bucket = Bucket(
+            "b", torch.randn(numel), [ParameterSlice("w", 0, numel)], Form.ALL_REDUCE, world_size
+        )
+        try:
+            reducer.start(bucket, 1 if what == "step" and rank else 0).wait()
+            texts.append("no error")
+        except CommunicationError as error:
+            texts.append(str(error))
+        reducer.transport.close(broken=True)
+        # Groups over the same ranks must not be made while a peer is still in the last one.
+        dist.barrier()
+    return texts
+
+
+def test_ranks_that_disagree_all_get_an_error_naming_peer_and_bucket():
+    cases = [("agsparse", "dtype"), ("agsparse", "step"), *((name, "size") for name in SPARSE)]
+    for rank, texts in enumerate(run_ranks(_disagree, 2, cases)):
+        for case, text in zip(cases, texts, strict=True):
+            peer = 1 - rank
+            assert f"rank {peer} of the group is not in the same collective" in text, case
+            assert "bucket b" in text, case
+
+
+def test_dense_ranks_that_disagree_time_out_and_never_overrun_a_buffer():
+    """Gloo would abort the process; the tag keeps messages of other buckets out."""
+    for rank, (text,) in enumerate(run_ranks(_disagree, 2, [("dense_allpairs", "size")])):
+        assert f"bucket b: exchange with ranks [{1 - rank}] failed" in text
+
+
+def _killed_peer(rank, world_size, scheme, report):
+    """Rank 1 dies before the collective; rank 0 writes down what it gets."""
+    import os
+    import time
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    progress = ProgressThread(torch.device("cpu"), 5)
+    reducer, _ = _reducer(world_size, scheme, 0.1, None, progress, dist.group.WORLD)
+    dist.barrier()
+    if rank == 1:
+        os._exit(7)
+    time.sleep(0.5)
+    bucket = Bucket(
+        "b", torch.randn(100), [ParameterSlice("w", 0, 100)], Form.ALL_REDUCE, world_size
+    )
+    start_s = time.monotonic()
+    try:
+        reducer.start(bucket, 0).wait()
+        text = "no error"
+    except CommunicationError as error:
+        text = str(error)
+    Path(report).write_text(f"{time.monotonic() - start_s}\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "operation"),
+    [("agsparse", "all_gather"), ("dense_ring", "exchange with ranks [1]")],
+)
+def test_a_killed_peer_is_a_typed_error_within_the_timeout(tmp_path, scheme, operation):
+    report = tmp_path / "report"
+    with pytest.raises(AssertionError, match=r"no answer from ranks \[1\]|exit codes"):
+        run_ranks(_killed_peer, 2, scheme, str(report))
+    seconds, text = report.read_text().split("\n", 1)
+    assert float(seconds) < 15
+    assert f"bucket b: {operation} failed" in text

@@ -1,0 +1,345 @@
+"""What is decided from what was agreed, on virtual ranks; and the whole path on gloo ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.calibration.links import Links
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.schedule import Phase
+from megatron_sparse.config.sparse import (
+    MIN_STRAGGLER_HISTORY,
+    CompressionConfig,
+    PlannerConfig,
+    SchemeConfig,
+    SparseConfig,
+    StragglerConfig,
+)
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.planner import FixedPlanner, Plan
+from megatron_sparse.recording import NullRecorder
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.straggler_watch import StragglerWatch
+from megatron_sparse.straggler.critical import dense_split
+from megatron_sparse.transport import Link, ProcessGroupTransport, VirtualCluster
+from megatron_sparse.transport.virtual_rank import VirtualWork
+from tests.ranks import run_ranks
+
+N = 4
+NUMEL = 3 * 4096
+LINK = Link(alpha_s=1e-5, beta_s=1e-8)
+LINKS = Links((N,), "rank", LINK, LINK, LINK)
+SPLIT = dense_split(N, 4.0 * NUMEL, LINK, Form.ALL_REDUCE, LINK)
+
+
+def _plan(scheme, density=1.0):
+    return Plan(scheme, Phase.TARGET, density, None, sharded=scheme != "dense", reason="")
+
+
+def _bucket(form=Form.ALL_REDUCE):
+    return Bucket("b", torch.ones(NUMEL), [ParameterSlice("w", 0, NUMEL)], form, N)
+
+
+class Readiness(NullRecorder):
+    """Keeps what the watch has agreed on."""
+
+    def __init__(self):
+        self.records = []
+
+    def record_readiness(self, record):
+        self.records.append(record)
+
+
+class VirtualGroup:
+    """A watch on each of N virtual ranks, which take steps of one bucket."""
+
+    def __init__(self, straggler, scheme="auto", capacity=None):
+        config = SparseConfig(
+            scheme=SchemeConfig(name=scheme, deterministic=False, capacity=capacity),
+            straggler=straggler,
+        )
+        self.cluster = VirtualCluster(N)
+        self.recorders = [Readiness() for _ in range(N)]
+        self.watches = [
+            StragglerWatch(config, transport, recorder, LINKS)
+            for transport, recorder in zip(self.cluster.transports, self.recorders, strict=True)
+        ]
+
+    def step(self, number, delays_s, bucket=None, plan=None):
+        """Each rank's decision in a step to which it comes so late."""
+        bucket, plan = bucket or _bucket(), plan or _plan("dense")
+
+        def start(transport):
+            watch = self.watches[transport.rank]
+            watch.begin_step(number)
+            transport.charge(delays_s[transport.rank])
+            adapted = watch.adapt(bucket, plan)
+            straggler = yield from _works(watch.decide(bucket, adapted))
+            # Stands for the collective, after which all clocks agree.
+            yield transport.all_reduce_(torch.zeros(1))
+            if watch._last_step:
+                yield from _works(watch.agree())
+            return straggler, watch.scheme_of(adapted, straggler)
+
+        decisions = set(self.cluster.run(start))
+        assert len(decisions) == 1, "all ranks decide alike"
+        return decisions.pop()
+
+
+def _works(steps):
+    """Only what the virtual cluster knows: it needs no gates, and nothing to poll for."""
+    while True:
+        try:
+            outcome = next(steps)
+        except StopIteration as end:
+            return end.value
+        if isinstance(outcome, VirtualWork):
+            yield outcome
+
+
+def _late(rank, delay_s):
+    return [delay_s * (r == rank) for r in range(N)]
+
+
+def test_a_persistent_straggler_is_named_two_steps_after_enough_history():
+    group = VirtualGroup(StragglerConfig(mode="persistent"))
+    delay_s = 3 * SPLIT.critical_s
+    found = [group.step(number, _late(2, delay_s)) for number in range(10)]
+    # The delay of step s is gathered in s + 1 and known from s + 2 on.
+    first = MIN_STRAGGLER_HISTORY + 1
+    assert found == [(None, "dense")] * first + [(2, "straggler")] * (10 - first)
+    for watch in group.watches:
+        assert watch.report(_bucket(), _plan("dense")) == {
+            "scheme": "straggler",
+            "rank": 2,
+            "least_delay_ms": pytest.approx(SPLIT.critical_s * 1e3),
+        }
+        assert watch.report(_bucket(), _plan("agsparse")) is None
+    for recorder in group.recorders:
+        assert [record.step for record in recorder.records] == list(range(8))
+        assert recorder.records[0].waited_s == pytest.approx((delay_s, delay_s, 0, delay_s))
+
+
+@pytest.mark.parametrize(("factor", "named"), [(0.8, None), (1.3, 1)])
+def test_it_is_named_only_where_its_delay_exceeds_the_critical_one(factor, named):
+    group = VirtualGroup(StragglerConfig(mode="persistent"))
+    for number in range(9):
+        found = group.step(number, _late(1, factor * SPLIT.critical_s))
+    assert found[0] == named
+
+
+def test_who_is_last_in_turns_is_nobodys_persistent_straggler():
+    group = VirtualGroup(StragglerConfig(mode="persistent"))
+    for number in range(12):
+        found = group.step(number, _late(number % N, 1.0))
+        assert found == (None, "dense")
+
+
+def test_a_straggler_that_has_recovered_is_waited_for_again():
+    group = VirtualGroup(StragglerConfig(mode="persistent", history=8))
+    for number in range(10):
+        found = group.step(number, _late(2, 1.0))
+    assert found[0] == 2
+    for number in range(10, 20):
+        found = group.step(number, _late(number % 2, 1e-7))
+    assert found == (None, "dense")
+
+
+def test_the_dynamic_mode_names_who_is_late_by_the_critical_delay_now():
+    group = VirtualGroup(StragglerConfig(mode="dynamic"))
+    found = [group.step(number, _late(number % N, 2 * SPLIT.critical_s)) for number in range(4)]
+    assert [straggler for straggler, _ in found] == [0, 1, 2, 3]
+    assert group.step(4, _late(1, SPLIT.critical_s / 2)) == (None, "dense")
+
+
+def test_the_dynamic_mode_names_at_once_whom_it_knows():
+    group = VirtualGroup(StragglerConfig(mode="dynamic"))
+    for number in range(6):
+        group.step(number, _late(3, 2.0))
+    # Less than the critical delay, which only its history can make up for.
+    assert group.step(6, _late(3, SPLIT.critical_s / 2)) == (3, "straggler")
+
+
+def test_min_delay_takes_the_place_of_the_critical_delay():
+    group = VirtualGroup(StragglerConfig(mode="dynamic", min_delay_ms=50))
+    assert group.step(0, _late(1, 0.049))[0] is None
+    assert group.step(1, _late(2, 0.051))[0] == 2
+
+
+def test_the_pinned_mode_says_nothing_to_anybody():
+    group = VirtualGroup(StragglerConfig(mode="pinned", rank=3))
+    assert group.step(0, _late(0, 9.0)) == (3, "straggler")
+    assert group.step(1, [0.0] * N, plan=_plan("direct", 0.01)) == (3, "straggler_direct")
+    assert group.step(2, [0.0] * N, plan=_plan("agsparse", 0.01)) == (None, "agsparse")
+    assert not any(recorder.records for recorder in group.recorders)
+    assert not group.cluster.arrived
+
+
+def test_observing_changes_nothing():
+    group = VirtualGroup(StragglerConfig(mode="observe"), scheme="direct")
+    for number in range(9):
+        assert group.step(number, _late(2, 1.0)) == (None, "dense")
+    assert len(group.recorders[0].records) == 7
+
+
+def test_a_reduce_scatter_is_never_worth_it():
+    group = VirtualGroup(StragglerConfig(mode="dynamic"))
+    scatter = _bucket(Form.REDUCE_SCATTER)
+    assert group.step(0, _late(1, 9.0), bucket=scatter) == (None, "dense")
+
+
+def test_messages_with_slots_stay_with_their_scheme():
+    group = VirtualGroup(StragglerConfig(mode="pinned", rank=1), capacity=1.25)
+    assert group.step(0, [0.0] * N, plan=_plan("direct", 0.01)) == (None, "direct")
+
+
+@pytest.mark.parametrize("section", [StragglerConfig("pinned", 4), StragglerConfig(inject_rank=7)])
+def test_a_rank_outside_the_group_is_refused(section):
+    with pytest.raises(ConfigError, match="not in the group"):
+        VirtualGroup(section)
+
+
+GRADIENTS = {
+    r: torch.randint(-9, 10, (NUMEL,), generator=torch.Generator().manual_seed(r)).float()
+    for r in range(3)
+}
+SLOW_MS = 60.0
+
+
+def _gloo_config(mode, scheme, timeout_s=20.0):
+    rank = 1 if mode == "pinned" else None
+    return SparseConfig(
+        CompressionConfig(
+            density=0.05, warmup_iters=0, ramp_iters=0, samples=500, keep_below_numel=0
+        ),
+        SchemeConfig(name=scheme, deterministic=False, timeout_s=timeout_s),
+        planner=PlannerConfig(),
+        straggler=StragglerConfig(
+            mode=mode, rank=rank, inject_rank=1, inject_delay_ms=SLOW_MS, min_delay_ms=5.0
+        ),
+    )
+
+
+def _reducer(config, recorder, timeout_s):
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    progress = ProgressThread(torch.device("cpu"), timeout_s)
+    transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
+    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    planner = FixedPlanner(config.compression, config.scheme)
+    reducer = GradientReducer(config, transport, planner, residuals, recorder, progress)
+    return reducer, transport
+
+
+class Buckets(Readiness):
+    """Keeps the buckets' records, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.buckets = []
+
+    def record_bucket(self, record):
+        self.buckets.append(record)
+
+
+def _train(rank, world_size):
+    """Nine steps in each mode: sums, who was gone on without, delays; threads left in the end."""
+    import threading
+
+    results = {}
+    for mode, scheme in (
+        ("persistent", "straggler"),
+        ("dynamic", "straggler"),
+        ("pinned", "straggler_direct"),
+        ("pinned", "straggler_direct"),
+    ):
+        recorder = Buckets()
+        reducer, transport = _reducer(_gloo_config(mode, scheme), recorder, 20.0)
+        sums = []
+        for step in range(9):
+            buckets = [
+                Bucket(
+                    f"b{i}",
+                    GRADIENTS[rank] * (i + 1),
+                    [ParameterSlice(f"w{i}", 0, NUMEL)],
+                    Form.ALL_REDUCE,
+                    world_size,
+                )
+                for i in range(2)
+            ]
+            pending = [reducer.start(bucket, step) for bucket in buckets]
+            for handle in pending:
+                handle.wait()
+            sums.append([bucket.grad_N.clone() for bucket in buckets])
+        reducer.progress.close()
+        transport.close()
+        result = (sums, [r.straggler for r in recorder.buckets], recorder.records)
+        results.setdefault((mode, scheme), []).append(result)
+    left = [t.name for t in threading.enumerate() if "arrivals" in t.name]
+    return results, left
+
+
+def _never_come(rank, world_size):
+    """Rank 1 does not start the bucket; how the others' waits end, and when."""
+    config = _gloo_config("dynamic", "straggler", timeout_s=2.0)
+    reducer, _ = _reducer(config, NullRecorder(), 2.0)
+    if rank == 1:
+        time.sleep(4.0)
+        return None
+    bucket = Bucket(
+        "b0", GRADIENTS[rank].clone(), [ParameterSlice("w", 0, NUMEL)], Form.ALL_REDUCE, world_size
+    )
+    start_s = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        reducer.start(bucket, 0).wait()
+    return str(caught.value), time.monotonic() - start_s
+
+
+def _train_and_miss(rank, world_size):
+    return *_train(rank, world_size), _never_come(rank, world_size)
+
+
+@pytest.fixture(scope="module")
+def by_rank():
+    """One world for both tests below: starting one takes longer than either."""
+    return run_ranks(_train_and_miss, 3, timeout_s=90)
+
+
+def test_on_gloo_ranks_sums_are_exact_and_the_injected_rank_is_the_one(by_rank):
+    total = torch.stack(list(GRADIENTS.values())).sum(0)
+    for results, left, _ in by_rank:
+        assert not left
+        for mode in ("persistent", "dynamic"):
+            ((sums, stragglers, records),) = results[mode, "straggler"]
+            for first, second in sums:
+                assert torch.equal(first, total)
+                assert torch.equal(second, 2 * total)
+            assert stragglers == by_rank[0][0][mode, "straggler"][0][1]
+            # The first bucket of a step is the one that waits; noise may make the other one late.
+            of_first = stragglers[::2]
+            named_from = MIN_STRAGGLER_HISTORY + 1 if mode == "persistent" else 0
+            assert of_first == [None] * named_from + [1] * (9 - named_from)
+            delays = [r for r in records if r.bucket == "b0"]
+            assert [r.step for r in delays] == list(range(7))
+            for record in delays:
+                assert record.waited_s[1] == 0
+                assert min(record.waited_s[0], record.waited_s[2]) > SLOW_MS / 2e3
+        once, again = results["pinned", "straggler_direct"]
+        assert once[1] == [1] * 18
+        assert once[2] == []
+        for first, second in zip(once[0], again[0], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_straggler_that_never_comes_is_named_within_the_timeout(by_rank):
+    for text, spent_s in (by_rank[0][2], by_rank[2][2]):
+        assert "bucket b0" in text
+        assert "ank 1" in text or "ranks [1]" in text
+        # The operation's timeout, and what asking the others for their whereabouts takes.
+        assert spent_s < 2.0 + 2.0

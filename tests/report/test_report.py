@@ -1,0 +1,381 @@
+"""`megatron-sparse report`: what the page says of a run, and of folders that are none."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_sparse.cli.main import main
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.report import charts, page, tables, theme
+from megatron_sparse.report.run_data import WINDOW, load_run
+from tests.report_runs import make_run
+
+MOST_BYTES = 6 * 2**20
+
+
+class Reader(HTMLParser):
+    """Tags, addresses, ids and words of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "action", "srcset", "data"):
+                self.addresses.append(value)
+            if name == "id":
+                self.ids.append(value)
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def report(folder: Path, *runs: Path, png: Path | None = None) -> str:
+    output = folder / "out" / "report.html"
+    assert page.run(list(runs), output, png)[0] == output
+    return output.read_text()
+
+
+def sentences(*runs: Path) -> str:
+    """What the page says around its charts, without drawing them, which is what takes time."""
+    loaded = [load_run(folder, index) for index, folder in enumerate(runs)]
+    sections = page.sections_of(loaded)
+    said = [gap for one in loaded for gap in one.gaps]
+    said += [section.absent for section in sections]
+    return " ".join(said + [chart.note for section in sections for chart in section.charts])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "one", "one")
+
+
+@pytest.fixture(scope="module")
+def two_runs(run, tmp_path_factory) -> str:
+    """The page of two runs."""
+    folder = tmp_path_factory.mktemp("two")
+    return report(folder, run, make_run(folder / "other", "other", density=0.05))
+
+
+def cells(table: tables.Table) -> dict[str, list[str]]:
+    return {row[0]: list(row[1:]) for row in table.rows}
+
+
+def test_the_page_stands_alone(two_runs):
+    text = two_runs
+    read = Reader(text)
+    assert len(text) < MOST_BYTES
+    assert "script" not in read.tags
+    assert all(address.startswith(("#", "data:,")) for address in read.addresses)
+    assert "@import" not in text
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+    assert "default-src 'none'" in text
+    assert len(read.ids) == len(set(read.ids)), "two charts share an id"
+    for target in re.findall(r'(?:url\(|href=")#([^")]+)', text):
+        assert target in read.ids, "a link or a clip path leads nowhere"
+    assert read.tags.count("svg") == read.tags.count("figure") >= 10
+
+
+def test_every_colour_follows_the_readers_theme(two_runs):
+    for svg in re.findall(r"<svg.*?</svg>", two_runs, re.DOTALL):
+        assert not re.findall(r"#[0-9a-f]{6}\b", svg), "a colour that is not the page's"
+    for colour in theme.COLOURS:
+        assert f"--{colour.name}: {colour.light};" in two_runs
+        assert f"--{colour.name}: {colour.dark};" in two_runs
+    lights = [colour.light for colour in theme.COLOURS]
+    assert len(set(lights)) == len(lights)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(weight * p for weight, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("kind", ["light", "dark"])
+def test_words_and_lines_can_be_seen_on_both_papers(kind):
+    """WCAG 2 AA asks for 4.5 for text and 3 for graphics.
+
+    The lightest of Okabe and Ito's have 2.2 on white: so runs also have a letter, stages an order.
+    """
+    paper = getattr(theme.PAPER, kind)
+    for colour in (theme.INK, theme.MUTED, theme.WARNING):
+        assert contrast(getattr(colour, kind), paper) >= 4.5, colour
+    for colour in theme.SERIES:
+        assert contrast(getattr(colour, kind), paper) >= 2, colour
+
+
+def test_text_of_users_is_text(tmp_path):
+    """In the page, in charts (a title holds the name), and mathematics is not looked for."""
+    evil = "<script>alert(1)</script>$x_{$ _y"
+    a = make_run(tmp_path / "a", evil, config={"note": "</pre><img src=x onerror=alert(1)>"})
+    plan = json.loads((a / "plan.json").read_text())
+    plan["buckets"][0]["reason"] = "<b onclick=alert(1)>because</b>"
+    (a / "plan.json").write_text(json.dumps(plan))
+    b = make_run(tmp_path / "b", "_hidden")
+    text = report(tmp_path, a, b)
+    read = Reader(text)
+    assert not {"script", "img"} & set(read.tags)
+    assert not re.search(r"<[^>]*\son\w+=", text)
+    words = " ".join(read.words)
+    assert evil in words
+    assert "<b onclick=alert(1)>because</b>" in words
+    assert "B: _hidden" in words, "the legend leaves no run out"
+
+
+def test_secrets_of_the_configuration_are_hidden(tmp_path):
+    folder = make_run(
+        tmp_path / "run", "run", config={"cluster": {"env": {"WANDB_API_KEY": "abc123"}}}
+    )
+    data = load_run(folder, 0)
+    assert data.config["cluster.env.WANDB_API_KEY"] == "***"
+    assert "abc123" not in str(data)
+
+
+def test_numbers_of_the_summary(run, tmp_path):
+    other = make_run(tmp_path / "other", "other", density=0.05)
+    runs = [load_run(run, 0), load_run(other, 1)]
+    table = cells(tables.summary_table(runs))
+    assert table["iterations"] == ["12", "12"]
+    assert table["loss, first to last"] == ["9.0000 to 0.7500"] * 2
+    assert table["density asked for"] == ["1.00%", "5.00%"]
+    # 3 buckets of 12,000 and 60,000 bytes against 600,000, at the target.
+    assert table["bytes sent / dense"] == ["2.00%", "10.00%"]
+    assert table["density sent"] == ["1.00%", "5.00%"]
+    assert table["schemes at the end"] == ["direct x 3"] * 2
+    assert table["against A"] == ["-", "1.00 times as long"]
+    assert table["exposed, ms"] == ["10.00", "10.00"]
+    assert table["memory of the plugin"] == ["residual 390.62 KiB"] * 2
+
+
+def test_a_run_without_compression_asked_for_no_density(tmp_path):
+    """Its configuration has one all the same."""
+    folder = make_run(tmp_path / "dense", "dense", iterations=2)
+    before = (folder / "breakdown.jsonl").read_text()
+    for text, asked in ((before, "1.00%"), (before.replace('"warmup"', '"off"'), "-")):
+        (folder / "breakdown.jsonl").write_text(text)
+        data = load_run(folder, 0)
+        assert cells(tables.summary_table([data]))["density asked for"] == [asked]
+
+
+def test_a_stage_that_took_no_time_is_not_in_the_legend(run):
+    charts = {c.name: c for s in page.sections_of([load_run(run, 0)]) for c in s.charts}
+    words = set(re.findall(r">([a-z_]+)</text>", charts["bucket-stages"].svg()))
+    assert words == {"one", "ms", "prune", "network"}
+
+
+def test_numbers_of_the_buckets(run):
+    data = load_run(run, 0)
+    assert cells(tables.bucket_table(data, [data]))["dense1.0"] == [
+        "100,000",
+        "direct",
+        "1.00%",
+        "11.72 KiB",
+        "1.00",
+        "4.30",
+        "4.30",
+        "direct 1000 us, dense 5000 us",
+    ]
+    phases = cells(tables.phase_table(data, [data]))
+    assert phases["warmup"][0] == "2"
+    assert phases["target"][3:5] == ["2.00%", "1.00%"]
+
+
+def test_numbers_of_stragglers_and_sparsity(run):
+    data = load_run(run, 0)
+    # 10 steps of 3 buckets; rank 1 comes 2 ms after the last of the others.
+    assert cells(tables.straggler_table([data]))["one"] == [
+        "30",
+        "2.00",
+        "2.00",
+        "2.00",
+        "1",
+        "100%",
+        "100%",
+    ]
+    row = cells(tables.sparsity_table(data, [data]))["dense0.0"]
+    assert row[1] == "1.00%"
+    # Four ranks that select independently: 1 - 0.99^4.
+    assert row[3] == "3.94%"
+
+
+def test_only_what_differs_is_listed(tmp_path):
+    runs = [
+        load_run(make_run(tmp_path / name, name, config=config), index)
+        for index, (name, config) in enumerate(
+            [("a", {"leak": 1.0, "seed": 1}), ("b", {"leak": 0.9, "seed": 1}), ("c", {"seed": 1})]
+        )
+    ]
+    assert cells(tables.difference_table(runs)) == {"leak": ["1.0", "0.9", "-"]}
+    alike = tables.difference_table(runs[:1] * 2)
+    assert (alike.rows, alike.note) == ([], "Nothing differs.")
+
+
+def test_medians_are_of_the_end_of_the_run_with_its_last_scheme(run):
+    (bucket, *_) = load_run(run, 0).buckets.values()
+    assert (bucket.scheme, bucket.count) == ("direct", 10)
+    assert bucket.stage_us["network"] == 2000
+    assert WINDOW > 10
+
+
+class TestGaps:
+    """What is missing is said on the page; everything else is there."""
+
+    def test_a_run_that_has_not_ended(self, tmp_path):
+        folder = make_run(tmp_path / "run", "run", ends=False, plan=False, delays=False)
+        data = load_run(folder, 0)
+        assert data.summary["iterations"] == 12
+        gaps = " ".join(data.gaps)
+        assert "has not ended" in gaps
+        assert "no plan.json" in gaps
+        text = sentences(folder)
+        for sentence in ("has not ended", "tracking.record_gradients_iters", "mode=observe"):
+            assert sentence in text
+
+    def test_damaged_lines(self, tmp_path):
+        folder = make_run(tmp_path / "run", "run")
+        for name in ("breakdown.jsonl", "buckets.jsonl"):
+            lines = (folder / name).read_text().splitlines(keepends=True)
+            (folder / name).write_text("".join([lines[0], "{half\n", *lines[2:], '{"iterat']))
+        data = load_run(folder, 0)
+        assert data.summary["iterations"] == 11
+        assert "breakdown.jsonl: damaged lines left out: 2, 13" in data.gaps
+        assert "buckets.jsonl: damaged lines left out: 2, 37" in data.gaps
+
+    @pytest.mark.parametrize("name", ["summary.json", "plan.json", "config.yaml"])
+    @pytest.mark.parametrize("content", ["", "[1", "- a\n- b\n", "7"])
+    def test_a_damaged_file(self, name, content, tmp_path):
+        folder = make_run(tmp_path / "run", "run")
+        (folder / name).write_text(content)
+        assert any(name in gap for gap in load_run(folder, 0).gaps)
+
+    def test_a_missing_file(self, tmp_path):
+        folder = make_run(tmp_path / "run", "run")
+        for name in ("buckets.jsonl", "config.yaml"):
+            (folder / name).unlink()
+        text = sentences(folder)
+        assert "No times by bucket" in text
+        assert "nothing is known of how the run was configured" in text
+
+    def test_no_finite_loss_and_one_rank(self, tmp_path):
+        folder = make_run(tmp_path / "run", "run", iterations=1, plan=False, delays=False)
+        lines = [json.loads(line) for line in (folder / "breakdown.jsonl").open()]
+        changed = [line | {"loss": None, "dense_bytes": 0, "wire_bytes": 0} for line in lines]
+        (folder / "breakdown.jsonl").write_text("".join(json.dumps(x) + "\n" for x in changed))
+        text = report(tmp_path, folder)
+        assert "No finite loss." in text
+        assert "One rank alone sends nothing." in text
+
+
+class TestMistakes:
+    """Folders that are none, and places that cannot be written."""
+
+    def refused(self, capsys, *arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main.main(["report", *arguments])
+        assert caught.value.code == 2
+        err = capsys.readouterr().err
+        assert err.count("error:") == 1
+        assert "Traceback" not in err
+        return err
+
+    def test_no_run(self, tmp_path, capsys):
+        for folder in (tmp_path / "missing", tmp_path):
+            err = self.refused(capsys, str(folder))
+            assert "is no run's folder" in err
+            assert "remedy" in err
+
+    def test_no_iteration(self, tmp_path, capsys):
+        folder = make_run(tmp_path / "run", "run")
+        (folder / "breakdown.jsonl").write_text("")
+        assert "an empty file" in self.refused(capsys, str(folder))
+        (folder / "breakdown.jsonl").write_text("{no\n" * 7)
+        err = self.refused(capsys, str(folder))
+        assert "damaged lines left out: 1, 2, 3, 4, 5 and 2 more" in err
+
+    def test_lines_of_another_version(self, tmp_path, capsys):
+        folder = make_run(tmp_path / "run", "run")
+        for name in ("breakdown.jsonl", "buckets.jsonl"):
+            kept = (folder / name).read_text()
+            (folder / name).write_text('{"iteration": 12}\n')
+            assert f"{name} was not written by this version" in self.refused(capsys, str(folder))
+            (folder / name).write_text(kept)
+
+    def test_too_many(self, run, capsys):
+        assert "1 to 8" in self.refused(capsys, *[str(run)] * 9)
+
+    def test_nowhere_to_write(self, run, tmp_path, capsys):
+        (tmp_path / "file").touch()
+        for options in (["--output", "file/report.html"], ["--png", "file", "--output", "a.html"]):
+            arguments = [str(tmp_path / o) if not o.startswith("-") else o for o in options]
+            assert "cannot be written" in self.refused(capsys, str(run), *arguments)
+
+
+def test_the_command_writes_page_and_pictures(run, tmp_path, capsys):
+    output, folder = tmp_path / "deep" / "r.html", tmp_path / "png"
+    with pytest.raises(SystemExit) as caught:
+        main.main(["report", str(run), "--output", str(output), "--png", str(folder)])
+    assert not caught.value.code
+    printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert printed[0] == output
+    assert sorted(printed[1:]) == sorted(folder.iterdir())
+    assert {"loss.png", "breakdown.png", "buckets.png", "wire-ratio.png"} <= {
+        path.name for path in printed
+    }
+    for picture in printed[1:]:
+        head = picture.read_bytes()[:24]
+        width, height = struct.unpack(">II", head[16:])
+        assert head.startswith(b"\x89PNG")
+        assert width == round(charts.WIDTH_IN * charts.PNG_DPI)
+        assert height > 200
+
+
+def test_a_long_run_is_thinned(tmp_path):
+    x = np.arange(1.0, 100_001.0)
+    thin_x, thin_y = charts.thinned(x, np.where(x % 2 == 0, np.nan, x))
+    assert len(thin_x) == len(thin_y) == charts.MOST_POINTS
+    assert thin_x[0] == pytest.approx(250.5)  # the mean of 1 ... 500
+    assert thin_y[0] == pytest.approx(250)  # of 1, 3, ..., 499
+    assert "up to 500 iterations" in charts.thinned_note([100_000, 10])
+    assert charts.thinned_note([charts.MOST_POINTS]) == ""
+
+
+def test_many_buckets(tmp_path):
+    """The slowest ones are shown, in the order of launch, and the rest is counted."""
+    count = tables.MOST_BUCKETS + 5
+    data = load_run(make_run(tmp_path / "run", "run", buckets=count, iterations=3), 0)
+    table = tables.bucket_table(data, [data])
+    assert [row[0] for row in table.rows] == [f"dense{i}.0" for i in range(5, count)]
+    assert "5 faster buckets are left out" in table.note
+    assert "5 more buckets" in tables.sparsity_table(data, [data]).note
+    assert f"The 16 slowest of {count} buckets" in sentences(tmp_path / "run")
+    # Bars, and lines too many for a colour each.
+    for chart in page.sections_of([data])[4].charts + page.sections_of([data])[5].charts:
+        assert chart.svg().startswith("<svg")
+
+
+def test_a_missing_library_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(Exception, match="matplotlib is missing") as caught:
+        report(tmp_path, run)
+    assert not isinstance(caught.value, ConfigError)
+    assert "figures" in caught.value.remedy

@@ -1,0 +1,242 @@
+"""The launcher: the run's folder, the environment of the ranks, Slurm's variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron import arguments, training
+from megatron_sparse.run import launch, slurm, worker
+from megatron_sparse.run.composition import compose, load
+from megatron_sparse.transport.nccl_errors import ENVIRONMENT
+
+TASK = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_JOB_ID": "12345",
+    "MASTER_ADDR": "n0",
+}
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    return compose(["data=mock", "name=mine", f"runs_dir={tmp_path}"])
+
+
+def checkpoint(run_dir: Path) -> None:
+    folder = run_dir / arguments.CHECKPOINTS
+    folder.mkdir()
+    (folder / arguments.TRACKER).write_text("10")
+
+
+class TestRunDir:
+    """What becomes of an earlier run of the same name."""
+
+    def test_it_holds_the_configuration_and_the_command(self, config, tmp_path):
+        run_dir = launch.make_run_dir(config, "the command")
+        assert run_dir == tmp_path / "mine"
+        assert load(run_dir / launch.CONFIG_FILE) == config
+        assert (run_dir / launch.CONFIG_FILE).read_text().startswith("# the command\n")
+
+    def test_never_moves_every_earlier_run_aside(self, config, tmp_path, capsys):
+        for number in range(3):
+            launch.make_run_dir(config, f"run {number}")
+        texts = [
+            (tmp_path / name / launch.CONFIG_FILE).read_text().splitlines()[0]
+            for name in ("mine.1", "mine.2", "mine")
+        ]
+        assert texts == ["# run 0", "# run 1", "# run 2"]
+        assert "mine.2" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("resume", ["auto", "must"])
+    def test_a_run_with_a_checkpoint_goes_on(self, config, tmp_path, resume):
+        checkpoint(launch.make_run_dir(config, "first"))
+        (tmp_path / "mine" / "breakdown.jsonl").write_text("kept")
+        again = dataclasses.replace(config, resume=resume)
+        assert launch.make_run_dir(again, "second") == tmp_path / "mine"
+        assert (tmp_path / "mine" / "breakdown.jsonl").read_text() == "kept"
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+    def test_without_a_checkpoint_auto_starts_anew_and_must_fails(self, config, tmp_path):
+        launch.make_run_dir(config, "first")
+        with pytest.raises(ConfigError, match="cannot be resumed"):
+            launch.make_run_dir(dataclasses.replace(config, resume="must"), "second")
+        assert not (tmp_path / "mine.1").exists()
+        launch.make_run_dir(dataclasses.replace(config, resume="auto"), "third")
+        assert (tmp_path / "mine.1").is_dir()
+
+    def test_a_folder_that_is_no_run_is_left_alone(self, config, tmp_path):
+        (tmp_path / "mine").mkdir()
+        launch.make_run_dir(config, "an empty one will do")
+        (tmp_path / "mine" / launch.CONFIG_FILE).unlink()
+        (tmp_path / "mine" / "thesis.tex").write_text("precious")
+        with pytest.raises(ConfigError, match="not the folder of a run"):
+            launch.make_run_dir(config, "command")
+        assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
+
+    def test_a_disk_that_refuses_is_one_typed_error(self, config, tmp_path):
+        (tmp_path / "file").write_text("")
+        nowhere = dataclasses.replace(config, runs_dir=str(tmp_path / "file"))
+        with pytest.raises(ConfigError, match="cannot be made"):
+            launch.make_run_dir(nowhere, "command")
+
+
+class TestDecide:
+    """What `auto` stands for."""
+
+    @pytest.mark.parametrize(
+        ("gpus", "device", "precision"),
+        [(0, "cpu", "fp32"), (1, "cpu", "fp32"), (2, "cuda", "bf16")],
+    )
+    def test_auto_takes_gpus_where_each_rank_has_one(
+        self, config, monkeypatch, gpus, device, precision
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        decided = launch.decide(config)
+        assert decided.cluster.device == device
+        assert decided.training.precision == precision
+
+    def test_what_is_said_is_kept(self, config, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        said = dataclasses.replace(
+            config,
+            cluster=dataclasses.replace(config.cluster, device="cpu"),
+            training=dataclasses.replace(config.training, precision="bf16"),
+        )
+        assert launch.decide(said) == said
+
+    def test_too_few_gpus(self, config, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        wanted = dataclasses.replace(config.cluster, device="cuda")
+        with pytest.raises(ConfigError, match=r"ranks_per_node=1"):
+            launch.decide(dataclasses.replace(config, cluster=wanted))
+
+
+class TestPreflight:
+    """What is said before the ranks start."""
+
+    @pytest.mark.parametrize(
+        ("scheme", "words"),
+        [
+            (SchemeConfig(name="peer_two_shot"), "needs the memory of GPUs"),
+            (
+                SchemeConfig(name="direct", capacity=1.5, nccl_engine=True),
+                r"scheme\.nccl_engine=true without NCCL",
+            ),
+        ],
+    )
+    def test_a_scheme_for_gpus_on_a_cpu(self, config, scheme, words):
+        cluster = dataclasses.replace(config.cluster, device="cpu")
+        run = dataclasses.replace(config, scheme=scheme, cluster=cluster)
+        with pytest.raises(ConfigError, match=words) as caught:
+            launch.preflight(run)
+        assert caught.value.got == "cluster.device=cpu"
+        launch.preflight(dataclasses.replace(run, plugin=False))
+
+
+class TestEnvironment:
+    """What each rank finds in its environment."""
+
+    def on(self, config: RunConfig, device: str, **env: str) -> dict[str, str]:
+        cluster = dataclasses.replace(config.cluster, device=device, env=env)
+        return launch.rank_environment(dataclasses.replace(config, cluster=cluster))
+
+    def test_cpu_ranks_see_no_gpu(self, config, monkeypatch):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        assert self.on(config, "cpu")["CUDA_VISIBLE_DEVICES"] == ""
+        assert "CUDA_VISIBLE_DEVICES" not in self.on(config, "cuda")
+
+    def test_the_users_own_variables_win(self, config, monkeypatch):
+        monkeypatch.setenv("NCCL_DEBUG", "WARN")
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        found = self.on(config, "cuda", NCCL_DEBUG="INFO", NCCL_NET="x")
+        assert (found["NCCL_DEBUG"], found["NCCL_NET"]) == ("WARN", "x")
+        assert found["OMP_NUM_THREADS"] == "1"
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert self.on(config, "cuda")["OMP_NUM_THREADS"] == "3"
+
+    def test_nccls_watchdog_lets_ranks_live_where_errors_are_to_be_typed(self, config, monkeypatch):
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        monkeypatch.delenv(name, raising=False)
+        assert name not in self.on(config, "cuda")
+        typed = dataclasses.replace(config, scheme=SchemeConfig(nccl_errors="typed"))
+        assert ENVIRONMENT.items() <= self.on(typed, "cuda").items()
+        assert name not in self.on(typed, "cpu")
+        assert name not in self.on(dataclasses.replace(typed, plugin=False), "cuda")
+        # The plugin refuses to run under it, which says more than setting it silently.
+        monkeypatch.setenv(name, "3")
+        assert self.on(typed, "cuda")[name] == "3"
+
+    def test_a_rank_whose_group_was_aborted_leaves_at_once(self, config, monkeypatch, tmp_path):
+        """Waiting for torch's destructors, which wait for what never ends, it would not."""
+
+        def train(*_):
+            raise torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0.")
+
+        def leave(code):
+            raise SystemExit(f"left at once with {code}")
+
+        report = tmp_path / "error.json"
+        monkeypatch.setenv(worker.ERROR_FILE, str(report))
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setattr(training, "train", train)
+        monkeypatch.setattr(worker.os, "_exit", leave)
+        cluster = dataclasses.replace(config.cluster, device="cuda")
+        for nccl_errors in ("torch", "typed"):
+            scheme = SchemeConfig(nccl_errors=nccl_errors)
+            run = dataclasses.replace(config, scheme=scheme, cluster=cluster)
+            monkeypatch.setattr(worker.composition, "load", lambda _, run=run: run)
+            if nccl_errors == "torch":
+                with pytest.raises(torch.distributed.DistBackendError):
+                    worker.main([str(tmp_path)])
+                continue
+            with pytest.raises(SystemExit, match="left at once with 3"):
+                worker.main([str(tmp_path)])
+        message, typed = worker.read_report(json.loads(report.read_text())) or ("", False)
+        assert typed
+        assert "an operation of NCCL failed" in message
+
+
+class TestSlurm:
+    """Which processes of Slurm's are ranks."""
+
+    def test_a_task_of_srun_is_a_rank(self):
+        assert slurm.ranks(TASK) == {
+            "RANK": "5",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "MASTER_ADDR": "n0",
+            "MASTER_PORT": "22345",
+        }
+
+    def test_a_port_of_the_users_is_kept(self):
+        assert slurm.ranks(TASK | {"MASTER_PORT": "1"})["MASTER_PORT"] == "1"
+
+    def test_others_are_not(self):
+        batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}
+        assert slurm.ranks(batch_script) == {}
+        assert slurm.ranks(TASK | {"SLURM_STEP_NUM_TASKS": "1"}) == {}
+        assert slurm.ranks(TASK | {"RANK": "0"}) == {}
+        assert slurm.ranks({}) == {}
+
+    def test_an_address_is_asked_for(self):
+        task = {key: value for key, value in TASK.items() if key != "MASTER_ADDR"}
+        with pytest.raises(ConfigError, match="scontrol show hostnames"):
+            slurm.ranks(task)
+
+
+def test_the_summary_says_when_the_target_is_reached(config):
+    quick = compose(["experiment=quickstart", "cluster.device=cpu"])
+    text = launch.describe(quick, 8192, Path("runs/quickstart"))
+    assert "2.4 M parameters, 2 ranks on cpu (gloo)" in text
+    assert "density 0.01 from iteration 51 on" in text
+    plain = dataclasses.replace(quick, plugin=False)
+    assert "plain Megatron" in launch.describe(plain, 8192, Path("runs/quickstart"))

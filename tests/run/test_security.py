@@ -1,0 +1,281 @@
+"""The edges: nothing that a file or a peer says is unpickled or run, and no secret is written.
+
+What is checked in the source is checked in the syntax tree, so that a word in a comment is none.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse.cli.main import main
+from megatron_sparse.run.composition import compose, load, save
+from megatron_sparse.run.redaction import (
+    REDACTED,
+    is_secret_name,
+    redact,
+    redact_command,
+    redact_text,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ("megatron_sparse", "triton_kernels", "cuda_ext", "scripts", "examples")
+
+PICKLES = {
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "cPickle.load",
+    "dill.load",
+    "dill.loads",
+    "cloudpickle.load",
+    "cloudpickle.loads",
+    "marshal.load",
+    "marshal.loads",
+    "shelve.open",
+    "joblib.load",
+    "pandas.read_pickle",
+}
+PICKLED_COLLECTIVES = {
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "broadcast_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+"""torch.distributed's, which unpickle what a peer sent."""
+JUSTIFIED = {
+    "megatron_sparse/transport/peer_memory.py": ["dist.all_gather_object"],
+}
+"""CUDA IPC handles, which only torch's own pickled form carries, between ranks of one job on one
+machine: whoever could send another one runs the same user's code already."""
+YAML_LOADERS = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
+RUNS_TEXT = {"eval", "exec", "os.system", "os.popen"}
+
+
+def python_files() -> list[Path]:
+    found = [path for folder in SHIPPED for path in (ROOT / folder).rglob("*.py")]
+    assert len(found) > 200, "the folders are where they were"
+    return found
+
+
+def _keyword(call: ast.Call, name: str) -> object:
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value.value if isinstance(keyword.value, ast.Constant) else ...
+    return None
+
+
+def dangers(source: str) -> Iterator[str]:
+    """What in a Python source trusts bytes that came from outside."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        last = called.rpartition(".")[2]
+        if called in PICKLES | YAML_LOADERS | RUNS_TEXT or last in PICKLED_COLLECTIVES:
+            yield f"line {node.lineno}: {called}"
+        elif called == "torch.load" and _keyword(node, "weights_only") is not True:
+            yield f"line {node.lineno}: torch.load without weights_only=True"
+        elif called in ("np.load", "numpy.load") and _keyword(node, "allow_pickle") is not False:
+            yield f"line {node.lineno}: {called} without allow_pickle=False"
+        elif _keyword(node, "shell") not in (None, False):
+            yield f"line {node.lineno}: {called} with a shell"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pickle.load(f)",
+        "torch.load(p)",
+        "torch.load(p, weights_only=False)",
+        "torch.load(p, weights_only=flag)",
+        "np.load(p)",
+        "yaml.load(f, Loader=yaml.Loader)",
+        "dist.all_gather_object(a, b)",
+        "eval(x)",
+        "subprocess.run(c, shell=True)",
+        "os.system(c)",
+    ],
+)
+def test_the_check_finds(line):
+    assert list(dangers(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load(p, weights_only=True)",
+        "np.load(p, allow_pickle=False)",
+        "yaml.safe_load(f)",
+        "# eval(x)",
+        "model.eval()",
+        "subprocess.run(c, shell=False)",
+    ],
+)
+def test_the_check_lets_pass(line):
+    assert not list(dangers(line))
+
+
+def test_nothing_shipped_unpickles_or_evaluates():
+    found = [
+        f"{name}, {danger}"
+        for path in python_files()
+        for name in (str(path.relative_to(ROOT)),)
+        for danger in dangers(path.read_text(encoding="utf-8"))
+        if danger.partition(": ")[2] not in JUSTIFIED.get(name, ())
+    ]
+    assert found == []
+
+
+def test_no_script_evaluates_text():
+    for path in (ROOT / "scripts").glob("*"):
+        if path.suffix in (".sh", ".sbatch"):
+            assert not re.search(r"^\s*eval\b", path.read_text(encoding="utf-8"), re.M), path
+
+
+def test_a_configuration_cannot_name_python_objects(tmp_path):
+    """PyYAML's tags for them are refused by the loader that reads a run's `config.yaml`."""
+    from megatron_sparse.errors import ConfigError
+
+    path = tmp_path / "config.yaml"
+    path.write_text(f"name: !!python/object/apply:os.mkdir ['{tmp_path / 'harm'}']\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(path)
+    assert not (tmp_path / "harm").exists()
+
+
+SECRETS = (
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_ACCESS_KEY_ID",
+    "GITHUB_TOKEN_2",
+    "DB_PASSWORD",
+    "db.passwd",
+    "clientSecret",
+    "apiKey",
+    "apikey",
+    "MY_KEY",
+    "ssh_private_key",
+    "--api-key",
+    "cluster.env.OPENAI_API_KEY",
+    "credentials",
+    "REGISTRY_AUTH",
+    "token",
+)
+INNOCENT = (
+    "tokenizer_type",
+    "moe_token_dispatcher_type",
+    "tokens",
+    "num_tokens",
+    "fim_eod_token",
+    "rl_skip_bos_token",
+    "key",
+    "sort_key",
+    "hash_seed",
+    "keep_patterns",
+    "KEYBOARD",
+    "author",
+    "passes",
+    "compass",
+    "monkey",
+    "",
+    "123",
+)
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_names_of_secrets(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_innocent_names(name):
+    assert not is_secret_name(name)
+
+
+def test_redact_goes_through_everything_and_mutates_nothing():
+    config = {
+        "cluster": {
+            "env": {
+                "HF_TOKEN": "planted",
+                "NCCL_DEBUG": "INFO",
+                "HTTP_PROXY": "http://u:planted@h:1/x",
+            }
+        },
+        "wandb": {"api_key": "planted", "entity": None},
+        "tokens": ["hf_" + "a" * 30, "plain", 3],
+        "passwords": ("kept",),
+        "token": None,
+        "use_token": True,
+        "secret": ["planted", "planted"],
+    }
+    before = repr(config)
+    shown = redact(config)
+    assert repr(config) == before
+    assert "planted" not in repr(shown)
+    assert shown["cluster"]["env"] == {
+        "HF_TOKEN": REDACTED,
+        "NCCL_DEBUG": "INFO",
+        "HTTP_PROXY": f"http://u:{REDACTED}@h:1/x",
+    }
+    assert shown["tokens"] == [REDACTED, "plain", 3]
+    # Whether something is set may be known.
+    assert (shown["token"], shown["wandb"]["entity"]) == (None, None)
+    assert shown["secret"] == [REDACTED, REDACTED]
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (
+            "megatron-sparse train cluster.env.HF_TOKEN=planted name=a",
+            "megatron-sparse train 'cluster.env.HF_TOKEN=***' name=a",
+        ),
+        (
+            "megatron-sparse train 'cluster.env={A_KEY:planted,B:c}'",
+            "megatron-sparse train 'cluster.env={A_KEY:***,B:c}'",
+        ),
+        ("x --api-key planted --seed 3", "x --api-key *** --seed 3"),
+        ("x --api-key=planted", "x '--api-key=***'"),
+        ("curl https://me:planted@host/", "curl 'https://me:***@host/'"),
+        ("megatron-sparse train compression.density=0.01", None),
+    ],
+)
+def test_commands(command, shown):
+    assert redact_command(command) == (shown or command)
+
+
+def test_text_of_errors_keeps_what_explains_them():
+    text = "expected group=option or section.key=value, got cluster.env.HF_TOKEN=planted"
+    assert redact_text(text) == (
+        "expected group=option or section.key=value, got cluster.env.HF_TOKEN=***"
+    )
+
+
+def test_a_runs_configuration_has_no_secret_and_is_otherwise_what_ran(tmp_path):
+    config = compose(
+        ["cluster.env.HF_TOKEN=planted", "cluster.env.NCCL_DEBUG=INFO", "compression.density=0.02"]
+    )
+    path = tmp_path / "config.yaml"
+    save(config, path, "megatron-sparse train cluster.env.HF_TOKEN=planted")
+    assert "planted" not in path.read_text()
+    read = load(path)
+    assert read.cluster.env == config.cluster.env | {"HF_TOKEN": REDACTED}
+    config.cluster.env["HF_TOKEN"] = REDACTED
+    assert read == config
+
+
+def test_an_error_on_the_command_line_has_no_secret(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["train", "cluster.env.HF_TOKEN=planted{"])
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "HF_TOKEN=***" in error
+    assert "planted" not in error

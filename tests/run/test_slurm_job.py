@@ -1,0 +1,241 @@
+"""What a rank of a Slurm job finds and leaves: its place, its log, its run's provenance."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron import arguments
+from megatron_sparse.run import provenance, slurm
+from megatron_sparse.run.composition import compose
+
+ROOT = Path(__file__).resolve().parents[2]
+STEP = {
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_JOB_ID": "10007",
+    "SLURM_STEP_NODELIST": "n[0-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """Puts a scontrol on PATH that does what a line of shell says; it notes its arguments."""
+
+    def install(does: str) -> Path:
+        calls = tmp_path / "calls"
+        command = tmp_path / "bin" / "scontrol"
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n{does}\n')
+        command.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{command.parent}:/usr/bin:/bin")
+        return calls
+
+    return install
+
+
+class TestSlurm:
+    """Slurm's variables and scontrol."""
+
+    @pytest.mark.parametrize(
+        ("counts", "expected"), [("4", [4]), ("2(x3)", [2, 2, 2]), ("4,1(x2),3", [4, 1, 1, 3])]
+    )
+    def test_tasks_per_node(self, counts, expected):
+        assert slurm.tasks_per_node(counts) == expected
+
+    def test_the_first_node_is_where_ranks_meet(self, scontrol):
+        calls = scontrol("printf 'n0\\nn1\\nn2\\n'")
+        assert slurm.ranks(STEP)["MASTER_ADDR"] == "n0"
+        assert slurm.ranks(STEP)["MASTER_PORT"] == "20007"
+        assert calls.read_text().splitlines()[0] == "show hostnames n[0-2]"
+        assert slurm.host_of_each_rank(STEP) == ["n0", "n0", "n1", "n1", "n2"]
+        assert slurm.host_of_each_rank({}) == []
+
+    def test_without_an_answer_it_is_one_typed_error(self, scontrol, monkeypatch):
+        scontrol("exit 1")
+        with pytest.raises(ConfigError, match="scontrol show hostnames"):
+            slurm.ranks(STEP)
+        monkeypatch.setenv("PATH", "")
+        with pytest.raises(ConfigError, match="no scontrol on PATH"):
+            slurm.ranks(STEP)
+
+    def test_requeue(self, scontrol, monkeypatch):
+        waits = []
+        monkeypatch.setattr(slurm.time, "sleep", waits.append)
+        calls = scontrol("exit 0")
+        slurm.requeue(STEP)
+        assert calls.read_text() == "requeue 10007\n"
+        # Waiting for scontrol sleeps, too.
+        assert waits[-1] == slurm.KILL_S, "Slurm ends the job; nobody may take it for finished"
+
+    def test_requeue_that_is_refused(self, scontrol):
+        scontrol("echo 'Requested operation is presently disabled' >&2; exit 1")
+        with pytest.raises(ConfigError, match="presently disabled") as caught:
+            slurm.requeue(STEP)
+        assert "resume=auto" in str(caught.value)
+        with pytest.raises(ConfigError, match="no SLURM_JOB_ID"):
+            slurm.requeue({})
+
+
+class TestSaveSignal:
+    """`training.save_signal` and `cluster.requeue`."""
+
+    def flags(self, tmp_path, *overrides: str) -> dict[str, object]:
+        config = compose(
+            [
+                "data=mock",
+                "cluster.device=cpu",
+                "training.precision=fp32",
+                "training.iterations=50",
+                "training.lr_warmup_iters=1",
+                *overrides,
+            ]
+        )
+        return arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
+
+    def test_megatron_is_told_and_has_where_to_save(self, tmp_path):
+        flags = self.flags(tmp_path, "training.save_signal=SIGUSR2")
+        assert (flags["exit_signal_handler"], flags["exit_signal"]) == (True, "SIGUSR2")
+        assert (flags["save"], flags["save_interval"]) == (str(tmp_path / "checkpoints"), 50)
+        parsed = arguments.megatron_parser().parse_args(
+            arguments.command_line(flags, {}, arguments.megatron_parser())
+        )
+        assert parsed.exit_signal.name == "SIGUSR2"
+        flags = self.flags(tmp_path, "training.save_signal=SIGUSR1", "training.save_interval=7")
+        assert flags["save_interval"] == 7
+        assert "exit_signal" not in self.flags(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("override", "words"),
+        [
+            ("training.save_signal=SIGKILL", "SIGUSR1 | SIGUSR2 | SIGTERM"),
+            ("cluster.requeue=true", "training.save_signal=SIGUSR1"),
+        ],
+    )
+    def test_mistakes(self, override, words):
+        with pytest.raises(ConfigError) as caught:
+            compose([override])
+        assert words in str(caught.value)
+
+
+class TestProvenance:
+    """`starts.jsonl`."""
+
+    def test_a_line_for_each_start_without_secrets(self, tmp_path):
+        environment = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_RESTART_COUNT": "0",
+            "NCCL_NET": "IB",
+            "WANDB_API_KEY": "abc123",
+            "DB_PASSWORD": "hunter2",
+        }
+        provenance.record_start(tmp_path, "train a=1 token=geheim", environment)
+        provenance.record_start(tmp_path, "train", environment | {"SLURM_RESTART_COUNT": "1"})
+        text = (tmp_path / provenance.STARTS_FILE).read_text()
+        for secret in ("abc123", "hunter2", "geheim"):
+            assert secret not in text
+        first, second = map(json.loads, text.splitlines())
+        assert first["environment"]["NCCL_NET"] == "IB"
+        assert set(first["environment"]) == set(environment), "names tell what was set"
+        assert (first["slurm_job"], first["slurm_restarts"], second["slurm_restarts"]) == (
+            "7",
+            0,
+            1,
+        )
+        assert first["packages"]["torch"]
+
+    def test_commit_and_what_was_changed_since(self, tmp_path):
+        def git(*words: str) -> str:
+            return subprocess.run(
+                ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e", *words],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout.strip()
+
+        git("init", "-q")
+        (tmp_path / "kept.py").write_text("1")
+        (tmp_path / "edited.py").write_text("1")
+        git("add", ".")
+        git("commit", "-qm", "first")
+        head = git("rev-parse", "HEAD")
+        assert provenance.git_state(tmp_path) == {"commit": head, "changed_files": []}
+        (tmp_path / "edited.py").write_text("2")
+        assert provenance.git_state(tmp_path) == {"commit": head, "changed_files": ["edited.py"]}
+        # A package that is installed below somebody's repository is not of its commit.
+        (tmp_path / "inside").mkdir()
+        assert provenance.git_state(tmp_path / "inside")["commit"] is None
+
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.run.rank_log import rank_log
+rank, kind = int(sys.argv[1]), sys.argv[2]
+print("before", flush=True)
+try:
+    with rank_log(Path(sys.argv[3]), rank, 2):
+        print("from python")
+        os.system("echo from C; echo problem of C >&2")
+        if kind == "typed":
+            raise ConfigError("typed mistake")
+        if kind == "crash":
+            raise ZeroDivisionError("in the middle")
+except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+print("after")
+"""
+
+
+class TestRankLog:
+    """One log for each rank; the last one is seen as well."""
+
+    def run(self, tmp_path, rank: int, kind: str = "good") -> tuple[str, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(rank), kind, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        return done.stdout, done.stderr, (tmp_path / "logs" / f"rank{rank}.log").read_text()
+
+    def test_all_but_the_last_are_in_their_logs_only(self, tmp_path):
+        out, err, log = self.run(tmp_path, 0)
+        assert out == "before\nafter\n"
+        assert err == ""
+        assert sorted(log.splitlines()) == ["from C", "from python", "problem of C"]
+
+    def test_the_last_one_is_in_both(self, tmp_path):
+        out, _, log = self.run(tmp_path, 1)
+        assert sorted(out.splitlines()) == [
+            "after",
+            "before",
+            "from C",
+            "from python",
+            "problem of C",
+        ]
+        assert sorted(log.splitlines()) == ["from C", "from python", "problem of C"]
+
+    def test_a_typed_error_is_said_where_the_user_looks(self, tmp_path):
+        _, err, log = self.run(tmp_path, 0, "typed")
+        assert err.startswith("error: typed mistake")
+        assert "typed mistake" not in log
+
+    def test_a_crash_leaves_its_traceback_in_the_log(self, tmp_path):
+        _, err, log = self.run(tmp_path, 0, "crash")
+        assert "ZeroDivisionError: in the middle" in log
+        assert "ZeroDivisionError: in the middle" in err
+
+    def test_a_restart_appends(self, tmp_path):
+        self.run(tmp_path, 0)
+        assert self.run(tmp_path, 0)[2].count("from python") == 2

@@ -1,0 +1,233 @@
+"""The figures' gradients, prices and pictures. What they show is a model, and is tested as one."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+
+import pytest
+import torch
+
+from megatron_sparse import simulate
+from megatron_sparse.bucket import Form
+from megatron_sparse.cli.main import main
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import MessageBuffers, decode_add_
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.simulate import all_gather, gradients, pccl
+from megatron_sparse.simulate.machines import Machine
+from megatron_sparse.simulate.pricing import (
+    ChargingStopwatch,
+    Job,
+    TrafficCounter,
+    drive,
+    make_bucket,
+    make_message,
+    memory_bound,
+    price,
+)
+from megatron_sparse.transport import Link, VirtualCluster
+
+PLAIN = Machine("two to a node", 2, Link(1.0, 1e-3), Link(2.0, 4e-3), "rank", memory_rate=2e6)
+
+MODELS = {
+    "uniform": gradients.uniform(2**14, 0.05),
+    "skewed": gradients.skewed(2**14, 0.05, exponent=1.2, row_numel=4),
+    "fully overlapping": gradients.fully_overlapping(2**14, 0.05),
+    "hardly overlapping": gradients.hardly_overlapping(2**14, 0.05),
+    "embedding-like": gradients.embedding_like(2**16, 0.05, 0.3, ranks=16, row_numel=8),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_have_the_density_overlap_and_skew_that_their_model_says(name):
+    model, n = MODELS[name], 8
+    masks = [model.gradient(rank) != 0 for rank in range(n)]
+    density = model.density
+    # A rank's rows are its expectation, rounded.
+    row = model.row_numel / model.numel
+    assert all(abs(mask.float().mean() - density) <= row for mask in masks)
+    # Bounds: five standard deviations of sums of independent draws. A row of the sum has at most
+    # variance 1/4; the overlap of a pair, of K shared rows, about 1 / sqrt(K), averaged.
+    rows = model.numel / model.row_numel
+    summed = torch.stack(masks).any(0).float().mean()
+    assert abs(summed - model.sum_density(n)) <= 5 * 0.5 / rows**0.5
+    pairs = itertools.combinations(masks, 2)
+    shared = [(a & b).sum() / min(a.sum(), b.sum()) for a, b in pairs]
+    assert abs(torch.stack(shared).mean() - model.overlap()) <= 5 * 0.5 / (rows * density) ** 0.5
+    parts = torch.stack([mask.float() for mask in masks]).mean(0).tensor_split(4)
+    skewness = max(part.mean() for part in parts) / density
+    # Of the fullest part's rows, in eight ranks that share them at worst.
+    assert abs(skewness - model.skewness(4)) <= 5 * (4 / (rows * density)) ** 0.5
+
+
+def test_gradients_are_a_function_of_seed_and_rank():
+    model = gradients.uniform(512, 0.1, seed=3)
+    assert torch.equal(model.gradient(2), gradients.uniform(512, 0.1, seed=3).gradient(2))
+    assert not torch.equal(model.gradient(2), model.gradient(1))
+    assert not torch.equal(model.gradient(2), gradients.uniform(512, 0.1, seed=4).gradient(2))
+
+
+def test_fitted_gradients_meet_both_densities():
+    model = gradients.embedding_like(2**16, 0.0247, 0.615, ranks=128, row_numel=32)
+    assert model.density == pytest.approx(0.0247, rel=1e-6)  # a root, found to 1e-9
+    assert model.sum_density(128) == pytest.approx(0.615, rel=1e-6)
+    assert model.summed(8).density == pytest.approx(model.sum_density(8), rel=1e-12)
+    # ZEN, section 2.1, of this workload, which the fit does not know: more than 60 % of what is not
+    # zero lies in the first of eight partitions.
+    assert model.skewness(8) / 8 > 0.6
+
+
+@pytest.mark.parametrize("sum_density", [0.01, 0.9])
+def test_a_sum_that_no_gradients_have_is_refused(sum_density):
+    with pytest.raises(ConfigError, match="cannot be made"):
+        gradients.embedding_like(2**12, 0.05, sum_density, ranks=8, row_numel=1)
+
+
+def test_traffic_of_tensor_operations():
+    a_N, b_N = torch.ones(100), torch.ones(100)
+    for expected, operation in (
+        (1200, lambda: a_N.add_(b_N)),  # two read, one written, 400 bytes each
+        (800, lambda: a_N.copy_(b_N)),
+        (400, lambda: a_N.zero_()),
+        (1200, lambda: a_N + b_N),
+        (0, lambda: a_N.view(10, 10)[1:3]),
+        (0, lambda: torch.empty(100)),
+        (1600, lambda: torch.cat([a_N, b_N], out=torch.empty(200))),
+    ):
+        with TrafficCounter() as counter:
+            operation()
+        assert counter.moved_bytes == expected
+
+
+def test_traffic_of_the_codec():
+    numel, nnz = 4096, 300
+    job = Job(PLAIN, 1, 4 * numel, numel)
+    grad_N = torch.zeros(numel)
+    grad_N[:nnz] = 1.0
+    bucket, buffers = make_bucket(job, grad_N), MessageBuffers()
+    with TrafficCounter() as counter:
+        message = make_message(bucket, False, "coo", buffers, Stopwatch())
+    record = 48 + 2 * 4 * nnz  # header, indices, values
+    assert message.nbytes == record
+    encoded = 4 * numel + record
+    # Beside it: a few words of offsets and counts, on the host.
+    assert encoded <= counter.moved_bytes <= encoded + 1000
+    for fresh, touched in ((False, nnz * 64), (True, 4 * numel)):
+        with TrafficCounter() as counter:
+            decode_add_(
+                grad_N,
+                message.buffer[:record],
+                message.layout.segment_offsets,
+                "fp32",
+                0,
+                rank=0,
+                fresh=fresh,
+            )
+        # Beside it: a word or two of offsets and status, on the host.
+        assert record + touched <= counter.moved_bytes <= record + touched + 64
+
+
+def test_local_work_is_charged_to_the_modelled_clock():
+    cluster = VirtualCluster(1)
+    watch = ChargingStopwatch(cluster.transports[0], memory_bound(0.5))
+    with watch.stage("decode"):
+        torch.ones(3).zero_()
+    # ones writes 12 bytes (empty, then a fill), zero_ 12 more.
+    assert cluster.modelled_s == watch.charged_s == 12.0
+
+
+@pytest.mark.parametrize("form", Form)
+def test_a_dense_price_does_not_depend_on_the_simulated_size(form):
+    jobs = [Job(PLAIN, 4, 2**20, numel, form) for numel in (64, 4096)]
+    small, large = (price(job, "dense_ring", lambda _, j=job: torch.ones(j.numel)) for job in jobs)
+    # All bytes scale; only the order of floating-point sums differs.
+    assert small.time_s == pytest.approx(large.time_s, rel=1e-9)
+    assert small.wire_bytes == large.wire_bytes > 0
+
+
+def test_a_sparse_price_hardly_depends_on_the_simulated_size():
+    prices = []
+    for numel in (2**15, 2**17):
+        job = Job(PLAIN, 4, 2**24, numel)
+        prices.append(price(job, "direct", gradients.uniform(numel, 0.05).gradient).time_s)
+    # Headers: 48 of some 3,500 bytes in the smaller one.
+    assert prices[0] == pytest.approx(prices[1], rel=0.03)
+
+
+@pytest.mark.parametrize("world_size", [4, 6, 12])
+@pytest.mark.parametrize("charged", [False, True])
+def test_the_ring_in_closed_form_is_the_clusters(world_size, charged):
+    numel = 8 * world_size
+    job = Job(PLAIN, world_size, 2**22, numel, Form.REDUCE_SCATTER, charged=charged)
+    scatter = price(job, "dense_ring", lambda _: torch.ones(numel))
+    # An addition reads two values and writes one.
+    local = 3 / PLAIN.codec_rate if charged else 0.0
+    links = (PLAIN.intra, PLAIN.inter)
+    expected = all_gather.seconds_of_ring(world_size, 2**22, links, local)
+    assert scatter.time_s == pytest.approx(expected, rel=1e-9)
+    gathered = drive(
+        job, lambda transport, _: all_gather.ring(make_bucket(job, torch.ones(numel)), transport)
+    )
+    expected = all_gather.seconds_of_ring(world_size, 2**22, links)
+    assert gathered.time_s == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hierarchical", "pici"])
+def test_all_gathers_gather(kind):
+    n, numel = 6, 6 * 64
+    job, results = Job(PLAIN, n, 4 * numel, numel), {}
+
+    def start(transport, watch):
+        own = slice(transport.rank * 64, (transport.rank + 1) * 64)
+        grad_N = torch.full((numel,), float("nan"))
+        grad_N[own] = torch.arange(64) % 3 * (transport.rank + 1.0)
+        bucket = make_bucket(job, grad_N)
+        results[transport.rank] = grad_N
+        if kind == "dense":
+            return all_gather.ring(bucket, transport)
+        if kind == "hierarchical":
+            return all_gather.hierarchical(bucket, transport, watch)
+        return all_gather.sparse_ring(bucket, kind, transport, MessageBuffers(), watch)
+
+    drive(job, start)
+    expected = torch.cat([torch.arange(64) % 3 * (rank + 1.0) for rank in range(n)])
+    assert all(torch.equal(results[rank], expected) for rank in range(n))
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_the_time_of_pccl_is_linear_in_the_size(kind):
+    middle = pccl.run_s(pccl.FRONTIER, kind, 16, 100)
+    # Only the order of floating-point sums differs.
+    assert pccl.pccl_s(pccl.FRONTIER, kind, 16, 100) == pytest.approx(middle, rel=1e-9)
+
+
+@pytest.mark.parametrize("figure", simulate.FIGURES, ids=lambda figure: figure.name)
+def test_every_figure_is_drawn_from_its_table(figure, tmp_path):
+    table, picture = figure.make(tmp_path, fast=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["series"] for row in rows}
+    times = [float(row["time_ms"]) for row in rows]
+    assert min(times) > 0
+    assert "model" in simulate.figures.MODEL
+
+
+def test_command_line(tmp_path, capsys):
+    main.app(["simulate", "--list"], standalone_mode=False)
+    assert len(capsys.readouterr().out.splitlines()) == len(simulate.FIGURES) == 16
+    where = ["--out", str(tmp_path / "new"), "--fast"]
+    main.app(["simulate", "--paper", "zen", "--figure", "8", *where], standalone_mode=False)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "zen-figure-8.csv",
+        "zen-figure-8.png",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--paper", "zen", "--figure", "9"], ["--figure", "8", "--all"], []]
+)
+def test_a_figure_that_there_is_not_is_a_typed_error(arguments):
+    with pytest.raises(ConfigError, match="figure"):
+        main.app(["simulate", *arguments], standalone_mode=False)

@@ -1,0 +1,251 @@
+"""Recordings of gradients: what is written is what is read, and damage is one typed error."""
+
+from __future__ import annotations
+
+import doctest
+import pickle
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.config.sparse import (
+    CompressionConfig,
+    SchemeConfig,
+    SparseConfig,
+    TrackingConfig,
+)
+from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.recording import NullRecorder
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.sparsity import gradient_recording
+from megatron_sparse.sparsity.gradient_recording import (
+    FOLDER,
+    NOT_RECORDING,
+    GradientRecorder,
+    GradientRecording,
+    Kind,
+)
+from megatron_sparse.transport import VirtualCluster
+
+
+def record(folder, gradients, *, iteration=1, bucket="b", kind=Kind.GRADIENT, first_rank=0):
+    """What a group of ranks writes."""
+    for rank, gradient in enumerate(gradients):
+        recorder = GradientRecorder(
+            folder, [iteration], rank=rank, world_size=len(gradients), first_rank=first_rank
+        )
+        recorder.record(bucket, iteration, kind, gradient)
+
+
+def sparse_vector(numel=100, dtype=torch.float32):
+    values = torch.zeros(numel, dtype=dtype)
+    values[[3, 50, numel - 1]] = torch.tensor([1.5, -2.0, float("nan")], dtype=dtype)
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dense_and_sparse_tensors_come_back_bit_for_bit(tmp_path, dtype):
+    dense, sparse = torch.arange(100).to(dtype), sparse_vector(dtype=dtype)
+    record(tmp_path, [dense, sparse])
+    first, second = GradientRecording.open(tmp_path).read(1, "b")
+    assert torch.equal(first, dense)
+    assert second.is_sparse
+    assert second.dtype == dtype
+    assert torch.equal(second.to_dense().nan_to_num(7), sparse.nan_to_num(7))
+
+
+def test_an_embeddings_rows_come_back_flat(tmp_path):
+    rows = torch.sparse_coo_tensor(
+        torch.tensor([[4, 1, 4]]), torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (60, 2)
+    )
+    record(tmp_path, [rows])
+    (found,) = GradientRecording.open(tmp_path).read(1, "b")
+    assert torch.equal(found.to_dense(), rows.to_dense().flatten())
+    elements = rows.to_dense().to_sparse()
+    record(tmp_path, [elements])
+    (found,) = GradientRecording.open(tmp_path).read(1, "b")
+    assert torch.equal(found.to_dense(), rows.to_dense().flatten())
+
+
+def test_what_a_recording_holds(tmp_path):
+    name = "chunk0.dense/1.0 ä%"
+    record(tmp_path, [sparse_vector()] * 2, iteration=20, bucket=name)
+    record(tmp_path, [sparse_vector()] * 2, iteration=3, bucket=name, kind=Kind.SELECTED)
+    recording = GradientRecording.open(tmp_path)
+    assert recording.iterations == [3, 20]
+    assert list(recording.buckets) == [name]
+    assert recording.buckets[name].world_size == 2
+    assert recording.kinds(3, name) == [Kind.SELECTED]
+    assert recording.kinds(20, name) == [Kind.GRADIENT]
+    assert len(recording.read(3, name, Kind.SELECTED)) == 2
+
+
+def test_groups_that_reduce_apart_are_told_apart(tmp_path):
+    record(tmp_path, [sparse_vector(100)] * 2, first_rank=0)
+    record(tmp_path, [sparse_vector(70)] * 2, first_rank=2)
+    recording = GradientRecording.open(tmp_path)
+    assert list(recording.buckets) == ["group-0-2/b", "group-2-2/b"]
+    assert [recording.read(1, name)[0].numel() for name in recording.buckets] == [100, 70]
+
+
+def test_only_what_is_wanted_is_written(tmp_path):
+    recorder = GradientRecorder(tmp_path / "x", [2], kinds=[Kind.SELECTED])
+    recorder.record("b", 1, Kind.SELECTED, torch.ones(2))
+    recorder.record("b", 2, Kind.GRADIENT, torch.ones(2))
+    assert not (tmp_path / "x").exists()
+    assert recorder.wants(2, Kind.SELECTED)
+    assert not NOT_RECORDING.wants(1, Kind.GRADIENT)
+
+
+def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    recorder = GradientRecorder(tmp_path / "file", [1, 2])
+    for iteration in (1, 2):
+        recorder.record("b", iteration, Kind.GRADIENT, torch.ones(2))
+    assert len(caplog.records) == 1
+    assert not recorder.wants(2, Kind.GRADIENT)
+
+
+def test_the_configuration_says_what_is_recorded(tmp_path):
+    def of(run_dir=tmp_path, **tracking):
+        return GradientRecorder.of(TrackingConfig(**tracking), run_dir, [4, 5], 1)
+
+    assert of(run_dir=None) is NOT_RECORDING
+    both = of(record_gradients_iters=[5])
+    assert all(both.wants(5, kind) for kind in Kind)
+    one = of(record_gradients_iters=[5], record_gradients="gradient")
+    assert [kind for kind in Kind if one.wants(5, kind)] == [Kind.GRADIENT]
+    one.record("b", 5, Kind.GRADIENT, torch.ones(1))
+    assert (tmp_path / FOLDER / "iteration-000005/group-4-2/rank-0001/b.gradient.pt").is_file()
+    with pytest.raises(ConfigError, match="run_dir"):
+        of(run_dir=None, record_gradients_iters=[5])
+    with pytest.raises(ConfigError, match="record_gradients_iters"):
+        TrackingConfig(record_gradients_iters=[0])
+    with pytest.raises(ConfigError, match="record_gradients is unknown"):
+        TrackingConfig(record_gradients="all")
+
+
+class TestWrongFiles:
+    """Each one is a `ProfileError`."""
+
+    @pytest.fixture
+    def recorded(self, tmp_path):
+        record(tmp_path, [sparse_vector()] * 2)
+        return tmp_path
+
+    @staticmethod
+    def path(folder, rank=1):
+        return folder / f"iteration-000001/group-0-2/rank-{rank:04d}/b.gradient.pt"
+
+    def refused(self, folder, match):
+        with pytest.raises(ProfileError, match=match) as caught:
+            GradientRecording.open(folder).read(1, "b")
+        assert caught.value.expected is not None
+
+    def test_no_recording(self, tmp_path):
+        for folder in (tmp_path, tmp_path / "nowhere"):
+            with pytest.raises(ProfileError, match="no recording"):
+                GradientRecording.open(folder)
+
+    def test_a_runs_folder(self, recorded, tmp_path):
+        run = tmp_path / "run"
+        (run / FOLDER).mkdir(parents=True)
+        (recorded / "iteration-000001").rename(run / FOLDER / "iteration-000001")
+        assert GradientRecording.open(run).iterations == [1]
+
+    @pytest.mark.parametrize(("iteration", "bucket"), [(9, "b"), (1, "c")])
+    def test_what_is_not_there(self, recorded, iteration, bucket):
+        with pytest.raises(ProfileError, match="does not have that"):
+            GradientRecording.open(recorded).read(iteration, bucket)
+
+    def test_a_missing_rank(self, recorded):
+        self.path(recorded).unlink()
+        self.refused(recorded, "rank-0001.* is missing")
+
+    def test_a_rank_of_another_model(self, recorded):
+        record(recorded / "other", [sparse_vector(60)] * 2)
+        self.path(recorded / "other").rename(self.path(recorded))
+        self.refused(recorded, "do not fit")
+
+    @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 half a zip"])
+    def test_garbage(self, recorded, content):
+        self.path(recorded).write_bytes(content)
+        self.refused(recorded, "no recorded gradient")
+
+    def test_a_truncated_file(self, recorded):
+        whole = self.path(recorded).read_bytes()
+        self.path(recorded).write_bytes(whole[: len(whole) // 2])
+        self.refused(recorded, "no recorded gradient")
+
+    def test_code_is_not_run(self, recorded):
+        class Harm:
+            def __reduce__(self):
+                return (exec, ("raise SystemExit('code was run')",))
+
+        with self.path(recorded).open("wb") as file:
+            pickle.dump({"version": 1, "values": Harm()}, file)
+        self.refused(recorded, "no recorded gradient")
+
+    @pytest.mark.parametrize(
+        "held",
+        [
+            [1, 2],
+            {"version": 99},
+            {"version": 1, "numel": "4", "values": torch.ones(4)},
+            {"version": 1, "numel": 5, "values": torch.ones(4)},
+            {"version": 1, "numel": 4, "values": torch.ones(2, 2)},
+            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([1])},
+            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([1.0, 2])},
+            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([2, 1])},
+            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([2, 2])},
+            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([2, 9])},
+            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([-1, 2])},
+        ],
+    )
+    def test_other_content(self, recorded, held):
+        torch.save(held, self.path(recorded))
+        self.refused(recorded, "no recorded gradient")
+
+
+def test_the_reducer_records_gradients_and_what_was_selected(tmp_path):
+    """One rank, three steps: steps count from 0 and iterations from 1; the first step is dense."""
+    (transport,) = VirtualCluster(1).transports
+    config = SparseConfig(
+        CompressionConfig(warmup_iters=1, ramp_iters=0, density=0.1), SchemeConfig(name="agsparse")
+    )
+    progress = ProgressThread(torch.device("cpu"), 30.0)
+    reducer = GradientReducer(
+        config,
+        transport,
+        FixedPlanner(config.compression, config.scheme),
+        ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
+        NullRecorder(),
+        progress,
+        recording=GradientRecorder(tmp_path, [1, 3]),
+    )
+    gradients = [torch.randn(8192) for _ in range(3)]
+    sums = []
+    for step, gradient in enumerate(gradients):
+        piece = ParameterSlice("w", 0, 8192)
+        bucket = Bucket("b", gradient.clone(), [piece], Form.ALL_REDUCE, 1)
+        reducer.start(bucket, step).wait()
+        sums.append(bucket.grad_N)
+    progress.close()
+    recording = GradientRecording.open(tmp_path)
+    assert recording.iterations == [1, 3]
+    assert recording.kinds(1, "b") == [Kind.GRADIENT]
+    assert recording.kinds(3, "b") == [Kind.GRADIENT, Kind.SELECTED]
+    for iteration in (1, 3):
+        assert torch.equal(recording.read(iteration, "b")[0], gradients[iteration - 1])
+    # Of one rank, the sum is what was selected.
+    (selected,) = recording.read(3, "b", Kind.SELECTED)
+    assert selected.is_sparse
+    assert torch.equal(selected.to_dense(), sums[2])
+
+
+def test_the_examples_in_the_docstrings():
+    assert doctest.testmod(gradient_recording).failed == 0

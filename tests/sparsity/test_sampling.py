@@ -1,0 +1,262 @@
+"""The profile that ranks sample together: against the exact one, on every rank alike."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.selection import Selector
+from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig
+from megatron_sparse.errors import CommunicationError, WireFormatError
+from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers, encode
+from megatron_sparse.recording import Stopwatch
+from megatron_sparse.simulate import gradients as models
+from megatron_sparse.sparsity.characteristics import profile_of
+from megatron_sparse.sparsity.sampling import (
+    WINDOW_NUMEL,
+    WINDOWS,
+    SamplePlan,
+    sample_profile,
+)
+from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import OPTIONS
+from tests.sparsity.test_characteristics import random_gradients
+
+STEP = 7
+LARGE = 2**21
+"""Elements of which the windows are a quarter."""
+
+
+def residuals():
+    return ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+
+
+def make_bucket(grad_N, n, form=Form.ALL_REDUCE, keep=None):
+    numel = grad_N.numel()
+    cut = keep or numel
+    pieces = [ParameterSlice("w", 0, cut), ParameterSlice("b", cut, numel, keep=True)]
+    return Bucket("b", grad_N, pieces[: 1 if keep is None else 2], form, n)
+
+
+def make_message(bucket, *, form="auto", wire="fp32", sharded=False, step=STEP, buffers=None):
+    layout = bucket.layout(sharded)
+    pieces = bucket.grad_N.split(layout.range_offsets.diff().tolist())
+    nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
+    return encode(bucket, layout, nnz_R, wire, step, buffers or MessageBuffers(), form)
+
+
+def sample(gradients, *, seeds=None, steps=None, wrap=lambda transport: transport, **message):
+    """What every rank gets."""
+    n = len(gradients)
+
+    def start(transport):
+        rank = transport.rank
+        bucket = make_bucket(gradients[rank].clone(), n)
+        step = steps[rank] if steps else STEP
+        encoded = make_message(bucket, step=step, **message)
+        profile = yield from sample_profile(
+            bucket,
+            encoded,
+            wrap(transport),
+            MessageBuffers(),
+            Stopwatch(),
+            seed=seeds[rank] if seeds else 1,
+        )
+        return profile
+
+    return VirtualCluster(n).run(start)
+
+
+@pytest.mark.parametrize(("n", "numel"), [(1, 200), (2, 64), (3, 5000), (8, 2**14), (5, 3)])
+def test_a_small_bucket_is_looked_at_whole(n, numel):
+    gradients = random_gradients(n, numel, 0.1)
+    profiles = sample(gradients)
+    assert all(profile == profiles[0] for profile in profiles)
+    sampled, exact = profiles[0], profile_of(gradients)
+    # Sums in another order.
+    for name in ("density", "densification", "skewness", "overlap", "block_density"):
+        assert getattr(sampled, name) == pytest.approx(getattr(exact, name), rel=1e-12), name
+    for size in (64, 128, WINDOW_NUMEL):
+        expected = exact.sum_block_density[size]
+        assert sampled.sum_block_density[size] == pytest.approx(expected, rel=1e-12)
+
+
+MODELS = {
+    "uniform": models.uniform(LARGE, 0.01),
+    "skewed": models.skewed(LARGE, 0.01, exponent=1.0),
+    "full": models.fully_overlapping(LARGE, 0.01),
+    "hardly": models.hardly_overlapping(LARGE, 0.01),
+    "embedding": models.embedding_like(LARGE, 0.01, 0.05, ranks=8, row_numel=64),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_large_bucket_is_estimated(name):
+    """Within what the planner needs: it tells schemes apart that differ by 5 %.
+
+    The windows hold 5,200 of a rank's non-zero elements, or 82 of its rows of 64. Within a class of
+    like density an element of the sum belongs to 1 to 8 ranks, a spread of about its mean; of 400
+    rows in the sum five standard deviations of that ratio are 25 %, of 26,000 elements 3 %, and of
+    the blocks with a non-zero element there are fewer. Blocks longer than a window are a guess.
+    """
+    gradients = [MODELS[name].gradient(rank) for rank in range(8)]
+    profiles = sample(gradients)
+    assert all(profile == profiles[0] for profile in profiles)
+    sampled, exact = profiles[0], profile_of(gradients)
+    assert sampled.density == exact.density
+    assert sampled.skewness == pytest.approx(exact.skewness, rel=1e-12)
+    assert sampled.block_density == exact.block_density
+    bound = 0.25 if name == "embedding" else 0.03
+    for k in (2, 4, 8):
+        assert sampled.densification[k] == pytest.approx(exact.densification[k], rel=bound)
+    for p in (2, 4, 8):
+        assert sampled.sum_skewness[p] == pytest.approx(exact.sum_skewness[p], rel=bound)
+    for size in (64, 256, 1024):
+        expected = exact.sum_block_density[size]
+        assert sampled.sum_block_density[size] == pytest.approx(expected, rel=max(bound, 0.05))
+    assert sampled.overlap[2] == pytest.approx(exact.overlap[2], abs=max(bound / 2, 0.03))
+
+
+@pytest.mark.parametrize("form", ["coo", "dense"])
+def test_nan_counts_and_negative_zero_does_not(form):
+    gradient = torch.zeros(1000)
+    gradient[[3, 400]], gradient[[7, 500]] = float("nan"), -0.0
+    assert sample([gradient, gradient], form=form)[0].density == 2 / 1000
+
+
+@pytest.mark.parametrize("form", ["coo", "pici", "dense", "blocks"])
+def test_every_format_is_read(form):
+    gradients = random_gradients(3, 5000, 0.05)
+    assert sample(gradients, form=form)[0] == sample(gradients, form="auto")[0]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_narrow_gradients_and_values(dtype):
+    gradients = random_gradients(2, 5000, 0.05)
+    narrow = [gradient.to(VALUE_DTYPES[dtype]) for gradient in gradients]
+    expected = sample([gradient.float() for gradient in narrow])[0]
+    assert sample(narrow, wire=dtype)[0] == expected
+    assert sample([gradient.float() for gradient in narrow], wire=dtype)[0] == expected
+
+
+@pytest.mark.parametrize("capacity", [None, 1.25])
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtype):
+    """The sampler uses the gradient's memory; the collective must not see that."""
+    n, numel = 4, 4096
+    gradients = [g.to(dtype) for g in random_gradients(n, numel, 1.0)]
+    scheme = SCHEMES["direct"]
+
+    def run(samples):
+        def start(transport):
+            bucket = make_bucket(gradients[transport.rank].clone(), n, form, keep=4000)
+            buffers, watch = MessageBuffers(), Stopwatch()
+            selector = Selector(
+                CompressionConfig(density=0.05), residuals(), transport.rank, buffers
+            )
+            message = selector.select(
+                bucket,
+                0.05,
+                None,
+                form="auto",
+                block_size=256,
+                sharded=True,
+                step=STEP,
+                watch=watch,
+                capacity=capacity,
+            )
+            profile = None
+            if samples:
+                profile = yield from sample_profile(
+                    bucket, message, transport, buffers, watch, seed=1
+                )
+                assert profile.density >= (0.05 * 4000 * 0.5 + 96) / numel
+                assert watch.times_us()["profile"] > 0
+            yield from scheme.exchange(bucket, message, transport, buffers, watch, OPTIONS)
+            return bucket.grad_N[bucket.shard(transport.rank)], profile
+
+        return VirtualCluster(n).run(start)
+
+    plain, sampled = run(False), run(True)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(plain, sampled, strict=True))
+    assert len({str(profile) for _, profile in sampled}) == 1
+
+
+def test_ranks_that_mean_something_else_are_told_so():
+    gradients = random_gradients(3, 1000, 0.1)
+    with pytest.raises(CommunicationError, match="not in the same collective"):
+        sample(gradients, seeds=[1, 1, 2])
+    with pytest.raises(CommunicationError, match="not in the same collective"):
+        sample(gradients, steps=[STEP, STEP + 1, STEP])
+
+
+class Damaging:
+    """A transport that flips one bit of what rank 1 tells of itself."""
+
+    def __init__(self, transport):
+        self._transport = transport
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def all_gather(self, gathered, own_M):
+        """The agreement is shorter than a part."""
+        if self._transport.rank == 1 and own_M.numel() > 100:
+            own_M = own_M.clone()
+            own_M[17] ^= 1
+        return self._transport.all_gather(gathered, own_M)
+
+
+def test_a_damaged_part_is_found():
+    with pytest.raises(WireFormatError, match="rank 1: its part of a sparsity profile"):
+        sample(random_gradients(2, 5000, 0.1), wrap=Damaging)
+
+
+def test_windows_are_spread_over_the_bucket_and_drawn_anew_in_each_step():
+    plan = SamplePlan.of("b", LARGE, 4, seed=1, step=1)
+    assert torch.equal(plan.window_W, SamplePlan.of("b", LARGE, 4, seed=1, step=1).window_W)
+    others = [("b", 1, 2), ("b", 2, 1), ("c", 1, 1)]
+    for name, seed, step in others:
+        other = SamplePlan.of(name, LARGE, 4, seed, step).window_W
+        assert not torch.equal(plan.window_W, other)
+    # One of each four, and each of the four about equally often: 2048 / 4 = 512 times, give or
+    # take five standard deviations, 98.
+    assert torch.equal(plan.window_W // 4, torch.arange(WINDOWS))
+    assert ((plan.window_W % 4).bincount() - 512).abs().max() < 98
+
+
+def test_what_a_sample_costs():
+    """Under 1 % of an iteration, amortised over the default `planner.profile_every` = 200 steps.
+
+    An iteration is at least the selection from its buckets. A sample of a bucket of 4 million
+    elements takes about as much of the processor's time (docs/profiling.md), and may take twice as
+    much before the bound is met. Processor time, because on a busy machine another process may run
+    meanwhile.
+    """
+    gradient = torch.randn(2**22)
+    bucket, buffers, watch = make_bucket(gradient.clone(), 1), MessageBuffers(), Stopwatch()
+    selector = Selector(CompressionConfig(), residuals(), 0, buffers)
+    (transport,) = VirtualCluster(1).transports
+    took_s = {"select": [], "sample": []}
+    for step in range(6):
+        start_s = time.process_time()
+        message = selector.select(
+            bucket, 0.01, None, form="auto", block_size=256, sharded=False, step=step, watch=watch
+        )
+        took_s["select"].append(time.process_time() - start_s)
+        start_s = time.process_time()
+        for work in sample_profile(bucket, message, transport, buffers, watch, seed=1):
+            work.finish()
+        took_s["sample"].append(time.process_time() - start_s)
+        bucket.grad_N.copy_(gradient)
+    share = min(took_s["sample"]) / min(took_s["select"]) / PlannerConfig().profile_every
+    assert share < 0.01
+    # 80 KiB a rank, however large the bucket: partitions, blocks, and 4 words for each window.
+    part = SamplePlan.of("b", 2**22, 8, 1, 1).measure(bucket.grad_N, buffers)
+    assert part.nbytes == 8 * (2048 + 8 + 7 + 4 * WINDOWS) < 81 * 1024

@@ -1,0 +1,243 @@
+"""The view of a running training: what it shows, where, and what it must not disturb."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.recording import STAGES
+from megatron_sparse.telemetry import RunTelemetry
+from megatron_sparse.telemetry.breakdown import IterationBreakdown
+from megatron_sparse.telemetry.live import (
+    IsolatedView,
+    LiveView,
+    PlainView,
+    Progress,
+    clock,
+    open_view,
+    render,
+)
+
+
+def breakdown(iteration: int, *, loss: float | None = 4.5, **fields) -> IterationBreakdown:
+    stage_ms = dict.fromkeys(STAGES, 0.0) | {
+        "forward_backward": 70.0,
+        "optimizer": 10.0,
+        "host_wait": 15.0,
+        "network": 40.0,
+    }
+    values = {
+        "phase": "target",
+        "iteration_ms": 100.0,
+        "stage_ms": stage_ms,
+        "exposed_ms": 15.0,
+        "overlapped_ms": 25.0,
+        "dense_bytes": 2**20,
+        "wire_bytes": 2**15,
+        "nnz": 10,
+        "numel": 1000,
+        "density": 0.01,
+        "schemes": {"direct": 1},
+    }
+    return IterationBreakdown(iteration, loss=loss, **(values | fields))
+
+
+def drawn(progress: Progress, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(render(progress, width))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def progressed(total: int | None = 10) -> Progress:
+    progress = Progress("demo", total)
+    for iteration in range(1, 5):
+        progress.add(breakdown(iteration), now_s=100.0 + 2 * iteration)
+    return progress
+
+
+def test_it_shows_progress_loss_ratio_and_where_the_time_goes():
+    lines = drawn(progressed(), 80)
+    assert lines[0] == "─" * 80
+    assert lines[1].startswith("demo ")
+    # Six iterations are left, of 2 s each by the clock on the wall.
+    assert lines[1].endswith(" 4/10, 0:12 left")
+    assert lines[2] == "loss 4.5000  wire/dense 3.12% (32.00 KiB)  density 1.00%  target"
+    stages = [line.split()[:4] for line in lines[4:8]]
+    assert stages == [
+        ["forward_backward", "70.00", "ms", "70%"],
+        ["optimizer", "10.00", "ms", "10%"],
+        ["host_wait", "15.00", "ms", "15%"],
+        ["other", "5.00", "ms", "5%"],
+    ]
+    bars = [line.count("━") for line in lines[4:8]]
+    assert bars[0] > bars[2] > bars[1] > bars[3]
+    assert lines[8] == "synchronisation: 15.00 ms exposed, 25.00 ms overlapped"
+    assert lines[9] == "buckets, ms: network 40.00"
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 100])
+def test_it_fits_the_terminal(width):
+    assert max(map(len, drawn(progressed(), width))) <= width
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "shown"), [(9999.99, "9999.99 ms"), (16_250.17, "16250 ms"), (1e6, "1000000 ms")]
+)
+def test_a_long_iteration_is_not_cut_off(time_ms, shown):
+    progress = Progress("demo", 10)
+    stage_ms = dict.fromkeys(STAGES, 0.0) | {"forward_backward": time_ms}
+    progress.add(breakdown(1, stage_ms=stage_ms, iteration_ms=time_ms), 0.0)
+    lines = drawn(progress, 80)
+    assert lines[3] == f"an iteration takes {shown}, so far"
+    assert f"{shown} 100%" in lines[4]
+
+
+def test_what_nobody_knows_is_left_out():
+    progress = Progress(None, None)
+    progress.add(breakdown(1, loss=None, dense_bytes=0, wire_bytes=0, density=None), 0.0)
+    lines = drawn(progress, 80)
+    assert lines[1].endswith(" 1")
+    assert lines[2] == "wire/dense - (0 B)  density -  target"
+    # The loss of an iteration that did not log one is that of before.
+    progress.add(breakdown(2, loss=3.0), 1.0)
+    progress.add(breakdown(3, loss=None), 2.0)
+    assert "loss 3.0000" in progress.facts()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (112, "1:52"), (7384, "2:03:04"), (273_900, "3d 04:05")],
+)
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_plain_prints_a_line_now_and_then():
+    file = io.StringIO()
+    view = PlainView(Progress("demo", 6), every=3, file=file)
+    for iteration in range(1, 7):
+        view.update(breakdown(iteration))
+    view.close()
+    lines = file.getvalue().splitlines()
+    assert [line.split(",")[0].split("  ")[0] for line in lines] == ["demo: 3/6", "demo: 6/6"]
+    assert file.getvalue().isascii()
+    assert "wire/dense 3.12%" in lines[0]
+    assert lines[0].endswith(
+        "100.00 ms = forward_backward 70.00 + optimizer 10.00 + host_wait 15.00 + other 5.00"
+    )
+    silent = io.StringIO()
+    PlainView(Progress("demo", 6), every=0, file=silent).update(breakdown(3))
+    assert silent.getvalue() == ""
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("console", "stream", "term", "kind"),
+    [
+        ("auto", Terminal(), "xterm", LiveView),
+        ("auto", Terminal(), "dumb", PlainView),
+        ("auto", io.StringIO(), "xterm", PlainView),
+        ("plain", Terminal(), "xterm", PlainView),
+        ("live", io.StringIO(), "dumb", LiveView),
+        ("off", Terminal(), "xterm", None),
+    ],
+)
+def test_which_view(monkeypatch, console, stream, term, kind):
+    monkeypatch.setenv("TERM", term)
+    view = open_view(console, "demo", 5, 1, stream)
+    assert view is None if kind is None else type(view._view) is kind  # type: ignore[union-attr]
+
+
+def test_prints_and_logs_go_above_the_view_and_everything_is_given_back(monkeypatch):
+    """Also a log handler that holds the old stream: its lines would land inside the view."""
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler = logging.StreamHandler(terminal)
+    log = logging.getLogger("of.megatron")
+    log.addHandler(handler)
+    try:
+        view = LiveView(Progress("demo", 9), Console(file=terminal, width=80))
+        view.update(breakdown(1))
+        assert sys.stdout is not terminal
+        assert handler.stream is not terminal
+        print("a line of Megatron")
+        log.warning("a warning")
+        view._drawn_s = 0.0
+        view.update(breakdown(2))
+        view.close()
+        view.close()
+        assert sys.stdout is terminal
+        assert handler.stream is terminal
+    finally:
+        log.removeHandler(handler)
+    text = terminal.getvalue()
+    # Each line stands whole on a line of its own, and the view is drawn again below it.
+    for line in ("a line of Megatron", "a warning"):
+        before, after = text.split(line)
+        assert before.endswith("\r\x1b[2K") or before.endswith("\n") or before.endswith("\x1b[2K")
+        assert after.startswith("\n")
+        assert "forward_backward" in after
+    # The cursor is never left hidden.
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+
+def test_it_draws_a_few_times_a_second(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr("megatron_sparse.telemetry.live.time.perf_counter", lambda: now_s[0])
+    view = LiveView(Progress("demo", 9), Console(file=io.StringIO(), width=80))
+    frames = []
+    monkeypatch.setattr(view, "_draw", lambda: frames.append(now_s[0]))
+    for iteration in range(1, 11):
+        view.update(breakdown(iteration))
+        now_s[0] += 0.0625
+    assert frames == [100.0, 100.25, 100.5]
+
+
+def test_a_view_that_fails_is_off_and_training_goes_on(caplog):
+    class Broken:
+        def update(self, breakdown):
+            raise BrokenPipeError("gone")
+
+        def close(self):
+            raise AssertionError("it is off")
+
+    view = IsolatedView(Broken())
+    view.update(breakdown(1))
+    view.update(breakdown(2))
+    view.close()
+    assert [r.getMessage() for r in caplog.records] == [
+        "the console's view is off: BrokenPipeError: gone"
+    ]
+
+
+def test_only_the_writer_shows_something(capsys):
+    for console in ("plain", "live"):
+        tracking = TrackingConfig(console=console, sample_every=1)
+        telemetry = RunTelemetry(None, tracking, is_writer=False)
+        telemetry.end_iteration(1, iteration_s=0.1)
+        telemetry.close()
+    assert capsys.readouterr().out == ""
+    telemetry = RunTelemetry(
+        None, TrackingConfig(console="plain", sample_every=1), is_writer=True, iterations=7
+    )
+    telemetry.end_iteration(1, iteration_s=0.1)
+    assert capsys.readouterr().out.startswith("run: 1/7 ")
+
+
+def test_the_guide_shows_the_view_as_it_is():
+    guide = Path(__file__).parents[2] / "docs" / "tracking.md"
+    assert "\n".join(drawn(progressed(), 80)) in guide.read_text(encoding="utf-8")

@@ -1,0 +1,85 @@
+"""The Triton kernel of `prune_`: right in the interpreter, and compiled for a GPU without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel to test")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_equals_the_oracle_in_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton_kernels.triton_cases"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "108 cases are equal\n"
+
+
+@pytest.mark.parametrize("numel_type", ["i32", "i64"])
+@pytest.mark.parametrize(
+    ("grad", "residual", "wire", "stochastic"),
+    [
+        (0, 0, 0, True),
+        (0, 1, 1, True),
+        (0, 0, 2, False),
+        (1, 1, 1, True),
+        (1, 0, 2, True),
+        (2, 1, 1, False),
+        (2, 0, 2, True),
+    ],
+)
+def test_compiles_for_sm_90(grad, residual, wire, stochastic, numel_type):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_sparse.triton_kernels import prune
+
+    cut, fixed_below, limit = prune._GRIDS[frozenset({grad, wire}) - {0}]
+    constants = {
+        "GRAD": grad,
+        "RESIDUAL": residual,
+        "CUT": cut,
+        "FIXED_BELOW": fixed_below,
+        "LIMIT": limit,
+        "STOCHASTIC": stochastic,
+        "BLOCK": prune.BLOCK,
+    }
+    raw = {0: "*i32", 1: "*i16", 2: "*i16"}
+    signature = {
+        "grad": raw[grad],
+        "residual": raw[residual],
+        "range_offsets": "*i64",
+        "thresholds": "*fp32",
+        "nnz": "*i64",
+        "numel": numel_type,
+        "range_count": "i32",
+        "leak": "fp32",
+        "seed_a": "i32",
+        "seed_b": "i32",
+        "residual_seed_a": "i32",
+        "residual_seed_b": "i32",
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
+    source = ASTSource(prune._prune_kernel, signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert len(compiled.asm["cubin"]) > 0
+    ptx = compiled.asm["ptx"]
+    assert ".ftz" not in ptx, "denormals must not be flushed"
+    assert ".local" not in ptx, "registers spill to local memory"
+    # Offsets of elements are 64 bits wide.
+    assert "ld.global" in ptx
+    assert ".v4.b32" in ptx or ".v2.b32" in ptx, "loads are not vectorised"

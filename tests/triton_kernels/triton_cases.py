@@ -1,0 +1,54 @@
+"""Run by test_triton_prune.py, with TRITON_INTERPRET=1 set before Triton is imported."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_sparse.reference import prune as oracle
+from megatron_sparse.triton_kernels import prune as triton_prune
+from tests.cuda_ext import cases
+
+
+def main() -> None:
+    """Compares the kernel with the oracle and prints how many cases were equal."""
+    # Nothing, less than a block, and two blocks of which one is partial.
+    sizes = (0, 17, triton_prune.BLOCK + 1)
+    done = 0
+    for dtype in cases.DTYPES:
+        for residual_dtype in cases.RESIDUAL_DTYPES:
+            for wire in range(3):
+                for numel in sizes:
+                    for kind, leak, key in (("spread", 0.9, 7), ("special", 1.0, -1)):
+                        check(numel, kind, dtype, residual_dtype, wire, leak, key)
+                        done += 1
+    print(f"{done} cases are equal")
+
+
+def check(
+    numel: int,
+    kind: str,
+    dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    wire: int,
+    leak: float,
+    key: int,
+) -> None:
+    """One call on unaligned views, with an empty range and borders inside a block."""
+    grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
+    residual = cases.unaligned(cases.make(kind, numel, residual_dtype, seed=2))
+    offsets = cases.cut(numel, 4, seed=numel)
+    offsets[2] = offsets[1]
+    thresholds = torch.tensor([-1.0, 5.0, math.inf, 1e-3])
+    arguments = (offsets, thresholds, leak, wire, key)
+    expected = oracle.prune(grad, residual, *arguments)
+    nnz = triton_prune.prune_(grad, residual, *arguments)
+    what = f"{numel} {kind} {dtype} {residual_dtype} wire {wire} key {key}"
+    cases.assert_same_bits(grad, expected[0], f"{what}: grad")
+    cases.assert_same_bits(residual, expected[1], f"{what}: residual")
+    assert torch.equal(nnz, expected[2]), what
+
+
+if __name__ == "__main__":
+    main()
