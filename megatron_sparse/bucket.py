@@ -25,7 +25,7 @@ Cuts = tuple[int, ...]
 """Elements of a bucket at which it is cut."""
 
 
-class Form(StrEnum):
+class CollectiveOp(StrEnum):
     """What each rank holds afterwards: the whole sum, or its own shard of it."""
 
     ALL_REDUCE = "all_reduce"
@@ -73,7 +73,7 @@ class Bucket:
         grad_N: 1-D contiguous gradients, fp32, bf16 or fp16; overwritten with what they are
             reduced to.
         parameters: slices in ascending order; elements between two of them are padding.
-        form: all-reduce, or reduce-scatter over `world_size` equal shards.
+        op: all-reduce, or reduce-scatter over `world_size` equal shards.
         world_size: ranks in the group.
         reduction: sum or average; the reducer does the division.
         instances: groups of `world_size` ranks whose shards are added up afterwards; see
@@ -86,7 +86,7 @@ class Bucket:
     name: str
     grad_N: torch.Tensor
     parameters: Sequence[ParameterSlice]
-    form: Form
+    op: CollectiveOp
     world_size: int
     reduction: Reduction = Reduction.SUM
     instances: int = 1
@@ -101,7 +101,7 @@ class Bucket:
                 expected="a contiguous 1-D tensor",
                 got=f"shape {tuple(self.grad_N.shape)}, strides {self.grad_N.stride()}",
             )
-        if self.form is Form.REDUCE_SCATTER and self.numel % self.world_size:
+        if self.op is CollectiveOp.REDUCE_SCATTER and self.numel % self.world_size:
             raise ConfigError(
                 f"bucket {self.name} cannot be cut into equal shards",
                 expected=f"a multiple of {self.world_size} elements",
@@ -119,16 +119,16 @@ class Bucket:
         shard_numel = self.numel // self.world_size
         return slice(rank * shard_numel, (rank + 1) * shard_numel)
 
-    def layout(self, sharded: bool, finer: Cuts = ()) -> Layout:
+    def layout(self, sharded: bool, extra_cuts: Cuts = ()) -> Layout:
         """The bucket's cut into segments and ranges; computed once for each kind.
 
         Args:
             sharded: cut at the borders of the ranks' shards.
-            finer: cut at these elements too; see `Scheme.finer`.
+            extra_cuts: cut at these elements too; see `Scheme.finer`.
         """
-        key = (sharded, finer)
+        key = (sharded, extra_cuts)
         if key not in self.layouts:
-            self.layouts[key] = Layout.of(self, self.world_size if sharded else 1, finer)
+            self.layouts[key] = Layout.of(self, self.world_size if sharded else 1, extra_cuts)
         return self.layouts[key]
 
 
@@ -162,10 +162,10 @@ class Layout:
     piece_parameter: tuple[int, ...]
 
     @classmethod
-    def of(cls, bucket: Bucket, shards: int, finer: Cuts = ()) -> Layout:
+    def of(cls, bucket: Bucket, shards: int, extra_cuts: Cuts = ()) -> Layout:
         """Cuts `bucket` into `shards` equal shards, then by runs of one kind.
 
-        `finer` are further borders, each from 0 to the bucket's end.
+        `extra_cuts` are further borders, each from 0 to the bucket's end.
 
         Padding is sent with the parameter before it, but is a piece of its own, so that how much
         of it a bucket has does not change what is sampled.
@@ -185,7 +185,7 @@ class Layout:
             for index, start in enumerate(pieces[:-1])
             if index == 0 or kinds[index] != kinds[index - 1]
         }
-        segments = _split_long(sorted({*shard_starts, numel, *kind_borders, *finer}))
+        segments = _split_long(sorted({*shard_starts, numel, *kind_borders, *extra_cuts}))
         cuts = sorted({*segments, *pieces})
         kind_of_segment = [kinds[piece] for piece in _owner(pieces, segments)]
         firsts = [segments.index(start) for start in shard_starts] if numel else [0] * shards

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_sparse.bucket import Bucket, Form, Reduction
+from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
@@ -234,7 +234,7 @@ class DDPState:
             f"bucket{index}",
             grad_bucket.buffer(),
             tuple(slices),
-            Form.ALL_REDUCE,
+            CollectiveOp.ALL_REDUCE,
             self._transport.world_size,
             Reduction.AVG,
         )

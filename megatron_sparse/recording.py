@@ -58,7 +58,7 @@ class BucketRecord:
     host_wall_us: float = 0.0
     straggler: int | None = None
     thresholds_R: torch.Tensor | None = None
-    watch: Stopwatch = field(default_factory=lambda: Stopwatch())
+    timer: StageTimer = field(default_factory=lambda: StageTimer())
 
     def end(self, finished_s: float, host_cpu_s: float, host_wall_s: float) -> None:
         """Takes over what the progress thread has measured, in seconds."""
@@ -67,7 +67,7 @@ class BucketRecord:
 
     def stage_us(self) -> dict[str, float]:
         """Microseconds of every stage in `BUCKET_STAGES`. On CUDA this waits for the events."""
-        return self.watch.times_us()
+        return self.timer.times_us()
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ReadinessRecord:
         return tuple(-waited_s for waited_s in self.waited_s)
 
 
-class Stopwatch:
+class StageTimer:
     """Times stages with the host clock on CPU and with events on CUDA.
 
     On CUDA `stage` only records events on the current stream, so timing adds no host

@@ -52,8 +52,8 @@ def make_run(
                 wire_bytes=600_000 if dense else round(1_200_000 * density),
                 predicted_us=None if dense else PREDICTED_US,
             )
-            record.watch.add("network", 2000.0 * (bucket + 1))
-            record.watch.add("prune", 300.0)
+            record.timer.add("network", 2000.0 * (bucket + 1))
+            record.timer.add("prune", 300.0)
             telemetry.record_bucket(record)
             if delays and iteration > 2:
                 waited_s = (0.004, 0.0, 0.003, 0.002)
@@ -71,7 +71,7 @@ def make_run(
             {
                 "bucket": f"dense{bucket}.0",
                 "numel": 100_000,
-                "form": "all_reduce",
+                "op": "all_reduce",
                 "world_size": 4,
                 "density": density,
                 "chosen": "direct",

@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_sparse import bucket as bucket_module
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.errors import ConfigError
 
 
-def _bucket(sizes, keeps, world_size=1, form=Form.ALL_REDUCE, padding=0):
+def _bucket(sizes, keeps, world_size=1, op=CollectiveOp.ALL_REDUCE, padding=0):
     pieces, start = [], 0
     for index, (size, keep) in enumerate(zip(sizes, keeps, strict=True)):
         pieces.append(ParameterSlice(f"p{index}", start, start + size, keep))
         start += size + padding
     numel = -(-start // world_size) * world_size
-    return Bucket("b", torch.zeros(numel), pieces, form, world_size)
+    return Bucket("b", torch.zeros(numel), pieces, op, world_size)
 
 
 @given(
@@ -28,7 +28,7 @@ def _bucket(sizes, keeps, world_size=1, form=Form.ALL_REDUCE, padding=0):
 )
 def test_segments_and_ranges_tile_the_bucket(parameters, world_size, padding):
     sizes, keeps = zip(*parameters, strict=True)
-    bucket = _bucket(sizes, keeps, world_size, Form.REDUCE_SCATTER, padding)
+    bucket = _bucket(sizes, keeps, world_size, CollectiveOp.REDUCE_SCATTER, padding)
     layout = bucket.layout(sharded=True)
     segments = layout.segment_offsets.tolist()
     ranges = layout.range_offsets.tolist()
@@ -73,7 +73,7 @@ def test_adjacent_parameters_of_one_kind_share_a_segment():
 
 
 def test_shard_offsets_name_the_segments_of_one_shard():
-    bucket = _bucket([5, 3], [False, True], 2, Form.REDUCE_SCATTER)
+    bucket = _bucket([5, 3], [False, True], 2, CollectiveOp.REDUCE_SCATTER)
     layout = bucket.layout(sharded=True)
     assert layout.shard_offsets(0).tolist() == [0, 4]
     assert layout.shard_offsets(1).tolist() == [4, 5, 8]
@@ -86,16 +86,16 @@ def test_long_segments_are_split(monkeypatch):
 
 
 def test_empty_bucket_has_no_segments():
-    layout = Bucket("b", torch.zeros(0), (), Form.REDUCE_SCATTER, 3).layout(sharded=True)
+    layout = Bucket("b", torch.zeros(0), (), CollectiveOp.REDUCE_SCATTER, 3).layout(sharded=True)
     assert layout.segment_offsets.tolist() == [0]
     assert layout.shard_segments == (0, 0, 0, 0)
 
 
 def test_a_bucket_that_cannot_be_sharded_is_refused():
     with pytest.raises(ConfigError, match="equal shards"):
-        Bucket("b", torch.zeros(7), (), Form.REDUCE_SCATTER, 2)
+        Bucket("b", torch.zeros(7), (), CollectiveOp.REDUCE_SCATTER, 2)
 
 
 def test_a_gradient_that_is_not_contiguous_is_refused():
     with pytest.raises(ConfigError, match="contiguous 1-D"):
-        Bucket("b", torch.zeros(8)[::2], (), Form.ALL_REDUCE, 1)
+        Bucket("b", torch.zeros(8)[::2], (), CollectiveOp.ALL_REDUCE, 1)

@@ -12,16 +12,16 @@ import torch
 from megatron_sparse.config.sparse import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.profiler_ranges import PREFIX, marked, open_range
-from megatron_sparse.recording import BUCKET_STAGES, BucketRecord, Stopwatch
+from megatron_sparse.recording import BUCKET_STAGES, BucketRecord, StageTimer
 from megatron_sparse.telemetry import RunTelemetry, profiler_ranges
 
 
 def test_nobody_looks():
     assert open_range("prune") is None
-    watch = Stopwatch()
-    with watch.stage("prune"), marked("host_wait"):
+    timer = StageTimer()
+    with timer.stage("prune"), marked("host_wait"):
         pass
-    assert watch.times_us()["prune"] > 0
+    assert timer.times_us()["prune"] > 0
 
 
 def test_asking_is_cheap():
@@ -32,16 +32,16 @@ def test_asking_is_cheap():
 
 
 def test_a_profiler_sees_a_stage_and_its_end_also_when_it_fails():
-    watch = Stopwatch()
+    timer = StageTimer()
 
     def fail():
-        with watch.stage("prune"):
+        with timer.stage("prune"):
             raise ValueError("planted")
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         with pytest.raises(ValueError, match="planted"):
             fail()
-        with watch.stage("decode"):
+        with timer.stage("decode"):
             torch.ones(8).add_(1)
     events = {event.name: event for event in profiler.events()}
     prune, decode = events[f"{PREFIX}prune"], events[f"{PREFIX}decode"]
@@ -64,8 +64,8 @@ def test_nvtx_ranges_are_pushed_and_popped(monkeypatch):
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
     monkeypatch.setattr(profiler_ranges, "_nvtx", True)
-    watch = Stopwatch()
-    with watch.stage("prune"), marked("optimizer"):
+    timer = StageTimer()
+    with timer.stage("prune"), marked("optimizer"):
         pass
     assert calls == [f"{PREFIX}prune", f"{PREFIX}optimizer", "pop", "pop"]
 
@@ -82,11 +82,11 @@ def test_the_profile_has_the_stages_of_both_threads_and_the_buckets_timeline(tmp
             turn.acquire()
             record = BucketRecord("b0", 1, "direct", "target", 0.01, numel=10)
             for stage in BUCKET_STAGES:
-                with record.watch.stage(stage):
+                with record.timer.stage(stage):
                     torch.ones(8).add_(1)
             record.launched_s, record.finished_s = (
-                record.watch.spans[0][1],
-                record.watch.spans[-1][2],
+                record.timer.spans[0][1],
+                record.timer.spans[-1][2],
             )
             records.append(record)
             done.release()

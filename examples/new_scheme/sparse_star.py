@@ -11,12 +11,12 @@ more. All-reduce only.
 
 from __future__ import annotations
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, Scheme
 from megatron_sparse.collectives.base import Steps, exchange_sizes
 from megatron_sparse.collectives.records import Cut, SparseSum, check_announced, group_of
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "sparse_star"
@@ -28,7 +28,7 @@ def sparse_star(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
 
@@ -39,7 +39,7 @@ def sparse_star(
         message: this rank's contribution.
         transport: the group.
         buffers: where received messages and a narrower gradient's fp32 sum live.
-        watch: receives the decode time.
+        timer: receives the decode time.
 
     Returns:
         Bytes that this rank has sent.
@@ -63,7 +63,7 @@ def sparse_star(
         yield from group.exchange([], [(MIDDLE, bucket.grad_N)], last=True)
         return group.sent_bytes
 
-    sums = SparseSum(bucket, message, buffers, watch)
+    sums = SparseSum(bucket, message, buffers, timer)
     room = sums.take("received", sum(sizes) - sizes[MIDDLE])
     messages = [own, *room.split([sizes[rank] for rank in others])]
     sums.clear()
@@ -77,7 +77,7 @@ def sparse_star(
     return group.sent_bytes
 
 
-SCHEME = Scheme(NAME, Input.SPARSE, frozenset({Form.ALL_REDUCE}), False, sparse_star)
+SCHEME = Scheme(NAME, Input.SPARSE, frozenset({CollectiveOp.ALL_REDUCE}), False, sparse_star)
 
 
 def register() -> None:

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from megatron_sparse.bench.collectives.path import HalvedPath, LastRecord, new_residuals
 from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_threads, write_rows
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, Input
 from megatron_sparse.config.sparse import NCCL_ENGINE_SCHEMES
 from megatron_sparse.cuda_ext.nccl_ops import SumCall
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport, VirtualCluster
@@ -309,7 +309,7 @@ class _Path:
         nccl_engine: bool = False,
     ) -> None:
         density = 1.0 if OVER_GROUPS[name].takes is Input.DENSE else DENSITY
-        case = Case(Form.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
+        case = Case(CollectiveOp.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
         settings = Sweep(
             4 * case.numel,
             4 * case.numel,
@@ -351,7 +351,7 @@ def _record(case: Case, sweep: Sweep, n: int) -> list[torch.Tensor]:
     def start(transport: Any) -> Generator[Any, None, None]:
         seen: Any = recorded if transport.rank == 0 else transport
         bucket = case.bucket(case.normal_values(transport.rank), n)
-        _, exchange = HalvedPath(case, sweep, seen).select(bucket, 0, Stopwatch())
+        _, exchange = HalvedPath(case, sweep, seen).select(bucket, 0, StageTimer())
         for outcome in exchange():
             yield outcome
             if transport.rank == 0:

@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.calibration.links import Clock, Measuring, gather_rows
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
@@ -35,7 +35,7 @@ from megatron_sparse.formats.message import (
     encode_segments,
 )
 from megatron_sparse.planner.cluster import CodecOp, CodecRate
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.15, 0.3, 0.5, 0.75, 1.0)
@@ -204,7 +204,7 @@ def _formats(device: torch.device) -> tuple[str, ...]:
 
 def _select_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
     grad_N = sparse_vector(numel, 1.0, device)
-    bucket = Bucket("codec", grad_N, [ParameterSlice("w", 0, numel)], Form.ALL_REDUCE, 1)
+    bucket = Bucket("codec", grad_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     selector = Selector(CompressionConfig(leak=0.0), residuals, 0, MessageBuffers())
     for form in _formats(device):
@@ -218,7 +218,7 @@ def _select_calls(numel: int, density: float, device: torch.device) -> Iterator[
                 block_size=SchemeConfig.block_size,
                 sharded=False,
                 step=EPOCH,
-                watch=Stopwatch(device),
+                timer=StageTimer(device),
             )
 
         yield CodecCall(CodecOp.SELECT, form, density, select)
@@ -226,7 +226,7 @@ def _select_calls(numel: int, density: float, device: torch.device) -> Iterator[
 
 def _partition_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
     sparse_N = sparse_vector(numel, density, device)
-    bucket = Bucket("zen", sparse_N, [ParameterSlice("w", 0, numel)], Form.ALL_REDUCE, 1)
+    bucket = Bucket("zen", sparse_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     selector = Selector(CompressionConfig(leak=0.0), residuals, 0, MessageBuffers())
     message = selector.select(
@@ -237,7 +237,7 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
         block_size=SchemeConfig.block_size,
         sharded=False,
         step=EPOCH,
-        watch=Stopwatch(device),
+        timer=StageTimer(device),
     )
     own_hash = PermutationHash(numel, PARTITIONS, SchemeConfig.hash_seed)
     yield CodecCall(

@@ -35,9 +35,9 @@ from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.cluster import RING_FORMATS, ClusterModel, CodecOp, find
 from megatron_sparse.planner.fingerprint import fingerprint
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.figures import MODEL
-from megatron_sparse.simulate.pricing import ChargingStopwatch, memory_bound
+from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.netbed import netbed_mbit
 
@@ -206,9 +206,9 @@ def run_virtual(request: Request, cluster_name: str, ranks: int) -> None:
     virtual = VirtualCluster(ranks, cluster.topology(ranks), message_scale=scale)
     seconds_a_byte = scale * copy_s / COPIED_BYTES
     ranks_runs = [
-        RingRuns(t, case, partial(virtual.clock_s.__getitem__, t.rank), watch)
+        RingRuns(t, case, partial(virtual.clock_s.__getitem__, t.rank), timer)
         for t in virtual.transports
-        for watch in [ChargingStopwatch(t, memory_bound(seconds_a_byte))]
+        for timer in [ChargingTimer(t, memory_bound(seconds_a_byte))]
     ]
 
     def sweep(form: str) -> Curves:
@@ -265,7 +265,7 @@ class _CalibrationRank(RankGroup):
 
     def _sweep(self) -> Swept:
         case = self._request.case(self.world_size)
-        runs = RingRuns(self._transport, case, host_clock(self._device), Stopwatch(self._device))
+        runs = RingRuns(self._transport, case, host_clock(self._device), StageTimer(self._device))
 
         def sweep(form: str) -> Curves:
             self._tell(f"measuring: thresholds for {form}")

@@ -13,13 +13,13 @@ from collections.abc import Callable, Generator, Iterable
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.calibration.links import TAG, Clock, complete, timed
 from megatron_sparse.collectives.base import whole_group
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.plan import FixedPlanner
-from megatron_sparse.recording import NullRecorder, Stopwatch
+from megatron_sparse.recording import NullRecorder, StageTimer
 from megatron_sparse.reduction.progress import GATE, ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport, Work
@@ -82,13 +82,13 @@ def _driven_messages(
             last = number == count - 1
             yield from group.exchange([(after, sent)], [(before, received)], last=last)
 
-    return lambda: progress.submit("calibrate", job, Stopwatch(transport.device)).wait()
+    return lambda: progress.submit("calibrate", job, StageTimer(transport.device)).wait()
 
 
 def _small_bucket(transport: Transport) -> Bucket:
     n = transport.world_size
     grad_N = torch.zeros(n, device=transport.device)
-    return Bucket("calibrate", grad_N, [ParameterSlice("w", 0, n)], Form.ALL_REDUCE, n)
+    return Bucket("calibrate", grad_N, [ParameterSlice("w", 0, n)], CollectiveOp.ALL_REDUCE, n)
 
 
 def _bucket(transport: Transport, progress: ProgressThread) -> Callable[[], None]:

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.calibration.links import Clock, Measuring, timed
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
 from megatron_sparse.formats.message import Message, MessageBuffers, encode
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.gradients import uniform
 from megatron_sparse.transport import Transport
 
@@ -77,38 +77,38 @@ class RingRuns:
         transport: the group.
         case: what is synchronised.
         clock: this rank's.
-        watch: receives the codec's time; a virtual rank's charges for it.
+        timer: receives the codec's time; a virtual rank's charges for it.
     """
 
     def __init__(
-        self, transport: Transport, case: SweepCase, clock: Clock, watch: Stopwatch
+        self, transport: Transport, case: SweepCase, clock: Clock, timer: StageTimer
     ) -> None:
         self._transport, self._case = transport, case
-        self._clock, self._watch = clock, watch
+        self._clock, self._timer = clock, timer
         self._buffers = MessageBuffers()
-        self._messages: dict[tuple[str, Form, float], tuple[Bucket, Message]] = {}
+        self._messages: dict[tuple[str, CollectiveOp, float], tuple[Bucket, Message]] = {}
 
-    def time_s(self, form: Form, ring: SchemeOptions) -> Measuring[float]:
+    def time_s(self, op: CollectiveOp, ring: SchemeOptions) -> Measuring[float]:
         """Seconds with some thresholds, the same on all ranks."""
         total_s = 0.0
         for density in self._case.densities:
-            bucket, message = self._message(ring.format, form, density)
+            bucket, message = self._message(ring.format, op, density)
 
             def run(bucket: Bucket = bucket, message: Message = message) -> Steps:
                 return adaptive_ring(
-                    bucket, message, self._transport, self._buffers, self._watch, ring
+                    bucket, message, self._transport, self._buffers, self._timer, ring
                 )
 
             total_s += yield from timed(self._transport, self._case.repeats, self._clock, run)
         return total_s
 
-    def _message(self, format: str, form: Form, density: float) -> tuple[Bucket, Message]:
-        key = (format, form, density)
+    def _message(self, format: str, op: CollectiveOp, density: float) -> tuple[Bucket, Message]:
+        key = (format, op, density)
         if key not in self._messages:
             n, numel = self._transport.world_size, self._case.numel
             gradient = uniform(numel, density).gradient(self._transport.rank)
             grad_N = gradient.to(self._transport.device)
-            bucket = Bucket("ring", grad_N, [ParameterSlice("w", 0, numel)], form, n)
+            bucket = Bucket("ring", grad_N, [ParameterSlice("w", 0, numel)], op, n)
             layout = bucket.layout(sharded=True)
             pieces = grad_N.split(layout.range_offsets.diff().tolist())
             nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
@@ -137,12 +137,12 @@ def sweep_thresholds(
     points: list[SweepPoint] = []
     for threshold in swept(transport):
         index = THRESHOLDS.index(threshold)
-        form = Form.ALL_REDUCE if threshold == "gather" else Form.REDUCE_SCATTER
+        op = CollectiveOp.ALL_REDUCE if threshold == "gather" else CollectiveOp.REDUCE_SCATTER
         values, times_s = list(_values(case.step)), []
         for value in values:
             tried = found.copy()
             tried[index] = value
-            times_s.append((yield from runs.time_s(form, options_of(format, tried))))
+            times_s.append((yield from runs.time_s(op, options_of(format, tried))))
         found[index] = choose(values, times_s, found[index])
         points += [
             SweepPoint(format, threshold, value, spent * 1e6, value == found[index])

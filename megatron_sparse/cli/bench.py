@@ -350,12 +350,12 @@ def cost_models(
 ) -> None:
     """See docs/cost-models.md."""
     from megatron_sparse.bench.cost_models import command as runner
-    from megatron_sparse.bucket import Form
+    from megatron_sparse.bucket import CollectiveOp
     from megatron_sparse.collectives import OVER_GROUPS
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.planner.cluster import find
 
-    one_of("--op", op, tuple(map(str, Form)))
+    one_of("--op", op, tuple(map(str, CollectiveOp)))
     if measured is not None:
         runner.report(runner.measured_rows(measured, find(cluster)), json)
         return
@@ -365,7 +365,7 @@ def cost_models(
         densities=parse_densities(density),
         world_sizes=parse_ranks(ranks),
         clusters=cluster.split(","),
-        form=Form(op),
+        op=CollectiveOp(op),
         full_numel=parse_size("--size", size) // 4,
     )
     runner.report(sweep.rows(), json)

@@ -51,12 +51,12 @@ def planner(
     from megatron_sparse.bench.planner import cases as cases
     from megatron_sparse.bench.planner import command as runner
     from megatron_sparse.bench.planner import ranks as planner_ranks
-    from megatron_sparse.bucket import Form
+    from megatron_sparse.bucket import CollectiveOp
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.config.sparse import PlannerConfig
     from megatron_sparse.planner.cluster import find
 
-    one_of("--op", op, tuple(Form))
+    one_of("--op", op, tuple(CollectiveOp))
     where = clusters.split(",") if clusters else cases.CLUSTERS
     for name in where:
         one_of("--clusters", name, cases.CLUSTERS)
@@ -81,12 +81,12 @@ def planner(
         workloads = cases.synthetic(kinds.split(",") if kinds else usual, numel)
     if not is_real:
         sizes = parse_ranks(ranks, cases.QUICK_WORLD_SIZES if quick else cases.WORLD_SIZES)
-        trial = runner.Trial(workloads, sizes, where, candidates, full_numel, Form(op))
+        trial = runner.Trial(workloads, sizes, where, candidates, full_numel, CollectiveOp(op))
         raise typer.Exit(0 if runner.run(trial, json).holds else 1)
     real = planner_ranks.RealTrial(
         workloads,
         candidates,
-        Form(op),
+        CollectiveOp(op),
         None if cluster is None else find(cluster),
         warmup,
         iters,

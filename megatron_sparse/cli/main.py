@@ -255,19 +255,19 @@ def plan(
     schemes: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="The candidates; all by default.")
     ] = None,
-    form: Annotated[str, typer.Option(help="all_reduce | reduce_scatter")] = "all_reduce",
+    op: Annotated[str, typer.Option(help="all_reduce | reduce_scatter")] = "all_reduce",
     json: JsonFile = None,
 ) -> None:
     """The times are those of a cost model. See docs/planner.md."""
     from megatron_sparse.bench.table import write_rows
-    from megatron_sparse.bucket import Form
+    from megatron_sparse.bucket import CollectiveOp
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.config.sparse import PlannerConfig
     from megatron_sparse.planner import plan_rows
     from megatron_sparse.planner.cluster import find
     from megatron_sparse.planner.plan_table import print_plan
 
-    one_of("--form", form, tuple(Form))
+    one_of("--op", op, tuple(CollectiveOp))
     names = PlannerConfig(schemes=None if schemes is None else schemes.split(",")).schemes
     sizes = None
     if bucket_bytes is not None:
@@ -279,7 +279,7 @@ def plan(
         ranks=ranks,
         pricing=None if cluster is None else plan_rows.Pricing(find(cluster), names),
         density=density,
-        form=Form(form),
+        op=CollectiveOp(op),
     )
     print_plan(rows)
     write_rows(json, rows)

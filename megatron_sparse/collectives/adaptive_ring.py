@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import Steps, Subgroup, Yielded, exchange_sizes, tag_of
 from megatron_sparse.collectives.link_density import LinkDensity, prunable_nnz, prunable_numel
 from megatron_sparse.collectives.options import SchemeOptions
@@ -46,7 +46,7 @@ from megatron_sparse.collectives.sparse_ring import (
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.header import FORMAT_DENSE
 from megatron_sparse.formats.message import FORMAT_CODES, Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "adaptive_ring"
@@ -57,7 +57,7 @@ def adaptive_ring(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
     options: SchemeOptions,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
@@ -80,10 +80,10 @@ def adaptive_ring(
 
     onward, incoming = link(place), link(place - 1)
     form = FORMAT_CODES[options.format]
-    sums = SparseSum(bucket, message, buffers, watch, form=form)
-    scatter = bucket.form is Form.REDUCE_SCATTER
+    sums = SparseSum(bucket, message, buffers, timer, form=form)
+    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
     yield from ring_reduce_scatter(
-        message, cuts, sums, group, watch, (onward, incoming), last=scatter
+        message, cuts, sums, group, timer, (onward, incoming), last=scatter
     )
     if scatter:
         sums.write(cuts[transport.rank].elements)
@@ -91,7 +91,7 @@ def adaptive_ring(
     incoming.extrapolate()  # By what this rank has added.
     if incoming.density >= gather:
         # The same sum, in the bucket's memory, with dense records.
-        sums = SparseSum(bucket, message, buffers, watch, form=FORMAT_DENSE)
+        sums = SparseSum(bucket, message, buffers, timer, form=FORMAT_DENSE)
     yield from ring_gather_sums(scheme, bucket, message, cuts, sums, group, transport)
     return group.sent_bytes
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import Steps, exchange_sizes
 from megatron_sparse.collectives.direct import split
 from megatron_sparse.collectives.gather import pairwise_all_gather
@@ -34,7 +34,7 @@ from megatron_sparse.collectives.records import (
     whole_cut,
 )
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "agsparse"
@@ -45,7 +45,7 @@ def agsparse(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
 
@@ -56,13 +56,13 @@ def agsparse(
         message: this rank's contribution, cut into shards for a reduce-scatter.
         transport: the group.
         buffers: where received messages and a narrower gradient's fp32 sum live.
-        watch: receives the decode time.
+        timer: receives the decode time.
 
     Raises:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's message is not what was announced.
     """
-    sums = SparseSum(bucket, message, buffers, watch)
+    sums = SparseSum(bucket, message, buffers, timer)
     if message.slots is not None and transport.communicator is not None:
         return (
             yield from sum_in_one_call(
@@ -71,13 +71,13 @@ def agsparse(
                 message,
                 sums,
                 transport.communicator,
-                watch,
-                by_owners=bucket.form is Form.REDUCE_SCATTER,
+                timer,
+                by_owners=bucket.op is CollectiveOp.REDUCE_SCATTER,
             )
         )
     group = group_of(NAME, bucket, message, transport)
     n, rank = group.world_size, group.rank
-    if bucket.form is Form.REDUCE_SCATTER:
+    if bucket.op is CollectiveOp.REDUCE_SCATTER:
         cuts = shard_cuts(message.layout, n)
         yield from split(NAME, bucket, message, cuts, sums, group, transport, last=True)
         sums.write(cuts[rank].elements)

@@ -39,7 +39,7 @@ Round = tuple[Sequence[Piece], Sequence[Piece]]
 
 def fingerprint(bucket: Bucket, scheme: str, value_dtype: str, epoch: int) -> int:
     """A number that two ranks share only if they mean the same collective on the same bucket."""
-    text = f"{bucket.name}|{bucket.form}|{bucket.numel}|{scheme}|{value_dtype}|{epoch}"
+    text = f"{bucket.name}|{bucket.op}|{bucket.numel}|{scheme}|{value_dtype}|{epoch}"
     return zlib.crc32(text.encode())
 
 
@@ -60,7 +60,7 @@ class Agreement:
         meant = fingerprint(bucket, scheme, value_dtype, epoch)
         self._meant = meant if count is None else zlib.crc32(str(count).encode(), meant)
         self._text = (
-            f"bucket {bucket.name}: {scheme} {bucket.form} of {bucket.numel} elements as "
+            f"bucket {bucket.name}: {scheme} {bucket.op} of {bucket.numel} elements as "
             f"{value_dtype}, step {epoch}"
         )
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import POSTED, Steps, exchange_sizes
 from megatron_sparse.collectives.dense_allpairs import dense_allpairs
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 
@@ -29,7 +29,7 @@ def dense(
     epoch: int,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Sums `values_N` over all ranks into `bucket.grad_N`.
 
@@ -39,17 +39,17 @@ def dense(
         epoch: the step; the pairwise schemes keep their messages apart by it.
         transport: the group.
         buffers: where those schemes keep partial sums and what they receive.
-        watch: receives the network and decode time.
+        timer: receives the network and decode time.
 
     Raises:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
     """
-    if bucket.fp32_sums and bucket.form is Form.REDUCE_SCATTER:
-        return (yield from dense_allpairs(bucket, values_N, epoch, transport, buffers, watch))
+    if bucket.fp32_sums and bucket.op is CollectiveOp.REDUCE_SCATTER:
+        return (yield from dense_allpairs(bucket, values_N, epoch, transport, buffers, timer))
     if transport.device.type == "cpu":
         yield from exchange_sizes([], bucket, "dense", str(values_N.dtype), epoch, transport)
     own = slice(None)
-    if bucket.form is Form.ALL_REDUCE:
+    if bucket.op is CollectiveOp.ALL_REDUCE:
         work = transport.all_reduce_(values_N)
     else:
         own = bucket.shard(transport.rank)
@@ -57,7 +57,7 @@ def dense(
     yield POSTED
     yield work
     if values_N is not bucket.grad_N:
-        with watch.stage("decode"):
+        with timer.stage("decode"):
             bucket.grad_N[own].copy_(values_N[own])
     ring = (transport.world_size - 1) * values_N.numel() * values_N.element_size()
-    return ring * (2 if bucket.form is Form.ALL_REDUCE else 1) // transport.world_size
+    return ring * (2 if bucket.op is CollectiveOp.ALL_REDUCE else 1) // transport.world_size

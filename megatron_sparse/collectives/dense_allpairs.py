@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import store
 from megatron_sparse.collectives.base import Steps, dense_tag, even_cuts, whole_group
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 
@@ -29,10 +29,10 @@ def dense_allpairs(
     epoch: int,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
-    scatter = bucket.form is Form.REDUCE_SCATTER
+    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
     group = whole_group(transport, dense_tag(bucket, "dense_allpairs", values_N, epoch))
     n, rank = group.world_size, group.rank
     peers = [peer for peer in range(n) if peer != rank]
@@ -47,7 +47,7 @@ def dense_allpairs(
         [(peer, parts_nM[peer]) for peer in peers],
         last=scatter,
     )
-    with watch.stage("decode"):
+    with timer.stage("decode"):
         sum_M = buffers.take(f"piece:{bucket.name}", own.numel(), own.device, torch.float32)
         for index in range(n):
             part = own if index == rank else parts_nM[index]

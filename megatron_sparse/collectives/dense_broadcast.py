@@ -32,7 +32,7 @@ from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_
 from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.collectives.straggler_shares import straggler_of
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 
@@ -42,7 +42,7 @@ def dense_broadcast(
     epoch: int,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
     options: SchemeOptions,
 ) -> Steps:
     """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `straggler`."""
@@ -56,7 +56,7 @@ def dense_broadcast(
     if group.rank != straggler:
         ring = Subgroup(transport, early, tag)
         cuts = even_cuts(bucket.numel, len(early))
-        yield from ring_reduce_scatter(accumulator, cuts, ring, watch, last=False)
+        yield from ring_reduce_scatter(accumulator, cuts, ring, timer, last=False)
         yield from ring_all_gather(accumulator.sum_N, cuts, ring, last=False)
         ring_bytes = ring.sent_bytes
     holders = [*early[:1], straggler]
@@ -66,7 +66,7 @@ def dense_broadcast(
         sent = accumulator.outgoing(0, bucket.numel)
         only = group.world_size == 2
         yield from group.exchange([(peer, sent)], [(peer, received)], last=only)
-        with watch.stage("decode"):
+        with timer.stage("decode"):
             # What was sent, not what it was rounded from: both ends add the same two numbers.
             torch.add(sent.float(), received, out=accumulator.sum_N)
     if group.rank in holders:

@@ -29,14 +29,14 @@ from itertools import accumulate
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import Accumulator, store
 from megatron_sparse.collectives.base import Phase, Steps, Subgroup, dense_tag, even_cuts
 from megatron_sparse.collectives.dense_rhd import Folding, double, halve, unfold_pieces
 from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
 from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 
@@ -81,10 +81,10 @@ def dense_hierarchical(
     epoch: int,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
-    scatter = bucket.form is Form.REDUCE_SCATTER
+    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
     lanes = Lanes(transport.nodes, transport.rank)
     order, k = lanes.order(), len(lanes.members)
     start_of: dict[int, int] = {}
@@ -93,7 +93,7 @@ def dense_hierarchical(
         flat = [owner for owners in order for owner in owners]
         start_of = {owner: index * shard_numel for index, owner in enumerate(flat)}
         cuts = [0, *accumulate(len(owners) * shard_numel for owners in order)]
-        values_N = _shuffled(bucket, values_N, flat, buffers, watch)
+        values_N = _shuffled(bucket, values_N, flat, buffers, timer)
     else:
         cuts = even_cuts(bucket.numel, len(order))
     tag = dense_tag(bucket, "dense_hierarchical", values_N, epoch)
@@ -101,7 +101,7 @@ def dense_hierarchical(
     accumulator = Accumulator(bucket, values_N, buffers)
     sent_bytes = 0
 
-    yield from _fold(accumulator, lanes, inside, transport.rank, watch)
+    yield from _fold(accumulator, lanes, inside, transport.rank, timer)
     if transport.rank == lanes.home:
         ring = Subgroup(transport, lanes.members[lanes.node][: lanes.count], tag)
         across = Subgroup(transport, [members[lanes.lane] for members in lanes.members], tag)
@@ -109,8 +109,8 @@ def dense_hierarchical(
         lane_cuts = cuts[::k]
         node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]
         ends = scatter and not lanes.guests
-        yield from ring_reduce_scatter(accumulator, lane_cuts, ring, watch, last=ends and k == 1)
-        yield from halve(accumulator, node_cuts, folding, watch, last=ends and not folding.folds)
+        yield from ring_reduce_scatter(accumulator, lane_cuts, ring, timer, last=ends and k == 1)
+        yield from halve(accumulator, node_cuts, folding, timer, last=ends and not folding.folds)
         if scatter:
             yield from unfold_pieces(accumulator, node_cuts, folding, last=ends)
         else:
@@ -141,13 +141,13 @@ def _shuffled(
     values_N: torch.Tensor,
     owners: list[int],
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> torch.Tensor:
     """A copy of the values whose shards lie in the order of `owners`."""
     shuffled_N = buffers.take(
         f"shuffled:{bucket.name}", bucket.numel, values_N.device, values_N.dtype
     )
-    with watch.stage("encode"):
+    with timer.stage("encode"):
         # One operation, not one for each of a thousand shards.
         order = codec_cuda.on_device(torch.tensor(owners), values_N.device)
         shape = (len(owners), bucket.numel // len(owners))
@@ -156,7 +156,7 @@ def _shuffled(
 
 
 def _fold(
-    accumulator: Accumulator, lanes: Lanes, inside: Subgroup, rank: int, watch: Stopwatch
+    accumulator: Accumulator, lanes: Lanes, inside: Subgroup, rank: int, timer: StageTimer
 ) -> Phase:
     """Surplus ranks give all they have to their lane's rank, which adds it."""
     numel = accumulator.sum_N.numel()
@@ -167,7 +167,7 @@ def _fold(
     for guest in lanes.guests:
         received = accumulator.incoming(numel)
         yield from inside.exchange([], [(here.index(guest), received)])
-        with watch.stage("decode"):
+        with timer.stage("decode"):
             accumulator.sum_N.add_(received)
 
 

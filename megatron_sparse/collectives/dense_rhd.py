@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import Accumulator, store
 from megatron_sparse.collectives.base import (
     Phase,
@@ -31,7 +31,7 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 
@@ -41,15 +41,15 @@ def dense_rhd(
     epoch: int,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
-    scatter = bucket.form is Form.REDUCE_SCATTER
+    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
     group = whole_group(transport, dense_tag(bucket, "dense_rhd", values_N, epoch))
     folding = Folding(group)
     cuts = even_cuts(bucket.numel, group.world_size)
     accumulator = Accumulator(bucket, values_N, buffers)
-    yield from halve(accumulator, cuts, folding, watch, last=scatter and not folding.folds)
+    yield from halve(accumulator, cuts, folding, timer, last=scatter and not folding.folds)
     if scatter:
         yield from unfold_pieces(accumulator, cuts, folding, last=True)
         own = slice(cuts[group.rank], cuts[group.rank + 1])
@@ -106,7 +106,7 @@ class Folding:
 
 
 def halve(
-    accumulator: Accumulator, cuts: list[int], folding: Folding, watch: Stopwatch, *, last: bool
+    accumulator: Accumulator, cuts: list[int], folding: Folding, timer: StageTimer, *, last: bool
 ) -> Phase:
     """Leaves the sum of this rank's block in the accumulator; folded ranks only give.
 
@@ -119,7 +119,7 @@ def halve(
     if folding.guest is not None:
         received = accumulator.incoming(whole[1] - whole[0])
         yield from group.exchange([], [(folding.guest, received)])
-        with watch.stage("decode"):
+        with timer.stage("decode"):
             accumulator.sum_N[slice(*whole)].add_(received)
     first, stop = 0, folding.active
     while stop - first > 1:
@@ -138,7 +138,7 @@ def halve(
             [(peer, received)],
             last=last and distance == 1,
         )
-        with watch.stage("decode"):
+        with timer.stage("decode"):
             accumulator.sum_N[slice(*kept)].add_(received)
         first, stop = keep
 

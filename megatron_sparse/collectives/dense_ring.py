@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import Accumulator, store
 from megatron_sparse.collectives.base import (
     Phase,
@@ -27,7 +27,7 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 
@@ -37,15 +37,15 @@ def dense_ring(
     epoch: int,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
-    scatter = bucket.form is Form.REDUCE_SCATTER
+    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
     group = whole_group(transport, dense_tag(bucket, "dense_ring", values_N, epoch))
     cuts = even_cuts(bucket.numel, group.world_size)
     own = slice(cuts[group.rank], cuts[group.rank + 1])
     accumulator = Accumulator(bucket, values_N, buffers)
-    yield from ring_reduce_scatter(accumulator, cuts, group, watch, last=scatter)
+    yield from ring_reduce_scatter(accumulator, cuts, group, timer, last=scatter)
     if scatter:
         store(bucket.grad_N[own], accumulator.sum_N[own])
         return group.sent_bytes
@@ -56,7 +56,7 @@ def dense_ring(
 
 
 def ring_reduce_scatter(
-    accumulator: Accumulator, cuts: list[int], group: Subgroup, watch: Stopwatch, *, last: bool
+    accumulator: Accumulator, cuts: list[int], group: Subgroup, timer: StageTimer, *, last: bool
 ) -> Phase:
     """Leaves the sum of piece `group.rank` in the accumulator; the others hold partial sums."""
     n, rank = group.world_size, group.rank
@@ -69,7 +69,7 @@ def ring_reduce_scatter(
             [((rank - 1) % n, received)],
             last=last and step == n - 2,
         )
-        with watch.stage("decode"):
+        with timer.stage("decode"):
             accumulator.sum_N[start:stop].add_(received)
 
 

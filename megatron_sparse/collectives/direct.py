@@ -23,7 +23,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import (
     Phase,
     Steps,
@@ -41,7 +41,7 @@ from megatron_sparse.collectives.records import (
     shard_cuts,
 )
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "direct"
@@ -52,17 +52,17 @@ def direct(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
 
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
     """
-    sums = SparseSum(bucket, message, buffers, watch)
+    sums = SparseSum(bucket, message, buffers, timer)
     if message.slots is not None and transport.communicator is not None:
         return (
             yield from sum_in_one_call(
-                NAME, bucket, message, sums, transport.communicator, watch, by_owners=True
+                NAME, bucket, message, sums, transport.communicator, timer, by_owners=True
             )
         )
     return (yield from reduce_shards(NAME, bucket, message, sums, transport))
@@ -72,7 +72,7 @@ def reduce_shards(
     scheme: str, bucket: Bucket, message: Message, sums: SparseSum, transport: Transport
 ) -> Steps:
     """All of `direct`, under the name of a scheme and with its kind of sum. Mutates `sums`."""
-    scatter = bucket.form is Form.REDUCE_SCATTER
+    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
     group = group_of(scheme, bucket, message, transport)
     cuts = shard_cuts(message.layout, group.world_size)
     yield from split(scheme, bucket, message, cuts, sums, group, transport, last=scatter)

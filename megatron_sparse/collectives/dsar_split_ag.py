@@ -19,7 +19,7 @@ from megatron_sparse.collectives.direct import split
 from megatron_sparse.collectives.gather import doubling_all_gather
 from megatron_sparse.collectives.records import SparseSum, group_of, shard_cuts
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "dsar_split_ag"
@@ -30,7 +30,7 @@ def dsar_split_ag(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
 
@@ -38,7 +38,7 @@ def dsar_split_ag(
     """
     group = group_of(NAME, bucket, message, transport)
     cuts = shard_cuts(message.layout, group.world_size)
-    sums = SparseSum(bucket, message, buffers, watch)
+    sums = SparseSum(bucket, message, buffers, timer)
     yield from split(NAME, bucket, message, cuts, sums, group, transport, last=False)
     sizes = [cut.capacity(sums.final_dtype) for cut in cuts]
     buffer = sums.take("gathered", sum(sizes))

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.accumulator import store
 from megatron_sparse.collectives.base import (
     POSTED,
@@ -64,7 +64,7 @@ from megatron_sparse.formats.message import (
     decode_add_,
     encode,
 )
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.subset import SubsetTransport
 
@@ -79,7 +79,7 @@ def hierarchical(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
     options: SchemeOptions,
     inner: Scheme,
 ) -> Steps:
@@ -92,21 +92,21 @@ def hierarchical(
     tag = tag_of(bucket, scheme, message.value_dtype, message.epoch)
     lanes = Lanes(transport.nodes, transport.rank)
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
-    has_lane, scatter = transport.rank == lanes.home, bucket.form is Form.REDUCE_SCATTER
+    has_lane, scatter = transport.rank == lanes.home, bucket.op is CollectiveOp.REDUCE_SCATTER
     serves = bool(lanes.guests) if scatter else inside.world_size > 1
     parts = LaneParts(bucket, message, lanes)
-    with watch.stage("decode"):
+    with timer.stage("decode"):
         values_N = _decoded(bucket, message, parts, transport.rank, buffers)
 
     nodes, ends = len(lanes.members), has_lane and not serves
     room = _room(bucket, values_N, parts.part(lanes.lane), inside, buffers) if has_lane else []
-    yield from _sum_in_lanes(values_N, parts, lanes, inside, room, watch, last=ends and nodes == 1)
+    yield from _sum_in_lanes(values_N, parts, lanes, inside, room, timer, last=ends and nodes == 1)
     sent_bytes = 0
     if has_lane and nodes > 1:
         lane = SubsetTransport(transport, [members[lanes.lane] for members in lanes.members], tag)
         lane_bucket = parts.lane_bucket(values_N, lanes, inner)
-        lane_message = _encoded(lane_bucket, bucket, message, inner, options, buffers, watch)
-        steps = inner.exchange(lane_bucket, lane_message, lane, buffers, watch, options)
+        lane_message = _encoded(lane_bucket, bucket, message, inner, options, buffers, timer)
+        steps = inner.exchange(lane_bucket, lane_message, lane, buffers, timer, options)
         sent_bytes = yield from _within(steps, lane.ranks, last=ends)
     if scatter:
         yield from _give_shards(values_N, parts, lanes, inside)
@@ -136,7 +136,7 @@ class LaneParts:
         self._bucket, self._layout = bucket, message.layout
         self._owners: list[int] = []
         order = lanes.order()
-        if bucket.form is Form.ALL_REDUCE:
+        if bucket.op is CollectiveOp.ALL_REDUCE:
             self._cuts = even_cuts(bucket.numel, lanes.count)
         else:
             self._owners = [owner for owners in order for owner in owners]
@@ -159,7 +159,7 @@ class LaneParts:
         """This rank's part as a bucket of the ranks of its lane, in the form that `inner` takes."""
         part = self.part(lanes.lane)
         sizes = {len(lanes.owners(lanes.lane, node)) for node in range(len(lanes.members))}
-        is_shared_out = len(sizes) == 1 and self._bucket.form in inner.forms
+        is_shared_out = len(sizes) == 1 and self._bucket.op in inner.ops
         return Bucket(
             f"{self._bucket.name}/lane",
             values_N[part],
@@ -167,7 +167,7 @@ class LaneParts:
                 ParameterSlice(str(number), start - part.start, stop - part.start, keep)
                 for number, (start, stop, keep) in enumerate(self._segments(part))
             ],
-            self._bucket.form if is_shared_out else Form.ALL_REDUCE,
+            self._bucket.op if is_shared_out else CollectiveOp.ALL_REDUCE,
             len(lanes.members),
         )
 
@@ -194,7 +194,7 @@ def _decoded(
 ) -> torch.Tensor:
     """This rank's contribution as a dense fp32 vector, in the order of the parts."""
     layout, dtype = message.layout, message.value_dtype
-    scatter, grad_N = bucket.form is Form.REDUCE_SCATTER, bucket.grad_N
+    scatter, grad_N = bucket.op is CollectiveOp.REDUCE_SCATTER, bucket.grad_N
     if grad_N.dtype == torch.float32 and not scatter:
         values_N = grad_N
     else:
@@ -228,7 +228,7 @@ def _sum_in_lanes(
     lanes: Lanes,
     inside: Subgroup,
     room: Sequence[torch.Tensor],
-    watch: Stopwatch,
+    timer: StageTimer,
     *,
     last: bool,
 ) -> Phase:
@@ -245,7 +245,7 @@ def _sum_in_lanes(
 
     def add(number: int) -> None:
         if room and number:
-            with watch.stage("decode"):
+            with timer.stage("decode"):
                 values_N[parts.part(lanes.lane)].add_(room[number - 1])
 
     yield from inside.in_rounds(rounds, add, independent=True, last=last)
@@ -258,12 +258,12 @@ def _encoded(
     inner: Scheme,
     options: SchemeOptions,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Message:
     """The node's sum of this rank's part as the message that the inner scheme takes."""
     is_narrowed = VALUE_DTYPES[message.value_dtype] != bucket.grad_N.dtype
-    layout = lane_bucket.layout(inner.is_sharded(lane_bucket.form))
-    with watch.stage("encode"):
+    layout = lane_bucket.layout(inner.is_sharded(lane_bucket.op))
+    with timer.stage("encode"):
         ranges = lane_bucket.grad_N.split(layout.range_offsets.diff().tolist())
         counts = [values.count_nonzero() for values in ranges]
         nnz_R = torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, Layout
+from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
 from megatron_sparse.collectives.base import POSTED, Steps
 from megatron_sparse.collectives.records import (
     Cut,
@@ -27,7 +27,7 @@ from megatron_sparse.cuda_ext.nccl_ops import MARKED_STAGES, ShardPlan, SumCall,
 from megatron_sparse.formats.header import FORMAT_ADAPTIVE
 from megatron_sparse.formats.message import WIRE_CODES, Message
 from megatron_sparse.formats.slots import TABLES, Slots
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 
 
@@ -37,7 +37,7 @@ def sum_in_one_call(
     message: Message,
     sums: SparseSum,
     communicator: NcclCommunicator,
-    watch: Stopwatch,
+    timer: StageTimer,
     *,
     by_owners: bool,
 ) -> Steps:
@@ -49,7 +49,7 @@ def sum_in_one_call(
         message: this rank's contribution, in slots.
         sums: where it is added up. Mutated.
         communicator: of the group.
-        watch: receives network, decode and encode.
+        timer: receives network, decode and encode.
         by_owners: shards are added up by their owners; else everyone adds up everything.
 
     Raises:
@@ -59,7 +59,7 @@ def sum_in_one_call(
     reports, slots = message.reports, message.slots
     assert slots is not None, "only messages of fixed size come here"
     assert reports is not None, "and those leave reports"
-    rank, scatters = communicator.rank, bucket.form is Form.REDUCE_SCATTER
+    rank, scatters = communicator.rank, bucket.op is CollectiveOp.REDUCE_SCATTER
     gathers = by_owners and not scatters
     cuts = _cuts(message.layout, communicator.world_size, by_owners=by_owners)
     plan = _plan(
@@ -72,7 +72,7 @@ def sum_in_one_call(
         gathers,
     )
     sum_epochs = torch.tensor([sum_epoch(message.epoch, cut) for cut in cuts])
-    borders = watch.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
+    borders = timer.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
     borders += [0] * (len(MARKED_STAGES) + 1 - len(borders))
     summed = SumCall(
         plan,

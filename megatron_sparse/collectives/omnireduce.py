@@ -26,7 +26,7 @@ from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.collectives.records import SparseSum
 from megatron_sparse.formats.header import FORMAT_BLOCKS
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "omnireduce"
@@ -37,7 +37,7 @@ def omnireduce(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
     options: SchemeOptions,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
@@ -47,6 +47,6 @@ def omnireduce(
     """
     scheme = f"{NAME} {options.block_size}"
     sums = SparseSum(
-        bucket, message, buffers, watch, form=FORMAT_BLOCKS, block_size=options.block_size
+        bucket, message, buffers, timer, form=FORMAT_BLOCKS, block_size=options.block_size
     )
     return (yield from reduce_shards(scheme, bucket, message, sums, transport))

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import POSTED, Steps
 from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import FORMAT_CODES, WIRE_CODES, Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.subset import SubsetTransport
 
@@ -36,7 +36,7 @@ def peer_layout(bucket: Bucket, value_dtype: str, form: str) -> PeerLayout:
     """The bucket's layout in windows.
 
     Args:
-        bucket: cut into the shards of its ranks in both forms.
+        bucket: cut into the shards of its ranks in both collective ops.
         value_dtype: of records: fp32, bf16 or fp16.
         form: of sums, as `scheme.format`.
     """
@@ -55,7 +55,7 @@ def peer_two_shot(
     message: Message,
     transport: Transport | SubsetTransport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
     options: SchemeOptions,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
@@ -68,7 +68,7 @@ def peer_two_shot(
         message: this rank's contribution, cut into shards, with or without slots.
         transport: the group; its ranks are those of the windows.
         buffers: not used: what is received is read where it lies.
-        watch: receives the time of all kernels, as `network`.
+        timer: receives the time of all kernels, as `network`.
         options: the windows, of which this process runs one rank; thresholds and the format of
             sums.
 
@@ -96,11 +96,11 @@ def peer_two_shot(
             remedy="attach again after the last change of buckets or dtypes",
         )
     rank = peers.domain.first_rank
-    scatter = bucket.form is Form.REDUCE_SCATTER
+    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
     operation = Operation.REDUCE_SCATTER if scatter else Operation.ALL_REDUCE
     out = bucket.grad_N[bucket.shard(rank)] if scatter else bucket.grad_N
     intra, _, gather = options.ring_densities
-    with watch.stage("network"):
+    with timer.stage("network"):
         peers.run(
             operation,
             bucket.name,

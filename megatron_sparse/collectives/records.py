@@ -32,7 +32,7 @@ from megatron_sparse.formats.message import (
     encode_segments,
 )
 from megatron_sparse.formats.slots import TABLES, Slots
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 CUTS = 1024
@@ -104,7 +104,7 @@ class SparseSum:
         bucket: receives the sum.
         message: this rank's contribution.
         buffers: where a narrower gradient's fp32 sum lives.
-        watch: receives the time of encoding and decoding.
+        timer: receives the time of encoding and decoding.
         form: format code of the sum's records; a segment that is not smaller in it is dense.
         block_size: of `FORMAT_BLOCKS`.
     """
@@ -114,13 +114,13 @@ class SparseSum:
         bucket: Bucket,
         message: Message,
         buffers: MessageBuffers,
-        watch: Stopwatch,
+        timer: StageTimer,
         *,
         form: int = FORMAT_ADAPTIVE,
         block_size: int = ops.DEFAULT_BLOCK_SIZE,
     ) -> None:
         self._bucket, self._message = bucket, message
-        self._buffers, self._watch = buffers, watch
+        self._buffers, self._timer = buffers, timer
         self._form, self._block_size = form, block_size
         grad_N = bucket.grad_N
         narrowed = VALUE_DTYPES[message.value_dtype] != grad_N.dtype
@@ -138,7 +138,7 @@ class SparseSum:
 
     def clear(self) -> None:
         """Makes the whole sum zero, for records that are added later and are not `fresh`."""
-        with self._watch.stage("decode"):
+        with self._timer.stage("decode"):
             self.sum_N.zero_()
 
     def add_message(
@@ -229,7 +229,7 @@ class SparseSum:
             The records, a view of `out`.
         """
         reports = self._message.reports
-        with self._watch.stage("encode"):
+        with self._timer.stage("encode"):
             sizes = encode_segments(
                 self.sum_N[cut.elements],
                 cut.own_offsets,
@@ -256,7 +256,7 @@ class SparseSum:
     def write(self, elements: slice) -> None:
         """Rounds part of the sum to the gradient's dtype and puts it there."""
         if self.sum_N is not self._bucket.grad_N:
-            with self._watch.stage("decode"):
+            with self._timer.stage("decode"):
                 self._bucket.grad_N[elements].copy_(self.sum_N[elements])
 
     def _decode(
@@ -270,7 +270,7 @@ class SparseSum:
         fresh: bool,
         slots_S: torch.Tensor | None,
     ) -> None:
-        with self._watch.stage("decode"):
+        with self._timer.stage("decode"):
             decode_add_(
                 self.sum_N[cut.elements],
                 records,

@@ -31,7 +31,7 @@ from enum import StrEnum
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, Reduction
+from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives.base import (
     Subgroup,
     Yielded,
@@ -75,7 +75,7 @@ class Reduced:
 def stand_in(name: str, shape: Sequence[int], dtype: torch.dtype, world_size: int) -> Bucket:
     """A bucket of a gradient's whole size, without memory, for agreements and records."""
     whole_N = torch.empty(math.prod(shape), dtype=dtype, device="meta")
-    return Bucket(name, whole_N, (), Form.ALL_REDUCE, world_size)
+    return Bucket(name, whole_N, (), CollectiveOp.ALL_REDUCE, world_size)
 
 
 def row_sparse(

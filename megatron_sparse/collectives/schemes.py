@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Cuts, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.agsparse import agsparse
 from megatron_sparse.collectives.base import Steps
@@ -32,12 +32,12 @@ from megatron_sparse.collectives.straggler import straggler
 from megatron_sparse.collectives.straggler_direct import straggler_cuts, straggler_direct
 from megatron_sparse.collectives.zen import zen
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.subset import SubsetTransport
 
-BOTH = frozenset(Form)
-ALL_REDUCE_ONLY = frozenset({Form.ALL_REDUCE})
+BOTH = frozenset(CollectiveOp)
+ALL_REDUCE_ONLY = frozenset({CollectiveOp.ALL_REDUCE})
 
 
 def _no_cuts(bucket: Bucket) -> Cuts:
@@ -59,24 +59,24 @@ class Scheme:
         name: as in `scheme.name`; also its module's.
         takes: `DENSE`: (bucket, values_N, epoch, transport, buffers, watch), the values being the
             whole gradient; `SPARSE`: (bucket, message, transport, buffers, watch), and options.
-        forms: what it can compute.
+        ops: what it can compute.
         needs_shards: its message is cut at the shards' borders even for an all-reduce.
         run: the collective.
         takes_options: the collective's last argument is a `SchemeOptions`.
         takes_slots: it takes messages of fixed size, as `scheme.capacity` has them made.
-        finer: elements at which its messages of a bucket are cut beside the shards' borders.
+        extra_cuts: elements at which its messages of a bucket are cut beside the shards' borders.
         needs_windows: it runs in windows of peer memory (`collectives.peer_windows`), which must
             have been made for all buckets of the group: on CUDA, inside one machine.
     """
 
     name: str
     takes: Input
-    forms: frozenset[Form]
+    ops: frozenset[CollectiveOp]
     needs_shards: bool
     run: Callable[..., Steps]
     takes_options: bool = False
     takes_slots: bool = False
-    finer: Callable[[Bucket], Cuts] = _no_cuts
+    extra_cuts: Callable[[Bucket], Cuts] = _no_cuts
     needs_windows: bool = False
 
     def reduce(
@@ -86,12 +86,12 @@ class Scheme:
         epoch: int,
         transport: Transport,
         buffers: MessageBuffers,
-        watch: Stopwatch,
+        timer: StageTimer,
         options: SchemeOptions,
     ) -> Steps:
         """Runs a dense collective; `dense` describes the arguments."""
         extra = (options,) if self.takes_options else ()
-        return self.run(bucket, values_N, epoch, transport, buffers, watch, *extra)
+        return self.run(bucket, values_N, epoch, transport, buffers, timer, *extra)
 
     def exchange(
         self,
@@ -99,7 +99,7 @@ class Scheme:
         message: Message,
         transport: Transport | SubsetTransport,
         buffers: MessageBuffers,
-        watch: Stopwatch,
+        timer: StageTimer,
         options: SchemeOptions,
     ) -> Steps:
         """Runs a sparse collective; its own docstring describes the arguments.
@@ -111,7 +111,7 @@ class Scheme:
             WireFormatError: a peer's records are not what was announced.
         """
         extra = (options,) if self.takes_options else ()
-        sent_bytes = yield from self.run(bucket, message, transport, buffers, watch, *extra)
+        sent_bytes = yield from self.run(bucket, message, transport, buffers, timer, *extra)
         if message.reports is not None:
             read = message.reports.begin_read()
             if not read.ready():
@@ -119,9 +119,9 @@ class Scheme:
             read.finish()
         return sent_bytes
 
-    def is_sharded(self, form: Form) -> bool:
+    def is_sharded(self, op: CollectiveOp) -> bool:
         """Whether messages for this form are cut at the shards' borders."""
-        reduce_scatter = form is Form.REDUCE_SCATTER
+        reduce_scatter = op is CollectiveOp.REDUCE_SCATTER
         return self.takes is Input.SPARSE and (self.needs_shards or reduce_scatter)
 
 
@@ -130,11 +130,11 @@ def _hierarchical(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
     options: SchemeOptions,
 ) -> Steps:
     inner = SCHEMES[options.inner]
-    return hierarchical(bucket, message, transport, buffers, watch, options, inner)
+    return hierarchical(bucket, message, transport, buffers, timer, options, inner)
 
 
 SCHEMES = {
@@ -176,7 +176,7 @@ SCHEMES = {
             True,
             straggler_direct,
             takes_options=True,
-            finer=straggler_cuts,
+            extra_cuts=straggler_cuts,
         ),
         Scheme(
             "peer_two_shot",

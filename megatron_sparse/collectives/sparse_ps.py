@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import (
     Phase,
     Steps,
@@ -34,7 +34,7 @@ from megatron_sparse.collectives.records import (
     whole_cut,
 )
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "sparse_ps"
@@ -46,13 +46,13 @@ def sparse_ps(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
 
     Arguments and errors as of `agsparse`.
     """
-    scatter = bucket.form is Form.REDUCE_SCATTER
+    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
     group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
     n, rank = group.world_size, group.rank
     whole = whole_cut(message.layout)
@@ -62,7 +62,7 @@ def sparse_ps(
     )
     sizes = [row[0] for row in table]
     check_announced(sizes, [whole] * n, message.value_dtype)
-    sums = SparseSum(bucket, message, buffers, watch)
+    sums = SparseSum(bucket, message, buffers, timer)
     own = message.buffer[: message.nbytes]
 
     if rank != SERVER:

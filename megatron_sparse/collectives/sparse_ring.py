@@ -21,7 +21,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import (
     Phase,
     Steps,
@@ -36,7 +36,7 @@ from megatron_sparse.collectives.gather import ring_all_gather
 from megatron_sparse.collectives.link_density import LinkDensity
 from megatron_sparse.collectives.records import Cut, SparseSum, impossible_size, shard_cuts
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "sparse_ring"
@@ -47,19 +47,19 @@ def sparse_ring(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
 
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
     """
-    scatter = bucket.form is Form.REDUCE_SCATTER
+    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
     tag = tag_of(bucket, NAME, message.value_dtype, message.epoch)
     group = Subgroup(transport, ring_order(transport), tag)
     cuts = shard_cuts(message.layout, group.world_size)
     yield from exchange_sizes([], bucket, NAME, message.value_dtype, message.epoch, transport)
-    sums = SparseSum(bucket, message, buffers, watch)
-    yield from ring_reduce_scatter(message, cuts, sums, group, watch, last=scatter)
+    sums = SparseSum(bucket, message, buffers, timer)
+    yield from ring_reduce_scatter(message, cuts, sums, group, timer, last=scatter)
     if scatter:
         sums.write(cuts[transport.rank].elements)
     else:
@@ -81,7 +81,7 @@ def ring_reduce_scatter(
     cuts: Sequence[Cut],
     sums: SparseSum,
     group: Subgroup,
-    watch: Stopwatch,
+    timer: StageTimer,
     links: tuple[LinkDensity, LinkDensity] | None = None,
     *,
     last: bool,
@@ -93,7 +93,7 @@ def ring_reduce_scatter(
         cuts: the shard of each rank.
         sums: receives it. Mutated.
         group: all ranks, in the ring's order.
-        watch: receives the decode time.
+        timer: receives the decode time.
         links: what decides whether a sum goes dense, for the link to the successor and the one from
             the predecessor; None encodes all. A dense sum has no records and no size round.
         last: this rank will post nothing more.
@@ -130,7 +130,7 @@ def ring_reduce_scatter(
             group, sent, space, goes_dense, comes_dense, last=last and step == n - 1
         )
         if comes_dense:
-            with watch.stage("decode"):
+            with timer.stage("decode"):
                 sums.sum_N[cuts[take].elements].add_(received)
         elif is_sum:
             sums.add_sum(received, cuts[take], dtype, source)

@@ -21,7 +21,7 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Steps, exchange_sizes, tag_of, whole_group
 from megatron_sparse.collectives.records import SparseSum, exchange_records, whole_cut
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "ssar_rd"
@@ -32,7 +32,7 @@ def ssar_rd(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
 
@@ -43,7 +43,7 @@ def ssar_rd(
     active = 1 << (n.bit_length() - 1)
     whole = whole_cut(message.layout)
     yield from exchange_sizes([], bucket, NAME, message.value_dtype, message.epoch, transport)
-    sums = SparseSum(bucket, message, buffers, watch)
+    sums = SparseSum(bucket, message, buffers, timer)
     own = message.buffer[: message.nbytes]
     room = sums.take("received", whole.capacity("fp32"))
     out = sums.take("encoded", whole.capacity("fp32"))

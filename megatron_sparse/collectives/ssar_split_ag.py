@@ -18,7 +18,7 @@ from megatron_sparse.collectives.direct import encode_own_shard, split
 from megatron_sparse.collectives.gather import doubling_all_gather
 from megatron_sparse.collectives.records import SparseSum, group_of, shard_cuts
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "ssar_split_ag"
@@ -29,7 +29,7 @@ def ssar_split_ag(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
 
@@ -37,7 +37,7 @@ def ssar_split_ag(
     """
     group = group_of(NAME, bucket, message, transport)
     cuts = shard_cuts(message.layout, group.world_size)
-    sums = SparseSum(bucket, message, buffers, watch)
+    sums = SparseSum(bucket, message, buffers, timer)
     yield from split(NAME, bucket, message, cuts, sums, group, transport, last=False)
     buffer, sizes = yield from encode_own_shard(NAME, bucket, message, cuts, sums, transport)
     yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts))

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import partial_dtype, store
 from megatron_sparse.collectives.base import (
     POSTED,
@@ -56,7 +56,7 @@ from megatron_sparse.collectives.straggler_shares import (
     straggler_of,
 )
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 
@@ -66,7 +66,7 @@ def straggler(
     epoch: int,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
     options: SchemeOptions,
 ) -> Steps:
     """Sums `values_N` over all ranks into `bucket.grad_N`.
@@ -80,11 +80,11 @@ def straggler(
     """
     late = straggler_of(options, transport.world_size)
     if late is None:
-        return (yield from dense_ring(bucket, values_N, epoch, transport, buffers, watch))
+        return (yield from dense_ring(bucket, values_N, epoch, transport, buffers, timer))
     scheme = f"straggler (rank {late})"
     group = whole_group(transport, dense_tag(bucket, scheme, values_N, epoch))
     shares = shares_of(bucket, late)
-    sums = _Sums(bucket, values_N, buffers, watch)
+    sums = _Sums(bucket, values_N, buffers, timer)
     sent_bytes = 0
     if group.rank != late:
         early = Subgroup(transport, [share.rank for share in shares], group.tag)
@@ -95,7 +95,7 @@ def straggler(
         agreement = Agreement(bucket, scheme, str(values_N.dtype), epoch)
         greeting = Greeting(agreement, [], late, transport)
     yield from _meet(sums, shares, late, group, greeting)
-    if bucket.form is Form.ALL_REDUCE:
+    if bucket.op is CollectiveOp.ALL_REDUCE:
         store(bucket.grad_N, values_N)
     return sent_bytes + group.sent_bytes
 
@@ -105,7 +105,7 @@ def _meet(
 ) -> Phase:
     """Phase 2."""
     is_late = group.rank == late
-    meetings = meetings_of(sums.form, group.world_size, late)[group.rank]
+    meetings = meetings_of(sums.op, group.world_size, late)[group.rank]
     for number, (peer, gives, takes) in enumerate(meetings):
         summed = None
         # What the straggler receives and what it is given have to be added; all else is complete.
@@ -138,17 +138,17 @@ class _Sums:
 
     Attributes:
         values_N: own contributions, and then complete chunks.
-        form: of the bucket.
+        op: of the bucket.
     """
 
     def __init__(
-        self, bucket: Bucket, values_N: torch.Tensor, buffers: MessageBuffers, watch: Stopwatch
+        self, bucket: Bucket, values_N: torch.Tensor, buffers: MessageBuffers, timer: StageTimer
     ) -> None:
-        self.values_N, self.form = values_N, bucket.form
-        self._bucket, self._buffers, self._watch = bucket, buffers, watch
+        self.values_N, self.op = values_N, bucket.op
+        self._bucket, self._buffers, self._timer = bucket, buffers, timer
         self._partial_dtype = partial_dtype(bucket, values_N)
         # What the sums of an all-reduce are rounded to travels on; else they stay here.
-        self._target_N = values_N if bucket.form is Form.ALL_REDUCE else bucket.grad_N
+        self._target_N = values_N if bucket.op is CollectiveOp.ALL_REDUCE else bucket.grad_N
         self._early_sums: dict[int, torch.Tensor] = {}
 
     def reduce_early(self, shares: list[Share], group: Subgroup) -> Phase:
@@ -164,7 +164,7 @@ class _Sums:
         self._early_sums = {part.start: sum_M for part, sum_M in zip(own, sums, strict=True)}
 
         def add(sender: int) -> None:
-            with self._watch.stage("decode"):
+            with self._timer.stage("decode"):
                 for sum_M, part_M in zip(sums, received[sender], strict=True):
                     if sender == 0:
                         sum_M.copy_(part_M)
@@ -197,7 +197,7 @@ class _Sums:
         In one pass over memory: the next round waits for it.
         """
         elements = share.gives if is_late else share.takes
-        with self._watch.stage("decode"):
+        with self._timer.stage("decode"):
             early_M, late_M = received_M, self.values_N[elements]
             if not is_late:
                 early_M, late_M = self._early_sums[elements.start], received_M

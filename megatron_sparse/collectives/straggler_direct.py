@@ -43,7 +43,7 @@ from itertools import pairwise
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Cuts, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts
 from megatron_sparse.collectives.base import (
     UNORDERED,
     Agreement,
@@ -75,7 +75,7 @@ from megatron_sparse.collectives.straggler_shares import (
     straggler_of,
 )
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "straggler_direct"
@@ -87,7 +87,7 @@ def straggler_cuts(bucket: Bucket) -> Cuts:
     if pieces == 0:
         return ()
     parts = [slice(0, bucket.numel)]
-    if bucket.form is Form.REDUCE_SCATTER:
+    if bucket.op is CollectiveOp.REDUCE_SCATTER:
         parts = [bucket.shard(rank) for rank in range(bucket.world_size)]
     return tuple(sorted({cut for part in parts for cut in chunk_cuts(part, pieces)}))
 
@@ -97,7 +97,7 @@ def straggler_direct(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
     options: SchemeOptions,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
@@ -110,12 +110,14 @@ def straggler_direct(
     """
     late = straggler_of(options, transport.world_size)
     if late is None:
-        return (yield from direct(bucket, message, transport, buffers, watch))
-    sums = SparseSum(bucket, message, buffers, watch)
+        return (yield from direct(bucket, message, transport, buffers, timer))
+    sums = SparseSum(bucket, message, buffers, timer)
     run = _Run(bucket, message, late, transport, sums)
     sent_bytes = yield from run.as_straggler() if transport.rank == late else run.as_early()
     sums.write(
-        slice(0, bucket.numel) if bucket.form is Form.ALL_REDUCE else bucket.shard(transport.rank)
+        slice(0, bucket.numel)
+        if bucket.op is CollectiveOp.ALL_REDUCE
+        else bucket.shard(transport.rank)
     )
     return sent_bytes
 
@@ -175,7 +177,7 @@ class _Run:
         self.identity = (bucket, f"{NAME} (rank {late})", message.value_dtype, message.epoch)
         self.group = whole_group(transport, tag_of(*self.identity))
         n = transport.world_size
-        self.meetings = meetings_of(bucket.form, n, late)[transport.rank]
+        self.meetings = meetings_of(bucket.op, n, late)[transport.rank]
         self.early_sizes: list[int] = []
 
     def as_early(self) -> Generator[Yielded, None, int]:
@@ -185,7 +187,7 @@ class _Run:
         yield from self._reduce_early(early)
         capacity = gives[early.rank].capacity(sums.partial_dtype)
         own = sums.encode(gives[early.rank], sums.partial_dtype, sums.take("given", capacity))
-        if self.bucket.form is Form.ALL_REDUCE:
+        if self.bucket.op is CollectiveOp.ALL_REDUCE:
             yield from self._gather_early(own, early)
         (sizes,) = yield from self._greet([own.numel()])
         for size, cut in zip(sizes, self.takes, strict=True):
@@ -278,7 +280,7 @@ class _Run:
 
         Shares beyond the parts have nothing of it.
         """
-        if self.bucket.form is Form.REDUCE_SCATTER:
+        if self.bucket.op is CollectiveOp.REDUCE_SCATTER:
             return self.takes, sizes
         borders = parts_of(sizes, self.early_sizes, copies_of(self.transport.world_size, self.late))
         cuts = [

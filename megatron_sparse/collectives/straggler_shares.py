@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import Agreement
 from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.straggler.generate import make_schedule
@@ -72,12 +72,12 @@ def straggler_of(options: SchemeOptions, world_size: int) -> int | None:
 def shares_of(bucket: Bucket, straggler: int) -> list[Share]:
     """Each early rank's share, in rank order."""
     early = [rank for rank in range(bucket.world_size) if rank != straggler]
-    if bucket.form is Form.ALL_REDUCE:
+    if bucket.op is CollectiveOp.ALL_REDUCE:
         cuts = chunk_cuts(slice(0, bucket.numel), len(early))
     else:
         cuts = chunk_cuts(bucket.shard(straggler), len(early))
     parts = [slice(start, stop) for start, stop in pairwise(cuts)]
-    if bucket.form is Form.ALL_REDUCE:
+    if bucket.op is CollectiveOp.ALL_REDUCE:
         return [Share(rank, part, part) for rank, part in zip(early, parts, strict=True)]
     return [Share(rank, bucket.shard(rank), part) for rank, part in zip(early, parts, strict=True)]
 
@@ -98,9 +98,9 @@ def chunk_cuts(elements: slice, pieces: int) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def meetings_of(form: Form, world_size: int, straggler: int) -> Meetings:
+def meetings_of(op: CollectiveOp, world_size: int, straggler: int) -> Meetings:
     """Whom each rank meets after the straggler's arrival, and which shares' parts they exchange."""
-    if form is Form.REDUCE_SCATTER:
+    if op is CollectiveOp.REDUCE_SCATTER:
         return scatter_meetings(world_size, straggler)
     return make_schedule(world_size, straggler).meetings()
 

@@ -54,7 +54,7 @@ from megatron_sparse.formats.hash_partition import IndexSetHash, PartitionHash, 
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import Partitioned, hierarchical_hash, split
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 NAME = "zen"
@@ -65,7 +65,7 @@ def zen(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
     options: SchemeOptions,
 ) -> Steps:
     """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
@@ -77,7 +77,7 @@ def zen(
         message: this rank's contribution, of COO and dense records.
         transport: the group.
         buffers: where received records and sums live.
-        watch: receives the encode and decode time.
+        timer: receives the encode and decode time.
         options: the partition hash, and how to cut by it.
 
     Raises:
@@ -93,14 +93,14 @@ def zen(
     h0 = _partition_hash(options.partition_hash, bucket.numel, n, options.hash_seed)
     dtype = VALUE_DTYPES[message.value_dtype]
     places = [PartitionRecord(h0, server, dtype, 0, message.epoch) for server in range(n)]
-    with watch.stage("encode"):
+    with timer.stage("encode"):
         parts = _cut(message, h0, options)
         pushed = [hash_pairs.encode(*parts.of(place.partition), place) for place in places]
-    sums = SparseSum(bucket, message, buffers, watch)
-    own_P = yield from _push(scheme, bucket, message, pushed, places, sums, group, transport, watch)
-    with watch.stage("encode"):
+    sums = SparseSum(bucket, message, buffers, timer)
+    own_P = yield from _push(scheme, bucket, message, pushed, places, sums, group, transport, timer)
+    with timer.stage("encode"):
         own = hash_bitmap.encode(own_P.to(dtype), h0, group.rank, offset=0, epoch=message.epoch)
-    yield from _pull(scheme, bucket, message, own, places, sums, group, transport, watch)
+    yield from _pull(scheme, bucket, message, own, places, sums, group, transport, timer)
     sums.write(slice(None))
     return group.sent_bytes
 
@@ -146,7 +146,7 @@ def _push(
     sums: SparseSum,
     group: Subgroup,
     transport: Transport,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Generator[Yielded, None, torch.Tensor]:
     """The agreement and the Push; returns the fp32 sums of this rank's partition, by position."""
     n, rank = group.world_size, group.rank
@@ -164,7 +164,7 @@ def _push(
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[rank] = pushed[rank]
     yield from pairwise_all_to_all(pushed, received, group, last=False)
-    with watch.stage("decode"):
+    with timer.stage("decode"):
         sum_P = sums.take("partition", own.positions, torch.float32).zero_()
         for sender, record in enumerate(received):
             hash_pairs.accumulate_(sum_P, record, own, sender)
@@ -180,7 +180,7 @@ def _pull(
     sums: SparseSum,
     group: Subgroup,
     transport: Transport,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Phase:
     """Leaves the sums of all partitions in `sums`, this rank's own as the others see it."""
     table = yield from exchange_sizes(
@@ -192,7 +192,7 @@ def _pull(
 
     def arrived(server: int, record: torch.Tensor) -> None:
         place = places[server]
-        with watch.stage("decode"):
+        with timer.stage("decode"):
             hash_bitmap.decode_add_(
                 sums.sum_N,
                 record,

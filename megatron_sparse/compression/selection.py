@@ -26,7 +26,7 @@ from megatron_sparse.formats.message import (
     wire_dtype_of,
 )
 from megatron_sparse.formats.slots import segment_capacity
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 
 
 class Selector:
@@ -59,12 +59,12 @@ class Selector:
         self.buffers = buffers
         self.thresholds_R: torch.Tensor | None = None
 
-    def begin(self, bucket: Bucket, watch: Stopwatch) -> torch.Tensor:
+    def begin(self, bucket: Bucket, timer: StageTimer) -> torch.Tensor:
         """The bucket's residual with all that the method adds to the gradient; mutates it.
 
         For who must see it before `select`, which is then given it as `agreed`.
         """
-        with watch.stage("prune"):
+        with timer.stage("prune"):
             return self.method.begin(bucket)
 
     def select(
@@ -77,8 +77,8 @@ class Selector:
         block_size: int,
         sharded: bool,
         step: int,
-        watch: Stopwatch,
-        finer: Cuts = (),
+        timer: StageTimer,
+        extra_cuts: Cuts = (),
         capacity: float | None = None,
         agreed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Message:
@@ -96,26 +96,26 @@ class Selector:
             block_size: of blocks.
             sharded: cut the message at the borders of the ranks' shards.
             step: keys the random draws and is the message's epoch.
-            watch: receives the time of each stage.
-            finer: cut it at these elements too; see `Scheme.finer`.
+            timer: receives the time of each stage.
+            extra_cuts: cut it at these elements too; see `Scheme.finer`.
             capacity: the most that a segment may send, as a multiple of the target density; null
                 for no limit.
             agreed: the residual, begun already, and the threshold that ranks have agreed upon with
                 it; None begins and samples here.
         """
-        layout = bucket.layout(sharded, finer)
+        layout = bucket.layout(sharded, extra_cuts)
         capacity_S = None
         if capacity is not None:
             capacity_S = segment_capacity(layout, capacity * density)
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
-        residual_N, threshold = agreed or (self.begin(bucket, watch), None)
-        with watch.stage("threshold"):
+        residual_N, threshold = agreed or (self.begin(bucket, timer), None)
+        with timer.stage("threshold"):
             thresholds_R = self.method.thresholds(
                 bucket, layout, residual_N, density, step, threshold
             )
         self.thresholds_R = thresholds_R
         key = self._rounding_key(bucket, step)
-        with watch.stage("prune"):
+        with timer.stage("prune"):
             message = prune_encode(
                 bucket,
                 layout,
@@ -134,7 +134,7 @@ class Selector:
         return message
 
     def take_whole(
-        self, bucket: Bucket, wire_dtype: str | None, *, step: int, watch: Stopwatch
+        self, bucket: Bucket, wire_dtype: str | None, *, step: int, timer: StageTimer
     ) -> torch.Tensor:
         """Adds the residual to the gradient and clears it: for dense plans, which select nothing.
 
@@ -146,8 +146,8 @@ class Selector:
         if not narrow and not self.method.has_addend(bucket):
             return bucket.grad_N
         layout = bucket.layout(sharded=False)
-        residual_N = self.begin(bucket, watch)
-        with watch.stage("prune"):
+        residual_N = self.begin(bucket, timer)
+        with timer.stage("prune"):
             thresholds_R = torch.full(
                 layout.range_piece.shape, KEEP_ALL, device=bucket.grad_N.device
             )
@@ -162,7 +162,7 @@ class Selector:
             )
         if not narrow:
             return bucket.grad_N
-        with watch.stage("encode"):
+        with timer.stage("encode"):
             values_N = self.buffers.take(
                 f"narrow:{bucket.name}",
                 bucket.numel,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_sparse.bucket import Bucket, Form, Reduction
+from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.errors import ConfigError, HostError
 
@@ -148,13 +148,17 @@ def _bucket(
             )
         )
     slices.sort(key=lambda piece: piece.start)
-    form = Form.REDUCE_SCATTER if ddp_config.use_distributed_optimizer else Form.ALL_REDUCE
+    op = (
+        CollectiveOp.REDUCE_SCATTER
+        if ddp_config.use_distributed_optimizer
+        else CollectiveOp.ALL_REDUCE
+    )
     reduction = Reduction.AVG if ddp_config.average_in_collective else Reduction.SUM
     return Bucket(
         name,
         host_bucket.grad_data.view(-1),
         tuple(slices),
-        form,
+        op,
         world_size,
         reduction,
         _instances(ddp_config),

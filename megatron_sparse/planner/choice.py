@@ -62,7 +62,7 @@ from megatron_sparse.planner.prices import (
     runnable,
     takes_dense,
 )
-from megatron_sparse.recording import BucketRecord, Stopwatch
+from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.sparsity.sampling import sample_profile
 from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 
@@ -217,7 +217,7 @@ class PricedPlanner(FixedPlanner):
         message: Message | None,
         transport: Transport,
         buffers: MessageBuffers,
-        watch: Stopwatch,
+        timer: StageTimer,
     ) -> Generator[Work, None, None]:
         """See `Planner`.
 
@@ -236,7 +236,7 @@ class PricedPlanner(FixedPlanner):
         if message is not None and self._profiles(state, step, plan.density):
             before = state.profile
             state.profile = yield from sample_profile(
-                bucket, message, transport, buffers, watch, seed=self._compression.seed
+                bucket, message, transport, buffers, timer, seed=self._compression.seed
             )
             state.profile_density = plan.density
             # What has hardly changed would change nothing, and pricing takes time.
@@ -347,7 +347,7 @@ class PricedPlanner(FixedPlanner):
             for name, kept in self._states.items():
                 self._states[name] = BucketState(
                     kept.numel,
-                    kept.form,
+                    kept.op,
                     kept.world_size,
                     profile=kept.profile,
                     profile_density=kept.profile_density,

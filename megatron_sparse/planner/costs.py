@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.cluster import ClusterModel
@@ -91,11 +91,11 @@ def predict(
         raise ConfigError(
             f"there is no cost model of {scheme!r}", expected=" | ".join(SCHEMES), got=scheme
         )
-    if not fits(scheme, shape.form, options):
+    if not fits(scheme, shape.op, options):
         raise ConfigError(
-            f"scheme {scheme} cannot be priced: it has no model, no {shape.form}, or no messages "
+            f"scheme {scheme} cannot be priced: it has no model, no {shape.op}, or no messages "
             "of fixed size for scheme.capacity",
-            expected=" | ".join(name for name in SCHEMES if fits(name, shape.form, options)),
+            expected=" | ".join(name for name in SCHEMES if fits(name, shape.op, options)),
             got=scheme,
         )
     if not reachable(scheme, shape.world_size, cluster):
@@ -160,7 +160,7 @@ def predict_all(
     return {
         name: predict(name, shape, profile, cluster, options)
         for name in SCHEMES
-        if name in wanted and fits(name, shape.form, options) and reachable(name, n, cluster)
+        if name in wanted and fits(name, shape.op, options) and reachable(name, n, cluster)
     }
 
 
@@ -169,7 +169,7 @@ def reachable(scheme: str, world_size: int, cluster: ClusterModel) -> bool:
     return not SCHEMES[scheme].needs_windows or cluster.has_peer_memory(world_size)
 
 
-def fits(scheme: str, form: Form, options: SchemeOptions) -> bool:
+def fits(scheme: str, op: CollectiveOp, options: SchemeOptions) -> bool:
     """Whether a scheme has a model, can do a form, and has messages of fixed size if it must.
 
     `straggler` and `straggler_direct` have none: they need a rank that is known to be late, whose
@@ -179,7 +179,7 @@ def fits(scheme: str, form: Form, options: SchemeOptions) -> bool:
         return False
     entry = SCHEMES[scheme]
     has_size = options.capacity is None or entry.takes is Input.DENSE or entry.takes_slots
-    return form in entry.forms and has_size
+    return op in entry.ops and has_size
 
 
 def _model(scheme: str, options: SchemeOptions) -> Model:

@@ -49,13 +49,13 @@ class PinnedPlanner(FixedPlanner):
             raise self._misfit(bucket, "bucket", bucket.name, ", ".join(self._rows))
         own: dict[str, Any] = {
             "numel": bucket.numel,
-            "form": str(bucket.form),
+            "op": str(bucket.op),
             "world_size": bucket.world_size,
         }
         for key, value in own.items():
             if row[key] != value:
                 raise self._misfit(bucket, key, value, row[key])
-        able = [scheme.name for scheme in SCHEMES.values() if bucket.form in scheme.forms]
+        able = [scheme.name for scheme in SCHEMES.values() if bucket.op in scheme.ops]
         if row["chosen"] not in able:
             raise self._misfit(bucket, "scheme", " | ".join(able), row["chosen"])
         predicted_us = row["predicted_us"].get(row["chosen"])

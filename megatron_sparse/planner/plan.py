@@ -14,7 +14,7 @@ from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, wire_dtype_of
 from megatron_sparse.planner.wire_bytes import predicted_bytes
-from megatron_sparse.recording import BucketRecord, Stopwatch
+from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.transport import Transport, Work
 
 WORTHWHILE = 0.7
@@ -101,7 +101,7 @@ class Planner(Protocol):
         message: Message | None,
         transport: Transport,
         buffers: MessageBuffers,
-        watch: Stopwatch,
+        timer: StageTimer,
     ) -> Generator[Work, None, None]:
         """What the ranks tell one another before the bucket's collective; mostly nothing.
 
@@ -115,7 +115,7 @@ class Planner(Protocol):
             message: what this rank has selected; None for a dense plan.
             transport: the group.
             buffers: of this group's messages.
-            watch: receives the time of each stage.
+            timer: receives the time of each stage.
         """
         ...
 
@@ -164,7 +164,7 @@ class FixedPlanner:
             phase=phase,
             density=density,
             wire_dtype=self._scheme.wire_dtype,
-            sharded=SCHEMES[choice.scheme].is_sharded(bucket.form),
+            sharded=SCHEMES[choice.scheme].is_sharded(bucket.op),
             reason=choice.reason,
             predicted_us=choice.predicted_us,
         )
@@ -201,7 +201,7 @@ class FixedPlanner:
         message: Message | None,
         transport: Transport,
         buffers: MessageBuffers,
-        watch: Stopwatch,
+        timer: StageTimer,
     ) -> Generator[Work, None, None]:
         """See `Planner`: all that is needed is known to all."""
         yield from ()
@@ -248,11 +248,11 @@ class FixedPlanner:
                 got=f"scheme.capacity={self._scheme.capacity}",
                 remedy="choose another scheme, or leave scheme.capacity out",
             )
-        if name == "auto" or bucket.form in SCHEMES[name].forms:
+        if name == "auto" or bucket.op in SCHEMES[name].ops:
             return
-        able = [scheme.name for scheme in SCHEMES.values() if bucket.form in scheme.forms]
+        able = [scheme.name for scheme in SCHEMES.values() if bucket.op in scheme.ops]
         raise ConfigError(
-            f"scheme.name={name} has no {bucket.form} form, which bucket {bucket.name} needs",
+            f"scheme.name={name} has no {bucket.op} form, which bucket {bucket.name} needs",
             expected=" | ".join(["auto", *able]),
             got=name,
             remedy="choose another scheme, or train without Megatron's distributed optimizer",
@@ -268,6 +268,6 @@ def bucket_facts(bucket: Bucket, wire_dtype: str | None) -> dict[str, Any]:
         "kept_numel": sum(p.stop - p.start for p in bucket.parameters if p.keep),
         "element_bytes": element_bytes,
         "partial_bytes": element_bytes if narrowed else 4,
-        "form": bucket.form,
+        "op": bucket.op,
         "world_size": bucket.world_size,
     }

@@ -1,7 +1,7 @@
 """The rows that `megatron-sparse plan` shows: of a run, of a recording, or of buckets by size.
 
 A row is a mapping: `bucket, numel, density, predicted_us` (scheme -> time), `chosen, reason`, and
-the bucket's other facts (`form, world_size, kept_numel, element_bytes, partial_bytes`). Predicted
+the bucket's other facts (`op, world_size, kept_numel, element_bytes, partial_bytes`). Predicted
 times are those of a cost model.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
@@ -65,7 +65,7 @@ class Pricing:
             "kept_numel": shape.kept_numel,
             "element_bytes": shape.element_bytes,
             "partial_bytes": shape.partial_bytes,
-            "form": str(shape.form),
+            "op": str(shape.op),
             "world_size": shape.world_size,
             "density": profile.density,
             "predicted_us": prices,
@@ -95,7 +95,7 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
             row["numel"],
             row["kept_numel"],
             row["element_bytes"],
-            Form(row["form"]),
+            CollectiveOp(row["op"]),
             ranks or row["world_size"],
             row["partial_bytes"],
         )
@@ -107,7 +107,7 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
 
 
 def of_recording(
-    path: Path, pricing: Pricing, ranks: int | None, density: float | None, form: Form
+    path: Path, pricing: Pricing, ranks: int | None, density: float | None, op: CollectiveOp
 ) -> list[Row]:
     """Each bucket of a recording's last iteration.
 
@@ -117,7 +117,7 @@ def of_recording(
         ranks: another number than was recorded: the profile is extrapolated.
         density: prunes each rank's gradient to its largest elements; None takes what was
             selected, or, where only gradients were recorded, these with the zeros they have.
-        form: what the buckets need.
+        op: what the buckets need.
 
     Raises:
         ProfileError: the recording is missing or damaged.
@@ -137,18 +137,18 @@ def of_recording(
                 gradients = [largest(gradient, density) for gradient in gradients]
         profile = profile_of(gradients)
         element_bytes = min(gradients[0].element_size(), 4)
-        shape = BucketShape(profile.numel, 0, element_bytes, form, ranks or profile.world_size)
+        shape = BucketShape(profile.numel, 0, element_bytes, op, ranks or profile.world_size)
         rows.append(pricing.row(name, shape, profile, basis))
     return rows
 
 
 def of_sizes(
-    sizes: Sequence[int], pricing: Pricing, ranks: int, density: float, form: Form
+    sizes: Sequence[int], pricing: Pricing, ranks: int, density: float, op: CollectiveOp
 ) -> list[Row]:
     """Fp32 buckets of which nothing is known but their sizes in bytes and a density."""
     rows = []
     for nbytes in sizes:
-        shape = BucketShape(nbytes // 4, 0, 4, form, ranks)
+        shape = BucketShape(nbytes // 4, 0, 4, op, ranks)
         rows.append(pricing.row(f"{nbytes} B", shape, prior(shape, density), "assumed uniform"))
     return rows
 
@@ -177,7 +177,7 @@ def rows(
     ranks: int | None,
     pricing: Pricing | None,
     density: float | None,
-    form: Form,
+    op: CollectiveOp,
 ) -> list[Row]:
     """The rows of whichever of `run`, `recording` and `sizes` is given; see `of_run` and so on.
 
@@ -204,10 +204,10 @@ def rows(
             remedy="--cluster ethernet_25gbit; megatron-sparse calibrate --out FILE measures one",
         )
     if recording is not None:
-        return of_recording(recording, pricing, ranks, density, form)
+        return of_recording(recording, pricing, ranks, density, op)
     if ranks is None or sizes is None:
         raise ConfigError(
             "plan: --bucket-bytes needs a number of ranks", expected="--ranks N", got="no --ranks"
         )
     density = CompressionConfig().density if density is None else density
-    return of_sizes(sizes, pricing, ranks, density, form)
+    return of_sizes(sizes, pricing, ranks, density, op)

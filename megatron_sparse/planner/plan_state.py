@@ -26,7 +26,7 @@ class BucketState:
 
     Attributes:
         numel: elements of the bucket.
-        form: all-reduce or reduce-scatter.
+        op: all-reduce or reduce-scatter.
         world_size: ranks.
         chosen: the scheme, None before the first choice.
         reason: for it, in words.
@@ -44,7 +44,7 @@ class BucketState:
     """
 
     numel: int
-    form: str
+    op: str
     world_size: int
     chosen: str | None = None
     reason: str = ""
@@ -63,12 +63,12 @@ class BucketState:
     @classmethod
     def of(cls, bucket: Bucket) -> BucketState:
         """Before anything is known."""
-        return cls(bucket.numel, str(bucket.form), bucket.world_size)
+        return cls(bucket.numel, str(bucket.op), bucket.world_size)
 
     def fits(self, bucket: Bucket) -> bool:
         """Whether it is this bucket's; another model, cut or group has others of that name."""
-        own = (self.numel, self.form, self.world_size)
-        return own == (bucket.numel, str(bucket.form), bucket.world_size)
+        own = (self.numel, self.op, self.world_size)
+        return own == (bucket.numel, str(bucket.op), bucket.world_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -107,7 +107,7 @@ def read_plan(path: Path) -> dict[str, dict[str, Any]]:
         ConfigError: there is none, or it is no plan.
     """
     file = path / PLAN_FILE if path.is_dir() else path
-    needed = {"bucket", "numel", "form", "world_size", "density", "chosen", "predicted_us"}
+    needed = {"bucket", "numel", "op", "world_size", "density", "chosen", "predicted_us"}
     try:
         rows = json.loads(file.read_text("utf-8"))["buckets"]
         found = {row["bucket"]: row for row in rows}

@@ -39,7 +39,7 @@ def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
     names = ", ".join(member["bucket"] for member in group[:NAMES_SHOWN])
     more = f" and {len(group) - NAMES_SHOWN} more" if len(group) > NAMES_SHOWN else ""
     console.print(
-        f"bucket {names}{more}: {row['numel']} elements, {row['form']} on {row['world_size']} "
+        f"bucket {names}{more}: {row['numel']} elements, {row['op']} on {row['world_size']} "
         f"ranks, density {row['density']:.3g}",
         style="bold",
         markup=False,

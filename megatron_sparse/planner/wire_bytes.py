@@ -20,7 +20,7 @@ what is pruned. With `planner.cluster` it is sampled.
 
 from __future__ import annotations
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
 
@@ -31,7 +31,7 @@ BITMAP_BYTES = 1 / 8
 def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
     """Bytes that each rank of a ring sends for the whole bucket at full density."""
     ring = (bucket.world_size - 1) / bucket.world_size * bucket.numel * element_bytes
-    within = ring if bucket.form is Form.REDUCE_SCATTER else 2 * ring
+    within = ring if bucket.op is CollectiveOp.REDUCE_SCATTER else 2 * ring
     return within + _instances_wire_bytes(bucket, element_bytes)
 
 
@@ -56,7 +56,7 @@ def predicted_bytes(bucket: Bucket, density: float, scheme: SchemeConfig) -> dic
         density = min(scheme.capacity * density, 1)
         sum_density = min(n * density, 1)
     message, shares = message_bytes(density), (n - 1) / n
-    if bucket.form is Form.REDUCE_SCATTER:
+    if bucket.op is CollectiveOp.REDUCE_SCATTER:
         agsparse = direct = shares * message
     else:
         agsparse = (n - 1) * message

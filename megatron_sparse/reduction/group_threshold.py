@@ -20,7 +20,7 @@ from megatron_sparse.compression.threshold import KEEP_ALL, sampled_magnitudes
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import CommunicationError
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport, Work
 
 
@@ -31,7 +31,7 @@ def group_threshold(
     step: int,
     config: CompressionConfig,
     transport: Transport,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Generator[Work, None, torch.Tensor]:
     """The threshold for the pruned parameters of a bucket, the same on all ranks of a group.
 
@@ -42,7 +42,7 @@ def group_threshold(
         step: keys the samples.
         config: how many samples, and their seed.
         transport: the tensor-parallel group; on CUDA the agreement is read on the host.
-        watch: receives the time of sampling.
+        timer: receives the time of sampling.
 
     Returns:
         An fp32 scalar on the bucket's device; `KEEP_ALL` where nothing may be pruned.
@@ -50,7 +50,7 @@ def group_threshold(
     Raises:
         CommunicationError: a rank has another bucket, or another number of samples of it.
     """
-    with watch.stage("threshold"):
+    with timer.stage("threshold"):
         own_S = sampled_magnitudes(bucket, residual_N, step, config)
     counts = yield from exchange_sizes(
         [own_S.numel()], bucket, "threshold", "fp32", step, transport
@@ -66,5 +66,5 @@ def group_threshold(
         return torch.full((), KEEP_ALL, device=own_S.device)
     gathered = own_S.new_empty(transport.world_size * own_S.numel())
     yield transport.all_gather(gathered, own_S)
-    with watch.stage("threshold"):
+    with timer.stage("threshold"):
         return ops.threshold_of_samples(gathered, density)

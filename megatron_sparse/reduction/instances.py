@@ -11,11 +11,11 @@ Cost beside the scheme's: 2 (k - 1) / k N b / n bytes on n ranks an instance, an
 
 from __future__ import annotations
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.collectives.dense import dense
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.base import Marker
 
@@ -32,7 +32,9 @@ def shard_bucket(bucket: Bucket, rank: int) -> Bucket:
         (4, 3)
     """
     shard_M = bucket.grad_N[bucket.shard(rank)]
-    return Bucket(f"{bucket.name}.instances", shard_M, (), Form.ALL_REDUCE, bucket.instances)
+    return Bucket(
+        f"{bucket.name}.instances", shard_M, (), CollectiveOp.ALL_REDUCE, bucket.instances
+    )
 
 
 def summed_over_instances(
@@ -42,7 +44,7 @@ def summed_over_instances(
     rank: int,
     instances: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Runs a reduce-scatter inside the instance, then adds up the shards of all instances.
 
@@ -56,14 +58,14 @@ def summed_over_instances(
         rank: this rank in its instance.
         instances: the ranks that own the same shard, one of each instance.
         buffers: of the instance's collective.
-        watch: receives network and decode times of both halves.
+        timer: receives network and decode times of both halves.
 
     Raises:
         CommunicationError: an instance means another bucket or step.
     """
     sent_bytes = yield from _without_markers(steps)
     shard = shard_bucket(bucket, rank)
-    return sent_bytes + (yield from dense(shard, shard.grad_N, epoch, instances, buffers, watch))
+    return sent_bytes + (yield from dense(shard, shard.grad_N, epoch, instances, buffers, timer))
 
 
 def _without_markers(steps: Steps) -> Steps:

@@ -21,7 +21,7 @@ import torch
 from megatron_sparse.collectives import POSTED, UNORDERED
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.profiler_ranges import marked
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Work
 from megatron_sparse.transport.liveness import announce_failure, posting_for
 
@@ -54,12 +54,12 @@ class Pending:
     def __init__(
         self,
         name: str,
-        watch: Stopwatch,
+        timer: StageTimer,
         start: torch.cuda.Event | None,
         on_done: Callable[[], None] | None,
     ) -> None:
         self.name = name
-        self.watch = watch
+        self.timer = timer
         self.error: BaseException | None = None
         self.start_event = start
         self.finish_event: torch.cuda.Event | None = None
@@ -136,14 +136,14 @@ class ProgressThread:
         self._thread.start()
 
     def submit(
-        self, name: str, job: Job, watch: Stopwatch, on_done: Callable[[], None] | None = None
+        self, name: str, job: Job, timer: StageTimer, on_done: Callable[[], None] | None = None
     ) -> Pending:
         """Launches a job after all those launched before it. Returns at once.
 
         Args:
             name: of the bucket, for errors.
             job: makes the generator.
-            watch: receives the time that operations take.
+            timer: receives the time that operations take.
             on_done: called once when the job has ended, well or not: by the progress thread (on
                 CUDA with its stream current), or by the caller if the job is refused. Must not
                 block nor raise.
@@ -152,7 +152,7 @@ class ProgressThread:
         if self._stream is not None:
             start = torch.cuda.Event()
             start.record()
-        pending = Pending(name, watch, start, on_done)
+        pending = Pending(name, timer, start, on_done)
         with self._wake:
             if self._broken is not None or self._closing:
                 pending.end(self._refusal(name))
@@ -270,12 +270,12 @@ class ProgressThread:
             )
         running.work = None
         if self._stream is not None:
-            with running.pending.watch.stage("network"):
+            with running.pending.timer.stage("network"):
                 work.finish()
         else:
             with marked("network"):
                 work.finish()
-            running.pending.watch.add_span("network", running.since_s, time.perf_counter())
+            running.pending.timer.add_span("network", running.since_s, time.perf_counter())
 
     def _fail(self, failed: _Running, error: BaseException) -> None:
         """Ends every job: after a failure the group's state is unknown, and no sum is right.

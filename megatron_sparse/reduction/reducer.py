@@ -27,7 +27,7 @@ from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.plan import Windows
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.profiler_ranges import marked
-from megatron_sparse.recording import BucketRecord, Recorder, Stopwatch
+from megatron_sparse.recording import BucketRecord, Recorder, StageTimer
 from megatron_sparse.reduction.group_threshold import group_threshold
 from megatron_sparse.reduction.instances import summed_over_instances
 from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
@@ -170,7 +170,7 @@ class GradientReducer:
         """
         self.stragglers.begin_step(step)
         plan = self.stragglers.adapt(bucket, self.planner.plan_for(bucket, step))
-        watch = Stopwatch(bucket.grad_N.device)
+        timer = StageTimer(bucket.grad_N.device)
         record = BucketRecord(
             bucket=bucket.name,
             step=step,
@@ -178,7 +178,7 @@ class GradientReducer:
             phase=plan.phase,
             density=plan.density,
             numel=bucket.numel,
-            watch=watch,
+            timer=timer,
             dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
             predicted_us=plan.predicted_us,
             launched_s=time.perf_counter(),
@@ -186,7 +186,7 @@ class GradientReducer:
         self.planner.follow(record)
         run = self._dense if SCHEMES[plan.scheme].takes is Input.DENSE else self._sparse
         pending = self.progress.submit(
-            bucket.name, lambda: run(bucket, plan, step, record), watch, on_done
+            bucket.name, lambda: run(bucket, plan, step, record), timer, on_done
         )
         self.stragglers.launched(self.progress)
         return PendingReduction(pending, record, self.recorder)
@@ -199,11 +199,11 @@ class GradientReducer:
     def _sparse(
         self, bucket: Bucket, plan: Plan, step: int, record: BucketRecord
     ) -> Generator[object, None, None]:
-        self._prepare(bucket, step, record.watch)
+        self._prepare(bucket, step, record.timer)
         agreed = None
         if self.threshold_group is not None and plan.density < 1:
             yield GATE
-            residual_N = self.selector.begin(bucket, record.watch)
+            residual_N = self.selector.begin(bucket, record.timer)
             agreed = (
                 residual_N,
                 (
@@ -214,7 +214,7 @@ class GradientReducer:
                         step,
                         self.selector.config,
                         self.threshold_group,
-                        record.watch,
+                        record.timer,
                     )
                 ),
             )
@@ -225,9 +225,9 @@ class GradientReducer:
             form=self.options.message_format(plan.scheme),
             block_size=self.options.block_size,
             sharded=plan.sharded,
-            finer=SCHEMES[plan.scheme].finer(bucket),
+            extra_cuts=SCHEMES[plan.scheme].extra_cuts(bucket),
             step=step,
-            watch=record.watch,
+            timer=record.timer,
             capacity=self.options.capacity,
             agreed=agreed,
         )
@@ -239,7 +239,7 @@ class GradientReducer:
         options = yield from self._decide(bucket, plan, record)
         yield from self._share(bucket, plan, step, message, record)
         steps = SCHEMES[plan.scheme].exchange(
-            bucket, message, self.transport, self.buffers, record.watch, options
+            bucket, message, self.transport, self.buffers, record.timer, options
         )
         record.wire_bytes = yield from self._over_instances(steps, bucket, step, record)
         record.nnz = message.nnz
@@ -247,14 +247,14 @@ class GradientReducer:
     def _dense(
         self, bucket: Bucket, plan: Plan, step: int, record: BucketRecord
     ) -> Generator[object, None, None]:
-        self._prepare(bucket, step, record.watch)
-        values_N = self.selector.take_whole(bucket, plan.wire_dtype, step=step, watch=record.watch)
+        self._prepare(bucket, step, record.timer)
+        values_N = self.selector.take_whole(bucket, plan.wire_dtype, step=step, timer=record.timer)
         record.nnz = bucket.numel
         yield GATE
         options = yield from self._decide(bucket, plan, record)
         yield from self._share(bucket, plan, step, None, record)
         steps = SCHEMES[record.scheme].reduce(
-            bucket, values_N, step, self.transport, self.buffers, record.watch, options
+            bucket, values_N, step, self.transport, self.buffers, record.timer, options
         )
         record.wire_bytes = yield from self._over_instances(steps, bucket, step, record)
 
@@ -265,12 +265,12 @@ class GradientReducer:
         if self.instances is None:
             return steps
         return summed_over_instances(
-            steps, bucket, step, self.transport.rank, self.instances, self.buffers, record.watch
+            steps, bucket, step, self.transport.rank, self.instances, self.buffers, record.timer
         )
 
-    def _prepare(self, bucket: Bucket, step: int, watch: Stopwatch) -> None:
+    def _prepare(self, bucket: Bucket, step: int, timer: StageTimer) -> None:
         """Averages; and records the gradient where it is wanted. Iterations count from 1."""
-        _average(bucket, watch)
+        _average(bucket, timer)
         self.recording.record(bucket.name, step + 1, Kind.GRADIENT, bucket.grad_N)
 
     def _decide(
@@ -286,7 +286,7 @@ class GradientReducer:
     ) -> Generator[object, None, None]:
         """What the planner wants to know of the other ranks."""
         return self.planner.share(
-            bucket, plan, step, message, self.transport, self.buffers, record.watch
+            bucket, plan, step, message, self.transport, self.buffers, record.timer
         )
 
 
@@ -304,9 +304,9 @@ def _threshold_group(config: SparseConfig, given: Transport | None) -> Transport
     return given
 
 
-def _average(bucket: Bucket, watch: Stopwatch) -> None:
+def _average(bucket: Bucket, timer: StageTimer) -> None:
     """Divides the gradient by the number of ranks where the bucket asks for the average."""
     ranks = bucket.world_size * bucket.instances
     if bucket.reduction is Reduction.AVG and ranks > 1:
-        with watch.stage("prune"):
+        with timer.stage("prune"):
             bucket.grad_N.div_(ranks)

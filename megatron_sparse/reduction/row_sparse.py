@@ -21,7 +21,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.formats.row_sparse import RowSparse, check_coo
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
-from megatron_sparse.recording import BucketRecord, NullRecorder, Recorder, Stopwatch
+from megatron_sparse.recording import BucketRecord, NullRecorder, Recorder, StageTimer
 from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 
@@ -122,14 +122,14 @@ class RowSparseReducer:
             density=1.0,
             numel=whole.numel,
             dense_bytes=round(dense_wire_bytes(whole, gradient.element_size())),
-            watch=Stopwatch(gradient.device),
+            timer=StageTimer(gradient.device),
             launched_s=time.perf_counter(),
         )
         handle = PendingRowSparse(record, self._recorder)
         handle.pending = self._progress.submit(
             name,
             lambda: self._run(handle, gradient, reduction),
-            record.watch,
+            record.timer,
             None if on_done is None else lambda: on_done(handle),
         )
         return handle
@@ -138,7 +138,7 @@ class RowSparseReducer:
         self, handle: PendingRowSparse, gradient: torch.Tensor, reduction: Reduction
     ) -> Generator[object, None, None]:
         record = handle.record
-        with record.watch.stage("encode"):
+        with record.timer.stage("encode"):
             rows = RowSparse.from_coo(gradient)
         record.nnz = rows.rows_KD.numel()
         yield GATE

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.calibration.links import (
     QUICK,
     Links,
@@ -47,7 +47,7 @@ from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
 from megatron_sparse.planner import Plan
 from megatron_sparse.planner.cluster import ClusterModel, find
 from megatron_sparse.planner.wire_bytes import predicted_bytes
-from megatron_sparse.recording import ReadinessRecord, Recorder, Stopwatch
+from megatron_sparse.recording import ReadinessRecord, Recorder, StageTimer
 from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
 from megatron_sparse.straggler.critical import (
     SplitTimes,
@@ -191,12 +191,12 @@ class StragglerWatch:
     def launched(self, progress: ProgressThread) -> None:
         """Called behind each launch: the first one of a step is followed by `agree`."""
         if self._last_step and self._agreement is None:
-            self._agreement = progress.submit("readiness", self.agree, Stopwatch())
+            self._agreement = progress.submit("readiness", self.agree, StageTimer())
 
     def adapt(self, bucket: Bucket, plan: Plan) -> Plan:
         """The plan, with the scheme that can go on without a straggler in its scheme's place."""
         scheme = AWARE.get(plan.scheme)
-        if scheme is None or not self._acts or bucket.form not in SCHEMES[scheme].forms:
+        if scheme is None or not self._acts or bucket.op not in SCHEMES[scheme].ops:
             return plan
         if self._scheme.capacity is not None and SCHEMES[plan.scheme].takes_slots:
             return plan  # its messages have slots, which the other scheme has not
@@ -306,12 +306,12 @@ class StragglerWatch:
         wire_dtype = wire_dtype_of(bucket.grad_N.dtype, plan.wire_dtype)
         if SCHEMES[plan.scheme].takes is Input.DENSE:
             buffer_bytes = bucket.numel * VALUE_DTYPES[wire_dtype].itemsize
-            return dense_split(n, buffer_bytes, self._link, bucket.form, self._dense)
+            return dense_split(n, buffer_bytes, self._link, bucket.op, self._dense)
         share = (n - 1) / n
         wire_bytes = predicted_bytes(bucket, plan.density, self._scheme)
-        if bucket.form is Form.REDUCE_SCATTER:
+        if bucket.op is CollectiveOp.REDUCE_SCATTER:
             message_bytes = sum_bytes = wire_bytes["direct"] / share
         else:
             message_bytes = wire_bytes["agsparse"] / (n - 1)
             sum_bytes = wire_bytes["direct"] / share - message_bytes
-        return sparse_split(n, message_bytes, sum_bytes, self._link, bucket.form)
+        return sparse_split(n, message_bytes, sum_bytes, self._link, bucket.op)

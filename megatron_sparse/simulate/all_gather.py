@@ -18,7 +18,7 @@ from megatron_sparse.collectives.records import SparseSum, shard_cuts
 from megatron_sparse.collectives.sparse_ring import ring_gather_sums, ring_order
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import FORMAT_CODES, Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Link, Transport
 
 
@@ -31,7 +31,7 @@ def ring(bucket: Bucket, transport: Transport) -> Steps:
     return group.sent_bytes
 
 
-def hierarchical(bucket: Bucket, transport: Transport, watch: Stopwatch) -> Steps:
+def hierarchical(bucket: Bucket, transport: Transport, timer: StageTimer) -> Steps:
     """Dense (PCCL, section 4.1): recursive doubling between the nodes, rings inside, a shuffle.
 
     The second half of `dense_hierarchical`, with the reordering that an all-reduce is spared.
@@ -39,7 +39,7 @@ def hierarchical(bucket: Bucket, transport: Transport, watch: Stopwatch) -> Step
     Args:
         bucket: its shards in the order of the ranks; filled.
         transport: nodes of equal size.
-        watch: receives the shuffle's time.
+        timer: receives the shuffle's time.
 
     Raises:
         ConfigError: nodes of different size.
@@ -65,7 +65,7 @@ def hierarchical(bucket: Bucket, transport: Transport, watch: Stopwatch) -> Step
     yield from _fold(gathered_N, own_lane, folding)
     yield from double(gathered_N, own_lane, folding, last=lanes.count == 1)
     yield from ring_all_gather(gathered_N, cuts[::k], inside, last=True)
-    with watch.stage("decode"):
+    with timer.stage("decode"):
         by_rank = torch.tensor(sorted(range(n), key=owners.__getitem__))
         shape = (n, bucket.numel // n)
         torch.index_select(gathered_N.view(shape), 0, by_rank, out=bucket.grad_N.view(shape))
@@ -88,7 +88,7 @@ def sparse_ring(
     form: str,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
 ) -> Steps:
     """Sparse (SpCCL, section IV-B): each rank encodes its shard once; records go round the ring.
 
@@ -99,12 +99,12 @@ def sparse_ring(
         form: of the records, where that is smaller than dense.
         transport: the group.
         buffers: where records live.
-        watch: receives the time of encoding and decoding.
+        timer: receives the time of encoding and decoding.
     """
     layout = bucket.layout(sharded=True)
     # Says how the bucket is cut; nothing of it is sent.
     message = Message(torch.empty(0, dtype=torch.uint8), layout, [0], "fp32", 0, 0)
-    sums = SparseSum(bucket, message, buffers, watch, form=FORMAT_CODES[form])
+    sums = SparseSum(bucket, message, buffers, timer, form=FORMAT_CODES[form])
     tag = tag_of(bucket, "sparse_all_gather", "fp32", 0)
     group = Subgroup(transport, ring_order(transport), tag)
     cuts = shard_cuts(layout, transport.world_size)

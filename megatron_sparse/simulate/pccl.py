@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.simulate import all_gather
 from megatron_sparse.simulate.figures import (
@@ -37,7 +37,7 @@ from megatron_sparse.simulate.figures import (
     styles_of,
 )
 from megatron_sparse.simulate.machines import FRONTIER_LANES, GB, PERLMUTTER_LANES, Machine
-from megatron_sparse.simulate.pricing import ChargingStopwatch, Job, drive, make_bucket, price
+from megatron_sparse.simulate.pricing import ChargingTimer, Job, drive, make_bucket, price
 from megatron_sparse.transport import Link
 from megatron_sparse.transport.virtual_rank import VirtualTransport
 
@@ -99,13 +99,13 @@ def run_s(system: System, kind: str, world_size: int, size_mb: int) -> float:
     """
     numel = NUMEL_A_RANK * world_size
     scatter = kind == "reduce_scatter"
-    form = Form.REDUCE_SCATTER if scatter else Form.ALL_REDUCE
-    job = Job(system.machine, world_size, size_mb * MB, numel, form)
+    op = CollectiveOp.REDUCE_SCATTER if scatter else CollectiveOp.ALL_REDUCE
+    job = Job(system.machine, world_size, size_mb * MB, numel, op)
     if scatter:
         return price(job, "dense_hierarchical", lambda _: torch.ones(numel)).time_s
 
-    def start(transport: VirtualTransport, watch: ChargingStopwatch) -> Steps:
-        return all_gather.hierarchical(make_bucket(job, torch.ones(numel)), transport, watch)
+    def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
+        return all_gather.hierarchical(make_bucket(job, torch.ones(numel)), transport, timer)
 
     return drive(job, start).time_s
 

@@ -7,7 +7,7 @@ depend on the size, and of bytes, which grow with it; so each byte of a message 
 What is off by that is headers (48 bytes a record), `scale` times too heavy. Dense collectives,
 which have none, are exact.
 
-Local work: `ChargingStopwatch` prices the tensor operations within a collective's stages and
+Local work: `ChargingTimer` prices the tensor operations within a collective's stages and
 advances the rank's clock; here by the bytes that they read and write over a rate (`memory_bound`).
 It stands for a GPU whose kernels are bound by memory. Nothing is charged for launches, nor is
 network time hidden behind codecs within a round (SpCCL's slices do both). A GPU codec's real rate
@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.header import HEADER_BYTES, Header
 from megatron_sparse.formats.message import Message, MessageBuffers, encode
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.machines import Machine
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
@@ -143,7 +143,7 @@ def records_nnz(records: torch.Tensor) -> int:
     return total
 
 
-class ChargingStopwatch(Stopwatch):
+class ChargingTimer(StageTimer):
     """Advances the modelled clock of a rank by the price of what is done in each stage.
 
     Args:
@@ -181,7 +181,7 @@ class Job:
         world_size: ranks.
         full_bytes: size of the fp32 bucket that is priced.
         numel: elements of the bucket that is simulated, a multiple of `world_size`.
-        form: all-reduce or reduce-scatter.
+        op: all-reduce or reduce-scatter.
         format: of sparse messages, as in `scheme.format`.
         charged: whether local work takes time.
     """
@@ -190,7 +190,7 @@ class Job:
     world_size: int
     full_bytes: float
     numel: int
-    form: Form = Form.ALL_REDUCE
+    op: CollectiveOp = CollectiveOp.ALL_REDUCE
     format: str = "auto"
     charged: bool = True
 
@@ -224,7 +224,7 @@ class Outcome:
 Gradients = Callable[[int], torch.Tensor]
 """Makes the gradient of a rank: fp32, `Job.numel` elements, mostly zeros."""
 
-Start = Callable[[VirtualTransport, ChargingStopwatch], Steps]
+Start = Callable[[VirtualTransport, ChargingTimer], Steps]
 """Makes one rank's steps."""
 
 
@@ -232,14 +232,14 @@ def drive(job: Job, start: Start) -> Outcome:
     """Runs any steps of all ranks on the job's machine."""
     topology = job.machine.topology(job.world_size)
     cluster = VirtualCluster(job.world_size, topology, message_scale=job.scale)
-    watches: list[ChargingStopwatch] = []
+    timers: list[ChargingTimer] = []
 
     def begin(transport: VirtualTransport) -> Steps:
-        watches.append(ChargingStopwatch(transport, memory_bound(job.seconds_a_byte)))
-        return start(transport, watches[-1])
+        timers.append(ChargingTimer(transport, memory_bound(job.seconds_a_byte)))
+        return start(transport, timers[-1])
 
     sent = cluster.run(begin)
-    local_s = max(watch.charged_s for watch in watches)
+    local_s = max(timer.charged_s for timer in timers)
     return Outcome(cluster.modelled_s, local_s, max(sent) * job.scale)
 
 
@@ -248,17 +248,17 @@ def price(job: Job, scheme: str, gradients: Gradients) -> Outcome:
     entry = SCHEMES[scheme]
     options = SchemeOptions.of(SchemeConfig(name=scheme, format=job.format))
 
-    def start(transport: VirtualTransport, watch: ChargingStopwatch) -> Steps:
+    def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
         bucket, buffers = make_bucket(job, gradients(transport.rank)), MessageBuffers()
         if entry.takes is Input.DENSE:
             return (
                 yield from entry.reduce(
-                    bucket, bucket.grad_N, 0, transport, buffers, watch, options
+                    bucket, bucket.grad_N, 0, transport, buffers, timer, options
                 )
             )
-        form = options.message_format(scheme)
-        message = make_message(bucket, entry.is_sharded(job.form), form, buffers, watch)
-        return (yield from entry.exchange(bucket, message, transport, buffers, watch, options))
+        op = options.message_format(scheme)
+        message = make_message(bucket, entry.is_sharded(job.op), op, buffers, timer)
+        return (yield from entry.exchange(bucket, message, transport, buffers, timer, options))
 
     return drive(job, start)
 
@@ -266,15 +266,15 @@ def price(job: Job, scheme: str, gradients: Gradients) -> Outcome:
 def make_bucket(job: Job, grad_N: torch.Tensor) -> Bucket:
     """A bucket with one parameter."""
     whole = [ParameterSlice("w", 0, job.numel)]
-    return Bucket("b", grad_N, whole, job.form, job.world_size)
+    return Bucket("b", grad_N, whole, job.op, job.world_size)
 
 
 def make_message(
-    bucket: Bucket, sharded: bool, form: str, buffers: MessageBuffers, watch: Stopwatch
+    bucket: Bucket, sharded: bool, form: str, buffers: MessageBuffers, timer: StageTimer
 ) -> Message:
     """Encodes what was selected, which here is all that is not zero."""
     layout = bucket.layout(sharded)
     pieces = bucket.grad_N.split(layout.range_offsets.diff().tolist())
     nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
-    with watch.stage("encode"):
+    with timer.stage("encode"):
         return encode(bucket, layout, nnz_R, "fp32", 0, buffers, form=form)

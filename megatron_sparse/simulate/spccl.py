@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.simulate import all_gather
@@ -33,7 +33,7 @@ from megatron_sparse.simulate.figures import (
 from megatron_sparse.simulate.gradients import uniform
 from megatron_sparse.simulate.machines import CODEC_FRACTION, GB, MIB, PERLMUTTER_RING, Machine
 from megatron_sparse.simulate.pricing import (
-    ChargingStopwatch,
+    ChargingTimer,
     Gradients,
     Job,
     Outcome,
@@ -94,15 +94,15 @@ def sparse(
         numel: elements that are simulated.
         charged: whether codecs take time.
     """
-    form = Form.ALL_REDUCE if kind == "all_gather" else Form(kind)
-    job = Job(PERLMUTTER_RING, world_size, size_mib * MIB, numel, form, "pici", charged)
+    op = CollectiveOp.ALL_REDUCE if kind == "all_gather" else CollectiveOp(kind)
+    job = Job(PERLMUTTER_RING, world_size, size_mib * MIB, numel, op, "pici", charged)
     of_rank = gradients(numel, sparsity)
     if kind != "all_gather":
         return price(job, "adaptive_ring", of_rank)
 
-    def start(transport: VirtualTransport, watch: ChargingStopwatch) -> Steps:
+    def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
         bucket = make_bucket(job, of_rank(transport.rank))
-        return all_gather.sparse_ring(bucket, job.format, transport, MessageBuffers(), watch)
+        return all_gather.sparse_ring(bucket, job.format, transport, MessageBuffers(), timer)
 
     return drive(job, start)
 

@@ -36,7 +36,7 @@ from megatron_sparse.simulate.figures import (
     styles_of,
 )
 from megatron_sparse.simulate.machines import DGX_A100, DGX_H100, GIB, MIB, Machine
-from megatron_sparse.simulate.pricing import ChargingStopwatch, Job, drive, make_bucket
+from megatron_sparse.simulate.pricing import ChargingTimer, Job, drive, make_bucket
 from megatron_sparse.straggler import critical_delay_s, make_schedule
 from megatron_sparse.transport import Link
 from megatron_sparse.transport.virtual_rank import VirtualTransport
@@ -82,12 +82,12 @@ def after_s(
     job = Job(machine, world_size, full_bytes, numel, charged=False)
     options = SchemeOptions.of(SchemeConfig(name=scheme)).with_straggler(world_size - 1)
 
-    def start(transport: VirtualTransport, watch: ChargingStopwatch) -> Steps:
+    def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
         if transport.rank == world_size - 1:
             transport.charge(delay_s)
         bucket = make_bucket(job, torch.ones(numel))
         return SCHEMES[scheme].reduce(
-            bucket, bucket.grad_N, 0, transport, MessageBuffers(), watch, options
+            bucket, bucket.grad_N, 0, transport, MessageBuffers(), timer, options
         )
 
     return drive(job, start).time_s - delay_s

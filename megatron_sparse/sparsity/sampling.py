@@ -34,7 +34,7 @@ from megatron_sparse.collectives.base import even_cuts, exchange_sizes
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.sparsity.bit_sets import WORD_BITS, overlap_ratios, unions
 from megatron_sparse.sparsity.characteristics import (
     BLOCK_SIZES,
@@ -61,7 +61,7 @@ def sample_profile(
     message: Message,
     transport: Transport,
     buffers: MessageBuffers,
-    watch: Stopwatch,
+    timer: StageTimer,
     *,
     seed: int,
 ) -> Generator[Work, None, SparsityProfile]:
@@ -75,7 +75,7 @@ def sample_profile(
         message: this rank's selection, in any format.
         transport: the group.
         buffers: where scratch memory comes from.
-        watch: receives the time of the stage `profile`.
+        timer: receives the time of the stage `profile`.
         seed: of the windows; the same on every rank.
 
     Returns:
@@ -88,7 +88,7 @@ def sample_profile(
         WireFormatError: what a rank told was damaged on its way.
     """
     n = transport.world_size
-    with watch.stage("profile"):
+    with timer.stage("profile"):
         plan = SamplePlan.of(bucket.name, bucket.numel, n, seed, message.epoch)
         own = plan.measure(selected_values(bucket, message, buffers), buffers)
         check = zlib.crc32(own.numpy().tobytes())
@@ -103,7 +103,7 @@ def sample_profile(
     part = own.to(transport.device)
     gathered = part.new_empty(n * part.numel())
     yield transport.all_gather(gathered, part)
-    with watch.stage("profile"):
+    with timer.stage("profile"):
         parts = gathered.view(n, -1).cpu().numpy()
         for rank, (row, (_, expected)) in enumerate(zip(parts, told, strict=True)):
             _check_part(row, rank, expected)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.straggler.cost import (
     Cost,
     allpairs_cost,
@@ -90,7 +90,7 @@ def expected_delay_s(steps: Sequence[Readiness], straggler: int, most_s: float =
 
 
 def dense_split(
-    n: int, buffer_bytes: float, link: Link, form: Form, dense: Link | None = None
+    n: int, buffer_bytes: float, link: Link, op: CollectiveOp, dense: Link | None = None
 ) -> SplitTimes:
     """The dense form beside a dense collective that waits.
 
@@ -101,12 +101,12 @@ def dense_split(
         n: ranks.
         buffer_bytes: of the bucket.
         link: between any two ranks.
-        form: all-reduce or reduce-scatter.
+        op: all-reduce or reduce-scatter.
         dense: of the backend's own collective as a ring, which then is the one to beat; None takes
             the best of ring, recursive halving/doubling and all-pairs on `link`.
     """
     early = reduce_scatter_cost(n).time_s(buffer_bytes, link)
-    if form is Form.REDUCE_SCATTER:
+    if op is CollectiveOp.REDUCE_SCATTER:
         ring = Cost(n - 1, (n - 1) / n)
         sent = ring.time_s(buffer_bytes, link)
         return SplitTimes(early, sent, min(sent, ring.time_s(buffer_bytes, dense or link)))
@@ -120,7 +120,7 @@ def dense_split(
 
 
 def sparse_split(
-    n: int, message_bytes: float, sum_bytes: float, link: Link, form: Form
+    n: int, message_bytes: float, sum_bytes: float, link: Link, op: CollectiveOp
 ) -> SplitTimes:
     """The sparse form, `straggler_direct`, beside `direct`; bytes of the busiest port.
 
@@ -134,10 +134,10 @@ def sparse_split(
         message_bytes: one rank's whole message.
         sum_bytes: the whole sum, encoded.
         link: between any two ranks.
-        form: of a reduce-scatter the straggler sends n - 1 shards, in both: nothing can be won.
+        op: of a reduce-scatter the straggler sends n - 1 shards, in both: nothing can be won.
     """
     both, share = message_bytes + sum_bytes, (n - 1) / n
-    if form is Form.REDUCE_SCATTER:
+    if op is CollectiveOp.REDUCE_SCATTER:
         sent = Cost(n, share).time_s(message_bytes, link)
         early = Cost(n - 2, (n - 2) / (n - 1)).time_s(message_bytes, link)
         return SplitTimes(early, sent, sent)

@@ -57,7 +57,7 @@ class Timeline:
                 "wire_bytes": record.wire_bytes,
             }
             self._span(row, record.bucket, record.launched_s, record.finished_s, arguments)
-            for name, begin_s, end_s in record.watch.spans:
+            for name, begin_s, end_s in record.timer.spans:
                 self._span(row, name, begin_s, end_s, {"iteration": iteration})
 
     @property

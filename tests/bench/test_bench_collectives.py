@@ -19,11 +19,11 @@ from megatron_sparse.bench.collectives.path import HalvedPath, residual_of
 from megatron_sparse.bench.collectives.row import MEASURED, Row, in_order
 from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli.main import main
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 
 KEYS = {
@@ -145,17 +145,17 @@ class TestInputs:
     @pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
     def test_the_check_selects_about_what_the_case_says(self, density):
         """A check in which nothing is selected would find no scheme wrong."""
-        case = Case(Form.ALL_REDUCE, "direct", "fp32", density, 2**16)
+        case = Case(CollectiveOp.ALL_REDUCE, "direct", "fp32", density, 2**16)
         path = HalvedPath(case, sweep(densities=[density]), VirtualCluster(2).transports[0])
         bucket = case.bucket(case.small_integers(0, 2, 0), 2)
-        nnz, _ = path.select(bucket, 0, Stopwatch())
+        nnz, _ = path.select(bucket, 0, StageTimer())
         # Peaks that are ties with the threshold are dropped: at most one value of five.
         assert 0.5 * density * case.numel < nnz <= 1.2 * density * case.numel
         left = residual_of(path.residuals, bucket)
         assert int(left.count_nonzero()) == case.numel - nnz
 
     def test_sums_stay_exact_for_as_many_ranks_as_are_allowed(self):
-        case = Case(Form.ALL_REDUCE, "direct", "bf16", 1.0, 4096)
+        case = Case(CollectiveOp.ALL_REDUCE, "direct", "bf16", 1.0, 4096)
         most = 256 // (2 * 3)
         parts = [
             case.small_integers(rank, most, step).double()
@@ -167,12 +167,12 @@ class TestInputs:
             case.small_integers(0, most + 1, 0)
 
     def test_timed_values_keep_the_density_at_independent_positions(self):
-        case = Case(Form.ALL_REDUCE, "direct", "fp32", 0.1, 2**16)
+        case = Case(CollectiveOp.ALL_REDUCE, "direct", "fp32", 0.1, 2**16)
         kept = []
         for transport in VirtualCluster(2).transports:
             path = HalvedPath(case, sweep(densities=[0.1]), transport)
             bucket = case.bucket(case.normal_values(transport.rank), 2)
-            path.select(bucket, 0, Stopwatch())
+            path.select(bucket, 0, StageTimer())
             kept.append(residual_of(path.residuals, bucket) == 0)
         # 40,000 samples: a relative error of 1.5 % for the density, 3 % for its square.
         assert kept[0].double().mean() == pytest.approx(0.1, rel=0.1)
@@ -184,17 +184,17 @@ class TestInputs:
             densities=[0.1, 0.2],
             ops=["all_reduce", "reduce_scatter"],
         ).cases(3)
-        names = [(case.form, case.scheme, case.density) for case in cases]
-        assert names.count((Form.ALL_REDUCE, "dense", 1.0)) == 1
-        assert (Form.ALL_REDUCE, "ssar_rd", 0.2) in names
-        assert not [name for name in names if name[:2] == (Form.REDUCE_SCATTER, "ssar_rd")]
+        names = [(case.op, case.scheme, case.density) for case in cases]
+        assert names.count((CollectiveOp.ALL_REDUCE, "dense", 1.0)) == 1
+        assert (CollectiveOp.ALL_REDUCE, "ssar_rd", 0.2) in names
+        assert not [name for name in names if name[:2] == (CollectiveOp.REDUCE_SCATTER, "ssar_rd")]
         assert all(case.numel % 3 == 0 for case in cases)
 
 
 class TestFigures:
     """From what the ranks measured to a row."""
 
-    CASE = Case(Form.ALL_REDUCE, "agsparse", "fp32", 0.01, 1000)
+    CASE = Case(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 1000)
 
     def rounds(self):
         """Two ranks, three rounds; rank 1 is the slowest but for the first."""
@@ -244,7 +244,7 @@ class TestFigures:
         assert payload_rate(1000) == pytest.approx(119.55e6, rel=1e-4)
         assert codec_bytes(self.CASE, "dense", 100, 10, 2, prune=True) == 0
         assert codec_bytes(self.CASE, "agsparse", 100, 10, 2, prune=False) == 4100
-        shard = dataclasses.replace(self.CASE, form=Form.REDUCE_SCATTER)
+        shard = dataclasses.replace(self.CASE, op=CollectiveOp.REDUCE_SCATTER)
         assert codec_bytes(shard, "direct", 100, 10, 4, prune=False) == 1100
 
     def test_measured_names_are_what_a_round_is_made_of(self):

@@ -21,7 +21,7 @@ from megatron_sparse.bench.stragglers.sweep import (
     RULE,
     StragglerSweep,
 )
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli.main import main
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import ConfigError
@@ -165,7 +165,7 @@ class TestVirtual:
 class TestRow:
     """From readings of the clock to a row."""
 
-    CASE = Case(Form.ALL_REDUCE, "straggler", "fp32", 1.0, 1000)
+    CASE = Case(CollectiveOp.ALL_REDUCE, "straggler", "fp32", 1.0, 1000)
 
     def row(self, scheme="straggler", delay_s=0.5):
         case = dataclasses.replace(self.CASE, scheme=scheme)

@@ -23,7 +23,7 @@ from megatron_sparse.bench.cost_models.command import (
     simulated_numel,
 )
 from megatron_sparse.bench.cost_models.virtual_truth import Setting
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli.main import main
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import SchemeConfig
@@ -61,7 +61,7 @@ def sweep(**changed) -> CostSweep:
 
 def setting(prices=None, n=4, full_numel=2**20, **options) -> Setting:
     chosen = SchemeOptions.of(SchemeConfig(**options))
-    return Setting.on(find("perlmutter"), n, prices, chosen, Form.ALL_REDUCE, full_numel)
+    return Setting.on(find("perlmutter"), n, prices, chosen, CollectiveOp.ALL_REDUCE, full_numel)
 
 
 def given(n=4, numel=2**16):
@@ -117,7 +117,7 @@ class TestTruth:
         with pytest.raises(ConfigError):
             virtual_truth.run("direct", [torch.ones(4096), torch.ones(8192)], setting(n=2))
         with pytest.raises(ConfigError):
-            virtual_truth.run("zen", given(), replace(setting(), form=Form.REDUCE_SCATTER))
+            virtual_truth.run("zen", given(), replace(setting(), op=CollectiveOp.REDUCE_SCATTER))
 
 
 class TestTimedPrices:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration import command as runner
 from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
 from megatron_sparse.calibration.links import LinkSweep, fit_link, measure_links
@@ -26,8 +26,8 @@ from megatron_sparse.cli.main import main
 from megatron_sparse.config.sparse import RING_DENSITIES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.cluster import ClusterModel, CodecOp, find
-from megatron_sparse.recording import Stopwatch
-from megatron_sparse.simulate.pricing import ChargingStopwatch, memory_bound
+from megatron_sparse.recording import StageTimer
+from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,7 +138,7 @@ def swept(topology: Topology, seconds_a_byte: float, case: SweepCase, format: st
             t,
             case,
             partial(cluster.clock_s.__getitem__, t.rank),
-            ChargingStopwatch(t, memory_bound(seconds_a_byte)),
+            ChargingTimer(t, memory_bound(seconds_a_byte)),
         )
         for t in cluster.transports
     ]
@@ -189,7 +189,9 @@ class TestSweep:
 
             def start(t, cluster=cluster, case=case, ring=ring):
                 clock = partial(cluster.clock_s.__getitem__, t.rank)
-                return RingRuns(t, case, clock, Stopwatch()).time_s(Form.REDUCE_SCATTER, ring)
+                return RingRuns(t, case, clock, StageTimer()).time_s(
+                    CollectiveOp.REDUCE_SCATTER, ring
+                )
 
             cluster.run(start)
             sent[threshold] = cluster.sent_bytes(0)

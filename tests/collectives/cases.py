@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.config.sparse import FORMAT_OF_SCHEME, SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, encode
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 
 EPOCH = 3
@@ -32,7 +32,7 @@ class Case:
 
     scheme: str
     n: int
-    form: Form = Form.ALL_REDUCE
+    op: CollectiveOp = CollectiveOp.ALL_REDUCE
     dtype: str = "fp32"
     wire: str = "fp32"
     density: float = 0.3
@@ -92,21 +92,21 @@ def contribution(case: Case, rank: int) -> torch.Tensor:
 def make_bucket(case: Case, rank: int) -> Bucket:
     """The bucket that a rank starts from."""
     grad = contribution(case, rank)
-    return Bucket("b", grad, parameters(case.numel), case.form, case.n)
+    return Bucket("b", grad, parameters(case.numel), case.op, case.n)
 
 
 def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message:
     """The rank's encoded contribution, cut as the planner would have it cut."""
     scheme = SCHEMES[case.scheme]
-    layout = bucket.layout(scheme.is_sharded(case.form), scheme.finer(bucket))
+    layout = bucket.layout(scheme.is_sharded(case.op), scheme.extra_cuts(bucket))
     offsets = layout.range_offsets.tolist()
     nnz_R = torch.tensor(
         [int(bucket.grad_N[a:b].count_nonzero()) for a, b in itertools.pairwise(offsets)],
         dtype=torch.int64,
     )
-    form = FORMAT_OF_SCHEME.get(case.scheme, "coo")
+    op = FORMAT_OF_SCHEME.get(case.scheme, "coo")
     block_size = case.options.block_size
-    return encode(bucket, layout, nnz_R, case.wire, EPOCH, buffers, form, block_size)
+    return encode(bucket, layout, nnz_R, case.wire, EPOCH, buffers, op, block_size)
 
 
 def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeOptions):
@@ -123,11 +123,11 @@ def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeOpt
         tap: Any = RecordTap(transport)
         taps[rank] = tap
         slices = [ParameterSlice("w", 0, numel)]
-        bucket = Bucket("b", gradients[rank].clone(), slices, case.form, n)
+        bucket = Bucket("b", gradients[rank].clone(), slices, case.op, n)
         message = messages[rank] = make_message(bucket, case, MessageBuffers())
         bucket.grad_N.fill_(float("nan"))
         yield from SCHEMES[scheme].exchange(
-            bucket, message, tap, MessageBuffers(), Stopwatch(), options
+            bucket, message, tap, MessageBuffers(), StageTimer(), options
         )
         return bucket.grad_N
 
@@ -140,7 +140,7 @@ def steps_of(case: Case, transport, *, poison: bool = False):
 
     With `poison` element 7 is NaN and element 100 infinite.
     """
-    bucket, buffers, watch = make_bucket(case, transport.rank), MessageBuffers(), Stopwatch()
+    bucket, buffers, timer = make_bucket(case, transport.rank), MessageBuffers(), StageTimer()
     if poison:
         bucket.grad_N[7], bucket.grad_N[100] = float("nan"), float("inf")
     scheme = SCHEMES[case.scheme]
@@ -148,16 +148,16 @@ def steps_of(case: Case, transport, *, poison: bool = False):
         message = make_message(bucket, case, buffers)
         # Selection may leave anything in the gradient: the message is the contribution.
         bucket.grad_N.fill_(float("nan"))
-        sent = yield from scheme.exchange(bucket, message, transport, buffers, watch, case.options)
+        sent = yield from scheme.exchange(bucket, message, transport, buffers, timer, case.options)
     else:
         values = bucket.grad_N
         if case.wire != case.dtype:
             values = bucket.grad_N.to(VALUE_DTYPES[case.wire])
             bucket.grad_N.fill_(float("nan"))
         sent = yield from scheme.reduce(
-            bucket, values, EPOCH, transport, buffers, watch, case.options
+            bucket, values, EPOCH, transport, buffers, timer, case.options
         )
-    own = slice(None) if case.form is Form.ALL_REDUCE else bucket.shard(transport.rank)
+    own = slice(None) if case.op is CollectiveOp.ALL_REDUCE else bucket.shard(transport.rank)
     return bucket.grad_N[own].clone(), sent
 
 
@@ -166,6 +166,6 @@ def exact_sum(case: Case) -> torch.Tensor:
     return sum((contribution(case, r).double() for r in range(case.n)), torch.zeros(case.numel))
 
 
-def numel_for(n: int, numel: int, form: Form) -> int:
+def numel_for(n: int, numel: int, op: CollectiveOp) -> int:
     """At least `numel` elements, and a whole number of shards where the form needs it."""
-    return -(-numel // n) * n if form is Form.REDUCE_SCATTER else numel
+    return -(-numel // n) * n if op is CollectiveOp.REDUCE_SCATTER else numel

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import OVER_GROUPS
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
@@ -117,7 +117,7 @@ def full_sum(world_size: int, numel: int) -> torch.Tensor:
 def bucket_of(rank: int, world_size: int, numel: int = NUMEL) -> Bucket:
     """A rank's bucket, all of which is sent."""
     pieces = [ParameterSlice("w", 0, numel)] if numel else []
-    return Bucket("b", gradient_of(rank, numel), pieces, Form.ALL_REDUCE, world_size)
+    return Bucket("b", gradient_of(rank, numel), pieces, CollectiveOp.ALL_REDUCE, world_size)
 
 
 def terminal(

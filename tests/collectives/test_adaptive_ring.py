@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.collectives.link_density import LinkDensity
 from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
@@ -37,16 +37,22 @@ SPCCL = RING_DENSITIES["pici"]
 
 
 def _case(
-    n, densities, form=Form.ALL_REDUCE, kinds=("fp32", "fp32"), density=0.2, numel=1000, **more
+    n,
+    densities,
+    op=CollectiveOp.ALL_REDUCE,
+    kinds=("fp32", "fp32"),
+    density=0.2,
+    numel=1000,
+    **more,
 ):
     options = dataclasses.replace(OPTIONS, ring_densities=densities)
     return Case(
         "adaptive_ring",
         n,
-        form,
+        op,
         *kinds,
         density,
-        numel_for(n, numel, form),
+        numel_for(n, numel, op),
         options=options,
         **more,
     )
@@ -100,7 +106,7 @@ def _format(records):
 
 def _assert_exact(case, results):
     expected = exact_sum(case)
-    pieces = [expected] * case.n if case.form is Form.ALL_REDUCE else expected.chunk(case.n)
+    pieces = [expected] * case.n if case.op is CollectiveOp.ALL_REDUCE else expected.chunk(case.n)
     for rank, (result, piece) in enumerate(zip(results, pieces, strict=True)):
         assert torch.equal(result.double(), piece), (case, rank)
 
@@ -119,8 +125,8 @@ def test_equation_7_predicts_the_density_of_sums_of_independent_positions():
 
 
 def test_thresholds_come_from_the_paper_unless_given():
-    for form, expected in (("auto", SPCCL), ("pici", SPCCL), ("coo", (0.3, 0.4, 0.5))):
-        assert SchemeOptions.of(SchemeConfig(format=form)).ring_densities == expected
+    for op, expected in (("auto", SPCCL), ("pici", SPCCL), ("coo", (0.3, 0.4, 0.5))):
+        assert SchemeOptions.of(SchemeConfig(format=op)).ring_densities == expected
     given = SchemeConfig(format="coo", ring_inter_density=0.0)
     assert SchemeOptions.of(given).ring_densities == (0.3, 0.0, 0.5)
     with pytest.raises(ConfigError, match=r"scheme\.ring_gather_density"):
@@ -137,21 +143,21 @@ THRESHOLDS = [
 ]
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("sizes", [(1,), (2,), (1, 1, 1), (2, 2), (3, 2), (1, 4), (3, 1, 2, 2)])
-def test_exact_whatever_goes_dense(sizes, form):
+def test_exact_whatever_goes_dense(sizes, op):
     n = sum(sizes)
     kinds = itertools.cycle(DTYPES)
     amounts = ((0.02, 1001), (0.3, 1001), (1, n), (1, 0))
     for densities, (density, numel) in itertools.product(THRESHOLDS, amounts):
-        case = _case(n, densities, form, next(kinds), density, numel)
+        case = _case(n, densities, op, next(kinds), density, numel)
         _assert_exact(case, _run(case, sizes)[0])
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("wire_format", ["coo", "pici", "dense"])
-def test_exact_in_every_format_and_sums_are_in_it(wire_format, form):
-    case = _case(4, (NEVER,) * 3, form, density=0.05, numel=40_000)
+def test_exact_in_every_format_and_sums_are_in_it(wire_format, op):
+    case = _case(4, (NEVER,) * 3, op, density=0.05, numel=40_000)
     case = dataclasses.replace(case, options=dataclasses.replace(case.options, format=wire_format))
     results, sent, _ = _run(case)
     _assert_exact(case, results)
@@ -165,7 +171,7 @@ def test_exact_in_every_format_and_sums_are_in_it(wire_format, form):
 def test_a_link_that_has_gone_dense_stays_dense():
     """Density 0.2 among 8 ranks: sums of 2, 3, ... have densities 0.36, 0.488, 0.59, ..."""
     for threshold, sparse in ((0.3, 1), (0.45, 2), (0.55, 3), (NEVER, 7)):
-        case = _case(8, (threshold, NEVER, NEVER), Form.REDUCE_SCATTER, numel=40_000)
+        case = _case(8, (threshold, NEVER, NEVER), CollectiveOp.REDUCE_SCATTER, numel=40_000)
         for messages in _run(case)[1]:
             assert _kinds(messages) == ["sparse"] * sparse + ["dense"] * (7 - sparse)
             sizes = [values for values in messages if values.dtype == torch.int64]
@@ -179,7 +185,7 @@ def test_a_link_that_has_gone_dense_stays_dense():
 
 def test_dense_sends_lie_between_sparse_ones():
     """Nodes (0, 0, 1, 1): links 1 -> 2 and 3 -> 0 cross nodes; only links inside go dense."""
-    case = _case(4, (0, NEVER, NEVER), Form.REDUCE_SCATTER)
+    case = _case(4, (0, NEVER, NEVER), CollectiveOp.REDUCE_SCATTER)
     results, sent, _ = _run(case, (2, 2))
     _assert_exact(case, results)
     kinds = [_kinds(messages) for messages in sent]
@@ -193,8 +199,8 @@ def test_dense_sends_lie_between_sparse_ones():
 def test_the_ring_runs_node_by_node():
     """With nodes (0, 1, 0, 1) it is 0, 2, 1, 3: two of the four links cross nodes."""
     nodes = (0, 1, 0, 1)
-    for form in Form:
-        case = _case(4, (0, NEVER, NEVER), form)
+    for op in CollectiveOp:
+        case = _case(4, (0, NEVER, NEVER), op)
         results, sent, cluster = _run(case, nodes=nodes)
         _assert_exact(case, results)
         after = {0: 2, 2: 1, 1: 3, 3: 0}
@@ -202,7 +208,7 @@ def test_the_ring_runs_node_by_node():
         for rank, successor in after.items():
             is_inside = nodes[rank] == nodes[successor]
             assert kinds[rank][1:3] == ["dense" if is_inside else "sparse"] * 2
-        agreements = 8 * (2 + 4) * (2 if form is Form.ALL_REDUCE else 1)
+        agreements = 8 * (2 + 4) * (2 if op is CollectiveOp.ALL_REDUCE else 1)
         for (a, b), size in cluster.link_bytes.items():
             assert (size > agreements) == (after[a] == b)
 
@@ -214,7 +220,7 @@ def test_measured_densities_correct_extrapolated_ones(monkeypatch):
     """
     real = cases.contribution
     monkeypatch.setattr(cases, "contribution", lambda case, _: real(case, 0))
-    case = _case(8, (0.25, NEVER, NEVER), Form.REDUCE_SCATTER, density=0.1, numel=8000)
+    case = _case(8, (0.25, NEVER, NEVER), CollectiveOp.REDUCE_SCATTER, density=0.1, numel=8000)
     results, sent, _ = _run(case)
     assert torch.equal(torch.cat(results), 8 * real(case, 0))
     for messages in sent:
@@ -276,7 +282,7 @@ def _sent_bytes(case, nodes):
                 total = sum(inputs[r] for r in ranks)[free[shard]]
                 density = int(total.count_nonzero()) / len(free[shard])
         last[rank] = density
-    if case.form is Form.ALL_REDUCE:
+    if case.op is CollectiveOp.ALL_REDUCE:
         sums = []
         for rank in range(n):
             density = 1 - (1 - last[rank - 1]) * (1 - initial[rank])
@@ -287,15 +293,15 @@ def _sent_bytes(case, nodes):
     return sent
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (3, 2), (1, 1, 1), (4, 4)])
-def test_bytes_are_those_of_the_header(sizes, form):
+def test_bytes_are_those_of_the_header(sizes, op):
     n, nodes = sum(sizes), Topology(sizes, NO_TIME, NO_TIME).nodes
-    agreement = (n - 1) * 8 * (2 + n) * (2 if form is Form.ALL_REDUCE else 1)
+    agreement = (n - 1) * 8 * (2 + n) * (2 if op is CollectiveOp.ALL_REDUCE else 1)
     for kinds, density, densities in itertools.product(
         DTYPES, (0.05, 0.15, 0.4), (SPCCL, (0.2, 0.4, 0.6))
     ):
-        case = _case(n, densities, form, kinds, density, 1001)
+        case = _case(n, densities, op, kinds, density, 1001)
         _, sent, cluster = _run(case, sizes)
         expected = _sent_bytes(case, nodes)
         assert [sum(values.nbytes for values in messages) for messages in sent] == expected, case
@@ -303,8 +309,8 @@ def test_bytes_are_those_of_the_header(sizes, form):
 
 
 def test_without_thresholds_it_is_the_sparse_ring():
-    for form in Form:
-        case = _case(5, (NEVER,) * 3, form, floats=True)
+    for op in CollectiveOp:
+        case = _case(5, (NEVER,) * 3, op, floats=True)
         plain = dataclasses.replace(case, scheme="sparse_ring")
         for ours, theirs in zip(_run(case)[0], _run(plain)[0], strict=True):
             assert torch.equal(ours, theirs)

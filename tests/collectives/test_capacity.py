@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.collectives.records import group_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
@@ -18,7 +18,7 @@ from megatron_sparse.formats import message as message_module
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode
 from megatron_sparse.formats.slots import segment_capacity
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reference.capacity import prune_limited
@@ -28,14 +28,14 @@ from tests.ranks import run_ranks
 from tests.reduction.test_reducer_gloo import Records
 
 CAPABLE = ("agsparse", "direct", "ssar_split_ag", "dsar_split_ag")
-BY_FORM = [(name, form) for name in CAPABLE for form in Form if form in SCHEMES[name].forms]
+BY_FORM = [(name, op) for name in CAPABLE for op in CollectiveOp if op in SCHEMES[name].ops]
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 
 
 def selected(case, rank, density):
     """What a rank's message of at most this density holds, by the oracle, and its residual."""
-    bucket = Bucket("b", contribution(case, rank), parameters(case.numel), case.form, case.n)
-    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.form))
+    bucket = Bucket("b", contribution(case, rank), parameters(case.numel), case.op, case.n)
+    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.op))
     ranges = layout.range_offsets
     return prune_limited(
         bucket.grad_N,
@@ -54,8 +54,8 @@ def steps_of(case, transport, density):
     """One rank's selection and collective: returns (its part of the sum, residual, bytes)."""
     buffers = MessageBuffers()
     grad = contribution(case, transport.rank)
-    bucket = Bucket("b", grad, parameters(case.numel), case.form, case.n)
-    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.form))
+    bucket = Bucket("b", grad, parameters(case.numel), case.op, case.n)
+    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.op))
     residual = torch.zeros(case.numel)
     message = prune_encode(
         bucket,
@@ -73,9 +73,9 @@ def steps_of(case, transport, density):
     )
     bucket.grad_N.fill_(float("nan"))
     sent = yield from SCHEMES[case.scheme].exchange(
-        bucket, message, transport, buffers, Stopwatch(), OPTIONS
+        bucket, message, transport, buffers, StageTimer(), OPTIONS
     )
-    own = slice(None) if case.form is Form.ALL_REDUCE else bucket.shard(transport.rank)
+    own = slice(None) if case.op is CollectiveOp.ALL_REDUCE else bucket.shard(transport.rank)
     return bucket.grad_N[own].clone(), residual, sent
 
 
@@ -96,8 +96,8 @@ def room(numel, keep, most, value_bytes):
 def fixed_bytes(case, density):
     """What each rank sends, from sizes alone."""
     n, value_bytes = case.n, 2 if case.wire == "bf16" else 4
-    bucket = Bucket("b", torch.zeros(case.numel), parameters(case.numel), case.form, n)
-    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.form))
+    bucket = Bucket("b", torch.zeros(case.numel), parameters(case.numel), case.op, n)
+    layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.op))
     messages, sums, denses = [], [], []
     for (start, stop), keep in zip(
         pairwise(layout.segment_offsets.tolist()), layout.segment_keep.tolist(), strict=True
@@ -111,7 +111,7 @@ def fixed_bytes(case, density):
     def of_shards(sizes):
         return [sum(sizes[a:b]) for a, b in pairwise(layout.shard_segments)]
 
-    reduce = case.form is Form.ALL_REDUCE
+    reduce = case.op is CollectiveOp.ALL_REDUCE
     if case.scheme == "agsparse" and reduce:
         return [(n - 1) * sum(messages)] * n
     shards, totals, dense = of_shards(messages), of_shards(sums), of_shards(denses)
@@ -129,8 +129,8 @@ def fixed_bytes(case, density):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize(("name", "form"), BY_FORM)
-def test_exact_with_fixed_bytes_and_no_agreement(name, form, n):
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
+def test_exact_with_fixed_bytes_and_no_agreement(name, op, n):
     one_a_second = Link(1.0, 0.0)
     for (dtype, wire), density, limit, numel in zip(
         (*DTYPES, DTYPES[0], DTYPES[0], DTYPES[0]),
@@ -139,12 +139,12 @@ def test_exact_with_fixed_bytes_and_no_agreement(name, form, n):
         (300, 1001, 5000, 300, 300, 0),
         strict=True,
     ):
-        case = Case(name, n, form, dtype, wire, density, numel_for(n, numel, form))
+        case = Case(name, n, op, dtype, wire, density, numel_for(n, numel, op))
         cluster = VirtualCluster(n, Topology((n,), one_a_second, one_a_second))
         outcomes = cluster.run(lambda t, case=case, limit=limit: steps_of(case, t, limit))
         oracles = [selected(case, rank, limit) for rank in range(n)]
         expected = sum((sent.double() for sent, _ in oracles), torch.zeros(case.numel))
-        if form is Form.ALL_REDUCE:
+        if op is CollectiveOp.ALL_REDUCE:
             for result, _, _ in outcomes:
                 assert torch.equal(result.double(), expected), case
         else:
@@ -158,7 +158,7 @@ def test_exact_with_fixed_bytes_and_no_agreement(name, form, n):
         assert [sent for _, _, sent in outcomes] == fixed, case
         # Nothing else went over any link.
         assert [cluster.sent_bytes(rank) for rank in range(n)] == fixed, case
-        second = 0 if form is Form.REDUCE_SCATTER or name == "agsparse" else n - 1
+        second = 0 if op is CollectiveOp.REDUCE_SCATTER or name == "agsparse" else n - 1
         if name in ("ssar_split_ag", "dsar_split_ag"):
             second = math.ceil(math.log2(n))
         if case.numel:
@@ -176,7 +176,7 @@ def test_the_ranks_data_do_not_change_a_byte():
 def test_ranks_of_another_capacity_never_meet():
     tags = set()
     for limit in (0.1, 0.2, None):
-        bucket = Bucket("b", torch.zeros(900), parameters(900), Form.ALL_REDUCE, 2)
+        bucket = Bucket("b", torch.zeros(900), parameters(900), CollectiveOp.ALL_REDUCE, 2)
         layout = bucket.layout(True)
         capacity = None if limit is None else segment_capacity(layout, limit)
         message = prune_encode(
@@ -225,10 +225,10 @@ def error_of(steps):
     return None
 
 
-@pytest.mark.parametrize(("name", "form"), BY_FORM)
-def test_a_damaged_record_names_rank_and_field(name, form):
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
+def test_a_damaged_record_names_rank_and_field(name, op):
     """Rank 1's records to rank 0: read late, and still nobody goes on with what came of them."""
-    case = Case(name, 3, form, numel=900)
+    case = Case(name, 3, op, numel=900)
 
     def start(transport):
         tap = Damaging(transport, 0) if transport.rank == 1 else transport
@@ -237,7 +237,7 @@ def test_a_damaged_record_names_rank_and_field(name, form):
     errors = VirtualCluster(3).run(start)
     assert "rank 1: field checksum" in str(errors[0])
     for error in errors[1:]:
-        if form is Form.ALL_REDUCE and name != "agsparse":
+        if op is CollectiveOp.ALL_REDUCE and name != "agsparse":
             # Rank 0 adds up a shard for all, and makes it useless for all.
             assert "rank 0: field magic" in str(error)
         else:
@@ -283,8 +283,8 @@ def test_what_waits_is_counted():
     assert OnDevice.reads == 3
 
 
-@pytest.mark.parametrize(("name", "form"), BY_FORM)
-def test_one_read_of_the_host_a_bucket(name, form, monkeypatch):
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
+def test_one_read_of_the_host_a_bucket(name, op, monkeypatch):
     """Of all that would live on a GPU, and after the last message has come."""
     taken = MessageBuffers.take
     monkeypatch.setattr(
@@ -296,17 +296,17 @@ def test_one_read_of_the_host_a_bucket(name, form, monkeypatch):
         "_nonzero",
         lambda values_N: values_N.as_subclass(torch.Tensor).count_nonzero(),
     )
-    case, messages = Case(name, 4, form, numel=2400), []
+    case, messages = Case(name, 4, op, numel=2400), []
 
     def start(transport, limit):
         bucket = Bucket(
             "b",
             contribution(case, transport.rank).as_subclass(OnDevice),
             parameters(case.numel),
-            case.form,
+            case.op,
             case.n,
         )
-        layout, buffers = bucket.layout(SCHEMES[name].is_sharded(form)), MessageBuffers()
+        layout, buffers = bucket.layout(SCHEMES[name].is_sharded(op)), MessageBuffers()
         capacity = None if limit is None else segment_capacity(layout, limit)
         message = prune_encode(
             bucket,
@@ -323,7 +323,7 @@ def test_one_read_of_the_host_a_bucket(name, form, monkeypatch):
             capacity,
         )
         messages.append(message)
-        return SCHEMES[name].exchange(bucket, message, transport, buffers, Stopwatch(), OPTIONS)
+        return SCHEMES[name].exchange(bucket, message, transport, buffers, StageTimer(), OPTIONS)
 
     OnDevice.reads = 0
     VirtualCluster(4).run(lambda transport: start(transport, None))
@@ -340,7 +340,7 @@ def test_one_read_of_the_host_a_bucket(name, form, monkeypatch):
 def test_other_schemes_are_refused_in_the_first_step(name):
     compression = CompressionConfig(warmup_iters=100)
     planner = FixedPlanner(compression, SchemeConfig(name=name, capacity=1.25))
-    bucket = Bucket("b", torch.zeros(90), parameters(90), Form.ALL_REDUCE, 2)
+    bucket = Bucket("b", torch.zeros(90), parameters(90), CollectiveOp.ALL_REDUCE, 2)
     with pytest.raises(ConfigError, match=f"scheme.name={name} has no messages of fixed size"):
         planner.plan_for(bucket, 0)
 
@@ -348,7 +348,7 @@ def test_other_schemes_are_refused_in_the_first_step(name):
 def test_the_torch_codec_refuses_it(monkeypatch):
     monkeypatch.setattr(message_module, "is_compiled", lambda device: False)
     case, residual = Case("direct", 1, numel=90), torch.zeros(90)
-    bucket = Bucket("b", contribution(case, 0), parameters(90), case.form, 1)
+    bucket = Bucket("b", contribution(case, 0), parameters(90), case.op, 1)
     layout, before = bucket.layout(True), bucket.grad_N.clone()
     with pytest.raises(ExtensionError, match="capacity mode needs the compiled codec"):
         prune_encode(
@@ -372,7 +372,7 @@ def test_the_torch_codec_refuses_it(monkeypatch):
 @pytest.mark.parametrize("name", [*CAPABLE, "auto"])
 def test_these_schemes_take_it(name):
     planner = FixedPlanner(CompressionConfig(), SchemeConfig(name=name, capacity=1.25))
-    bucket = Bucket("b", torch.zeros(90), parameters(90), Form.ALL_REDUCE, 2)
+    bucket = Bucket("b", torch.zeros(90), parameters(90), CollectiveOp.ALL_REDUCE, 2)
     assert planner.plan_for(bucket, 0).scheme == "dense"  # still warming up
 
 
@@ -384,7 +384,7 @@ def test_the_factor_is_checked(capacity):
 
 def test_auto_weighs_what_is_sent_not_what_is_selected():
     """At a factor of 1.25 messages are up to a quarter longer, which can tip the scales."""
-    bucket = Bucket("b", torch.zeros(90_000), parameters(90_000), Form.ALL_REDUCE, 4)
+    bucket = Bucket("b", torch.zeros(90_000), parameters(90_000), CollectiveOp.ALL_REDUCE, 4)
     chosen = {}
     for capacity in (None, 1.25, 60.0):
         compression = CompressionConfig(density=0.02, warmup_iters=0, ramp_iters=0)
@@ -403,7 +403,7 @@ def _train(rank, world_size, schemes):
 
     progress = ProgressThread(torch.device("cpu"), 30)
     results = []
-    for name, form in schemes:
+    for name, op in schemes:
         config = SparseConfig(
             CompressionConfig(
                 density=0.05, warmup_iters=0, ramp_iters=0, samples=300, keep_below_numel=0
@@ -419,11 +419,15 @@ def _train(rank, world_size, schemes):
         for step in range(2):
             generator = torch.Generator().manual_seed(10 * step + rank)
             grad = torch.randint(-9, 10, (NUMEL,), generator=generator).float()
-            bucket = Bucket("b", grad.clone(), parameters(NUMEL), form, world_size)
+            bucket = Bucket("b", grad.clone(), parameters(NUMEL), op, world_size)
             reducer.start(bucket, step).wait()
             residuals.commit()
             after = next(iter(residuals.tensors()))
-            part = bucket.grad_N if form is Form.ALL_REDUCE else bucket.grad_N[bucket.shard(rank)]
+            part = (
+                bucket.grad_N
+                if op is CollectiveOp.ALL_REDUCE
+                else bucket.grad_N[bucket.shard(rank)]
+            )
             record = records.buckets[-1]
             results.append((part.clone(), grad + carried - after, record.wire_bytes, record.nnz))
             carried = after.clone()
@@ -435,14 +439,14 @@ def _train(rank, world_size, schemes):
 def test_gloo_ranks_through_the_reducer():
     outcomes = run_ranks(_train, 2, BY_FORM)
     for step, ranks in enumerate(zip(*outcomes, strict=True)):
-        name, form = BY_FORM[step // 2]
+        name, op = BY_FORM[step // 2]
         total = sum(sent for _, sent, _, _ in ranks)
         parts = [part for part, _, _, _ in ranks]
-        if form is Form.ALL_REDUCE:
+        if op is CollectiveOp.ALL_REDUCE:
             assert all(torch.equal(part, total) for part in parts), (name, step)
         else:
             assert torch.equal(torch.cat(parts), total), (name, step)
-        case = Case(name, 2, form, numel=NUMEL)
+        case = Case(name, 2, op, numel=NUMEL)
         assert [wire for _, _, wire, _ in ranks] == fixed_bytes(case, 0.05), (name, step)
         # Half of the thresholds let more through than the target density: some did not fit.
         for _, sent, _, nnz in ranks:

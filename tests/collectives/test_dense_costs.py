@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import even_cuts
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import OPTIONS, Case, numel_for, steps_of
@@ -27,7 +27,7 @@ def _ring(case, p, b):
     pieces, total = _pieces(case), case.numel
     sent = [(total - own) * p for own in pieces]
     rounds = case.n - 1
-    if case.form is Form.ALL_REDUCE:
+    if case.op is CollectiveOp.ALL_REDUCE:
         sent = [s + (total - pieces[(r + 1) % case.n]) * b for r, s in enumerate(sent)]
         rounds *= 2
     return sent, rounds
@@ -39,7 +39,7 @@ def _rhd(case, p, b):
     surplus, levels = n - active, int(math.log2(active))
     lead_of = [2 * j if j < surplus else j + surplus for j in range(active)] + [n]
     block = [sum(pieces[lead_of[j] : lead_of[j + 1]]) for j in range(active)]
-    reduce = case.form is Form.ALL_REDUCE
+    reduce = case.op is CollectiveOp.ALL_REDUCE
     sent = [total * p] * n  # the folded ranks'
     for j, lead in enumerate(lead_of[:-1]):
         sent[lead] = (total - block[j]) * p
@@ -54,9 +54,9 @@ def _rhd(case, p, b):
 def _allpairs(case, p, b):
     pieces, n = _pieces(case), case.n
     sent = [(case.numel - own) * b for own in pieces]
-    if case.form is Form.ALL_REDUCE:
+    if case.op is CollectiveOp.ALL_REDUCE:
         sent = [s + (n - 1) * own * b for s, own in zip(sent, pieces, strict=True)]
-    rounds = 2 if case.form is Form.ALL_REDUCE else 1
+    rounds = 2 if case.op is CollectiveOp.ALL_REDUCE else 1
     return sent, rounds if n > 1 else 0
 
 
@@ -93,22 +93,22 @@ def _measure(case, topology=None):
     return [cluster.sent_bytes(rank) for rank in range(case.n)], reported, cluster
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("name", COSTS)
-def test_bytes_and_rounds_are_those_of_the_header(name, form):
-    if name == "dense_broadcast" and form is Form.REDUCE_SCATTER:
-        form = Form.ALL_REDUCE
+def test_bytes_and_rounds_are_those_of_the_header(name, op):
+    if name == "dense_broadcast" and op is CollectiveOp.REDUCE_SCATTER:
+        op = CollectiveOp.ALL_REDUCE
     for n in RANKS:
         topology = Topology((n,), ONE_ROUND_A_SECOND, ONE_ROUND_A_SECOND)
         for dtype, wire in DTYPES:
             case = Case(
                 name,
                 n,
-                form,
+                op,
                 dtype,
                 wire,
                 1,
-                numel_for(n, 1001, form),
+                numel_for(n, 1001, op),
                 options=OPTIONS.with_straggler(None),
             )
             partial = 2 if (dtype, wire) == ("fp32", "bf16") else 4
@@ -130,15 +130,15 @@ def test_equal_pieces_send_twice_n_minus_one_nths(name, n, closed):
     assert sent == [closed * 800 * 4] * n
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize(("m", "k"), [(2, 4), (3, 2), (4, 1), (1, 8), (4, 4)])
-def test_the_hierarchy_sends_between_nodes_what_its_header_says(m, k, form):
+def test_the_hierarchy_sends_between_nodes_what_its_header_says(m, k, op):
     n, total = m * k, 3 * 4 * 4 * 16
     inner, outer = Link(1.0, 0.0), Link(1000.0, 0.0)
-    case = Case("dense_hierarchical", n, form, density=1, numel=total)
+    case = Case("dense_hierarchical", n, op, density=1, numel=total)
     sent, reported, cluster = _measure(case, Topology((m,) * k, inner, outer))
     assert sent == reported
-    halves = 2 if form is Form.ALL_REDUCE else 1
+    halves = 2 if op is CollectiveOp.ALL_REDUCE else 1
     node = cluster.topology.nodes
     for rank in range(n):
         links = {key: size for key, size in cluster.link_bytes.items() if key[0] == rank}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.collectives.base import Subgroup
 from megatron_sparse.config.sparse import SCHEMES as CONFIGURABLE
@@ -20,7 +20,7 @@ from tests.collectives.cases import Case, contribution, exact_sum, numel_for, st
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 IN_ROUNDS = Subgroup.in_rounds
-BY_FORM = [(name, form) for name in OVER_GROUPS for form in Form if form in SCHEMES[name].forms]
+BY_FORM = [(name, op) for name in OVER_GROUPS for op in CollectiveOp if op in SCHEMES[name].ops]
 
 
 def _run(case, topology=None):
@@ -31,7 +31,7 @@ def _run(case, topology=None):
 
 def _assert_exact(case, results):
     expected = exact_sum(case)
-    if case.form is Form.ALL_REDUCE:
+    if case.op is CollectiveOp.ALL_REDUCE:
         for rank, result in enumerate(results):
             assert torch.equal(result.double(), expected), (case, rank)
     else:
@@ -43,14 +43,14 @@ def test_the_configuration_offers_every_scheme():
 
 
 @pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize(("name", "form"), BY_FORM)
-def test_exact_on_small_integers(name, form, n):
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
+def test_exact_on_small_integers(name, op, n):
     sizes = [(0, 300), (0.01, 300), (1, 300), (1, 0), (1, 1), (0.5, n), (0.5, n + 1)]
     kinds = [(*size, *DTYPES[i % 3]) for i, size in enumerate(sizes)]
     kinds += [(0.3, 300, *dtypes) for dtypes in DTYPES]
     for density, numel, dtype, wire in kinds:
-        count = numel_for(n, numel, form)
-        case = Case(name, n, form, dtype, wire, density, count)
+        count = numel_for(n, numel, op)
+        case = Case(name, n, op, dtype, wire, density, count)
         _assert_exact(case, _run(case)[0])
 
 
@@ -71,18 +71,18 @@ def in_one_call(monkeypatch):
 
 @pytest.mark.parametrize("n", [4, 5, 8])
 @pytest.mark.parametrize(
-    ("name", "form"),
+    ("name", "op"),
     [
-        (name, form)
-        for name, form in BY_FORM
+        (name, op)
+        for name, op in BY_FORM
         if name in ("agsparse", "direct", "zen", "hierarchical", "straggler", "straggler_direct")
     ],
 )
-def test_rounds_that_depend_on_nothing_may_be_one_call(name, form, n, in_one_call):
+def test_rounds_that_depend_on_nothing_may_be_one_call(name, op, n, in_one_call):
     """The cluster spoils what is read too early: every part is used after it has come."""
     for topology in (None, Topology((1, n - 1), NO_TIME, NO_TIME)):
         for dtype, wire in DTYPES:
-            case = Case(name, n, form, dtype, wire, 0.3, numel_for(n, 300, form), floats=True)
+            case = Case(name, n, op, dtype, wire, 0.3, numel_for(n, 300, op), floats=True)
             in_one_call.clear()
             results, sent, _ = _run(case, topology)
             with pytest.MonkeyPatch.context() as apart:
@@ -104,8 +104,8 @@ def test_rounds_that_depend_on_nothing_may_be_one_call(name, form, n, in_one_cal
 )
 def test_exact_for_any_size_and_density(which, n, numel, density, dtypes):
     """Over a tile of 4096 elements too, and in fp16; no case here was chosen by hand."""
-    name, form = which
-    case = Case(name, n, form, *dtypes, density, numel_for(n, numel, form))
+    name, op = which
+    case = Case(name, n, op, *dtypes, density, numel_for(n, numel, op))
     _assert_exact(case, _run(case)[0])
 
 
@@ -113,7 +113,7 @@ def test_exact_for_any_size_and_density(which, n, numel, density, dtypes):
 @pytest.mark.parametrize("name", OVER_GROUPS)
 def test_all_ranks_hold_the_same_bits_and_the_sum_of_floats(name, n):
     for dtype, wire in DTYPES:
-        case = Case(name, n, Form.ALL_REDUCE, dtype, wire, 0.3, 1000, floats=True)
+        case = Case(name, n, CollectiveOp.ALL_REDUCE, dtype, wire, 0.3, 1000, floats=True)
         results, _, _ = _run(case)
         for result in results[1:]:
             assert torch.equal(result, results[0]), (case, "not bit-identical")
@@ -144,7 +144,7 @@ IN_RANK_ORDER = (
 @pytest.mark.parametrize("name", IN_RANK_ORDER)
 def test_who_adds_in_rank_order_gets_the_bits_of_that_order(name, dtype):
     """So these schemes agree with one another bit for bit."""
-    case = Case(name, 5, Form.ALL_REDUCE, dtype, dtype, 0.5, 2000, floats=True)
+    case = Case(name, 5, CollectiveOp.ALL_REDUCE, dtype, dtype, 0.5, 2000, floats=True)
     expected = torch.zeros(case.numel)
     for rank in range(case.n):
         expected += contribution(case, rank).float()
@@ -153,17 +153,17 @@ def test_who_adds_in_rank_order_gets_the_bits_of_that_order(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("name", "form"), BY_FORM)
-def test_not_a_number_and_infinity_reach_every_rank(name, form, dtype):
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
+def test_not_a_number_and_infinity_reach_every_rank(name, op, dtype):
     n, numel = 3, 240
-    case = Case(name, n, form, dtype, dtype, 0.3, numel)
+    case = Case(name, n, op, dtype, dtype, 0.3, numel)
     cluster = VirtualCluster(n)
 
     def start(transport):
         return steps_of(case, transport, poison=transport.rank == 1)
 
     results = [result for result, _ in cluster.run(start)]
-    whole = results if form is Form.ALL_REDUCE else [torch.cat(results)]
+    whole = results if op is CollectiveOp.ALL_REDUCE else [torch.cat(results)]
     for result in whole:
         assert result[7].isnan()
         assert result[100] == float("inf")
@@ -173,12 +173,12 @@ def test_not_a_number_and_infinity_reach_every_rank(name, form, dtype):
 UNEVEN = [(3, 2), (1, 4), (4, 4), (2, 2, 2), (3, 1, 2, 2), (5,), (1, 1, 1), (2, 3, 3, 3, 1), (2, 2)]
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("sizes", UNEVEN)
-def test_the_hierarchy_is_exact_on_nodes_of_any_size(sizes, form):
+def test_the_hierarchy_is_exact_on_nodes_of_any_size(sizes, op):
     n = sum(sizes)
     topology = Topology(sizes, NO_TIME, NO_TIME)
     for (dtype, wire), numel in itertools.product(DTYPES, (300, 1, 0)):
-        count = numel_for(n, numel, form)
-        case = Case("dense_hierarchical", n, form, dtype, wire, 1, count)
+        count = numel_for(n, numel, op)
+        case = Case("dense_hierarchical", n, op, dtype, wire, 1, count)
         _assert_exact(case, _run(case, topology)[0])

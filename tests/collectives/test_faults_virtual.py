@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
 from megatron_sparse.collectives.checksummed import open_row, open_size, seal_row, seal_size
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
@@ -20,15 +20,15 @@ from tests.collectives.cases import Case, exact_sum, numel_for, steps_of
 from tests.collectives.faults import Fault, FaultyTransport, Killed, die_virtually
 
 N = 3
-FORMS = [(name, form) for name in OVER_GROUPS for form in Form if form in SCHEMES[name].forms]
+FORMS = [(name, op) for name in OVER_GROUPS for op in CollectiveOp if op in SCHEMES[name].ops]
 # What a rank sends twice differs in size for messages and sums of this case, so that a message
 # that comes again in the place of another is told by its size or by its header.
 DENSITY = 0.2
 
 
-def _run(name, form, fault):
+def _run(name, op, fault):
     """(error or None, whether every rank has the exact sum, whether the fault found a target)."""
-    case = Case(name, N, form, density=DENSITY, numel=numel_for(N, 900, form))
+    case = Case(name, N, op, density=DENSITY, numel=numel_for(N, 900, op))
     cluster = VirtualCluster(N, Topology((2, 1), Link(1e-6, 1e-9), Link(1e-5, 1e-8)))
     faulty = {}
 
@@ -45,7 +45,7 @@ def _run(name, form, fault):
     except MegatronSparseError as error:
         return error, False, faulty
     expected = exact_sum(case)
-    scatters = form is Form.REDUCE_SCATTER
+    scatters = op is CollectiveOp.REDUCE_SCATTER
     pieces = list(expected.chunk(N)) if scatters else [expected] * N
     exact = all(
         result is not None and torch.equal(result[0].double(), piece)
@@ -55,48 +55,48 @@ def _run(name, form, fault):
 
 
 @cache
-def _posts(name, form):
+def _posts(name, op):
     """How many operations each rank posts."""
-    _, exact, faulty = _run(name, form, Fault("none", 0, 0))
+    _, exact, faulty = _run(name, op, Fault("none", 0, 0))
     assert exact
     return [faulty[rank].posted for rank in range(N)]
 
 
-def _outcomes(name, form, kind):
+def _outcomes(name, op, kind):
     """Of the fault at every operation of every rank at which there is something to spoil."""
     outcomes = []
-    for victim, posts in enumerate(_posts(name, form)):
+    for victim, posts in enumerate(_posts(name, op)):
         for at in range(posts):
-            error, exact, faulty = _run(name, form, Fault(kind, victim, at))
+            error, exact, faulty = _run(name, op, Fault(kind, victim, at))
             if faulty[victim].struck:
                 outcomes.append((victim, at, error, exact))
     return outcomes
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS)
-def test_a_rank_that_dies_at_any_operation_is_named(name, form):
-    outcomes = _outcomes(name, form, "kill")
+@pytest.mark.parametrize(("name", "op"), FORMS)
+def test_a_rank_that_dies_at_any_operation_is_named(name, op):
+    outcomes = _outcomes(name, op, "kill")
     assert outcomes
     for victim, at, error, _ in outcomes:
         assert isinstance(error, CommunicationError), (victim, at)
         assert f"rank {victim}" in str(error) or f"ranks [{victim}]" in str(error), (victim, at)
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS)
-def test_a_slow_rank_changes_nothing(name, form):
-    posts = _posts(name, form)
+@pytest.mark.parametrize(("name", "op"), FORMS)
+def test_a_slow_rank_changes_nothing(name, op):
+    posts = _posts(name, op)
     for at in range(max(posts)):
         # Not every rank at every operation: what is slow is never refused, so each run is a whole
         # one. The rank that posts most is among those that others wait for.
         victim = posts.index(max(posts)) if at % 2 else at % N
-        error, exact, _ = _run(name, form, Fault("slow", victim, at))
+        error, exact, _ = _run(name, op, Fault("slow", victim, at))
         assert error is None, (victim, at)
         assert exact, (victim, at)
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS)
-def test_a_truncated_message_is_an_error(name, form):
-    outcomes = _outcomes(name, form, "truncate")
+@pytest.mark.parametrize(("name", "op"), FORMS)
+def test_a_truncated_message_is_an_error(name, op):
+    outcomes = _outcomes(name, op, "truncate")
     # The backend's own reduction is the only one without messages of ours.
     assert bool(outcomes) == (name != "dense")
     for victim, at, error, _ in outcomes:
@@ -107,21 +107,21 @@ def test_a_truncated_message_is_an_error(name, form):
 SPARSE = [item for item in FORMS if SCHEMES[item[0]].takes is Input.SPARSE]
 
 
-@pytest.mark.parametrize(("name", "form"), SPARSE)
-def test_a_damaged_header_names_the_sender(name, form):
-    outcomes = _outcomes(name, form, "header")
+@pytest.mark.parametrize(("name", "op"), SPARSE)
+def test_a_damaged_header_names_the_sender(name, op):
+    outcomes = _outcomes(name, op, "header")
     assert outcomes
     for victim, at, error, _ in outcomes:
         assert isinstance(error, WireFormatError), (victim, at)
 
 
 # The all-reduces have all that the reduce-scatters have.
-ALL_REDUCES = [name for name, form in SPARSE if form is Form.ALL_REDUCE]
+ALL_REDUCES = [name for name, op in SPARSE if op is CollectiveOp.ALL_REDUCE]
 
 
 @pytest.mark.parametrize("name", [*ALL_REDUCES, "dense"])
 def test_a_damaged_size_or_agreement_names_the_sender(name):
-    outcomes = _outcomes(name, Form.ALL_REDUCE, "size")
+    outcomes = _outcomes(name, CollectiveOp.ALL_REDUCE, "size")
     assert outcomes
     for victim, at, error, _ in outcomes:
         assert isinstance(error, WireFormatError), (victim, at)
@@ -130,7 +130,7 @@ def test_a_damaged_size_or_agreement_names_the_sender(name):
 
 @pytest.mark.parametrize("name", ALL_REDUCES)
 def test_a_message_out_of_order_is_never_taken_for_another(name):
-    for victim, at, error, exact in _outcomes(name, Form.ALL_REDUCE, "replay"):
+    for victim, at, error, exact in _outcomes(name, CollectiveOp.ALL_REDUCE, "replay"):
         assert error is not None or exact, (victim, at)
 
 

@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, Input
 from megatron_sparse.collectives.base import POSTED
 from megatron_sparse.config.sparse import INNER_SCHEMES, SchemeConfig
@@ -42,10 +42,10 @@ DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 NODES = [(1,), (4,), (1, 1, 1), (2, 2), (4, 4), (2, 2, 2), (3, 2), (1, 4), (3, 1, 2, 2)]
 
 
-def _case(inner, n, form, dtype="fp32", wire="fp32", density=0.2, numel=300, floats=False):
+def _case(inner, n, op, dtype="fp32", wire="fp32", density=0.2, numel=300, floats=False):
     options = dataclasses.replace(OPTIONS, inner=inner)
-    count = numel_for(n, numel, form)
-    return Case("hierarchical", n, form, dtype, wire, density, count, floats, options)
+    count = numel_for(n, numel, op)
+    return Case("hierarchical", n, op, dtype, wire, density, count, floats, options)
 
 
 def _run(case, sizes, wrap=lambda transport: transport):
@@ -56,7 +56,7 @@ def _run(case, sizes, wrap=lambda transport: transport):
 
 def _assert_exact(case, results):
     expected = exact_sum(case)
-    pieces = [expected] * case.n if case.form is Form.ALL_REDUCE else expected.chunk(case.n)
+    pieces = [expected] * case.n if case.op is CollectiveOp.ALL_REDUCE else expected.chunk(case.n)
     for rank, (result, piece) in enumerate(zip(results, pieces, strict=True)):
         assert torch.equal(result.double(), piece), (case, rank)
 
@@ -69,9 +69,9 @@ def test_every_other_sparse_scheme_can_be_the_inner_one():
             SchemeConfig(name="hierarchical", inner=name)
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("inner", INNER_SCHEMES)
-def test_exact_on_nodes_of_any_size(inner, form):
+def test_exact_on_nodes_of_any_size(inner, op):
     """Inner schemes without a reduce-scatter too, and parts of one element or none."""
     for number, sizes in enumerate(NODES):
         n = sum(sizes)
@@ -79,7 +79,7 @@ def test_exact_on_nodes_of_any_size(inner, form):
             *zip(DTYPES, (300, 1, 0), strict=True),
             (DTYPES[number % 3], n),
         ]:
-            case = _case(inner, n, form, dtype, wire, numel=numel)
+            case = _case(inner, n, op, dtype, wire, numel=numel)
             _assert_exact(case, _run(case, sizes)[0])
 
 
@@ -94,10 +94,10 @@ class OnNodes:
         return getattr(self._transport, name)
 
 
-@pytest.mark.parametrize("form", list(Form))
-def test_ranks_need_not_be_numbered_node_by_node(form):
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_ranks_need_not_be_numbered_node_by_node(op):
     nodes = (1, 0, 1, 0, 1)
-    case = _case("direct", 5, form)
+    case = _case("direct", 5, op)
     cluster = VirtualCluster(5)
     results = cluster.run(lambda t: steps_of(case, OnNodes(t, nodes)))
     _assert_exact(case, [result for result, _ in results])
@@ -106,7 +106,9 @@ def test_ranks_need_not_be_numbered_node_by_node(form):
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1, 2)])
 def test_all_ranks_hold_the_same_bits_and_the_sum_of_floats(sizes):
     for dtype, wire in DTYPES:
-        case = _case("direct", sum(sizes), Form.ALL_REDUCE, dtype, wire, numel=1000, floats=True)
+        case = _case(
+            "direct", sum(sizes), CollectiveOp.ALL_REDUCE, dtype, wire, numel=1000, floats=True
+        )
         results, _, _ = _run(case, sizes)
         assert all(torch.equal(result, results[0]) for result in results)
         # At most n additions of numbers up to sum |x|, each off by half a unit in the last place of
@@ -120,7 +122,7 @@ def test_all_ranks_hold_the_same_bits_and_the_sum_of_floats(sizes):
 
 def test_a_bf16_gradient_is_rounded_once_at_the_end():
     """Neither the node's sums nor the sum over the nodes is rounded on its way."""
-    case = _case("direct", 4, Form.ALL_REDUCE, "bf16", "bf16", 0.7, 1000, floats=True)
+    case = _case("direct", 4, CollectiveOp.ALL_REDUCE, "bf16", "bf16", 0.7, 1000, floats=True)
     parts = [contribution(case, rank).float() for rank in range(4)]
     # Rank order within the pairs and between them, in fp32.
     expected = ((parts[0] + parts[1]) + (parts[2] + parts[3])).bfloat16()
@@ -128,13 +130,13 @@ def test_a_bf16_gradient_is_rounded_once_at_the_end():
         assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("form", list(Form))
-def test_not_a_number_and_infinity_cross_the_nodes(form):
-    case = _case("direct", 3, form)
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_not_a_number_and_infinity_cross_the_nodes(op):
+    case = _case("direct", 3, op)
     cluster = VirtualCluster(3, Topology((2, 1), NO_TIME, NO_TIME))
     results = cluster.run(lambda t: steps_of(case, t, poison=t.rank == 1))
     wholes = [result for result, _ in results]
-    if form is Form.REDUCE_SCATTER:
+    if op is CollectiveOp.REDUCE_SCATTER:
         wholes = [torch.cat(wholes)]
     for whole in wholes:
         assert whole[7].isnan()
@@ -154,14 +156,14 @@ def _records(values, start, stop, dtype):
             nnz = int(values[first:last].count_nonzero())
             forms = [FORMAT_DENSE] if piece.keep else [FORMAT_DENSE, FORMAT_COO, FORMAT_PICI]
             size += HEADER_BYTES + min(
-                payload_bytes(form, last - first, nnz, WIRE_CODES[dtype]) for form in forms
+                payload_bytes(op, last - first, nnz, WIRE_CODES[dtype]) for op in forms
             )
     return size
 
 
 def _shards(case, m, k, lane):
     """The elements of a lane's part that each node's rank owns, for equal nodes."""
-    if case.form is Form.REDUCE_SCATTER:
+    if case.op is CollectiveOp.REDUCE_SCATTER:
         size = case.numel // case.n
         return [((node * m + lane) * size, (node * m + lane + 1) * size) for node in range(k)]
     start, stop = case.numel * lane // m, case.numel * (lane + 1) // m
@@ -169,12 +171,12 @@ def _shards(case, m, k, lane):
     return [(start + j * size, stop if j == k - 1 else start + (j + 1) * size) for j in range(k)]
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize(("m", "k"), [(1, 3), (2, 2), (4, 2), (2, 3)])
-def test_bytes_are_those_of_the_header(m, k, form):
-    n, reduce = m * k, form is Form.ALL_REDUCE
+def test_bytes_are_those_of_the_header(m, k, op):
+    n, reduce = m * k, op is CollectiveOp.ALL_REDUCE
     for (dtype, wire), density in zip(DTYPES, (0.05, 0.2, 0.02), strict=True):
-        case = _case("direct", n, form, dtype, wire, density, 1001)
+        case = _case("direct", n, op, dtype, wire, density, 1001)
         _, reported, cluster = _run(case, (m,) * k)
         partial = "bf16" if (dtype, wire) == ("fp32", "bf16") else "fp32"
         value_bytes = 4 if dtype == "fp32" else 2
@@ -206,7 +208,9 @@ def test_fewer_bytes_cross_the_nodes_than_without_the_hierarchy():
     """2 nodes of 4 ranks: what several ranks of a node have selected crosses once."""
     crossing = {}
     for name in ("direct", "hierarchical"):
-        case = dataclasses.replace(_case("direct", 8, Form.ALL_REDUCE, numel=40_000), scheme=name)
+        case = dataclasses.replace(
+            _case("direct", 8, CollectiveOp.ALL_REDUCE, numel=40_000), scheme=name
+        )
         _, _, cluster = _run(case, (4, 4))
         links = cluster.link_bytes.items()
         crossing[name] = sum(size for (a, b), size in links if a // 4 != b // 4)
@@ -218,7 +222,7 @@ def test_fewer_bytes_cross_the_nodes_than_without_the_hierarchy():
 
 def test_an_inner_error_names_the_rank_of_the_group():
     """Rank 1 of a lane is rank 2 of the group."""
-    case = _case("direct", 4, Form.ALL_REDUCE)
+    case = _case("direct", 4, CollectiveOp.ALL_REDUCE)
     fault = Fault("header", victim=2, at=0)
     named = []
     for fault.at in range(12):
@@ -236,14 +240,14 @@ def _over_sockets(rank, world_size, nodes, names):
 
     transport = ProcessGroupTransport(dist.group.WORLD, 30, torch.device("cpu"))
     results = {}
-    for name, form in itertools.product(names, Form):
-        case = dataclasses.replace(_case("direct", world_size, form, numel=1000), scheme=name)
+    for name, op in itertools.product(names, CollectiveOp):
+        case = dataclasses.replace(_case("direct", world_size, op, numel=1000), scheme=name)
         steps = steps_of(case, OnNodes(transport, nodes))
         while True:
             try:
                 yielded = next(steps)
             except StopIteration as end:
-                results[name, form] = end.value[0]
+                results[name, op] = end.value[0]
                 break
             if yielded is not POSTED:
                 yielded.finish()
@@ -255,6 +259,6 @@ def _over_sockets(rank, world_size, nodes, names):
 def test_exact_over_sockets(nodes):
     n = len(nodes)
     by_rank = run_ranks(_over_sockets, n, nodes, ("hierarchical", "adaptive_ring"))
-    for name, form in by_rank[0]:
-        case = _case("direct", n, form, numel=1000)
-        _assert_exact(case, [results[name, form] for results in by_rank])
+    for name, op in by_rank[0]:
+        case = _case("direct", n, op, numel=1000)
+        _assert_exact(case, [results[name, op] for results in by_rank])

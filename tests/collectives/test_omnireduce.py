@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
@@ -70,16 +70,16 @@ def test_scattered_values_travel_dense_and_never_cost_more():
         assert data.numel() == 48 + 8 * BLOCK * 4
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("block_size", [64, 256, 4096])
-def test_exact_with_every_block_size(block_size, form):
+def test_exact_with_every_block_size(block_size, op):
     options = dataclasses.replace(OPTIONS, block_size=block_size)
     for density in (0.0005, 0.05):
-        case = Case("omnireduce", 3, form, "bf16", "bf16", density, 30_000, options=options)
+        case = Case("omnireduce", 3, op, "bf16", "bf16", density, 30_000, options=options)
         results = [
             result for result, _ in VirtualCluster(3).run(lambda t, case=case: steps_of(case, t))
         ]
-        whole = results if form is Form.ALL_REDUCE else [torch.cat(results)]
+        whole = results if op is CollectiveOp.ALL_REDUCE else [torch.cat(results)]
         for result in whole:
             assert torch.equal(result.double(), exact_sum(case))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
 from megatron_sparse.collectives.base import tag_of
 from megatron_sparse.collectives.checksummed import open_row, open_size, seal_row, seal_size
@@ -18,33 +18,33 @@ from megatron_sparse.transport.topology import NO_TIME
 from tests.collectives.cases import Case, steps_of
 
 
-def _bucket(form=Form.ALL_REDUCE, name="b", numel=1000):
-    return Bucket(name, torch.zeros(numel), [ParameterSlice("w", 0, numel)], form, 4)
+def _bucket(op=CollectiveOp.ALL_REDUCE, name="b", numel=1000):
+    return Bucket(name, torch.zeros(numel), [ParameterSlice("w", 0, numel)], op, 4)
 
 
-def _plan(scheme, form, step=5, **values):
+def _plan(scheme, op, step=5, **values):
     compression = CompressionConfig(warmup_iters=2, ramp_iters=0, **values)
-    return FixedPlanner(compression, SchemeConfig(name=scheme)).plan_for(_bucket(form), step)
+    return FixedPlanner(compression, SchemeConfig(name=scheme)).plan_for(_bucket(op), step)
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("name", SCHEMES)
-def test_the_planner_plans_every_scheme_by_name(name, form):
+def test_the_planner_plans_every_scheme_by_name(name, op):
     scheme = SCHEMES[name]
-    if form not in scheme.forms:
+    if op not in scheme.ops:
         for step in (0, 5):
-            with pytest.raises(ConfigError, match=f"{name} has no {form} form"):
-                _plan(name, form, step)
+            with pytest.raises(ConfigError, match=f"{name} has no {op} form"):
+                _plan(name, op, step)
         return
-    plan = _plan(name, form, density=0.01)
+    plan = _plan(name, op, density=0.01)
     assert (plan.scheme, plan.phase) == (name, Phase.TARGET)
     assert plan.density == (1.0 if scheme.takes is Input.DENSE else 0.01)
-    assert plan.sharded == scheme.is_sharded(form)
-    assert _plan(name, form, step=0).scheme == "dense", "the warm-up is the backend's own"
+    assert plan.sharded == scheme.is_sharded(op)
+    assert _plan(name, op, step=0).scheme == "dense", "the warm-up is the backend's own"
 
 
 def test_messages_are_cut_into_shards_where_a_scheme_sends_shards():
-    sharded = {name for name in SCHEMES if SCHEMES[name].is_sharded(Form.ALL_REDUCE)}
+    sharded = {name for name in SCHEMES if SCHEMES[name].is_sharded(CollectiveOp.ALL_REDUCE)}
     assert sharded == {
         "direct",
         "ssar_split_ag",
@@ -56,22 +56,22 @@ def test_messages_are_cut_into_shards_where_a_scheme_sends_shards():
         "peer_two_shot",
     }
     for scheme in SCHEMES.values():
-        assert scheme.is_sharded(Form.REDUCE_SCATTER) == (scheme.takes is Input.SPARSE)
+        assert scheme.is_sharded(CollectiveOp.REDUCE_SCATTER) == (scheme.takes is Input.SPARSE)
 
 
 def test_tags_differ_in_all_that_ranks_must_agree_on():
-    base = ("b", Form.ALL_REDUCE, 1000, "direct", "fp32", 1)
+    base = ("b", CollectiveOp.ALL_REDUCE, 1000, "direct", "fp32", 1)
     others = [
         ("c", *base[1:]),
-        (base[0], Form.REDUCE_SCATTER, *base[2:]),
+        (base[0], CollectiveOp.REDUCE_SCATTER, *base[2:]),
         (*base[:2], 1004, *base[3:]),
         (*base[:3], "ssar_rd", *base[4:]),
         (*base[:4], "bf16", 1),
         (*base[:5], 2),
     ]
     tags = {
-        tag_of(_bucket(form, name, numel), scheme, dtype, epoch)
-        for name, form, numel, scheme, dtype, epoch in [base, *others]
+        tag_of(_bucket(op, name, numel), scheme, dtype, epoch)
+        for name, op, numel, scheme, dtype, epoch in [base, *others]
     }
     assert len(tags) == len(others) + 1
     assert all(0 <= tag < 2**31 for tag in tags)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
 from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.header import (
@@ -71,13 +71,13 @@ class Oracle:
             nnz = int(total[start:stop].count_nonzero())
             forms = [FORMAT_DENSE] if keep or dense else [FORMAT_DENSE, FORMAT_COO, FORMAT_PICI]
             size += HEADER_BYTES + min(
-                payload_bytes(form, stop - start, nnz, WIRE_CODES[dtype]) for form in forms
+                payload_bytes(op, stop - start, nnz, WIRE_CODES[dtype]) for op in forms
             )
         return size
 
-    def sums(self, **form):
+    def sums(self, **op):
         """Of each shard's complete sum."""
-        return [self.sum(range(self.n), self.final, s, **form) for s in range(self.n)]
+        return [self.sum(range(self.n), self.final, s, **op) for s in range(self.n)]
 
     def _blocks(self, values, dtype, keep):
         size, code = self.case.options.block_size, WIRE_CODES[dtype]
@@ -224,17 +224,17 @@ def test_every_sparse_scheme_has_its_cost_checked():
     assert sparse == set(COSTS) | IN_THEIR_OWN_FILES
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("name", COSTS)
-def test_bytes_and_rounds_are_those_of_the_header(name, form):
-    if form not in SCHEMES[name].forms:
-        form = Form.ALL_REDUCE
+def test_bytes_and_rounds_are_those_of_the_header(name, op):
+    if op not in SCHEMES[name].ops:
+        op = CollectiveOp.ALL_REDUCE
     pairwise_bytes, words, rounds = COSTS[name]
-    reduce = form is Form.ALL_REDUCE
+    reduce = op is CollectiveOp.ALL_REDUCE
     for n in RANKS:
         topology = Topology((n,), ONE_ROUND_A_SECOND, ONE_ROUND_A_SECOND)
         for (dtype, wire), density in zip(DTYPES, (0.05, 0.4, 0.02), strict=True):
-            case = Case(name, n, form, dtype, wire, density, numel_for(n, 1001, form))
+            case = Case(name, n, op, dtype, wire, density, numel_for(n, 1001, op))
             cluster = VirtualCluster(n, topology)
             reported = [sent for _, sent in cluster.run(lambda t, case=case: steps_of(case, t))]
             sent = [cluster.sent_bytes(rank) for rank in range(n)]
@@ -250,7 +250,7 @@ def test_in_the_paced_exchanges_no_port_is_ever_shared():
     """With equal messages a paced exchange takes its rounds' time and no queueing."""
     n, size = 8, 8 * 4096
     link = Link(0.0, 1.0)
-    case = Case("direct", n, Form.REDUCE_SCATTER, density=1, numel=size)
+    case = Case("direct", n, CollectiveOp.REDUCE_SCATTER, density=1, numel=size)
     cluster = VirtualCluster(n, Topology((n,), link, link))
     cluster.run(lambda t: steps_of(case, t))
     agreement = (n - 1) * 8 * (2 + n)

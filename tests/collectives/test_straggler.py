@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.straggler_shares import ALIGNMENT, chunk_cuts, shares_of
 from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
@@ -26,16 +26,16 @@ from tests.collectives.cases import (
 
 NAMES = ("straggler", "straggler_direct")
 FALLBACKS = {"straggler": "dense_ring", "straggler_direct": "direct"}
-BOTH = [(name, form) for name in NAMES for form in Form]
+BOTH = [(name, op) for name in NAMES for op in CollectiveOp]
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 SOME_TIME = Link(1e-5, 1e-9)
 
 
-def _case(name, n, form, dtypes, numel, straggler, density=0.3, *, floats=False):
+def _case(name, n, op, dtypes, numel, straggler, density=0.3, *, floats=False):
     options = OPTIONS.with_straggler(straggler)
     dtype, wire = dtypes
-    count = numel_for(n, numel, form)
-    return Case(name, n, form, dtype, wire, density, count, floats, options)
+    count = numel_for(n, numel, op)
+    return Case(name, n, op, dtype, wire, density, count, floats, options)
 
 
 def _run(case, delays=None, topology=None):
@@ -51,7 +51,7 @@ def _run(case, delays=None, topology=None):
 
 def _assert_exact(case, results):
     expected = exact_sum(case)
-    if case.form is Form.ALL_REDUCE:
+    if case.op is CollectiveOp.ALL_REDUCE:
         for rank, result in enumerate(results):
             assert torch.equal(result.double(), expected), (case, rank)
     else:
@@ -59,19 +59,19 @@ def _assert_exact(case, results):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8])
-@pytest.mark.parametrize(("name", "form"), BOTH)
-def test_exact_whichever_rank_is_the_straggler(name, form, n):
+@pytest.mark.parametrize(("name", "op"), BOTH)
+def test_exact_whichever_rank_is_the_straggler(name, op, n):
     for straggler in range(n):
         for dtypes, numel in zip(DTYPES, (300, 41, 1001), strict=True):
-            case = _case(name, n, form, dtypes, numel, straggler)
+            case = _case(name, n, op, dtypes, numel, straggler)
             _assert_exact(case, _run(case)[0])
 
 
 @pytest.mark.parametrize("n", [10, 12, 16])
-@pytest.mark.parametrize(("name", "form"), BOTH)
-def test_exact_for_more_ranks(name, form, n):
+@pytest.mark.parametrize(("name", "op"), BOTH)
+def test_exact_for_more_ranks(name, op, n):
     for straggler in (0, n // 2, n - 1):
-        case = _case(name, n, form, ("fp32", "fp32"), 700, straggler, density=0.1)
+        case = _case(name, n, op, ("fp32", "fp32"), 700, straggler, density=0.1)
         _assert_exact(case, _run(case)[0])
 
 
@@ -85,8 +85,8 @@ def test_exact_for_more_ranks(name, form, n):
     dtypes=st.sampled_from((*DTYPES, ("fp16", "fp16"))),
 )
 def test_exact_for_any_size_and_density(which, n, straggler, numel, density, dtypes):
-    name, form = which
-    case = _case(name, n, form, dtypes, numel, straggler % n, density)
+    name, op = which
+    case = _case(name, n, op, dtypes, numel, straggler % n, density)
     _assert_exact(case, _run(case)[0])
 
 
@@ -99,8 +99,8 @@ def test_exact_for_any_size_and_density(which, n, straggler, numel, density, dty
 )
 def test_exact_in_whatever_order_the_ranks_come(which, n, straggler, delays):
     """Whoever is thought to be late: the guess decides about time only."""
-    name, form = which
-    case = _case(name, n, form, ("fp32", "fp32"), 500, straggler % n)
+    name, op = which
+    case = _case(name, n, op, ("fp32", "fp32"), 500, straggler % n)
     _assert_exact(case, _run(case, delays, Topology((n,), SOME_TIME, SOME_TIME))[0])
 
 
@@ -109,14 +109,16 @@ def test_exact_in_whatever_order_the_ranks_come(which, n, straggler, delays):
 def test_the_bits_are_those_of_early_ranks_in_order_and_then_the_straggler(name, dtypes):
     n = 6
     for straggler in range(n):
-        case = _case(name, n, Form.ALL_REDUCE, dtypes, 3000, straggler, 0.5, floats=True)
+        case = _case(name, n, CollectiveOp.ALL_REDUCE, dtypes, 3000, straggler, 0.5, floats=True)
         order = [rank for rank in range(n) if rank != straggler] + [straggler]
         expected = torch.zeros(case.numel)
         for rank in order:
             expected += contribution(case, rank).float()
         for result in _run(case)[0]:
             assert torch.equal(result, expected.to(result.dtype)), straggler
-        scattered = _case(name, n, Form.REDUCE_SCATTER, dtypes, 3000, straggler, 0.5, floats=True)
+        scattered = _case(
+            name, n, CollectiveOp.REDUCE_SCATTER, dtypes, 3000, straggler, 0.5, floats=True
+        )
         whole = torch.cat(_run(scattered)[0])
         assert torch.equal(whole, expected.to(whole.dtype)), straggler
 
@@ -124,7 +126,7 @@ def test_the_bits_are_those_of_early_ranks_in_order_and_then_the_straggler(name,
 @pytest.mark.parametrize("name", NAMES)
 def test_narrowed_sums_have_the_same_bits_on_all_ranks(name):
     for n, straggler in ((2, 0), (3, 1), (5, 4), (8, 0)):
-        case = _case(name, n, Form.ALL_REDUCE, DTYPES[2], 900, straggler, floats=True)
+        case = _case(name, n, CollectiveOp.ALL_REDUCE, DTYPES[2], 900, straggler, floats=True)
         results, _ = _run(case)
         for result in results[1:]:
             assert torch.equal(result, results[0])
@@ -137,16 +139,16 @@ def test_narrowed_sums_have_the_same_bits_on_all_ranks(name):
 @pytest.mark.parametrize("other", ["direct", "dense_allpairs", "agsparse"])
 @pytest.mark.parametrize("name", NAMES)
 def test_with_the_last_rank_late_the_bits_are_those_of_rank_order(name, other):
-    case = _case(name, 5, Form.ALL_REDUCE, DTYPES[0], 2000, 4, floats=True)
-    plain = _case(other, 5, Form.ALL_REDUCE, DTYPES[0], 2000, None, floats=True)
+    case = _case(name, 5, CollectiveOp.ALL_REDUCE, DTYPES[0], 2000, 4, floats=True)
+    plain = _case(other, 5, CollectiveOp.ALL_REDUCE, DTYPES[0], 2000, None, floats=True)
     for mine, theirs in zip(_run(case)[0], _run(plain)[0], strict=True):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("name", "form"), BOTH)
-def test_without_a_straggler_it_is_the_plain_scheme(name, form):
-    case = _case(name, 4, form, DTYPES[0], 1000, None, floats=True)
-    plain = _case(FALLBACKS[name], 4, form, DTYPES[0], 1000, None, floats=True)
+@pytest.mark.parametrize(("name", "op"), BOTH)
+def test_without_a_straggler_it_is_the_plain_scheme(name, op):
+    case = _case(name, 4, op, DTYPES[0], 1000, None, floats=True)
+    plain = _case(FALLBACKS[name], 4, op, DTYPES[0], 1000, None, floats=True)
     results, cluster = _run(case)
     expected, plain_cluster = _run(plain)
     for mine, theirs in zip(results, expected, strict=True):
@@ -158,7 +160,7 @@ def test_without_a_straggler_it_is_the_plain_scheme(name, form):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_alone_has_no_straggler(name):
-    case = _case(name, 1, Form.ALL_REDUCE, DTYPES[0], 100, 7)
+    case = _case(name, 1, CollectiveOp.ALL_REDUCE, DTYPES[0], 100, 7)
     _assert_exact(case, _run(case)[0])
 
 
@@ -166,15 +168,15 @@ def test_a_rank_alone_has_no_straggler(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_straggler_that_is_no_rank_is_refused(name, straggler):
     with pytest.raises(ConfigError, match="not one of the ranks"):
-        _run(_case(name, 4, Form.ALL_REDUCE, DTYPES[0], 100, straggler))
+        _run(_case(name, 4, CollectiveOp.ALL_REDUCE, DTYPES[0], 100, straggler))
 
 
 @pytest.mark.parametrize("thinks", range(5))
-@pytest.mark.parametrize(("name", "form"), BOTH)
-def test_a_rank_that_takes_another_for_the_straggler_is_found(name, form, thinks):
+@pytest.mark.parametrize(("name", "op"), BOTH)
+def test_a_rank_that_takes_another_for_the_straggler_is_found(name, op, thinks):
     """Whatever rank 3 thinks, nobody gets a wrong sum."""
-    case = _case(name, 5, form, DTYPES[0], 500, 1)
-    other = _case(name, 5, form, DTYPES[0], 500, thinks if thinks != 1 else None)
+    case = _case(name, 5, op, DTYPES[0], 500, 1)
+    other = _case(name, 5, op, DTYPES[0], 500, thinks if thinks != 1 else None)
     cluster = VirtualCluster(5)
     with pytest.raises(CommunicationError):
         cluster.run(lambda t: steps_of(other if t.rank == 3 else case, t))
@@ -182,8 +184,8 @@ def test_a_rank_that_takes_another_for_the_straggler_is_found(name, form, thinks
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_straggler_with_another_bucket_is_told_when_it_comes(name):
-    case = _case(name, 4, Form.ALL_REDUCE, DTYPES[0], 500, 2)
-    other = _case(name, 4, Form.ALL_REDUCE, DTYPES[0], 503, 2)
+    case = _case(name, 4, CollectiveOp.ALL_REDUCE, DTYPES[0], 500, 2)
+    other = _case(name, 4, CollectiveOp.ALL_REDUCE, DTYPES[0], 503, 2)
     cluster = VirtualCluster(4)
     with pytest.raises(CommunicationError, match="not in the same collective"):
         cluster.run(lambda t: steps_of(other if t.rank == 2 else case, t))
@@ -191,7 +193,7 @@ def test_a_straggler_with_another_bucket_is_told_when_it_comes(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_damaged_greeting_names_its_sender(name):
-    case = _case(name, 4, Form.ALL_REDUCE, DTYPES[0], 500, 2)
+    case = _case(name, 4, CollectiveOp.ALL_REDUCE, DTYPES[0], 500, 2)
     cluster = VirtualCluster(4)
     deliver = cluster._deliver
 
@@ -206,8 +208,8 @@ def test_a_damaged_greeting_names_its_sender(name):
 
 
 def test_early_ranks_with_another_bucket_are_found_before_the_straggler_comes():
-    case = _case("straggler_direct", 5, Form.ALL_REDUCE, DTYPES[0], 500, 2)
-    other = _case("straggler_direct", 5, Form.ALL_REDUCE, DTYPES[0], 503, 2)
+    case = _case("straggler_direct", 5, CollectiveOp.ALL_REDUCE, DTYPES[0], 500, 2)
+    other = _case("straggler_direct", 5, CollectiveOp.ALL_REDUCE, DTYPES[0], 503, 2)
     cluster = VirtualCluster(5)
 
     def start(transport):
@@ -221,8 +223,8 @@ def test_early_ranks_with_another_bucket_are_found_before_the_straggler_comes():
 
 def test_shares_cover_everything_once():
     for n in (2, 3, 7, 8):
-        for form in Form:
-            bucket = Bucket("b", torch.zeros(n * 70_000), (), form, n)
+        for op in CollectiveOp:
+            bucket = Bucket("b", torch.zeros(n * 70_000), (), op, n)
             for straggler in range(n):
                 shares = shares_of(bucket, straggler)
                 assert [share.rank for share in shares] == [r for r in range(n) if r != straggler]
@@ -232,7 +234,7 @@ def test_shares_cover_everything_once():
                 starts, stops = zip(*reduced, strict=True)
                 assert starts == (0, *stops[:-1])
                 assert stops[-1] == bucket.numel
-                if form is Form.REDUCE_SCATTER:
+                if op is CollectiveOp.REDUCE_SCATTER:
                     assert all(share.takes == bucket.shard(share.rank) for share in shares)
 
 
@@ -248,10 +250,10 @@ def test_chunks_begin_at_tiles_and_are_nearly_even():
 
 def test_what_is_encoded_does_not_depend_on_the_straggler():
     scheme = SCHEMES["straggler_direct"]
-    for form in Form:
-        case = _case("straggler_direct", 4, form, DTYPES[0], 1000, 0)
+    for op in CollectiveOp:
+        case = _case("straggler_direct", 4, op, DTYPES[0], 1000, 0)
         bucket = make_bucket(case, 0)
-        cuts = set(bucket.layout(True, scheme.finer(bucket)).segment_offsets.tolist())
+        cuts = set(bucket.layout(True, scheme.extra_cuts(bucket)).segment_offsets.tolist())
         for straggler in range(4):
             for share in shares_of(bucket, straggler):
                 for part in share.reduces:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.records import Cut
 from megatron_sparse.collectives.straggler_direct import parts_of
 from megatron_sparse.collectives.straggler_shares import copies_of, shares_of
@@ -47,11 +47,11 @@ def _after_s(case, delay_s, late, link=LINK, scale=SCALE):
     return _run(case, delay_s, late, link, scale)[0].modelled_s - delay_s
 
 
-def _dense(n, straggler, form=Form.ALL_REDUCE, chunk=64, dtypes=("fp32", "fp32")):
+def _dense(n, straggler, op=CollectiveOp.ALL_REDUCE, chunk=64, dtypes=("fp32", "fp32")):
     numel = n * (n - 1) * chunk
     dtype, wire = dtypes
     options = OPTIONS.with_straggler(straggler)
-    return Case("straggler", n, form, dtype, wire, 1.0, numel, options=options)
+    return Case("straggler", n, op, dtype, wire, 1.0, numel, options=options)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 16])
@@ -117,7 +117,7 @@ def test_a_wrong_guess_costs_the_worst_case_and_no_more(n):
 @pytest.mark.parametrize("n", [3, 4, 8])
 def test_a_reduce_scatter_takes_what_the_stragglers_port_must_send(n):
     for straggler in (0, n - 1):
-        case = _dense(n, straggler, Form.REDUCE_SCATTER)
+        case = _dense(n, straggler, CollectiveOp.REDUCE_SCATTER)
         after_s = _after_s(case, 0.5, straggler)
         # Between n - 1 latencies and one: it can send on before what it sent has come.
         port_s = LINK.beta_s * 4 * SCALE * case.numel * (n - 1) / n
@@ -126,10 +126,10 @@ def test_a_reduce_scatter_takes_what_the_stragglers_port_must_send(n):
 
 
 @pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
-@pytest.mark.parametrize("form", list(Form))
-def test_dense_bytes_are_those_of_the_header(form, dtypes):
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_dense_bytes_are_those_of_the_header(op, dtypes):
     for n, straggler in ((2, 1), (3, 0), (4, 2), (6, 5), (8, 3)):
-        case = _dense(n, straggler, form, 64, dtypes)
+        case = _dense(n, straggler, op, 64, dtypes)
         cluster, reported = _run(case)
         b = 4 if dtypes[1] == "fp32" else 2
         p = 2 if dtypes == ("fp32", "bf16") else 4
@@ -143,7 +143,7 @@ def test_dense_bytes_are_those_of_the_header(form, dtypes):
 
 def _dense_bytes(case, rank, straggler, b, p):
     n, chunk = case.n, case.numel // (case.n - 1)
-    if case.form is Form.REDUCE_SCATTER:
+    if case.op is CollectiveOp.REDUCE_SCATTER:
         shard, piece = case.numel // n, case.numel // (n * (n - 1))
         if rank == straggler:
             return (n - 1) * shard * b
@@ -164,11 +164,13 @@ def test_greetings_do_not_grow_with_a_scaled_bucket():
     assert _after_s(case, 1e3, 7, scale=scale) == pytest.approx(expected, rel=WITHIN)
 
 
-def _sparse(n, straggler, form=Form.ALL_REDUCE, dtypes=("fp32", "fp32"), density=0.05, chunk=128):
+def _sparse(
+    n, straggler, op=CollectiveOp.ALL_REDUCE, dtypes=("fp32", "fp32"), density=0.05, chunk=128
+):
     options = OPTIONS.with_straggler(straggler)
     dtype, wire = dtypes
     numel = n * (n - 1) * chunk
-    return Case("straggler_direct", n, form, dtype, wire, density, numel, options=options)
+    return Case("straggler_direct", n, op, dtype, wire, density, numel, options=options)
 
 
 class _Parts:
@@ -184,7 +186,7 @@ class _Parts:
         self.oracle = Oracle(case)
         self.early = [self.early_sum(share.gives) for share in self.shares]
         self.parts = [self.message(straggler, share.takes) for share in self.shares]
-        if case.form is Form.ALL_REDUCE:
+        if case.op is CollectiveOp.ALL_REDUCE:
             borders = parts_of(self.parts, self.early, copies_of(case.n, straggler))
             joined = [sum(self.parts[a:b]) for a, b in pairwise(borders)]
             self.parts = joined + [0] * (case.n - 1 - len(joined))
@@ -209,7 +211,7 @@ class _Parts:
 
     def rounds(self):
         """The transfers after the arrival."""
-        if self.case.form is Form.ALL_REDUCE:
+        if self.case.op is CollectiveOp.ALL_REDUCE:
             return make_schedule(self.n, self.straggler).rounds
         late = self.straggler
         return [[(late, rank, i), (rank, late, i)] for i, rank in enumerate(self.early_ranks)]
@@ -223,16 +225,16 @@ class _Parts:
         for share in self.shares:
             if share.rank != rank:
                 total += sum(self.message(rank, part) for part in share.reduces)
-            elif self.case.form is Form.ALL_REDUCE:
+            elif self.case.op is CollectiveOp.ALL_REDUCE:
                 total += (self.n - 2) * self.early[self.early_ranks.index(rank)]
         return total
 
 
 @pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
-@pytest.mark.parametrize("form", list(Form))
-def test_sparse_bytes_are_those_of_the_header(form, dtypes):
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_sparse_bytes_are_those_of_the_header(op, dtypes):
     for n, straggler in ((2, 1), (3, 0), (4, 2), (6, 5)):
-        case = _sparse(n, straggler, form, dtypes)
+        case = _sparse(n, straggler, op, dtypes)
         parts = _Parts(case, straggler)
         cluster, reported = _run(case, scale=1.0)
         row = 8 * (n + 1)
@@ -243,11 +245,11 @@ def test_sparse_bytes_are_those_of_the_header(form, dtypes):
             assert cluster.sent_bytes(rank) == reported[rank] + rows * row, (n, rank)
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("n", [3, 4, 8])
-def test_the_sparse_form_takes_its_rounds_after_the_arrival(n, form):
+def test_the_sparse_form_takes_its_rounds_after_the_arrival(n, op):
     for straggler in (0, n - 1):
-        case = _sparse(n, straggler, form, chunk=1024)
+        case = _sparse(n, straggler, op, chunk=1024)
         parts = _Parts(case, straggler)
         # In the model a round is over for a pair when its longer message has come; no round of
         # the whole can then take longer than its longest message.

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import MegatronSparseError
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.cases import OPTIONS, Case, exact_sum, numel_for, steps_of
@@ -24,9 +24,9 @@ SLACK_S = 4.0
 """What a loaded machine adds to a timeout."""
 NAMES = ("straggler", "straggler_direct")
 CASES = [
-    Case(name, N, form, *dtypes, 0.2, numel_for(N, 20_000, form), options=OPTIONS.with_straggler(s))
+    Case(name, N, op, *dtypes, 0.2, numel_for(N, 20_000, op), options=OPTIONS.with_straggler(s))
     for name in NAMES
-    for form in Form
+    for op in CollectiveOp
     for dtypes, s in ((("fp32", "fp32"), LATE), (("bf16", "bf16"), 0))
 ]
 
@@ -48,7 +48,7 @@ class _Side:
         def job():
             outcome.append((yield from steps_of(case, self.transport)))
 
-        return self.progress.submit("b", job, Stopwatch()), outcome
+        return self.progress.submit("b", job, StageTimer()), outcome
 
     def close(self) -> None:
         broken = self.progress.broken
@@ -74,7 +74,7 @@ def test_exact_over_gloo_with_a_late_rank():
     by_rank = run_ranks(_one_late, N)
     for index, case in enumerate(CASES):
         results = [results[index] for results in by_rank]
-        if case.form is Form.REDUCE_SCATTER:
+        if case.op is CollectiveOp.REDUCE_SCATTER:
             results = [torch.cat(results)]
         for result in results:
             assert torch.equal(result, exact_sum(case)), case

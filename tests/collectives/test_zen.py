@@ -12,13 +12,13 @@ import math
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, zen
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import (
     OPTIONS,
@@ -50,7 +50,7 @@ def _results(case):
 @pytest.mark.parametrize("options", VARIANTS, ids=VARIANT_IDS)
 def test_every_hash_gives_the_exact_sum_and_the_same_bits(options):
     for n, (dtype, wire), density in itertools.product((1, 2, 5), DTYPES, (0, 0.02, 0.5)):
-        case = Case("zen", n, Form.ALL_REDUCE, dtype, wire, density, 700, options=options)
+        case = Case("zen", n, CollectiveOp.ALL_REDUCE, dtype, wire, density, 700, options=options)
         for result in _results(case):
             assert torch.equal(result.double(), exact_sum(case)), case
         # Added in rank order whatever the partition, so even floats have the bits of the default.
@@ -157,8 +157,10 @@ def test_ranks_with_another_hash_are_refused_before_anything_is_sent(other):
 
 def _start(grad_N):
     """The first step of the collective, on a bucket whose message is never looked at."""
-    bucket = Bucket("7", grad_N, [ParameterSlice("w", 0, grad_N.numel())], Form.ALL_REDUCE, 1)
-    arguments = (bucket, None, None, MessageBuffers(), Stopwatch(), OPTIONS)
+    bucket = Bucket(
+        "7", grad_N, [ParameterSlice("w", 0, grad_N.numel())], CollectiveOp.ALL_REDUCE, 1
+    )
+    arguments = (bucket, None, None, MessageBuffers(), StageTimer(), OPTIONS)
     next(SCHEMES["zen"].exchange(*arguments))  # type: ignore[arg-type]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.methods import METHODS
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import Outcome, ResidualStore
@@ -14,7 +14,7 @@ from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, Spars
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.wire_bytes import predicted_bytes
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.sparsity.sampling import selected_values
 
 ROW, ROWS = 40, 50
@@ -51,9 +51,9 @@ def _selector(method="topk", **options):
 
 
 def _select(selector, gradient, step, pieces=PIECES, form="auto"):
-    bucket = Bucket("b", gradient.clone(), pieces, Form.ALL_REDUCE, 1)
+    bucket = Bucket("b", gradient.clone(), pieces, CollectiveOp.ALL_REDUCE, 1)
     message = selector.select(
-        bucket, 0.02, None, form=form, block_size=64, sharded=False, step=step, watch=Stopwatch()
+        bucket, 0.02, None, form=form, block_size=64, sharded=False, step=step, timer=StageTimer()
     )
     return selected_values(bucket, message, selector.buffers).clone(), message
 
@@ -165,7 +165,8 @@ def test_other_patterns_sample_reused_thresholds_anew():
 
 def test_the_plan_expects_it_as_dense_as_what_is_pruned():
     buckets = [
-        Bucket("b", torch.zeros(NUMEL), pieces, Form.ALL_REDUCE, 4) for pieces in (PIECES, PRUNED)
+        Bucket("b", torch.zeros(NUMEL), pieces, CollectiveOp.ALL_REDUCE, 4)
+        for pieces in (PIECES, PRUNED)
     ]
     first, second = (predicted_bytes(bucket, 0.02, SchemeConfig()) for bucket in buckets)
     assert first == second

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.compression.dgc import check_optimizer
 from megatron_sparse.compression.methods import METHODS, method_of
@@ -19,7 +19,7 @@ from megatron_sparse.config.compression import METHODS as NAMES
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reference.dgc import dgc_step
 from megatron_sparse.reference.threshold_reuse import Step, replay
 from megatron_sparse.sparsity.sampling import selected_values
@@ -50,7 +50,7 @@ class Rank:
 
     def select(self, gradient_N, step, density=None, capacity=None):
         """Sends fp32 values; leaves them pending."""
-        bucket = Bucket("b", gradient_N.clone(), PIECES, Form.ALL_REDUCE, 1)
+        bucket = Bucket("b", gradient_N.clone(), PIECES, CollectiveOp.ALL_REDUCE, 1)
         message = self.selector.select(
             bucket,
             density or self.config.density,
@@ -59,7 +59,7 @@ class Rank:
             block_size=256,
             sharded=False,
             step=step,
-            watch=Stopwatch(),
+            timer=StageTimer(),
             capacity=capacity,
         )
         kept = message.pruned_nnz
@@ -67,8 +67,8 @@ class Rank:
 
     def whole(self, gradient_N, step):
         """A dense step."""
-        bucket = Bucket("b", gradient_N.clone(), PIECES, Form.ALL_REDUCE, 1)
-        return self.selector.take_whole(bucket, None, step=step, watch=Stopwatch()).clone()
+        bucket = Bucket("b", gradient_N.clone(), PIECES, CollectiveOp.ALL_REDUCE, 1)
+        return self.selector.take_whole(bucket, None, step=step, timer=StageTimer()).clone()
 
     def commit(self):
         for store in self.method.stores.values():
@@ -160,7 +160,7 @@ def test_a_restored_rank_goes_on_bit_for_bit(method):
         whole.select(_gradient(step), step)
         whole.commit()
     resumed = Rank(method)
-    bucket = Bucket("b", _gradient(0), PIECES, Form.ALL_REDUCE, 1)
+    bucket = Bucket("b", _gradient(0), PIECES, CollectiveOp.ALL_REDUCE, 1)
     for name, store in whole.method.stores.items():
         saved = {key: view.clone() for key, view in store.by_parameter()}
         resumed.method.stores[name].load([bucket], saved)
@@ -200,7 +200,9 @@ def test_no_method_waits_for_the_device(method):
 
     OnDevice.reads = 0
     for step in range(3):
-        bucket = Bucket("b", _gradient(step).as_subclass(OnDevice), PIECES, Form.ALL_REDUCE, 1)
+        bucket = Bucket(
+            "b", _gradient(step).as_subclass(OnDevice), PIECES, CollectiveOp.ALL_REDUCE, 1
+        )
         layout = bucket.layout(sharded=False)
         residual_N = made.begin(bucket)
         for held in made.stores.values():
@@ -313,7 +315,9 @@ class TestThresholdReuse:
         for step, factor in enumerate(growth):
             density, counts = (0.1 if step < 20 else 0.05), step not in (14, 24)
             gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step)) * factor
-            buckets = [Bucket("b", gradient.clone(), one, Form.ALL_REDUCE, 1) for _ in range(2)]
+            buckets = [
+                Bucket("b", gradient.clone(), one, CollectiveOp.ALL_REDUCE, 1) for _ in range(2)
+            ]
             for rank in (reused, sampled):
                 # So that both look at the same.
                 if "b" in rank.method.stores["residual"]:
@@ -327,7 +331,7 @@ class TestThresholdReuse:
                     block_size=256,
                     sharded=False,
                     step=step,
-                    watch=Stopwatch(),
+                    timer=StageTimer(),
                 )
                 for rank, bucket in zip((reused, sampled), buckets, strict=True)
             ]
@@ -369,7 +373,7 @@ class TestThresholdReuse:
         config = CompressionConfig(method="threshold_reuse", density=0.1, samples=600)
         selector = Selector(config, store, 0, MessageBuffers())
         for step in range(4):
-            bucket = Bucket("b", _gradient(0), PIECES, Form.ALL_REDUCE, 1)
+            bucket = Bucket("b", _gradient(0), PIECES, CollectiveOp.ALL_REDUCE, 1)
             if "b" in store:
                 store["b"].zero_()
             selector.select(
@@ -380,7 +384,7 @@ class TestThresholdReuse:
                 block_size=256,
                 sharded=False,
                 step=step,
-                watch=Stopwatch(),
+                timer=StageTimer(),
             )
         state = selector.method.state_dict()["b"]
         assert (state["sampled_step"], state["step"]) == (0, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, SchemeOptions
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
@@ -13,7 +13,7 @@ from megatron_sparse.config.compression import METHODS, CompressionConfig
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import parameters
 
@@ -39,19 +39,19 @@ class Rank:
         self.selector = Selector(self.config, self.store, rank, MessageBuffers())
         self.left = {"residual": torch.zeros(NUMEL), "momentum": torch.zeros(NUMEL)}
 
-    def step(self, transport, step, form):
+    def step(self, transport, step, op):
         """Its result of one step, and what it has sent; step 2 is dense."""
-        options, watch = SchemeOptions.of(SchemeConfig(name=self.scheme)), Stopwatch()
+        options, timer = SchemeOptions.of(SchemeConfig(name=self.scheme)), StageTimer()
         draw = torch.Generator().manual_seed(10 * step + self.rank)
         gradient = torch.randint(-64, 65, (NUMEL,), generator=draw).float()
-        bucket = Bucket("b", gradient.clone(), parameters(NUMEL), form, transport.world_size)
+        bucket = Bucket("b", gradient.clone(), parameters(NUMEL), op, transport.world_size)
         planner = FixedPlanner(self.config, SchemeConfig(name=self.scheme))
         planner.enabled = step != 2
         plan, scheme = planner.plan_for(bucket, step), SCHEMES[self.scheme]
         if step == 2:
-            values_N = self.selector.take_whole(bucket, None, step=step, watch=watch)
+            values_N = self.selector.take_whole(bucket, None, step=step, timer=timer)
             yield from SCHEMES["dense_ring"].reduce(
-                bucket, values_N, step, transport, self.selector.buffers, watch, options
+                bucket, values_N, step, transport, self.selector.buffers, timer, options
             )
         else:
             message = self.selector.select(
@@ -61,14 +61,14 @@ class Rank:
                 form=options.message_format(self.scheme),
                 block_size=256,
                 sharded=plan.sharded,
-                finer=scheme.finer(bucket),
+                extra_cuts=scheme.extra_cuts(bucket),
                 step=step,
-                watch=watch,
+                timer=timer,
             )
             yield from scheme.exchange(
-                bucket, message, transport, self.selector.buffers, watch, options
+                bucket, message, transport, self.selector.buffers, timer, options
             )
-        own = slice(None) if form is Form.ALL_REDUCE else bucket.shard(self.rank)
+        own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(self.rank)
         return bucket.grad_N[own].clone(), self._sent(gradient)
 
     def _sent(self, gradient):
@@ -83,21 +83,21 @@ class Rank:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("scheme", "form"),
+    ("scheme", "op"),
     [
-        ("agsparse", Form.ALL_REDUCE),
-        ("direct", Form.REDUCE_SCATTER),
-        ("zen", Form.ALL_REDUCE),
+        ("agsparse", CollectiveOp.ALL_REDUCE),
+        ("direct", CollectiveOp.REDUCE_SCATTER),
+        ("zen", CollectiveOp.ALL_REDUCE),
     ],
 )
-def test_ranks_hold_the_exact_sum_of_what_they_selected(method, scheme, form):
+def test_ranks_hold_the_exact_sum_of_what_they_selected(method, scheme, op):
     ranks = [Rank(rank, method, scheme) for rank in range(3)]
     for step in range(STEPS):
-        outcomes = VirtualCluster(3).run(lambda t, step=step: ranks[t.rank].step(t, step, form))
+        outcomes = VirtualCluster(3).run(lambda t, step=step: ranks[t.rank].step(t, step, op))
         # Multiples of 1/16 under 2^12: exact in fp32 in any order.
         total = sum(sent for _, sent in outcomes)
         results = [result for result, _ in outcomes]
-        if form is Form.ALL_REDUCE:
+        if op is CollectiveOp.ALL_REDUCE:
             assert all(torch.equal(result, total) for result in results), step
         else:
             assert torch.equal(torch.cat(results), total), step

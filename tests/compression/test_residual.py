@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.errors import CheckpointError, SelectionError
 
@@ -15,7 +15,7 @@ def _bucket(name="b", sizes=(4, 6), padding=2, prefix="w"):
     for index, size in enumerate(sizes):
         pieces.append(ParameterSlice(f"{prefix}{index}", start, start + size))
         start += size + padding
-    return Bucket(name, torch.zeros(start), pieces, Form.ALL_REDUCE, 1)
+    return Bucket(name, torch.zeros(start), pieces, CollectiveOp.ALL_REDUCE, 1)
 
 
 def _store(undo=True, outcome=Outcome.REPORTED, dtype=torch.float32):
@@ -95,7 +95,7 @@ def test_state_moves_between_bucket_layouts_by_parameter_name():
     saved = {name: view.clone() for name, view in store.by_parameter()}
     other = _store()
     pieces = [ParameterSlice("w1", 0, 6), ParameterSlice("w0", 8, 12)]
-    bucket = Bucket("two", torch.zeros(16), pieces, Form.ALL_REDUCE, 1)
+    bucket = Bucket("two", torch.zeros(16), pieces, CollectiveOp.ALL_REDUCE, 1)
     assert other.load([bucket], saved | {"gone": torch.ones(3)}) == {"gone"}
     moved = other.begin(bucket)
     assert torch.equal(moved[0:6], saved["w1"])

@@ -16,12 +16,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
+from megatron_sparse.recording import BucketRecord, NullRecorder, StageTimer
 from megatron_sparse.reduction.progress import GATE, ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport, VirtualCluster
@@ -55,7 +55,7 @@ def gpu(emulated_gpu: EmulatedDevice, codecs: Codecs) -> EmulatedDevice:
     return emulated_gpu
 
 
-def bucket_of(form: Form, dtype: torch.dtype, ranks: int) -> Bucket:
+def bucket_of(op: CollectiveOp, dtype: torch.dtype, ranks: int) -> Bucket:
     return Bucket(
         "b",
         torch.zeros(NUMEL, dtype=dtype, device=GPU),
@@ -64,7 +64,7 @@ def bucket_of(form: Form, dtype: torch.dtype, ranks: int) -> Bucket:
             ParameterSlice("n", 2000, 2100, keep=True),
             ParameterSlice("v", 2100, NUMEL),
         ],
-        form,
+        op,
         ranks,
         reduction=Reduction.AVG,
     )
@@ -73,7 +73,9 @@ def bucket_of(form: Form, dtype: torch.dtype, ranks: int) -> Bucket:
 class Rank:
     """One rank's bucket and reducer, on a transport of the virtual cluster or with NCCL."""
 
-    def __init__(self, transport: Any, form: Form, dtype: torch.dtype, **overrides: Any) -> None:
+    def __init__(
+        self, transport: Any, op: CollectiveOp, dtype: torch.dtype, **overrides: Any
+    ) -> None:
         config = SparseConfig.from_overrides(**SETTINGS | overrides)
         self.reducer = GradientReducer(
             config,
@@ -83,8 +85,8 @@ class Rank:
             NullRecorder(),
             cast("ProgressThread", None),
         )
-        self.transport, self.bucket = transport, bucket_of(form, dtype, transport.world_size)
-        self.watch = Stopwatch()
+        self.transport, self.bucket = transport, bucket_of(op, dtype, transport.world_size)
+        self.timer = StageTimer()
 
     def fill(self, step: int) -> None:
         """The backward pass."""
@@ -95,7 +97,7 @@ class Rank:
         """What the progress thread drives."""
         plan = self.reducer.planner.plan_for(self.bucket, step)
         record = BucketRecord(
-            "b", step, plan.scheme, plan.phase, plan.density, NUMEL, watch=self.watch
+            "b", step, plan.scheme, plan.phase, plan.density, NUMEL, timer=self.timer
         )
         yield from self.reducer._sparse(self.bucket, plan, step, record)
         return record
@@ -207,27 +209,32 @@ def on_all(ranks: Any, call: Callable[[int], None]) -> None:
 
 
 CASES = [
-    (name, form, ranks, {})
+    (name, op, ranks, {})
     for name in ("direct", "agsparse")
-    for form in Form
+    for op in CollectiveOp
     for ranks in (1, 3, 4)
 ] + [
-    ("direct", Form.ALL_REDUCE, 3, {"wire_dtype": "bf16"}),
-    ("direct", Form.ALL_REDUCE, 3, {"dtype": torch.bfloat16}),
-    ("agsparse", Form.ALL_REDUCE, 3, {"dtype": torch.bfloat16}),
-    ("direct", Form.REDUCE_SCATTER, 3, {"dtype": torch.bfloat16, "format": "coo"}),
-    ("direct", Form.ALL_REDUCE, 4, {"format": "pici", "density": 0.5}),
+    ("direct", CollectiveOp.ALL_REDUCE, 3, {"wire_dtype": "bf16"}),
+    ("direct", CollectiveOp.ALL_REDUCE, 3, {"dtype": torch.bfloat16}),
+    ("agsparse", CollectiveOp.ALL_REDUCE, 3, {"dtype": torch.bfloat16}),
+    ("direct", CollectiveOp.REDUCE_SCATTER, 3, {"dtype": torch.bfloat16, "format": "coo"}),
+    ("direct", CollectiveOp.ALL_REDUCE, 4, {"format": "pici", "density": 0.5}),
 ]
 
 
-@pytest.mark.parametrize(("name", "form", "ranks", "overrides"), CASES)
+@pytest.mark.parametrize(("name", "op", "ranks", "overrides"), CASES)
 def test_the_sum_is_the_collectives_own_bit_for_bit(
-    gpu: EmulatedDevice, nccl: Any, name: str, form: Form, ranks: int, overrides: dict[str, Any]
+    gpu: EmulatedDevice,
+    nccl: Any,
+    name: str,
+    op: CollectiveOp,
+    ranks: int,
+    overrides: dict[str, Any],
 ) -> None:
     settings = {"scheme": name, "dtype": torch.float32} | overrides
     dtype = settings.pop("dtype")
     cluster = VirtualCluster(ranks, device=GPU)
-    virtual = [Rank(each, form, dtype, **settings) for each in cluster.transports]
+    virtual = [Rank(each, op, dtype, **settings) for each in cluster.transports]
 
     def oracle(rank: Rank, step: int) -> Iterator[Any]:
         rank.fill(step)
@@ -241,14 +248,14 @@ def test_the_sum_is_the_collectives_own_bit_for_bit(
                 yield outcome
 
     engine = settings | {"nccl_engine": True}
-    with group_of(nccl, ranks, lambda transport: Rank(transport, form, dtype, **engine)) as group:
+    with group_of(nccl, ranks, lambda transport: Rank(transport, op, dtype, **engine)) as group:
         for step in range(STEPS):
             expected = cluster.run(lambda each, step=step: oracle(virtual[each.rank], step))
             found = group.step(step)
             assert [each.wire_bytes for each in found] == [each.wire_bytes for each in expected]
             assert [each.nnz for each in found] == [each.nnz for each in expected]
             for one, other in zip(virtual, group.ranks, strict=True):
-                scattered = form is Form.REDUCE_SCATTER
+                scattered = op is CollectiveOp.REDUCE_SCATTER
                 part = one.bucket.shard(one.transport.rank) if scattered else slice(None)
                 wanted = one.bucket.grad_N[part].cpu()
                 assert bool(wanted.any())
@@ -257,10 +264,12 @@ def test_the_sum_is_the_collectives_own_bit_for_bit(
                 )
 
 
-def direct_group(nccl: Any, ranks: int, timeout_s: float = 60, form: Form = Form.ALL_REDUCE) -> Any:
+def direct_group(
+    nccl: Any, ranks: int, timeout_s: float = 60, op: CollectiveOp = CollectiveOp.ALL_REDUCE
+) -> Any:
     settings = {"scheme": "direct", "nccl_engine": True}
     return group_of(
-        nccl, ranks, lambda transport: Rank(transport, form, torch.float32, **settings), timeout_s
+        nccl, ranks, lambda transport: Rank(transport, op, torch.float32, **settings), timeout_s
     )
 
 
@@ -342,7 +351,7 @@ def test_ranks_with_other_capacities_end_in_an_error(gpu: EmulatedDevice, nccl: 
     def make(transport: Any) -> Rank:
         return Rank(
             transport,
-            Form.ALL_REDUCE,
+            CollectiveOp.ALL_REDUCE,
             torch.float32,
             scheme="direct",
             nccl_engine=True,
@@ -355,11 +364,11 @@ def test_ranks_with_other_capacities_end_in_an_error(gpu: EmulatedDevice, nccl: 
         assert all("invalid argument" in str(error) for error in raised.values())
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 def test_a_damaged_record_names_its_rank_and_spoils_the_sum_for_everyone(
-    gpu: EmulatedDevice, nccl: Any, form: Form
+    gpu: EmulatedDevice, nccl: Any, op: CollectiveOp
 ) -> None:
-    with direct_group(nccl, 3, form=form) as group:
+    with direct_group(nccl, 3, op=op) as group:
         selector = group.ranks[2].reducer.selector
         select = selector.select
 
@@ -372,7 +381,7 @@ def test_a_damaged_record_names_its_rank_and_spoils_the_sum_for_everyone(
         raised = errors_of(group, 0, range(3))
         assert isinstance(raised[0], WireFormatError)
         assert "rank 2" in str(raised[0])
-        if form is Form.REDUCE_SCATTER:
+        if op is CollectiveOp.REDUCE_SCATTER:
             assert set(raised) == {0}, "the others have not met it"
             return
         for rank in (1, 2):
@@ -386,7 +395,7 @@ def test_a_damaged_record_names_its_rank_and_spoils_the_sum_for_everyone(
 def test_the_breakdown_has_every_stage_of_the_call(gpu: EmulatedDevice, nccl: Any) -> None:
     with direct_group(nccl, 2) as group:
         for rank in group.ranks:
-            rank.watch = Stopwatch(GPU)
+            rank.timer = StageTimer(GPU)
 
         waits = group.ranks[0].transport.communicator
 
@@ -401,7 +410,7 @@ def test_the_breakdown_has_every_stage_of_the_call(gpu: EmulatedDevice, nccl: An
         began_s = time.monotonic()
         on_all(range(2), run)
         spent_us = 1e6 * (time.monotonic() - began_s)
-        stages = [rank.watch.times_us() for rank in group.ranks]
+        stages = [rank.timer.times_us() for rank in group.ranks]
         for stage in ("network", "decode", "encode"):
             assert all(each[stage] > 0 for each in stages), stage
         assert stages[0]["network"] > 0.9e6, "rank 0 has waited for rank 1"

@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice, Reduction
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
+from megatron_sparse.recording import BucketRecord, NullRecorder, StageTimer
 from megatron_sparse.reduction.progress import GATE, ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import VirtualCluster
@@ -24,10 +24,10 @@ from tests.cuda_emulator.op_calls import EmulatedDevice
 
 RANKS, NUMEL, STEPS = 3, 3000, 3
 IN_CAPACITY = [
-    (name, form)
+    (name, op)
     for name, scheme in OVER_GROUPS.items()
-    for form in Form
-    if scheme.takes_slots and form in scheme.forms
+    for op in CollectiveOp
+    if scheme.takes_slots and op in scheme.ops
 ]
 
 type NotWaiting = Callable[[], AbstractContextManager[None]]
@@ -51,7 +51,9 @@ def not_waiting(place: Place) -> NotWaiting:
 class Ranks:
     """A reducer and a bucket for each rank of a virtual cluster on the GPU."""
 
-    def __init__(self, form: Form, dtype: torch.dtype = torch.float32, **overrides: Any) -> None:
+    def __init__(
+        self, op: CollectiveOp, dtype: torch.dtype = torch.float32, **overrides: Any
+    ) -> None:
         settings = {"warmup_iters": 0, "ramp_iters": 0, "samples": 200, "keep_below_numel": 0}
         config = SparseConfig.from_overrides(density=0.1, **settings | overrides)
         self._cluster = VirtualCluster(RANKS, device=GPU)
@@ -75,7 +77,7 @@ class Ranks:
                     ParameterSlice("n", 2000, 2100, keep=True),
                     ParameterSlice("v", 2100, NUMEL),
                 ],
-                form,
+                op,
                 RANKS,
                 reduction=Reduction.AVG,
             )
@@ -89,7 +91,7 @@ class Ranks:
     def _rank(self, rank: int, step: int) -> Generator[Any, None, BucketRecord]:
         reducer, bucket = self._reducers[rank], self.buckets[rank]
         plan = reducer.planner.plan_for(bucket, step)
-        record = BucketRecord("b", step, plan.scheme, plan.phase, plan.density, NUMEL, Stopwatch())
+        record = BucketRecord("b", step, plan.scheme, plan.phase, plan.density, NUMEL, StageTimer())
         is_dense = SCHEMES[plan.scheme].takes is Input.DENSE
         run = reducer._dense if is_dense else reducer._sparse
         for outcome in run(bucket, plan, step, record):
@@ -105,11 +107,11 @@ def fill(ranks: Ranks, step: int) -> None:
 
 
 @pytest.mark.parametrize("scope", ["parameter", "bucket"])
-@pytest.mark.parametrize(("name", "form"), IN_CAPACITY)
+@pytest.mark.parametrize(("name", "op"), IN_CAPACITY)
 def test_a_bucket_in_capacity_mode(
-    not_waiting: NotWaiting, name: str, form: Form, scope: str
+    not_waiting: NotWaiting, name: str, op: CollectiveOp, scope: str
 ) -> None:
-    check(not_waiting, Ranks(form, scheme=name, capacity=1.5, threshold_scope=scope))
+    check(not_waiting, Ranks(op, scheme=name, capacity=1.5, threshold_scope=scope))
 
 
 @pytest.mark.parametrize(
@@ -125,15 +127,18 @@ def test_a_bucket_in_capacity_mode(
     ids=lambda overrides: "-".join(overrides),
 )
 def test_however_it_is_selected(not_waiting: NotWaiting, overrides: dict[str, Any]) -> None:
-    check(not_waiting, Ranks(Form.ALL_REDUCE, **{"scheme": "direct", "capacity": 1.5} | overrides))
+    check(
+        not_waiting,
+        Ranks(CollectiveOp.ALL_REDUCE, **{"scheme": "direct", "capacity": 1.5} | overrides),
+    )
 
 
 @pytest.mark.parametrize(
     "name", [name for name in OVER_GROUPS if name.startswith("dense_") and "broadcast" not in name]
 )
-@pytest.mark.parametrize("form", list(Form))
-def test_a_dense_bucket(not_waiting: NotWaiting, name: str, form: Form) -> None:
-    check(not_waiting, Ranks(form, scheme=name))
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_a_dense_bucket(not_waiting: NotWaiting, name: str, op: CollectiveOp) -> None:
+    check(not_waiting, Ranks(op, scheme=name))
 
 
 def check(not_waiting: NotWaiting, ranks: Ranks) -> None:
@@ -144,12 +149,12 @@ def check(not_waiting: NotWaiting, ranks: Ranks) -> None:
             records = ranks.step(step)
         assert all(record.nnz and record.wire_bytes for record in records)
     for rank, bucket in enumerate(ranks.buckets):
-        scattered = bucket.form is Form.REDUCE_SCATTER
+        scattered = bucket.op is CollectiveOp.REDUCE_SCATTER
         assert bool(bucket.grad_N[bucket.shard(rank) if scattered else slice(None)].any())
 
 
 def test_without_capacity_sizes_are_waited_for(not_waiting: NotWaiting) -> None:
-    ranks = Ranks(Form.ALL_REDUCE, scheme="direct")
+    ranks = Ranks(CollectiveOp.ALL_REDUCE, scheme="direct")
     fill(ranks, 0)
     ranks.step(0)
     with not_waiting(), pytest.raises(RuntimeError, match="synchronizing"):

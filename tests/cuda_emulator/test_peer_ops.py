@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, SchemeOptions, Steps
 from megatron_sparse.collectives.peer_two_shot import peer_layout
 from megatron_sparse.config.sparse import SchemeConfig
@@ -20,7 +20,7 @@ from megatron_sparse.cuda_ext.peer_ops import MAX_PEERS, Operation
 from megatron_sparse.errors import CommunicationError, ConfigError, ExtensionError
 from megatron_sparse.formats.message import Message, MessageBuffers, prune_encode
 from megatron_sparse.formats.slots import segment_capacity
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reference import peer
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.peer_memory import PeerMemory, PeerWindows, VirtualRanks
@@ -162,14 +162,14 @@ def exchange(bucket: Bucket, message: Message, options: SchemeOptions) -> Steps:
     """The registered collective; its transport moves nothing."""
     nobody = cast("Transport", SimpleNamespace(device=GPU))
     return SCHEMES["peer_two_shot"].exchange(
-        bucket, message, nobody, MessageBuffers(), Stopwatch(GPU), options
+        bucket, message, nobody, MessageBuffers(), StageTimer(GPU), options
     )
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("capacity", [None, 0.5])
 def test_the_collective_sums_what_selection_made(
-    gpu: EmulatedDevice, form: Form, capacity: float | None
+    gpu: EmulatedDevice, op: CollectiveOp, capacity: float | None
 ) -> None:
     """Two ranks in threads of their own, as the scheme is registered; messages with slots or not.
 
@@ -178,7 +178,7 @@ def test_the_collective_sums_what_selection_made(
     numel, threshold = 5000, 1.5
     parameters = [ParameterSlice("w", 0, 4700), ParameterSlice("n", 4700, numel, keep=True)]
     grads = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(2)]
-    buckets = [Bucket("b", gpu.place(grad), parameters, form, 2) for grad in grads]
+    buckets = [Bucket("b", gpu.place(grad), parameters, op, 2) for grad in grads]
     options = SchemeOptions.of(SchemeConfig())
     layout = peer_layout(buckets[0], "fp32", "auto")
     windows = [gpu.place(torch.zeros(layout.window_bytes(), dtype=torch.uint8)) for _ in range(2)]
@@ -199,7 +199,7 @@ def test_the_collective_sums_what_selection_made(
     assert not errors, errors
     kept = [torch.where((g.abs() <= threshold) & (torch.arange(numel) < 4700), 0, g) for g in grads]
     for rank, bucket in enumerate(buckets):
-        here = bucket.shard(rank) if form is Form.REDUCE_SCATTER else slice(0, numel)
+        here = bucket.shard(rank) if op is CollectiveOp.REDUCE_SCATTER else slice(0, numel)
         assert same_bits(bucket.grad_N.cpu()[here], peer.all_reduce(kept, torch.float32)[here])
 
 
@@ -213,7 +213,7 @@ def in_threads(calls: Sequence[Callable[[], None]]) -> None:
 
 def test_a_silent_rank_is_a_typed_error_of_the_collective(gpu: EmulatedDevice) -> None:
     bucket = Bucket(
-        "b7", gpu.place(torch.ones(600)), [ParameterSlice("w", 0, 600)], Form.ALL_REDUCE, 2
+        "b7", gpu.place(torch.ones(600)), [ParameterSlice("w", 0, 600)], CollectiveOp.ALL_REDUCE, 2
     )
     layout = peer_layout(bucket, "fp32", "auto")
     windows = [gpu.place(torch.zeros(layout.window_bytes(), dtype=torch.uint8)) for _ in range(2)]
@@ -227,7 +227,7 @@ def test_a_silent_rank_is_a_typed_error_of_the_collective(gpu: EmulatedDevice) -
 
 def test_windows_of_other_buckets_are_refused(gpu: EmulatedDevice) -> None:
     bucket = Bucket(
-        "new", gpu.place(torch.ones(600)), [ParameterSlice("w", 0, 600)], Form.ALL_REDUCE, 1
+        "new", gpu.place(torch.ones(600)), [ParameterSlice("w", 0, 600)], CollectiveOp.ALL_REDUCE, 1
     )
     peers = PeerMemory(VirtualRanks(1, GPU), {"old": uneven_layout(1)}, 1)
     message, options = selected(bucket, 0.5, None), SchemeOptions.of(SchemeConfig())

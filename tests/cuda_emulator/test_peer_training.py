@@ -15,13 +15,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import peer_windows
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import PEER_WINDOWS, PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, HostError
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import NullRecorder, Stopwatch
+from megatron_sparse.recording import NullRecorder, StageTimer
 from megatron_sparse.reduction.progress import GATE, Job, Pending, ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport
@@ -67,9 +67,9 @@ class Inline:
         self._encoder = encoder
 
     def submit(
-        self, name: str, job: Job, watch: Stopwatch, on_done: Callable[[], None] | None = None
+        self, name: str, job: Job, timer: StageTimer, on_done: Callable[[], None] | None = None
     ) -> Pending:
-        pending, steps = Pending(name, watch, None, on_done), job()
+        pending, steps = Pending(name, timer, None, on_done), job()
         try:
             with self._encoder:
                 assert next(steps) is GATE
@@ -88,7 +88,7 @@ class Rank:
     def __init__(
         self,
         rank: int,
-        form: Form,
+        op: CollectiveOp,
         meeting: Meeting,
         encoder: threading.Lock,
         nodes: Sequence[int] = (0,) * RANKS,
@@ -116,7 +116,7 @@ class Rank:
                     ParameterSlice(f"w{index}", 0, numel - 100),
                     ParameterSlice(f"n{index}", numel - 100, numel, keep=True),
                 ],
-                form,
+                op,
                 RANKS,
             )
             for index, numel in enumerate(NUMELS)
@@ -176,15 +176,15 @@ def on_all(call: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "overrides"),
+    ("op", "overrides"),
     [
-        (Form.ALL_REDUCE, {}),
-        (Form.ALL_REDUCE, {"capacity": 3.0, "peer_in_order_of_coming": True}),
-        (Form.REDUCE_SCATTER, {"format": "coo", "peer_windows": "cuda_ipc"}),
+        (CollectiveOp.ALL_REDUCE, {}),
+        (CollectiveOp.ALL_REDUCE, {"capacity": 3.0, "peer_in_order_of_coming": True}),
+        (CollectiveOp.REDUCE_SCATTER, {"format": "coo", "peer_windows": "cuda_ipc"}),
     ],
 )
 def test_what_all_ranks_select_is_summed_step_after_step(
-    shared: EmulatedDevice, form: Form, overrides: dict[str, Any]
+    shared: EmulatedDevice, op: CollectiveOp, overrides: dict[str, Any]
 ) -> None:
     """With the residual that the steps before have left, in windows that were made once.
 
@@ -195,7 +195,7 @@ def test_what_all_ranks_select_is_summed_step_after_step(
     found: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def train(number: int) -> None:
-        rank = Rank(number, form, meeting, encoder, **overrides)
+        rank = Rank(number, op, meeting, encoder, **overrides)
         rank.reducer.prepare(rank.buckets)
         assert all(bucket.has_windows for bucket in rank.buckets)
         peers = rank.reducer.options.peers
@@ -213,7 +213,7 @@ def test_what_all_ranks_select_is_summed_step_after_step(
             assert int(expected.count_nonzero()) > 100
             for rank in range(RANKS):
                 shard = slice(rank * numel // RANKS, (rank + 1) * numel // RANKS)
-                here = shard if form is Form.REDUCE_SCATTER else slice(None)
+                here = shard if op is CollectiveOp.REDUCE_SCATTER else slice(None)
                 assert torch.equal(found[rank, step][index][here], expected[here])
 
 
@@ -221,7 +221,7 @@ def test_a_rank_that_stops_is_named_by_the_others_wait(shared: EmulatedDevice) -
     meeting, encoder = Meeting(), threading.Lock()
 
     def train(number: int) -> None:
-        rank = Rank(number, Form.ALL_REDUCE, meeting, encoder, timeout_s=1.0)
+        rank = Rank(number, CollectiveOp.ALL_REDUCE, meeting, encoder, timeout_s=1.0)
         rank.reducer.prepare(rank.buckets)
         if number == 0:
             rank.step(0, small_integers(0, 0))
@@ -232,7 +232,7 @@ def test_a_rank_that_stops_is_named_by_the_others_wait(shared: EmulatedDevice) -
 
 
 def test_ranks_of_two_machines_are_refused_when_it_is_attached(shared: EmulatedDevice) -> None:
-    rank = Rank(0, Form.ALL_REDUCE, Meeting(), threading.Lock(), nodes=(0, 1))
+    rank = Rank(0, CollectiveOp.ALL_REDUCE, Meeting(), threading.Lock(), nodes=(0, 1))
     with pytest.raises(ConfigError, match="peer_two_shot needs the memory of GPUs") as caught:
         rank.reducer.prepare(rank.buckets)
     assert caught.value.got == "a group of 2 ranks on 2 machines"
@@ -242,7 +242,7 @@ def test_a_bucket_that_came_later_has_no_windows(shared: EmulatedDevice) -> None
     meeting, encoder = Meeting(), threading.Lock()
 
     def train(number: int) -> None:
-        rank = Rank(number, Form.ALL_REDUCE, meeting, encoder)
+        rank = Rank(number, CollectiveOp.ALL_REDUCE, meeting, encoder)
         rank.reducer.prepare(rank.buckets[:1])
         rank.step(0, small_integers(number, 0))
 
@@ -262,7 +262,7 @@ def test_only_what_was_asked_for_by_name_must_have_windows(
 ) -> None:
     """The planner goes on with the other candidates; and does not ask for windows by itself."""
     monkeypatch.setattr(peer_windows, "PROVIDERS", {"cuda_ipc": NoWindows})
-    rank = Rank(0, Form.ALL_REDUCE, Meeting(), threading.Lock())
+    rank = Rank(0, CollectiveOp.ALL_REDUCE, Meeting(), threading.Lock())
     with pytest.raises(HostError, match="no way"):
         rank.reducer.prepare(rank.buckets)
     for schemes, told in ((None, False), (["direct", "peer_two_shot"], True)):

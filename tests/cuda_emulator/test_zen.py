@@ -11,7 +11,7 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, zen
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import (
     OPTIONS,
@@ -37,11 +37,11 @@ def run(case: Case, device: torch.device) -> tuple[list[torch.Tensor], list[list
     def start(transport):
         tap = taps[transport.rank] = RecordTap(transport)
         grad = contribution(case, transport.rank).to(device)
-        bucket = Bucket("b", grad, parameters(case.numel), case.form, case.n)
+        bucket = Bucket("b", grad, parameters(case.numel), case.op, case.n)
         message = make_message(bucket, case, MessageBuffers())
         bucket.grad_N.fill_(float("nan"))
         yield from SCHEMES["zen"].exchange(
-            bucket, message, tap, MessageBuffers(), Stopwatch(), case.options
+            bucket, message, tap, MessageBuffers(), StageTimer(), case.options
         )
         return bucket.grad_N
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.errors import ConfigError, DependencyError, ExtensionError
 from megatron_sparse.formats import codec_choice, message
 from megatron_sparse.formats.message import MessageBuffers
@@ -91,7 +91,7 @@ def messages(device, form="coo", wire="fp32"):
     """A message selected on a device, what it decodes to, and the residual."""
     grad_N = torch.randn(9001, generator=torch.Generator().manual_seed(2))
     parameters = [ParameterSlice("w", 0, 8000), ParameterSlice("b", 8000, 9001, keep=True)]
-    bucket = Bucket("0", grad_N.to(device), parameters, Form.REDUCE_SCATTER, 1)
+    bucket = Bucket("0", grad_N.to(device), parameters, CollectiveOp.REDUCE_SCATTER, 1)
     layout, buffers = bucket.layout(False), MessageBuffers()
     residual_N = torch.zeros(9001, dtype=torch.bfloat16, device=device)
     thresholds_R = torch.tensor([2.0, -1.0], device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import (
@@ -18,7 +18,7 @@ from megatron_sparse.errors import ConfigError, ExtensionError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.header import FORMAT_NAMES, FORMAT_PICI, read_headers
 from megatron_sparse.formats.message import FORMAT_CODES, MessageBuffers, decode_add_
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 
 NUMEL = 60_000
 
@@ -26,16 +26,16 @@ NUMEL = 60_000
 def select(form, density):
     grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
     parameters = [ParameterSlice("w", 0, 59_000), ParameterSlice("b", 59_000, NUMEL, keep=True)]
-    bucket = Bucket("0", grad.clone(), parameters, Form.ALL_REDUCE, 2)
+    bucket = Bucket("0", grad.clone(), parameters, CollectiveOp.ALL_REDUCE, 2)
     config = CompressionConfig(density=density)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     selector = Selector(config, residuals, 0, MessageBuffers())
-    watch = Stopwatch()
+    timer = StageTimer()
     message = selector.select(
-        bucket, density, None, form=form, block_size=64, sharded=False, step=3, watch=watch
+        bucket, density, None, form=form, block_size=64, sharded=False, step=3, timer=timer
     )
     assert torch.equal(bucket.grad_N, grad), "selection on the CPU only reads the gradient"
-    assert watch.times_us()["prune"] > 0
+    assert timer.times_us()["prune"] > 0
     total = torch.full((NUMEL,), torch.nan)
     offsets = message.layout.segment_offsets
     records = message.buffer[: message.nbytes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import cpu_mode
@@ -46,11 +46,13 @@ def _train(setting, scheme=None):
 def _all_schemes(rank, world_size):
     cpu_mode.enable()
     results = {}
-    for form in Form:
-        setting = SmallGPTConfig(overlap=True, distributed_optimizer=form is Form.REDUCE_SCATTER)
-        results[form, None] = _train(setting)
+    for op in CollectiveOp:
+        setting = SmallGPTConfig(
+            overlap=True, distributed_optimizer=op is CollectiveOp.REDUCE_SCATTER
+        )
+        results[op, None] = _train(setting)
         for scheme in OVER_GROUPS:
-            results[form, scheme] = _train(setting, scheme)
+            results[op, scheme] = _train(setting, scheme)
     results["windows"] = _refused_at_attach()
     return results
 
@@ -70,8 +72,8 @@ def test_every_scheme_trains_a_megatron_model_to_the_same_bits():
     """At density 1 nothing is left behind, and the sum of two numbers has only one rounding."""
     for results in run_ranks(_all_schemes, 2, timeout_s=280):
         assert results.pop("windows") == "a group of 2 ranks on cpu"
-        for (form, scheme), weights in results.items():
-            if scheme is not None and form not in SCHEMES[scheme].forms:
-                assert f"{scheme} has no {form} form" in weights
+        for (op, scheme), weights in results.items():
+            if scheme is not None and op not in SCHEMES[scheme].ops:
+                assert f"{scheme} has no {op} form" in weights
                 continue
-            assert torch.equal(weights, results[form, None]), (form, scheme, weights)
+            assert torch.equal(weights, results[op, None]), (op, scheme, weights)

@@ -78,7 +78,7 @@ def _train(rank, setting, **options):
 def _own_parts(attachment, rank):
     """Of the embedding's gradient, what is summed on this rank."""
     for bucket in attachment.buckets:
-        own = bucket.shard(rank) if bucket.form == "reduce_scatter" else slice(0, bucket.numel)
+        own = bucket.shard(rank) if bucket.op == "reduce_scatter" else slice(0, bucket.numel)
         for piece in bucket.parameters:
             if piece.name == NAME:
                 yield bucket.grad_N[max(piece.start, own.start) : min(piece.stop, own.stop)]

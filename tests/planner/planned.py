@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.choice import PricedPlanner
 from megatron_sparse.planner.cluster import find
-from megatron_sparse.recording import BucketRecord, Stopwatch
+from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.transport import VirtualCluster
 
@@ -17,11 +17,11 @@ NUMEL = 2**14
 SPARSE = ("agsparse", "direct", "ssar_rd")
 
 
-def a_bucket(grad_N=None, world_size=4, name="b", form=Form.ALL_REDUCE):
+def a_bucket(grad_N=None, world_size=4, name="b", op=CollectiveOp.ALL_REDUCE):
     """One pruned parameter that is the whole bucket."""
     grad_N = torch.zeros(NUMEL) if grad_N is None else grad_N
     pieces = [ParameterSlice("w", 0, grad_N.numel())]
-    return Bucket(name, grad_N, pieces, form, world_size)
+    return Bucket(name, grad_N, pieces, op, world_size)
 
 
 def a_planner(cluster="ethernet_25gbit", *, compression=None, scheme=None, **planner):
@@ -56,17 +56,17 @@ class Ranks:
             bucket = a_bucket(grad_N, self.world_size)
             plan = planner.plan_for(bucket, step)
             plans.append(plan)
-            watch, buffers = Stopwatch(), MessageBuffers()
+            timer, buffers = StageTimer(), MessageBuffers()
             record = BucketRecord(
-                bucket.name, step, plan.scheme, plan.phase, plan.density, NUMEL, watch=watch
+                bucket.name, step, plan.scheme, plan.phase, plan.density, NUMEL, timer=timer
             )
             planner.follow(record)
             message = None
             if gradients is not None and not plan.scheme.startswith("dense"):
-                message = make_message(bucket, plan.sharded, "auto", buffers, watch)
-            transport_step = planner.share(bucket, plan, step, message, transport, buffers, watch)
+                message = make_message(bucket, plan.sharded, "auto", buffers, timer)
+            transport_step = planner.share(bucket, plan, step, message, transport, buffers, timer)
             yield from transport_step
-            watch.add("network", self.took_us.get(plan.scheme, 1.0) if rank == 0 else 1.0)
+            timer.add("network", self.took_us.get(plan.scheme, 1.0) if rank == 0 else 1.0)
             return 0
 
         VirtualCluster(self.world_size).run(start)

@@ -236,7 +236,7 @@ def test_a_pinned_plan_is_followed(prices, tmp_path):
         ({"numel": 5}, "numel"),
         ({"world_size": 8}, "world_size"),
         ({"chosen": "magic"}, "scheme"),
-        ({"form": "reduce_scatter"}, "form"),
+        ({"op": "reduce_scatter"}, "op"),
     ],
 )
 def test_a_plan_of_another_model_is_refused(prices, tmp_path, changes, word):

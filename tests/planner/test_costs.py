@@ -14,7 +14,7 @@ import torch
 
 from megatron_sparse.bench.cost_models import virtual_truth
 from megatron_sparse.bench.cost_models.virtual_truth import Setting, full_size_bytes
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input, SchemeOptions
 from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, SchemeConfig
 from megatron_sparse.errors import ConfigError
@@ -29,7 +29,7 @@ OPTIONS = SchemeOptions.of(SchemeConfig())
 NUMEL = 2**17
 PRICED = [name for name in OVER_GROUPS if name not in STRAGGLER_SCHEMES]
 SPARSE = [name for name in PRICED if SCHEMES[name].takes is Input.SPARSE]
-CASES = [(name, form) for name in PRICED for form in Form if form in SCHEMES[name].forms]
+CASES = [(name, op) for name in PRICED for op in CollectiveOp if op in SCHEMES[name].ops]
 LATENCY, BANDWIDTH = Link(1.0, 0.0), Link(0.0, 1e-9)
 
 
@@ -43,9 +43,9 @@ def cluster(
 ) -> ClusterModel:
     """A CPU cluster whose codec takes the same for each element, whatever it does."""
     rates = tuple(
-        CodecRate(op, form, density, 0.0, codec_s)
+        CodecRate(op, op, density, 0.0, codec_s)
         for op in CodecOp
-        for form in FORMATS
+        for op in FORMATS
         for density in (1e-6, 1.0)
     )
     inter = inter or intra
@@ -65,8 +65,10 @@ def cluster(
     )
 
 
-def shape(n: int, form: Form = Form.ALL_REDUCE, numel: int = NUMEL, kept: int = 0) -> BucketShape:
-    return BucketShape(numel, kept, 4, form, n)
+def shape(
+    n: int, op: CollectiveOp = CollectiveOp.ALL_REDUCE, numel: int = NUMEL, kept: int = 0
+) -> BucketShape:
+    return BucketShape(numel, kept, 4, op, n)
 
 
 def uniform(n: int, density: float = 0.05, numel: int = NUMEL) -> SparsityProfile:
@@ -87,43 +89,43 @@ def stratified(n: int, density: float, numel: int = NUMEL) -> list[torch.Tensor]
 
 
 def test_every_scheme_without_a_straggler_has_a_model():
-    modelled = [name for name in SCHEMES if fits(name, Form.ALL_REDUCE, OPTIONS)]
+    modelled = [name for name in SCHEMES if fits(name, CollectiveOp.ALL_REDUCE, OPTIONS)]
     assert modelled == [*PRICED, "peer_two_shot"]
 
 
-@pytest.mark.parametrize(("scheme", "form"), CASES)
-def test_one_rank_needs_no_network(scheme, form):
-    found = predict(scheme, shape(1, form), uniform(1), cluster(Link(1.0, 1.0)), OPTIONS)
+@pytest.mark.parametrize(("scheme", "op"), CASES)
+def test_one_rank_needs_no_network(scheme, op):
+    found = predict(scheme, shape(1, op), uniform(1), cluster(Link(1.0, 1.0)), OPTIONS)
     assert found == Prediction(0.0, 0.0, 0.0)
 
 
-def both_s(scheme: str, n: int, form: Form, where: ClusterModel, numel: int) -> list[float]:
+def both_s(scheme: str, n: int, op: CollectiveOp, where: ClusterModel, numel: int) -> list[float]:
     """Seconds that the network takes: predicted, and on a virtual cluster."""
     given = stratified(n, 0.05, numel)
-    setting = Setting.on(where, n, None, OPTIONS, form, numel)
+    setting = Setting.on(where, n, None, OPTIONS, op, numel)
     taken_s = virtual_truth.run(scheme, given, setting).total_s
-    found = predict(scheme, shape(n, form, numel), profile_of(given), where, OPTIONS)
+    found = predict(scheme, shape(n, op, numel), profile_of(given), where, OPTIONS)
     return [found.network_s, taken_s]
 
 
 @pytest.mark.parametrize("nodes", [(64,), (2, 2, 2, 2)])
-@pytest.mark.parametrize(("scheme", "form"), CASES)
-def test_rounds_are_those_of_the_virtual_cluster(scheme, form, nodes):
+@pytest.mark.parametrize(("scheme", "op"), CASES)
+def test_rounds_are_those_of_the_virtual_cluster(scheme, op, nodes):
     """Latency only: whatever the number of ranks, and also where nodes differ in size."""
     where = cluster(LATENCY, Link(100.0, 0.0), nodes)
     for n in (2, 3, 4, 5, 8):
-        predicted_s, taken_s = both_s(scheme, n, form, where, 4096 * n)
+        predicted_s, taken_s = both_s(scheme, n, op, where, 4096 * n)
         # Sums of a hundred numbers of seconds; a schedule of another length is off by one at least.
         assert predicted_s == pytest.approx(taken_s, abs=1e-6), n
 
 
 @pytest.mark.parametrize(("nodes", "nic"), [((64,), "rank"), ((4, 4), "rank"), ((4, 4), "node")])
-@pytest.mark.parametrize(("scheme", "form"), CASES)
-def test_bytes_are_those_of_the_virtual_cluster(scheme, form, nodes, nic):
+@pytest.mark.parametrize(("scheme", "op"), CASES)
+def test_bytes_are_those_of_the_virtual_cluster(scheme, op, nodes, nic):
     """Bandwidth only, on one level and on two: chance and padding are what is left."""
     where = cluster(BANDWIDTH, Link(0.0, 4e-9), nodes, nic)
     for n in (2, 4, 8):
-        predicted_s, taken_s = both_s(scheme, n, form, where, 4 * 4096 * n)
+        predicted_s, taken_s = both_s(scheme, n, op, where, 4 * 4096 * n)
         # Sums' densities differ by 2 % between shards. Messages that wait for one card at the same
         # moment may be served in another order.
         tolerance = 0.10 if nic == "node" else 0.03
@@ -136,8 +138,8 @@ def test_the_dense_ring_is_the_papers_equation_2():
     numel = 4096 * n
     half_s = (n - 1) * link.alpha_s + (n - 1) / n * 4 * numel * link.beta_s
     where = cluster(link)
-    for form, halves in ((Form.ALL_REDUCE, 2), (Form.REDUCE_SCATTER, 1)):
-        found = predict("dense_ring", shape(n, form, numel), uniform(n, 0.1, numel), where, OPTIONS)
+    for op, halves in ((CollectiveOp.ALL_REDUCE, 2), (CollectiveOp.REDUCE_SCATTER, 1)):
+        found = predict("dense_ring", shape(n, op, numel), uniform(n, 0.1, numel), where, OPTIONS)
         assert found.network_s == pytest.approx(halves * half_s, rel=1e-12)
 
 
@@ -263,7 +265,7 @@ def test_what_cannot_be_priced_is_refused():
     where = cluster(BANDWIDTH)
     for scheme, which, profile in (
         ("no_such", shape(2), uniform(2)),
-        ("zen", shape(2, Form.REDUCE_SCATTER), uniform(2)),
+        ("zen", shape(2, CollectiveOp.REDUCE_SCATTER), uniform(2)),
         ("straggler", shape(2), uniform(2)),
         ("direct", shape(2), uniform(2, numel=NUMEL // 2)),
     ):
@@ -276,7 +278,9 @@ def test_what_cannot_be_priced_is_refused():
 def test_all_that_fit_are_priced_or_those_that_are_asked_for():
     where, given = cluster(BANDWIDTH), uniform(2)
     assert list(predict_all(shape(2), given, where, OPTIONS)) == PRICED
-    some = predict_all(shape(2, Form.REDUCE_SCATTER), given, where, OPTIONS, {"zen", "direct"})
+    some = predict_all(
+        shape(2, CollectiveOp.REDUCE_SCATTER), given, where, OPTIONS, {"zen", "direct"}
+    )
     assert list(some) == ["direct"]
 
 

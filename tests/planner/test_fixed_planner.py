@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes, predicted_bytes, record_bytes
 
 
-def _bucket(world_size=4, form=Form.ALL_REDUCE, keep=False):
+def _bucket(world_size=4, op=CollectiveOp.ALL_REDUCE, keep=False):
     pieces = [ParameterSlice("w", 0, 1000, keep)]
-    return Bucket("b", torch.zeros(1000), pieces, form, world_size)
+    return Bucket("b", torch.zeros(1000), pieces, op, world_size)
 
 
 def _planner(scheme="auto", **compression):
@@ -46,12 +46,12 @@ def test_predicted_bytes():
     assert predicted_bytes(_bucket(), 0.01, SchemeConfig()) == pytest.approx(
         {"dense": 6000, "agsparse": 240, "direct": direct}
     )
-    scatter = predicted_bytes(_bucket(form=Form.REDUCE_SCATTER), 0.01, SchemeConfig())
+    scatter = predicted_bytes(_bucket(op=CollectiveOp.REDUCE_SCATTER), 0.01, SchemeConfig())
     assert scatter == {"dense": 3000, "agsparse": 60, "direct": 60}
 
 
 @pytest.mark.parametrize(
-    ("form", "density", "bytes_per_element"),
+    ("op", "density", "bytes_per_element"),
     [
         ("auto", 0.01, 0.08),
         ("auto", 0.5, 2.125),
@@ -62,8 +62,8 @@ def test_predicted_bytes():
         ("dense", 0.01, 4),
     ],
 )
-def test_bytes_of_a_record(form, density, bytes_per_element):
-    assert record_bytes(density, 4, form) == pytest.approx(bytes_per_element)
+def test_bytes_of_a_record(op, density, bytes_per_element):
+    assert record_bytes(density, 4, op) == pytest.approx(bytes_per_element)
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_auto_takes_the_fewest_bytes_and_dense_where_few_are_saved(world_size, d
     assert planner.plan_for(_bucket(world_size), 10).scheme == scheme
 
 
-@pytest.mark.parametrize("form", list(Form))
-def test_auto_is_dense_on_one_rank_and_for_kept_parameters(form):
-    assert _planner().plan_for(_bucket(1, form), 10).scheme == "dense"
-    assert _planner().plan_for(_bucket(4, form, keep=True), 10).scheme == "dense"
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_auto_is_dense_on_one_rank_and_for_kept_parameters(op):
+    assert _planner().plan_for(_bucket(1, op), 10).scheme == "dense"
+    assert _planner().plan_for(_bucket(4, op, keep=True), 10).scheme == "dense"
 
 
 def test_reduce_scatter_messages_are_cut_at_shards():
-    assert _planner("agsparse").plan_for(_bucket(2, Form.REDUCE_SCATTER), 10).sharded
+    assert _planner("agsparse").plan_for(_bucket(2, CollectiveOp.REDUCE_SCATTER), 10).sharded
     assert not _planner("agsparse").plan_for(_bucket(2), 10).sharded

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, SchemeOptions
 from megatron_sparse.config.sparse import CANDIDATES, CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.ddp import _check_no_windows
@@ -40,9 +40,9 @@ def node(
     """A node whose codec takes the same for each element, whatever it does."""
     link = Link(alpha_s, beta_s)
     rates = tuple(
-        CodecRate(op, form, density, 0.0, codec_s)
+        CodecRate(op, op, density, 0.0, codec_s)
         for op in CodecOp
-        for form in FORMATS
+        for op in FORMATS
         for density in (1e-6, 1.0)
     )
     return ClusterModel("test", device, nodes, "rank", link, link, link, 0.0, 0.0, rates, {}, {})
@@ -50,13 +50,13 @@ def node(
 
 def price_s(
     cluster: ClusterModel,
-    form: Form = Form.ALL_REDUCE,
+    op: CollectiveOp = CollectiveOp.ALL_REDUCE,
     density: float = DENSITY,
     options: SchemeOptions = COO,
     n: int = RANKS,
 ) -> float:
     profile = SparsityProfile.uniform(N, density, n)
-    return predict(NAME, BucketShape(N, 0, 4, form, n), profile, cluster, options).total_s
+    return predict(NAME, BucketShape(N, 0, 4, op, n), profile, cluster, options).total_s
 
 
 def record(density: float) -> float:
@@ -69,7 +69,7 @@ SUM_DENSITY = SparsityProfile.uniform(N, DENSITY, RANKS).sum_density(RANKS)
 
 def test_two_meetings_or_one() -> None:
     assert price_s(node(alpha_s=1.0)) == pytest.approx(2.0)
-    assert price_s(node(alpha_s=1.0), Form.REDUCE_SCATTER) == pytest.approx(1.0)
+    assert price_s(node(alpha_s=1.0), CollectiveOp.REDUCE_SCATTER) == pytest.approx(1.0)
 
 
 def test_bytes_are_those_that_a_rank_reads_of_its_peers() -> None:
@@ -77,14 +77,16 @@ def test_bytes_are_those_that_a_rank_reads_of_its_peers() -> None:
     sums = (RANKS - 1) * record(SUM_DENSITY)
     # The densities of shards come through logarithms.
     assert price_s(node(beta_s=1.0)) == pytest.approx(own + sums, rel=1e-6)
-    assert price_s(node(beta_s=1.0), Form.REDUCE_SCATTER) == pytest.approx(own, rel=1e-6)
+    assert price_s(node(beta_s=1.0), CollectiveOp.REDUCE_SCATTER) == pytest.approx(own, rel=1e-6)
 
 
 def test_passes_over_memory_are_selection_put_add_encode_and_write() -> None:
     put = RANKS * record(DENSITY) / 4
     expected = N + put + N + N / RANKS + N
     assert price_s(node(codec_s=1.0)) == pytest.approx(expected, rel=1e-6)
-    assert price_s(node(codec_s=1.0), Form.REDUCE_SCATTER) == pytest.approx(2 * N + put, rel=1e-6)
+    assert price_s(node(codec_s=1.0), CollectiveOp.REDUCE_SCATTER) == pytest.approx(
+        2 * N + put, rel=1e-6
+    )
 
 
 def test_of_reading_and_adding_the_slower_counts() -> None:
@@ -106,10 +108,10 @@ def test_a_sum_is_dense_from_the_gather_threshold_on() -> None:
     assert price_s(node(beta_s=1.0), options=dense) == pytest.approx(own + sums, rel=1e-6)
 
 
-@pytest.mark.parametrize("form", list(Form))
-def test_it_grows_with_all_that_costs(form: Form) -> None:
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_it_grows_with_all_that_costs(op: CollectiveOp) -> None:
     alpha_s, beta_s, codec_s = base = (1e-6, 1e-11, 1e-12)
-    densities = [price_s(node(*base), form, density) for density in (0.001, 0.01, 0.1, 0.5)]
+    densities = [price_s(node(*base), op, density) for density in (0.001, 0.01, 0.1, 0.5)]
     assert densities == sorted(densities)
     assert len(set(densities)) == 4
     for dearer in (
@@ -117,7 +119,7 @@ def test_it_grows_with_all_that_costs(form: Form) -> None:
         node(alpha_s, 100 * beta_s, codec_s),
         node(alpha_s, beta_s, 100 * codec_s),
     ):
-        assert price_s(dearer, form) > price_s(node(*base), form)
+        assert price_s(dearer, op) > price_s(node(*base), op)
 
 
 def test_capacity_mode_costs_no_more() -> None:
@@ -130,7 +132,7 @@ def test_capacity_mode_costs_no_more() -> None:
 @pytest.mark.parametrize("where", [node(device="cpu"), node(nodes=(2, 2)), find("ethernet_25gbit")])
 def test_elsewhere_it_has_no_price(where: ClusterModel) -> None:
     shape, profile = (
-        BucketShape(N, 0, 4, Form.ALL_REDUCE, RANKS),
+        BucketShape(N, 0, 4, CollectiveOp.ALL_REDUCE, RANKS),
         SparsityProfile.uniform(N, DENSITY, RANKS),
     )
     with pytest.raises(ConfigError, match="it needs GPUs of one node"):
@@ -155,7 +157,9 @@ def priced(cluster: ClusterModel, schemes: list[str] | None) -> PricedPlanner:
 
 def a_bucket(has_windows: bool) -> Bucket:
     parameters = [ParameterSlice("w", 0, N)]
-    return Bucket("b", torch.empty(N), parameters, Form.ALL_REDUCE, RANKS, has_windows=has_windows)
+    return Bucket(
+        "b", torch.empty(N), parameters, CollectiveOp.ALL_REDUCE, RANKS, has_windows=has_windows
+    )
 
 
 @pytest.mark.parametrize("has_windows", [False, True])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.threshold import KEEP_ALL
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import NullRecorder, Stopwatch
+from megatron_sparse.recording import NullRecorder, StageTimer
 from megatron_sparse.reduction.group_threshold import group_threshold
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
@@ -25,7 +25,7 @@ def _bucket(rank, *, numel=NUMEL, keep=False, world_size=1):
     generator = torch.Generator().manual_seed(rank)
     grad_N = torch.randn(numel, generator=generator) * (rank + 1)
     pieces = [ParameterSlice("w", 0, numel, keep)]
-    return Bucket("b", grad_N, pieces, Form.ALL_REDUCE, world_size)
+    return Bucket("b", grad_N, pieces, CollectiveOp.ALL_REDUCE, world_size)
 
 
 def _thresholds(density, config=None, n=4, **bucket):
@@ -35,7 +35,7 @@ def _thresholds(density, config=None, n=4, **bucket):
         own = {name: value[transport.rank] for name, value in bucket.items()}
         made = _bucket(transport.rank, **own)
         return group_threshold(
-            made, torch.zeros(made.numel), density, 3, config, transport, Stopwatch()
+            made, torch.zeros(made.numel), density, 3, config, transport, StageTimer()
         )
 
     return VirtualCluster(n).run(start)

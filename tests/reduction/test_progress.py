@@ -10,7 +10,7 @@ import torch
 
 from megatron_sparse.collectives import POSTED, UNORDERED
 from megatron_sparse.errors import CommunicationError
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import GATE, ProgressThread
 
 
@@ -63,8 +63,8 @@ def _until(condition):
 def test_a_later_bucket_selects_but_does_not_post_before_an_earlier_one_has_posted(progress):
     log = []
     first, second = [ManualWork(), ManualWork()], [ManualWork()]
-    a = progress.submit("a", _job("a", log, first), Stopwatch())
-    b = progress.submit("b", _job("b", log, second), Stopwatch())
+    a = progress.submit("a", _job("a", log, first), StageTimer())
+    b = progress.submit("b", _job("b", log, second), StageTimer())
     second[0].event.set()
     _until(lambda: "b select" in log)
     assert "b post0" not in log
@@ -89,10 +89,10 @@ def test_a_bucket_whose_other_posts_need_no_order_lets_the_next_one_post(progres
         yield POSTED
         yield last
 
-    a = progress.submit("a", job, Stopwatch())
+    a = progress.submit("a", job, StageTimer())
     done = ManualWork()
     done.event.set()
-    progress.submit("b", _job("b", log, [done]), Stopwatch()).wait()
+    progress.submit("b", _job("b", log, [done]), StageTimer()).wait()
     assert log[0] == "a greets"
     assert "a posts the rest" not in log
     straggler.event.set()
@@ -117,7 +117,7 @@ def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
         yield work
         time.sleep(asleep_s)
 
-    pending = progress.submit("a", job, Stopwatch())
+    pending = progress.submit("a", job, StageTimer())
     _until(lambda: posted)
     time.sleep(waited_s)
     work.event.set()
@@ -132,14 +132,14 @@ def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
 def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
     log, work = [], ManualWork()
     work.error = CommunicationError("peer gone")
-    failing = progress.submit("a", _job("a", log, [work]), Stopwatch())
-    waiting = progress.submit("b", _job("b", log, [ManualWork()]), Stopwatch())
+    failing = progress.submit("a", _job("a", log, [work]), StageTimer())
+    waiting = progress.submit("b", _job("b", log, [ManualWork()]), StageTimer())
     work.event.set()
     with pytest.raises(CommunicationError, match="bucket a: peer gone"):
         failing.wait()
     with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
         waiting.wait()
-    late = progress.submit("c", _job("c", log, []), Stopwatch())
+    late = progress.submit("c", _job("c", log, []), StageTimer())
     with pytest.raises(CommunicationError, match="bucket c was not synchronised"):
         late.wait()
     assert "c select" not in log
@@ -148,28 +148,28 @@ def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
 def test_an_operation_that_never_ends_is_an_error_after_the_deadline(monkeypatch):
     monkeypatch.setattr("megatron_sparse.reduction.progress.DEADLINE_SLACK_S", 0.0)
     progress = ProgressThread(torch.device("cpu"), timeout_s=0.1)
-    pending = progress.submit("a", _job("a", [], [ManualWork()]), Stopwatch())
+    pending = progress.submit("a", _job("a", [], [ManualWork()]), StageTimer())
     with pytest.raises(CommunicationError, match="out of time"):
         pending.wait()
     progress.close()
 
 
 def test_network_time_is_recorded(progress):
-    watch, work = Stopwatch(), ManualWork()
-    pending = progress.submit("a", _job("a", [], [work]), watch)
+    timer, work = StageTimer(), ManualWork()
+    pending = progress.submit("a", _job("a", [], [work]), timer)
     time.sleep(0.05)
     work.event.set()
     pending.wait()
-    assert watch.times_us()["network"] >= 40_000
+    assert timer.times_us()["network"] >= 40_000
 
 
 def test_close_ends_the_thread_after_pending_jobs():
     progress = ProgressThread(torch.device("cpu"), timeout_s=30)
     log, work = [], ManualWork()
     work.event.set()
-    progress.submit("a", _job("a", log, [work]), Stopwatch())
+    progress.submit("a", _job("a", log, [work]), StageTimer())
     progress.close()
     assert log[-1] == "a decode"
-    late = progress.submit("b", _job("b", log, []), Stopwatch())
+    late = progress.submit("b", _job("b", log, []), StageTimer())
     with pytest.raises(CommunicationError, match="closed reducer"):
         late.wait()

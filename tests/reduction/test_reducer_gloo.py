@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import OVER_GROUPS, Input
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
@@ -23,7 +23,7 @@ from tests.straggler.settings import section_for
 NUMEL = 12 * 1009
 CASES = list(
     itertools.product(
-        (Form.ALL_REDUCE, Form.REDUCE_SCATTER),
+        (CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER),
         ("fp32", "bf16"),
         (None, "bf16"),
         (0.01, 0.3, 1.0),
@@ -32,14 +32,14 @@ CASES = list(
 )
 # The other schemes have their matrix on virtual ranks; here, a sample over real sockets.
 CASES += [
-    (form, dtype, wire, density, name)
+    (op, dtype, wire, density, name)
     for name, scheme in OVER_GROUPS.items()
-    for form, dtype, wire, density in (
-        (Form.ALL_REDUCE, "fp32", None, 0.01),
-        (Form.ALL_REDUCE, "fp32", "bf16", 0.3),
-        (Form.REDUCE_SCATTER, "bf16", None, 0.3),
+    for op, dtype, wire, density in (
+        (CollectiveOp.ALL_REDUCE, "fp32", None, 0.01),
+        (CollectiveOp.ALL_REDUCE, "fp32", "bf16", 0.3),
+        (CollectiveOp.REDUCE_SCATTER, "bf16", None, 0.3),
     )
-    if name not in ("agsparse", "dense") and form in scheme.forms
+    if name not in ("agsparse", "dense") and op in scheme.ops
 ]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -103,20 +103,24 @@ def _matrix(rank, world_size, cases):
 
     progress = ProgressThread(torch.device("cpu"), 30)
     results = []
-    for form, dtype, wire, density, scheme in cases:
+    for op, dtype, wire, density, scheme in cases:
         reducer, records = _reducer(world_size, scheme, density, wire, progress, dist.group.WORLD)
         residuals = reducer.selector.residuals
         rounds = []
         carried = torch.zeros(NUMEL, dtype=torch.float32)
         for step in range(2):
             gradient = _gradient(rank, step, DTYPES[dtype])
-            bucket = Bucket("b", gradient.clone(), _parameters(), form, world_size)
+            bucket = Bucket("b", gradient.clone(), _parameters(), op, world_size)
             reducer.start(bucket, step).wait()
             residuals.commit()
             after = torch.zeros(NUMEL) if "b" not in residuals else next(iter(residuals.tensors()))
             sent = gradient.float() + carried - after
             carried = after.clone()
-            kept = bucket.grad_N if form is Form.ALL_REDUCE else bucket.grad_N[bucket.shard(rank)]
+            kept = (
+                bucket.grad_N
+                if op is CollectiveOp.ALL_REDUCE
+                else bucket.grad_N[bucket.shard(rank)]
+            )
             rounds.append((kept.float().clone(), sent))
         record = records.buckets[-1]
         results.append((rounds, record.nnz, record.wire_bytes, record.dense_bytes))
@@ -129,11 +133,11 @@ def _matrix(rank, world_size, cases):
 def test_every_rank_gets_the_exact_sum_of_what_all_selected(world_size):
     by_rank = run_ranks(_matrix, world_size, CASES, timeout_s=240)
     for case, results in zip(CASES, zip(*by_rank, strict=True), strict=True):
-        form, _, _, density, scheme = case
+        op, _, _, density, scheme = case
         for step in range(2):
             expected = sum(result[0][step][1] for result in results)
             pieces = [result[0][step][0] for result in results]
-            if form is Form.ALL_REDUCE:
+            if op is CollectiveOp.ALL_REDUCE:
                 for piece in pieces:
                     assert torch.equal(piece, expected), (case, step)
             else:
@@ -147,7 +151,7 @@ def test_every_rank_gets_the_exact_sum_of_what_all_selected(world_size):
 
 def test_density_one_sends_everything():
     """At density 1 the threshold is bypassed: nothing is left behind."""
-    case = (Form.ALL_REDUCE, "fp32", None, 1.0, "agsparse")
+    case = (CollectiveOp.ALL_REDUCE, "fp32", None, 1.0, "agsparse")
     results = run_ranks(_matrix, 2, [case])
     for rank, result in enumerate(results):
         for step in range(2):
@@ -173,7 +177,7 @@ def _many_buckets(rank, world_size):
                 generator = torch.Generator().manual_seed(rank * 1000 + index)
                 grad = torch.randn(numel, generator=generator)
                 piece = [ParameterSlice(f"w{index}", 0, numel)]
-                buckets.append(Bucket(f"{index}", grad, piece, Form.ALL_REDUCE, world_size))
+                buckets.append(Bucket(f"{index}", grad, piece, CollectiveOp.ALL_REDUCE, world_size))
                 pendings.append(reducer.start(buckets[-1], step=0))
             for pending in pendings:
                 pending.wait()
@@ -212,7 +216,11 @@ def _disagree(rank, world_size, cases):
         )
         numel = 120 if what == "size" and rank else 100
         bucket = Bucket(
-            "b", torch.randn(numel), [ParameterSlice("w", 0, numel)], Form.ALL_REDUCE, world_size
+            "b",
+            torch.randn(numel),
+            [ParameterSlice("w", 0, numel)],
+            CollectiveOp.ALL_REDUCE,
+            world_size,
         )
         try:
             reducer.start(bucket, 1 if what == "step" and rank else 0).wait()
@@ -255,7 +263,7 @@ def _killed_peer(rank, world_size, scheme, report):
         os._exit(7)
     time.sleep(0.5)
     bucket = Bucket(
-        "b", torch.randn(100), [ParameterSlice("w", 0, 100)], Form.ALL_REDUCE, world_size
+        "b", torch.randn(100), [ParameterSlice("w", 0, 100)], CollectiveOp.ALL_REDUCE, world_size
     )
     start_s = time.monotonic()
     try:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.calibration.links import Links
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
@@ -34,15 +34,15 @@ N = 4
 NUMEL = 3 * 4096
 LINK = Link(alpha_s=1e-5, beta_s=1e-8)
 LINKS = Links((N,), "rank", LINK, LINK, LINK)
-SPLIT = dense_split(N, 4.0 * NUMEL, LINK, Form.ALL_REDUCE, LINK)
+SPLIT = dense_split(N, 4.0 * NUMEL, LINK, CollectiveOp.ALL_REDUCE, LINK)
 
 
 def _plan(scheme, density=1.0):
     return Plan(scheme, Phase.TARGET, density, None, sharded=scheme != "dense", reason="")
 
 
-def _bucket(form=Form.ALL_REDUCE):
-    return Bucket("b", torch.ones(NUMEL), [ParameterSlice("w", 0, NUMEL)], form, N)
+def _bucket(op=CollectiveOp.ALL_REDUCE):
+    return Bucket("b", torch.ones(NUMEL), [ParameterSlice("w", 0, NUMEL)], op, N)
 
 
 class Readiness(NullRecorder):
@@ -65,7 +65,7 @@ class VirtualGroup:
         )
         self.cluster = VirtualCluster(N)
         self.recorders = [Readiness() for _ in range(N)]
-        self.watches = [
+        self.timers = [
             StragglerWatch(config, transport, recorder, LINKS)
             for transport, recorder in zip(self.cluster.transports, self.recorders, strict=True)
         ]
@@ -75,16 +75,16 @@ class VirtualGroup:
         bucket, plan = bucket or _bucket(), plan or _plan("dense")
 
         def start(transport):
-            watch = self.watches[transport.rank]
-            watch.begin_step(number)
+            timer = self.timers[transport.rank]
+            timer.begin_step(number)
             transport.charge(delays_s[transport.rank])
-            adapted = watch.adapt(bucket, plan)
-            straggler = yield from _works(watch.decide(bucket, adapted))
+            adapted = timer.adapt(bucket, plan)
+            straggler = yield from _works(timer.decide(bucket, adapted))
             # Stands for the collective, after which all clocks agree.
             yield transport.all_reduce_(torch.zeros(1))
-            if watch._last_step:
-                yield from _works(watch.agree())
-            return straggler, watch.scheme_of(adapted, straggler)
+            if timer._last_step:
+                yield from _works(timer.agree())
+            return straggler, timer.scheme_of(adapted, straggler)
 
         decisions = set(self.cluster.run(start))
         assert len(decisions) == 1, "all ranks decide alike"
@@ -113,13 +113,13 @@ def test_a_persistent_straggler_is_named_two_steps_after_enough_history():
     # The delay of step s is gathered in s + 1 and known from s + 2 on.
     first = MIN_STRAGGLER_HISTORY + 1
     assert found == [(None, "dense")] * first + [(2, "straggler")] * (10 - first)
-    for watch in group.watches:
-        assert watch.report(_bucket(), _plan("dense")) == {
+    for timer in group.timers:
+        assert timer.report(_bucket(), _plan("dense")) == {
             "scheme": "straggler",
             "rank": 2,
             "least_delay_ms": pytest.approx(SPLIT.critical_s * 1e3),
         }
-        assert watch.report(_bucket(), _plan("agsparse")) is None
+        assert timer.report(_bucket(), _plan("agsparse")) is None
     for recorder in group.recorders:
         assert [record.step for record in recorder.records] == list(range(8))
         assert recorder.records[0].waited_s == pytest.approx((delay_s, delay_s, 0, delay_s))
@@ -189,7 +189,7 @@ def test_observing_changes_nothing():
 
 def test_a_reduce_scatter_is_never_worth_it():
     group = VirtualGroup(StragglerConfig(mode="dynamic"))
-    scatter = _bucket(Form.REDUCE_SCATTER)
+    scatter = _bucket(CollectiveOp.REDUCE_SCATTER)
     assert group.step(0, _late(1, 9.0), bucket=scatter) == (None, "dense")
 
 
@@ -268,7 +268,7 @@ def _train(rank, world_size):
                     f"b{i}",
                     GRADIENTS[rank] * (i + 1),
                     [ParameterSlice(f"w{i}", 0, NUMEL)],
-                    Form.ALL_REDUCE,
+                    CollectiveOp.ALL_REDUCE,
                     world_size,
                 )
                 for i in range(2)
@@ -293,7 +293,11 @@ def _never_come(rank, world_size):
         time.sleep(4.0)
         return None
     bucket = Bucket(
-        "b0", GRADIENTS[rank].clone(), [ParameterSlice("w", 0, NUMEL)], Form.ALL_REDUCE, world_size
+        "b0",
+        GRADIENTS[rank].clone(),
+        [ParameterSlice("w", 0, NUMEL)],
+        CollectiveOp.ALL_REDUCE,
+        world_size,
     )
     start_s = time.monotonic()
     with pytest.raises(CommunicationError) as caught:

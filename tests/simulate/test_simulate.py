@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from megatron_sparse import simulate
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli.main import main
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers, decode_add_
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate import all_gather, gradients, pccl
 from megatron_sparse.simulate.machines import Machine
 from megatron_sparse.simulate.pricing import (
-    ChargingStopwatch,
+    ChargingTimer,
     Job,
     TrafficCounter,
     drive,
@@ -107,7 +107,7 @@ def test_traffic_of_the_codec():
     grad_N[:nnz] = 1.0
     bucket, buffers = make_bucket(job, grad_N), MessageBuffers()
     with TrafficCounter() as counter:
-        message = make_message(bucket, False, "coo", buffers, Stopwatch())
+        message = make_message(bucket, False, "coo", buffers, StageTimer())
     record = 48 + 2 * 4 * nnz  # header, indices, values
     assert message.nbytes == record
     encoded = 4 * numel + record
@@ -130,16 +130,16 @@ def test_traffic_of_the_codec():
 
 def test_local_work_is_charged_to_the_modelled_clock():
     cluster = VirtualCluster(1)
-    watch = ChargingStopwatch(cluster.transports[0], memory_bound(0.5))
-    with watch.stage("decode"):
+    timer = ChargingTimer(cluster.transports[0], memory_bound(0.5))
+    with timer.stage("decode"):
         torch.ones(3).zero_()
     # ones writes 12 bytes (empty, then a fill), zero_ 12 more.
-    assert cluster.modelled_s == watch.charged_s == 12.0
+    assert cluster.modelled_s == timer.charged_s == 12.0
 
 
-@pytest.mark.parametrize("form", Form)
-def test_a_dense_price_does_not_depend_on_the_simulated_size(form):
-    jobs = [Job(PLAIN, 4, 2**20, numel, form) for numel in (64, 4096)]
+@pytest.mark.parametrize("op", CollectiveOp)
+def test_a_dense_price_does_not_depend_on_the_simulated_size(op):
+    jobs = [Job(PLAIN, 4, 2**20, numel, op) for numel in (64, 4096)]
     small, large = (price(job, "dense_ring", lambda _, j=job: torch.ones(j.numel)) for job in jobs)
     # All bytes scale; only the order of floating-point sums differs.
     assert small.time_s == pytest.approx(large.time_s, rel=1e-9)
@@ -159,7 +159,7 @@ def test_a_sparse_price_hardly_depends_on_the_simulated_size():
 @pytest.mark.parametrize("charged", [False, True])
 def test_the_ring_in_closed_form_is_the_clusters(world_size, charged):
     numel = 8 * world_size
-    job = Job(PLAIN, world_size, 2**22, numel, Form.REDUCE_SCATTER, charged=charged)
+    job = Job(PLAIN, world_size, 2**22, numel, CollectiveOp.REDUCE_SCATTER, charged=charged)
     scatter = price(job, "dense_ring", lambda _: torch.ones(numel))
     # An addition reads two values and writes one.
     local = 3 / PLAIN.codec_rate if charged else 0.0
@@ -178,7 +178,7 @@ def test_all_gathers_gather(kind):
     n, numel = 6, 6 * 64
     job, results = Job(PLAIN, n, 4 * numel, numel), {}
 
-    def start(transport, watch):
+    def start(transport, timer):
         own = slice(transport.rank * 64, (transport.rank + 1) * 64)
         grad_N = torch.full((numel,), float("nan"))
         grad_N[own] = torch.arange(64) % 3 * (transport.rank + 1.0)
@@ -187,8 +187,8 @@ def test_all_gathers_gather(kind):
         if kind == "dense":
             return all_gather.ring(bucket, transport)
         if kind == "hierarchical":
-            return all_gather.hierarchical(bucket, transport, watch)
-        return all_gather.sparse_ring(bucket, kind, transport, MessageBuffers(), watch)
+            return all_gather.hierarchical(bucket, transport, timer)
+        return all_gather.sparse_ring(bucket, kind, transport, MessageBuffers(), timer)
 
     drive(job, start)
     expected = torch.cat([torch.arange(64) % 3 * (rank + 1.0) for rank in range(n)])

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import (
     CompressionConfig,
@@ -231,7 +231,7 @@ def test_the_reducer_records_gradients_and_what_was_selected(tmp_path):
     sums = []
     for step, gradient in enumerate(gradients):
         piece = ParameterSlice("w", 0, 8192)
-        bucket = Bucket("b", gradient.clone(), [piece], Form.ALL_REDUCE, 1)
+        bucket = Bucket("b", gradient.clone(), [piece], CollectiveOp.ALL_REDUCE, 1)
         reducer.start(bucket, step).wait()
         sums.append(bucket.grad_N)
     progress.close()

@@ -7,14 +7,14 @@ import time
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig
 from megatron_sparse.errors import CommunicationError, WireFormatError
 from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers, encode
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.sampling import (
@@ -36,7 +36,7 @@ def residuals():
     return ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
 
 
-def make_bucket(grad_N, n, form=Form.ALL_REDUCE, keep=None):
+def make_bucket(grad_N, n, form=CollectiveOp.ALL_REDUCE, keep=None):
     numel = grad_N.numel()
     cut = keep or numel
     pieces = [ParameterSlice("w", 0, cut), ParameterSlice("b", cut, numel, keep=True)]
@@ -64,7 +64,7 @@ def sample(gradients, *, seeds=None, steps=None, wrap=lambda transport: transpor
             encoded,
             wrap(transport),
             MessageBuffers(),
-            Stopwatch(),
+            StageTimer(),
             seed=seeds[rank] if seeds else 1,
         )
         return profile
@@ -145,7 +145,7 @@ def test_narrow_gradients_and_values(dtype):
 
 
 @pytest.mark.parametrize("capacity", [None, 1.25])
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("form", list(CollectiveOp))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtype):
     """The sampler uses the gradient's memory; the collective must not see that."""
@@ -156,7 +156,7 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
     def run(samples):
         def start(transport):
             bucket = make_bucket(gradients[transport.rank].clone(), n, form, keep=4000)
-            buffers, watch = MessageBuffers(), Stopwatch()
+            buffers, timer = MessageBuffers(), StageTimer()
             selector = Selector(
                 CompressionConfig(density=0.05), residuals(), transport.rank, buffers
             )
@@ -168,17 +168,17 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
                 block_size=256,
                 sharded=True,
                 step=STEP,
-                watch=watch,
+                timer=timer,
                 capacity=capacity,
             )
             profile = None
             if samples:
                 profile = yield from sample_profile(
-                    bucket, message, transport, buffers, watch, seed=1
+                    bucket, message, transport, buffers, timer, seed=1
                 )
                 assert profile.density >= (0.05 * 4000 * 0.5 + 96) / numel
-                assert watch.times_us()["profile"] > 0
-            yield from scheme.exchange(bucket, message, transport, buffers, watch, OPTIONS)
+                assert timer.times_us()["profile"] > 0
+            yield from scheme.exchange(bucket, message, transport, buffers, timer, OPTIONS)
             return bucket.grad_N[bucket.shard(transport.rank)], profile
 
         return VirtualCluster(n).run(start)
@@ -240,18 +240,18 @@ def test_what_a_sample_costs():
     meanwhile.
     """
     gradient = torch.randn(2**22)
-    bucket, buffers, watch = make_bucket(gradient.clone(), 1), MessageBuffers(), Stopwatch()
+    bucket, buffers, timer = make_bucket(gradient.clone(), 1), MessageBuffers(), StageTimer()
     selector = Selector(CompressionConfig(), residuals(), 0, buffers)
     (transport,) = VirtualCluster(1).transports
     took_s = {"select": [], "sample": []}
     for step in range(6):
         start_s = time.process_time()
         message = selector.select(
-            bucket, 0.01, None, form="auto", block_size=256, sharded=False, step=step, watch=watch
+            bucket, 0.01, None, form="auto", block_size=256, sharded=False, step=step, timer=timer
         )
         took_s["select"].append(time.process_time() - start_s)
         start_s = time.process_time()
-        for work in sample_profile(bucket, message, transport, buffers, watch, seed=1):
+        for work in sample_profile(bucket, message, transport, buffers, timer, seed=1):
             work.finish()
         took_s["sample"].append(time.process_time() - start_s)
         bucket.grad_N.copy_(gradient)

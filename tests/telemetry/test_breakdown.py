@@ -23,7 +23,7 @@ def record(name="b0", *, launched_s=0.0, finished_s=0.0, stage_us=None, **fields
         name, step=3, launched_s=launched_s, finished_s=finished_s, **(values | fields)
     )
     for stage, time_us in (stage_us or {}).items():
-        result.watch.add(stage, time_us)
+        result.timer.add(stage, time_us)
     return result
 
 

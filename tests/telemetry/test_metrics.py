@@ -28,8 +28,8 @@ UNITS = {"ms": "_ms", "B": "_bytes"}
 def record(name="dense0.0", **fields) -> BucketRecord:
     values = {"scheme": "direct", "phase": "target", "density": 0.02, "numel": 1000, "nnz": 30}
     made = BucketRecord(name, 3, **(values | fields))
-    made.watch.add("network", 2000.0)
-    made.watch.add("prune", 500.0)
+    made.timer.add("network", 2000.0)
+    made.timer.add("prune", 500.0)
     return made
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_sparse.config.sparse import TrackingConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.recording import BUCKET_STAGES, STAGES, STEP_STAGES, BucketRecord, Stopwatch
+from megatron_sparse.recording import BUCKET_STAGES, STAGES, STEP_STAGES, BucketRecord, StageTimer
 from megatron_sparse.telemetry import RunTelemetry, load_summary
 
 QUIET = TrackingConfig(console="off")
@@ -41,7 +41,7 @@ def iterate(telemetry, iteration, *, loss=None, buckets=2, **keywords):
             dense_bytes=6000,
             wire_bytes=6 * NNZ[phase] + 48,
         )
-        record.watch.add("prune", 1000.0 * iteration)
+        record.timer.add("prune", 1000.0 * iteration)
         telemetry.record_bucket(record)
     telemetry.record_stage("host_wait", 0.001 * iteration)
     return telemetry.end_iteration(
@@ -312,7 +312,7 @@ def test_end_iteration_is_cheap(tmp_path):
         for bucket in range(100):
             record = BucketRecord(f"b{bucket}", 1, "agsparse", "target", 0.01, numel=1000, nnz=10)
             for stage in BUCKET_STAGES:
-                record.watch.add(stage, 12.5)
+                record.timer.add(stage, 12.5)
             telemetry.record_bucket(record)
         start = time.perf_counter()
         telemetry.end_iteration(iteration, iteration_s=0.1, loss=1.0)
@@ -333,8 +333,8 @@ def test_stage_outside_the_vocabulary_is_our_own_bug():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_events_are_read_at_the_end_of_the_iteration(tmp_path):
     device = torch.device("cuda")
-    record = BucketRecord("b", 1, "agsparse", "target", 0.01, numel=1, watch=Stopwatch(device))
-    with record.watch.stage("prune"):
+    record = BucketRecord("b", 1, "agsparse", "target", 0.01, numel=1, timer=StageTimer(device))
+    with record.timer.stage("prune"):
         torch.cuda._sleep(20_000_000)
     telemetry = open_run(tmp_path)
     telemetry.record_bucket(record)

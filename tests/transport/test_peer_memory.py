@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import peer_windows
 from megatron_sparse.collectives.peer_two_shot import peer_layout
 from megatron_sparse.collectives.peer_windows import ProcessRanks, check_domain, open_windows
@@ -118,7 +118,7 @@ def test_a_group_that_is_no_nvlink_domain_is_refused(ranks: ProcessRanks, got: s
     check_domain(ranks_on("cuda:0", (0,) * MAX_PEERS))
 
 
-BUCKET = Bucket("b", torch.zeros(8), [ParameterSlice("w", 0, 8)], Form.ALL_REDUCE, 2)
+BUCKET = Bucket("b", torch.zeros(8), [ParameterSlice("w", 0, 8)], CollectiveOp.ALL_REDUCE, 2)
 
 
 class Provider(VirtualRanks):

@@ -15,7 +15,7 @@ the cache. For dense schemes the wire is all: their additions go on while bytes 
 from __future__ import annotations
 
 from megatron_sparse.bench.collectives.sweep import Case
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.formats.message import VALUE_DTYPES
 
@@ -49,7 +49,7 @@ def codec_bytes(
     """
     if SCHEMES[scheme].takes is Input.DENSE:
         return 0.0
-    owned = case.nbytes if case.form is Form.ALL_REDUCE else case.nbytes / n
+    owned = case.nbytes if case.op is CollectiveOp.ALL_REDUCE else case.nbytes / n
     message = nnz * (INDEX_BYTES + VALUE_DTYPES[case.dtype].itemsize)
     selection = case.nbytes + 2 * RESIDUAL_BYTES * case.numel + message if prune else 0
     return float(selection + owned + wire_bytes)

@@ -18,7 +18,7 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import BucketRecord, NullRecorder, Stopwatch
+from megatron_sparse.recording import BucketRecord, NullRecorder, StageTimer
 from megatron_sparse.transport import Transport
 
 Exchange = Callable[[], Steps]
@@ -53,8 +53,8 @@ class HalvedPath:
         """The scheme that the planner takes."""
         return self._planner.plan_for(bucket, 0).scheme
 
-    def select(self, bucket: Bucket, step: int, watch: Stopwatch) -> tuple[int, Exchange]:
-        """The first half; `watch` gets the times of both. Mutates the residual.
+    def select(self, bucket: Bucket, step: int, timer: StageTimer) -> tuple[int, Exchange]:
+        """The first half; `timer` gets the times of both. Mutates the residual.
 
         Returns:
             How many elements were selected, and the second half, which is to be driven once.
@@ -62,9 +62,9 @@ class HalvedPath:
         plan = self._planner.plan_for(bucket, step)
         scheme = SCHEMES[plan.scheme]
         if scheme.takes is Input.DENSE:
-            values_N = self._selector.take_whole(bucket, plan.wire_dtype, step=step, watch=watch)
+            values_N = self._selector.take_whole(bucket, plan.wire_dtype, step=step, timer=timer)
             return bucket.numel, lambda: scheme.reduce(
-                bucket, values_N, step, self._transport, self._buffers, watch, self._options
+                bucket, values_N, step, self._transport, self._buffers, timer, self._options
             )
         message = self._selector.select(
             bucket,
@@ -73,13 +73,13 @@ class HalvedPath:
             form=self._options.message_format(plan.scheme),
             block_size=self._options.block_size,
             sharded=plan.sharded,
-            finer=scheme.finer(bucket),
+            extra_cuts=scheme.extra_cuts(bucket),
             step=step,
-            watch=watch,
+            timer=timer,
             capacity=self._options.capacity,
         )
         return message.nnz, lambda: scheme.exchange(
-            bucket, message, self._transport, self._buffers, watch, self._options
+            bucket, message, self._transport, self._buffers, timer, self._options
         )
 
 

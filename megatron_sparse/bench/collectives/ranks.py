@@ -29,12 +29,12 @@ from megatron_sparse.bench.collectives.row import Row, in_order
 from megatron_sparse.bench.collectives.sweep import CHECK_STEPS, Case, Sweep
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
 from megatron_sparse.bench.rank_group import RankGroup
-from megatron_sparse.bucket import Bucket, Form
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import GATE
 from megatron_sparse.reduction.reducer import GradientReducer
 
@@ -181,21 +181,21 @@ class RankBench(RankGroup):
         path = HalvedPath(case, self._sweep, self._transport)
 
         def run(step: int) -> dict[str, float]:
-            watch, sent = Stopwatch(self._device), {"wire_bytes": 0.0}
-            nnz, exchange = path.select(bucket, step, watch)
-            before_us = watch.times_us()
+            timer, sent = StageTimer(self._device), {"wire_bytes": 0.0}
+            nnz, exchange = path.select(bucket, step, timer)
+            before_us = timer.times_us()
 
             def job() -> Generator[Any, None, None]:
                 yield GATE
                 sent["wire_bytes"] = yield from exchange()
 
             def submit() -> None:
-                pending = self._progress.submit(bucket.name, job, watch)
+                pending = self._progress.submit(bucket.name, job, timer)
                 pending.wait()
                 sent["host_cpu"] = pending.host_cpu_s * 1e6
 
             total_us = self._timed(submit)
-            stages = {name: us - before_us[name] for name, us in watch.times_us().items()}
+            stages = {name: us - before_us[name] for name, us in timer.times_us().items()}
             return {"total": total_us, **stages, **sent, "nnz": nnz}
 
         return run
@@ -214,7 +214,7 @@ class RankBench(RankGroup):
 
     def _dense(self, case: Case, values_N: torch.Tensor) -> None:
         """What training without the plugin does."""
-        if case.form is Form.ALL_REDUCE:
+        if case.op is CollectiveOp.ALL_REDUCE:
             _typed(lambda: dist.all_reduce(values_N))
         else:
             own_M = values_N[case.owned(self.rank, self.world_size)]

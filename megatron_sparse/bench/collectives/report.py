@@ -116,7 +116,7 @@ def virtual_place(topology: Topology) -> str:
 def show_progress(number: int, of: int, case: Case) -> None:
     """Says on a terminal what is being measured."""
     if sys.stderr.isatty():
-        what = f"{case.form} {case.scheme} {case.density:g} {case.nbytes} B {case.dtype}"
+        what = f"{case.op} {case.scheme} {case.density:g} {case.nbytes} B {case.dtype}"
         print(f"\r\033[K{number + 1}/{of}: {what} ...", end="", file=sys.stderr, flush=True)
 
 

@@ -103,7 +103,7 @@ class Row:
     ) -> Row:
         """The row of a case that has been checked and not yet timed."""
         return cls(
-            op=str(case.form),
+            op=str(case.op),
             scheme=case.scheme,
             dtype=case.dtype,
             density=case.density,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sparse.bench.table import check_arguments
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.sparse import (
     FORMAT_OF_SCHEME,
@@ -39,14 +39,14 @@ class Case:
     """One row: a collective on one size and density.
 
     Attributes:
-        form: all-reduce or reduce-scatter.
+        op: all-reduce or reduce-scatter.
         scheme: a name in `SCHEMES`, or `auto`.
         dtype: of the gradient: fp32, bf16 or fp16.
         density: what selection aims at; 1 for dense schemes.
         numel: elements, a multiple of the number of ranks.
     """
 
-    form: Form
+    op: CollectiveOp
     scheme: str
     dtype: str
     density: float
@@ -64,7 +64,7 @@ class Case:
             sweep: how the case is run.
             straggler: the rank that is taken for late by schemes that need one.
         """
-        form = "auto" if self.scheme in FORMAT_OF_SCHEME else sweep.message_format
+        op = "auto" if self.scheme in FORMAT_OF_SCHEME else sweep.message_format
         pinned = None
         if self.scheme in STRAGGLER_SCHEMES:
             pinned = StragglerConfig(mode="pinned", rank=straggler)
@@ -73,7 +73,7 @@ class Case:
             density=self.density,
             warmup_iters=0,
             ramp_iters=0,
-            format=form,
+            format=op,
             timeout_s=sweep.timeout_s,
             straggler=pinned,
             capacity=self._capacity(sweep),
@@ -87,11 +87,11 @@ class Case:
     def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
         """One pruned parameter that is the whole bucket."""
         parameters = [ParameterSlice("weight", 0, self.numel)]
-        return Bucket("bench", grad_N, parameters, self.form, world_size)
+        return Bucket("bench", grad_N, parameters, self.op, world_size)
 
     def owned(self, rank: int, world_size: int) -> slice:
         """The elements of the sum that a rank ends up with."""
-        if self.form is Form.ALL_REDUCE:
+        if self.op is CollectiveOp.ALL_REDUCE:
             return slice(None)
         shard = self.numel // world_size
         return slice(rank * shard, (rank + 1) * shard)
@@ -161,7 +161,7 @@ class Sweep:
     nccl_engine: bool = False
 
     def __post_init__(self) -> None:
-        names, forms = ("auto", *SCHEMES), tuple(str(form) for form in Form)
+        names, forms = ("auto", *SCHEMES), tuple(str(op) for op in CollectiveOp)
         check_arguments(
             "bench collectives",
             [
@@ -224,7 +224,7 @@ class Sweep:
     def _cases(self, world_size: int) -> Iterator[Case]:
         size = self.min_bytes
         while size <= self.max_bytes:
-            for form in map(Form, self.ops):
+            for op in map(CollectiveOp, self.ops):
                 for dtype in self.dtypes:
                     numel = size // VALUE_DTYPES[dtype].itemsize // world_size * world_size
                     if numel == 0:
@@ -238,6 +238,6 @@ class Sweep:
                         for scheme in self.schemes:
                             known = SCHEMES.get(scheme)
                             is_dense = known is not None and known.takes is Input.DENSE
-                            if (known is None or form in known.forms) and not (is_dense and index):
-                                yield Case(form, scheme, dtype, 1.0 if is_dense else density, numel)
+                            if (known is None or op in known.ops) and not (is_dense and index):
+                                yield Case(op, scheme, dtype, 1.0 if is_dense else density, numel)
             size *= SIZE_FACTOR

@@ -18,7 +18,7 @@ from megatron_sparse.bench.collectives.row import Row
 from megatron_sparse.bench.collectives.sweep import CHECK_STEPS, Case, Sweep
 from megatron_sparse.bench.host_load import free_memory_bytes
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
 
@@ -79,7 +79,7 @@ def _row(case: Case, sweep: Sweep, topology: Topology) -> Row:
         return row
     given = [case.normal_values(rank) for rank in range(n)]
     modelled_s, outcomes = VirtualRanks(case, sweep, topology).run(given, 0)
-    dense = Case(case.form, "dense", case.dtype, 1.0, case.numel)
+    dense = Case(case.op, "dense", case.dtype, 1.0, case.numel)
     dense_s, _ = VirtualRanks(dense, sweep, topology).run(given, 0)
     mean_us = {
         stage: sum(o.stage_us[stage] for o in outcomes) / n for stage in outcomes[0].stage_us
@@ -145,12 +145,12 @@ class VirtualRanks:
         self, transport: VirtualTransport, given: list[torch.Tensor], step: int
     ) -> Generator[Any, None, _Outcome]:
         rank, n, path = transport.rank, transport.world_size, self._paths[transport.rank]
-        bucket, watch = self._case.bucket(given[rank].clone(), n), Stopwatch()
+        bucket, timer = self._case.bucket(given[rank].clone(), n), StageTimer()
         before_N = residual_of(path.residuals, bucket)
         if rank == self._straggler:
             transport.charge(self._delay_s)
-        nnz, exchange = path.select(bucket, step, watch)
+        nnz, exchange = path.select(bucket, step, timer)
         sent_N = given[rank].float() + before_N - residual_of(path.residuals, bucket)
         wire_bytes = yield from exchange()
         result = bucket.grad_N[self._case.owned(rank, n)]
-        return _Outcome(result, sent_N, nnz, wire_bytes, watch.times_us())
+        return _Outcome(result, sent_N, nnz, wire_bytes, timer.times_us())

@@ -27,7 +27,7 @@ from megatron_sparse.bench.cost_models.codec_prices import (
     TimedPrices,
 )
 from megatron_sparse.bench.table import check_arguments, torch_threads, write_rows
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, SchemeOptions
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
@@ -125,7 +125,7 @@ class CostSweep:
         world_sizes: ranks, 2 and more.
         clusters: names of model clusters, or files of `calibrate`, whose codec prices are then
             this machine's.
-        form: all-reduce or reduce-scatter.
+        op: all-reduce or reduce-scatter.
         full_numel: elements of the bucket that is stood for.
 
     Raises:
@@ -137,7 +137,7 @@ class CostSweep:
     densities: Sequence[float]
     world_sizes: Sequence[int]
     clusters: Sequence[str]
-    form: Form = Form.ALL_REDUCE
+    op: CollectiveOp = CollectiveOp.ALL_REDUCE
     full_numel: int = 2**24
 
     def __post_init__(self) -> None:
@@ -175,14 +175,14 @@ class CostSweep:
         model = KINDS[kind](simulated_numel(n, density, self.full_numel), density)
         given = [model.gradient(rank) for rank in range(n)]
         profile = virtual_truth.at_full_size(profile_of(given), self.full_numel)
-        shape = BucketShape(self.full_numel, 0, 4, self.form, n)
+        shape = BucketShape(self.full_numel, 0, 4, self.op, n)
         for name in self.clusters:
             cluster, prices = find(name), prices_of(name)
             setting = virtual_truth.Setting.on(
-                cluster, n, prices, options, self.form, self.full_numel
+                cluster, n, prices, options, self.op, self.full_numel
             )
             for scheme in self.schemes:
-                if fits(scheme, self.form, options):
+                if fits(scheme, self.op, options):
                     taken_s = virtual_truth.run(scheme, given, setting).total_s
                     yield _row(
                         scheme,
@@ -224,7 +224,7 @@ def _row(
     found = predict(scheme, shape, profile, cluster, options)
     return CostRow(
         scheme,
-        str(shape.form),
+        str(shape.op),
         kind,
         density,
         shape.world_size,
@@ -263,13 +263,13 @@ def measured_rows(path: Path, cluster: ClusterModel) -> Iterator[CostRow]:
     """
     options, left_out = SchemeOptions.of(SchemeConfig()), 0
     for row in _read(path):
-        form = Form(row["op"])
+        op = CollectiveOp(row["op"])
         scheme, n, numel = row["carried_by"], row["world_size"], row["count"]
-        if row["modelled"] or row["time_us"] is None or not fits(scheme, form, options):
+        if row["modelled"] or row["time_us"] is None or not fits(scheme, op, options):
             left_out += 1
             continue
         value_bytes = VALUE_DTYPES[row["dtype"]].itemsize
-        shape = BucketShape(numel, 0, value_bytes, form, n)
+        shape = BucketShape(numel, 0, value_bytes, op, n)
         density = row["sent_density"]
         profile = SparsityProfile.uniform(numel, density, n)
         yield _row(

@@ -2,7 +2,7 @@
 
 Planners and cost models are compared with this. Every rank selects from its gradient, encodes,
 sends, decodes and adds, by the registered collective; the network is the cluster's alpha-beta clock
-(`VirtualCluster`) and local work is charged call by call (`ChargingStopwatch`), on the density that
+(`VirtualCluster`) and local work is charged call by call (`ChargingTimer`), on the density that
 the call really has. The charges are `CodecPrices`, which no planner sees: cost models interpolate
 a cluster's table, which was made at other densities, sizes and vectors.
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bench.cost_models.codec_prices import CodecPrices
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.compression.residual import Outcome, ResidualStore
@@ -46,7 +46,7 @@ from megatron_sparse.formats.header import (
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.cost_models.densities import without_chance
-from megatron_sparse.simulate.pricing import ChargingStopwatch
+from megatron_sparse.simulate.pricing import ChargingTimer
 from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
@@ -110,7 +110,7 @@ class Setting:
         host_s_per_bucket: as of `ClusterModel`.
         prices: of local work; None makes it free.
         options: of the schemes.
-        form: all-reduce or reduce-scatter.
+        op: all-reduce or reduce-scatter.
         full_numel: elements of the bucket that is stood for.
     """
 
@@ -119,7 +119,7 @@ class Setting:
     host_s_per_bucket: float
     prices: CodecPrices | None
     options: SchemeOptions
-    form: Form
+    op: CollectiveOp
     full_numel: int
 
     @classmethod
@@ -129,7 +129,7 @@ class Setting:
         world_size: int,
         prices: CodecPrices | None,
         options: SchemeOptions,
-        form: Form,
+        op: CollectiveOp,
         full_numel: int,
     ) -> Setting:
         """On a cluster's links and with its host; its codec table is not looked at."""
@@ -139,7 +139,7 @@ class Setting:
             cluster.host_s_per_bucket,
             prices,
             options,
-            form,
+            op,
             full_numel,
         )
 
@@ -169,11 +169,11 @@ def run(
         MegatronSparseError: what the collective raises.
     """
     numels = {gradient.numel() for gradient in gradients}
-    if len(numels) != 1 or setting.form not in SCHEMES[scheme].forms:
+    if len(numels) != 1 or setting.op not in SCHEMES[scheme].ops:
         raise ConfigError(
             f"{scheme} cannot be run on a virtual cluster",
             expected="gradients of one size, and a form that the scheme has",
-            got=f"{sorted(numels)} elements, {setting.form}",
+            got=f"{sorted(numels)} elements, {setting.op}",
         )
     if SCHEMES[scheme].takes is Input.DENSE:
         return _run_dense(scheme, len(gradients), setting, split)
@@ -190,14 +190,14 @@ def _run_dense(scheme: str, world_size: int, setting: Setting, split: bool) -> V
 def _run(
     scheme: str, gradients: Sequence[torch.Tensor], setting: Setting, split: bool
 ) -> VirtualTiming:
-    cluster, watches, sent = _drive(scheme, gradients, setting)
+    cluster, timers, sent = _drive(scheme, gradients, setting)
     network_s = None
     if split:
         free = replace(setting, prices=None, host_s_per_message=0.0)
         network_s = _drive(scheme, gradients, free)[0].modelled_s
     return VirtualTiming(
         total_s=cluster.modelled_s + setting.host_s_per_bucket,
-        codec_s=max(watch.charged_s for watch in watches),
+        codec_s=max(timer.charged_s for timer in timers),
         network_s=network_s,
         rank_s=tuple(cluster.clock_s),
         wire_bytes=max(sent) * cluster.message_scale,
@@ -206,28 +206,28 @@ def _run(
 
 def _drive(
     scheme: str, gradients: Sequence[torch.Tensor], setting: Setting
-) -> tuple[VirtualCluster, list[ChargingStopwatch], list[int]]:
+) -> tuple[VirtualCluster, list[ChargingTimer], list[int]]:
     n, numel = len(gradients), gradients[0].numel()
     entry, options = SCHEMES[scheme], setting.options
     scale = setting.full_numel / numel
     price = None if setting.prices is None else setting.prices.measure(scale)
     cluster = FullSizeCluster(n, setting.topology, message_scale=scale)
-    watches: list[ChargingStopwatch] = []
+    timers: list[ChargingTimer] = []
 
     def start(transport: VirtualTransport) -> Steps:
-        watch = ChargingStopwatch(transport, price)
-        watches.append(watch)
+        timer = ChargingTimer(transport, price)
+        timers.append(timer)
         posting: Any = HostedTransport(transport, setting.host_s_per_message)
         bucket = Bucket(
             "truth",
             gradients[transport.rank].clone(),
             [ParameterSlice("w", 0, numel)],
-            setting.form,
+            setting.op,
             n,
         )
         buffers = MessageBuffers()
         if entry.takes is Input.DENSE:
-            return entry.reduce(bucket, bucket.grad_N, 0, posting, buffers, watch, options)
+            return entry.reduce(bucket, bucket.grad_N, 0, posting, buffers, timer, options)
         residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
         residuals.begin(bucket)  # Memory that a run takes once is no cost of a step.
         selector = Selector(CompressionConfig(), residuals, transport.rank, buffers)
@@ -237,14 +237,14 @@ def _drive(
             None,
             form=options.message_format(scheme),
             block_size=options.block_size,
-            sharded=entry.is_sharded(setting.form),
-            finer=entry.finer(bucket),
+            sharded=entry.is_sharded(setting.op),
+            extra_cuts=entry.extra_cuts(bucket),
             step=0,
-            watch=watch,
+            timer=timer,
         )
-        return entry.exchange(bucket, message, posting, buffers, watch, options)
+        return entry.exchange(bucket, message, posting, buffers, timer, options)
 
-    return cluster, watches, cluster.run(start)
+    return cluster, timers, cluster.run(start)
 
 
 class HostedTransport:

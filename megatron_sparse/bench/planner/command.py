@@ -20,14 +20,14 @@ from megatron_sparse.bench.cost_models.codec_prices import MemoryBoundPrices
 from megatron_sparse.bench.planner.cases import Workload
 from megatron_sparse.bench.planner.row import HEADER, PlannerRow, Verdict
 from megatron_sparse.bench.table import torch_threads, write_rows
-from megatron_sparse.bucket import Bucket, Form, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.cluster import find
 from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.prices import candidates, prices_us
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.sparsity.characteristics import SparsityProfile
@@ -46,7 +46,7 @@ class Trial:
         clusters: names of shipped model clusters.
         schemes: the candidates; None for all.
         full_numel: elements of the bucket that is stood for.
-        form: all-reduce or reduce-scatter.
+        op: all-reduce or reduce-scatter.
     """
 
     workloads: Sequence[Workload]
@@ -54,7 +54,7 @@ class Trial:
     clusters: Sequence[str]
     schemes: Sequence[str] | None
     full_numel: int
-    form: Form = Form.ALL_REDUCE
+    op: CollectiveOp = CollectiveOp.ALL_REDUCE
 
     def rows(self) -> Iterator[PlannerRow]:
         """Every case; workloads outermost, clusters innermost."""
@@ -76,7 +76,7 @@ class Trial:
         options: SchemeOptions,
     ) -> PlannerRow:
         cluster, n = find(cluster_name), len(gradients)
-        shape = BucketShape(self.full_numel, 0, 4, self.form, n)
+        shape = BucketShape(self.full_numel, 0, 4, self.op, n)
         predictions_us = prices_us(
             shape,
             replace(profile, numel=self.full_numel),
@@ -85,7 +85,7 @@ class Trial:
             names=candidates(self.schemes),
         )
         prices = MemoryBoundPrices(MACHINES[cluster_name][0].codec_rate)
-        setting = virtual_truth.Setting.on(cluster, n, prices, options, self.form, self.full_numel)
+        setting = virtual_truth.Setting.on(cluster, n, prices, options, self.op, self.full_numel)
         taken_us = {
             scheme: virtual_truth.run(scheme, gradients, setting).total_s * 1e6
             for scheme in predictions_us
@@ -109,11 +109,13 @@ def sampled_profile(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
     def start(transport: VirtualTransport) -> Generator[Any, None, SparsityProfile]:
         # Sampling overwrites the gradient.
         grad_N = gradients[transport.rank].clone()
-        bucket = Bucket("bench", grad_N, [ParameterSlice("w", 0, numel)], Form.ALL_REDUCE, n)
-        buffers, watch = MessageBuffers(), Stopwatch()
-        message = make_message(bucket, False, "auto", buffers, watch)
+        bucket = Bucket(
+            "bench", grad_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, n
+        )
+        buffers, timer = MessageBuffers(), StageTimer()
+        message = make_message(bucket, False, "auto", buffers, timer)
         return sample_profile(
-            bucket, message, transport, buffers, watch, seed=CompressionConfig().seed
+            bucket, message, transport, buffers, timer, seed=CompressionConfig().seed
         )
 
     return VirtualCluster(n).run(start)[0]
@@ -129,7 +131,7 @@ def run(trial: Trial, json_path: Path | None) -> Verdict:
     with torch_threads(1):
         print(
             f"# MODELLED times of virtual clusters; buckets of {trial.full_numel} fp32 elements, "
-            f"{trial.form}\n{HEADER}",
+            f"{trial.op}\n{HEADER}",
             flush=True,
         )
         return report(trial.rows(), json_path)

@@ -25,7 +25,7 @@ from megatron_sparse.bench.planner.command import report
 from megatron_sparse.bench.planner.row import HEADER, PlannerRow, Verdict
 from megatron_sparse.bench.rank_group import as_rank
 from megatron_sparse.bench.table import write_rows
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration.links import complete
 from megatron_sparse.calibration.measure import QUICK, calibrate
 from megatron_sparse.collectives import SchemeOptions
@@ -35,7 +35,7 @@ from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.prices import candidates, prices_us, runnable, takes_dense
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.sparsity.sampling import sample_profile
@@ -48,7 +48,7 @@ class RealTrial:
     Attributes:
         workloads: gradients.
         schemes: the candidates; None for all.
-        form: all-reduce or reduce-scatter.
+        op: all-reduce or reduce-scatter.
         cluster: of a file; None measures it.
         warmup: rounds that do not count.
         iters: rounds that do.
@@ -57,7 +57,7 @@ class RealTrial:
 
     workloads: Sequence[Workload]
     schemes: Sequence[str] | None
-    form: Form
+    op: CollectiveOp
     cluster: ClusterModel | None
     warmup: int
     iters: int
@@ -73,7 +73,7 @@ class RealTrial:
             densities=[1.0],
             dtypes=["fp32"],
             schemes=["dense"],
-            ops=[str(self.form)],
+            ops=[str(self.op)],
             warmup=self.warmup,
             iters=self.iters,
             timeout_s=self.timeout_s,
@@ -106,7 +106,7 @@ class PlannerRanks(RankBench):
         for workload in self._trial.workloads:
             grad_N = workload.source(self.rank).to(self._device)
             profile = self._profile(grad_N)
-            shape = BucketShape(grad_N.numel(), 0, 4, self._trial.form, self.world_size)
+            shape = BucketShape(grad_N.numel(), 0, 4, self._trial.op, self.world_size)
             names = runnable(
                 candidates(self._trial.schemes), options, self._device.type, has_windows=False
             )
@@ -138,10 +138,10 @@ class PlannerRanks(RankBench):
 
     def _profile(self, grad_N: torch.Tensor) -> SparsityProfile:
         bucket = self._case("direct", grad_N, 1.0).bucket(grad_N.clone(), self.world_size)
-        buffers, watch = MessageBuffers(), Stopwatch(self._device)
-        message = make_message(bucket, False, "auto", buffers, watch)
+        buffers, timer = MessageBuffers(), StageTimer(self._device)
+        message = make_message(bucket, False, "auto", buffers, timer)
         seed = CompressionConfig().seed
-        return complete(sample_profile(bucket, message, self._transport, buffers, watch, seed=seed))
+        return complete(sample_profile(bucket, message, self._transport, buffers, timer, seed=seed))
 
     def _race(
         self, schemes: Sequence[str], grad_N: torch.Tensor, density: float
@@ -166,7 +166,7 @@ class PlannerRanks(RankBench):
 
     def _case(self, scheme: str, grad_N: torch.Tensor, density: float) -> Case:
         density = 1.0 if takes_dense(scheme) else density
-        return Case(self._trial.form, scheme, "fp32", density, grad_N.numel())
+        return Case(self._trial.op, scheme, "fp32", density, grad_N.numel())
 
 
 def run_rank(trial: RealTrial, json_path: Path | None) -> Verdict:

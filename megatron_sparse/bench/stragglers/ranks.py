@@ -38,7 +38,7 @@ from megatron_sparse.bench.stragglers.sweep import (
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
-from megatron_sparse.recording import Stopwatch
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import GATE
 from megatron_sparse.transport import Link
 
@@ -205,16 +205,16 @@ class StragglerBench(RankBench):
 
     def _synchronise(self, path: HalvedPath, bucket: Bucket, step: int) -> tuple[int, int]:
         """Selection and collective, as the reducer has them; returns bytes and elements sent."""
-        watch, sent = Stopwatch(self._device), (0, 0)
+        timer, sent = StageTimer(self._device), (0, 0)
 
         def job() -> Generator[Any, None, None]:
             nonlocal sent
-            nnz, exchange = path.select(bucket, step, watch)
+            nnz, exchange = path.select(bucket, step, timer)
             yield GATE
             wire_bytes = yield from exchange()
             sent = (wire_bytes, nnz)
 
-        self._progress.submit(bucket.name, job, watch).wait()
+        self._progress.submit(bucket.name, job, timer).wait()
         return sent
 
     def _arrive(self, action: Callable[[], None], delay_s: float) -> tuple[float, float]:

@@ -17,7 +17,7 @@ import torch
 from megatron_sparse.bench.collectives.sweep import Case
 from megatron_sparse.bench.stragglers.sweep import is_dense_baseline, is_sparse_baseline
 from megatron_sparse.bench.table import cell
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.straggler import make_schedule
 from megatron_sparse.straggler.cost import Cost, all_reduce_costs
@@ -116,7 +116,7 @@ class StragglerRow:
     ) -> StragglerRow:
         """The row of a case that has been checked and not yet timed; `transport` is to be set."""
         return cls(
-            op=str(case.form),
+            op=str(case.op),
             scheme=name,
             carried_by=carried_by,
             dtype=case.dtype,
@@ -220,7 +220,7 @@ def modelled_us(row: StragglerRow, link: Link) -> float | None:
     """After the arrival: what is left then, and what of the early part the delay did not hide."""
     costs = early_and_after(row.carried_by, row.world_size)
     # Partial sums of narrower gradients travel in fp32, which the table does not know.
-    if costs is None or row.op != Form.ALL_REDUCE or row.dtype != "fp32":
+    if costs is None or row.op != CollectiveOp.ALL_REDUCE or row.dtype != "fp32":
         return None
     early_s, after_s = (cost.time_s(row.bytes, link) for cost in costs)
     return (after_s + max(0.0, early_s - row.delay_us * 1e-6)) * 1e6

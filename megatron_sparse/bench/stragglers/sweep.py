@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bench.table import check_arguments
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.sparse import STRAGGLER_SCHEMES
 from megatron_sparse.errors import ConfigError
@@ -90,22 +90,22 @@ class StragglerSweep:
         Raises:
             ConfigError: a gradient has fewer elements than there are ranks.
         """
-        found: dict[tuple[Form, str, int], Group] = {}
+        found: dict[tuple[CollectiveOp, str, int], Group] = {}
         for case in self.sweep.cases(world_size):
-            found.setdefault((case.form, case.dtype, case.numel), []).append(case)
+            found.setdefault((case.op, case.dtype, case.numel), []).append(case)
         return list(found.values())
 
 
 def reduce_scatter_of(group: Group) -> Case:
     """The dense reduce-scatter that an automatic delay is measured by."""
     case = group[0]
-    return Case(Form.REDUCE_SCATTER, "dense_ring", case.dtype, 1.0, case.numel)
+    return Case(CollectiveOp.REDUCE_SCATTER, "dense_ring", case.dtype, 1.0, case.numel)
 
 
 def taken_by_the_rule(like: Case, n: int, delay_s: float, link: Link) -> Case:
     """What the rule takes for a dense gradient when the last rank is expected so late."""
-    gains = dense_split(n, like.nbytes, link, like.form).gain_s(delay_s) > 0
-    return Case(like.form, "straggler" if gains else "dense", like.dtype, 1.0, like.numel)
+    gains = dense_split(n, like.nbytes, link, like.op).gain_s(delay_s) > 0
+    return Case(like.op, "straggler" if gains else "dense", like.dtype, 1.0, like.numel)
 
 
 def is_dense_baseline(case: Case) -> bool:

@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import even_cuts
 from megatron_sparse.planner.cluster import CodecOp
 from megatron_sparse.planner.cost_models.dry_run import DryRun
@@ -179,5 +179,5 @@ def dense_hierarchical(run: DryRun) -> None:
 
 
 def _lane_shape(run: DryRun, nodes: int, numel: float) -> BucketShape:
-    form = Form.REDUCE_SCATTER if run.scatter else Form.ALL_REDUCE
-    return BucketShape(round(numel), 0, run.b, form, nodes, run.p)
+    op = CollectiveOp.REDUCE_SCATTER if run.scatter else CollectiveOp.ALL_REDUCE
+    return BucketShape(round(numel), 0, run.b, op, nodes, run.p)

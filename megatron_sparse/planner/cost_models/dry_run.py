@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.planner.cluster import ClusterModel, CodecOp
 from megatron_sparse.planner.cost_models.clocks import RankClocks
@@ -64,7 +64,7 @@ class DryRun:
         self.shape, self.densities = shape, densities
         self.cluster, self.options = cluster, options
         self.n = topology.world_size
-        self.scatter = shape.form is Form.REDUCE_SCATTER
+        self.scatter = shape.op is CollectiveOp.REDUCE_SCATTER
         self.clocks = RankClocks(topology)
         self.has_slots = options.capacity is not None
         self.charged = charged

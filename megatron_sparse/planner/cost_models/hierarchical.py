@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.schemes import SCHEMES
 from megatron_sparse.planner.cluster import CodecOp
 from megatron_sparse.planner.cost_models.dry_run import DryRun
@@ -27,9 +27,9 @@ def hierarchical(run: DryRun, inner: Callable[[DryRun], None]) -> None:
     sizes = run.clocks.topology.node_sizes
     lanes, nodes, largest = min(sizes), len(sizes), max(sizes)
     whole, part = run.piece(), run.piece(lanes)
-    form = run.format(run.options.message_format("hierarchical"))
+    op = run.format(run.options.message_format("hierarchical"))
     run.agree()
-    run.work(form.seconds(CodecOp.DECODE, whole, run.densities.whole(1), run.b))
+    run.work(op.seconds(CodecOp.DECODE, whole, run.densities.whole(1), run.b))
     _within_node(run, largest, lanes, FP32_BYTES, run.plain(CodecOp.ADD, part.numel))
     if nodes > 1:
         _across(run, lanes, nodes, inner)
@@ -52,14 +52,14 @@ def _within_node(run: DryRun, ranks: int, lanes: int, value_bytes: int, addition
 
 def _across(run: DryRun, lanes: int, nodes: int, inner: Callable[[DryRun], None]) -> None:
     name, sizes = run.options.inner, run.clocks.topology.node_sizes
-    shared_out = len(set(sizes)) == 1 and run.shape.form in SCHEMES[name].forms
-    form = run.shape.form if shared_out else Form.ALL_REDUCE
+    shared_out = len(set(sizes)) == 1 and run.shape.op in SCHEMES[name].ops
+    op = run.shape.op if shared_out else CollectiveOp.ALL_REDUCE
     # Between nodes a value is fp32 unless `scheme.wire_dtype` narrows fp32 gradients.
     shape = BucketShape(
         round(run.shape.numel / lanes),
         round(run.shape.kept_numel / lanes),
         run.p,
-        form,
+        op,
         nodes,
         run.p,
     )

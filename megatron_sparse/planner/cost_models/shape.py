@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_sparse.bucket import Form
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.checks import in_range
 from megatron_sparse.errors import ConfigError
 
@@ -19,7 +19,7 @@ class BucketShape:
         numel: elements, kept ones included.
         kept_numel: of them, those that are always sent whole; taken to lie evenly in the bucket.
         element_bytes: of a value on the wire: 4 or 2.
-        form: all-reduce or reduce-scatter.
+        op: all-reduce or reduce-scatter.
         world_size: ranks of the group.
         partial_bytes: of a value of a partial sum on the wire: 4, or 2 where `scheme.wire_dtype`
             narrows an fp32 gradient.
@@ -31,7 +31,7 @@ class BucketShape:
     numel: int
     kept_numel: int
     element_bytes: int
-    form: Form
+    op: CollectiveOp
     world_size: int
     partial_bytes: int = FP32_BYTES
 
