@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.recording import BucketRecord, ReadinessRecord
 from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.telemetry import RunTelemetry

@@ -9,7 +9,7 @@ import timeit
 import pytest
 import torch
 
-from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.profiler_ranges import PREFIX, marked, open_range
 from megatron_sparse.recording import BUCKET_STAGES, BucketRecord, StageTimer

@@ -18,8 +18,8 @@ from megatron_sparse.cli.bench import JsonFile, bench, parse_densities, parse_si
 from megatron_sparse.cli.bench_convergence import convergence
 from megatron_sparse.cli.bench_planner import planner
 from megatron_sparse.cli.bench_stragglers import stragglers
+from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import ConfigError, MegatronSparseError
-from megatron_sparse.run.redaction import redact_text
 
 app = typer.Typer(
     help="Gradient compression for Megatron-LM.",

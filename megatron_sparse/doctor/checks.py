@@ -207,7 +207,7 @@ def _wandb() -> Iterator[Check]:
     if version is None:
         yield Check("W&B", "warn", "not installed: runs are not tracked there", TRAIN_EXTRA)
         return
-    from megatron_sparse.config.sparse import TrackingConfig
+    from megatron_sparse.config.tracking import TrackingConfig
     from megatron_sparse.telemetry.sinks import wandb_mode
 
     mode = wandb_mode(TrackingConfig())

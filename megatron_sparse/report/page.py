@@ -19,10 +19,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 import megatron_sparse
+from megatron_sparse.config.dotted import canonical
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.report import bucket_charts, run_charts, tables, theme
 from megatron_sparse.report.charts import Chart
-from megatron_sparse.report.run_data import RunData, canonical, load_run
+from megatron_sparse.report.run_data import RunData, load_run
 
 MOST_RUNS = len(theme.SERIES)
 """A colour each."""

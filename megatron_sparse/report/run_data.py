@@ -8,7 +8,6 @@ a folder without any iteration is an error.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megatron_sparse.config.dotted import flat
+from megatron_sparse.config.redaction import redact, redact_text
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan
 from megatron_sparse.recording import STAGES, ReadinessRecord
-from megatron_sparse.run.redaction import redact, redact_text
 from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
 from megatron_sparse.sparsity.gradient_recording import FOLDER as GRADIENTS
 from megatron_sparse.sparsity.gradient_recording import GradientRecording, Kind
@@ -287,22 +287,6 @@ def load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:
     return command, flat(redact(values))
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as keys with dots.
-
-    Example:
-        >>> flat({"scheme": {"name": "direct", "options": {}}, "name": "x"})
-        {'scheme.name': 'direct', 'scheme.options': {}, 'name': 'x'}
-    """
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
 def _load_plan(
     folder: Path, gaps: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, SparsityProfile]]:
@@ -395,13 +379,3 @@ def _load_readiness(folder: Path, gaps: list[str]) -> dict[str, list[ReadinessRe
 
 def _one_line(value: object) -> str:
     return " ".join(str(value).split())
-
-
-def canonical(value: object) -> str:
-    """A configuration value as it is shown and compared.
-
-    Example:
-        >>> canonical(None), canonical([1, 2]), canonical("x")
-        ('null', '[1, 2]', 'x')
-    """
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -33,9 +33,9 @@ from omegaconf.errors import (
 )
 
 import megatron_sparse
+from megatron_sparse.config.redaction import redact, redact_command
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.run.redaction import redact, redact_command
 
 CONFIG_MODULE = "megatron_sparse.configs"
 CONFIG_NAME = "train"

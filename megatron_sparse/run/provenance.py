@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_sparse
-from megatron_sparse.run.redaction import redact, redact_command
+from megatron_sparse.config.redaction import redact, redact_command
 
 STARTS_FILE = "starts.jsonl"
 PACKAGES = ("torch", "megatron-core", "numpy", "hydra-core", "triton", "transformer-engine")

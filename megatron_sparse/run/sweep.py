@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_sparse.config.dotted import flat
 from megatron_sparse.errors import ConfigError, SweepError
 from megatron_sparse.run.launch import CONFIG_FILE
 from megatron_sparse.telemetry import load_summary
@@ -182,7 +183,6 @@ def _state(outcome: Outcome | None, done: int | None, wanted: int | None) -> str
 
 
 def _config(path: Path) -> dict[str, Any]:
-    from megatron_sparse.report.run_data import flat
     from megatron_sparse.run import composition
 
     return flat(asdict(composition.load(path)))

@@ -116,6 +116,23 @@ class IterationBreakdown:
         return _encode(self.__dict__)
 
 
+@dataclass(frozen=True)
+class StepOutcome:
+    """What the training loop reports about an iteration.
+
+    Attributes:
+        loss: a number on the host; None if unknown.
+        grad_norm: a number on the host; None if unknown.
+        skipped: the optimizer refused the step.
+        extra: further numbers by name; `learning_rate` becomes the breakdown's field of that name.
+    """
+
+    loss: float | None = None
+    grad_norm: float | None = None
+    skipped: bool = False
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
 def in_flight_s(records: Sequence[BucketRecord]) -> float:
     """Seconds in which at least one bucket was between its launch and its end.
 
@@ -146,27 +163,22 @@ def iteration_breakdown(
     step_s: Mapping[str, float],
     *,
     iteration_s: float,
-    loss: float | None = None,
-    grad_norm: float | None = None,
-    skipped: bool = False,
-    extra: Mapping[str, float] | None = None,
+    outcome: StepOutcome | None = None,
 ) -> IterationBreakdown:
-    """Adds the buckets of an iteration up.
+    """Adds up the buckets of an iteration.
 
     Args:
         iteration: number of the iteration.
         records: one record for each bucket of the iteration, in any order.
         step_s: host seconds of each of `STEP_STAGES`; a missing one counts as 0.
         iteration_s: wall-clock seconds of the whole iteration.
-        loss: a number on the host, or None.
-        grad_norm: a number on the host, or None.
-        skipped: the optimizer refused the step.
-        extra: further numbers; `learning_rate` becomes the field of that name.
+        outcome: loss, gradient norm and the like; None if nothing is known of them.
 
     Returns:
-        The breakdown. The phase is that of the most elements. On CUDA this waits for the stages'
-        events: call it at the end of an iteration, never inside it.
+        The breakdown. Its phase is the one that most elements were in. On CUDA this waits for the
+        stages' events: call it at the end of an iteration, never inside it.
     """
+    outcome = outcome or StepOutcome()
     stage_us: dict[str, float] = dict.fromkeys(BUCKET_STAGES, 0.0)
     numel_by_phase: dict[str, int] = {}
     schemes: dict[str, int] = {}
@@ -185,7 +197,7 @@ def iteration_breakdown(
         numel += record.numel
         planned += record.density * record.numel
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
-    numbers = {name: finite(value) for name, value in (extra or {}).items()}
+    numbers = {name: finite(value) for name, value in outcome.extra.items()}
     return IterationBreakdown(
         iteration=iteration,
         phase=max(numel_by_phase, key=numel_by_phase.__getitem__) if records else "off",
@@ -201,10 +213,10 @@ def iteration_breakdown(
         density=nnz / numel if numel else None,
         schemes=schemes,
         predicted_ms=_sum_ms([record.predicted_us for record in records]),
-        loss=finite(loss),
-        grad_norm=finite(grad_norm),
+        loss=finite(outcome.loss),
+        grad_norm=finite(outcome.grad_norm),
         learning_rate=numbers.pop("learning_rate", None),
-        skipped=bool(skipped),
+        skipped=bool(outcome.skipped),
         extra=numbers,
         planned_density=planned / numel if numel else None,
         host_cpu_ms=sum(record.host_cpu_us for record in records) / 1e3,

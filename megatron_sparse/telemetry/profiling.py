@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 
-from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.profiler_ranges import profiler_is_on
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.telemetry.trace import Span, Timeline, write_trace

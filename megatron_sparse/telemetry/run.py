@@ -17,10 +17,15 @@ import torch
 import torch.distributed as dist
 
 import megatron_sparse
-from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import STEP_STAGES, BucketRecord, ReadinessRecord
-from megatron_sparse.telemetry.breakdown import IterationBreakdown, bucket_line, iteration_breakdown
+from megatron_sparse.telemetry.breakdown import (
+    IterationBreakdown,
+    StepOutcome,
+    bucket_line,
+    iteration_breakdown,
+)
 from megatron_sparse.telemetry.console import print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.lines import JsonLines, read_lines
@@ -205,10 +210,9 @@ class RunTelemetry:
             records,
             step_s,
             iteration_s=iteration_s,
-            loss=loss,
-            grad_norm=grad_norm,
-            skipped=skipped,
-            extra={**step_scalars(readiness, without), **(extra or {})},
+            outcome=StepOutcome(
+                loss, grad_norm, skipped, {**step_scalars(readiness, without), **(extra or {})}
+            ),
         )
         if self._last is None or iteration <= self._last.iteration:
             self._begin_at(iteration)

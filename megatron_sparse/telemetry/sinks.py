@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.config.redaction import redact
+from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError, DependencyError
-from megatron_sparse.run.redaction import redact
 from megatron_sparse.telemetry.metrics import GROUPS, PLAN, PLAN_COLUMNS, STEP
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_sparse.bench.codecs import baseline as codec_baseline
 from megatron_sparse.bench.codecs import cases, command, hash_cases
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 
 BASELINE = Path(__file__).resolve().parents[2] / "benchmarks" / "baseline_codecs.json"

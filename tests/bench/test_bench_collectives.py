@@ -20,7 +20,7 @@ from megatron_sparse.bench.collectives.row import MEASURED, Row, in_order
 from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.recording import StageTimer

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_sparse.bench import host
 from megatron_sparse.bench.host import SCHEMES, HostSweep
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.errors import WireFormatError
 
 

@@ -22,7 +22,7 @@ from megatron_sparse.bench.stragglers.sweep import (
     StragglerSweep,
 )
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.straggler import critical_delay_s

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sparse.bench import launch, training
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run.composition import compose
 

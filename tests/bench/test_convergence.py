@@ -15,7 +15,7 @@ from megatron_sparse.bench import launch
 from megatron_sparse.bench.convergence import command as convergence
 from megatron_sparse.bench.convergence import report
 from megatron_sparse.bench.convergence.settings import BY_NAME, SETTINGS, Run, Study
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.megatron import corpus
 from megatron_sparse.run.composition import compose

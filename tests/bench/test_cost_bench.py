@@ -24,7 +24,7 @@ from megatron_sparse.bench.cost_models.command import (
 )
 from megatron_sparse.bench.cost_models.virtual_truth import Setting
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError

@@ -22,7 +22,7 @@ from megatron_sparse.calibration.threshold_sweep import (
     options_of,
     sweep_thresholds,
 )
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.config.sparse import RING_DENSITIES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.cluster import ClusterModel, CodecOp, find

@@ -23,7 +23,7 @@ from typing import Any
 import typer.main
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.run import composition
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sparse import errors
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.sparsity.gradient_recording import FOLDER, GradientRecorder
 from tests.integration.doc_commands import (
     FENCE,

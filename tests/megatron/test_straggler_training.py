@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from tests.megatron.test_pretrain import losses, train
 
 SLOW_MS = 400.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner import cluster as cluster_files
 from megatron_sparse.planner.cluster import ClusterModel, CodecOp, CodecRate, find, shipped

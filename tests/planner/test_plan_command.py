@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.planner.plan_rows import largest
 from megatron_sparse.simulate.gradients import fully_overlapping
 from megatron_sparse.sparsity.gradient_recording import GradientRecorder, Kind

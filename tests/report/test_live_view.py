@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.report import live_view
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.live import Progress, render

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.report import profile as profile_report
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.simulate import profiled

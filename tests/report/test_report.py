@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.report import charts, page, tables, theme
 from megatron_sparse.report.run_data import WINDOW, load_run

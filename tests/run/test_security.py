@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.cli.main import main
-from megatron_sparse.run.composition import compose, load, save
-from megatron_sparse.run.redaction import (
+from megatron_sparse.cli import main
+from megatron_sparse.config.redaction import (
     REDACTED,
     is_secret_name,
     redact,
     redact_command,
     redact_text,
 )
+from megatron_sparse.run.composition import compose, load, save
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("megatron_sparse", "triton_kernels", "cuda_ext", "scripts", "examples")

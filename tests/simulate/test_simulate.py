@@ -10,7 +10,7 @@ import torch
 
 from megatron_sparse import simulate
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers, decode_add_
 from megatron_sparse.recording import StageTimer

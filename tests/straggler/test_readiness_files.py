@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from megatron_sparse.cli.main import main
-from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.cli import main
+from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness

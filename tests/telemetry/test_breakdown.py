@@ -11,6 +11,7 @@ from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.recording import BUCKET_STAGES, STAGES, BucketRecord
 from megatron_sparse.telemetry.breakdown import (
     IterationBreakdown,
+    StepOutcome,
     bucket_line,
     in_flight_s,
     iteration_breakdown,
@@ -53,9 +54,7 @@ def test_sums_over_buckets():
         records,
         {"forward_backward": 0.04, "host_wait": 0.005},
         iteration_s=0.05,
-        loss=2.5,
-        grad_norm=1.25,
-        extra={"learning_rate": 1e-3, "residual_norm": 4.0},
+        outcome=StepOutcome(2.5, 1.25, extra={"learning_rate": 1e-3, "residual_norm": 4.0}),
     )
     assert set(b.stage_ms) == set(STAGES)
     assert b.stage_ms["prune"] == 1.5
@@ -99,7 +98,7 @@ def test_phase_is_that_of_most_elements():
 
 
 def test_iteration_without_buckets():
-    b = iteration_breakdown(1, [], {}, iteration_s=0.25, skipped=True)
+    b = iteration_breakdown(1, [], {}, iteration_s=0.25, outcome=StepOutcome(skipped=True))
     assert (b.phase, b.density, b.wire_ratio, b.schemes) == ("off", None, None, {})
     assert b.scalars() == {
         "comm/dense_bytes": 0.0,
@@ -119,8 +118,9 @@ def test_scalars_have_units_and_names():
         [record(dense_bytes=1000, wire_bytes=250, stage_us={"prune": 2000.0})],
         {"optimizer": 0.01},
         iteration_s=0.1,
-        loss=3.0,
-        extra={"learning_rate": 0.5, "residual_norm": 2.0, "cluster/rtt_ms": 1.0},
+        outcome=StepOutcome(
+            3.0, extra={"learning_rate": 0.5, "residual_norm": 2.0, "cluster/rtt_ms": 1.0}
+        ),
     )
     scalars = b.scalars()
     assert scalars["comm/wire_bytes"] == 250.0
@@ -140,9 +140,8 @@ def test_scalars_have_units_and_names():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_becomes_null(value):
-    b = iteration_breakdown(
-        1, [record()], {}, iteration_s=0.1, loss=value, grad_norm=value, extra={"x": value}
-    )
+    outcome = StepOutcome(loss=value, grad_norm=value, extra={"x": value})
+    b = iteration_breakdown(1, [record()], {}, iteration_s=0.1, outcome=outcome)
     assert (b.loss, b.grad_norm, b.extra) == (None, None, {"x": None})
     assert IterationBreakdown(**json.loads(b.line())) == b
     assert not {"train/loss", "train/grad_norm", "extra/x"} & set(b.scalars())
@@ -158,7 +157,7 @@ def test_lines_read_back():
         phase=Phase.TARGET,
         stage_us={"prune": 12.345},
     )
-    b = iteration_breakdown(9, [r], {"optimizer": 0.1}, iteration_s=1.0, loss=0.1)
+    b = iteration_breakdown(9, [r], {"optimizer": 0.1}, iteration_s=1.0, outcome=StepOutcome(0.1))
     assert "\n" not in b.line()
     assert IterationBreakdown(**json.loads(b.line())) == b
     line = bucket_line(r, 9, origin_s=5.0)

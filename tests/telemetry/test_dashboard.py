@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_sparse.cli.main import main
+from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError, DependencyError
 from megatron_sparse.telemetry import dashboard
 from megatron_sparse.telemetry.metrics import METRICS, STEP, known

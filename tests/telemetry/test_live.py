@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.recording import STAGES
 from megatron_sparse.telemetry import RunTelemetry
 from megatron_sparse.telemetry.breakdown import IterationBreakdown

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.recording import BUCKET_STAGES, STAGES, BucketRecord, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry
 from megatron_sparse.telemetry.metrics import (

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BUCKET_STAGES, STAGES, STEP_STAGES, BucketRecord, StageTimer
 from megatron_sparse.telemetry import RunTelemetry, load_summary
@@ -247,7 +247,7 @@ def test_flush_interval(tmp_path):
 def test_nothing_is_lost_when_the_program_dies_of_an_exception(tmp_path):
     program = (
         "import pathlib, sys\n"
-        "from megatron_sparse.config.sparse import TrackingConfig\n"
+        "from megatron_sparse.config.tracking import TrackingConfig\n"
         "from megatron_sparse.telemetry import RunTelemetry\n"
         "t = RunTelemetry(pathlib.Path(sys.argv[1]), TrackingConfig(), is_writer=True)\n"
         "t.end_iteration(1, iteration_s=0.1)\n"

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from megatron_sparse.config.sparse import TrackingConfig
+from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError, DependencyError
 from megatron_sparse.telemetry import (
     RunTelemetry,
