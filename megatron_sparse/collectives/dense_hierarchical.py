@@ -88,8 +88,8 @@ def dense_hierarchical(
     lanes = Lanes(transport.nodes, transport.rank)
     order, k = lanes.order(), len(lanes.members)
     start_of: dict[int, int] = {}
+    shard_numel = bucket.numel // transport.world_size  # used by the reduce-scatter alone
     if scatter:
-        shard_numel = bucket.numel // transport.world_size
         flat = [owner for owners in order for owner in owners]
         start_of = {owner: index * shard_numel for index, owner in enumerate(flat)}
         cuts = [0, *accumulate(len(owners) * shard_numel for owners in order)]

@@ -107,11 +107,12 @@ def _meet(
     is_late = group.rank == late
     meetings = meetings_of(sums.op, group.world_size, late)[group.rank]
     for number, (peer, gives, takes) in enumerate(meetings):
-        summed = None
+        incoming = None
         # What the straggler receives and what it is given have to be added; all else is complete.
         if takes is not None and (is_late or (peer == late and gives is not None)):
             summed = shares[takes]
             sent, room = sums.parts(summed, is_late=is_late)
+            incoming = summed, room
             work = group.post([(peer, sent)], [(peer, room)])
         else:
             sends, receives = (
@@ -129,8 +130,8 @@ def _meet(
             yield greeting.work
             greeting.sizes()
         yield work
-        if summed is not None:
-            sums.complete(summed, room, is_late=is_late)
+        if incoming is not None:
+            sums.complete(*incoming, is_late=is_late)
 
 
 class _Sums:
