@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from megatron_sparse.version import __version__ as __version__
 
 # `triton_kernels`, `cuda_ext` and `configs` stand at the top of the repository. In a wheel and in
 # an editable install setuptools maps them into this package; when the checkout itself is what

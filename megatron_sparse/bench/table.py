@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from megatron_sparse import __version__
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.version import __version__
 
 SIZE_FACTOR = 4
 

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_sparse import __version__
 from megatron_sparse.bench import launch as launcher
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
 from megatron_sparse.bench.rank_group import RankGroup, as_rank
@@ -40,6 +39,7 @@ from megatron_sparse.simulate.figures import MODEL
 from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.netbed import netbed_mbit
+from megatron_sparse.version import __version__
 
 COPIED_BYTES = 8
 """Read and written for each fp32 element of a copy."""

@@ -13,13 +13,13 @@ from typing import Annotated
 
 import typer
 
-import megatron_sparse
 from megatron_sparse.cli.bench import JsonFile, bench, parse_densities, parse_size
 from megatron_sparse.cli.bench_convergence import convergence
 from megatron_sparse.cli.bench_planner import planner
 from megatron_sparse.cli.bench_stragglers import stragglers
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.version import __version__
 
 app = typer.Typer(
     help="Gradient compression for Megatron-LM.",
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"megatron_sparse {megatron_sparse.__version__}")
+        print(f"megatron_sparse {__version__}")
         raise typer.Exit
 
 

@@ -18,12 +18,12 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-import megatron_sparse
 from megatron_sparse.config.dotted import canonical
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.report import bucket_charts, run_charts, tables, theme
 from megatron_sparse.report.charts import Chart
 from megatron_sparse.report.run_data import RunData, load_run
+from megatron_sparse.version import __version__
 
 MOST_RUNS = len(theme.SERIES)
 """A colour each."""
@@ -183,7 +183,7 @@ def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
         ],
         gaps=gaps,
         sections=[_shown(section) for section in sections],
-        version=megatron_sparse.__version__,
+        version=__version__,
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
 

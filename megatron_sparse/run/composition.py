@@ -32,10 +32,10 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-import megatron_sparse
 from megatron_sparse.config.redaction import redact, redact_command
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.version import __version__
 
 CONFIG_MODULE = "megatron_sparse.configs"
 CONFIG_NAME = "train"
@@ -138,7 +138,7 @@ def save(config: RunConfig, path: Path, command: str) -> None:
     values = dataclasses.asdict(config)
     values["cluster"]["env"] = redact(values["cluster"]["env"])
     text = OmegaConf.to_yaml(OmegaConf.create(values))
-    head = f"# {redact_command(command)}\n# megatron_sparse {megatron_sparse.__version__}\n"
+    head = f"# {redact_command(command)}\n# megatron_sparse {__version__}\n"
     path.write_text(head + text, "utf-8")
 
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import megatron_sparse
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
@@ -158,7 +157,7 @@ def package_path() -> dict[str, str]:
 
     Empty where it is installed.
     """
-    checkout = Path(megatron_sparse.__file__).parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     if not (checkout / "pyproject.toml").is_file():
         return {}
     path = os.environ.get("PYTHONPATH")

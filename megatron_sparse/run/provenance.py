@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import megatron_sparse
 from megatron_sparse.config.redaction import redact, redact_command
+from megatron_sparse.version import __version__
 
 STARTS_FILE = "starts.jsonl"
 PACKAGES = ("torch", "megatron-core", "numpy", "hydra-core", "triton", "transformer-engine")
@@ -44,11 +44,11 @@ def record_start(run_dir: Path, command: str, environment: Mapping[str, str] | N
 
 def start(command: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """What is known of this start of a run; nothing in it is a secret."""
-    checkout = Path(megatron_sparse.__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": redact_command(command),
-        "megatron_sparse": megatron_sparse.__version__,
+        "megatron_sparse": __version__,
         **git_state(checkout),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},

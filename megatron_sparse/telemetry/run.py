@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_sparse
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import STEP_STAGES, BucketRecord, ReadinessRecord
@@ -42,6 +41,7 @@ from megatron_sparse.telemetry.readiness import (
 )
 from megatron_sparse.telemetry.sinks import IsolatedSink, ScalarSink
 from megatron_sparse.telemetry.trace import Span
+from megatron_sparse.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -371,7 +371,7 @@ def _versions() -> dict[str, str | None]:
     except metadata.PackageNotFoundError:
         megatron = None
     return {
-        "megatron_sparse": megatron_sparse.__version__,
+        "megatron_sparse": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_initialized() else None,
         "megatron_core": megatron,

@@ -106,7 +106,7 @@ def test_the_largest_elements():
         (("no_such_run",), "is no plan"),
         (("--recording", "no_such", "--cluster", "perlmutter"), "no recording"),
         (("runs/x", "--cluster", "perlmutter", "--schemes", "magic"), "planner.schemes"),
-        (("runs/x", "--op", "broadcast"), "--form"),
+        (("runs/x", "--op", "broadcast"), "--op"),
     ],
 )
 def test_what_cannot_be_planned_is_one_error(capsys, tmp_path, monkeypatch, arguments, word):

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from megatron_sparse import __version__
 from megatron_sparse.bench import table
 from megatron_sparse.bench.codecs import baseline, cases, cuda, hash_cases
 from megatron_sparse.bench.codecs.cases import DTYPES, Task
 from megatron_sparse.bench.table import Action, cell
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.version import __version__
 
 BUCKET_FORMS = tuple(cases.FORMS)
 """Records of a bucket."""

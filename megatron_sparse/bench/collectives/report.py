@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_sparse import __version__
 from megatron_sparse.bench.collectives.ranks import Progress, RankBench
 from megatron_sparse.bench.collectives.sweep import Case
 from megatron_sparse.bench.launch import CHECKOUT
@@ -25,6 +24,7 @@ from megatron_sparse.bench.rank_group import as_rank
 from megatron_sparse.bench.table import write_rows
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.transport import Link, Topology
+from megatron_sparse.version import __version__
 
 Rows = list[dict[str, Any]]
 
