@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from megatron_sparse.cuda_ext.arguments import CPU, check_code, check_flat, check_offsets, refusal
-from megatron_sparse.formats.header import (
+from megatron_sparse.cuda_ext.slots import TABLES, Slots
+from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
     FORMAT_DENSE,
@@ -22,7 +23,6 @@ from megatron_sparse.formats.header import (
     RECORD_ALIGNMENT,
     VALUE_BYTES,
 )
-from megatron_sparse.formats.slots import TABLES, Slots
 
 _TILE, _CHUNK = 4096, 8 * 4096
 _PAPER_ORDER = 16  # beside the format code, for the native op

@@ -8,7 +8,7 @@ from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.cuda_ext.arguments import call, check_code, check_device, check_flat
 from megatron_sparse.cuda_ext.codec_checks import check_slots
 from megatron_sparse.cuda_ext.reports import Reports
-from megatron_sparse.formats.header import wrong_field
+from megatron_sparse.wire import wrong_field
 
 MESSAGE_FIELDS = (
     "size",

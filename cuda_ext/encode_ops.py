@@ -1,7 +1,7 @@
 """The ops that make messages, typed and checked. `ops` passes them on; shape suffixes are its.
 
 A message is one record for each segment, back to back (docs/wire-format.md). What a record becomes
-is asked for by a format code of `formats.header`, `FORMAT_ADAPTIVE` among them; where the sparse
+is asked for by a format code of `wire`, `FORMAT_ADAPTIVE` among them; where the sparse
 form would not be smaller the record is dense, so a message never exceeds `message_capacity`.
 
 The bytes do not depend on the device, nor do errors. Tables of offsets and flags, and what comes
@@ -34,7 +34,7 @@ from megatron_sparse.cuda_ext.codec_checks import (
 )
 from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
 from megatron_sparse.cuda_ext.reports import Reports
-from megatron_sparse.formats.header import FORMAT_BLOCKS, FORMAT_COO
+from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_COO
 
 DEFAULT_BLOCK_SIZE = 256
 """Elements of a block; OmniReduce's own choice."""

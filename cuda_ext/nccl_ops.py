@@ -1,6 +1,6 @@
 """The op that adds up a bucket over NCCL without the host in between, typed and checked.
 
-Messages have fixed sizes (`formats.slots`), so everything is known beforehand: which bytes go to
+Messages have fixed sizes (`cuda_ext.slots`), so everything is known beforehand: which bytes go to
 whom, which record lies where. `SumPlan` holds it; it is made once for a bucket's cut, and its
 copies on the device are kept. One call queues it all: sends and receives, the decoding of what
 came, the encoding of the sum.

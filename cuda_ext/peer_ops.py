@@ -31,7 +31,7 @@ from megatron_sparse.cuda_ext.arguments import (
 )
 from megatron_sparse.cuda_ext.decode_ops import MESSAGE_FIELDS, refuse_message
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
-from megatron_sparse.formats.header import (
+from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_COO,
     FORMAT_DENSE,

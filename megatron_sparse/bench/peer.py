@@ -28,14 +28,8 @@ from megatron_sparse.bench.codecs import cuda
 from megatron_sparse.bench.table import copy_action
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
 from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseError
-from megatron_sparse.formats.header import (
-    FORMAT_COO,
-    FORMAT_DENSE,
-    FORMAT_PICI,
-    HEADER_BYTES,
-    payload_bytes,
-)
 from megatron_sparse.transport.peer_memory import PeerMemory, VirtualRanks
+from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, HEADER_BYTES, payload_bytes
 
 DEADLINE_S = 10.0
 HEADER = (

@@ -44,10 +44,10 @@ from megatron_sparse.collectives.sparse_ring import (
     ring_reduce_scatter,
 )
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.header import FORMAT_DENSE
 from megatron_sparse.formats.message import FORMAT_CODES, Message, MessageBuffers
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
+from megatron_sparse.wire import FORMAT_DENSE
 
 NAME = "adaptive_ring"
 

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron_sparse.collectives.records import Cut
-from megatron_sparse.formats.header import HEADER_BYTES, Header
+from megatron_sparse.formats.header import Header
+from megatron_sparse.wire import HEADER_BYTES
 
 
 def prunable_numel(cut: Cut) -> int:

@@ -24,11 +24,11 @@ from megatron_sparse.collectives.records import (
     whole_cut,
 )
 from megatron_sparse.cuda_ext.nccl_ops import MARKED_STAGES, ShardPlan, SumCall, SumPlan
-from megatron_sparse.formats.header import FORMAT_ADAPTIVE
+from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.formats.message import WIRE_CODES, Message
-from megatron_sparse.formats.slots import TABLES, Slots
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
+from megatron_sparse.wire import FORMAT_ADAPTIVE
 
 
 def sum_in_one_call(

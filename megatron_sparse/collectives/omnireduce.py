@@ -24,10 +24,10 @@ from megatron_sparse.collectives.base import Steps
 from megatron_sparse.collectives.direct import reduce_shards
 from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.collectives.records import SparseSum
-from megatron_sparse.formats.header import FORMAT_BLOCKS
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
+from megatron_sparse.wire import FORMAT_BLOCKS
 
 NAME = "omnireduce"
 

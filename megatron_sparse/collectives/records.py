@@ -21,8 +21,8 @@ from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.collectives.base import Subgroup, Yielded, tag_of, whole_group
 from megatron_sparse.collectives.checksummed import open_size, seal_size
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.header import FORMAT_ADAPTIVE, FORMAT_DENSE, RECORD_ALIGNMENT
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
     WIRE_CODES,
@@ -31,9 +31,9 @@ from megatron_sparse.formats.message import (
     decode_add_,
     encode_segments,
 )
-from megatron_sparse.formats.slots import TABLES, Slots
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
+from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_DENSE, RECORD_ALIGNMENT
 
 CUTS = 1024
 """Layouts whose shards' cuts are kept: a bucket has one for each kind of scheme."""

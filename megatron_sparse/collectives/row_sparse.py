@@ -40,11 +40,11 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
-from megatron_sparse.formats.header import wrong_field
 from megatron_sparse.formats.message import MessageBuffers, wire_dtype_of
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse, coalesce, match, union
 from megatron_sparse.transport import Transport
+from megatron_sparse.wire import wrong_field
 
 NAME = "row_sparse"
 

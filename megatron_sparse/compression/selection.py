@@ -17,6 +17,7 @@ from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.threshold import KEEP_ALL
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
     WIRE_CODES,
@@ -25,7 +26,6 @@ from megatron_sparse.formats.message import (
     prune_encode,
     wire_dtype_of,
 )
-from megatron_sparse.formats.slots import segment_capacity
 from megatron_sparse.recording import StageTimer
 
 

@@ -9,14 +9,9 @@ from itertools import pairwise
 
 import torch
 
-from megatron_sparse.formats.header import (
-    FORMAT_COO,
-    FORMAT_DENSE,
-    HEADER_BYTES,
-    Header,
-    pad16,
-)
+from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
+from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, HEADER_BYTES, pad16
 
 
 def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ from megatron_sparse.formats.hash_record import (
     as_dtype,
     expect,
 )
-from megatron_sparse.formats.header import pad16, wrong_field
+from megatron_sparse.wire import pad16, wrong_field
 
 
 class _Sections(NamedTuple):

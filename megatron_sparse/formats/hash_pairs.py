@@ -20,7 +20,7 @@ from megatron_sparse.formats.hash_record import (
     PartitionRecord,
     as_dtype,
 )
-from megatron_sparse.formats.header import pad16, wrong_field
+from megatron_sparse.wire import pad16, wrong_field
 
 
 def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionRecord) -> torch.Tensor:

@@ -15,15 +15,9 @@ import torch
 
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import PartitionHash
-from megatron_sparse.formats.header import (
-    FORMAT_HASH_BITMAP,
-    HEADER_BYTES,
-    VALUE_BYTES,
-    Header,
-    pad16,
-    wrong_field,
-)
+from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.torch_codec import DTYPE_OF_CODE
+from megatron_sparse.wire import FORMAT_HASH_BITMAP, HEADER_BYTES, VALUE_BYTES, pad16, wrong_field
 
 SUB_HEADER_BYTES = 32
 SECTIONS_AT = HEADER_BYTES + SUB_HEADER_BYTES

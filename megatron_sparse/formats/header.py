@@ -10,27 +10,19 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from megatron_sparse.errors import WireFormatError
-
-HEADER_BYTES = 48
-RECORD_ALIGNMENT = 16
-"""Of records and of their sections, in bytes."""
-MAGIC = b"MSPG"
-VERSION = 1
-
-FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS, FORMAT_HASH_BITMAP = range(5)
-FORMAT_ROW_SPARSE = 5
-FORMAT_ADAPTIVE = -1
-"""Not a format of a record: asks the encoder for the smallest of dense, COO and Pici."""
-FORMAT_NAMES = ("dense", "coo", "pici", "blocks", "hash_bitmap", "row_sparse")
-FLAG_PICI_LINEAR = 1
-PICI_TILE = 4096
-BLOCKS_SUBHEADER = struct.Struct("<IIQ")
-"""Block size, number of blocks, zero."""
-VALUE_BYTES = (4, 2, 2)
-"""Bytes of a value, by dtype code: fp32, bf16, fp16."""
+from megatron_sparse.wire import (
+    BLOCKS_SUBHEADER,
+    FLAG_PICI_LINEAR,
+    FORMAT_BLOCKS,
+    FORMAT_COO,
+    FORMAT_DENSE,
+    FORMAT_PICI,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    payload_bytes,
+    wrong_field,
+)
 
 _BEFORE_CHECKSUM = struct.Struct("<4sBBBBQQQQI")
 
@@ -170,47 +162,3 @@ def read_headers(message: bytes, rank: int) -> list[Header]:
     if position != len(message):
         raise wrong_field(rank, "size", f"{position} bytes", len(message))
     return headers
-
-
-def payload_bytes[T: (int, torch.Tensor)](form: int, numel: T, nnz: T, value_dtype: int) -> T:
-    """Bytes of the sections of a dense, COO or Pici record, padding included; or of many records.
-
-    Example:
-        >>> payload_bytes(FORMAT_COO, 1000, 3, 1)  # 12 bytes of indices, 6 of values
-        32
-    """
-    value_bytes = VALUE_BYTES[value_dtype]
-    if form == FORMAT_DENSE:
-        return pad16(numel * value_bytes)
-    if form == FORMAT_PICI:
-        tiles = -(-numel // PICI_TILE)
-        return tiles * PICI_TILE // 8 + pad16(4 * (tiles + 1)) + pad16(nnz * value_bytes)
-    assert form == FORMAT_COO, f"the size of format {form} depends on more"
-    return pad16(nnz * 4) + pad16(nnz * value_bytes)
-
-
-def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> int:
-    """Bytes of the sections of a blocks record, padding included.
-
-    Example:
-        >>> blocks_payload_bytes(3, 64, 0)  # 16 of sub-header, 12 of indices, 768 of values
-        800
-    """
-    values = n_blocks * block_size * VALUE_BYTES[value_dtype]
-    return BLOCKS_SUBHEADER.size + pad16(4 * n_blocks) + pad16(values)
-
-
-def pad16[T: (int, torch.Tensor)](nbytes: T) -> T:
-    """The next multiple of `RECORD_ALIGNMENT`."""
-    return -(-nbytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
-
-
-def wrong_field(rank: int, field: str, expected: object, got: object) -> WireFormatError:
-    """The error that names the sending rank and the field of its message that is wrong."""
-    return WireFormatError(
-        f"rank {rank}: field {field} is wrong",
-        expected=expected,
-        got=got,
-        remedy="run the same version of megatron_sparse with the same configuration on all ranks; "
-        "if they do, the message was damaged on its way",
-    )

@@ -18,7 +18,7 @@ import torch
 from megatron_sparse.cuda_ext import hash_ops
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import PartitionHash, check_partition
-from megatron_sparse.formats.header import wrong_field
+from megatron_sparse.wire import wrong_field
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,17 @@ import torch
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.reports import Reports
+from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.codec_choice import is_compiled
-from megatron_sparse.formats.header import (
+from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
 )
-from megatron_sparse.formats.slots import Slots
 
 VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAME_OF = {dtype: name for name, dtype in VALUE_DTYPES.items()}

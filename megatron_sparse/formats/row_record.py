@@ -15,15 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.header import (
-    FORMAT_ROW_SPARSE,
-    HEADER_BYTES,
-    Header,
-    pad16,
-    wrong_field,
-)
+from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES
 from megatron_sparse.formats.row_sparse import RowSparse
+from megatron_sparse.wire import FORMAT_ROW_SPARSE, HEADER_BYTES, pad16, wrong_field
 
 _SUB_HEADER = struct.Struct("<QQQII")
 """Rows and columns of the whole gradient, rows in the record, part, parts."""

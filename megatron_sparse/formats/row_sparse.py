@@ -26,7 +26,7 @@ import torch
 from megatron_sparse.cuda_ext import row_sparse_ops
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.codec_choice import is_compiled
-from megatron_sparse.formats.header import wrong_field
+from megatron_sparse.wire import wrong_field
 
 MAX_ROWS = 2**40
 

@@ -13,12 +13,12 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.header import (
+from megatron_sparse.formats.header import Header
+from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_COO,
     FORMAT_DENSE,
     HEADER_BYTES,
-    Header,
     pad16,
     payload_bytes,
     wrong_field,

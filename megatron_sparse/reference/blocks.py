@@ -11,7 +11,7 @@ import struct
 
 import torch
 
-from megatron_sparse.formats.header import pad16
+from megatron_sparse.wire import pad16
 
 _SUBHEADER = struct.Struct("<IIQ")
 

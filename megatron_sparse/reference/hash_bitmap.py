@@ -6,7 +6,8 @@ import struct
 
 import torch
 
-from megatron_sparse.formats.header import FORMAT_HASH_BITMAP, Header, pad16
+from megatron_sparse.formats.header import Header
+from megatron_sparse.wire import FORMAT_HASH_BITMAP, pad16
 
 
 def encode(

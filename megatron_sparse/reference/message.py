@@ -6,7 +6,10 @@ from itertools import pairwise
 
 import torch
 
-from megatron_sparse.formats.header import (
+from megatron_sparse.formats.header import Header
+from megatron_sparse.reference import blocks, pici
+from megatron_sparse.reference.prune import with_one_nan
+from megatron_sparse.wire import (
     BLOCKS_SUBHEADER,
     FLAG_PICI_LINEAR,
     FORMAT_ADAPTIVE,
@@ -15,13 +18,10 @@ from megatron_sparse.formats.header import (
     FORMAT_DENSE,
     FORMAT_PICI,
     HEADER_BYTES,
-    Header,
     blocks_payload_bytes,
     pad16,
     wrong_field,
 )
-from megatron_sparse.reference import blocks, pici
-from megatron_sparse.reference.prune import with_one_nan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import torch
 
-from megatron_sparse.formats.header import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, payload_bytes
 from megatron_sparse.reference.prune import with_one_nan
+from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, payload_bytes
 
 
 def sum_in_rank_order(grads: Sequence[torch.Tensor], value_dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.formats.header import pad16
+from megatron_sparse.wire import pad16
 
 TILE, SIDE = 4096, 64
 FLAG_LINEAR = 1

@@ -28,12 +28,13 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.formats.header import HEADER_BYTES, Header
+from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import Message, MessageBuffers, encode
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.machines import Machine
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
+from megatron_sparse.wire import HEADER_BYTES
 
 SECTOR_BYTES = 32
 """What a GPU moves at least for one scattered element."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.formats.header import MAGIC
+from megatron_sparse.wire import MAGIC
 
 Piece = tuple[int, torch.Tensor]
 

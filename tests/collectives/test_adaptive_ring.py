@@ -16,9 +16,10 @@ from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.collectives.link_density import LinkDensity
 from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.formats.header import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, read_headers
+from megatron_sparse.formats.header import read_headers
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
+from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
 from tests.collectives import cases
 from tests.collectives.cases import (
     OPTIONS,

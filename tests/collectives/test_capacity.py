@@ -15,8 +15,8 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
 from megatron_sparse.formats import message as message_module
+from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode
-from megatron_sparse.formats.slots import segment_capacity
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread

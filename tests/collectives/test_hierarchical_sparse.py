@@ -16,16 +16,10 @@ from megatron_sparse.collectives import OVER_GROUPS, Input
 from megatron_sparse.collectives.base import POSTED
 from megatron_sparse.config.sparse import INNER_SCHEMES, SchemeConfig
 from megatron_sparse.errors import ConfigError, WireFormatError
-from megatron_sparse.formats.header import (
-    FORMAT_COO,
-    FORMAT_DENSE,
-    FORMAT_PICI,
-    HEADER_BYTES,
-    payload_bytes,
-)
 from megatron_sparse.formats.message import WIRE_CODES
 from megatron_sparse.transport import ProcessGroupTransport, Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
+from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, HEADER_BYTES, payload_bytes
 from tests.collectives.cases import (
     OPTIONS,
     Case,

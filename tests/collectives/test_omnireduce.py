@@ -14,8 +14,9 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.formats.header import FORMAT_BLOCKS, FORMAT_DENSE, read_headers
+from megatron_sparse.formats.header import read_headers
 from megatron_sparse.transport import VirtualCluster
+from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE
 from tests.collectives.cases import OPTIONS, Case, exact_sum, run_gradients, steps_of
 
 BLOCK = 256

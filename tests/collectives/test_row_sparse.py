@@ -23,7 +23,6 @@ from megatron_sparse.errors import (
     MegatronSparseError,
     WireFormatError,
 )
-from megatron_sparse.formats.header import HEADER_BYTES, pad16
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.formats.row_record import SECTIONS_AT, RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
@@ -32,6 +31,7 @@ from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.row_sparse import RowSparseReducer
 from megatron_sparse.reference import row_sparse as oracle
 from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
+from megatron_sparse.wire import HEADER_BYTES, pad16
 from tests.ranks import run_ranks
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)

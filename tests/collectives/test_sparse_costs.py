@@ -11,7 +11,9 @@ import torch
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
 from megatron_sparse.formats.hash_partition import PermutationHash
-from megatron_sparse.formats.header import (
+from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers
+from megatron_sparse.transport import Link, Topology, VirtualCluster
+from megatron_sparse.wire import (
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
@@ -21,8 +23,6 @@ from megatron_sparse.formats.header import (
     pad16,
     payload_bytes,
 )
-from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers
-from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import (
     Case,
     contribution,

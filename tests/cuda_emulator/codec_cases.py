@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import torch
 
-from megatron_sparse.formats.header import Header, pad16
+from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import blocks, pici
 from megatron_sparse.reference.prune import with_one_nan
+from megatron_sparse.wire import pad16
 from tests.cuda_emulator.emulated import (
     ADAPTIVE,
     BLOCKS,

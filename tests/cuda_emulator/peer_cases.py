@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
-from megatron_sparse.formats.header import FORMAT_ADAPTIVE
 from megatron_sparse.reference import peer
+from megatron_sparse.wire import FORMAT_ADAPTIVE
 from tests.cuda_emulator.emulated import DTYPE_CODES
 from tests.cuda_emulator.emulated_peer import PeerCluster
 

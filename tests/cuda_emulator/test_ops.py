@@ -13,8 +13,9 @@ import torch
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.reports import Reports
+from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError, WireFormatError
-from megatron_sparse.formats.header import (
+from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
     FORMAT_COO,
@@ -22,7 +23,6 @@ from megatron_sparse.formats.header import (
     FORMAT_PICI,
     HEADER_BYTES,
 )
-from megatron_sparse.formats.slots import Slots
 from tests.cuda_emulator.codec_cases import EPOCH, Place, gradient
 from tests.cuda_emulator.emulated import DTYPE_CODES
 

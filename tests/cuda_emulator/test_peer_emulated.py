@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
-from megatron_sparse.formats.header import (
+from megatron_sparse.formats.header import Header
+from megatron_sparse.reference import message, peer
+from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
     HEADER_BYTES,
-    Header,
     payload_bytes,
 )
-from megatron_sparse.reference import message, peer
 from tests.cuda_emulator.emulated import IN_ORDER, RANDOM, REVERSED, Codecs
 from tests.cuda_emulator.emulated_peer import PeerCluster
 from tests.cuda_emulator.peer_cases import check, gradients, same_bits, uneven_layout

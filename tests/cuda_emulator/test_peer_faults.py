@@ -13,7 +13,7 @@ import torch
 
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout, look_at
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
-from megatron_sparse.formats.header import FORMAT_COO, FORMAT_PICI
+from megatron_sparse.wire import FORMAT_COO, FORMAT_PICI
 from tests.cuda_emulator.emulated import IN_ORDER, RANDOM, REVERSED, Codecs
 from tests.cuda_emulator.emulated_peer import PeerCluster
 from tests.cuda_emulator.peer_cases import check, gradients, uneven_layout

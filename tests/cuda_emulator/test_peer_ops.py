@@ -18,8 +18,8 @@ from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import peer_ops
 from megatron_sparse.cuda_ext.peer_ops import MAX_PEERS, Operation
 from megatron_sparse.errors import CommunicationError, ConfigError, ExtensionError
+from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import Message, MessageBuffers, prune_encode
-from megatron_sparse.formats.slots import segment_capacity
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reference import peer
 from megatron_sparse.transport import Transport

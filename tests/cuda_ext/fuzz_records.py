@@ -31,9 +31,9 @@ from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs, row_sparse
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from megatron_sparse.formats.hash_record import FORM_BITMAP, SECTIONS_AT, PartitionRecord
-from megatron_sparse.formats.header import FORMAT_BLOCKS, FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
+from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOSTILE = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, -1e-40, 3e38, 65504.0, 1.0, -3.0)

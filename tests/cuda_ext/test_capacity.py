@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError, WireFormatError
-from megatron_sparse.formats.header import (
+from megatron_sparse.formats.header import Header
+from megatron_sparse.reference import message as message_oracle
+from megatron_sparse.reference.capacity import prune_limited
+from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
     HEADER_BYTES,
-    Header,
 )
-from megatron_sparse.formats.slots import Slots
-from megatron_sparse.reference import message as message_oracle
-from megatron_sparse.reference.capacity import prune_limited
 from tests.cuda_ext import cases
 from tests.formats.test_formats import FORMS
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.header import FORMAT_BLOCKS, FORMAT_PICI, HEADER_BYTES
 from megatron_sparse.reference import message as oracle
+from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_PICI, HEADER_BYTES
 from tests.cuda_ext import cases
 
 EPOCH, NUMEL, RANK = 3, 5000, 2  # two tiles, 904 elements in the second

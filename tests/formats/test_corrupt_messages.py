@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.header import HEADER_BYTES, Header, read_headers
+from megatron_sparse.formats.header import Header, read_headers
 from megatron_sparse.reference import message as oracle
+from megatron_sparse.wire import HEADER_BYTES
 from tests.cuda_ext import cases
 
 EPOCH = 77

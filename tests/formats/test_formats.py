@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.header import (
+from megatron_sparse.formats.header import read_headers
+from megatron_sparse.reference import message as oracle
+from megatron_sparse.wire import (
     FLAG_PICI_LINEAR,
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
-    read_headers,
 )
-from megatron_sparse.reference import message as oracle
 from tests.cuda_ext import cases
 
 EPOCH = 2**32 + 5  # its lower half travels

@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.header import (
-    FORMAT_COO,
-    FORMAT_DENSE,
-    HEADER_BYTES,
-    Header,
-    read_headers,
-)
+from megatron_sparse.formats.header import Header, read_headers
 from megatron_sparse.reference import message as oracle
+from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, HEADER_BYTES
 from tests.cuda_ext import cases
 
 EPOCH = 2**32 + 5  # its lower half travels

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import torch_codec
-from megatron_sparse.formats.header import HEADER_BYTES
+from megatron_sparse.wire import HEADER_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

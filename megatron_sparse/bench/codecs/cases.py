@@ -16,15 +16,15 @@ import torch
 
 from megatron_sparse.bench.table import Action
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.formats.header import (
+from megatron_sparse.reference import message as message_oracle
+from megatron_sparse.reference import prune as prune_oracle
+from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_NAMES,
     FORMAT_PICI,
 )
-from megatron_sparse.reference import message as message_oracle
-from megatron_sparse.reference import prune as prune_oracle
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMS: dict[str, dict[str, Any]] = {

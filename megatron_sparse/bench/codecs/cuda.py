@@ -21,7 +21,7 @@ from megatron_sparse.bench.codecs.cases import DTYPES, EPOCH, FORMS, KEY, Action
 from megatron_sparse.cuda_ext import codec_cuda, load, ops
 from megatron_sparse.cuda_ext.arguments import overload
 from megatron_sparse.cuda_ext.codec_checks import record_kind
-from megatron_sparse.formats.header import FORMAT_BLOCKS
+from megatron_sparse.wire import FORMAT_BLOCKS
 
 SECTOR_BYTES = 32
 """What a GPU reads or writes at least, to touch one element of the accumulator."""

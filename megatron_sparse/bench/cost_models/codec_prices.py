@@ -17,9 +17,9 @@ import torch
 
 from megatron_sparse.bench.table import torch_threads
 from megatron_sparse.calibration.codec import codec_calls
-from megatron_sparse.formats.header import FORMAT_NAMES
 from megatron_sparse.planner.cluster import CodecOp
 from megatron_sparse.simulate.pricing import Measure, moved_bytes, records_nnz
+from megatron_sparse.wire import FORMAT_NAMES
 
 SMALL_NUMEL = 64
 """Tensors up to this size are offsets, sizes and states: they do not grow with the bucket."""

@@ -31,7 +31,6 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, SchemeOptions
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.header import PICI_TILE
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner.cluster import ClusterModel, find
 from megatron_sparse.planner.costs import BucketShape, fits, predict
@@ -39,6 +38,7 @@ from megatron_sparse.simulate import gradients
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.gradients import GradientModel
 from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
+from megatron_sparse.wire import PICI_TILE
 
 ROW_NUMEL = 64
 KINDS: dict[str, Callable[[int, float], GradientModel]] = {

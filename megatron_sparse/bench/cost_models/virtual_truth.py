@@ -32,17 +32,7 @@ from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.hash_record import SUB_HEADER_BYTES
-from megatron_sparse.formats.header import (
-    BLOCKS_SUBHEADER,
-    FORMAT_BLOCKS,
-    FORMAT_COO,
-    FORMAT_DENSE,
-    FORMAT_PICI,
-    HEADER_BYTES,
-    PICI_TILE,
-    Header,
-    payload_bytes,
-)
+from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.cost_models.densities import without_chance
@@ -50,6 +40,16 @@ from megatron_sparse.simulate.pricing import ChargingTimer
 from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
+from megatron_sparse.wire import (
+    BLOCKS_SUBHEADER,
+    FORMAT_BLOCKS,
+    FORMAT_COO,
+    FORMAT_DENSE,
+    FORMAT_PICI,
+    HEADER_BYTES,
+    PICI_TILE,
+    payload_bytes,
+)
 
 
 @dataclass(frozen=True)

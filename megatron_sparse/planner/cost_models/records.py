@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_sparse.formats.hash_record import SECTIONS_AT
-from megatron_sparse.formats.header import BLOCKS_SUBHEADER, HEADER_BYTES
 from megatron_sparse.planner.cluster import ClusterModel, CodecOp
 from megatron_sparse.planner.cost_models.densities import MOST_DENSITY
 from megatron_sparse.planner.wire_bytes import BITMAP_BYTES, INDEX_BYTES, record_bytes
+from megatron_sparse.wire import BLOCKS_SUBHEADER, HEADER_BYTES
 
 Density = float | np.ndarray
 """nnz / numel of a piece, or of each rank's piece."""

@@ -10,14 +10,12 @@ of its record as well: nothing can overflow there.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
 
-from megatron_sparse.bucket import Layout
-from megatron_sparse.formats.header import (
+from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_COO,
     FORMAT_DENSE,
@@ -102,21 +100,3 @@ def _slots(offsets: bytes, dense: bytes, capacity: bytes, value_dtype: int, form
         most_S = most_S.minimum(payload_bytes(sparse, numel_S, capacity_S, value_dtype))
     room_S = torch.where(dense_S, whole_S, most_S) + HEADER_BYTES
     return Slots(capacity_S, torch.cat([none, room_S.cumsum(0)]))
-
-
-@lru_cache(TABLES)
-def segment_capacity(layout: Layout, density: float) -> torch.Tensor:
-    """Elements of each segment that may be sent: all of the kept ones, of others this density.
-
-    Kept for the next step; only to read.
-
-    Returns:
-        int64; the numbers are the same on every machine (one fp64 product, rounded up).
-    """
-    capacities = [
-        numel if keep else min(math.ceil(density * numel), numel)
-        for numel, keep in zip(
-            layout.segment_offsets.diff().tolist(), layout.segment_keep.tolist(), strict=True
-        )
-    ]
-    return torch.tensor(capacities, dtype=torch.int64)
