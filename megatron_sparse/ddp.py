@@ -97,7 +97,7 @@ class DDPState:
             group,
             timeout_s,
             device,
-            watch=self.config.scheme.watch_peers,
+            liveness=self.config.scheme.watch_peers,
             nccl_engine=self.config.scheme.nccl_engine,
         )
         self._progress = ProgressThread(device, timeout_s)

@@ -191,7 +191,7 @@ class _RankWithoutPeers(ProcessGroupTransport):
         self._came = came
         self.begin()
         assert dist.group.WORLD is not None, "made by the caller"
-        super().__init__(dist.group.WORLD, TIMEOUT_S, torch.device("cpu"), watch=False)
+        super().__init__(dist.group.WORLD, TIMEOUT_S, torch.device("cpu"), liveness=False)
         if nccl_engine:
             self.communicator: NcclCommunicator | None = _CommunicatorWithoutPeers(
                 _NoNccl(),

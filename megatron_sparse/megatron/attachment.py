@@ -173,7 +173,7 @@ class Attachment:
             group,
             scheme.timeout_s,
             device,
-            watch=scheme.watch_peers,
+            liveness=scheme.watch_peers,
             nccl_engine=nccl_engine,
         )
         self._transports.append(transport)

@@ -35,7 +35,7 @@ class ResidualUnit:
         self._optimizer: Any = None
         self._chunks = [chunk for chunk in chunks if divides_by_tokens(chunk)]
         for chunk in self._chunks:
-            self._timer(chunk)
+            self._record_factor_of(chunk)
 
     @property
     def per_token(self) -> bool:
@@ -47,7 +47,7 @@ class ResidualUnit:
         self._optimizer = optimizer
         self.loss_scale = self._read_loss_scale()
 
-    def _timer(self, chunk: Any) -> None:
+    def _record_factor_of(self, chunk: Any) -> None:
         original = chunk.scale_gradients
 
         def scale_gradients(factor: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Which rank a bucket goes on without: measuring, agreeing, deciding, for one group of ranks.
 
 When a bucket has passed its gate, which is when its rank could post the first message, the rank
-counts as ready and draws a ticket (`transport.arrivals`), unless the straggler is pinned. What a
+counts as ready and is counted (`transport.arrival_counter`), unless the straggler is pinned. What a
 rank waited for the last one in a step is all-gathered in the next step, behind the first bucket's
 messages, and looked at from the step after that on: so all ranks decide from the same numbers,
 which are two steps old, and nobody waits for them. 8 bytes for each bucket.
@@ -57,7 +57,7 @@ from megatron_sparse.straggler.critical import (
 )
 from megatron_sparse.straggler.detector import History, persistent_straggler
 from megatron_sparse.transport import Link, Transport
-from megatron_sparse.transport.arrival_counter import Arrival, Arrivals
+from megatron_sparse.transport.arrival_counter import Arrival, ArrivalCounter
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -126,7 +126,7 @@ class StragglerWatch:
         self._transport = transport
         self._recorder = recorder
         self._history = History(config.straggler.history)
-        self._arrivals: Arrivals | None = None
+        self._arrivals: ArrivalCounter | None = None
         self._link = self._dense = Link(0.0, 0.0)
         self._step = self._previous = -1
         self._came: list[tuple[str, Arrival]] = []
@@ -139,7 +139,7 @@ class StragglerWatch:
         self._check_ranks()
         if mode in ("off", "pinned") or alone:
             return
-        self._arrivals = transport.open_arrivals()
+        self._arrivals = transport.open_arrival_counter()
         if mode in TIMED_STRAGGLER_MODES and self._config.min_delay_ms is None:
             self._take_links(links or self._find_links(config.planner.cluster))
 

@@ -1,17 +1,18 @@
-"""Who is there: ranks draw tickets as they become ready, in a store and off the training's path.
+"""Counts the ranks that are ready for a bucket, in a store and off the training's path.
 
-One ticket for each rank, bucket and step, drawn from a counter in the c10d store that the ranks met
-at. A ticket adds 2^32 and its rank: so the counter says how many have come and, when one is
-missing, which. Whoever draws the last ticket but one thereby knows the straggler. It may name it at
-once, or give it some grace; the straggler, should it come in time, says that nobody is missing.
-Both say so by a compare-and-set on one key, which everybody reads: whoever was first has decided,
-for all of them. Nobody who has not come yet is waited for.
+Each rank reports its arrival once for each bucket and step: it adds 2^32 + its rank to a counter in
+the c10d store at which the ranks met. The counter's upper half is the number of ranks that have
+arrived; its lower half is the sum of their numbers, which names the missing rank when only one is
+missing. The last rank but one to arrive therefore knows the straggler. It may name it at once, or
+give it some grace; a straggler that arrives in time reports that no rank is missing. Both do so by
+a compare-and-set on one key, which every rank reads: the first one to set it has decided for all
+of them. The decision never waits for late ranks.
 
-How long before the last one a rank was ready is what it sees on its own clock between its own
-ticket and the last one; no clocks are compared. Cost for each rank, bucket and step: one `add`, and
-a `check` now and then while a rank is missing, at intervals of 1/`PATIENCE` of the time waited so
-far, so that waits are too long by that part at most; where a decision is asked for also one
-`compare_set` or `get`. All by one thread for each group, on a connection of its own.
+A rank measures how long before the last one it was ready on its own clock, from its own arrival to
+the last one; no clocks are compared. Cost for each rank, bucket and step: one `add`, and a `check`
+now and then while a rank is missing, at intervals of 1/`PATIENCE` of the time waited so far, so
+that waits are measured too long by that part at most; one `compare_set` more where a decision is
+asked for. One thread for each group does all of it, on a connection of its own.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from megatron_sparse.transport.process_group import Operation
+from megatron_sparse.transport.operation import Operation
 
-TICKET = 1 << 32
+ONE_ARRIVAL = 1 << 32
+"""What the counter's upper half counts in; the lower half adds up the ranks' numbers."""
 PATIENCE = 20
 SHORTEST_POLL_S, LONGEST_POLL_S = 2e-4, 5e-3
 JOIN_S = 2.0
 NOBODY = -1
-"""As a decision: nobody is missing."""
+"""The decision that no rank is missing."""
 
 Grace = Callable[[int], float]
-"""Seconds that a missing rank is waited for before it is named; infinity for ever."""
+"""Missing rank -> seconds to wait for it before it is named as the straggler; may be infinite."""
 
 
 class Arrival(Protocol):
     """A rank's readiness for one bucket in one step; a `Work` that ends with the decision.
 
     Attributes:
-        straggler: once finished, the rank that the others go on without; None for nobody.
+        straggler: once finished, the rank to skip; None for no rank.
     """
 
     straggler: int | None
@@ -63,30 +64,33 @@ class Arrival(Protocol):
         ...
 
     def waited(self) -> Future[float]:
-        """Seconds from this rank's readiness to the last one's; 0 for the last. Not in a hurry."""
+        """Seconds from this rank's arrival to the last one's; 0 for the last.
+
+        May be known long after the decision.
+        """
         ...
 
 
-class Arrivals(Protocol):
-    """Where the ranks of one group draw their tickets."""
+class ArrivalCounter(Protocol):
+    """Counts the arrivals of one group's ranks."""
 
     def arrive(self, bucket: str, grace: Grace | None) -> Arrival:
-        """Draws this rank's ticket. Does not block. In the same order on all ranks.
+        """Reports that this rank is ready. Does not block.
 
         Args:
-            bucket: its name; the n-th call of each rank for a bucket is the n-th of all.
-            grace: asks for a decision; on every rank or on none. Called on the rank that draws the
-                last ticket but one, perhaps by another thread.
+            bucket: its name; the n-th calls of all ranks for a bucket belong together.
+            grace: asks for a decision; given on every rank or on none. Called on the last rank but
+                one to arrive, perhaps by another thread.
         """
         ...
 
     def close(self) -> None:
-        """Ends it; arrivals under way stay without answer."""
+        """Stops counting; pending arrivals are never answered."""
         ...
 
 
 class StoreArrival:
-    """See `Arrival`. Made by `StoreArrivals`, whose thread writes to it."""
+    """See `Arrival`. Made by `StoreArrivalCounter`; its thread writes the results."""
 
     def __init__(
         self,
@@ -105,20 +109,20 @@ class StoreArrival:
         self.decided: Future[int | None] = Future()
         self.named_at_s: float | None = None
         self.missing = NOBODY
-        self.drawn_s = 0.0
+        self.counted_s = 0.0
         self._event = event
         self._waited: Future[float] = Future()
         if grace is None:
             self.decided.set_result(None)
 
     def await_device(self) -> None:
-        """Blocks until the device has made the gradients; at once on a CPU."""
+        """Blocks until the device has computed the gradients; returns at once on a CPU."""
         if self._event is not None:
             self._event.synchronize()
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that can be asked of it is known."""
+        """Whether both the decision and the waited time are known."""
         return self.decided.done() and self._waited.done()
 
     def ready(self) -> bool:
@@ -146,16 +150,16 @@ class StoreArrival:
         return self._waited
 
 
-class StoreArrivals:
-    """See `Arrivals`. Making one is not collective; the ranks meet under `prefix`.
+class StoreArrivalCounter:
+    """See `ArrivalCounter`. Making one is not collective: the ranks find each other by `prefix`.
 
     Args:
-        store: a connection that nobody else uses; `prefix` is put before its keys.
-        prefix: the same on all ranks of the group and in no other group.
+        store: a connection for this counter alone.
+        prefix: of its keys; the same on all ranks of the group and in no other group.
         rank: of this process in the group.
         world_size: ranks of the group.
         device: of the gradients.
-        operation: names what may fail, with its deadline and its watch over the group.
+        operation: name -> the operation that fails when ranks do not arrive.
     """
 
     def __init__(
@@ -183,11 +187,11 @@ class StoreArrivals:
             target=self._main, name="megatron_sparse_arrivals", daemon=True
         )
         self._thread.start()
-        # A thread that is in the store when the interpreter goes would end the process badly.
+        # A thread inside the store's C++ while the interpreter shuts down would crash the process.
         atexit.register(self.close)
 
     def arrive(self, bucket: str, grace: Grace | None) -> StoreArrival:
-        """See `Arrivals`. On CUDA the rank counts as ready when the current stream gets there."""
+        """See `ArrivalCounter`. On CUDA the rank is ready when the current stream gets here."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
@@ -201,7 +205,7 @@ class StoreArrivals:
         return arrival
 
     def close(self) -> None:
-        """See `Arrivals`. Waits for the thread, which at most is in one call of the store."""
+        """See `ArrivalCounter`. Waits at most for the thread's present call of the store."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -222,23 +226,24 @@ class StoreArrivals:
             self._open = self._still_open([*self._open, *fresh])
 
     def _still_open(self, arrivals: list[StoreArrival]) -> list[StoreArrival]:
-        """Those that a rank is missing at.
+        """Those at which a rank is missing.
 
-        Whoever has come somewhere has come wherever it had to come before. That ends those whose
-        keys were deleted before they were read, which needs a thread that was held up for steps.
+        Arrivals are in order: when all ranks have arrived at one, they have arrived at every
+        earlier one. This settles arrivals whose keys were deleted before this thread read them,
+        which happens if it was held up for several steps.
         """
         done = [number for number, arrival in enumerate(arrivals) if arrival.waited().done()]
         for arrival in arrivals[: max(done, default=0)]:
             if not arrival.waited().done():
-                arrival.waited().set_result(time.perf_counter() - arrival.drawn_s)
+                arrival.waited().set_result(time.perf_counter() - arrival.counted_s)
         return [arrival for arrival in arrivals if not arrival.is_settled]
 
     def _interval_s(self) -> float | None:
-        """Until the next look; None where there is nothing to look for."""
+        """Seconds until the next check; None when no arrival is open."""
         if not self._open:
             return None
         now_s = time.perf_counter()
-        waits = [now_s - arrival.drawn_s for arrival in self._open]
+        waits = [now_s - arrival.counted_s for arrival in self._open]
         interval_s = min(max(min(waits) / PATIENCE, SHORTEST_POLL_S), LONGEST_POLL_S)
         named = [a.named_at_s - now_s for a in self._open if a.named_at_s is not None]
         return max(0.0, min([interval_s, *named]))
@@ -246,21 +251,21 @@ class StoreArrivals:
     def _serve(self, arrival: StoreArrival, *, fresh: bool) -> None:
         try:
             if fresh:
-                self._draw(arrival)
+                self._count(arrival)
             if not arrival.is_settled:
-                self._look(arrival)
+                self._check(arrival)
         except RuntimeError as error:  # the store is gone
             failure = arrival.operation.error(error)
             for answer in (arrival.decided, arrival.waited()):
                 if not answer.done():
                     answer.set_exception(failure)
 
-    def _draw(self, arrival: StoreArrival) -> None:
+    def _count(self, arrival: StoreArrival) -> None:
         arrival.await_device()
         n = self._world_size
-        counter = self._store.add(arrival.key, TICKET + self._rank)
-        arrival.drawn_s = time.perf_counter()
-        count, rank_sum = divmod(counter, TICKET)
+        counter = self._store.add(arrival.key, ONE_ARRIVAL + self._rank)
+        arrival.counted_s = time.perf_counter()
+        count, rank_sum = divmod(counter, ONE_ARRIVAL)
         if count == n:
             if arrival.grace is not None:
                 self._decide(arrival, NOBODY)
@@ -269,13 +274,13 @@ class StoreArrivals:
             self._forget_before_last(arrival)
         elif count == n - 1 and arrival.grace is not None:
             arrival.missing = n * (n - 1) // 2 - rank_sum
-            arrival.named_at_s = arrival.drawn_s + arrival.grace(arrival.missing)
+            arrival.named_at_s = arrival.counted_s + arrival.grace(arrival.missing)
 
-    def _look(self, arrival: StoreArrival) -> None:
-        """Whether the last one has come, and whether it is known how to go on."""
+    def _check(self, arrival: StoreArrival) -> None:
+        """Asks the store whether the last rank has arrived, and what was decided."""
         now_s = time.perf_counter()
         if not arrival.waited().done() and self._store.check([f"{arrival.key}/all"]):
-            arrival.waited().set_result(now_s - arrival.drawn_s)
+            arrival.waited().set_result(now_s - arrival.counted_s)
         if arrival.decided.done():
             return
         if self._store.check([f"{arrival.key}/without"]):
@@ -284,13 +289,13 @@ class StoreArrivals:
             self._decide(arrival, arrival.missing)
 
     def _decide(self, arrival: StoreArrival, proposal: int) -> None:
-        """Proposes, and takes what holds: the first proposal of all ranks."""
+        """Proposes a decision, and takes the first one that any rank proposed."""
         arrival.named_at_s = None
         held = int(self._store.compare_set(f"{arrival.key}/without", "", str(proposal)))
         arrival.decided.set_result(None if held == NOBODY else held)
 
     def _forget_before_last(self, arrival: StoreArrival) -> None:
-        """Deletes the keys of two visits ago: everybody has come twice since, and has read them."""
+        """Deletes the keys of two visits ago: every rank has arrived twice since and read them."""
         if arrival.visit > 2:
             for end in ("", "/all", "/without"):
                 self._store.delete_key(f"{arrival.bucket}/{arrival.visit - 2}{end}")

@@ -1,8 +1,8 @@
 """The interface that collectives are written against.
 
 Every operation is asynchronous and returns a `Work`. All ranks of a group post the same operations
-in the same order; a collective yields each `Work` whose result it needs before it can go on, and
-whoever drives it decides how to wait.
+in the same order. A collective yields each `Work` whose result it needs before it can go on; its
+caller decides how to wait.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Protocol
 
 import torch
 
-from megatron_sparse.transport.arrival_counter import Arrivals
+from megatron_sparse.transport.arrival_counter import ArrivalCounter
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 
 
 class Marker(Enum):
-    """What a collective yields, beside works, to say how far it is with its posts."""
+    """Yielded by a collective, beside works, to say what it will still post."""
 
     POSTED = "posted"
-    """It will post nothing more."""
+    """Nothing more."""
     UNORDERED = "unordered"
-    """It will post only pairwise messages with a tag of their own, which need no order among those
-    of other collectives. Not with NCCL, which has no tags."""
+    """Only pairwise messages with a tag of their own, which may be posted in any order relative to
+    those of other collectives. Not with NCCL, which has no tags."""
 
 
 class Work(Protocol):
@@ -37,13 +37,12 @@ class Work(Protocol):
     def when_ready(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, by any thread, as soon as `ready` may have become true.
 
-        Not for an operation that will never end: whether it has become hopeless is found by
-        asking `ready` now and then.
+        An operation that never ends does not call it: ask `ready` now and then, too.
         """
         ...
 
     def finish(self) -> None:
-        """Makes the result usable: waits on the host (CPU) or orders the stream (CUDA).
+        """Makes the result usable: the host waits (CPU), or the current stream does (CUDA).
 
         Raises:
             CommunicationError: the operation failed or ran out of time.
@@ -59,8 +58,8 @@ class Transport(Protocol):
         world_size: ranks in the group.
         device: where tensors must live.
         nodes: for each rank the node it is on; equal numbers share a host.
-        communicator: NCCL's, for collectives in one call of C++ (`collectives.nccl_sum`), where
-            `scheme.nccl_engine` asks for it.
+        communicator: NCCL's, for collectives in one call of C++ (`collectives.nccl_sum`); None
+            without `scheme.nccl_engine`.
     """
 
     rank: int
@@ -69,8 +68,8 @@ class Transport(Protocol):
     nodes: tuple[int, ...]
     communicator: NcclCommunicator | None
 
-    def open_arrivals(self) -> Arrivals:
-        """Where the ranks draw tickets as they become ready. Collective; closed with the transport.
+    def open_arrival_counter(self) -> ArrivalCounter:
+        """Makes a counter of the ranks that are ready. Collective; closed with the transport.
 
         One small broadcast, for which the host waits.
         """
@@ -97,14 +96,14 @@ class Transport(Protocol):
         receives: Sequence[tuple[int, torch.Tensor]],
         tag: int,
     ) -> Work:
-        """Sends to and receives from single peers, all at once; others need not take part.
+        """Sends to and receives from single peers, all at once; other ranks need not take part.
 
-        Messages between two ranks with the same tag meet in the order in which they were posted.
+        Messages between two ranks with the same tag match in the order in which they were posted.
         Tensors without elements are left out on both sides. The sent tensors must not change, and
         the received ones must not be read, before the work is finished.
 
         Args:
-            sends: (peer, contiguous tensor) each; never to oneself.
+            sends: (peer, contiguous tensor) each; never to this rank itself.
             receives: (peer, contiguous tensor) each, exactly as long as what the peer sends.
             tag: 0 to 2^31 - 1; keeps different collectives apart where the backend has tags.
         """

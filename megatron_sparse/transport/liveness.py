@@ -1,16 +1,16 @@
-"""Which ranks are still there: what a transport asks when an operation does not end.
+"""Liveness of peers: which ranks of a group are gone, so that an operation need not time out.
 
 gloo and NCCL wait out their timeout for a rank that is stopped, and often for one that has died. So
-every group also has a side channel: the members hold one TCP connection each to the group's first
-rank, which passes on who has died, who has given up, and who is silent (`peer_links`). A process
-has one thread for this, whatever the number of its groups; nothing of it is on the data path but
-two attribute reads an operation. Cost: each rank sends 1 line of about 100 bytes a second and gets
-one, the first rank of a group of n does so n - 1 times.
+every group also has a side channel: each member holds one TCP connection to the group's first rank,
+which passes on which ranks have died, have failed, or are silent (`peer_links`). A process has one
+thread for this, whatever the number of its groups; the data path only pays two attribute reads an
+operation. Cost: each rank sends 1 line of about 100 bytes a second and receives one; the first rank
+of a group of n does so n - 1 times.
 
-Noticed: a process that ends (killed, crashed, or ended by an error) at once; one that reports a
-failure of its own at once; one that is stopped, or a host that is cut off, when nothing was heard
-of it for `SILENCE_FRACTION` of the timeout, at least `SHORTEST_SILENCE_S`. Silence alone is no
-error: it becomes one when an operation waits for the group of the silent rank.
+A process that ends (killed, crashed, or ended by an error) is noticed at once, and so is one that
+reports a failure of its own. A process that is stopped, or a host that is cut off, is noticed when
+it has been silent for `SILENCE_FRACTION` of the timeout, at least `SHORTEST_SILENCE_S`. Silence
+alone is no error: it becomes one when an operation waits for the group of the silent rank.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from megatron_sparse.transport.peer_links import PeerLinks
 
 SILENCE_FRACTION = 0.5
 SHORTEST_SILENCE_S = 3.0
-"""Three beats: fewer may be missed by a process that only holds the interpreter's lock."""
+"""Three beats: a process that merely holds the interpreter's lock may miss one or two."""
 GRACE_S = 0.3
-"""What a rank sent before it ended may still be on its way; it counts as lost only after this."""
+"""A rank counts as lost only after this time: its last messages may still be on their way."""
 NAMING_S = 1.5
-"""How long an operation that failed for another reason waits to be told whose fault it was."""
+"""How long an operation that failed waits for the side channel to name the rank at fault."""
 ANSWER_S = 0.5
-"""How long to wait for what the others are at."""
+"""How long to wait for the other ranks' reports of their progress."""
 MOST_NAMED = 8
 
 posting_for: ContextVar[str] = ContextVar("posting_for", default="")
-"""The bucket that this thread posts operations for; only for what peers say about one another."""
+"""The bucket that this thread posts operations for; other ranks' error messages name it."""
 
 _lock = threading.Lock()
 _links: PeerLinks | None = None
-_watchers = 0
+_users = 0
 
 
-class PeerWatch:
-    """Watches the ranks of one group. Made by `watch_peers`.
+class PeerLiveness:
+    """Knows which ranks of one group are gone. Made by `open_liveness`.
 
     Args:
         links: the process's side channel.
@@ -62,13 +62,13 @@ class PeerWatch:
         self._found: str | None = None
 
     def note(self, operation: str) -> None:
-        """Remembers what this rank has posted last, for the others' errors."""
+        """Records the operation that this rank posts, for the other ranks' error messages."""
         self._links.own_progress = (posting_for.get(), operation, time.monotonic())
 
     def trouble(self) -> str | None:
-        """Which rank of the group is gone and why, in words; None while all are there.
+        """Which rank of the group is gone and why, in words; None while all are alive.
 
-        What has been answered once stays the answer. Never blocks; made to be polled.
+        The first answer stays. Never blocks; cheap enough to poll.
         """
         if self._found is None and (self._links.lost or self._links.silent_s):
             self._found = self._find()
@@ -84,14 +84,14 @@ class PeerWatch:
         return None
 
     def await_trouble(self) -> str | None:
-        """`trouble`, given a moment to be noticed. Blocks for at most `NAMING_S`."""
+        """Waits for `trouble` to find a rank; blocks for at most `NAMING_S`."""
         deadline_s = time.monotonic() + NAMING_S
         while (found := self.trouble()) is None and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return found
 
     def whereabouts(self) -> str:
-        """What each other rank has posted last, in words. Blocks for at most `ANSWER_S`."""
+        """The last operation of each other rank, in words. Blocks for `ANSWER_S`."""
         self._links.ask()
         time.sleep(ANSWER_S)
         heard = self._links.progress
@@ -101,17 +101,18 @@ class PeerWatch:
         return "; ".join(known[:MOST_NAMED] + more) or "nothing is known of the other ranks"
 
     def close(self, *, broken: bool = False) -> None:
-        """Ends the watch; the last one of the process ends the thread and says goodbye.
+        """Leaves the side channel; the process's last group to leave ends its thread.
 
         Args:
-            broken: an operation has failed: no goodbye, so that the others notice.
+            broken: an operation has failed: leave without a goodbye, so that the other ranks count
+                this one as gone.
         """
-        global _links, _watchers
+        global _links, _users
         with _lock:
             if self._links is not _links:
                 return
-            _watchers -= 1
-            if _watchers == 0:
+            _users -= 1
+            if _users == 0:
                 self._links.close(goodbye=not broken)
                 _links = None
 
@@ -120,24 +121,24 @@ class PeerWatch:
         return f"rank {number}" if number == rank else f"rank {number} (global rank {rank})"
 
 
-def watch_peers(
+def open_liveness(
     ranks: Sequence[int],
     rank: int,
     timeout_s: float,
     broadcast: Callable[[bytes], bytes],
-) -> PeerWatch:
+) -> PeerLiveness:
     """Joins the side channel of a group. Collective over the group; blocks until connected.
 
     Args:
-        ranks: global rank of each member; the first one is who the others connect to.
+        ranks: global rank of each member; the others connect to the first one.
         rank: the global rank of this process.
         timeout_s: of the group's operations.
-        broadcast: returns to every member what the first one gave, which is at most 1000 bytes.
+        broadcast: returns the first member's argument, at most 1000 bytes, on every member.
 
     Raises:
         CommunicationError: the first rank cannot be reached.
     """
-    global _links, _watchers
+    global _links, _users
     with _lock:
         if _links is None:
             _links = PeerLinks(rank)
@@ -157,12 +158,12 @@ def watch_peers(
                 "right interface, or do without: scheme.watch_peers=false",
             ) from None
     with _lock:
-        _watchers += 1
-    return PeerWatch(links, ranks, timeout_s)
+        _users += 1
+    return PeerLiveness(links, ranks, timeout_s)
 
 
 def announce_failure(error: BaseException) -> None:
-    """Tells all groups of this process that it has given up. Does not block; never raises."""
+    """Tells the peers in all groups of this process that it fails. Does not block; never raises."""
     links = _links
     if links is not None:
         links.announce(f"has given up: {str(error).splitlines()[0] if str(error) else error!r}")
@@ -170,14 +171,14 @@ def announce_failure(error: BaseException) -> None:
 
 def _forget_in_child() -> None:
     """A forked child (a data loader) must not keep its parent's connections open."""
-    global _links, _watchers
+    global _links, _users
     if _links is not None:
         _links.abandon()
-    _links, _watchers = None, 0
+    _links, _users = None, 0
 
 
 def _say_goodbye() -> None:
-    # An exception that ended the script is no orderly end: the others should hear of it.
+    # After an uncaught exception no goodbye: the other ranks should count this one as gone.
     if _links is not None and not hasattr(sys, "last_exc"):
         _links.close(goodbye=True)
 

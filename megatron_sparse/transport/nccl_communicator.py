@@ -28,7 +28,7 @@ POLL_S = 0.05
 
 
 class Deadline(Protocol):
-    """A call's time and its group: `process_group.Operation`."""
+    """A call's time and its group: `operation.Operation`."""
 
     def is_hopeless(self) -> bool:
         """Whether there is nothing left to wait for."""

@@ -1,17 +1,17 @@
 """The side channel of `liveness`: connections between processes, and the thread that serves them.
 
 A process that is the first rank of a group listens; the others connect to it, once, however many
-groups they share. Lines of JSON, each an object with one or more of these keys:
+groups they share. Messages are lines of JSON, each an object with one or more of these keys:
 
-- `hello` (rank) and `token`: the first line to a listener; the answer is `welcome`.
-- `beat`: what the sender has posted last; every `BEAT_S`. To members also `silent`: {rank: seconds}
-  for all that the listener has not heard of for two beats.
-- `lost`: rank and why; sent by who has failed itself, and passed on by the listener.
-- `ask`, answered by `progress`: {rank: what it has posted last}.
+- `hello` (rank) and `token`: the handshake, the first line to a listener; answered by `welcome`.
+- `beat`: the sender's last operation; sent every `BEAT_S`. To members also `silent`:
+  {rank: seconds} for all ranks that the listener has not heard from for two beats.
+- `lost`: rank and why; sent by a rank that fails, and passed on by the listener.
+- `ask`, answered by `progress`: {rank: its last operation}.
 - `bye`: an orderly end; a connection that ends without it belonged to a process that died.
 
-The token comes from the invitation, which travels through the group itself: whoever does not know
-it is not listened to.
+The token comes from the invitation, which travels through the group itself. The listener drops a
+connection whose handshake lacks it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Loss:
 
 
 class _Link:
-    """One connection. `rank` is None until the other end has said who it is."""
+    """One connection. `rank` is None until the handshake."""
 
     def __init__(self, sock: socket.socket, rank: int | None, token: str, *, is_member: bool):
         self.socket = sock
@@ -58,7 +58,7 @@ class _Link:
         self._unsent = b""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends what the socket takes; the rest goes with the next line. Raises OSError."""
+        """Sends as much as the socket takes; the rest goes with the next line. Raises OSError."""
         self._unsent += json.dumps(message).encode() + b"\n"
         try:
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
@@ -67,16 +67,16 @@ class _Link:
 
     @property
     def is_clogged(self) -> bool:
-        """Whether the other end has long not read anything: beats are then left out."""
+        """Whether the other end has stopped reading: beats are then skipped."""
         return len(self._unsent) > MOST_UNSENT
 
     def receive(self) -> list[dict[str, Any]]:
-        """The lines that have come.
+        """The messages that have arrived.
 
         Raises:
             OSError: the connection has broken.
             EOFError: the connection has ended.
-            ValueError: whoever sends this is no rank.
+            ValueError: a line is no message of this protocol.
         """
         try:
             data = self.socket.recv(LONGEST_LINE)
@@ -87,10 +87,10 @@ class _Link:
         self.heard_s = time.monotonic()
         *lines, self._received = (self._received + data).split(b"\n")
         if len(self._received) > LONGEST_LINE:
-            raise OSError("a line without end")
+            raise OSError("a line is too long")
         messages = [json.loads(line) for line in lines]
         if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("not what a rank sends")
+            raise ValueError("not a message of a rank")
         return messages
 
 
@@ -102,9 +102,9 @@ class PeerLinks:
 
     Attributes:
         lost: rank -> why it is gone, in the order in which it was noticed.
-        silent_s: rank -> seconds since it was last heard of, those above two beats only.
-        progress: rank -> what it has posted last, in words.
-        own_progress: bucket and operation that this rank has posted last, and when.
+        silent_s: rank -> seconds since its last message, only for those above two beats.
+        progress: rank -> its last operation, in words.
+        own_progress: bucket, operation and time of this rank's last post.
     """
 
     def __init__(self, rank: int) -> None:
@@ -122,7 +122,7 @@ class PeerLinks:
         threading.Thread(target=self._serve, name="megatron_sparse_peers", daemon=True).start()
 
     def invite(self) -> dict[str, Any]:
-        """Listens, if it does not yet; returns where and with which token to join."""
+        """Starts to listen, once; returns the addresses, the port and the token to join with."""
         with self._lock:
             if self._listener is None:
                 dual = socket.has_dualstack_ipv6()
@@ -139,7 +139,7 @@ class PeerLinks:
             return self._invitation
 
     def join(self, rank: int, invitation: dict[str, Any]) -> None:
-        """Connects to a rank that has invited, unless this process already is.
+        """Connects to a listening rank, unless this process is connected to it already.
 
         Raises:
             OSError: it cannot be reached at any of its addresses.
@@ -164,12 +164,12 @@ class PeerLinks:
         try:
             link = _Link(connected, rank, token, is_member=False)
             link.send({"hello": self.rank, "token": token})
-            # The first line is the answer; what came right behind it was for this rank, too.
+            # The first message is the answer; others may have arrived right behind it.
             answers = []
             while not answers:
                 answers = link.receive()
             if answers[0].get("welcome") != rank:
-                raise OSError("somebody else listens there")
+                raise OSError("another process listens there")
             for message in answers[1:]:
                 self._take(link, message)
         except BaseException:
@@ -179,12 +179,12 @@ class PeerLinks:
         return link
 
     def announce(self, why: str) -> None:
-        """Tells all connected processes that this one is lost."""
+        """Tells all connected processes that this one has failed."""
         with self._lock:
             self._tell({"lost": self.rank, "why": why}, self._links)
 
     def ask(self) -> None:
-        """Asks what everybody is at; `progress` is complete a moment later."""
+        """Asks for the last operation of every rank; `progress` is complete a moment later."""
         with self._lock:
             self._tell({"ask": 1}, [link for link in self._links if not link.is_member])
 
@@ -218,8 +218,8 @@ class PeerLinks:
                     else:
                         self._read(key.data)
                 if time.monotonic() >= beat_s:
-                    # After everything was read: a process that was stopped itself must not take
-                    # the others for silent.
+                    # After everything was read: a process that was itself stopped must not
+                    # report the others as silent.
                     beat_s = time.monotonic() + BEAT_S
                     self._beat()
         self._selector.close()
@@ -228,7 +228,7 @@ class PeerLinks:
         assert self._listener is not None
         try:
             accepted, _ = self._listener.accept()
-        except OSError:  # it has gone away again
+        except OSError:  # the peer has closed it already
             return
         accepted.setblocking(False)
         self._add(_Link(accepted, None, "", is_member=True))
@@ -279,16 +279,16 @@ class PeerLinks:
             self.progress = {**self.progress, **heard}
 
     def _end(self, link: _Link) -> None:
-        """The connection has broken without a goodbye."""
+        """Handles a connection that broke without a goodbye."""
         self._drop(link)
         if link.rank is not None and not self._closing:
             self._lose(link.rank, f"has died: its connection to rank {self.rank} is gone", link)
 
-    def _lose(self, rank: int, why: str, told_by: _Link) -> None:
+    def _lose(self, rank: int, why: str, source: _Link) -> None:
         if rank in self.lost or rank == self.rank:
             return
         self.lost = {**self.lost, rank: Loss(why, time.monotonic())}
-        others = [link for link in self._links if link.is_member and link is not told_by]
+        others = [link for link in self._links if link.is_member and link is not source]
         self._tell({"lost": rank, "why": why}, others)
 
     def _beat(self) -> None:

@@ -1,12 +1,12 @@
 """Transport over c10d's public operations: gloo on CPU, NCCL on CUDA, any group.
 
-Streams, watchdog, flight recorder and timeouts are c10d's. The group is one of its own: its
-operations cannot interleave with Megatron's on the same communicator, and its timeout is ours.
+Streams, watchdog, flight recorder and timeouts are c10d's. The transport makes a group of its own,
+with its own timeout, so that its operations cannot interleave with Megatron's on one communicator.
 
-What gloo leaves open is added here: an operation ends as soon as a rank of the group is known to be
-gone (`liveness`), at the latest `timeout_s` after it was posted, whatever gloo waits for; its error
-names the rank; a pairwise message that is shorter than what waits for it is found. With NCCL a
-rank that is gone is an error of the next operation that is posted; one under way is the watchdog's.
+Added for gloo: an operation ends as soon as a rank of the group is known to be gone (`liveness`),
+and at the latest `timeout_s` after it was posted, whatever gloo waits for; its error names the
+rank; a pairwise message that is shorter than its receive buffer is an error. With NCCL the next
+operation posted after a rank is gone raises the error; the watchdog ends those already posted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.transport.arrival_counter import StoreArrivals
+from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
 from megatron_sparse.transport.groups import borrow_group, return_group
-from megatron_sparse.transport.liveness import PeerWatch, watch_peers
+from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusal
 from megatron_sparse.transport.nccl_library import loaded_nccl
+from megatron_sparse.transport.operation import Operation
 from megatron_sparse.transport.waiters import Waiters
 
 # torch 2.13 renamed these two; older ones only have the first name.
@@ -35,70 +36,21 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 WAITERS = 8
-"""Threads that wait for works that gloo does not let one poll."""
+"""Threads that wait for works of gloo, which cannot be polled."""
 POLL_S = 1e-3
 INVITATION_BYTES = 1024
 CANARY = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
-"""Written to the end of every receive buffer: gloo fills only as much as the peer sent, and says
-nothing. That a whole message ends in these random bytes by chance is out of the question."""
-
-
-class Operation:
-    """A posted operation's name, its deadline, and how its failure becomes a typed error.
-
-    Args:
-        name: what was posted and with whom.
-        watch: over the group, if it is watched.
-        timeout_s: seconds that it may take.
-    """
-
-    def __init__(self, name: str, watch: PeerWatch | None, timeout_s: float) -> None:
-        self.name = name
-        self._watch = watch
-        self._timeout_s = timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
-
-    def is_hopeless(self) -> bool:
-        """Whether there is nothing left to wait for: a rank is gone, or time is up."""
-        return self.is_late() or (self._watch is not None and self._watch.trouble() is not None)
-
-    def is_late(self) -> bool:
-        """Whether its time is up."""
-        return time.monotonic() >= self._deadline_s
-
-    def error(self, cause: Exception | None = None) -> CommunicationError:
-        """What to raise; may block for a moment to learn whose fault it is.
-
-        Args:
-            cause: the backend's exception, None if it still waits.
-        """
-        is_late = self.is_late() or "Timed out" in str(cause)
-        trouble, got = None, str(cause).splitlines()[0] if str(cause) else repr(cause)
-        if cause is None or is_late:
-            got = f"no answer within {self._timeout_s:g} s"
-        if self._watch is not None:
-            trouble = self._watch.trouble() if is_late else self._watch.await_trouble()
-            if trouble is None and is_late:
-                got += f"; {self._watch.whereabouts()}"
-        return CommunicationError(
-            f"{self.name} failed" + (f": {trouble}" if trouble else ""),
-            expected="every rank of the group takes part within scheme.timeout_s "
-            f"({self._timeout_s:g} s)",
-            got=trouble or got,
-            remedy="look at that rank's log, and restart from the last checkpoint"
-            if trouble
-            else "look at the other ranks' logs for the one that stopped first or does something "
-            "else; raise scheme.timeout_s if one is only slow",
-        )
+"""Written to the end of every receive buffer: gloo fills only as much as the peer sent, and reports
+no error. A complete message does not end in these random bytes by chance."""
 
 
 class GlooWork:
     """Works of gloo as one `Work`.
 
     Args:
-        operation: which they are.
-        waiting: done when gloo has finished, well or not.
-        check: of what came, when it has finished well.
+        operation: their name and deadline.
+        waiting: done when gloo has finished or failed.
+        check: of the received bytes, called when gloo has finished.
     """
 
     def __init__(
@@ -112,7 +64,7 @@ class GlooWork:
         self._check = check
 
     def ready(self) -> bool:
-        """See `Work`; also true when there is nothing left to wait for."""
+        """See `Work`; also true when waiting has become pointless."""
         return self._waiting.done() or self._operation.is_hopeless()
 
     def when_ready(self, wake: Callable[[], None]) -> None:
@@ -134,14 +86,14 @@ class GlooWork:
 
 
 class StreamWork:
-    """Works of NCCL as one `Work`; `finish` orders the current stream after all of them."""
+    """Works of NCCL as one `Work`; `finish` lets the current stream wait for all of them."""
 
     def __init__(self, operation: Operation, works: Sequence[dist.Work]) -> None:
         self._operation = operation
         self._works = works
 
     def ready(self) -> bool:
-        """See `Work`. Always true: `finish` only orders the stream."""
+        """See `Work`. Always true: `finish` only lets the stream wait."""
         return True
 
     def when_ready(self, wake: Callable[[], None]) -> None:
@@ -186,7 +138,7 @@ class ProcessGroupTransport:
         group: the group whose ranks take part; a second group over the same ranks is made.
         timeout_s: seconds after which an operation fails.
         device: CPU for gloo, the current CUDA device for NCCL.
-        watch: notice ranks that die or stop, by a side channel (`liveness`).
+        liveness: notice ranks that die or stop, by a side channel (`liveness`).
         nccl_engine: make a communicator of NCCL's beside the group.
 
     Raises:
@@ -201,7 +153,7 @@ class ProcessGroupTransport:
         timeout_s: float,
         device: torch.device,
         *,
-        watch: bool = SchemeConfig.watch_peers,
+        liveness: bool = SchemeConfig.watch_peers,
         nccl_engine: bool = SchemeConfig.nccl_engine,
     ) -> None:
         backend = dist.get_backend(group)
@@ -218,12 +170,12 @@ class ProcessGroupTransport:
         ranks = dist.get_process_group_ranks(group)
         self.group = borrow_group(ranks, backend, timeout_s)
         self._timeout_s = timeout_s
-        self._watch: PeerWatch | None = None
+        self._liveness: PeerLiveness | None = None
         self._waiters = Waiters(WAITERS)
-        self._arrivals: list[StoreArrivals] = []
-        if watch and self.world_size > 1:
-            self._watch = watch_peers(ranks, dist.get_rank(), timeout_s, self._broadcast)
-        # After the watch: when the hosts have been gathered, all ranks have joined it.
+        self._arrival_counters: list[StoreArrivalCounter] = []
+        if liveness and self.world_size > 1:
+            self._liveness = open_liveness(ranks, dist.get_rank(), timeout_s, self._broadcast)
+        # After the side channel: once the host names are gathered, all ranks have joined it.
         self.nodes = self._find_nodes()
         self.communicator = self._make_communicator() if nccl_engine else None
 
@@ -242,7 +194,7 @@ class ProcessGroupTransport:
 
     def trouble(self) -> str | None:
         """Which rank of the group is gone and why, in words; None while none is known to be."""
-        return None if self._watch is None else self._watch.trouble()
+        return None if self._liveness is None else self._liveness.trouble()
 
     def _broadcast(self, text: bytes) -> bytes:
         padded = torch.frombuffer(bytearray(text.ljust(INVITATION_BYTES)), dtype=torch.uint8)
@@ -255,7 +207,7 @@ class ProcessGroupTransport:
         return bytes(words.tolist())
 
     def _find_nodes(self) -> tuple[int, ...]:
-        """Compares host names: one small all-gather, waited for on the host."""
+        """Compares host names: one small all-gather, for which the host waits."""
         digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest()
         own = torch.tensor([int.from_bytes(digest)], dtype=torch.int64, device=self.device)
         gathered = own.new_empty(self.world_size)
@@ -263,32 +215,32 @@ class ProcessGroupTransport:
         hosts = gathered.tolist()
         return tuple(hosts.index(host) for host in hosts)
 
-    def open_arrivals(self) -> StoreArrivals:
-        """See `Transport`. Another connection to the store at which the processes met."""
+    def open_arrival_counter(self) -> StoreArrivalCounter:
+        """See `Transport`. Opens another connection to the store at which the processes met."""
         token = self._broadcast(secrets.token_hex(8).encode()).decode().strip()
         store = dist.distributed_c10d._get_default_store()
-        arrivals = StoreArrivals(
+        counter = StoreArrivalCounter(
             store.clone(),  # type: ignore[attr-defined] - missing from torch's stubs
             f"megatron_sparse/{token}",
             self.rank,
             self.world_size,
             self.device,
-            lambda name: Operation(name, self._watch, self._timeout_s),
+            lambda name: Operation(name, self._liveness, self._timeout_s),
         )
-        self._arrivals.append(arrivals)
-        return arrivals
+        self._arrival_counters.append(counter)
+        return counter
 
     def _announce(self, name: str) -> Operation:
-        """Names an operation that is about to be posted.
+        """Starts the deadline of an operation that is about to be posted, and records its name.
 
         Raises:
             CommunicationError: a rank of the group is gone.
         """
-        operation = Operation(name, self._watch, self._timeout_s)
-        if self._watch is not None:
-            if self._watch.trouble() is not None:
+        operation = Operation(name, self._liveness, self._timeout_s)
+        if self._liveness is not None:
+            if self._liveness.trouble() is not None:
                 raise operation.error()
-            self._watch.note(name)
+            self._liveness.note(name)
         return operation
 
     def _collective(self, name: str, post: Callable[[], dist.Work | None]) -> GlooWork | StreamWork:
@@ -332,7 +284,7 @@ class ProcessGroupTransport:
     ) -> GlooWork | StreamWork | NoWork:
         """See `Transport`. NCCL has no tags; there, the order of the posts tells them apart.
 
-        With gloo a message that is longer than what waits for it aborts the process: agree on
+        With gloo a message that is longer than its receive buffer aborts the process: agree on
         sizes first. One that is shorter by 8 bytes or more is an error.
         """
         with_everyone = _with_everyone(sends, receives, self.world_size)
@@ -358,7 +310,7 @@ class ProcessGroupTransport:
                 received[-CANARY.numel() :] = CANARY
 
         def post() -> list[dist.Work | None]:
-            # Receives first: what arrives before its buffer is known waits in the socket.
+            # Receives first: a message that arrives before its buffer is known waits in the socket.
             posted = [
                 dist.irecv(received, group=self.group, group_src=peer, tag=tag)
                 for peer, received in bytes_in
@@ -378,8 +330,8 @@ class ProcessGroupTransport:
     ) -> GlooWork:
         """Posts works of gloo and has a thread wait for them.
 
-        Some of them complete only inside wait() (pairwise ones, and the reduce-scatter, which
-        reduces everything and copies the shard out there), and of none one is told otherwise.
+        gloo offers no completion callback, and some works complete only inside wait(): pairwise
+        ones, and the reduce-scatter, which reduces everything and copies the shard out there.
         """
         try:
             posted = post()
@@ -416,20 +368,20 @@ class ProcessGroupTransport:
         )
 
     def close(self, *, broken: bool = False) -> None:
-        """Gives the transport's own group back. Never waits for what is still pending.
+        """Gives the transport's own group back. Never waits for pending operations.
 
         Args:
-            broken: an operation has failed: the group is not used again, and peers that still
-                count on this rank hear that it is gone.
+            broken: an operation has failed: the group is not used again, and the other ranks are
+                told that this one is gone.
         """
-        for arrivals in self._arrivals:
-            arrivals.close()
-        self._arrivals.clear()
+        for counter in self._arrival_counters:
+            counter.close()
+        self._arrival_counters.clear()
         if self.communicator is not None:
             self.communicator.close(broken=broken)
-        if self._watch is not None:
-            self._watch.close(broken=broken)
-            self._watch = None
+        if self._liveness is not None:
+            self._liveness.close(broken=broken)
+            self._liveness = None
         self._waiters.close()
         return_group(self.group, broken=broken)
 
@@ -437,7 +389,7 @@ class ProcessGroupTransport:
 def _placed(
     nothing: list[torch.Tensor], pieces: Sequence[tuple[int, torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """The bytes for or from each rank, nothing where there is no piece."""
+    """The bytes for or from each rank; `nothing` where there is no piece."""
     placed = list(nothing)
     for peer, values in pieces:
         placed[peer] = values.view(torch.uint8).view(-1)
@@ -449,7 +401,10 @@ def _with_everyone(
     receives: Sequence[tuple[int, torch.Tensor]],
     world_size: int,
 ) -> bool:
-    """Whether every other rank is sent one tensor and sends one, with elements or without."""
+    """Whether this rank sends one tensor to, and receives one from, every other rank.
+
+    Tensors without elements count.
+    """
     return all(
         len(pieces) == world_size - 1 == len({peer for peer, _ in pieces})
         for pieces in (sends, receives)

@@ -28,7 +28,11 @@ import torch
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.topology import NO_TIME, Topology
-from megatron_sparse.transport.virtual_arrival_counter import VirtualArrival, VirtualArrivals
+from megatron_sparse.transport.virtual_arrival_counter import (
+    VirtualArrival,
+    VirtualArrivalCounter,
+    Visit,
+)
 from megatron_sparse.transport.virtual_rank import VirtualTransport, VirtualWork
 
 POISON = 0xFF
@@ -76,7 +80,8 @@ class VirtualCluster:
         link_bytes: (sender, receiver) -> bytes.
         link_messages: (sender, receiver) -> messages.
         clock_s: the modelled clock of each rank, in seconds.
-        arrived: who has come on a visit to a bucket, while ranks are missing (`virtual_arrivals`).
+        pending_arrivals: the arrivals of every visit to a bucket at which ranks are missing
+            (`virtual_arrival_counter`).
 
     Raises:
         ConfigError: the topology has another number of ranks.
@@ -117,8 +122,8 @@ class VirtualCluster:
         self._numbers = count()
         self._port_free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._reductions: dict[int, _Reduction] = {}
-        self._reduced: list[VirtualWork] = []
-        self.arrived: dict[tuple[str, int], list[VirtualArrival]] = defaultdict(list)
+        self._ended: list[VirtualWork] = []
+        self.pending_arrivals: dict[Visit, list[VirtualArrival]] = {}
 
     @property
     def modelled_s(self) -> float:
@@ -251,13 +256,9 @@ class VirtualCluster:
             del self._reductions[number]
             self._reduce(reduction)
 
-    def open_arrivals(self, rank: int) -> VirtualArrivals:
+    def open_arrival_counter(self, rank: int) -> VirtualArrivalCounter:
         """See `Transport`; called by the transports."""
-        return VirtualArrivals(self, rank)
-
-    def resume(self, works: Sequence[VirtualWork]) -> None:
-        """Takes works that have ended without a message; called by the arrivals."""
-        self._reduced.extend(works)
+        return VirtualArrivalCounter(rank, self.clock_s, self.pending_arrivals, self._ended.extend)
 
     def _reduce(self, reduction: _Reduction) -> None:
         """Adds in rank order; counts and times the steps of a ring over the ranks."""
@@ -286,12 +287,12 @@ class VirtualCluster:
             own = slice(cuts[rank], cuts[rank + 1]) if scatter else slice(None)
             reduction.outputs[rank].copy_(sum_N[own])
             work.undelivered, work.done_s = 0, done_s
-            self._reduced.append(work)
+            self._ended.append(work)
 
     def _deliver_next(self, waiting: dict[int, VirtualWork]) -> list[int]:
         """Delivers the message that starts first; returns the ranks that can go on."""
-        ready = [w.rank for w in self._reduced if waiting.get(w.rank) is w and w.ready()]
-        self._reduced.clear()
+        ready = [w.rank for w in self._ended if waiting.get(w.rank) is w and w.ready()]
+        self._ended.clear()
         while not ready:
             if not self._matched:
                 raise self._deadlock(waiting)

@@ -1,28 +1,28 @@
-"""`arrivals` on the VirtualCluster: the same decisions, from the modelled clocks.
+"""`arrival_counter` on the VirtualCluster: the same decisions, from the modelled clocks.
 
-A ticket is drawn at the rank's modelled time and takes none itself. A MODEL, like the cluster.
+A rank arrives at its modelled time, and counting takes no time. A MODEL, like the cluster.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from megatron_sparse.transport.arrival_counter import Grace
 from megatron_sparse.transport.virtual_rank import VirtualWork
 
-if TYPE_CHECKING:
-    from megatron_sparse.transport.virtual import VirtualCluster
+Visit = tuple[str, int]
+"""A bucket's name, and how many times a rank has arrived at it."""
 
 
 class VirtualArrival(VirtualWork):
-    """See `Arrival`. Known, like everything here, when all ranks have come to it."""
+    """See `Arrival`. Everything in it is known once all ranks have arrived."""
 
-    def __init__(self, rank: int, cluster: VirtualCluster, grace: Grace | None) -> None:
-        super().__init__(rank, cluster, "arrival")
-        self.came_s = cluster.clock_s[rank]
+    def __init__(self, rank: int, clock_s: list[float], grace: Grace | None) -> None:
+        super().__init__(rank, clock_s, "arrival")
+        self.came_s = clock_s[rank]
         self.grace = grace
         self.straggler: int | None = None
         self._waited: Future[float] = Future()
@@ -35,50 +35,60 @@ class VirtualArrival(VirtualWork):
         return self._waited
 
     def decide(self, straggler: int | None, done_s: float, last_s: float) -> None:
-        """Called once all have come."""
+        """Sets the outcome, once all ranks have arrived."""
         self.straggler = straggler
         self.done_s, self.undelivered = done_s, 0
         self._waited.set_result(last_s - self.came_s)
 
 
-class VirtualArrivals:
-    """See `Arrivals`; one rank's.
+class VirtualArrivalCounter:
+    """See `ArrivalCounter`; one rank's.
 
     Args:
-        cluster: keeps who has come.
-        rank: in it.
+        rank: in the cluster.
+        clock_s: the modelled clock of each rank, in seconds.
+        pending: the arrivals of every visit at which ranks are missing, shared by all ranks.
+            Mutated.
+        resume: takes the arrivals of a visit that has been decided.
     """
 
-    def __init__(self, cluster: VirtualCluster, rank: int) -> None:
-        self._cluster = cluster
+    def __init__(
+        self,
+        rank: int,
+        clock_s: list[float],
+        pending: dict[Visit, list[VirtualArrival]],
+        resume: Callable[[list[VirtualArrival]], None],
+    ) -> None:
         self._rank = rank
+        self._clock_s = clock_s
+        self._pending = pending
+        self._resume = resume
         self._visits: Counter[str] = Counter()
 
     def arrive(self, bucket: str, grace: Grace | None) -> VirtualArrival:
-        """See `Arrivals`."""
-        cluster = self._cluster
+        """See `ArrivalCounter`."""
         self._visits[bucket] += 1
         visit = bucket, self._visits[bucket]
-        own = VirtualArrival(self._rank, cluster, grace)
-        came = cluster.arrived[visit]
-        came.append(own)
-        if len(came) == cluster.topology.world_size:
-            del cluster.arrived[visit]
-            _decide(came)
-            cluster.resume(came)
+        own = VirtualArrival(self._rank, self._clock_s, grace)
+        arrived = self._pending.setdefault(visit, [])
+        arrived.append(own)
+        if len(arrived) == len(self._clock_s):
+            del self._pending[visit]
+            _decide(arrived)
+            self._resume(arrived)
         return own
 
     def close(self) -> None:
-        """See `Arrivals`: there is nothing to end."""
+        """See `ArrivalCounter`; nothing to close here."""
 
 
-def _decide(came: list[VirtualArrival]) -> None:
-    """By the tickets' order in modelled time; of two at the same time the higher rank is first."""
-    came = sorted(came, key=lambda arrival: (arrival.came_s, -arrival.rank))
-    last, second = came[-1], came[-2:][0]
+def _decide(arrived: list[VirtualArrival]) -> None:
+    """Decides in the order of modelled time; at equal times the higher rank is first."""
+    arrived = sorted(arrived, key=lambda arrival: (arrival.came_s, -arrival.rank))
+    last, second = arrived[-1], arrived[-2:][0]
     grace_s = math.inf if second.grace is None else second.grace(last.rank)
     named_s = second.came_s + grace_s
-    is_named = len(came) > 1 and last.came_s > named_s
-    for arrival in came:
+    is_named = len(arrived) > 1 and last.came_s > named_s
+    for arrival in arrived:
         straggler, done_s = (last.rank, named_s) if is_named else (None, last.came_s)
         arrival.decide(straggler, done_s, last.came_s)

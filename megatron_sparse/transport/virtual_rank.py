@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from megatron_sparse.transport.nccl_communicator import NcclCommunicator
-    from megatron_sparse.transport.virtual import VirtualCluster
-    from megatron_sparse.transport.virtual_arrival_counter import VirtualArrivals
+from megatron_sparse.transport.arrival_counter import ArrivalCounter
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator
+from megatron_sparse.transport.topology import Topology
 
 TAG_OF_COLLECTIVES = -1
 
@@ -19,13 +18,13 @@ TAG_OF_COLLECTIVES = -1
 class VirtualWork:
     """See `Work`. Done when the cluster has delivered everything that belongs to it."""
 
-    def __init__(self, rank: int, cluster: VirtualCluster, what: str) -> None:
+    def __init__(self, rank: int, clock_s: list[float], what: str) -> None:
         self.rank = rank
         self.what = what
         self.undelivered = 0
-        self.done_s = cluster.clock_s[rank]
+        self.done_s = clock_s[rank]
         self.waits_for: Counter[str] = Counter()
-        self._cluster = cluster
+        self._clock_s = clock_s
 
     def ready(self) -> bool:
         """See `Work`."""
@@ -37,14 +36,37 @@ class VirtualWork:
     def finish(self) -> None:
         """Moves the rank's modelled clock on to the work's end."""
         assert self.ready(), "the cluster resumes a rank only when its work is done"
-        clock = self._cluster.clock_s
-        clock[self.rank] = max(clock[self.rank], self.done_s)
+        self._clock_s[self.rank] = max(self._clock_s[self.rank], self.done_s)
+
+
+class Cluster(Protocol):
+    """The part of a `VirtualCluster` that its ranks' transports use."""
+
+    topology: Topology
+    device: torch.device
+    clock_s: list[float]
+
+    def open_arrival_counter(self, rank: int) -> ArrivalCounter:
+        """See `Transport`."""
+        ...
+
+    def post_half(
+        self, work: VirtualWork, peer: int, data: torch.Tensor, tag: int, *, is_send: bool
+    ) -> None:
+        """Takes one side of a message."""
+        ...
+
+    def post_reduction(
+        self, number: int, work: VirtualWork, values_N: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Takes one rank's part of the group's `number`-th reduction."""
+        ...
 
 
 class VirtualTransport:
     """See `Transport`; one rank of a `VirtualCluster`."""
 
-    def __init__(self, cluster: VirtualCluster, rank: int) -> None:
+    def __init__(self, cluster: Cluster, rank: int) -> None:
         self.rank = rank
         self.world_size = cluster.topology.world_size
         self.device = cluster.device
@@ -58,9 +80,9 @@ class VirtualTransport:
         """Adds local work to this rank's modelled clock."""
         self._cluster.clock_s[self.rank] += seconds
 
-    def open_arrivals(self) -> VirtualArrivals:
+    def open_arrival_counter(self) -> ArrivalCounter:
         """See `Transport`."""
-        return self._cluster.open_arrivals(self.rank)
+        return self._cluster.open_arrival_counter(self.rank)
 
     def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:
         """See `Transport`. Counted and timed as a ring; added in rank order, in its own dtype."""
@@ -101,7 +123,7 @@ class VirtualTransport:
     ) -> VirtualWork:
         assert self.may_post, f"rank {self.rank} posts {what} after it said that it would not"
         cluster = self._cluster
-        work = VirtualWork(self.rank, cluster, what)
+        work = VirtualWork(self.rank, cluster.clock_s, what)
         for peer, data in receives:
             if data.numel():
                 cluster.post_half(work, peer, data, tag, is_send=False)
@@ -112,7 +134,7 @@ class VirtualTransport:
 
     def _reduce(self, kind: str, values_N: torch.Tensor, output: torch.Tensor) -> VirtualWork:
         assert self.may_post, f"rank {self.rank} posts {kind} after it said that it would not"
-        work = VirtualWork(self.rank, self._cluster, kind)
+        work = VirtualWork(self.rank, self._cluster.clock_s, kind)
         self._cluster.post_reduction(self._reductions, work, values_N, output)
         self._reductions += 1
         return work

@@ -27,7 +27,7 @@ from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import NcclLibrary
-from megatron_sparse.transport.process_group import Operation
+from megatron_sparse.transport.operation import Operation
 from tests import fake_nccl
 from tests.cuda_emulator.device import GPU, EmulatedGpu, sync_debug_error
 from tests.cuda_emulator.emulated import IN_ORDER, Codecs

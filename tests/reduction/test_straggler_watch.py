@@ -177,7 +177,7 @@ def test_the_pinned_mode_says_nothing_to_anybody():
     assert group.step(1, [0.0] * N, plan=_plan("direct", 0.01)) == (3, "straggler_direct")
     assert group.step(2, [0.0] * N, plan=_plan("agsparse", 0.01)) == (None, "agsparse")
     assert not any(recorder.records for recorder in group.recorders)
-    assert not group.cluster.arrived
+    assert not group.cluster.pending_arrivals
 
 
 def test_observing_changes_nothing():

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megatron_sparse.transport import peer_links
-from megatron_sparse.transport.liveness import PeerWatch
+from megatron_sparse.transport.liveness import PeerLiveness
 from megatron_sparse.transport.peer_links import PeerLinks, own_hosts
 
 
@@ -28,17 +28,17 @@ def star(monkeypatch):
 def _until(condition):
     deadline_s = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline_s, "it did not come"
+        assert time.monotonic() < deadline_s, "the condition did not become true"
         time.sleep(0.01)
 
 
-def test_a_connection_that_breaks_is_a_death_that_all_hear_of(star):
+def test_a_broken_connection_tells_all_ranks_of_a_death(star):
     star[2].close(goodbye=False)
     _until(lambda: 2 in star[0].lost and 2 in star[1].lost)
-    watch = PeerWatch(star[1], [0, 1, 2], timeout_s=10)
-    _until(lambda: watch.trouble() is not None)
-    assert watch.trouble() == "rank 2 has died: its connection to rank 0 is gone"
-    assert PeerWatch(star[1], [0, 1], timeout_s=10).await_trouble() is None, "not of this group"
+    liveness = PeerLiveness(star[1], [0, 1, 2], timeout_s=10)
+    _until(lambda: liveness.trouble() is not None)
+    assert liveness.trouble() == "rank 2 has died: its connection to rank 0 is gone"
+    assert PeerLiveness(star[1], [0, 1], timeout_s=10).await_trouble() is None, "not of this group"
 
 
 def test_the_death_of_the_first_rank_is_noticed_too(star):
@@ -46,7 +46,7 @@ def test_the_death_of_the_first_rank_is_noticed_too(star):
     _until(lambda: 0 in star[1].lost and 0 in star[2].lost)
 
 
-def test_a_goodbye_is_no_death(star):
+def test_a_rank_that_says_goodbye_is_not_lost(star):
     star[2].close(goodbye=True)
     time.sleep(0.3)
     assert not star[0].lost
@@ -56,11 +56,11 @@ def test_a_goodbye_is_no_death(star):
 def test_a_failure_is_passed_on_and_names_the_rank_of_the_group(star):
     star[2].announce("has given up: bucket b: no")
     _until(lambda: star[1].lost)
-    watch = PeerWatch(star[1], [1, 2], timeout_s=10)
-    assert watch.await_trouble() == "rank 1 (global rank 2) has given up: bucket b: no"
+    liveness = PeerLiveness(star[1], [1, 2], timeout_s=10)
+    assert liveness.await_trouble() == "rank 1 (global rank 2) has given up: bucket b: no"
 
 
-def test_who_joins_later_hears_of_earlier_losses(star):
+def test_a_rank_that_joins_later_learns_of_earlier_losses(star):
     star[2].announce("has given up")
     _until(lambda: star[0].lost)
     late = PeerLinks(3)
@@ -69,39 +69,39 @@ def test_who_joins_later_hears_of_earlier_losses(star):
     late.close(goodbye=True)
 
 
-def test_silence_is_told_after_its_bound_and_only_then(star, monkeypatch):
-    # Rank 2's thread keeps its connection and says nothing, as a stopped process does.
+def test_silence_is_trouble_only_after_half_of_the_timeout(star, monkeypatch):
+    # Rank 2's thread keeps its connection and sends nothing, like a stopped process.
     monkeypatch.setattr(star[2], "_beat", lambda: None)
     _until(lambda: star[1].silent_s.get(2, 0) > 0.3)
-    watch = PeerWatch(star[1], [0, 1, 2], timeout_s=10)
-    assert watch.trouble() is None, "below half of the timeout"
-    monkeypatch.setattr(watch, "_silence_s", 0.3)
-    assert "rank 2 is stopped or cut off: silent for" in str(watch.trouble())
+    liveness = PeerLiveness(star[1], [0, 1, 2], timeout_s=10)
+    assert liveness.trouble() is None, "below half of the timeout"
+    monkeypatch.setattr(liveness, "_silence_s", 0.3)
+    assert "rank 2 is stopped or cut off: silent for" in str(liveness.trouble())
     assert 0 not in star[1].silent_s
 
 
-def test_ranks_tell_what_they_are_at(star):
+def test_ranks_report_their_last_operation(star):
     for end in star:
-        PeerWatch(end, [0, 1, 2], timeout_s=10).note(f"all_gather number {end.rank}")
+        PeerLiveness(end, [0, 1, 2], timeout_s=10).note(f"all_gather number {end.rank}")
     time.sleep(0.2)
-    text = PeerWatch(star[1], [0, 1, 2], timeout_s=10).whereabouts()
+    text = PeerLiveness(star[1], [0, 1, 2], timeout_s=10).whereabouts()
     assert "rank 0 is at all_gather number 0, posted" in text
     assert "rank 2 is at all_gather number 2, posted" in text
     assert "rank 1" not in text
 
 
-@pytest.mark.parametrize("greeting", [{"hello": 2, "token": "wrong"}, ["hello"], "\xff garbage"])
-def test_strangers_are_not_listened_to(star, greeting):
+@pytest.mark.parametrize("handshake", [{"hello": 2, "token": "wrong"}, ["hello"], "\xff garbage"])
+def test_a_wrong_handshake_closes_the_connection(star, handshake):
     port = star[0].invite()["port"]
     with socket.create_connection(("localhost", port), timeout=5) as stranger:
-        stranger.sendall(json.dumps(greeting).encode() + b"\n")
+        stranger.sendall(json.dumps(handshake).encode() + b"\n")
         stranger.settimeout(5)
         assert stranger.recv(100) == b"", "the connection is closed"
     star[2].announce("has given up")
     _until(lambda: list(star[0].lost) == [2])
 
 
-def test_an_invitation_that_nobody_honours_is_an_error(star):
+def test_joining_with_a_wrong_invitation_is_an_error(star):
     invitation = {**star[0].invite(), "token": "old", "hosts": ["localhost"]}
     with pytest.raises(OSError, match="localhost"):
         PeerLinks(5).join(0, invitation)

@@ -16,7 +16,7 @@ N, RANK = 4, 1
 @pytest.fixture
 def transport():
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=N)
-    made = ProcessGroupTransport(dist.group.WORLD, 30, torch.device("cpu"), timer=False)
+    made = ProcessGroupTransport(dist.group.WORLD, 30, torch.device("cpu"), liveness=False)
     made.device = torch.device("cuda")  # posts as with NCCL, tensors stay on the CPU
     yield made
     made.close()

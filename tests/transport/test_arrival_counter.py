@@ -1,4 +1,4 @@
-"""Tickets: the decision is one and the same on all ranks, whoever comes when."""
+"""The arrival counter: all ranks hold the same decision, in whatever order they arrive."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport import VirtualCluster
-from megatron_sparse.transport.arrival_counter import StoreArrivals
-from megatron_sparse.transport.process_group import Operation
+from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
+from megatron_sparse.transport.operation import Operation
 
 LATE_S = 0.12
-"""Long beside what a store in this process takes, some milliseconds on a busy machine."""
+"""Much longer than a store in this process takes, some milliseconds on a busy machine."""
 
 
 def _store():
@@ -27,15 +27,15 @@ def _store():
 
 
 @pytest.fixture
-def offices():
-    """Makes the arrivals of n ranks, each in this process, over one store; closes them."""
+def counters():
+    """Makes the counters of n ranks in this process over one store; closes them."""
     made = []
 
     def make(n, timeout_s=20.0, store=None):
         shared = store or _store()
         for rank in range(n):
             made.append(
-                StoreArrivals(
+                StoreArrivalCounter(
                     shared,
                     "test",
                     rank,
@@ -47,62 +47,62 @@ def offices():
         return made
 
     yield make
-    for office in made:
-        office.close()
+    for counter in made:
+        counter.close()
     left = [t.name for t in threading.enumerate() if t.name == "megatron_sparse_arrivals"]
-    assert not left, "a closed office leaves no thread behind"
+    assert not left, "a closed counter leaves no thread behind"
 
 
-def _arrive(office, delay_s, grace):
+def _arrive(counter, delay_s, grace):
     time.sleep(delay_s)
-    arrival = office.arrive("b", grace)
+    arrival = counter.arrive("b", grace)
     arrival.finish()
     return arrival.straggler, time.perf_counter(), arrival.waited()
 
 
-def _all_arrive(offices, delays_s, grace):
-    with ThreadPoolExecutor(len(offices)) as pool:
+def _all_arrive(counters, delays_s, grace):
+    with ThreadPoolExecutor(len(counters)) as pool:
         futures = [
-            pool.submit(_arrive, office, delay_s, grace)
-            for office, delay_s in zip(offices, delays_s, strict=True)
+            pool.submit(_arrive, counter, delay_s, grace)
+            for counter, delay_s in zip(counters, delays_s, strict=True)
         ]
         return [future.result() for future in futures]
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_the_missing_rank_is_named_at_once_and_nobody_waits_for_it(offices, late):
+def test_the_missing_rank_is_named_at_once_and_no_rank_waits_for_it(counters, late):
     delays = [LATE_S * (rank == late) for rank in range(3)]
-    results = _all_arrive(offices(3), delays, lambda missing: 0.0)
+    results = _all_arrive(counters(3), delays, lambda missing: 0.0)
     assert {straggler for straggler, _, _ in results} == {late}
     ended = [end for _, end, _ in results]
     early = max(end for rank, end in enumerate(ended) if rank != late)
-    # They went on before the straggler came; half its delay is left for a slow machine.
+    # They continued before the straggler arrived; half its delay is slack for a slow machine.
     assert ended[late] - early > LATE_S / 2
 
 
-def test_who_comes_within_the_grace_is_waited_for(offices):
-    results = _all_arrive(offices(3), [0, LATE_S / 4, 0], lambda missing: 20 * LATE_S)
+def test_ranks_wait_for_one_that_arrives_within_the_grace(counters):
+    results = _all_arrive(counters(3), [0, LATE_S / 4, 0], lambda missing: 20 * LATE_S)
     assert {straggler for straggler, _, _ in results} == {None}
 
 
-def test_who_comes_after_the_grace_is_not(offices):
-    results = _all_arrive(offices(3), [0, 0, LATE_S], lambda missing: LATE_S / 4)
+def test_a_rank_that_arrives_after_the_grace_is_the_straggler(counters):
+    results = _all_arrive(counters(3), [0, 0, LATE_S], lambda missing: LATE_S / 4)
     assert {straggler for straggler, _, _ in results} == {2}
 
 
-def test_the_grace_is_asked_for_about_the_missing_rank(offices):
+def test_grace_is_called_with_the_missing_rank(counters):
     asked = []
 
     def grace(missing):
         asked.append(missing)
         return math.inf
 
-    _all_arrive(offices(4), [0, LATE_S, 0, 0], grace)
+    _all_arrive(counters(4), [0, LATE_S, 0, 0], grace)
     assert asked == [1]
 
 
-def test_waits_are_measured_without_a_common_clock(offices):
-    results = _all_arrive(offices(3), [0, LATE_S / 2, LATE_S], None)
+def test_waits_are_measured_without_a_common_clock(counters):
+    results = _all_arrive(counters(3), [0, LATE_S / 2, LATE_S], None)
     assert {straggler for straggler, _, _ in results} == {None}
     waits = [waited.result(timeout=5) for _, _, waited in results]
     assert waits[2] == 0
@@ -111,9 +111,9 @@ def test_waits_are_measured_without_a_common_clock(offices):
     assert waits[1] == pytest.approx(LATE_S / 2, abs=0.05)
 
 
-def test_visits_do_not_mix_and_old_keys_are_deleted(offices):
+def test_visits_do_not_mix_and_old_keys_are_deleted(counters):
     store = _store()
-    made = offices(2, store=store)
+    made = counters(2, store=store)
     for visit in range(6):
         late = visit % 2
         delays = [0.03 * (rank == late) for rank in range(2)]
@@ -131,10 +131,10 @@ def test_visits_do_not_mix_and_old_keys_are_deleted(offices):
     st.lists(st.floats(0, 0.004), min_size=5, max_size=5),
     st.floats(0, 0.004),
 )
-def test_all_ranks_hold_the_same_decision_when_it_is_a_close_thing(n, delays, grace_s):
+def test_all_ranks_hold_the_same_decision_when_arrivals_are_close(n, delays, grace_s):
     store = _store()
     made = [
-        StoreArrivals(
+        StoreArrivalCounter(
             store, "test", rank, n, torch.device("cpu"), lambda name: Operation(name, None, 20.0)
         )
         for rank in range(n)
@@ -142,27 +142,27 @@ def test_all_ranks_hold_the_same_decision_when_it_is_a_close_thing(n, delays, gr
     try:
         results = _all_arrive(made, delays[:n], lambda missing: grace_s)
     finally:
-        for office in made:
-            office.close()
+        for counter in made:
+            counter.close()
     assert len({straggler for straggler, _, _ in results}) == 1
 
 
-def test_a_rank_among_several_that_never_come_is_an_error_in_time(offices):
-    made = offices(3, timeout_s=0.3)
+def test_several_ranks_that_never_arrive_are_an_error_at_the_timeout(counters):
+    made = counters(3, timeout_s=0.3)
     start_s = time.perf_counter()
     with pytest.raises(CommunicationError, match=r"all ranks but one at bucket b failed"):
         _arrive(made[0], 0, lambda missing: 0.0)
     assert time.perf_counter() - start_s < 2
 
 
-def test_a_single_rank_that_never_comes_is_named_to_the_others(offices):
-    made = offices(3, timeout_s=5.0)
+def test_a_single_rank_that_never_arrives_is_named_as_straggler(counters):
+    made = counters(3, timeout_s=5.0)
     results = _all_arrive(made[:2], [0, 0], lambda missing: 0.0)
     assert {straggler for straggler, _, _ in results} == {2}
 
 
-def test_a_store_that_is_gone_is_a_typed_error(offices, monkeypatch):
-    made = offices(2)
+def test_a_store_that_is_gone_is_a_typed_error(counters, monkeypatch):
+    made = counters(2)
 
     class Gone:
         def add(self, *_):
@@ -182,7 +182,7 @@ class TestVirtual:
 
         def start(transport):
             transport.charge(delays[transport.rank])
-            arrival = transport.open_arrivals().arrive("b", grace)
+            arrival = transport.open_arrival_counter().arrive("b", grace)
             if grace is not None:
                 yield arrival
             else:
@@ -191,7 +191,7 @@ class TestVirtual:
 
         return cluster, cluster.run(start)
 
-    def test_without_grace_the_last_one_is_named_when_the_others_are_there(self):
+    def test_without_grace_the_last_rank_is_named_when_the_others_have_arrived(self):
         cluster, results = self._run([0.0, 5.0, 2.0], lambda missing: 0.0)
         assert [straggler for straggler, _ in results] == [1, 1, 1]
         assert cluster.clock_s == [2.0, 5.0, 2.0]
@@ -202,7 +202,7 @@ class TestVirtual:
         assert [straggler for straggler, _ in results] == [None] * 3
         assert cluster.clock_s == [5.0] * 3
 
-    def test_after_the_grace_they_go_on(self):
+    def test_after_the_grace_the_others_go_on(self):
         cluster, results = self._run([0.0, 5.0, 2.0], lambda missing: 2.5)
         assert [straggler for straggler, _ in results] == [1] * 3
         assert cluster.clock_s == [4.5, 5.0, 4.5]
