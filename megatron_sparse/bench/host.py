@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatron_sparse.bench.collectives.path import HalvedPath, LastRecord, new_residuals
 from megatron_sparse.bench.collectives.sweep import Case, Sweep
-from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_threads, write_rows
+from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_threads
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, Input
 from megatron_sparse.config.sparse import NCCL_ENGINE_SCHEMES
@@ -35,6 +35,7 @@ from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import POSTING, NcclLibrary

@@ -25,6 +25,7 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
+from megatron_sparse.run.json_lines import write_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RESIDUAL_DTYPES = ("fp32", "bf16")
@@ -122,7 +123,7 @@ def run(
                 rows.append(_measure(task, size, density, dtype, warmup, iters))
                 print(_line(rows[-1], size), flush=True)
     result = [asdict(row) for row in rows]
-    table.write_rows(None if json_path is None else Path(json_path), result)
+    write_rows(None if json_path is None else Path(json_path), result)
     return result
 
 

@@ -7,14 +7,11 @@ moves: it reads as many as it writes.
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -122,30 +119,3 @@ def time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[lis
 def cell(value: float | None, width: int, digits: int) -> str:
     """A number of `digits` decimals to the right of `width` columns; `-` for None."""
     return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(
-            "the measurements cannot be written",
-            expected="a file that can be written",
-            got=error,
-            remedy="give another path",
-        ) from error
-
-
-def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes one JSON object a line, to a file if there is one.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    if path is not None:
-        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

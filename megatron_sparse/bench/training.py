@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_sparse.bench import launch
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign_share
-from megatron_sparse.bench.table import cell, check_arguments, describe_cpu, write_rows
+from megatron_sparse.bench.table import cell, check_arguments, describe_cpu
 from megatron_sparse.config.sparse import SCHEMES, STRAGGLER_SCHEMES
 from megatron_sparse.errors import ConfigError, MegatronSparseError
-from megatron_sparse.run import composition
+from megatron_sparse.run import composition, local_ranks
+from megatron_sparse.run.json_lines import write_rows
 
 PLAIN = "plain"
 ITERATION = re.compile(
@@ -220,15 +220,15 @@ def run(setting: Setting, out: Path, json_path: Path | None = None) -> list[dict
 
 def _train(setting: Setting, scheme: str, density: float, out: Path, first: Row | None) -> Row:
     arguments = setting.arguments(scheme, density, out)
-    command = launch.command_line(["train", *arguments])
+    command = local_ranks.command_line(["train", *arguments])
     log_path = out / f"{_run_name(scheme, density)}.log"
     load = HostLoad()
     with log_path.open("w") as log:
         if setting.mbit is None:
-            code = launch.run(command, log)
+            code = local_ranks.run(command, log)
         else:
             ranks = setting.ranks
-            code = launch.run_netbed(command, ranks, setting.mbit, ranks, log)
+            code = local_ranks.run_netbed(command, ranks, setting.mbit, ranks, log)
     share = foreign_share(*load.spent())
     printed = log_path.read_text("utf-8", errors="replace")
     found = ITERATION.findall(printed)

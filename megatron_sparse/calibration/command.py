@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_sparse.bench import launch as launcher
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
 from megatron_sparse.bench.rank_group import RankGroup, as_rank
 from megatron_sparse.bench.table import torch_threads
@@ -35,6 +34,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.cluster import RING_FORMATS, ClusterModel, CodecOp, find
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.run import local_ranks
 from megatron_sparse.simulate.figures import MODEL
 from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Transport, VirtualCluster
@@ -149,8 +149,8 @@ def run(request: Request, place: Place) -> int:
         ConfigError: flags that say two things, or a file that is in the way.
         MegatronSparseError: what a rank raises.
     """
-    started = launcher.started_ranks()
-    launcher.check_place(
+    started = local_ranks.started_ranks()
+    local_ranks.check_place(
         netbed=place.netbed,
         virtual=place.virtual is not None,
         mbit=place.mbit,
@@ -168,11 +168,11 @@ def run(request: Request, place: Place) -> int:
         run_rank(request)
         return 0
     request.check_out(adds=bool(request.formats))
-    command = launcher.command_line(["calibrate", *request.arguments()])
+    command = local_ranks.command_line(["calibrate", *request.arguments()])
     if place.netbed:
         nodes = -(-ranks // place.ranks_per_node)
-        return launcher.run_netbed(command, ranks, place.mbit or 0, nodes)
-    return launcher.run_loopback(command, ranks)
+        return local_ranks.run_netbed(command, ranks, place.mbit or 0, nodes)
+    return local_ranks.run_loopback(command, ranks)
 
 
 def run_rank(request: Request) -> None:

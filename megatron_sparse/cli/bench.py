@@ -216,16 +216,16 @@ def collectives(
     json: JsonFile = None,
 ) -> None:
     """Sizes are swept by fours; exits with 1 when a row is wrong. See docs/testbed.md."""
-    from megatron_sparse.bench import launch as launcher
     from megatron_sparse.bench.collectives import command as runner
     from megatron_sparse.bench.collectives.sweep import Sweep
-    from megatron_sparse.bench.table import write_rows
     from megatron_sparse.collectives import OVER_GROUPS
+    from megatron_sparse.run import local_ranks
+    from megatron_sparse.run.json_lines import write_rows
     from megatron_sparse.transport import Link, Topology
     from megatron_sparse.transport.netbed import netbed_mbit
 
-    started = launcher.started_ranks()
-    launcher.check_place(netbed=netbed, virtual=virtual, mbit=mbit, ranks=ranks, started=started)
+    started = local_ranks.started_ranks()
+    local_ranks.check_place(netbed=netbed, virtual=virtual, mbit=mbit, ranks=ranks, started=started)
     sweep = Sweep(
         min_bytes=parse_size("--min-bytes", min_bytes),
         max_bytes=parse_size("--max-bytes", max_bytes),
@@ -273,13 +273,13 @@ def collectives(
         arguments = [f"--{key}={value}" for key, value in values.items() if value is not None]
         arguments.append("--prune" if prune else "--no-prune")
         arguments += ["--nccl-engine"] if nccl_engine else []
-        command = launcher.command_line(["bench", "collectives", *arguments])
+        command = local_ranks.command_line(["bench", "collectives", *arguments])
         if netbed:
-            code = launcher.run_netbed(
+            code = local_ranks.run_netbed(
                 command, ranks, mbit or 0, -(-ranks // (ranks_per_node or 1))
             )
         else:
-            code = launcher.run_loopback(command, ranks)
+            code = local_ranks.run_loopback(command, ranks)
         raise typer.Exit(code)
     raise typer.Exit(1 if any(row["wrong"] for row in rows) else 0)
 
@@ -309,10 +309,10 @@ def training(
     json: JsonFile = None,
 ) -> None:
     """More arguments are overrides of `train`. See docs/testbed.md."""
-    from megatron_sparse.bench import launch as launcher
     from megatron_sparse.bench import training as runner
+    from megatron_sparse.run import local_ranks
 
-    launcher.check_place(netbed=netbed, virtual=False, mbit=mbit, ranks=None, started=None)
+    local_ranks.check_place(netbed=netbed, virtual=False, mbit=mbit, ranks=None, started=None)
     setting = runner.Setting(
         schemes=scheme.split(","),
         densities=parse_densities(density),

@@ -47,7 +47,6 @@ def planner(
     json: JsonFile = None,
 ) -> None:
     """Exits with 1 when the planner is worse than it claims. See docs/planner.md."""
-    from megatron_sparse.bench import launch as launcher
     from megatron_sparse.bench.planner import cases as cases
     from megatron_sparse.bench.planner import command as runner
     from megatron_sparse.bench.planner import ranks as planner_ranks
@@ -55,15 +54,16 @@ def planner(
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.config.sparse import PlannerConfig
     from megatron_sparse.planner.cluster import find
+    from megatron_sparse.run import local_ranks
 
     one_of("--op", op, tuple(CollectiveOp))
     where = clusters.split(",") if clusters else cases.CLUSTERS
     for name in where:
         one_of("--clusters", name, cases.CLUSTERS)
     candidates = PlannerConfig(schemes=None if schemes is None else schemes.split(",")).schemes
-    started = launcher.started_ranks()
+    started = local_ranks.started_ranks()
     is_real = netbed or started is not None
-    launcher.check_place(netbed=netbed, virtual=False, mbit=mbit, ranks=None, started=started)
+    local_ranks.check_place(netbed=netbed, virtual=False, mbit=mbit, ranks=None, started=started)
     full_numel = parse_size("--bucket-bytes", bucket_bytes) // 4
     if simulated_bytes is None:
         simulated_bytes = "512K" if quick else "2M"
@@ -109,8 +109,8 @@ def planner(
     arguments = [f"--{key}={value}" for key, value in values.items() if value is not None]
     arguments += ["--quick"] if quick else []
     (count,) = parse_ranks(ranks, (4,))[:1]
-    command = launcher.command_line(["bench", "planner", *arguments])
-    raise typer.Exit(launcher.run_netbed(command, count, mbit or 0, count))
+    command = local_ranks.command_line(["bench", "planner", *arguments])
+    raise typer.Exit(local_ranks.run_netbed(command, count, mbit or 0, count))
 
 
 def parse_ranks(text: str | None, usual: tuple[int, ...]) -> tuple[int, ...]:

@@ -52,16 +52,16 @@ def stragglers(
     json: JsonFile = None,
 ) -> None:
     """Sizes are swept by fours; exits with 1 when a row is wrong. See docs/stragglers.md."""
-    from megatron_sparse.bench import launch as launcher
     from megatron_sparse.bench.collectives.sweep import Sweep
     from megatron_sparse.bench.stragglers import command as runner
     from megatron_sparse.bench.stragglers.sweep import DEFAULT_SCHEMES, StragglerSweep
-    from megatron_sparse.bench.table import write_rows
+    from megatron_sparse.run import local_ranks
+    from megatron_sparse.run.json_lines import write_rows
     from megatron_sparse.transport import Link, Topology
     from megatron_sparse.transport.netbed import netbed_mbit
 
-    started = launcher.started_ranks()
-    launcher.check_place(netbed=netbed, virtual=virtual, mbit=mbit, ranks=ranks, started=started)
+    started = local_ranks.started_ranks()
+    local_ranks.check_place(netbed=netbed, virtual=virtual, mbit=mbit, ranks=ranks, started=started)
     sweep = Sweep(
         min_bytes=parse_size("--min-bytes", min_bytes),
         max_bytes=parse_size("--max-bytes", max_bytes),
@@ -105,11 +105,11 @@ def stragglers(
         }
         arguments = [f"--{key}={value}" for key, value in values.items() if value is not None]
         arguments.append("--rule" if rule else "--no-rule")
-        command = launcher.command_line(["bench", "stragglers", *arguments])
+        command = local_ranks.command_line(["bench", "stragglers", *arguments])
         if netbed:
-            code = launcher.run_netbed(command, ranks, mbit or 0, ranks)
+            code = local_ranks.run_netbed(command, ranks, mbit or 0, ranks)
         else:
-            code = launcher.run_loopback(command, ranks)
+            code = local_ranks.run_loopback(command, ranks)
         raise typer.Exit(code)
     raise typer.Exit(1 if any(row["wrong"] for row in rows) else 0)
 

@@ -164,8 +164,8 @@ def profile(
     json: JsonFile = None,
 ) -> None:
     """See docs/profiling.md."""
-    from megatron_sparse.bench.table import write_rows
     from megatron_sparse.report import profile as profile_report
+    from megatron_sparse.run.json_lines import write_rows
 
     write_rows(json, profile_report.run(recording, kind=kind, density=density, out=out))
 
@@ -259,13 +259,13 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """The times are those of a cost model. See docs/planner.md."""
-    from megatron_sparse.bench.table import write_rows
     from megatron_sparse.bucket import CollectiveOp
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.config.sparse import PlannerConfig
     from megatron_sparse.planner import plan_rows
     from megatron_sparse.planner.cluster import find
     from megatron_sparse.planner.plan_table import print_plan
+    from megatron_sparse.run.json_lines import write_rows
 
     one_of("--op", op, tuple(CollectiveOp))
     names = PlannerConfig(schemes=None if schemes is None else schemes.split(",")).schemes

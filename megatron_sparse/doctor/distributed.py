@@ -30,7 +30,8 @@ from rich.table import Table
 from megatron_sparse.config.checks import in_range
 from megatron_sparse.doctor.verdict import Finding, RankReport, clock_skew, judge, links
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
-from megatron_sparse.run import slurm
+from megatron_sparse.run import local_ranks, slurm
+from megatron_sparse.run.json_lines import write_rows
 
 MATRIX_RANKS = 16
 """The most ranks whose links are printed one by one; `--json` has them all."""
@@ -46,7 +47,7 @@ class Request:
     """What was asked for.
 
     Attributes:
-        ranks: processes to start on this machine; None takes those of a launcher.
+        ranks: processes to start on this machine; None takes those of a local_ranks.
         cluster: a file of `configs/cluster`, whose environment the ranks get; None sets none.
         timeout_s: seconds that each of the waits may take: for the ranks to meet, for their
             answers, and for an exchange over the backend.
@@ -99,10 +100,8 @@ def run(request: Request) -> int:
             got="one process" if request.ranks is None else f"--ranks {request.ranks}",
             remedy="put srun before the command, or say --ranks 4",
         )
-    from megatron_sparse.bench import launch as launcher
-
-    command = launcher.command_line(["doctor", *request.arguments()])
-    return launcher.run_loopback(command, request.ranks)
+    command = local_ranks.command_line(["doctor", *request.arguments()])
+    return local_ranks.run_loopback(command, request.ranks)
 
 
 def run_rank(request: Request, rank: int, world_size: int) -> int:
@@ -309,8 +308,6 @@ def _conclude(request: Request, store: Any, there: Mapping[int, Any], world_size
         findings = judge(reports, world_size, _expected_hosts())
         _print(reports, findings, world_size)
         if request.json is not None:
-            from megatron_sparse.bench.table import write_rows
-
             write_rows(request.json, json_rows(reports, findings))
         failed = any(finding.status == "fail" or request.strict for finding in findings)
         code = 1 if failed else 0

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from megatron_sparse.config.dotted import flat
 from megatron_sparse.errors import ConfigError, SweepError
+from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.run.launch import CONFIG_FILE
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.run import SUMMARY_FILE
@@ -205,8 +206,6 @@ def report(folder: Path, csv_path: Path | None, json_path: Path | None) -> None:
         ConfigError: a file cannot be written, or one of a run is damaged.
         SweepError: there are no runs, or an outcome is damaged.
     """
-    from megatron_sparse.bench.table import write_rows
-
     found = rows(folder)
     write_rows(json_path, found)
     if csv_path is not None:

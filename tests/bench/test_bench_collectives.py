@@ -12,7 +12,6 @@ import time
 import pytest
 import torch
 
-from megatron_sparse.bench import launch
 from megatron_sparse.bench.collectives import command as collectives
 from megatron_sparse.bench.collectives.floor import codec_bytes, payload_rate
 from megatron_sparse.bench.collectives.path import HalvedPath, residual_of
@@ -24,6 +23,7 @@ from megatron_sparse.cli import main
 from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.run import local_ranks
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 
 KEYS = {
@@ -297,7 +297,7 @@ class TestLoopback:
     )
     def test_rows_are_right_timed_and_written(self, prune, schemes, ops, tmp_path):
         path = tmp_path / "rows.jsonl"
-        command = launch.command_line(
+        command = local_ranks.command_line(
             [
                 "bench",
                 "collectives",
@@ -334,21 +334,21 @@ class TestLoopback:
             assert (row["sent_density"] < 0.1) == sparse
 
     def test_the_first_failure_is_the_exit_code_and_ends_the_others(self, monkeypatch):
-        monkeypatch.setattr(launch, "GRACE_S", 0.2)
+        monkeypatch.setattr(local_ranks, "GRACE_S", 0.2)
         code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)"
         start_s = time.monotonic()
-        assert launch.run_loopback([sys.executable, "-c", code], 3) == 3
+        assert local_ranks.run_loopback([sys.executable, "-c", code], 3) == 3
         assert time.monotonic() - start_s < 30
 
     def test_a_killed_rank_is_a_typed_error(self, monkeypatch):
-        monkeypatch.setattr(launch, "GRACE_S", 0.2)
+        monkeypatch.setattr(local_ranks, "GRACE_S", 0.2)
         code = "import os, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), 9)"
         with pytest.raises(CommunicationError, match="SIGKILL"):
-            launch.run_loopback([sys.executable, "-c", code], 2)
+            local_ranks.run_loopback([sys.executable, "-c", code], 2)
 
     def test_the_first_rank_to_fail_says_so_and_the_others_are_silent(self, tmp_path, capfd):
         """Rank 0 finds it; the others lose it in the middle of a collective."""
-        command = launch.command_line(
+        command = local_ranks.command_line(
             [
                 "bench",
                 "collectives",
@@ -360,7 +360,7 @@ class TestLoopback:
                 f"--json={tmp_path / 'no' / 'rows.jsonl'}",
             ]
         )
-        assert launch.run_loopback(command, 3) == ConfigError.exit_code
+        assert local_ranks.run_loopback(command, 3) == ConfigError.exit_code
         error = capfd.readouterr().err
         assert error.count("error:") == 1, error
         assert "Traceback" not in error
@@ -403,6 +403,6 @@ def test_ranks_must_be_those_that_were_started(monkeypatch, capsys):
 
 def test_no_test_bed_outside_of_a_checkout(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(launch, "NETBED", tmp_path / "netbed.sh")
+    monkeypatch.setattr(local_ranks, "NETBED", tmp_path / "netbed.sh")
     assert run_cli("--netbed", "--mbit=100") == 2
     assert "checkout" in capsys.readouterr().err

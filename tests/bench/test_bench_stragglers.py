@@ -9,7 +9,6 @@ import json
 import pytest
 import torch
 
-from megatron_sparse.bench import launch
 from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bench.stragglers import command as stragglers
 from megatron_sparse.bench.stragglers import figure as straggler_figure
@@ -25,6 +24,7 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli import main
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.run import local_ranks
 from megatron_sparse.straggler import critical_delay_s
 from megatron_sparse.transport import Link, Topology
 
@@ -232,7 +232,7 @@ def test_the_figure_shows_every_row_where_it_belongs(tmp_path):
 
 def test_ranks_over_loopback(tmp_path):
     path = tmp_path / "rows.jsonl"
-    command = launch.command_line(
+    command = local_ranks.command_line(
         [
             "bench",
             "stragglers",
@@ -248,7 +248,7 @@ def test_ranks_over_loopback(tmp_path):
             "--mbit=10000",
         ]
     )
-    assert launch.run_loopback(command, 3) == 0
+    assert local_ranks.run_loopback(command, 3) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     schemes = ["dense", "dense_ring", "straggler", "direct", "straggler_direct", RULE]
     assert [row["scheme"] for row in rows] == 2 * schemes

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.bench import launch, training
+from megatron_sparse.bench import training
 from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.run import local_ranks
 from megatron_sparse.run.composition import compose
 
 LINE = (
@@ -60,7 +61,7 @@ def runs(monkeypatch, tmp_path):
         (folder / "breakdown.jsonl").write_text("".join(json.dumps(li) + "\n" for li in lines))
         return 0
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(local_ranks, "run", run)
     return commands
 
 
@@ -109,7 +110,7 @@ def test_a_run_that_fails_shows_the_end_of_its_log(monkeypatch, tmp_path):
         log.write("it was the memory\n")
         return 3
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(local_ranks, "run", run)
     with pytest.raises(MegatronSparseError, match="it was the memory") as caught:
         training.run(setting(), tmp_path)
     assert "exit code 3 and 0 iterations" in str(caught.value)

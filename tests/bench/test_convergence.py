@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.bench import launch
 from megatron_sparse.bench.convergence import command as convergence
 from megatron_sparse.bench.convergence import report
 from megatron_sparse.bench.convergence.settings import BY_NAME, SETTINGS, Run, Study
 from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.megatron import corpus
+from megatron_sparse.run import local_ranks
 from megatron_sparse.run.composition import compose
 
 LINES = (
@@ -56,7 +56,7 @@ def commands(monkeypatch) -> list[list[str]]:
         (folder / "summary.json").write_text(json.dumps(summary))
         return 0
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(local_ranks, "run", run)
     monkeypatch.setattr(corpus, "prepare", lambda kind, folder, size: (kind, folder, size))
     return started
 
@@ -166,7 +166,7 @@ def test_a_run_that_fails_is_one_error_with_the_end_of_its_log(commands, monkeyp
         log.write("error: the network is gone\n")
         return 3
 
-    monkeypatch.setattr(launch, "run", fail)
+    monkeypatch.setattr(local_ranks, "run", fail)
     with pytest.raises(MegatronSparseError, match=r"exit code 3(?s:.*)the network is gone"):
         convergence.run(study(tmp_path))
     assert not list(tmp_path.glob(f"*/{convergence.RESULT_FILE}"))

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from megatron_sparse.bench.launch import command_line, run_loopback
 from megatron_sparse.bench.planner import cases
 from megatron_sparse.bench.planner.command import Trial, sampled_profile
 from megatron_sparse.bench.planner.row import PlannerRow, Verdict
 from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.run.local_ranks import command_line, run_loopback
 from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.gradient_recording import GradientRecorder, Kind
 

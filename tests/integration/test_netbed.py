@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.bench import launch
+from megatron_sparse.run import local_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 NETBED = ROOT / "scripts" / "netbed.sh"
@@ -268,7 +268,7 @@ class TestEnds:
 def test_bench_collectives_on_the_test_bed(tmp_path):
     """The whole way: hosts, ranks, gloo, checks, times, JSON lines."""
     path = tmp_path / "rows.jsonl"
-    command = launch.command_line(
+    command = local_ranks.command_line(
         [
             "bench",
             "collectives",
@@ -300,7 +300,7 @@ def test_bench_collectives_on_the_test_bed(tmp_path):
 def test_bench_training_on_the_test_bed(tmp_path):
     """Megatron's own loop in the namespaces: dense and compressed learn alike."""
     path = tmp_path / "rows.jsonl"
-    command = launch.command_line(
+    command = local_ranks.command_line(
         [
             "bench",
             "training",

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_sparse.bench import table
 from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.run.json_lines import write_text
 
 LEAST_NOISE = 0.25
 """Three runs on one machine cannot promise more: other machines' caches and cores differ."""
@@ -42,9 +42,7 @@ def save(path: Path, runs: Sequence[Sequence[dict[str, Any]]], header: str) -> N
         for key, found in ratios.items()
     ]
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    table.write_text(
-        path, f'{{\n  "measured": {json.dumps(header)},\n  "rows": [\n{lines}\n  ]\n}}\n'
-    )
+    write_text(path, f'{{\n  "measured": {json.dumps(header)},\n  "rows": [\n{lines}\n  ]\n}}\n')
 
 
 def read(path: Path) -> dict[Key, tuple[float, float]]:

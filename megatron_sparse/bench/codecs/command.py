@@ -25,6 +25,7 @@ from megatron_sparse.bench.codecs import baseline, cases, cuda, hash_cases
 from megatron_sparse.bench.codecs.cases import DTYPES, Task
 from megatron_sparse.bench.table import Action, cell
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.version import __version__
 
 BUCKET_FORMS = tuple(cases.FORMS)
@@ -130,7 +131,7 @@ def run(
     expected = None if check is None else baseline.read(check)
     runs = [measure(sweep) for _ in range(1 if save_baseline is None else 3)]
     rows = runs[-1]
-    table.write_rows(json_path, rows)
+    write_rows(json_path, rows)
     if save_baseline is not None:
         baseline.save(save_baseline, runs, header(sweep))
     if expected is not None:

@@ -19,10 +19,10 @@ import torch
 
 from megatron_sparse.bench.collectives.ranks import Progress, RankBench
 from megatron_sparse.bench.collectives.sweep import Case
-from megatron_sparse.bench.launch import CHECKOUT
 from megatron_sparse.bench.rank_group import as_rank
-from megatron_sparse.bench.table import write_rows
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.run.json_lines import write_rows
+from megatron_sparse.run.local_ranks import CHECKOUT
 from megatron_sparse.transport import Link, Topology
 from megatron_sparse.version import __version__
 

@@ -21,12 +21,11 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from megatron_sparse.bench import launch
 from megatron_sparse.bench.convergence.settings import BY_NAME, CORPORA, Run, Study
 from megatron_sparse.bench.table import describe_cpu
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.megatron import corpus
-from megatron_sparse.run import composition
+from megatron_sparse.run import composition, local_ranks
 
 RESULT_FILE = "convergence.json"
 VOCAB_SIZE = 1024
@@ -157,7 +156,9 @@ def _train(study: Study, each: Run) -> Result:
     folder, log_path = study.out / each.name, study.out / f"{each.name}.log"
     start_s = time.monotonic()
     with log_path.open("w") as log:
-        code = launch.run(launch.command_line(["train", *arguments, *_place(study, each)]), log)
+        code = local_ranks.run(
+            local_ranks.command_line(["train", *arguments, *_place(study, each)]), log
+        )
     printed = log_path.read_text("utf-8", errors="replace")
     curve = read_curve(printed)
     if code or not curve or curve[-1][0] != study.iters:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_sparse.bench.convergence.command import Result, label_of
 from megatron_sparse.bench.convergence.settings import BY_NAME, CORPORA, SETTINGS
-from megatron_sparse.bench.table import cell, write_rows
+from megatron_sparse.bench.table import cell
+from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.simulate import figures
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from megatron_sparse.bench.cost_models.codec_prices import (
     MemoryBoundPrices,
     TimedPrices,
 )
-from megatron_sparse.bench.table import check_arguments, torch_threads, write_rows
+from megatron_sparse.bench.table import check_arguments, torch_threads
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import OVER_GROUPS, SchemeOptions
 from megatron_sparse.config.sparse import SchemeConfig
@@ -34,6 +34,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner.cluster import ClusterModel, find
 from megatron_sparse.planner.costs import BucketShape, fits, predict
+from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.simulate import gradients
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.gradients import GradientModel

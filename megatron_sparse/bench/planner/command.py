@@ -19,7 +19,7 @@ from megatron_sparse.bench.cost_models import virtual_truth
 from megatron_sparse.bench.cost_models.codec_prices import MemoryBoundPrices
 from megatron_sparse.bench.planner.cases import Workload
 from megatron_sparse.bench.planner.row import HEADER, PlannerRow, Verdict
-from megatron_sparse.bench.table import torch_threads, write_rows
+from megatron_sparse.bench.table import torch_threads
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
@@ -28,6 +28,7 @@ from megatron_sparse.planner.cluster import find
 from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.prices import candidates, prices_us
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.sparsity.characteristics import SparsityProfile

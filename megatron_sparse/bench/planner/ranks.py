@@ -24,7 +24,6 @@ from megatron_sparse.bench.planner.cases import Workload
 from megatron_sparse.bench.planner.command import report
 from megatron_sparse.bench.planner.row import HEADER, PlannerRow, Verdict
 from megatron_sparse.bench.rank_group import as_rank
-from megatron_sparse.bench.table import write_rows
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration.links import complete
 from megatron_sparse.calibration.measure import QUICK, calibrate
@@ -36,6 +35,7 @@ from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.prices import candidates, prices_us, runnable, takes_dense
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.sparsity.sampling import sample_profile

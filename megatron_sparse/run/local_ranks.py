@@ -1,4 +1,4 @@
-"""Starts the ranks of a bench on this machine: over loopback, or on the network test bed.
+"""Starts ranks on this machine: over loopback, or on the network test bed.
 
 Each rank is the same command line with RANK and WORLD_SIZE in its environment.
 """

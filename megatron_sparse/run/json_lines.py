@@ -1,0 +1,37 @@
+"""Writes measurements to files, mostly as one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse.errors import ConfigError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "the measurements cannot be written",
+            expected="a file that can be written",
+            got=error,
+            remedy="give another path",
+        ) from error
+
+
+def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes one JSON object a line; None writes nothing.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is not None:
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
