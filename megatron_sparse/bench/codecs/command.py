@@ -91,7 +91,7 @@ class Sweep(table.SizeSweep):
                     "above 0, at most 1",
                 ),
                 ("dtype", self.dtypes, set(self.dtypes) <= set(DTYPES), " | ".join(DTYPES)),
-                ("format", self.ops, set(self.ops) <= set(FORMS), " | ".join(FORMS)),
+                ("format", self.forms, set(self.forms) <= set(FORMS), " | ".join(FORMS)),
                 ("op", self.ops, set(self.ops) <= set(OPS), " | ".join(OPS)),
                 ("device", self.device, self.device in ("cpu", "cuda"), "cpu | cuda"),
             ],
@@ -150,7 +150,7 @@ def measure(sweep: Sweep) -> list[dict[str, Any]]:
             f"{'peer(us)':>11} {'x':>6} {'#wrong':>6} peer"
         )
         for size, dtype, density, form in product(
-            sweep.sizes(), sweep.dtypes, sweep.densities, sweep.ops
+            sweep.sizes(), sweep.dtypes, sweep.densities, sweep.forms
         ):
             for task in _tasks(sweep, size, density, dtype, form):
                 if task.op not in sweep.ops:
