@@ -126,8 +126,8 @@ def test_equation_7_predicts_the_density_of_sums_of_independent_positions():
 
 
 def test_thresholds_come_from_the_paper_unless_given():
-    for op, expected in (("auto", SPCCL), ("pici", SPCCL), ("coo", (0.3, 0.4, 0.5))):
-        assert SchemeOptions.of(SchemeConfig(format=op)).ring_densities == expected
+    for form, expected in (("auto", SPCCL), ("pici", SPCCL), ("coo", (0.3, 0.4, 0.5))):
+        assert SchemeOptions.of(SchemeConfig(format=form)).ring_densities == expected
     given = SchemeConfig(format="coo", ring_inter_density=0.0)
     assert SchemeOptions.of(given).ring_densities == (0.3, 0.0, 0.5)
     with pytest.raises(ConfigError, match=r"scheme\.ring_gather_density"):

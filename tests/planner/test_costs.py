@@ -43,9 +43,9 @@ def cluster(
 ) -> ClusterModel:
     """A CPU cluster whose codec takes the same for each element, whatever it does."""
     rates = tuple(
-        CodecRate(op, op, density, 0.0, codec_s)
+        CodecRate(op, record, density, 0.0, codec_s)
         for op in CodecOp
-        for op in FORMATS
+        for record in FORMATS
         for density in (1e-6, 1.0)
     )
     inter = inter or intra

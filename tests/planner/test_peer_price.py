@@ -40,9 +40,9 @@ def node(
     """A node whose codec takes the same for each element, whatever it does."""
     link = Link(alpha_s, beta_s)
     rates = tuple(
-        CodecRate(op, op, density, 0.0, codec_s)
+        CodecRate(op, record, density, 0.0, codec_s)
         for op in CodecOp
-        for op in FORMATS
+        for record in FORMATS
         for density in (1e-6, 1.0)
     )
     return ClusterModel("test", device, nodes, "rank", link, link, link, 0.0, 0.0, rates, {}, {})

@@ -64,7 +64,7 @@ class Case:
             sweep: how the case is run.
             straggler: the rank that is taken for late by schemes that need one.
         """
-        op = "auto" if self.scheme in FORMAT_OF_SCHEME else sweep.message_format
+        form = "auto" if self.scheme in FORMAT_OF_SCHEME else sweep.message_format
         pinned = None
         if self.scheme in STRAGGLER_SCHEMES:
             pinned = StragglerConfig(mode="pinned", rank=straggler)
@@ -73,7 +73,7 @@ class Case:
             density=self.density,
             warmup_iters=0,
             ramp_iters=0,
-            format=op,
+            format=form,
             timeout_s=sweep.timeout_s,
             straggler=pinned,
             capacity=self._capacity(sweep),

@@ -27,9 +27,9 @@ def hierarchical(run: DryRun, inner: Callable[[DryRun], None]) -> None:
     sizes = run.clocks.topology.node_sizes
     lanes, nodes, largest = min(sizes), len(sizes), max(sizes)
     whole, part = run.piece(), run.piece(lanes)
-    op = run.format(run.options.message_format("hierarchical"))
+    form = run.format(run.options.message_format("hierarchical"))
     run.agree()
-    run.work(op.seconds(CodecOp.DECODE, whole, run.densities.whole(1), run.b))
+    run.work(form.seconds(CodecOp.DECODE, whole, run.densities.whole(1), run.b))
     _within_node(run, largest, lanes, FP32_BYTES, run.plain(CodecOp.ADD, part.numel))
     if nodes > 1:
         _across(run, lanes, nodes, inner)
