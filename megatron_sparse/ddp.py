@@ -29,7 +29,7 @@ from megatron_sparse.errors import CheckpointError, ConfigError, HostError
 from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.plan import Windows
-from megatron_sparse.recording import NullRecorder, Recorder
+from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, PendingReduction
 from megatron_sparse.reduction.row_sparse import PendingRowSparse, RowSparseReducer
@@ -51,7 +51,7 @@ class DDPState:
         ddp: the model, before its first backward pass.
         config: a `SparseConfig`, whose `tracking` is not looked at; or give single options as
             keywords, e.g. `density=0.01`.
-        recorder: told the time and bytes of each bucket.
+        sink: told the time and bytes of each bucket.
         **overrides: see `SparseConfig.from_overrides`.
 
     Attributes:
@@ -73,7 +73,7 @@ class DDPState:
         ddp: DistributedDataParallel,
         config: SparseConfig | None = None,
         *,
-        recorder: Recorder | None = None,
+        sink: RecordSink | None = None,
         **overrides: Any,
     ) -> None:
         device = _device_of(ddp)
@@ -109,17 +109,17 @@ class DDPState:
             outcome=Outcome.ASSUMED,
         )
         self._method = method_of(self.config.compression, self.residuals)
-        recorder = recorder or NullRecorder()
+        sink = sink or NullSink()
         self._reducer = GradientReducer(
             self.config,
             self._transport,
             self._planner,
             self.residuals,
-            recorder,
+            sink,
             self._progress,
             method=self._method,
         )
-        self._row_reducer = RowSparseReducer(self._transport, recorder, self._progress)
+        self._row_reducer = RowSparseReducer(self._transport, sink, self._progress)
         if self.config.compression.method == "dgc":
             logger.warning(
                 "compression.method=dgc: DDP does not show its hook the optimizer; it must be SGD "

@@ -78,7 +78,7 @@ class CommunicationError(MegatronSparseError):
 
 
 class ProfileError(MegatronSparseError):
-    """A sparsity profile or a recording of gradients is unreadable, or of another model."""
+    """A sparsity profile or a gradient dump is unreadable, or of another model."""
 
 
 class ScheduleError(MegatronSparseError):

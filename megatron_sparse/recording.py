@@ -1,6 +1,6 @@
 """What the reducer tells about each bucket, and the interface through which it tells it.
 
-The reducer is handed a `Recorder`; it never imports telemetry. Stage names are the vocabulary of
+The reducer is handed a `RecordSink`; it never imports telemetry. Stage names are the vocabulary of
 every table, JSON line and dashboard of the project.
 """
 
@@ -161,7 +161,7 @@ class StageTimer:
         return {name: self._host_us.get(name, 0.0) for name in BUCKET_STAGES}
 
 
-class Recorder(Protocol):
+class RecordSink(Protocol):
     """Receives what the reducer measured. Must not block and must not raise."""
 
     def record_bucket(self, record: BucketRecord) -> None:
@@ -174,8 +174,8 @@ class Recorder(Protocol):
         """Adds host seconds to one of `STEP_STAGES` of the current iteration."""
 
 
-class NullRecorder:
-    """A recorder that keeps nothing."""
+class NullSink:
+    """A sink that keeps nothing."""
 
     def record_bucket(self, record: BucketRecord) -> None:
         """Does nothing."""

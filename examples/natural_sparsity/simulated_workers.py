@@ -2,7 +2,7 @@
 
 All workers hold the same weights and each takes a batch of its own; the weights move by the mean of
 their gradients, which is what n processes would do. Every worker's gradients of the last iterations
-are written as a recording, a bucket for each embedding and one for all other parameters.
+are written as a gradient dump, a bucket for each embedding and one for all other parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_sparse.sparsity.gradient_recording import GradientRecorder, Kind
+from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
 
 UNKNOWN = 0
 """The token id of words that are not in the vocabulary."""
@@ -27,7 +27,9 @@ UNKNOWN = 0
 def options(description: str, default_out: str) -> argparse.Namespace:
     """The command line of the scripts."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, default=Path(default_out), help="recording's folder")
+    parser.add_argument(
+        "--out", type=Path, default=Path(default_out), help="folder of the gradient dump"
+    )
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=None, help="samples of a worker's batch")
     parser.add_argument("--iterations", type=int, default=12)
@@ -49,9 +51,9 @@ def train(
         batch_of: draws a worker's batch.
         args: of `options`.
     """
-    recorded = range(args.iterations - args.record + 1, args.iterations + 1)
-    recorders = [
-        GradientRecorder(args.out, recorded, rank=rank, world_size=args.workers)
+    dumped = range(args.iterations - args.record + 1, args.iterations + 1)
+    writers = [
+        GradientDumpWriter(args.out, dumped, rank=rank, world_size=args.workers)
         for rank in range(args.workers)
     ]
     draws = [torch.Generator().manual_seed(1 + rank) for rank in range(args.workers)]
@@ -60,7 +62,7 @@ def train(
     for iteration in range(1, args.iterations + 1):
         means = [torch.zeros_like(parameter) for parameter in model.parameters()]
         loss = 0.0
-        for recorder, draw in zip(recorders, draws, strict=True):
+        for writer, draw in zip(writers, draws, strict=True):
             model.zero_grad()
             own = loss_of(batch_of(draw))
             own.backward()
@@ -68,13 +70,13 @@ def train(
             for mean, parameter in zip(means, model.parameters(), strict=True):
                 mean.add_(parameter.grad, alpha=1 / args.workers)
             for name, gradient in buckets(model):
-                recorder.record(name, iteration, Kind.GRADIENT, gradient)
+                writer.write(name, iteration, Kind.GRADIENT, gradient)
         for mean, parameter in zip(means, model.parameters(), strict=True):
             parameter.grad = mean
         optimizer.step()
         losses.append(loss)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {args.iterations} iterations")
-    print(f"{args.out}: iterations {recorded[0]} to {recorded[-1]} of {args.workers} workers")
+    print(f"{args.out}: iterations {dumped[0]} to {dumped[-1]} of {args.workers} workers")
 
 
 def buckets(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -323,13 +323,13 @@ class _Path:
         )
         config = case.config(settings, straggler=n - 1)
         self.transport = _RankWithoutPeers(_record(case, settings, n), nccl_engine=nccl_engine)
-        self._recorder = LastRecord()
+        self._sink = LastRecord()
         self._reducer = GradientReducer(
             config,
             self.transport,
             FixedPlanner(config.compression, config.scheme),
             new_residuals(),
-            self._recorder,
+            self._sink,
             progress,
         )
         self._values_N = case.normal_values(0)
@@ -340,7 +340,7 @@ class _Path:
         self.transport.begin()
         self._bucket.grad_N.copy_(self._values_N)
         self._reducer.start(self._bucket, 0).wait()
-        spent_us = self._recorder.record.host_cpu_us - 1e6 * self.transport.paused_s
+        spent_us = self._sink.record.host_cpu_us - 1e6 * self.transport.paused_s
         return spent_us, 1e6 * self.transport.c10d_s
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.calibration.links import Clock, Measuring, gather_rows
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
@@ -35,6 +34,7 @@ from megatron_sparse.formats.message import (
     encode_segments,
 )
 from megatron_sparse.planner.cluster import CodecOp, CodecRate
+from megatron_sparse.planner.link_timing import Clock, Measuring, gather_rows
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 

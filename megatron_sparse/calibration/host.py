@@ -1,8 +1,8 @@
 """What the host adds to a collective: for each pairwise message, and for each bucket.
 
-Alpha, as `calibration_links` measures it, has a message's own share of Python and of the backend in
-it. Measured here is what training puts on top, in turn with the bare operation: the same messages
-driven by the progress thread through a collective's `Subgroup`, and a small bucket through the
+Alpha, as `planner.link_timing` measures it, already contains a message's own share of Python and
+of the backend. This module measures what training adds, in turn with the bare operation: the same
+messages driven by the progress thread through a collective's `Subgroup`, and a small bucket through the
 reducer (plan, launch, threads, records). What a sparse collective computes on the host besides is
 in neither; its agreement is two messages' worth, more or less (docs/calibration.md).
 """
@@ -14,12 +14,12 @@ from collections.abc import Callable, Generator, Iterable
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.calibration.links import TAG, Clock, complete, timed
 from megatron_sparse.collectives.base import whole_group
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.planner.link_timing import TAG, Clock, complete, timed
 from megatron_sparse.planner.plan import FixedPlanner
-from megatron_sparse.recording import NullRecorder, StageTimer
+from megatron_sparse.recording import NullSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport, Work
@@ -95,7 +95,7 @@ def _bucket(transport: Transport, progress: ProgressThread) -> Callable[[], None
     config, bucket = SparseConfig.from_overrides(scheme="dense"), _small_bucket(transport)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     planner = FixedPlanner(config.compression, config.scheme)
-    reducer = GradientReducer(config, transport, planner, residuals, NullRecorder(), progress)
+    reducer = GradientReducer(config, transport, planner, residuals, NullSink(), progress)
     return lambda: reducer.start(bucket, 0).wait()
 
 

@@ -1,6 +1,6 @@
 """Measures the cluster that the ranks run on: a `ClusterModel`, the same on all of them.
 
-Links and the backend's all-reduce (`calibration_links`), the host (`calibration_host`) and the
+Links and the backend's all-reduce (`planner.link_timing`), the host (`calibration_host`) and the
 codec (`calibration_codec`), one after the other, by all ranks at once.
 """
 
@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_sparse.calibration import codec as calibration_codec
-from megatron_sparse.calibration import links as calibration_links
 from megatron_sparse.calibration.check import describe, held_out
 from megatron_sparse.calibration.codec import CodecSweep, measure_codec
 from megatron_sparse.calibration.host import measure_host
-from megatron_sparse.calibration.links import (
+from megatron_sparse.planner import link_timing
+from megatron_sparse.planner.cluster import ClusterModel
+from megatron_sparse.planner.fingerprint import fingerprint
+from megatron_sparse.planner.link_timing import (
     LinkSweep,
     complete,
     host_clock,
     measure_links,
 )
-from megatron_sparse.planner.cluster import ClusterModel
-from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.transport import ProcessGroupTransport
 
@@ -41,8 +41,8 @@ class Effort:
     host_repeats: int
 
 
-QUICK = Effort(calibration_links.QUICK, calibration_codec.QUICK, 11)
-FULL = Effort(calibration_links.FULL, calibration_codec.FULL, 31)
+QUICK = Effort(link_timing.QUICK, calibration_codec.QUICK, 11)
+FULL = Effort(link_timing.FULL, calibration_codec.FULL, 31)
 
 
 def calibrate(

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.calibration.links import Clock, Measuring, timed
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
 from megatron_sparse.formats.message import Message, MessageBuffers, encode
+from megatron_sparse.planner.link_timing import Clock, Measuring, timed
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.gradients import uniform
 from megatron_sparse.transport import Transport

@@ -238,7 +238,8 @@ def plan(
         Path | None, typer.Argument(metavar="RUN", help="A run's folder, or its plan.json.")
     ] = None,
     recording: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A recording of gradients.")
+        Path | None,
+        typer.Option(metavar="DIR", help="A gradient dump: a run's folder, or its gradients/."),
     ] = None,
     bucket_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE,...", help="Fp32 buckets, such as 1M,64M.")
@@ -274,7 +275,7 @@ def plan(
         sizes = [parse_size("--bucket-bytes", size) for size in bucket_bytes.split(",")]
     rows = plan_rows.rows(
         run=run,
-        recording=recording,
+        dump=recording,
         sizes=sizes,
         ranks=ranks,
         pricing=None if cluster is None else plan_rows.Pricing(find(cluster), names),

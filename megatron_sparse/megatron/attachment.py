@@ -32,10 +32,10 @@ from megatron_sparse.megatron.buckets import (
 from megatron_sparse.megatron.units import ResidualUnit
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.profiler_ranges import marked
-from megatron_sparse.recording import Recorder
+from megatron_sparse.recording import RecordSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
-from megatron_sparse.sparsity.gradient_recording import GradientRecorder
+from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.nccl_errors import Looks
@@ -64,12 +64,12 @@ class Attachment:
         self,
         chunks: list[Any],
         config: SparseConfig,
-        recorder: Recorder,
+        sink: RecordSink,
         run_dir: Path | None = None,
     ) -> None:
         self.config = config = with_swept_thresholds(config)
         self._run_dir = run_dir
-        self.recorder = recorder
+        self.sink = sink
         self.step = 0
         self.grad_norm: float | None = None
         self.groups = collect(chunks, ParameterFilter(config.compression))
@@ -156,9 +156,9 @@ class Attachment:
                 transport,
                 self.planner,
                 self.residuals,
-                self.recorder,
+                self.sink,
                 self.progress,
-                GradientRecorder.of(self.config.tracking, self._run_dir, ranks, transport.rank),
+                GradientDumpWriter.of(self.config.tracking, self._run_dir, ranks, transport.rank),
                 self._tensor_parallel,
                 instances,
                 self.method,
@@ -235,7 +235,7 @@ class Attachment:
             start_s = time.perf_counter()
             with marked("optimizer"):
                 result = original(*args, **kwargs)
-            self.recorder.record_stage("optimizer", time.perf_counter() - start_s)
+            self.sink.record_stage("optimizer", time.perf_counter() - start_s)
             success, self.grad_norm = True, None
             if isinstance(result, tuple):
                 success, self.grad_norm = bool(result[0]), result[1]

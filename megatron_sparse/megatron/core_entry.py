@@ -13,7 +13,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.host_symbols import require_doors
 from megatron_sparse.megatron.units import divides_by_tokens, is_fp16, may_repeat_or_skip
-from megatron_sparse.recording import NullRecorder, Recorder
+from megatron_sparse.recording import NullSink, RecordSink
 
 
 def attach(
@@ -21,7 +21,7 @@ def attach(
     optimizer: Any = None,
     config: SparseConfig | None = None,
     *,
-    recorder: Recorder | None = None,
+    sink: RecordSink | None = None,
     **overrides: Any,
 ) -> Attachment:
     """Compresses the gradient synchronisation of a model that Megatron's DDP wraps.
@@ -34,7 +34,7 @@ def attach(
         optimizer: Megatron's optimizer, whose steps tell which selections count. Without it every
             selection counts at once, so fp16 with loss scaling is refused.
         config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
-        recorder: told the time and bytes of each bucket.
+        sink: told the time and bytes of each bucket.
         **overrides: see `SparseConfig.from_overrides`.
 
     Returns:
@@ -64,7 +64,7 @@ def attach(
             got="no optimizer, with calculate_per_token_loss",
             remedy="pass Megatron's optimizer: the residual's unit changes from step to step",
         )
-    attachment = Attachment(chunks, config, recorder or NullRecorder())
+    attachment = Attachment(chunks, config, sink or NullSink())
     if optimizer is not None:
         attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
     return attachment

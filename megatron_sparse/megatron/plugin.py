@@ -95,20 +95,20 @@ class Plugin:
         if _installed is self:
             _installed = None
 
-    # Recorder: passes on to telemetry, and remembers the waits inside forward-backward.
+    # RecordSink: passes on to telemetry, and remembers the waits inside forward-backward.
 
     def record_bucket(self, record: BucketRecord) -> None:
-        """See `Recorder`."""
+        """See `RecordSink`."""
         if self.telemetry is not None:
             self.telemetry.record_bucket(record)
 
     def record_readiness(self, record: ReadinessRecord) -> None:
-        """See `Recorder`."""
+        """See `RecordSink`."""
         if self.telemetry is not None:
             self.telemetry.record_readiness(record)
 
     def record_stage(self, stage: str, seconds: float) -> None:
-        """See `Recorder`."""
+        """See `RecordSink`."""
         if stage == "host_wait":
             self._host_wait_s += seconds
         if self.telemetry is not None:

@@ -1,4 +1,4 @@
-"""The rows that `megatron-sparse plan` shows: of a run, of a recording, or of buckets by size.
+"""The rows that `megatron-sparse plan` shows: of a run, of a gradient dump, or of buckets by size.
 
 A row is a mapping: `bucket, numel, density, predicted_us` (scheme -> time), `chosen, reason`, and
 the bucket's other facts (`op, world_size, kept_numel, element_bytes, partial_bytes`). Predicted
@@ -23,7 +23,7 @@ from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.plan_state import read_plan
 from megatron_sparse.planner.prices import candidates, explain, least, prices_us, prior
 from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
-from megatron_sparse.sparsity.gradient_recording import GradientRecording, Kind
+from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 Row = dict[str, Any]
 
@@ -106,13 +106,13 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
     return priced
 
 
-def of_recording(
+def of_dump(
     path: Path, pricing: Pricing, ranks: int | None, density: float | None, op: CollectiveOp
 ) -> list[Row]:
-    """Each bucket of a recording's last iteration.
+    """Each bucket of a dump's last iteration.
 
     Args:
-        path: of the recording, or of the run that made it.
+        path: of the dump, or of the run that made it.
         pricing: see `Pricing`.
         ranks: another number than was recorded: the profile is extrapolated.
         density: prunes each rank's gradient to its largest elements; None takes what was
@@ -120,18 +120,18 @@ def of_recording(
         op: what the buckets need.
 
     Raises:
-        ProfileError: the recording is missing or damaged.
+        ProfileError: the dump is missing or damaged.
     """
-    recording = GradientRecording.open(path)
-    iteration = recording.iterations[-1]
+    dump = GradientDump.open(path)
+    iteration = dump.iterations[-1]
     rows = []
-    for name in recording.buckets:
-        kinds = recording.kinds(iteration, name)
+    for name in dump.buckets:
+        kinds = dump.kinds(iteration, name)
         if density is None and Kind.SELECTED in kinds:
-            gradients = recording.read(iteration, name, Kind.SELECTED)
+            gradients = dump.read(iteration, name, Kind.SELECTED)
             basis = f"selected in iteration {iteration}"
         else:
-            gradients = recording.read(iteration, name)
+            gradients = dump.read(iteration, name)
             basis = f"recorded in iteration {iteration}"
             if density is not None:
                 gradients = [largest(gradient, density) for gradient in gradients]
@@ -172,21 +172,21 @@ def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
 def rows(
     *,
     run: Path | None,
-    recording: Path | None,
+    dump: Path | None,
     sizes: Sequence[int] | None,
     ranks: int | None,
     pricing: Pricing | None,
     density: float | None,
     op: CollectiveOp,
 ) -> list[Row]:
-    """The rows of whichever of `run`, `recording` and `sizes` is given; see `of_run` and so on.
+    """The rows of whichever of `run`, `dump` and `sizes` is given; see `of_run` and so on.
 
     Raises:
         ConfigError: none or several of them are given, or what they need is not; or there is no
             plan.
-        ProfileError: the recording is missing or damaged.
+        ProfileError: the dump is missing or damaged.
     """
-    given = {"RUN": run, "--recording": recording, "--bucket-bytes": sizes}
+    given = {"RUN": run, "--recording": dump, "--bucket-bytes": sizes}
     named = [option for option, value in given.items() if value is not None]
     if len(named) != 1:
         raise ConfigError(
@@ -203,8 +203,8 @@ def rows(
             got="no --cluster",
             remedy="--cluster ethernet_25gbit; megatron-sparse calibrate --out FILE measures one",
         )
-    if recording is not None:
-        return of_recording(recording, pricing, ranks, density, op)
+    if dump is not None:
+        return of_dump(dump, pricing, ranks, density, op)
     if ranks is None or sizes is None:
         raise ConfigError(
             "plan: --bucket-bytes needs a number of ranks", expected="--ranks N", got="no --ranks"

@@ -27,12 +27,12 @@ from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.plan import Windows
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.profiler_ranges import marked
-from megatron_sparse.recording import BucketRecord, Recorder, StageTimer
+from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.group_threshold import group_threshold
 from megatron_sparse.reduction.instances import summed_over_instances
 from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
-from megatron_sparse.reduction.straggler_watch import StragglerWatch
-from megatron_sparse.sparsity.gradient_recording import NOT_RECORDING, GradientRecorder, Kind
+from megatron_sparse.reduction.straggler_policy import StragglerPolicy
+from megatron_sparse.sparsity.gradient_dump import NO_DUMP, GradientDumpWriter, Kind
 from megatron_sparse.sparsity.sampling import selected_values
 from megatron_sparse.transport import Transport
 
@@ -42,10 +42,10 @@ logger = logging.getLogger("megatron_sparse")
 class PendingReduction:
     """A bucket under way. Call `wait` exactly once."""
 
-    def __init__(self, pending: Pending, record: BucketRecord, recorder: Recorder) -> None:
+    def __init__(self, pending: Pending, record: BucketRecord, sink: RecordSink) -> None:
         self._pending = pending
         self._record = record
-        self._recorder = recorder
+        self._sink = sink
 
     def wait(self) -> None:
         """Blocks until the bucket holds the sum; see `Pending.wait` for streams.
@@ -58,8 +58,8 @@ class PendingReduction:
             self._pending.wait()
         done = self._pending
         self._record.end(done.finished_s, done.host_cpu_s, done.host_wall_s)
-        self._recorder.record_stage("host_wait", time.perf_counter() - start_s)
-        self._recorder.record_bucket(self._record)
+        self._sink.record_stage("host_wait", time.perf_counter() - start_s)
+        self._sink.record_bucket(self._record)
 
 
 class GradientReducer:
@@ -70,7 +70,7 @@ class GradientReducer:
         transport: the group.
         planner: chooses the scheme of each bucket.
         residuals: error feedback; mutated by the progress thread between `start` and `wait`.
-        recorder: told about each bucket by the thread that waits for it.
+        sink: told about each bucket by the thread that waits for it.
         progress: drives the phases; shared by all reducers of the process.
         recording: given the gradients of the iterations that it wants.
         tensor_parallel: the group that agrees on thresholds, for `threshold_scope=tp_group`.
@@ -88,9 +88,9 @@ class GradientReducer:
         transport: Transport,
         planner: Planner,
         residuals: ResidualStore,
-        recorder: Recorder,
+        sink: RecordSink,
         progress: ProgressThread,
-        recording: GradientRecorder = NOT_RECORDING,
+        recording: GradientDumpWriter = NO_DUMP,
         tensor_parallel: Transport | None = None,
         instances: Transport | None = None,
         method: CompressionMethod | None = None,
@@ -100,7 +100,7 @@ class GradientReducer:
         self.instances = instances
         self.planner = planner
         planner.join(transport)
-        self.recorder = recorder
+        self.sink = sink
         self.progress = progress
         self.recording = recording
         self.threshold_group = _threshold_group(config, tensor_parallel)
@@ -109,7 +109,7 @@ class GradientReducer:
         self.selector = Selector(
             config.compression, residuals, transport.rank, self.buffers, method
         )
-        self.stragglers = StragglerWatch(config, transport, recorder)
+        self.stragglers = StragglerPolicy(config, transport, sink)
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Makes what schemes need of all buckets at once, before the first of them is started.
@@ -189,7 +189,7 @@ class GradientReducer:
             bucket.name, lambda: run(bucket, plan, step, record), timer, on_done
         )
         self.stragglers.launched(self.progress)
-        return PendingReduction(pending, record, self.recorder)
+        return PendingReduction(pending, record, self.sink)
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`: the planner's, and whom the bucket goes on without."""
@@ -234,7 +234,7 @@ class GradientReducer:
         record.thresholds_R = self.selector.thresholds_R
         if self.recording.wants(step + 1, Kind.SELECTED):
             selected_N = selected_values(bucket, message, self.buffers)
-            self.recording.record(bucket.name, step + 1, Kind.SELECTED, selected_N)
+            self.recording.write(bucket.name, step + 1, Kind.SELECTED, selected_N)
         yield GATE
         options = yield from self._decide(bucket, plan, record)
         yield from self._share(bucket, plan, step, message, record)
@@ -271,7 +271,7 @@ class GradientReducer:
     def _prepare(self, bucket: Bucket, step: int, timer: StageTimer) -> None:
         """Averages; and records the gradient where it is wanted. Iterations count from 1."""
         _average(bucket, timer)
-        self.recording.record(bucket.name, step + 1, Kind.GRADIENT, bucket.grad_N)
+        self.recording.write(bucket.name, step + 1, Kind.GRADIENT, bucket.grad_N)
 
     def _decide(
         self, bucket: Bucket, plan: Plan, record: BucketRecord

@@ -21,7 +21,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.formats.row_sparse import RowSparse, check_coo
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
-from megatron_sparse.recording import BucketRecord, NullRecorder, Recorder, StageTimer
+from megatron_sparse.recording import BucketRecord, NullSink, RecordSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 
@@ -34,11 +34,11 @@ class PendingRowSparse:
         reduced: the result, null until it is there and after a failure.
     """
 
-    def __init__(self, record: BucketRecord, recorder: Recorder) -> None:
+    def __init__(self, record: BucketRecord, sink: RecordSink) -> None:
         self.record = record
         self.reduced: torch.Tensor | None = None
         self.pending: Pending | None = None
-        self._recorder = recorder
+        self._sink = sink
 
     def wait(self) -> torch.Tensor:
         """Blocks until the result is there.
@@ -59,8 +59,8 @@ class PendingRowSparse:
                 part.record_stream(torch.cuda.current_stream(part.device))
         done = self.pending
         self.record.end(done.finished_s, done.host_cpu_s, done.host_wall_s)
-        self._recorder.record_stage("host_wait", time.perf_counter() - start_s)
-        self._recorder.record_bucket(self.record)
+        self._sink.record_stage("host_wait", time.perf_counter() - start_s)
+        self._sink.record_bucket(self.record)
         return self.reduced
 
 
@@ -69,7 +69,7 @@ class RowSparseReducer:
 
     Args:
         transport: the group.
-        recorder: told about each gradient by the thread that waits for it.
+        sink: told about each gradient by the thread that waits for it.
         progress: drives the phases; may be shared with other reducers.
         way: how rows travel, the same on every rank.
     """
@@ -77,13 +77,13 @@ class RowSparseReducer:
     def __init__(
         self,
         transport: Transport,
-        recorder: Recorder,
+        sink: RecordSink,
         progress: ProgressThread,
         way: Way = Way.AUTO,
     ) -> None:
         self.transport = transport
         self.buffers = MessageBuffers()
-        self._recorder = recorder
+        self._sink = sink
         self._progress = progress
         self._way = way
 
@@ -125,7 +125,7 @@ class RowSparseReducer:
             timer=StageTimer(gradient.device),
             launched_s=time.perf_counter(),
         )
-        handle = PendingRowSparse(record, self._recorder)
+        handle = PendingRowSparse(record, self._sink)
         handle.pending = self._progress.submit(
             name,
             lambda: self._run(handle, gradient, reduction),
@@ -225,7 +225,7 @@ def row_sparse_all_reduce(
         )
     transport = ProcessGroupTransport(members, timeout_s, gradient.device)
     progress = ProgressThread(gradient.device, timeout_s)
-    reducer = RowSparseReducer(transport, NullRecorder(), progress)
+    reducer = RowSparseReducer(transport, NullSink(), progress)
     pending = reducer.start(name, gradient, Reduction(op), step=0)
     alone = PendingAlone(pending, transport, progress)
     return alone if async_op else alone.wait()

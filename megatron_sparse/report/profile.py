@@ -1,4 +1,4 @@
-"""`megatron-sparse profile`: what a recording of gradients says about their sparsity.
+"""`megatron-sparse profile`: what a gradient dump says about their sparsity.
 
 The table has a line for each bucket and one for all of them (the buckets one after the other; for
 the imbalance, the sum of what each server gets of every bucket); its numbers are means over the
@@ -27,7 +27,7 @@ from megatron_sparse.sparsity.characteristics import (
     nonzero_elements,
     profile_of_elements,
 )
-from megatron_sparse.sparsity.gradient_recording import GradientRecording, Kind
+from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 ALL = "all"
 """The line of all buckets of a group together."""
@@ -79,7 +79,7 @@ def run(
     """Prints the table; draws the figures where they are asked for.
 
     Args:
-        path: a run's folder, or a recording.
+        path: a run's folder, or a dump.
         kind: `gradient` or `selected`; None takes what was selected where that was recorded.
         density: select this fraction of each rank's gradient, by magnitude, before looking.
         out: folder for PNG and CSV.
@@ -88,19 +88,19 @@ def run(
         A JSON object for each bucket and iteration.
 
     Raises:
-        ProfileError: the recording is missing, incomplete or damaged.
+        ProfileError: the dump is missing, incomplete or damaged.
         ConfigError: a value is wrong.
         DependencyError: matplotlib is missing, and figures are asked for.
     """
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} cannot be made", expected="a folder", got="a file")
-    recording = GradientRecording.open(path)
-    chosen = _kind(recording, kind, density)
-    samples = list(samples_of(recording, chosen, density))
+    dump = GradientDump.open(path)
+    chosen = _kind(dump, kind, density)
+    samples = list(samples_of(dump, chosen, density))
     what = "what was selected" if chosen is Kind.SELECTED else "gradients before selection"
     if density is not None:
         what = f"the largest {density:.3%} of each rank's gradient"
-    print_table(samples, f"{path}: {what}; iterations {_listed(recording.iterations)}")
+    print_table(samples, f"{path}: {what}; iterations {_listed(dump.iterations)}")
     if out is not None:
         from megatron_sparse.simulate import profiled
 
@@ -110,7 +110,7 @@ def run(
     return [sample.line(chosen) for sample in samples]
 
 
-def _kind(recording: GradientRecording, kind: str | None, density: float | None) -> Kind:
+def _kind(dump: GradientDump, kind: str | None, density: float | None) -> Kind:
     if density is not None:
         in_range("--density", density, 0, 1, low_open=True)
         if kind == Kind.SELECTED:
@@ -123,8 +123,8 @@ def _kind(recording: GradientRecording, kind: str | None, density: float | None)
     if kind is not None:
         one_of("--kind", kind, tuple(Kind))
         return Kind(kind)
-    first = recording.iterations[0]
-    found = {k for bucket in recording.buckets for k in recording.kinds(first, bucket)}
+    first = dump.iterations[0]
+    found = {k for bucket in dump.buckets for k in dump.kinds(first, bucket)}
     return Kind.SELECTED if Kind.SELECTED in found else Kind.GRADIENT
 
 
@@ -133,13 +133,11 @@ def _listed(iterations: Sequence[int]) -> str:
     return ", ".join(shown) + (f" and {len(iterations) - 8} more" if len(iterations) > 8 else "")
 
 
-def samples_of(
-    recording: GradientRecording, kind: Kind, density: float | None = None
-) -> Iterator[Sample]:
+def samples_of(dump: GradientDump, kind: Kind, density: float | None = None) -> Iterator[Sample]:
     """Every bucket of every iteration that has it, and after a group's buckets all together.
 
     Args:
-        recording: where from.
+        dump: where from.
         kind: what of it. A bucket that was synchronised densely has nothing selected.
         density: see `run`.
 
@@ -147,12 +145,12 @@ def samples_of(
         ProfileError: nothing of the kind was recorded, or a file is missing or damaged.
     """
     found = False
-    for iteration in recording.iterations:
+    for iteration in dump.iterations:
         groups: dict[str, list[Sample]] = {}
-        for name, bucket in recording.buckets.items():
-            if kind not in recording.kinds(iteration, name):
+        for name, bucket in dump.buckets.items():
+            if kind not in dump.kinds(iteration, name):
                 continue
-            gradients = recording.read(iteration, name, kind)
+            gradients = dump.read(iteration, name, kind)
             if density is not None:
                 gradients = [largest(gradient, density) for gradient in gradients]
             sample = _sample(iteration, name, gradients)
@@ -163,9 +161,9 @@ def samples_of(
             yield _together(iteration, ALL if len(groups) == 1 else f"{group}/{ALL}", members)
     if not found:
         raise ProfileError(
-            f"{recording.folder} holds no {kind} gradients",
+            f"{dump.folder} holds no {kind} gradients",
             expected="tracking.record_gradients=both in the run",
-            got=f"iterations {_listed(recording.iterations)} without",
+            got=f"iterations {_listed(dump.iterations)} without",
             remedy="--kind takes the other; or record again",
         )
 

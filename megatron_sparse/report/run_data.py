@@ -24,8 +24,8 @@ from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan
 from megatron_sparse.recording import STAGES, ReadinessRecord
 from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
-from megatron_sparse.sparsity.gradient_recording import FOLDER as GRADIENTS
-from megatron_sparse.sparsity.gradient_recording import GradientRecording, Kind
+from megatron_sparse.sparsity.gradient_dump import FOLDER as GRADIENTS
+from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import RunHistory
@@ -310,13 +310,13 @@ def _recorded_profiles(folder: Path, gaps: list[str]) -> tuple[dict[str, Sparsit
     """Exact ones, of the last recorded iteration: reads as much as the ranks have written in it."""
     profiles: dict[str, SparsityProfile] = {}
     try:
-        recording = GradientRecording.open(folder)
-        iteration = recording.iterations[-1]
-        for name in recording.buckets:
-            kinds = recording.kinds(iteration, name)
+        dump = GradientDump.open(folder)
+        iteration = dump.iterations[-1]
+        for name in dump.buckets:
+            kinds = dump.kinds(iteration, name)
             if kinds:
                 kind = Kind.SELECTED if Kind.SELECTED in kinds else Kind.GRADIENT
-                profiles[name] = profile_of(recording.read(iteration, name, kind))
+                profiles[name] = profile_of(dump.read(iteration, name, kind))
     except ProfileError as error:
         gaps.append(f"{error.what}: {_one_line(error.got)}")
         return {}, ""

@@ -1,6 +1,6 @@
 """Where the measurements go: breakdown, JSON lines, TensorBoard, W&B, the final table.
 
-The reducer never imports this package; it is handed a `RunTelemetry` as its `Recorder`.
+The reducer never imports this package; it is handed a `RunTelemetry` as its `RecordSink`.
 """
 
 from megatron_sparse.telemetry.breakdown import IterationBreakdown, iteration_breakdown

@@ -1,4 +1,4 @@
-"""The recorder of a training run: collects, adds up, writes files and feeds the dashboards."""
+"""The sink of a training run: collects, adds up, writes files and feeds the dashboards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PlanRows = Callable[[], Sequence[Mapping[str, Any]]]
 
 
 class RunTelemetry:
-    """Implements `recording.Recorder` for one process of a training run.
+    """Implements `recording.RecordSink` for one process of a training run.
 
     Every rank may have one and gets breakdowns from it; files, dashboards and the table are the
     writer's alone. All methods belong to the training thread.

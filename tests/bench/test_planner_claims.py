@@ -14,7 +14,7 @@ from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run.local_ranks import command_line, run_loopback
 from megatron_sparse.sparsity.characteristics import profile_of
-from megatron_sparse.sparsity.gradient_recording import GradientRecorder, Kind
+from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
 
 NUMEL, FULL = 2**16, 2**24
 ZEN_OWN = ("zen", "ssar_rd")
@@ -57,12 +57,12 @@ def test_a_recording_is_tried_on_its_largest_sparse_bucket(tmp_path):
     generator = torch.Generator().manual_seed(0)
     positions = torch.randperm(NUMEL, generator=generator)
     for rank in range(4):
-        recorder = GradientRecorder(tmp_path / "run", [7], rank=rank, world_size=4)
+        writer = GradientDumpWriter(tmp_path / "run", [7], rank=rank, world_size=4)
         embedding = torch.zeros(NUMEL)
         embedding[positions[: NUMEL // 50]] = 1.0 + rank
-        recorder.record("embedding", 7, Kind.GRADIENT, embedding)
-        recorder.record("small", 7, Kind.GRADIENT, torch.zeros(64))
-        recorder.record("layer", 7, Kind.GRADIENT, torch.ones(2 * NUMEL))
+        writer.write("embedding", 7, Kind.GRADIENT, embedding)
+        writer.write("small", 7, Kind.GRADIENT, torch.zeros(64))
+        writer.write("layer", 7, Kind.GRADIENT, torch.ones(2 * NUMEL))
     (workload,) = cases.recorded(tmp_path / "run")
     assert (workload.numel, workload.most_ranks) == (NUMEL, 4)
     gradient = workload.gradients(4)[3]
@@ -161,7 +161,7 @@ def test_it_fails_when_the_claim_does(monkeypatch, capsys):
         (("--op", "x"), "--op"),
         (("--clusters", "mars"), "--clusters"),
         (("--schemes", "x"), "planner.schemes"),
-        (("--recording", "nowhere"), "no recording"),
+        (("--recording", "nowhere"), "no gradient dump"),
     ],
 )
 def test_wrong_arguments_are_one_error(capsys, arguments, word):

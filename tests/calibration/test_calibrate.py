@@ -14,7 +14,6 @@ import torch
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration import command as runner
 from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
-from megatron_sparse.calibration.links import LinkSweep, fit_link, measure_links
 from megatron_sparse.calibration.threshold_sweep import (
     RingRuns,
     SweepCase,
@@ -26,6 +25,7 @@ from megatron_sparse.cli import main
 from megatron_sparse.config.sparse import RING_DENSITIES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.cluster import ClusterModel, CodecOp, find
+from megatron_sparse.planner.link_timing import LinkSweep, fit_link, measure_links
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Link, Topology, VirtualCluster

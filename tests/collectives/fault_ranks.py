@@ -16,7 +16,7 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import NullRecorder
+from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import ProcessGroupTransport
@@ -73,7 +73,7 @@ class Side:
             wrapped,
             FixedPlanner(config.compression, config.scheme),
             ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED),
-            NullRecorder(),
+            NullSink(),
             self.progress,
         )
 

@@ -26,7 +26,7 @@ from megatron_sparse.errors import (
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.formats.row_record import SECTIONS_AT, RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
-from megatron_sparse.recording import NullRecorder
+from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.row_sparse import RowSparseReducer
 from megatron_sparse.reference import row_sparse as oracle
@@ -311,7 +311,7 @@ def _disagree(rank, world_size):
         )
         progress = ProgressThread(torch.device("cpu"), 10)
         transport = ProcessGroupTransport(dist.group.WORLD, 10, torch.device("cpu"))
-        reducer = RowSparseReducer(transport, NullRecorder(), progress)
+        reducer = RowSparseReducer(transport, NullSink(), progress)
         gradient = _gradient(rank, *other, 4, torch.bfloat16 if what == "dtype" and rank else dtype)
         pending = reducer.start(
             "wte",

@@ -21,7 +21,7 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import BucketRecord, NullRecorder, StageTimer
+from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport, VirtualCluster
@@ -82,7 +82,7 @@ class Rank:
             cast("Transport", transport),
             planner_of(config, logs=False),
             ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
-            NullRecorder(),
+            NullSink(),
             cast("ProgressThread", None),
         )
         self.transport, self.bucket = transport, bucket_of(op, dtype, transport.world_size)

@@ -14,7 +14,7 @@ from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import BucketRecord, NullRecorder, StageTimer
+from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import VirtualCluster
@@ -63,7 +63,7 @@ class Ranks:
                 transport,
                 planner_of(config, logs=False),
                 ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
-                NullRecorder(),
+                NullSink(),
                 cast("ProgressThread", None),
             )
             for transport in self._cluster.transports

@@ -21,7 +21,7 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import PEER_WINDOWS, PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, HostError
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import NullRecorder, StageTimer
+from megatron_sparse.recording import NullSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, Job, Pending, ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport
@@ -126,7 +126,7 @@ class Rank:
             cast("Transport", transport),
             planner_of(config, logs=False),
             self.residuals,
-            NullRecorder(),
+            NullSink(),
             cast("ProgressThread", Inline(encoder)),
         )
 

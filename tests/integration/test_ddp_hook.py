@@ -19,7 +19,7 @@ from megatron_sparse.errors import (
     ConfigError,
     HostError,
 )
-from megatron_sparse.recording import NullRecorder
+from megatron_sparse.recording import NullSink
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ CAP_MB = 0.02
 """So small that DDP makes more buckets than one when it makes them anew."""
 
 
-class Names(NullRecorder):
+class Names(NullSink):
     """Remembers which buckets there were in which step."""
 
     def __init__(self):
@@ -57,7 +57,7 @@ def _inputs(rank, step):
     return [torch.randint(-9, 10, s, generator=generator).float() for s in Linear.SHAPES]
 
 
-def _ddp(model, hook, state_dict=None, recorder=None, **options):
+def _ddp(model, hook, state_dict=None, sink=None, **options):
     """The model in DDP, with the hook if there are options for it."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -67,7 +67,7 @@ def _ddp(model, hook, state_dict=None, recorder=None, **options):
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, **wrapper)
     if not hook:
         return ddp, None
-    state = megatron_sparse.DDPState(ddp, recorder=recorder, **options)
+    state = megatron_sparse.DDPState(ddp, sink=sink, **options)
     if state_dict is not None:
         state.load_state_dict(state_dict)
     ddp.register_comm_hook(state, megatron_sparse.ddp_hook)
@@ -138,8 +138,8 @@ def _conserve(rank, world_size):
 
 
 def _balances(rank, world_size, static_graph):
-    recorder = Names()
-    ddp, state = _ddp(Linear(), True, recorder=recorder, static_graph=static_graph, **PRUNED)
+    sink = Names()
+    ddp, state = _ddp(Linear(), True, sink=sink, static_graph=static_graph, **PRUNED)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     total = [torch.zeros(shape) for shape in Linear.SHAPES]
     balances = []
@@ -156,7 +156,7 @@ def _balances(rank, world_size, static_graph):
         applied = [-weight.detach().clone() for weight in ddp.module.weights]
         balances.append((applied, residuals, [sum_.clone() for sum_ in total]))
     state.close()
-    return balances, recorder.seen
+    return balances, sink.seen
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_sparse import errors
 from megatron_sparse.cli import main
-from megatron_sparse.sparsity.gradient_recording import FOLDER, GradientRecorder
+from megatron_sparse.sparsity.gradient_dump import FOLDER, GradientDumpWriter
 from tests.integration.doc_commands import (
     FENCE,
     PAGES,
@@ -161,9 +161,9 @@ def workplace(tmp_path, monkeypatch):
                 for rank in range(2):
                     values = torch.zeros(4096)
                     values[rank::64] = 1.0
-                    recorder = GradientRecorder(folder, [5], rank=rank, world_size=2)
+                    writer = GradientDumpWriter(folder, [5], rank=rank, world_size=2)
                     for kind in ("gradient", "selected"):
-                        recorder.record("dense0.0", 5, kind, values)
+                        writer.record("dense0.0", 5, kind, values)
 
     return prepare
 

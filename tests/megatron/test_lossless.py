@@ -13,7 +13,7 @@ import torch
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from megatron_sparse.recording import NullRecorder
+from megatron_sparse.recording import NullSink
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 600
@@ -34,7 +34,7 @@ FORMS = {
 }
 
 
-class _Sent(NullRecorder):
+class _Sent(NullSink):
     """Bytes that this rank sent."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def _train(rank, setting, **options):
     from megatron_sparse.megatron.small_gpt import SmallGPT
 
     toy, sent = SmallGPT(setting), _Sent()
-    attachment = attach(toy.ddp, toy.optimizer, recorder=sent, **(AT_TARGET | options))
+    attachment = attach(toy.ddp, toy.optimizer, sink=sent, **(AT_TARGET | options))
     gradient = None
     for _ in range(STEPS):
         toy.gradients(toy.batch())

@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.recording import NullRecorder
+from megatron_sparse.recording import NullSink
 from megatron_sparse.transport.nccl_errors import ENVIRONMENT, Looks
 
 FAILED: Any = SimpleNamespace(get_error=lambda: SimpleNamespace(name="TIMEOUT"))
@@ -26,7 +26,7 @@ def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
         monkeypatch.setenv(name, value)
     found = Attachment.__new__(Attachment)
     found.config = SparseConfig()
-    found.recorder = NullRecorder()
+    found.sink = NullSink()
     found.unit = cast("Any", SimpleNamespace(per_token=False, bind=lambda optimizer: None))
     found.method = cast("Any", SimpleNamespace(stores={}))
     found.looks = Looks(

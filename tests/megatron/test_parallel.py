@@ -11,7 +11,7 @@ import torch
 
 from megatron_sparse.compression.threshold import KEEP_ALL
 from megatron_sparse.megatron import cpu_mode
-from megatron_sparse.recording import NullRecorder
+from megatron_sparse.recording import NullSink
 from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of
 from tests.ranks import run_ranks
 
@@ -70,7 +70,7 @@ ONE_RANK = Layout(tensor=2, pipeline=2)
 FORCED = [Layout(ddp=OVERLAP), Layout(ddp=SHARDED), Layout(ddp=SHARDED | OVERLAP)]
 
 
-class Records(NullRecorder):
+class Records(NullSink):
     """Adds up what the buckets sent and would have sent, and keeps the thresholds."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ def _train(layout, **plugin):
     model, sent = ParallelGPT(layout), Records()
     attachment = None
     if plugin:
-        attachment = attach(model.chunks, model.optimizer, recorder=sent, **AT_TARGET, **plugin)
+        attachment = attach(model.chunks, model.optimizer, sink=sent, **AT_TARGET, **plugin)
     losses = [model.step() for _ in range(STEPS)]
     result = {"losses": losses, "weights": model.weights(), "sent": sent, "model": model}
     if attachment is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.sparsity.gradient_recording import GradientRecording, Kind
+from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from tests.megatron.checkpoint_cases import saved_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,7 +156,7 @@ def test_nan_in_one_gradient_ends_in_megatrons_own_error(tmp_path):
 
 def _check_recording(run: Path) -> None:
     """The first iteration was dense; in the second, what was selected is less than the gradient."""
-    recording = GradientRecording.open(run)
+    recording = GradientDump.open(run)
     assert recording.iterations == [1, 2]
     assert len(recording.buckets) > 2
     for name in recording.buckets:

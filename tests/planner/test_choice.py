@@ -19,7 +19,7 @@ from megatron_sparse.planner import FixedPlanner, choice
 from megatron_sparse.planner.cluster import find
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.pinned import PinnedPlanner
-from megatron_sparse.recording import NullRecorder
+from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.simulate.gradients import fully_overlapping, uniform
@@ -333,9 +333,9 @@ def _train(rank, world_size, steps):
     planner = planner_of(config, logs=False)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     records = []
-    recorder = NullRecorder()
-    recorder.record_bucket = records.append
-    reducer = GradientReducer(config, transport, planner, residuals, recorder, progress)
+    sink = NullSink()
+    sink.record_bucket = records.append
+    reducer = GradientReducer(config, transport, planner, residuals, sink, progress)
     errors = []
     for step in range(steps):
         pending = []

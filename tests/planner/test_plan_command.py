@@ -10,7 +10,7 @@ import torch
 from megatron_sparse.cli import main
 from megatron_sparse.planner.plan_rows import largest
 from megatron_sparse.simulate.gradients import fully_overlapping
-from megatron_sparse.sparsity.gradient_recording import GradientRecorder, Kind
+from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
 from tests.planner.planned import NUMEL, a_bucket, a_planner
 
 KEYS = {"bucket", "numel", "density", "predicted_us", "chosen", "reason"}
@@ -76,8 +76,8 @@ def test_a_run_as_it_was_written_and_on_another_cluster(tmp_path, capsys):
 def test_a_recording(tmp_path, capsys):
     gradients = fully_overlapping(NUMEL, 0.02)
     for rank in range(2):
-        recorder = GradientRecorder(tmp_path, [1], rank=rank, world_size=2)
-        recorder.record("w", 1, Kind.GRADIENT, gradients.gradient(rank))
+        writer = GradientDumpWriter(tmp_path, [1], rank=rank, world_size=2)
+        writer.write("w", 1, Kind.GRADIENT, gradients.gradient(rank))
     out = tmp_path / "out.jsonl"
     where = ("--recording", tmp_path, "--cluster", "ethernet_25gbit", *FEW, "--json", out)
     assert run(*where) == 0
@@ -104,7 +104,7 @@ def test_the_largest_elements():
         (("--bucket-bytes", "1M", "--ranks", "2", "--cluster", "atlantis"), "no cluster"),
         (("runs/x", "--ranks", "4"), "needs a cluster"),
         (("no_such_run",), "is no plan"),
-        (("--recording", "no_such", "--cluster", "perlmutter"), "no recording"),
+        (("--recording", "no_such", "--cluster", "perlmutter"), "no gradient dump"),
         (("runs/x", "--cluster", "perlmutter", "--schemes", "magic"), "planner.schemes"),
         (("runs/x", "--op", "broadcast"), "--op"),
     ],

@@ -10,7 +10,7 @@ from megatron_sparse.compression.threshold import KEEP_ALL
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import NullRecorder, StageTimer
+from megatron_sparse.recording import NullSink, StageTimer
 from megatron_sparse.reduction.group_threshold import group_threshold
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
@@ -96,7 +96,7 @@ def _reduce(rank, world_size):
         transports[0],
         planner_of(config, logs=False),
         residuals,
-        NullRecorder(),
+        NullSink(),
         progress,
         tensor_parallel=transports[1],
     )
@@ -130,7 +130,7 @@ def test_it_is_refused_where_there_is_no_group_or_no_common_plan():
             VirtualCluster(1).transports[0],
             planner_of(config, logs=False),
             None,
-            NullRecorder(),
+            NullSink(),
             None,
         )
     with pytest.raises(ConfigError, match="the same plan on the whole group"):

@@ -45,7 +45,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Records:
-    """A recorder that keeps everything."""
+    """A sink that keeps everything."""
 
     def __init__(self):
         self.buckets: list[BucketRecord] = []

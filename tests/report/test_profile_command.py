@@ -17,7 +17,7 @@ from megatron_sparse.report import profile as profile_report
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.simulate import profiled
 from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
-from megatron_sparse.sparsity.gradient_recording import GradientRecorder, GradientRecording, Kind
+from megatron_sparse.sparsity.gradient_dump import GradientDump, GradientDumpWriter, Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
@@ -38,14 +38,12 @@ def recorded(tmp_path):
     """Two iterations of two buckets on four ranks; the second has a selection, too."""
     folder = tmp_path / "recording"
     for rank in range(RANKS):
-        recorder = GradientRecorder(folder, [1, 5], rank=rank, world_size=RANKS)
+        writer = GradientDumpWriter(folder, [1, 5], rank=rank, world_size=RANKS)
         for name, model in MODELS.items():
             for iteration in (1, 5):
                 gradient = model.gradient(10 * iteration + rank)
-                recorder.record(name, iteration, Kind.GRADIENT, gradient)
-                recorder.record(
-                    name, iteration, Kind.SELECTED, profile_report.largest(gradient, 0.01)
-                )
+                writer.write(name, iteration, Kind.GRADIENT, gradient)
+                writer.write(name, iteration, Kind.SELECTED, profile_report.largest(gradient, 0.01))
     return folder
 
 
@@ -100,7 +98,7 @@ def test_the_figures_show_the_numbers_of_the_samples(recorded, tmp_path, capsys)
     files = sorted(path.name for path in (tmp_path / "f").iterdir())
     assert files == sorted(f"{name}.{end}" for name in names for end in ("csv", "png"))
     rows = {name: list(csv.DictReader((tmp_path / "f" / f"{name}.csv").open())) for name in names}
-    samples = list(profile_report.samples_of(GradientRecording.open(recorded), Kind.GRADIENT))
+    samples = list(profile_report.samples_of(GradientDump.open(recorded), Kind.GRADIENT))
 
     def of(name, panel, series):
         return [
@@ -151,7 +149,7 @@ def test_a_large_bucket_is_thinned_evenly():
 
 
 def test_a_model_and_a_measurement_are_labelled_as_such(recorded):
-    samples = list(profile_report.samples_of(GradientRecording.open(recorded), Kind.GRADIENT))
+    samples = list(profile_report.samples_of(GradientDump.open(recorded), Kind.GRADIENT))
     labels = {figure.number: figure.label for figure in profiled.figures(samples)}
     assert "model" in labels[8]
     assert "measured" in labels[16]
@@ -161,7 +159,7 @@ def test_a_model_and_a_measurement_are_labelled_as_such(recorded):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["no/such/folder"], ["no recording", "record_gradients_iters"]),
+        (["no/such/folder"], ["no gradient dump", "record_gradients_iters"]),
         (["{}", "--kind", "whole"], ["--kind", "gradient | selected"]),
         (["{}", "--density", "0"], ["--density"]),
         (["{}", "--density", "0.1", "--kind", "selected"], ["--density selects from gradients"]),
@@ -178,7 +176,7 @@ def test_mistakes(recorded, capsys, arguments, words):
 
 
 def test_a_kind_that_was_not_recorded(tmp_path, capsys):
-    GradientRecorder(tmp_path, [1]).record("b", 1, Kind.GRADIENT, torch.ones(8))
+    GradientDumpWriter(tmp_path, [1]).write("b", 1, Kind.GRADIENT, torch.ones(8))
     assert run("profile", tmp_path, "--kind", "selected") == 2
     assert "no selected gradients" in capsys.readouterr().err
 
@@ -199,11 +197,11 @@ def test_examples_record_naturally_sparse_gradients(script, embeddings, tmp_path
     monkeypatch.setattr(sys, "argv", [str(path), "--out", str(tmp_path), *options])
     with torch.random.fork_rng():
         runpy.run_path(str(path), run_name="__main__")
-    recording = GradientRecording.open(tmp_path)
-    assert recording.iterations == [2]
-    assert set(recording.buckets) == embeddings | {"others"}
+    dump = GradientDump.open(tmp_path)
+    assert dump.iterations == [2]
+    assert set(dump.buckets) == embeddings | {"others"}
     for name in embeddings:
-        profile = profile_of(recording.read(2, name))
+        profile = profile_of(dump.read(2, name))
         # A batch of eight touches few rows; workers share common words, and not all.
         assert 0 < profile.density < 0.05
         assert 1 < profile.densification[2] < 2

@@ -18,7 +18,7 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import BucketRecord, NullRecorder, StageTimer
+from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
 from megatron_sparse.transport import Transport
 
 Exchange = Callable[[], Steps]
@@ -83,13 +83,13 @@ class HalvedPath:
         )
 
 
-class LastRecord(NullRecorder):
+class LastRecord(NullSink):
     """Keeps what was told of the last bucket."""
 
     record: BucketRecord
 
     def record_bucket(self, record: BucketRecord) -> None:
-        """See `Recorder`."""
+        """See `RecordSink`."""
         self.record = record
 
 

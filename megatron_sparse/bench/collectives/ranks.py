@@ -100,11 +100,11 @@ class RankBench(RankGroup):
     def _check(self, case: Case) -> tuple[int, str]:
         """Wrong elements on all ranks, and the scheme that the planner took."""
         residuals = new_residuals()
-        reducer, recorder = self._reducer(case, residuals)
+        reducer, sink = self._reducer(case, residuals)
         wrong = self._count_wrong(
             case, residuals, lambda bucket, step: reducer.start(bucket, step).wait()
         )
-        return wrong, recorder.record.scheme
+        return wrong, sink.record.scheme
 
     def _count_wrong(
         self, case: Case, residuals: ResidualStore, synchronise: Callable[[Bucket, int], None]
@@ -161,11 +161,11 @@ class RankBench(RankGroup):
 
     def _whole_path(self, case: Case, bucket: Bucket) -> Callable[[int], dict[str, float]]:
         """Runs a step through the reducer; returns its figures."""
-        reducer, recorder = self._reducer(case, new_residuals())
+        reducer, sink = self._reducer(case, new_residuals())
 
         def run(step: int) -> dict[str, float]:
             total_us = self._timed(lambda: reducer.start(bucket, step).wait())
-            record = recorder.record
+            record = sink.record
             sent = {"wire_bytes": record.wire_bytes, "nnz": record.nnz}
             return {
                 "total": total_us,
@@ -202,15 +202,13 @@ class RankBench(RankGroup):
 
     def _reducer(self, case: Case, residuals: ResidualStore) -> tuple[GradientReducer, LastRecord]:
         config = case.config(self._sweep, straggler=self.world_size - 1)
-        recorder = LastRecord()
+        sink = LastRecord()
         planner = FixedPlanner(config.compression, config.scheme)
-        reducer = GradientReducer(
-            config, self._transport, planner, residuals, recorder, self._progress
-        )
+        reducer = GradientReducer(config, self._transport, planner, residuals, sink, self._progress)
         dtype = VALUE_DTYPES[case.dtype]
         grad_N = torch.empty(case.numel, dtype=dtype, device=self._device)
         reducer.prepare([case.bucket(grad_N, self.world_size)])
-        return reducer, recorder
+        return reducer, sink
 
     def _dense(self, case: Case, values_N: torch.Tensor) -> None:
         """What training without the plugin does."""

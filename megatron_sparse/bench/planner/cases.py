@@ -1,7 +1,7 @@
 """What the planner is tried on: gradients of several kinds, on several clusters and group sizes.
 
 Gradients are those of `simulate.gradients`, with the densities and overlaps that ZEN reports for
-natural sparsity and that top-k selection has at 99 %; or those of a recording.
+natural sparsity and that top-k selection has at 99 %; or those of a gradient dump.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.simulate import gradients
 from megatron_sparse.simulate.gradients import GradientModel
-from megatron_sparse.sparsity.gradient_recording import GradientRecording, Kind
+from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 ROW_NUMEL = 64
 """Of an embedding; a reduced size needs narrower rows than a real one."""
@@ -90,20 +90,20 @@ def _model(kind: str, numel: int) -> GradientModel:
 
 
 def recorded(path: Path) -> list[Workload]:
-    """The largest sparse bucket of a recording's last iteration; the largest if none is sparse.
+    """The largest sparse bucket of a dump's last iteration; the largest if none is sparse.
 
     Raises:
-        ProfileError: there is no recording, or it is damaged.
+        ProfileError: there is no dump, or it is damaged.
     """
-    recording = GradientRecording.open(path)
-    iteration = recording.iterations[-1]
+    dump = GradientDump.open(path)
+    iteration = dump.iterations[-1]
 
     def read(name: str) -> list[torch.Tensor]:
-        kinds = recording.kinds(iteration, name)
+        kinds = dump.kinds(iteration, name)
         kind = Kind.SELECTED if Kind.SELECTED in kinds else Kind.GRADIENT
-        return [g.to_dense().float() for g in recording.read(iteration, name, kind)]
+        return [g.to_dense().float() for g in dump.read(iteration, name, kind)]
 
-    found = max(map(read, recording.buckets), key=lambda ranks: (_is_sparse(ranks), len(ranks[0])))
+    found = max(map(read, dump.buckets), key=lambda ranks: (_is_sparse(ranks), len(ranks[0])))
     return [Workload(path.name, found.__getitem__, found[0].numel(), len(found))]
 
 

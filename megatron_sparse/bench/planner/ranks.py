@@ -25,7 +25,6 @@ from megatron_sparse.bench.planner.command import report
 from megatron_sparse.bench.planner.row import HEADER, PlannerRow, Verdict
 from megatron_sparse.bench.rank_group import as_rank
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.calibration.links import complete
 from megatron_sparse.calibration.measure import QUICK, calibrate
 from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
@@ -33,6 +32,7 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.fingerprint import fingerprint
+from megatron_sparse.planner.link_timing import complete
 from megatron_sparse.planner.prices import candidates, prices_us, runnable, takes_dense
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run.json_lines import write_rows

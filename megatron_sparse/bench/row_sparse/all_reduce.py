@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_sparse.bucket import Reduction
 from megatron_sparse.collectives.row_sparse import Way
 from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.recording import NullRecorder
+from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.row_sparse import RowSparseReducer
 from megatron_sparse.transport import ProcessGroupTransport
@@ -87,7 +87,7 @@ def main() -> None:
     progress = ProgressThread(device, timeout_s)
 
     def ours(way: Way) -> Version:
-        reducer = RowSparseReducer(transport, NullRecorder(), progress, way)
+        reducer = RowSparseReducer(transport, NullSink(), progress, way)
 
         def run(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
             pending = reducer.start("embedding", gradient, Reduction.SUM, step=0)

@@ -33,21 +33,21 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.calibration.links import (
-    QUICK,
-    Links,
-    complete,
-    host_clock,
-    measure_links,
-)
 from megatron_sparse.collectives import POSTED, SCHEMES, Input
 from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, TIMED_STRAGGLER_MODES, SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
 from megatron_sparse.planner import Plan
 from megatron_sparse.planner.cluster import ClusterModel, find
+from megatron_sparse.planner.link_timing import (
+    QUICK,
+    Links,
+    complete,
+    host_clock,
+    measure_links,
+)
 from megatron_sparse.planner.wire_bytes import predicted_bytes
-from megatron_sparse.recording import ReadinessRecord, Recorder, StageTimer
+from megatron_sparse.recording import ReadinessRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
 from megatron_sparse.straggler.critical import (
     SplitTimes,
@@ -101,13 +101,13 @@ class _Measured:
         """See `Work`."""
 
 
-class StragglerWatch:
+class StragglerPolicy:
     """See the module's docstring. Making one is collective in the modes that measure.
 
     Args:
         config: `straggler`, `scheme` and `planner.cluster` are looked at.
         transport: the group.
-        recorder: told when the ranks were ready.
+        sink: told when the ranks were ready.
         links: what its links cost; None takes `planner.cluster`, or measures.
 
     Raises:
@@ -118,13 +118,13 @@ class StragglerWatch:
         self,
         config: SparseConfig,
         transport: Transport,
-        recorder: Recorder,
+        sink: RecordSink,
         links: Links | ClusterModel | None = None,
     ) -> None:
         self._config = config.straggler
         self._scheme = config.scheme
         self._transport = transport
-        self._recorder = recorder
+        self._sink = sink
         self._history = History(config.straggler.history)
         self._arrivals: ArrivalCounter | None = None
         self._link = self._dense = Link(0.0, 0.0)
@@ -183,7 +183,7 @@ class StragglerWatch:
         known, self._agreed = self._agreed, []
         for record in known:
             self._history.add(record.bucket, record.ready_s)
-            self._recorder.record_readiness(record)
+            self._sink.record_readiness(record)
         self._last_step, self._came = self._came, []
         if self._config.inject_rank == self._transport.rank:
             time.sleep(self._config.inject_delay_ms / 1e3)

@@ -1,4 +1,4 @@
-"""Recordings of gradients: what a training run had to synchronise, per iteration, rank and bucket.
+"""Gradient dumps: what a training run had to synchronise, per iteration, rank and bucket.
 
 A folder, one file for each tensor, so that ranks write without knowing of each other and a reader
 takes only what it asks for:
@@ -39,21 +39,21 @@ _ITERATION, _GROUP = re.compile(r"iteration-(\d+)"), re.compile(r"group-(\d+)-(\
 
 
 class Kind(StrEnum):
-    """What of a bucket is recorded: its gradient, or what was selected from it."""
+    """What of a bucket is dumped: its gradient, or what was selected from it."""
 
     GRADIENT = "gradient"
     SELECTED = "selected"
 
 
-class GradientRecorder:
+class GradientDumpWriter:
     """Writes one rank's gradients in some iterations.
 
-    A disk that fails ends the recording, with one line in the log, and not the training.
+    A disk that fails ends the dump, with one line in the log, and not the training.
 
     Args:
-        folder: of the recording; made when something is written.
-        iterations: those that are recorded, as the training loop counts, from 1.
-        kinds: what is recorded.
+        folder: of the dump; made when something is written.
+        iterations: those that are dumped, as the training loop counts, from 1.
+        kinds: what is dumped.
         rank: in the group.
         world_size: of the group.
         first_rank: the group's first global rank.
@@ -61,8 +61,8 @@ class GradientRecorder:
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> GradientRecorder(folder, [1]).record("b", 1, Kind.GRADIENT, torch.tensor([0.0, 2.0]))
-        >>> GradientRecording.open(folder).read(1, "b")[0].to_dense()
+        >>> GradientDumpWriter(folder, [1]).write("b", 1, Kind.GRADIENT, torch.tensor([0.0, 2.0]))
+        >>> GradientDump.open(folder).read(1, "b")[0].to_dense()
         tensor([0., 2.])
     """
 
@@ -83,8 +83,8 @@ class GradientRecorder:
     @classmethod
     def of(
         cls, tracking: TrackingConfig, run_dir: Path | None, ranks: Sequence[int], rank: int
-    ) -> GradientRecorder:
-        """As a run's configuration has it.
+    ) -> GradientDumpWriter:
+        """The writer that a run's configuration asks for.
 
         Args:
             tracking: which iterations, and what of them.
@@ -93,10 +93,10 @@ class GradientRecorder:
             rank: this rank's number in the group.
 
         Raises:
-            ConfigError: there is something to record, and no folder.
+            ConfigError: gradients are to be dumped, and there is no folder.
         """
         if not tracking.record_gradients_iters:
-            return NOT_RECORDING
+            return NO_DUMP
         if run_dir is None:
             raise ConfigError(
                 "tracking.record_gradients_iters needs a run's folder to write to",
@@ -115,10 +115,10 @@ class GradientRecorder:
         )
 
     def wants(self, iteration: int, kind: Kind) -> bool:
-        """Whether `record` would write."""
+        """Whether `write` would write anything."""
         return iteration in self._iterations and kind in self._kinds and not self._is_broken
 
-    def record(self, bucket: str, iteration: int, kind: Kind, values: torch.Tensor) -> None:
+    def write(self, bucket: str, iteration: int, kind: Kind, values: torch.Tensor) -> None:
         """Writes one tensor if it is wanted, over one of the same iteration, if there is.
 
         Args:
@@ -138,10 +138,10 @@ class GradientRecorder:
             os.replace(partial, path)
         except OSError as error:
             self._is_broken = True
-            logger.error("gradients are not recorded any more: %s", error)
+            logger.error("gradients are not dumped any more: %s", error)
 
 
-NOT_RECORDING = GradientRecorder(Path(), ())
+NO_DUMP = GradientDumpWriter(Path(), ())
 """Wants nothing."""
 
 
@@ -166,8 +166,8 @@ def _packed(values: torch.Tensor) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class RecordedBucket:
-    """Where a bucket of a recording lies.
+class DumpedBucket:
+    """Where a bucket of a dump lies.
 
     Attributes:
         name: the bucket's; with the group before it where there is more than one group.
@@ -185,11 +185,11 @@ class RecordedBucket:
         return int(self.group.rsplit("-", 1)[1])
 
 
-class GradientRecording:
-    """Reads what `GradientRecorder` wrote.
+class GradientDump:
+    """Reads what `GradientDumpWriter` wrote.
 
     Attributes:
-        folder: of the recording.
+        folder: of the dump.
         iterations: ascending, those that it holds.
         buckets: by name.
     """
@@ -200,24 +200,24 @@ class GradientRecording:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Opens the folder of a recording, or of a run that has one.
+        """Opens the folder of a dump, or of a run that has one.
 
         Raises:
             ProfileError: there is none.
         """
         folder = path / FOLDER if (path / FOLDER).is_dir() else path
-        recording = cls(folder)
-        if not recording.iterations or not recording.buckets:
+        dump = cls(folder)
+        if not dump.iterations or not dump.buckets:
             raise ProfileError(
-                f"{path} holds no recording of gradients",
+                f"{path} holds no gradient dump",
                 expected=f"a run's folder with {FOLDER}/, or that folder itself",
                 got="no such folder" if not path.is_dir() else "none of its files",
-                remedy="record one: megatron-sparse train tracking.record_gradients_iters=[10,20]",
+                remedy="make one: megatron-sparse train tracking.record_gradients_iters=[10,20]",
             )
-        return recording
+        return dump
 
     @cached_property
-    def buckets(self) -> dict[str, RecordedBucket]:
+    def buckets(self) -> dict[str, DumpedBucket]:
         """Those of any iteration, group by group."""
         found = {
             (file.parent.parent.name, file.name.rsplit(".", 2)[0])
@@ -230,10 +230,10 @@ class GradientRecording:
             (group, stem): f"{group}/{unquote(stem)}" if many else unquote(stem)
             for group, stem in sorted(found)
         }
-        return {name: RecordedBucket(name, *key) for key, name in names.items()}
+        return {name: DumpedBucket(name, *key) for key, name in names.items()}
 
     def kinds(self, iteration: int, bucket: str) -> list[Kind]:
-        """What was recorded of a bucket in an iteration, on its first rank.
+        """What was dumped of a bucket in an iteration, on its first rank.
 
         Raises:
             ProfileError: there is no such iteration or bucket.
@@ -265,7 +265,7 @@ class GradientRecording:
                 f"{self.folder}: iteration {iteration}, bucket {bucket}: the ranks do not fit",
                 expected=f"{sizes[0]} elements on every rank",
                 got=sizes,
-                remedy="record anew: these are files of different models",
+                remedy="dump again: these are files of different models",
             )
         return found
 
@@ -295,20 +295,20 @@ def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
 
 
 def _load(path: Path) -> torch.Tensor:
-    """One file's tensor, checked: a recording may come from somebody else."""
+    """One file's tensor, checked: a dump may come from somebody else."""
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ProfileError(
-            f"a recording of gradients is incomplete: {path} is missing",
+            f"a gradient dump is incomplete: {path} is missing",
             expected="a file of every rank",
             got="no such file",
-            remedy="bring the folders of all nodes together, or record anew",
+            remedy="bring the folders of all nodes together, or dump again",
         ) from None
     except Exception as error:  # damaged bytes lead torch's reader to any kind of error
         raise _damaged(path, "a file that torch.load reads", error) from None
     if not isinstance(held, dict) or held.get("version") != VERSION:
-        raise _damaged(path, f"a recording of version {VERSION}", type(held).__name__)
+        raise _damaged(path, f"a dump of version {VERSION}", type(held).__name__)
     numel, values, indices = (held.get(name) for name in ("numel", "values", "indices"))
     if not isinstance(numel, int) or not isinstance(values, torch.Tensor) or values.dim() != 1:
         raise _damaged(path, "numel and 1-D values", sorted(held))
@@ -335,5 +335,5 @@ def _load(path: Path) -> torch.Tensor:
 def _damaged(path: Path, expected: object, got: object) -> ProfileError:
     first = (str(got).splitlines() or [type(got).__name__])[0]
     return ProfileError(
-        f"{path} is no recorded gradient", expected=expected, got=first, remedy="record anew"
+        f"{path} is no dumped gradient", expected=expected, got=first, remedy="dump again"
     )

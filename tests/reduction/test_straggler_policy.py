@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.calibration.links import Links
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import (
@@ -21,10 +20,11 @@ from megatron_sparse.config.sparse import (
 )
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.planner import FixedPlanner, Plan
-from megatron_sparse.recording import NullRecorder
+from megatron_sparse.planner.link_timing import Links
+from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
-from megatron_sparse.reduction.straggler_watch import StragglerWatch
+from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.straggler.critical import dense_split
 from megatron_sparse.transport import Link, ProcessGroupTransport, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualWork
@@ -45,7 +45,7 @@ def _bucket(op=CollectiveOp.ALL_REDUCE):
     return Bucket("b", torch.ones(NUMEL), [ParameterSlice("w", 0, NUMEL)], op, N)
 
 
-class Readiness(NullRecorder):
+class Readiness(NullSink):
     """Keeps what the watch has agreed on."""
 
     def __init__(self):
@@ -64,10 +64,10 @@ class VirtualGroup:
             straggler=straggler,
         )
         self.cluster = VirtualCluster(N)
-        self.recorders = [Readiness() for _ in range(N)]
-        self.timers = [
-            StragglerWatch(config, transport, recorder, LINKS)
-            for transport, recorder in zip(self.cluster.transports, self.recorders, strict=True)
+        self.sinks = [Readiness() for _ in range(N)]
+        self.policies = [
+            StragglerPolicy(config, transport, sink, LINKS)
+            for transport, sink in zip(self.cluster.transports, self.sinks, strict=True)
         ]
 
     def step(self, number, delays_s, bucket=None, plan=None):
@@ -75,16 +75,16 @@ class VirtualGroup:
         bucket, plan = bucket or _bucket(), plan or _plan("dense")
 
         def start(transport):
-            timer = self.timers[transport.rank]
-            timer.begin_step(number)
+            policy = self.policies[transport.rank]
+            policy.begin_step(number)
             transport.charge(delays_s[transport.rank])
-            adapted = timer.adapt(bucket, plan)
-            straggler = yield from _works(timer.decide(bucket, adapted))
+            adapted = policy.adapt(bucket, plan)
+            straggler = yield from _works(policy.decide(bucket, adapted))
             # Stands for the collective, after which all clocks agree.
             yield transport.all_reduce_(torch.zeros(1))
-            if timer._last_step:
-                yield from _works(timer.agree())
-            return straggler, timer.scheme_of(adapted, straggler)
+            if policy._last_step:
+                yield from _works(policy.agree())
+            return straggler, policy.scheme_of(adapted, straggler)
 
         decisions = set(self.cluster.run(start))
         assert len(decisions) == 1, "all ranks decide alike"
@@ -120,9 +120,9 @@ def test_a_persistent_straggler_is_named_two_steps_after_enough_history():
             "least_delay_ms": pytest.approx(SPLIT.critical_s * 1e3),
         }
         assert timer.report(_bucket(), _plan("agsparse")) is None
-    for recorder in group.recorders:
-        assert [record.step for record in recorder.records] == list(range(8))
-        assert recorder.records[0].waited_s == pytest.approx((delay_s, delay_s, 0, delay_s))
+    for sink in group.sinks:
+        assert [record.step for record in sink.records] == list(range(8))
+        assert sink.records[0].waited_s == pytest.approx((delay_s, delay_s, 0, delay_s))
 
 
 @pytest.mark.parametrize(("factor", "named"), [(0.8, None), (1.3, 1)])
@@ -176,7 +176,7 @@ def test_the_pinned_mode_says_nothing_to_anybody():
     assert group.step(0, _late(0, 9.0)) == (3, "straggler")
     assert group.step(1, [0.0] * N, plan=_plan("direct", 0.01)) == (3, "straggler_direct")
     assert group.step(2, [0.0] * N, plan=_plan("agsparse", 0.01)) == (None, "agsparse")
-    assert not any(recorder.records for recorder in group.recorders)
+    assert not any(sink.records for sink in group.sinks)
     assert not group.cluster.pending_arrivals
 
 
@@ -184,7 +184,7 @@ def test_observing_changes_nothing():
     group = VirtualGroup(StragglerConfig(mode="observe"), scheme="direct")
     for number in range(9):
         assert group.step(number, _late(2, 1.0)) == (None, "dense")
-    assert len(group.recorders[0].records) == 7
+    assert len(group.sinks[0].records) == 7
 
 
 def test_a_reduce_scatter_is_never_worth_it():
@@ -225,7 +225,7 @@ def _gloo_config(mode, scheme, timeout_s=20.0):
     )
 
 
-def _reducer(config, recorder, timeout_s):
+def _reducer(config, sink, timeout_s):
     import torch.distributed as dist
 
     assert dist.group.WORLD is not None
@@ -233,7 +233,7 @@ def _reducer(config, recorder, timeout_s):
     transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     planner = FixedPlanner(config.compression, config.scheme)
-    reducer = GradientReducer(config, transport, planner, residuals, recorder, progress)
+    reducer = GradientReducer(config, transport, planner, residuals, sink, progress)
     return reducer, transport
 
 
@@ -259,8 +259,8 @@ def _train(rank, world_size):
         ("pinned", "straggler_direct"),
         ("pinned", "straggler_direct"),
     ):
-        recorder = Buckets()
-        reducer, transport = _reducer(_gloo_config(mode, scheme), recorder, 20.0)
+        sink = Buckets()
+        reducer, transport = _reducer(_gloo_config(mode, scheme), sink, 20.0)
         sums = []
         for step in range(9):
             buckets = [
@@ -279,7 +279,7 @@ def _train(rank, world_size):
             sums.append([bucket.grad_N.clone() for bucket in buckets])
         reducer.progress.close()
         transport.close()
-        result = (sums, [r.straggler for r in recorder.buckets], recorder.records)
+        result = (sums, [r.straggler for r in sink.buckets], sink.records)
         results.setdefault((mode, scheme), []).append(result)
     left = [t.name for t in threading.enumerate() if "arrivals" in t.name]
     return results, left
@@ -288,7 +288,7 @@ def _train(rank, world_size):
 def _never_come(rank, world_size):
     """Rank 1 does not start the bucket; how the others' waits end, and when."""
     config = _gloo_config("dynamic", "straggler", timeout_s=2.0)
-    reducer, _ = _reducer(config, NullRecorder(), 2.0)
+    reducer, _ = _reducer(config, NullSink(), 2.0)
     if rank == 1:
         time.sleep(4.0)
         return None

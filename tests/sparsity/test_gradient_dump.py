@@ -1,4 +1,4 @@
-"""Recordings of gradients: what is written is what is read, and damage is one typed error."""
+"""Gradient dumps: what is written is what is read, and damage is one typed error."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from megatron_sparse.config.sparse import (
 )
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import NullRecorder
+from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
-from megatron_sparse.sparsity import gradient_recording
-from megatron_sparse.sparsity.gradient_recording import (
+from megatron_sparse.sparsity import gradient_dump
+from megatron_sparse.sparsity.gradient_dump import (
     FOLDER,
-    NOT_RECORDING,
-    GradientRecorder,
-    GradientRecording,
+    NO_DUMP,
+    GradientDump,
+    GradientDumpWriter,
     Kind,
 )
 from megatron_sparse.transport import VirtualCluster
 
 
-def record(folder, gradients, *, iteration=1, bucket="b", kind=Kind.GRADIENT, first_rank=0):
+def write(folder, gradients, *, iteration=1, bucket="b", kind=Kind.GRADIENT, first_rank=0):
     """What a group of ranks writes."""
     for rank, gradient in enumerate(gradients):
-        recorder = GradientRecorder(
+        writer = GradientDumpWriter(
             folder, [iteration], rank=rank, world_size=len(gradients), first_rank=first_rank
         )
-        recorder.record(bucket, iteration, kind, gradient)
+        writer.write(bucket, iteration, kind, gradient)
 
 
 def sparse_vector(numel=100, dtype=torch.float32):
@@ -50,8 +50,8 @@ def sparse_vector(numel=100, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dense_and_sparse_tensors_come_back_bit_for_bit(tmp_path, dtype):
     dense, sparse = torch.arange(100).to(dtype), sparse_vector(dtype=dtype)
-    record(tmp_path, [dense, sparse])
-    first, second = GradientRecording.open(tmp_path).read(1, "b")
+    write(tmp_path, [dense, sparse])
+    first, second = GradientDump.open(tmp_path).read(1, "b")
     assert torch.equal(first, dense)
     assert second.is_sparse
     assert second.dtype == dtype
@@ -62,64 +62,64 @@ def test_an_embeddings_rows_come_back_flat(tmp_path):
     rows = torch.sparse_coo_tensor(
         torch.tensor([[4, 1, 4]]), torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (60, 2)
     )
-    record(tmp_path, [rows])
-    (found,) = GradientRecording.open(tmp_path).read(1, "b")
+    write(tmp_path, [rows])
+    (found,) = GradientDump.open(tmp_path).read(1, "b")
     assert torch.equal(found.to_dense(), rows.to_dense().flatten())
     elements = rows.to_dense().to_sparse()
-    record(tmp_path, [elements])
-    (found,) = GradientRecording.open(tmp_path).read(1, "b")
+    write(tmp_path, [elements])
+    (found,) = GradientDump.open(tmp_path).read(1, "b")
     assert torch.equal(found.to_dense(), rows.to_dense().flatten())
 
 
 def test_what_a_recording_holds(tmp_path):
     name = "chunk0.dense/1.0 ä%"
-    record(tmp_path, [sparse_vector()] * 2, iteration=20, bucket=name)
-    record(tmp_path, [sparse_vector()] * 2, iteration=3, bucket=name, kind=Kind.SELECTED)
-    recording = GradientRecording.open(tmp_path)
-    assert recording.iterations == [3, 20]
-    assert list(recording.buckets) == [name]
-    assert recording.buckets[name].world_size == 2
-    assert recording.kinds(3, name) == [Kind.SELECTED]
-    assert recording.kinds(20, name) == [Kind.GRADIENT]
-    assert len(recording.read(3, name, Kind.SELECTED)) == 2
+    write(tmp_path, [sparse_vector()] * 2, iteration=20, bucket=name)
+    write(tmp_path, [sparse_vector()] * 2, iteration=3, bucket=name, kind=Kind.SELECTED)
+    dump = GradientDump.open(tmp_path)
+    assert dump.iterations == [3, 20]
+    assert list(dump.buckets) == [name]
+    assert dump.buckets[name].world_size == 2
+    assert dump.kinds(3, name) == [Kind.SELECTED]
+    assert dump.kinds(20, name) == [Kind.GRADIENT]
+    assert len(dump.read(3, name, Kind.SELECTED)) == 2
 
 
 def test_groups_that_reduce_apart_are_told_apart(tmp_path):
-    record(tmp_path, [sparse_vector(100)] * 2, first_rank=0)
-    record(tmp_path, [sparse_vector(70)] * 2, first_rank=2)
-    recording = GradientRecording.open(tmp_path)
-    assert list(recording.buckets) == ["group-0-2/b", "group-2-2/b"]
-    assert [recording.read(1, name)[0].numel() for name in recording.buckets] == [100, 70]
+    write(tmp_path, [sparse_vector(100)] * 2, first_rank=0)
+    write(tmp_path, [sparse_vector(70)] * 2, first_rank=2)
+    dump = GradientDump.open(tmp_path)
+    assert list(dump.buckets) == ["group-0-2/b", "group-2-2/b"]
+    assert [dump.read(1, name)[0].numel() for name in dump.buckets] == [100, 70]
 
 
 def test_only_what_is_wanted_is_written(tmp_path):
-    recorder = GradientRecorder(tmp_path / "x", [2], kinds=[Kind.SELECTED])
-    recorder.record("b", 1, Kind.SELECTED, torch.ones(2))
-    recorder.record("b", 2, Kind.GRADIENT, torch.ones(2))
+    writer = GradientDumpWriter(tmp_path / "x", [2], kinds=[Kind.SELECTED])
+    writer.write("b", 1, Kind.SELECTED, torch.ones(2))
+    writer.write("b", 2, Kind.GRADIENT, torch.ones(2))
     assert not (tmp_path / "x").exists()
-    assert recorder.wants(2, Kind.SELECTED)
-    assert not NOT_RECORDING.wants(1, Kind.GRADIENT)
+    assert writer.wants(2, Kind.SELECTED)
+    assert not NO_DUMP.wants(1, Kind.GRADIENT)
 
 
 def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog):
     (tmp_path / "file").write_text("no folder")
-    recorder = GradientRecorder(tmp_path / "file", [1, 2])
+    writer = GradientDumpWriter(tmp_path / "file", [1, 2])
     for iteration in (1, 2):
-        recorder.record("b", iteration, Kind.GRADIENT, torch.ones(2))
+        writer.write("b", iteration, Kind.GRADIENT, torch.ones(2))
     assert len(caplog.records) == 1
-    assert not recorder.wants(2, Kind.GRADIENT)
+    assert not writer.wants(2, Kind.GRADIENT)
 
 
 def test_the_configuration_says_what_is_recorded(tmp_path):
     def of(run_dir=tmp_path, **tracking):
-        return GradientRecorder.of(TrackingConfig(**tracking), run_dir, [4, 5], 1)
+        return GradientDumpWriter.of(TrackingConfig(**tracking), run_dir, [4, 5], 1)
 
-    assert of(run_dir=None) is NOT_RECORDING
+    assert of(run_dir=None) is NO_DUMP
     both = of(record_gradients_iters=[5])
     assert all(both.wants(5, kind) for kind in Kind)
     one = of(record_gradients_iters=[5], record_gradients="gradient")
     assert [kind for kind in Kind if one.wants(5, kind)] == [Kind.GRADIENT]
-    one.record("b", 5, Kind.GRADIENT, torch.ones(1))
+    one.write("b", 5, Kind.GRADIENT, torch.ones(1))
     assert (tmp_path / FOLDER / "iteration-000005/group-4-2/rank-0001/b.gradient.pt").is_file()
     with pytest.raises(ConfigError, match="run_dir"):
         of(run_dir=None, record_gradients_iters=[5])
@@ -134,7 +134,7 @@ class TestWrongFiles:
 
     @pytest.fixture
     def recorded(self, tmp_path):
-        record(tmp_path, [sparse_vector()] * 2)
+        write(tmp_path, [sparse_vector()] * 2)
         return tmp_path
 
     @staticmethod
@@ -143,43 +143,43 @@ class TestWrongFiles:
 
     def refused(self, folder, match):
         with pytest.raises(ProfileError, match=match) as caught:
-            GradientRecording.open(folder).read(1, "b")
+            GradientDump.open(folder).read(1, "b")
         assert caught.value.expected is not None
 
     def test_no_recording(self, tmp_path):
         for folder in (tmp_path, tmp_path / "nowhere"):
-            with pytest.raises(ProfileError, match="no recording"):
-                GradientRecording.open(folder)
+            with pytest.raises(ProfileError, match="no gradient dump"):
+                GradientDump.open(folder)
 
     def test_a_runs_folder(self, recorded, tmp_path):
         run = tmp_path / "run"
         (run / FOLDER).mkdir(parents=True)
         (recorded / "iteration-000001").rename(run / FOLDER / "iteration-000001")
-        assert GradientRecording.open(run).iterations == [1]
+        assert GradientDump.open(run).iterations == [1]
 
     @pytest.mark.parametrize(("iteration", "bucket"), [(9, "b"), (1, "c")])
     def test_what_is_not_there(self, recorded, iteration, bucket):
         with pytest.raises(ProfileError, match="does not have that"):
-            GradientRecording.open(recorded).read(iteration, bucket)
+            GradientDump.open(recorded).read(iteration, bucket)
 
     def test_a_missing_rank(self, recorded):
         self.path(recorded).unlink()
         self.refused(recorded, "rank-0001.* is missing")
 
     def test_a_rank_of_another_model(self, recorded):
-        record(recorded / "other", [sparse_vector(60)] * 2)
+        write(recorded / "other", [sparse_vector(60)] * 2)
         self.path(recorded / "other").rename(self.path(recorded))
         self.refused(recorded, "do not fit")
 
     @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 half a zip"])
     def test_garbage(self, recorded, content):
         self.path(recorded).write_bytes(content)
-        self.refused(recorded, "no recorded gradient")
+        self.refused(recorded, "no dumped gradient")
 
     def test_a_truncated_file(self, recorded):
         whole = self.path(recorded).read_bytes()
         self.path(recorded).write_bytes(whole[: len(whole) // 2])
-        self.refused(recorded, "no recorded gradient")
+        self.refused(recorded, "no dumped gradient")
 
     def test_code_is_not_run(self, recorded):
         class Harm:
@@ -188,7 +188,7 @@ class TestWrongFiles:
 
         with self.path(recorded).open("wb") as file:
             pickle.dump({"version": 1, "values": Harm()}, file)
-        self.refused(recorded, "no recorded gradient")
+        self.refused(recorded, "no dumped gradient")
 
     @pytest.mark.parametrize(
         "held",
@@ -208,7 +208,7 @@ class TestWrongFiles:
     )
     def test_other_content(self, recorded, held):
         torch.save(held, self.path(recorded))
-        self.refused(recorded, "no recorded gradient")
+        self.refused(recorded, "no dumped gradient")
 
 
 def test_the_reducer_records_gradients_and_what_was_selected(tmp_path):
@@ -223,9 +223,9 @@ def test_the_reducer_records_gradients_and_what_was_selected(tmp_path):
         transport,
         FixedPlanner(config.compression, config.scheme),
         ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
-        NullRecorder(),
+        NullSink(),
         progress,
-        recording=GradientRecorder(tmp_path, [1, 3]),
+        recording=GradientDumpWriter(tmp_path, [1, 3]),
     )
     gradients = [torch.randn(8192) for _ in range(3)]
     sums = []
@@ -235,17 +235,17 @@ def test_the_reducer_records_gradients_and_what_was_selected(tmp_path):
         reducer.start(bucket, step).wait()
         sums.append(bucket.grad_N)
     progress.close()
-    recording = GradientRecording.open(tmp_path)
-    assert recording.iterations == [1, 3]
-    assert recording.kinds(1, "b") == [Kind.GRADIENT]
-    assert recording.kinds(3, "b") == [Kind.GRADIENT, Kind.SELECTED]
+    dump = GradientDump.open(tmp_path)
+    assert dump.iterations == [1, 3]
+    assert dump.kinds(1, "b") == [Kind.GRADIENT]
+    assert dump.kinds(3, "b") == [Kind.GRADIENT, Kind.SELECTED]
     for iteration in (1, 3):
-        assert torch.equal(recording.read(iteration, "b")[0], gradients[iteration - 1])
+        assert torch.equal(dump.read(iteration, "b")[0], gradients[iteration - 1])
     # Of one rank, the sum is what was selected.
-    (selected,) = recording.read(3, "b", Kind.SELECTED)
+    (selected,) = dump.read(3, "b", Kind.SELECTED)
     assert selected.is_sparse
     assert torch.equal(selected.to_dense(), sums[2])
 
 
 def test_the_examples_in_the_docstrings():
-    assert doctest.testmod(gradient_recording).failed == 0
+    assert doctest.testmod(gradient_dump).failed == 0
