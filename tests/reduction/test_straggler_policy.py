@@ -113,13 +113,13 @@ def test_a_persistent_straggler_is_named_two_steps_after_enough_history():
     # The delay of step s is gathered in s + 1 and known from s + 2 on.
     first = MIN_STRAGGLER_HISTORY + 1
     assert found == [(None, "dense")] * first + [(2, "straggler")] * (10 - first)
-    for timer in group.timers:
-        assert timer.report(_bucket(), _plan("dense")) == {
+    for policy in group.policies:
+        assert policy.report(_bucket(), _plan("dense")) == {
             "scheme": "straggler",
             "rank": 2,
             "least_delay_ms": pytest.approx(SPLIT.critical_s * 1e3),
         }
-        assert timer.report(_bucket(), _plan("agsparse")) is None
+        assert policy.report(_bucket(), _plan("agsparse")) is None
     for sink in group.sinks:
         assert [record.step for record in sink.records] == list(range(8))
         assert sink.records[0].waited_s == pytest.approx((delay_s, delay_s, 0, delay_s))
