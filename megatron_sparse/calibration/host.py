@@ -2,9 +2,9 @@
 
 Alpha, as `planner.link_timing` measures it, already contains a message's own share of Python and
 of the backend. This module measures what training adds, in turn with the bare operation: the same
-messages driven by the progress thread through a collective's `Subgroup`, and a small bucket through the
-reducer (plan, launch, threads, records). What a sparse collective computes on the host besides is
-in neither; its agreement is two messages' worth, more or less (docs/calibration.md).
+messages driven by the progress thread through a collective's `Subgroup`, and a small bucket through
+the reducer (plan, launch, threads, records). Neither contains what else a sparse collective
+computes on the host; its agreement costs about as much as two messages (docs/calibration.md).
 """
 
 from __future__ import annotations
