@@ -17,7 +17,7 @@ def convergence(
         "gpt,starcoder"
     ),
     setting: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Of docs/convergence.md, or all.")
+        str, typer.Option(metavar="NAME,...", help="Of docs/results/convergence.md, or all.")
     ] = "all",
     seeds: Annotated[str, typer.Option(metavar="N,...", help="Each trains every setting.")] = "1,2",
     iters: Annotated[int, typer.Option(help="Iterations of each run.")] = 1500,

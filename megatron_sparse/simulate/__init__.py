@@ -1,7 +1,8 @@
 """Figures of the papers, regenerated from the virtual cluster with their clusters' parameters.
 
 A MODEL, not a measurement: messages and codecs are real, time is alpha-beta (`pricing`). One module
-for each paper, with its figures in `FIGURES`; docs/figures.md shows them and says what agrees.
+for each paper, with its figures in `FIGURES`; docs/results/figures.md shows them and says what
+agrees.
 """
 
 from __future__ import annotations

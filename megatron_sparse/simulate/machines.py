@@ -1,7 +1,8 @@
 """The clusters of the papers as alpha-beta topologies: published link rates, stated latencies.
 
 A rate is the hardware's peak in one direction. No latency is stated in the papers for a single
-message; where each one comes from stands beside it, and docs/figures.md lists the same numbers.
+message; where each one comes from stands beside it, and docs/results/figures.md lists the same
+numbers.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def draw_speedups(rows: list[Row], canvas: Canvas) -> None:
     panels[0].set_ylabel("buffer (MB)")
 
 
-_FITTED = "link rates published, latencies fitted to the paper's text (docs/figures.md)"
+_FITTED = "link rates published, latencies fitted to the paper's text (docs/results/figures.md)"
 
 
 def _lines(number: int, system: System, kind: str) -> Figure:

@@ -1,7 +1,7 @@
 """The CUDA library as nvcc sees it: no spills, few registers, wide loads; its ops, without a GPU.
 
 What the ops compute is tested in tests/cuda_emulator, emulated and on a GPU where there is one.
-`python -m megatron_sparse.cuda_ext.build --ptxas` prints the compile report of docs/gpu-results.md.
+`python -m megatron_sparse.cuda_ext.build --ptxas` prints the compile report of docs/results/gpu.md.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from megatron_sparse.cli import main
 from megatron_sparse.run import composition
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`(megatron-sparse [^`]+)`(?!`)")
 PROGRAM = "megatron-sparse"

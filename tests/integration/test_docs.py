@@ -38,7 +38,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def named(page: Path) -> str:
-    return page.name
+    return str(page.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

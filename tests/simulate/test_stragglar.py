@@ -15,7 +15,7 @@ GREETING_S = 8 * 17 * 16 * DGX_H100.intra.beta_s + 1e-9
 
 
 # Where n is no power of two, ports that carry one message at a time leave gaps in these; see
-# docs/figures.md.
+# docs/results/figures.md.
 GAPS = ("dense_rhd", "dense_allpairs")
 TABLE_1 = [
     (scheme, n)
