@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megatron_sparse
-from megatron_sparse.cli import main
+from megatron_sparse.cli import bench, main
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.run import launch
 from megatron_sparse.run.composition import GROUPS, group_options
@@ -225,12 +225,12 @@ class TestOthers:
 
 
 def test_sizes_are_powers_of_two():
-    assert main.parse_size("--x", "1M") == 2**20
-    assert main.parse_size("--x", "3g") == 3 * 2**30
-    assert main.parse_size("--x", "64KB") == 2**16
-    assert main.parse_size("--x", "1000") == 1000
+    assert bench.parse_size("--x", "1M") == 2**20
+    assert bench.parse_size("--x", "3g") == 3 * 2**30
+    assert bench.parse_size("--x", "64KB") == 2**16
+    assert bench.parse_size("--x", "1000") == 1000
     with pytest.raises(ConfigError, match="--x"):
-        main.parse_size("--x", "1.5M")
+        bench.parse_size("--x", "1.5M")
 
 
 def test_doctor_for_real_writes_json(tmp_path):

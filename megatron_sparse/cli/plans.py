@@ -1,0 +1,224 @@
+"""Commands that measure and plan: options, checks and calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_sparse.cli.bench import JsonFile, parse_densities, parse_size
+from megatron_sparse.errors import ConfigError
+
+
+def profile(
+    recording: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run's folder with gradients/ in it, or gradients/ itself."
+        ),
+    ],
+    kind: Annotated[
+        str | None, typer.Option(help="gradient | selected; default: selected, if it was recorded.")
+    ] = None,
+    density: Annotated[
+        float | None,
+        typer.Option(
+            metavar="D", help="Keep only this fraction of each rank's gradient, by magnitude."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write ZEN's figures there, as PNG and CSV.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """See docs/profiling.md."""
+    from megatron_sparse.report import profile as profile_report
+    from megatron_sparse.run.json_lines import write_rows
+
+    write_rows(json, profile_report.run(recording, kind=kind, density=density, out=out))
+
+
+def calibrate(
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Output; default: cluster.yaml, none with --virtual."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Default: the ranks that a launcher started, else 2.")
+    ] = None,
+    netbed: Annotated[
+        bool, typer.Option("--netbed", help="Run on the network test bed; needs root.")
+    ] = False,
+    mbit: Annotated[
+        int | None, typer.Option(min=1, help="Link rate of the test bed in Mbit/s.")
+    ] = None,
+    ranks_per_node: Annotated[
+        int, typer.Option(min=1, help="Ranks on each node of the test bed.")
+    ] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Take seconds, with less precise results.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Find adaptive_ring's thresholds and add them to FILE.")
+    ] = False,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="Run the sweep on virtual ranks: a model.")
+    ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Cluster model of the virtual ranks.")
+    ] = None,
+    format: Annotated[
+        str, typer.Option(metavar="FORMAT,...", help="Message formats of the sweep.")
+    ] = "coo,pici",
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Bucket size of the sweep.")] = "16M",
+    density: Annotated[
+        str, typer.Option(metavar="D,...", help="Gradient densities of the sweep.")
+    ] = "0.05,0.2,0.4",
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which an operation has failed.")
+    ] = 120,
+) -> None:
+    """Ranks start as for `bench collectives`. See docs/calibration.md."""
+    from megatron_sparse.calibration import command as runner
+
+    request = runner.Request(
+        out=out if out or virtual else Path("cluster.yaml"),
+        quick=quick,
+        force=force,
+        formats=format.split(",") if sweep else [],
+        size_bytes=parse_size("--size", size),
+        densities=tuple(parse_densities(density)),
+        timeout_s=timeout,
+    )
+    place = runner.Place(ranks, netbed, mbit, ranks_per_node, cluster if virtual else None)
+    if virtual is not (cluster is not None) or (virtual and not sweep):
+        raise ConfigError(
+            "--virtual does not fit the other options",
+            expected="--sweep --virtual --cluster NAME|FILE, or none of --virtual and --cluster",
+            got=" ".join(
+                flag
+                for flag, is_set in (
+                    ("--sweep", sweep),
+                    ("--virtual", virtual),
+                    ("--cluster", cluster is not None),
+                )
+                if is_set
+            ),
+            remedy="virtual ranks can only find thresholds: give all three options, or none",
+        )
+    raise typer.Exit(runner.run(request, place))
+
+
+def plan(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run's folder, or its plan.json.")
+    ] = None,
+    recording: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A gradient dump: a run's folder, or its gradients/."),
+    ] = None,
+    bucket_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE,...", help="Fp32 buckets of these sizes, such as 1M,64M."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks in the group; default: the run's.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="File of `calibrate`, or a shipped model's name."),
+    ] = None,
+    density: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-9, max=1, help="Density of the gradients; default for --bucket-bytes: 0.01."
+        ),
+    ] = None,
+    schemes: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Candidate schemes; default: all.")
+    ] = None,
+    op: Annotated[str, typer.Option(help="all_reduce | reduce_scatter")] = "all_reduce",
+    json: JsonFile = None,
+) -> None:
+    """Times come from a cost model. See docs/planner.md."""
+    from megatron_sparse.bucket import CollectiveOp
+    from megatron_sparse.config.checks import one_of
+    from megatron_sparse.config.sparse import PlannerConfig
+    from megatron_sparse.planner import plan_rows
+    from megatron_sparse.planner.cluster import find
+    from megatron_sparse.planner.plan_table import print_plan
+    from megatron_sparse.run.json_lines import write_rows
+
+    one_of("--op", op, tuple(CollectiveOp))
+    names = PlannerConfig(schemes=None if schemes is None else schemes.split(",")).schemes
+    sizes = None
+    if bucket_bytes is not None:
+        sizes = [parse_size("--bucket-bytes", size) for size in bucket_bytes.split(",")]
+    rows = plan_rows.rows(
+        run=run,
+        dump=recording,
+        sizes=sizes,
+        ranks=ranks,
+        pricing=None if cluster is None else plan_rows.Pricing(find(cluster), names),
+        density=density,
+        op=CollectiveOp(op),
+    )
+    print_plan(rows)
+    write_rows(json, rows)
+
+
+def schedule(
+    ranks: Annotated[int, typer.Option(help="Ranks in the group, at least 2.")],
+    straggler: Annotated[
+        int | None, typer.Option(help="The straggler's rank; default: the last rank.")
+    ] = None,
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Buffer size for the cost table.")
+    ] = "64M",
+    alpha_us: Annotated[
+        float, typer.Option(min=0, help="Latency of a message in us, for the cost table.")
+    ] = 10.0,
+    gbit: Annotated[
+        float, typer.Option(min=1e-6, help="Link rate in Gbit/s, for the cost table.")
+    ] = 25.0,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the schedule.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Costs come from the alpha-beta model; nothing is measured."""
+    from megatron_sparse.straggler import report
+    from megatron_sparse.transport import Link
+
+    link = Link(alpha_us * 1e-6, 8 / (gbit * 1e9))
+    report.run(ranks, straggler, parse_size("--size", size), link, output, json)
+
+
+def simulate(
+    paper: Annotated[str | None, typer.Option(help="spccl | zen | pccl | stragglar")] = None,
+    figure: Annotated[int | None, typer.Option(help="The figure's number in the paper.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Draw all figures of all papers.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for PNG and CSV.")] = Path(
+        "figures"
+    ),
+    fast: Annotated[bool, typer.Option("--fast", help="Use a much smaller sweep.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="List the figures.")] = False,
+) -> None:
+    """Prints the files that it has written."""
+    from megatron_sparse import simulate as figures
+
+    if paper is None and not every and not list_only:
+        raise ConfigError(
+            "simulate: no figure is chosen",
+            expected="--paper, --all or --list",
+            got="none of them",
+            remedy="megatron-sparse simulate --list shows which figures there are",
+        )
+    for chosen in figures.select(paper, figure):
+        if list_only:
+            print(f"--paper {chosen.paper} --figure {chosen.number}: {chosen.title}")
+            continue
+        for path in chosen.make(out, fast=fast):
+            print(path, flush=True)

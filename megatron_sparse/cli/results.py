@@ -1,0 +1,74 @@
+"""Commands that show what a run has written: options and calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def stragglers(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the delays' CDF.")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.csv", help="Write a line for each bucket and iteration."),
+    ] = None,
+) -> None:
+    """Needs a run with straggler.mode=observe, persistent or dynamic."""
+    from megatron_sparse.telemetry import straggler_report
+
+    straggler_report.run(run, output, csv)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    output: Annotated[
+        Path, typer.Option(metavar="FILE.html", help="The page, one self-contained file.")
+    ] = Path("report.html"),
+    png: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write every chart as PNG.")
+    ] = None,
+) -> None:
+    """Prints the files that it has written. A run may still be going on."""
+    from megatron_sparse.report import page
+
+    for path in page.run(runs, output, png):
+        print(path)
+
+
+def view(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    iteration: Annotated[
+        int | None, typer.Option(min=1, help="Show the state after it; default: the last one.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw an SVG instead.")
+    ] = None,
+    columns: Annotated[
+        int | None, typer.Option(min=20, help="Width; default: the terminal's, 100 in an SVG.")
+    ] = None,
+) -> None:
+    """For runs in a batch job, whose terminal is elsewhere. See docs/tracking.md."""
+    from megatron_sparse.report import live_view
+
+    live_view.run(run, iteration, output, columns)
+
+
+def dashboard(
+    target: Annotated[
+        str, typer.Argument(metavar="ENTITY/PROJECT", help="The W&B project of the runs.")
+    ],
+    name: Annotated[str, typer.Option(help="Name of the workspace.")] = "megatron_sparse",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do not talk to W&B.")] = False,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the workspace's specification.")
+    ] = None,
+) -> None:
+    """See docs/tracking.md."""
+    from megatron_sparse.telemetry import dashboard as maker
+
+    print(maker.run(target, name, json, dry_run=dry_run))
