@@ -1,0 +1,56 @@
+"""What mkdocs has to know of this repository: pages outside of docs/, links to files of the source.
+
+README, CONTRIBUTING and CHANGELOG stand at the top of the repository, where a stranger looks for
+them; the site shows them as pages of its own. Links from one page to another are adapted. A link to
+a file that is no page (a source, an example) becomes its text: the site holds no sources.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP_PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+_CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages from the top of the repository."""
+    for source, page in TOP_PAGES.items():
+        text = (ROOT / source).read_text("utf-8")
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Adapts the links of a page; code is left alone."""
+    here = page.file.src_uri
+    sources = {target: source for source, target in TOP_PAGES.items()}
+    source_dir = os.path.dirname(sources.get(here, f"docs/{here}"))
+
+    def adapted(match: re.Match[str]) -> str:
+        picture, text, target, anchor = match.groups(default="")
+        if "://" in target:
+            return match[0]
+        in_repository = os.path.normpath(os.path.join(source_dir, target))
+        in_site = TOP_PAGES.get(in_repository, in_repository.removeprefix("docs/"))
+        if files.get_file_from_path(in_site) is None:
+            # What does not exist at all stays a link, and mkdocs refuses it.
+            return text if (ROOT / in_repository).exists() else match[0]
+        return (
+            f"{picture}[{text}]({os.path.relpath(in_site, os.path.dirname(here) or '.')}{anchor})"
+        )
+
+    parts = _CODE.split(markdown)
+    return "".join(part if i % 2 else _LINK.sub(adapted, part) for i, part in enumerate(parts))

@@ -1,0 +1,89 @@
+"""The documentation site: no warnings, no network, an entry for each public name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+import megatron_sparse
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG_MODULES = ("sparse", "compression", "tracking", "run")
+READ_ON = re.compile(r"^([A-Z][\w ]+): (\[.*?\.md\).*?)(?:\n\n|\Z)", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site's folder, built as CI builds it, by a process whose every proxy leads nowhere."""
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    nowhere = "http://127.0.0.1:9"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"https_proxy": nowhere, "http_proxy": nowhere},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def names_on(page: Path) -> set[str]:
+    """What the page documents: the ids of its headings."""
+    return set(re.findall(r'<h[1-6] id="([^"]+)"', page.read_text("utf-8")))
+
+
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    loaded = re.compile(
+        r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//|<link[^>]*href="(?:https?:)?//'
+    )
+    for page in site.rglob("*.html"):
+        assert not loaded.search(page.read_text("utf-8")), page.relative_to(site)
+
+
+def test_every_public_name_has_an_entry(site: Path) -> None:
+    api = names_on(site / "reference/api/index.html")
+    configuration = names_on(site / "reference/configuration/index.html")
+    shown = {name.rpartition(".")[2] for name in configuration}
+    for name in megatron_sparse.__all__:
+        assert f"megatron_sparse.{name}" in api or name in shown, name
+
+
+def test_every_section_of_the_configuration_has_an_entry(site: Path) -> None:
+    shown = names_on(site / "reference/configuration/index.html")
+    for name in CONFIG_MODULES:
+        module = import_module(f"megatron_sparse.config.{name}")
+        for thing in vars(module).values():
+            if dataclasses.is_dataclass(thing) and thing.__module__ == module.__name__:
+                assert f"{module.__name__}.{thing.__name__}" in shown, thing.__name__
+
+
+def test_the_pages_of_the_top_and_their_links_are_there(site: Path) -> None:
+    front = (site / "index.html").read_text("utf-8")
+    assert 'href="results/testbed/"' in front
+    assert 'src="figures/live-view.svg"' in front
+    assert 'href="../design/#where-things-are"' in (site / "contributing/index.html").read_text()
+    assert (site / "changelog/index.html").exists()
+
+
+def test_the_navigation_has_the_sections_of_the_readme() -> None:
+    # mkdocs.yml holds no tags, so the safe loader reads it.
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    nav = {title: pages for entry in settings["nav"] for title, pages in entry.items()}
+    readme = (ROOT / "README.md").read_text("utf-8").partition("\n## Read on\n")[2]
+    sections = {
+        title: re.findall(r"\]\(docs/([^)#]+\.md)\)", links)
+        for title, links in READ_ON.findall(readme)
+    }
+    assert len(sections) >= 6
+    for title, pages in sections.items():
+        assert nav[title] == pages, title
