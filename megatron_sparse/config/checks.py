@@ -33,18 +33,18 @@ def in_range(
     low_open: bool = False,
     integer: bool = False,
 ) -> None:
-    """Refuses what is not a finite number in [low, high], or in (low, high] with `low_open`.
+    """Refuses a value that is not a finite number in [low, high], or (low, high] with `low_open`.
 
     Args:
-        key: how the user writes it.
-        value: what came; a bool is no number.
-        low: the smallest value, or its open bound.
-        high: the largest value; infinity for none.
-        low_open: leave `low` out.
-        integer: take whole numbers only.
+        key: the key as the user writes it.
+        value: the value to check; a bool is not a number.
+        low: the smallest allowed value, or the open bound.
+        high: the largest allowed value; infinity for none.
+        low_open: exclude `low` itself.
+        integer: allow whole numbers only.
 
     Raises:
-        ConfigError: gives the range.
+        ConfigError: names the range.
     """
     bracket = "<" if low_open else "<="
     upper = "" if math.isinf(high) else f" <= {high:g}"
@@ -61,7 +61,7 @@ def in_range(
 
 
 def is_flag(key: str, value: object) -> None:
-    """Refuses what is neither True nor False.
+    """Refuses a value that is neither True nor False.
 
     Raises:
         ConfigError: on anything else, such as the text "false", which would count as true.
@@ -71,29 +71,31 @@ def is_flag(key: str, value: object) -> None:
 
 
 def is_pattern(key: str, value: str) -> None:
-    """Refuses what is not a regular expression.
+    """Refuses a text that is not a regular expression.
 
     Raises:
-        ConfigError: says where the expression breaks.
+        ConfigError: names the place of the mistake.
     """
     try:
         re.compile(value)
     except re.error as error:
         raise ConfigError(
-            f"{key} holds no regular expression",
+            f"{key} is not a regular expression",
             expected="a pattern of Python's re module",
             got=f"{value!r}: {error}",
         ) from None
 
 
 def are_patterns(key: str, values: Sequence[str]) -> None:
-    """Refuses what is not a list of regular expressions; a text alone would be one of each letter.
+    """Refuses a value that is not a list of regular expressions.
+
+    A bare string would be read as a list of its characters.
 
     Raises:
-        ConfigError: says which is none.
+        ConfigError: names the value that is wrong.
     """
     if isinstance(values, str):
-        raise ConfigError(f"{key} is no list", expected=f"[{values}]", got=values)
+        raise ConfigError(f"{key} is not a list", expected=f"[{values}]", got=values)
     for value in values:
         is_pattern(key, value)
 
@@ -102,7 +104,7 @@ def divides(part_key: str, part: int, whole_key: str, whole: int) -> None:
     """Refuses a whole that `part` does not divide.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: names both keys.
     """
     if whole % part:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The section `compression` of the configuration, see `config`: its defaults and its checks."""
+"""The section `compression` of the configuration: defaults and checks."""
 
 from __future__ import annotations
 
@@ -11,63 +11,64 @@ from megatron_sparse.errors import ConfigError
 THRESHOLD_SCOPES = ("parameter", "bucket", "tp_group")
 RESIDUAL_CHECKPOINTS = ("full", "sum", "none")
 METHODS = ("topk", "threshold_reuse", "sidco", "dgc")
-"""The classes in `compression`, see `compression.method`."""
+"""Selection methods; `compression.method` has a class for each."""
 SHARED_THRESHOLD_METHODS = ("topk", "dgc")
-"""Those whose threshold a tensor-parallel group can agree upon: they sample in every step."""
+"""Methods that sample in every step, so that a tensor-parallel group can agree on a threshold."""
 TAIL_FITS = ("exponential", "gamma", "pareto")
 RAMP_SHAPES = ("exponential", "linear", "staircase")
 REUSE_BAND = (0.8, 1.3)
-"""Kept counts over the target between which `threshold_reuse` leaves a threshold alone: those of
-DGC's threshold adaptation."""
+"""`threshold_reuse` keeps a threshold while the kept count over the target is in this range, which
+is that of DGC's threshold adaptation."""
 
 
 @dataclass
 class CompressionConfig:
-    """What is selected from each gradient bucket, and what becomes of the rest.
+    """How each gradient bucket is compressed.
 
     Attributes:
-        enabled: False synchronises densely; what the residual still holds is sent first.
-        method: what is accumulated and how thresholds are found; docs/compression.md says when to
-            take which. `topk`: leaky error feedback, thresholds from samples of every step.
-            `threshold_reuse`: the same, with thresholds that serve for several steps. `sidco`: the
-            same, with thresholds from a tail that is fitted to the samples. `dgc`: Deep Gradient
-            Compression's momentum correction, for SGD without momentum of its own.
+        enabled: False synchronises densely; the first dense step also sends the residual.
+        method: how gradients accumulate and thresholds are found; docs/compression.md compares
+            the methods. `topk`: leaky error feedback; every step samples the thresholds.
+            `threshold_reuse`: the same, but a threshold serves for several steps. `sidco`: the
+            same, but thresholds come from a tail fitted to the samples. `dgc`: Deep Gradient
+            Compression's momentum correction, for SGD without momentum.
         density: the fraction of each pruned range that is sent (nnz / numel), in (0, 1].
-        leak: factor on what was not sent when it enters the residual; 1 loses nothing.
-        samples: how many elements of a range are looked at for its threshold. The kept count's
-            relative error is about sqrt((1 - density) / (density * samples)).
+        leak: factor on unsent values when they enter the residual; 1 loses nothing.
+        samples: elements sampled from a range to find its threshold. The kept count's relative
+            error is about sqrt((1 - density) / (density * samples)).
         threshold_scope: `parameter` (one threshold for each parameter: the same selection with
-            overlap on and off), `bucket` (one for each bucket, whose cut depends on overlap) or
-            `tp_group` (one for each bucket of all ranks of Megatron's tensor-parallel group, from
-            samples that they gather; not with plans that ranks of it may not share:
-            `planner.cluster`; with the methods `topk` and `dgc`).
-        reuse_iters: `threshold_reuse`: steps that a threshold serves for, the one it was sampled in
-            included.
-        tail_fit: `sidco`: what is fitted to the magnitudes: `exponential`, `pareto` (generalised),
-            or `gamma` first and `pareto` to what exceeds it.
-        momentum: `dgc`: of the velocity that each rank accumulates; it takes the place of the
+            overlap on and off), `bucket` (one for each bucket; overlap changes the buckets' cut)
+            or `tp_group` (one for each bucket of all ranks of Megatron's tensor-parallel group,
+            which gather their samples; needs `method` `topk` or `dgc` and the same plan on all
+            these ranks, so not `planner.cluster`).
+        reuse_iters: `threshold_reuse`: steps that a threshold serves for, including the step that
+            sampled it.
+        tail_fit: `sidco`: the distribution fitted to the magnitudes: `exponential`, `pareto`
+            (generalised), or `gamma`, followed by `pareto` for the values above its threshold.
+        momentum: `dgc`: momentum of the velocity that each rank accumulates; it replaces the
             optimizer's.
-        momentum_masking: `dgc`: forget the velocity of what is sent (momentum factor masking).
+        momentum_masking: `dgc`: clear the velocity of sent elements (momentum factor masking).
         residual_dtype: fp32 or bf16 (stochastically rounded; half the memory).
         undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
             repeated (fp16 loss scaling, Megatron's rerun mode); `always`, `never`.
-        warmup_iters: iterations synchronised densely at the start.
+        warmup_iters: iterations at the start that synchronise densely.
         ramp_iters: iterations over which the density falls from `ramp_start_density` to `density`.
         ramp_start_density: the first density of the ramp.
         ramp_shape: `exponential` (equal factors), `linear` (equal differences) or `staircase`
-            (DGC's warm-up: equal times at a density, at a quarter of it, and so on, while that is
-            above `density`).
+            (DGC's warm-up: equal times at the start density, at a quarter of it, and so on, down
+            to `density`).
         keep_below_numel: parameters with fewer elements are always sent whole; so are all
             one-dimensional ones and those that tensor parallelism replicates.
-        keep_patterns: regular expressions; a parameter whose name one of them finds is kept whole.
-        lossless_patterns: the same for parameters of which exactly what is not zero is sent, such
-            as an embedding that is not tied to the output layer; docs/natural-sparsity.md. Not
-            with `scheme.capacity`.
-        residual_checkpoint: `full` saves each rank's residual with Megatron's checkpoint, `sum` one
-            for all data-parallel ranks, whose total it keeps; `none` neither saves nor restores it.
+        keep_patterns: regular expressions; a parameter whose name matches one is sent whole.
+        lossless_patterns: regular expressions; of a parameter whose name matches one, exactly the
+            non-zero elements are sent. For embeddings that are not tied to the output layer, see
+            docs/natural-sparsity.md. Not with `scheme.capacity`.
+        residual_checkpoint: `full` saves each rank's residual with Megatron's checkpoint; `sum`
+            saves one residual, the total of all data-parallel ranks; `none` saves and restores
+            nothing.
         residual_alarm: warn when a rank's residual norm exceeds this many times the norm of the
-            gradient it sends; 0 turns the alarm off.
-        seed: of the sample positions and of stochastic rounding.
+            gradient that it sends; 0 turns the alarm off.
+        seed: seed of the sample positions and of stochastic rounding.
     """
 
     enabled: bool = True
@@ -119,17 +120,18 @@ class CompressionConfig:
         for pattern in set(self.lossless_patterns) & set(self.keep_patterns):
             raise ConfigError(
                 "compression.lossless_patterns and .keep_patterns exclude each other",
-                expected="a pattern in one of them",
+                expected="each pattern in one of the two lists",
                 got=f"{pattern!r} in both",
-                remedy="leave it in lossless_patterns where most is zero, else in keep_patterns",
+                remedy="keep it in lossless_patterns if most elements are zero, else in "
+                "keep_patterns",
             )
         self._check_method()
 
     def _check_method(self) -> None:
-        """What does not go with the method."""
+        """Refuses options that the method does not support."""
         if self.threshold_scope == "tp_group" and self.method not in SHARED_THRESHOLD_METHODS:
             raise ConfigError(
-                f"compression.method={self.method} has thresholds of its own on each rank",
+                f"compression.method={self.method} finds thresholds on each rank alone",
                 expected="compression.threshold_scope=parameter or bucket",
                 got="tp_group",
                 remedy="set compression.threshold_scope=bucket, or compression.method="
@@ -137,8 +139,8 @@ class CompressionConfig:
             )
         if self.method == "dgc" and self.residual_dtype != "fp32":
             raise ConfigError(
-                "compression.method=dgc adds up velocities in the residual",
+                "compression.method=dgc accumulates velocities in the residual",
                 expected="compression.residual_dtype=fp32",
                 got=self.residual_dtype,
-                remedy="leave it out: in bf16 additions under 1/256 of an element would be lost",
+                remedy="leave residual_dtype out: bf16 loses additions below 1/256 of an element",
             )

@@ -1,9 +1,9 @@
-"""Secrets stay out of what is written: run folders, dashboards, command lines, environments.
+"""Keeps secrets out of run folders, dashboards, error messages and recorded command lines.
 
-Two rules. A value is hidden when its *name* looks like that of a secret; and, whatever its name,
-the part of a text that has the shape of a well-known token or is the password of a URL is. Neither
-finds a secret under an innocent name without such a shape: secrets belong into the environment of
-the process that needs them, which is written nowhere.
+Two rules hide a secret: its *name* looks like that of a secret; or, whatever its name, the text has
+the shape of a well-known token or holds the password of a URL. A secret with an innocent name and
+without such a shape is not found: secrets belong in the environment of the process that needs them,
+which is written nowhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][\w.\-]*)(\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a value of this name is to be hidden.
+    """Whether a value with this name must be hidden.
 
     Example:
         >>> [is_secret_name(name) for name in ("WANDB_API_KEY", "cluster.env.HF_TOKEN", "token")]
@@ -61,9 +61,9 @@ def redact(value: Any, name: str = "") -> Any:
     """A copy of nested plain values in which secrets are `REDACTED`.
 
     Args:
-        value: mappings, lists and tuples are gone through; the argument is not mutated.
-        name: under which the value is kept. Values that are None, a flag or empty stay: they tell
-            whether something is set, and no more.
+        value: a value, or nested mappings, lists and tuples of values; not mutated.
+        name: the key of the value. Under a secret name None, flags and empty strings stay visible:
+            they only show whether the secret is set.
     """
     if isinstance(value, Mapping):
         return {key: redact(item, str(key)) for key, item in value.items()}
@@ -85,10 +85,10 @@ def redact_text(text: str) -> str:
 
 
 def redact_command(command: str) -> str:
-    """A command line without secrets: `NAME=VALUE` in any word, and `--name VALUE`.
+    """A command line without the secrets in `NAME=VALUE` words and `--name VALUE` pairs.
 
     Args:
-        command: as `shlex.join` writes it; words keep their quoting.
+        command: a command line as `shlex.join` writes it; words keep their quoting.
     """
     words = shlex.split(command)
     shown, hides_next = [], False

@@ -1,6 +1,7 @@
 """The typed configuration of a whole training run: `RunConfig` and its sections.
 
-Composed by Hydra from `configs/` (see `composition`), checked here, kept in the run's folder.
+Hydra composes it from `configs/` (see `run.composition`), this module checks it, and the run's
+folder keeps it.
 """
 
 from __future__ import annotations
@@ -23,31 +24,32 @@ from megatron_sparse.config.sparse import (
 from megatron_sparse.errors import ConfigError
 
 SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM")
-"""What `training.save_signal` takes."""
+"""Allowed values of `training.save_signal`."""
 
 
 @dataclass
 class ModelConfig:
     """A GPT-like model: LayerNorm with bias, GELU MLP, biases in every linear layer.
 
-    The names are those of Megatron-LM's flags. Whatever else Megatron can build (RMSNorm, SwiGLU,
-    experts) goes through `RunConfig.megatron`. The defaults are those of `configs/model/gpt_tiny`.
+    The names are those of Megatron-LM's flags. Other features of Megatron (RMSNorm, SwiGLU,
+    experts) are set through `RunConfig.megatron`. The defaults are those of
+    `configs/model/gpt_tiny`.
 
     Attributes:
         num_layers: transformer layers.
         hidden_size: width; a multiple of `num_attention_heads`.
         num_attention_heads: query heads.
-        num_query_groups: key-value heads of grouped-query attention; null takes one for each query
-            head.
+        num_query_groups: key-value heads of grouped-query attention; null gives each query head
+            its own.
         ffn_hidden_size: width of the MLP; null takes four times `hidden_size`.
         seq_length: tokens in a sample.
         max_position_embeddings: rows of the learned position table; null takes `seq_length`.
         position_embedding_type: `learned_absolute` or `rope`.
         rotary_base: base of the rotary angles.
-        vocab_size: token ids; null takes as many as the data has. Megatron pads it to a multiple of
+        vocab_size: number of token ids; null takes the data's. Megatron pads it to a multiple of
             128 times the tensor-parallel size.
-        tied_embeddings: one matrix for the input embedding and the output layer.
-        dropout: of hidden states and attention.
+        tied_embeddings: input embedding and output layer share one matrix.
+        dropout: dropout probability of hidden states and attention.
         init_std: standard deviation of the initial weights.
     """
 
@@ -119,18 +121,18 @@ class ModelConfig:
 
 @dataclass
 class ClusterConfig:
-    """Where a run goes: how many processes, on what, with which environment.
+    """Where a run takes place: processes, devices, environment variables.
 
     Attributes:
         nodes: machines. On more than one, start the ranks with `srun` or `torchrun`.
         ranks_per_node: processes on each machine, one for each GPU.
-        device: `cuda`, `cpu`, or `auto`: GPUs where each rank of a node has one, else CPU; what was
-            taken is printed and kept in the run's `config.yaml`.
+        device: `cuda`, `cpu`, or `auto`: GPUs if each rank of a node has one, else CPU. The run
+            prints its choice and keeps it in `config.yaml`.
         omp_num_threads: CPU threads of each rank.
-        env: environment variables for the ranks (NCCL_* and the like). One that is set already
-            where the run is started keeps its value.
-        requeue: when `training.save_signal` has ended the run, ask Slurm to start its job again;
-            with `resume=auto` it goes on where it was.
+        env: environment variables of the ranks (NCCL_* and the like). A variable that is already
+            set in the environment of the start command keeps its value.
+        requeue: after `training.save_signal` has ended the run, ask Slurm to start the job again;
+            with `resume=auto` the run then continues.
     """
 
     nodes: int = 1
@@ -155,14 +157,15 @@ class ClusterConfig:
 
 @dataclass
 class DataConfig:
-    """What is learned: exactly one of `dir`, `prefix` and `mock`.
+    """The training data: exactly one of `dir`, `prefix` and `mock`.
 
     Attributes:
-        dir: folder of a corpus made by `megatron-sparse corpus`, relative to where the run starts.
+        dir: folder of a corpus made by `megatron-sparse corpus`, relative to the folder in which
+            the run is started.
         prefix: path of a Megatron indexed dataset without `.bin`.
-        mock: Megatron's synthetic data.
-        vocab_size: token ids of `prefix` and `mock`; a corpus in `dir` says it itself.
-        split: parts for training, validation and test, as Megatron's `--split` takes them.
+        mock: use Megatron's synthetic data.
+        vocab_size: number of token ids of `prefix` or `mock`; a corpus in `dir` stores its own.
+        split: parts for training, validation and test, in the form of Megatron's `--split`.
         num_workers: data-loading processes of each rank.
     """
 
@@ -189,7 +192,7 @@ class DataConfig:
                 "data.vocab_size does not fit the data",
                 expected="a number with data.prefix or data.mock, null with data.dir",
                 got="null" if self.vocab_size is None else self.vocab_size,
-                remedy="give the number of token ids, the end of a document included",
+                remedy="give the number of token ids, including the end-of-document token",
             )
         if self.vocab_size is not None:
             in_range("data.vocab_size", self.vocab_size, 2, math.inf, integer=True)
@@ -210,18 +213,18 @@ class TrainingConfig:
 
     Attributes:
         iterations: optimizer steps of the whole run.
-        lr: the highest learning rate; falls by a cosine to `min_lr`.
+        lr: the highest learning rate; it then falls along a cosine to `min_lr`.
         min_lr: the last learning rate.
         lr_warmup_iters: iterations over which the learning rate rises from 0.
-        weight_decay: of Adam (decoupled).
+        weight_decay: Adam's decoupled weight decay.
         clip_grad: largest global norm of the gradient; 0 does not clip.
         micro_batch_size: samples of one forward pass on one rank.
         global_batch_size: samples of an iteration on all ranks; null takes one micro-batch a rank.
-        precision: of weights and activations: `fp32`, `bf16`, `fp16` (with loss scaling), or
-            `auto`: bf16 on GPUs, fp32 on a CPU, where bf16 is two to three times slower; what was
-            taken is printed and kept in the run's `config.yaml`.
-        seed: of weights, dropout and the order of samples.
-        overlap_grad_reduce: synchronise gradients while the backward pass goes on.
+        precision: dtype of weights and activations: `fp32`, `bf16`, `fp16` (with loss scaling), or
+            `auto`: bf16 on GPUs, fp32 on a CPU, where bf16 is two to three times slower. The run
+            prints its choice and keeps it in `config.yaml`.
+        seed: seed of weights, dropout and the order of samples.
+        overlap_grad_reduce: synchronise gradients during the backward pass.
         use_distributed_optimizer: shard the optimizer's state (reduce-scatter of gradients).
         tensor_parallel: ranks that share each layer.
         pipeline_parallel: ranks that share the stack of layers.
@@ -229,9 +232,9 @@ class TrainingConfig:
         eval_interval: iterations between validations; 0 does not validate.
         eval_iters: iterations of each validation.
         save_interval: iterations between checkpoints in the run's folder; 0 saves none.
-        save_signal: a signal's name, such as SIGUSR1. When a rank gets it, the run saves a
-            checkpoint after the iteration that it is at and ends with code 0. Such a run also saves
-            one at its end.
+        save_signal: name of a signal, such as SIGUSR1. When a rank receives it, the run finishes
+            the current iteration, saves a checkpoint and exits with code 0. With this option the
+            run also saves a checkpoint at its end.
         load: folder of checkpoints to start from; a resumed run takes its own.
     """
 
@@ -290,14 +293,15 @@ class TrainingConfig:
 
 @dataclass
 class RunConfig:
-    """A training run of ours: what `megatron-sparse train` composes and every rank reads.
+    """A training run: `megatron-sparse train` composes this configuration, every rank reads it.
 
     Attributes:
-        name: of the run's folder below `runs_dir`: letters, digits, `.`, `_`, `-`.
-        runs_dir: where runs lie, relative to where the run is started.
-        resume: of a run of this name that is there already: `never` moves it aside, `auto` goes on
-            if it has a checkpoint and moves it aside otherwise, `must` goes on or fails.
-        plugin: False trains plain Megatron, without any of ours, to compare with.
+        name: name of the run's folder in `runs_dir`: letters, digits, `.`, `_`, `-`.
+        runs_dir: folder of all runs, relative to the folder in which the run is started.
+        resume: what to do if a run of this name exists: `never` moves it aside and starts anew,
+            `auto` continues it if it has a checkpoint and moves it aside otherwise, `must`
+            continues it or fails.
+        plugin: False trains plain Megatron without the plugin, for comparison.
         model: see `ModelConfig`.
         compression: see `CompressionConfig`.
         scheme: see `SchemeConfig`.
@@ -307,8 +311,8 @@ class RunConfig:
         data: see `DataConfig`.
         tracking: see `TrackingConfig`.
         training: see `TrainingConfig`.
-        megatron: any flag of Megatron-LM, e.g. `{recompute_activations: true}`. It wins over what
-            the other sections say.
+        megatron: any flag of Megatron-LM, e.g. `{recompute_activations: true}`. It overrides the
+            other sections.
     """
 
     name: str = "run"
@@ -329,15 +333,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name) is None:
             raise ConfigError(
-                "name cannot be the name of a folder",
-                expected="letters, digits, '.', '_' and '-', the first one no '.' and no '-'",
+                "name is not a valid folder name",
+                expected="letters, digits, '.', '_' and '-', not beginning with '.' or '-'",
                 got=repr(self.name),
             )
         is_flag("plugin", self.plugin)
         if self.cluster.requeue and self.training.save_signal is None:
             raise ConfigError(
-                "cluster.requeue has no signal to wait for",
-                expected=" | ".join(SAVE_SIGNALS) + " in training.save_signal",
+                "cluster.requeue=true needs training.save_signal",
+                expected="training.save_signal=" + " | ".join(SAVE_SIGNALS),
                 got="null",
                 remedy="set training.save_signal=SIGUSR1, and sbatch --signal=USR1@120",
             )

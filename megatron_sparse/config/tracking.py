@@ -1,4 +1,4 @@
-"""The section `tracking` of the configuration, see `config`: its defaults and its checks."""
+"""The section `tracking` of the configuration: defaults and checks."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ CONSOLES = ("auto", "live", "plain", "off")
 
 @dataclass
 class TrackingConfig:
-    """Where the measurements go.
+    """Where measurements go, and how many are taken.
 
     Attributes:
-        console: what the writing rank shows while it trains: `live` (a view that is drawn again
-            and again, for a terminal), `plain` (a line now and then), `auto` (`live` on a terminal,
-            else `plain`) and, with each of them, the breakdown table at the end; `off` is silent.
+        console: what the writing rank prints while it trains: `live` (a view that redraws itself,
+            for a terminal), `plain` (one line every `sample_every` iterations) or `auto` (`live`
+            on a terminal, else `plain`), each followed by the breakdown table at the end; `off`
+            prints nothing.
         tensorboard: write scalars for TensorBoard into the run's folder.
         wandb: `auto` (online with a key, offline without), `online`, `offline`, `disabled`.
         wandb_project: project name for Weights & Biases.
         wandb_entity: team or user; null takes the account's default.
         flush_every: iterations between flushes of the JSON lines.
-        sample_every: iterations between looks at what costs more than the rest: the metrics of
-            each bucket, its threshold, the residual's norm (one read of the residual), and the
-            lines of `console=plain`; 0 never looks. docs/tracking.md says what they cost.
-        trace_iters: iterations whose timeline goes to `trace.json` in the run's folder, for
-            chrome://tracing and ui.perfetto.dev; 0 writes none.
-        profile_iters: iterations that torch.profiler records, on the writing rank, with every
-            operator and kernel of forward, backward and synchronisation, into `profile.json` there;
-            0 records none.
-        trace_start: the first of both.
+        sample_every: iterations between samples of the expensive metrics: those of each bucket,
+            its threshold, the residual's norm (one read of the residual), and the lines of
+            `console=plain`; 0 never samples. docs/tracking.md has the costs.
+        trace_iters: number of iterations whose timeline goes to `trace.json` in the run's folder,
+            for chrome://tracing and ui.perfetto.dev; 0 writes none.
+        profile_iters: number of iterations that torch.profiler records on the writing rank, with
+            every operator and kernel of forward, backward and synchronisation, into
+            `profile.json` in the run's folder; 0 records none.
+        trace_start: first iteration of the timeline and of the profile.
         nvtx: open an NVTX range around every stage, for Nsight Systems; needs a GPU.
-        record_gradients_iters: iterations whose gradients every rank writes to `gradients/` in the
-            run's folder, for `megatron-sparse profile`; docs/profiling.md says how large they are.
-        record_gradients: what of them: `gradient` (before selection), `selected`, or `both`.
+        record_gradients_iters: iterations in which every rank writes its gradients to `gradients/`
+            in the run's folder, for `megatron-sparse profile`; docs/profiling.md has their size.
+        record_gradients: which gradients: `gradient` (before selection), `selected`, or `both`.
     """
 
     console: str = "auto"

@@ -136,8 +136,8 @@ def test_the_filter_takes_the_name_whatever_the_size():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"lossless_patterns": ["("]}, "compression.lossless_patterns holds no regular expression"),
-        ({"lossless_patterns": "word_embeddings"}, "compression.lossless_patterns is no list"),
+        ({"lossless_patterns": ["("]}, "compression.lossless_patterns is not a regular expression"),
+        ({"lossless_patterns": "word_embeddings"}, "compression.lossless_patterns is not a list"),
         ({"lossless_patterns": ["a", "b"], "keep_patterns": ["c", "b"]}, "'b' in both"),
     ],
 )
