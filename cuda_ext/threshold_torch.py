@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.cuda_ext.codec_cuda import to_device
-from megatron_sparse.cuda_ext.counter_hash import DRAW_SAMPLE, hash_seed
+from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, hash_seed
 
 _MASK_32 = 2**32 - 1
 _INFINITY = 0x7F800000

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_sparse.cuda_ext.counter_hash import DRAW_RESIDUAL, DRAW_VALUE, hash_seed
+from megatron_sparse.triton_kernels.counter_hash import DRAW_RESIDUAL, DRAW_VALUE, hash_seed
 
 BLOCK = 2048
 _CODE_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

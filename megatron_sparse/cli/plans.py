@@ -81,7 +81,7 @@ def calibrate(
     ] = 120,
 ) -> None:
     """Ranks start as for `bench collectives`. See docs/calibration.md."""
-    from megatron_sparse.calibration import command as runner
+    from megatron_sparse.bench.calibrate import command as runner
 
     request = runner.Request(
         out=out if out or virtual else Path("cluster.yaml"),

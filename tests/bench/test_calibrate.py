@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.calibration import command as runner
-from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
-from megatron_sparse.calibration.threshold_sweep import (
+from megatron_sparse.bench.calibrate import command as runner
+from megatron_sparse.bench.calibrate.threshold_sweep import (
     RingRuns,
     SweepCase,
     choose,
     options_of,
     sweep_thresholds,
 )
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
 from megatron_sparse.cli import main
 from megatron_sparse.config.sparse import RING_DENSITIES
 from megatron_sparse.errors import ConfigError

@@ -15,12 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
-from megatron_sparse.bench.rank_group import RankGroup, as_rank
-from megatron_sparse.bench.table import torch_threads
-from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
-from megatron_sparse.calibration.table import draw_curves, print_cluster, print_curves
-from megatron_sparse.calibration.threshold_sweep import (
+from megatron_sparse.bench.calibrate.table import draw_curves, print_cluster, print_curves
+from megatron_sparse.bench.calibrate.threshold_sweep import (
     THRESHOLDS,
     RingRuns,
     SweepCase,
@@ -28,6 +24,10 @@ from megatron_sparse.calibration.threshold_sweep import (
     sweep_thresholds,
     swept,
 )
+from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
+from megatron_sparse.bench.rank_group import RankGroup, as_rank
+from megatron_sparse.bench.table import torch_threads
+from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
 from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.cluster import RING_FORMATS, ClusterModel, CodecOp, find
