@@ -11,35 +11,29 @@ more. All-reduce only.
 
 from __future__ import annotations
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input, Scheme
-from megatron_sparse.collectives.base import Steps, exchange_sizes
-from megatron_sparse.collectives.records import Cut, SparseSum, check_announced, group_of
-from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
+    Steps,
+    exchange_sizes,
+    whole_group,
+)
+from megatron_sparse.collectives.records import SparseSum, check_announced, whole_cut
+from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
+from megatron_sparse.formats.message import Message
 
 NAME = "sparse_star"
 MIDDLE = 0
 
 
-def sparse_star(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+def sparse_star(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Sums are fp32 and rounded once, to nearest even, where the gradient is narrower.
 
     Args:
-        bucket: receives the sum.
+        exchange: the bucket, and the means to synchronise it.
         message: this rank's contribution.
-        transport: the group.
-        buffers: where received messages and a narrower gradient's fp32 sum live.
-        timer: receives the decode time.
 
     Returns:
         Bytes that this rank has sent.
@@ -48,11 +42,11 @@ def sparse_star(
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's message is not what was announced.
     """
-    group = group_of(NAME, bucket, message, transport)
-    whole = Cut(message.layout)
-    table = yield from exchange_sizes(
-        [message.nbytes], bucket, NAME, message.value_dtype, message.epoch, transport
-    )
+    transport, grad_N = exchange.transport, exchange.bucket.grad_N
+    identity = Identity.of_message(NAME, exchange, message)
+    group = whole_group(transport, identity.tag)
+    whole = whole_cut(message.layout)
+    table = yield from exchange_sizes([message.nbytes], identity, transport)
     sizes = [row[0] for row in table]
     check_announced(sizes, [whole] * group.world_size, message.value_dtype)
     own = message.buffer[: message.nbytes]
@@ -60,10 +54,10 @@ def sparse_star(
 
     if group.rank != MIDDLE:
         yield from group.exchange([(MIDDLE, own)], [])
-        yield from group.exchange([], [(MIDDLE, bucket.grad_N)], last=True)
+        yield from group.exchange([], [(MIDDLE, grad_N)], last=True)
         return group.sent_bytes
 
-    sums = SparseSum(bucket, message, buffers, timer)
+    sums = SparseSum(exchange, message)
     room = sums.take("received", sum(sizes) - sizes[MIDDLE])
     messages = [own, *room.split([sizes[rank] for rank in others])]
     sums.clear()
@@ -73,13 +67,8 @@ def sparse_star(
         lambda rank: sums.add_message(messages[rank], whole, rank),
     )
     sums.write(whole.elements)
-    yield from group.exchange([(rank, bucket.grad_N) for rank in others], [], last=True)
+    yield from group.exchange([(rank, grad_N) for rank in others], [], last=True)
     return group.sent_bytes
 
 
-SCHEME = Scheme(NAME, Input.SPARSE, frozenset({CollectiveOp.ALL_REDUCE}), False, sparse_star)
-
-
-def register() -> None:
-    """Lets everything that looks schemes up by name find this one."""
-    SCHEMES[NAME] = SCHEME
+SCHEME = Scheme(NAME, Input.SPARSE, run=sparse_star, place=1000, ops=ALL_REDUCE_ONLY)

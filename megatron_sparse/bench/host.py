@@ -28,7 +28,7 @@ from megatron_sparse.bench.collectives.path import HalvedPath, LastRecord, new_r
 from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_threads
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import OVER_GROUPS, Input
+from megatron_sparse.collectives import Input, over_groups
 from megatron_sparse.config.sparse import NCCL_ENGINE_SCHEMES
 from megatron_sparse.cuda_ext.nccl_ops import SumCall
 from megatron_sparse.planner import FixedPlanner
@@ -43,7 +43,7 @@ from megatron_sparse.transport.process_group import ProcessGroupTransport
 
 SCHEMES = tuple(
     name
-    for name, scheme in OVER_GROUPS.items()
+    for name, scheme in over_groups().items()
     if scheme.takes_slots or name in ("dense", "dense_ring", "dense_rhd", "dense_allpairs")
 )
 """Those whose messages have sizes that everyone knows."""
@@ -309,7 +309,7 @@ class _Path:
         *,
         nccl_engine: bool = False,
     ) -> None:
-        density = 1.0 if OVER_GROUPS[name].takes is Input.DENSE else DENSITY
+        density = 1.0 if over_groups()[name].takes is Input.DENSE else DENSITY
         case = Case(CollectiveOp.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
         settings = Sweep(
             4 * case.numel,

@@ -218,7 +218,7 @@ def collectives(
     """Sizes are swept by fours; exits with 1 when a row is wrong. See docs/testbed.md."""
     from megatron_sparse.bench.collectives import command as runner
     from megatron_sparse.bench.collectives.sweep import Sweep
-    from megatron_sparse.collectives import OVER_GROUPS
+    from megatron_sparse.collectives import over_groups
     from megatron_sparse.run import local_ranks
     from megatron_sparse.run.json_lines import write_rows
     from megatron_sparse.transport import Link, Topology
@@ -231,7 +231,7 @@ def collectives(
         max_bytes=parse_size("--max-bytes", max_bytes),
         densities=parse_densities(density),
         dtypes=dtype.split(","),
-        schemes=["auto", *OVER_GROUPS] if scheme == "all" else scheme.split(","),
+        schemes=["auto", *over_groups()] if scheme == "all" else scheme.split(","),
         ops=op.split(","),
         message_format=format,
         capacity=capacity,
@@ -351,7 +351,7 @@ def cost_models(
     """See docs/cost-models.md."""
     from megatron_sparse.bench.cost_models import command as runner
     from megatron_sparse.bucket import CollectiveOp
-    from megatron_sparse.collectives import OVER_GROUPS
+    from megatron_sparse.collectives import over_groups
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.planner.cluster import find
 
@@ -360,7 +360,7 @@ def cost_models(
         runner.report(runner.measured_rows(measured, find(cluster)), json)
         return
     sweep = runner.CostSweep(
-        schemes=list(OVER_GROUPS) if scheme == "all" else scheme.split(","),
+        schemes=list(over_groups()) if scheme == "all" else scheme.split(","),
         kinds=kind.split(","),
         densities=parse_densities(density),
         world_sizes=parse_ranks(ranks),

@@ -5,20 +5,20 @@ them at once (`reduction.progress`). It yields `POSTED` as soon as it will post 
 `UNORDERED` when what it will post needs no order: from then on the next bucket may post, while this
 one still waits and decodes.
 
-`SCHEMES` lists them by the name that `scheme.name` takes.
+`SCHEMES` has them by the name that `scheme.name` takes.
 """
 
-from megatron_sparse.collectives.base import POSTED, UNORDERED, Steps
-from megatron_sparse.collectives.options import SchemeOptions
-from megatron_sparse.collectives.schemes import OVER_GROUPS, SCHEMES, Input, Scheme
+from megatron_sparse.collectives.base import POSTED, UNORDERED, Exchange, Steps
+from megatron_sparse.collectives.registry import SCHEMES, over_groups
+from megatron_sparse.collectives.scheme import Input, Scheme
 
 __all__ = [
-    "OVER_GROUPS",
     "POSTED",
     "SCHEMES",
     "UNORDERED",
+    "Exchange",
     "Input",
     "Scheme",
-    "SchemeOptions",
     "Steps",
+    "over_groups",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.collectives.base import Exchange
 
 
 class Accumulator:
@@ -20,10 +20,9 @@ class Accumulator:
         sum_N: fp32; at first this rank's values. Shares their memory where they are fp32.
     """
 
-    def __init__(self, bucket: Bucket, values_N: torch.Tensor, buffers: MessageBuffers) -> None:
-        self._name = bucket.name
-        self._buffers = buffers
-        self._partial_dtype = partial_dtype(bucket, values_N)
+    def __init__(self, exchange: Exchange, values_N: torch.Tensor) -> None:
+        self._exchange = exchange
+        self._partial_dtype = partial_dtype(exchange.bucket, values_N)
         if values_N.dtype == torch.float32:
             self.sum_N = values_N
         else:
@@ -44,10 +43,16 @@ class Accumulator:
         """Room for a peer's partial sums, valid until the next call."""
         return self._take("incoming", numel, self._partial_dtype, self.sum_N.device)
 
+    def add(self, start: int, stop: int, received_M: torch.Tensor) -> None:
+        """Adds a peer's partial sums of the elements from `start` to `stop`."""
+        with self._exchange.timer.stage("decode"):
+            self.sum_N[start:stop].add_(received_M)
+
     def _take(
         self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        return self._buffers.take(f"{purpose}:{self._name}", numel, device, dtype)
+        name = f"{purpose}:{self._exchange.bucket.name}"
+        return self._exchange.buffers.take(name, numel, device, dtype)
 
 
 def partial_dtype(bucket: Bucket, values_N: torch.Tensor) -> torch.dtype:

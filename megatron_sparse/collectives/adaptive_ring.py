@@ -33,45 +33,44 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives.base import Steps, Subgroup, Yielded, exchange_sizes, tag_of
+from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
+    Steps,
+    Subgroup,
+    Yielded,
+    exchange_sizes,
+)
 from megatron_sparse.collectives.link_density import LinkDensity, prunable_nnz, prunable_numel
-from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.collectives.records import Cut, SparseSum, shard_cuts
+from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_ring import (
     ring_gather_sums,
     ring_order,
     ring_reduce_scatter,
 )
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.message import FORMAT_CODES, Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
+from megatron_sparse.formats.message import FORMAT_CODES, Message
 from megatron_sparse.transport import Transport
 from megatron_sparse.wire import FORMAT_DENSE
 
 NAME = "adaptive_ring"
 
 
-def adaptive_ring(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-    options: SchemeOptions,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms. On CUDA the
     records' headers are read on the host.
     """
-    intra, inter, gather = options.ring_densities
+    transport, options = exchange.transport, exchange.options
+    intra, inter, gather = options.ring_densities()
     scheme = f"{NAME} {intra}/{inter}/{gather}"
-    tag = tag_of(bucket, scheme, message.value_dtype, message.epoch)
-    group = Subgroup(transport, ring_order(transport), tag)
+    identity = Identity.of_message(scheme, exchange, message)
+    group = Subgroup(transport, ring_order(transport), identity.tag)
     n, place, ranks = group.world_size, group.rank, group.ranks
     cuts = shard_cuts(message.layout, n)
-    density_of = yield from _initial_densities(scheme, bucket, message, cuts, transport)
+    density_of = yield from _initial_densities(identity, message, cuts, transport)
     initial = [density_of[rank] for rank in ranks]
 
     def link(sender: int) -> LinkDensity:
@@ -80,32 +79,29 @@ def adaptive_ring(
 
     onward, incoming = link(place), link(place - 1)
     form = FORMAT_CODES[options.format]
-    sums = SparseSum(bucket, message, buffers, timer, form=form)
-    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
+    sums = SparseSum(exchange, message, form=form)
     yield from ring_reduce_scatter(
-        message, cuts, sums, group, timer, (onward, incoming), last=scatter
+        message, cuts, sums, group, (onward, incoming), last=exchange.scatters
     )
-    if scatter:
+    if exchange.scatters:
         sums.write(cuts[transport.rank].elements)
         return group.sent_bytes
     incoming.extrapolate()  # By what this rank has added.
     if incoming.density >= gather:
         # The same sum, in the bucket's memory, with dense records.
-        sums = SparseSum(bucket, message, buffers, timer, form=FORMAT_DENSE)
-    yield from ring_gather_sums(scheme, bucket, message, cuts, sums, group, transport)
+        sums = SparseSum(exchange, message, form=FORMAT_DENSE)
+    yield from ring_gather_sums(identity, cuts, sums, group, transport)
     return group.sent_bytes
 
 
 def _initial_densities(
-    scheme: str, bucket: Bucket, message: Message, cuts: Sequence[Cut], transport: Transport
+    identity: Identity, message: Message, cuts: Sequence[Cut], transport: Transport
 ) -> Generator[Yielded, None, list[float]]:
     """The agreement: the density of what each rank has selected, as it announces it."""
     own = message.buffer[: message.nbytes].split(message.shard_bytes())
     parts = zip(own, cuts, strict=True)
     nnz = sum(prunable_nnz(records, cut, transport.rank) for records, cut in parts)
-    table = yield from exchange_sizes(
-        [nnz], bucket, scheme, message.value_dtype, message.epoch, transport
-    )
+    table = yield from exchange_sizes([nnz], identity, transport)
     numel = sum(map(prunable_numel, cuts))
     for rank, (announced,) in enumerate(table):
         if not 0 <= announced <= numel:
@@ -117,3 +113,13 @@ def _initial_densities(
                 "ranks",
             )
     return [announced / numel if numel else 1.0 for (announced,) in table]
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=adaptive_ring,
+    place=160,
+    needs_shards=True,
+    runs_across_nodes=True,
+)

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives.base import Steps, exchange_sizes
+from megatron_sparse.collectives.base import Exchange, Identity, Steps, exchange_sizes
 from megatron_sparse.collectives.direct import split
 from megatron_sparse.collectives.gather import pairwise_all_gather
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
@@ -30,65 +29,50 @@ from megatron_sparse.collectives.records import (
     SparseSum,
     check_announced,
     group_of,
+    reads_reports,
     shard_cuts,
     whole_cut,
 )
-from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.formats.message import Message
 
 NAME = "agsparse"
 
 
-def agsparse(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+@reads_reports
+def agsparse(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Sums are fp32 and rounded once, to nearest even, where the gradient is narrower.
 
     Args:
-        bucket: receives the sum: all of it, or this rank's shard for a reduce-scatter.
+        exchange: the bucket, and the means to synchronise it.
         message: this rank's contribution, cut into shards for a reduce-scatter.
-        transport: the group.
-        buffers: where received messages and a narrower gradient's fp32 sum live.
-        timer: receives the decode time.
 
     Raises:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's message is not what was announced.
     """
-    sums = SparseSum(bucket, message, buffers, timer)
+    transport, sums = exchange.transport, SparseSum(exchange, message)
     if message.slots is not None and transport.communicator is not None:
         return (
             yield from sum_in_one_call(
-                NAME,
-                bucket,
-                message,
-                sums,
-                transport.communicator,
-                timer,
-                by_owners=bucket.op is CollectiveOp.REDUCE_SCATTER,
+                NAME, exchange, message, sums, transport.communicator, by_owners=exchange.scatters
             )
         )
-    group = group_of(NAME, bucket, message, transport)
+    identity = Identity.of_message(NAME, exchange, message)
+    group = group_of(identity, message, transport)
     n, rank = group.world_size, group.rank
-    if bucket.op is CollectiveOp.REDUCE_SCATTER:
+    if exchange.scatters:
         cuts = shard_cuts(message.layout, n)
-        yield from split(NAME, bucket, message, cuts, sums, group, transport, last=True)
+        yield from split(identity, message, cuts, sums, group, transport, last=True)
         sums.write(cuts[rank].elements)
         return group.sent_bytes
 
     whole = whole_cut(message.layout)
     sizes = [message.nbytes] * n
     if message.slots is None:
-        table = yield from exchange_sizes(
-            [message.nbytes], bucket, NAME, message.value_dtype, message.epoch, transport
-        )
+        table = yield from exchange_sizes([message.nbytes], identity, transport)
         sizes = [row[0] for row in table]
         check_announced(sizes, [whole] * n, message.value_dtype)
     held: dict[int, torch.Tensor] = {}
@@ -108,3 +92,14 @@ def agsparse(
     yield from pairwise_all_gather(own, room, sizes, group, arrived)
     sums.write(whole.elements)
     return group.sent_bytes
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=agsparse,
+    place=70,
+    takes_slots=True,
+    has_engine=True,
+    runs_across_nodes=True,
+)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from megatron_sparse.bucket import Bucket
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.checksummed import open_row, seal_row
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError
+from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport, Work
 from megatron_sparse.transport.base import Marker
+from megatron_sparse.transport.peer_memory import PeerMemory
 from megatron_sparse.transport.subset import SubsetTransport
 
 POSTED, UNORDERED = Marker.POSTED, Marker.UNORDERED
@@ -37,36 +42,112 @@ Round = tuple[Sequence[Piece], Sequence[Piece]]
 """What is sent and what is received in one exchange."""
 
 
-def fingerprint(bucket: Bucket, scheme: str, value_dtype: str, epoch: int) -> int:
-    """A number that two ranks share only if they mean the same collective on the same bucket."""
-    text = f"{bucket.name}|{bucket.op}|{bucket.numel}|{scheme}|{value_dtype}|{epoch}"
-    return zlib.crc32(text.encode())
+@dataclass(frozen=True)
+class Exchange:
+    """What every collective takes: the bucket of one rank, and the means to synchronise it.
+
+    A sparse collective is `run(exchange, message)`, a dense one `run(exchange, values_N, step)`.
+
+    Attributes:
+        bucket: receives the sum: all of it, or this rank's shard for a reduce-scatter.
+        transport: the group of ranks.
+        buffers: where received messages, partial sums and a narrower gradient's fp32 sum live.
+        timer: receives the seconds of network, encoding and decoding.
+        options: `scheme` of the configuration, the same on every rank. What the wire depends on is
+            part of a collective's `Identity`.
+        straggler: the rank of the group that is known to come last to this bucket; None if no rank
+            is. All ranks have agreed on it.
+        windows: peer memory of the group's buckets; None if none was made (`peer_windows`).
+    """
+
+    bucket: Bucket
+    transport: Transport
+    buffers: MessageBuffers
+    timer: StageTimer
+    options: SchemeConfig
+    straggler: int | None = None
+    windows: PeerMemory | None = None
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank gets its own shard of the sum only."""
+        return self.bucket.op is CollectiveOp.REDUCE_SCATTER
+
+
+SparseCollective = Callable[[Exchange, Message], Steps]
+"""Adds up all ranks' messages."""
+
+DenseCollective = Callable[[Exchange, torch.Tensor, int], Steps]
+"""Adds up all ranks' `values_N`, the whole gradients of one step. It may overwrite them."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What all ranks of a collective must agree on.
+
+    Attributes:
+        scheme: the collective's name, followed by the options that its messages depend on.
+        bucket: what is synchronised; its name, op and size count.
+        value_dtype: dtype on the wire.
+        step: the training step.
+    """
+
+    scheme: str
+    bucket: Bucket
+    value_dtype: str
+    step: int
+
+    @classmethod
+    def of_message(cls, scheme: str, exchange: Exchange, message: Message) -> Identity:
+        """Of a sparse collective."""
+        return cls(scheme, exchange.bucket, message.value_dtype, message.epoch)
+
+    @classmethod
+    def of_values(
+        cls, scheme: str, exchange: Exchange, values_N: torch.Tensor, step: int
+    ) -> Identity:
+        """Of a dense collective."""
+        return cls(scheme, exchange.bucket, str(values_N.dtype), step)
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that two ranks share only if they agree."""
+        bucket = self.bucket
+        text = (
+            f"{bucket.name}|{bucket.op}|{bucket.numel}|{self.scheme}|{self.value_dtype}|{self.step}"
+        )
+        return zlib.crc32(text.encode())
+
+    @property
+    def tag(self) -> int:
+        """A tag for all pairwise messages of the collective.
+
+        Messages of ranks that disagree never meet: the ranks time out with an error that names the
+        bucket, and no buffer is overrun.
+        """
+        return self.fingerprint & 0x7FFFFFFF
 
 
 class Agreement:
-    """What ranks must mean alike, and the rows of words by which they tell one another.
+    """The rows of words by which ranks check that they take part in the same collective.
 
     Args:
-        bucket: what is about to be synchronised.
-        scheme: the collective's name.
-        value_dtype: dtype on the wire.
-        epoch: the step.
+        identity: what they must agree on.
         count: of sizes, where it decides how many rows follow.
     """
 
-    def __init__(
-        self, bucket: Bucket, scheme: str, value_dtype: str, epoch: int, count: int | None = None
-    ) -> None:
-        meant = fingerprint(bucket, scheme, value_dtype, epoch)
-        self._meant = meant if count is None else zlib.crc32(str(count).encode(), meant)
+    def __init__(self, identity: Identity, count: int | None = None) -> None:
+        own = identity.fingerprint
+        self._fingerprint = own if count is None else zlib.crc32(str(count).encode(), own)
+        bucket = identity.bucket
         self._text = (
-            f"bucket {bucket.name}: {scheme} {bucket.op} of {bucket.numel} elements as "
-            f"{value_dtype}, step {epoch}"
+            f"bucket {bucket.name}: {identity.scheme} {bucket.op} of {bucket.numel} elements as "
+            f"{identity.value_dtype}, step {identity.step}"
         )
 
     def row(self, sizes: Sequence[int], room: int, device: torch.device) -> torch.Tensor:
-        """int64 words with what is meant and the sizes, of which there are at most `room`."""
-        own = seal_row(self._meant, sizes)
+        """int64 words: the fingerprint and at most `room` sizes."""
+        own = seal_row(self._fingerprint, sizes)
         words = torch.zeros(2 + room, dtype=torch.int64)
         words[: len(own)] = torch.tensor(own)
         return words.to(device)
@@ -75,14 +156,14 @@ class Agreement:
         """The sizes in a row that a rank has sent.
 
         Raises:
-            CommunicationError: that rank means something else.
+            CommunicationError: that rank takes part in another collective.
             WireFormatError: the row is damaged.
         """
         theirs, sizes = open_row(words, rank)
-        if theirs != self._meant:
+        if theirs != self._fingerprint:
             raise CommunicationError(
                 f"rank {rank} of the group is not in the same collective",
-                expected=f"{self._text} (fingerprint {self._meant:#010x})",
+                expected=f"{self._text} (fingerprint {self._fingerprint:#010x})",
                 got=f"fingerprint {theirs:#010x} with {len(sizes)} sizes",
                 remedy="use the same configuration, model and step on every rank",
             )
@@ -91,25 +172,19 @@ class Agreement:
 
 def exchange_sizes(
     sizes: list[int],
-    bucket: Bucket,
-    scheme: str,
-    value_dtype: str,
-    epoch: int,
+    identity: Identity,
     transport: Transport | SubsetTransport,
     names: Sequence[int] | None = None,
 ) -> Generator[Work, None, list[list[int]]]:
     """Tells every rank the sizes of what this rank will send: 8 (2 + n) bytes for up to n sizes.
 
-    Rows are as long whatever the collective and its number of sizes: gloo ends a process that
-    gathers rows of another size than its peers. More than n sizes take another all-gather.
+    All rows have the same length, whatever the collective and its number of sizes: gloo ends a
+    process that gathers rows of another size than its peers. More than n sizes take another
+    all-gather.
 
     Args:
         sizes: the same count on every rank.
-        bucket: what is about to be synchronised; with the next three it must be the same
-            everywhere.
-        scheme: the collective's name.
-        value_dtype: dtype on the wire.
-        epoch: the step.
+        identity: of the collective; it must be the same on every rank.
         transport: moves the message; on CUDA the result is read on the host.
         names: what errors call the transport's ranks; by default their numbers in it.
 
@@ -117,11 +192,11 @@ def exchange_sizes(
         Each rank's `sizes`.
 
     Raises:
-        CommunicationError: a rank means another collective, bucket, size, dtype or step.
+        CommunicationError: a rank has another identity or number of sizes.
         WireFormatError: a rank's row is damaged.
     """
     n = transport.world_size
-    agreement = Agreement(bucket, scheme, value_dtype, epoch, count=len(sizes))
+    agreement = Agreement(identity, count=len(sizes))
     table: list[list[int]] = [[] for _ in range(n)]
     for start in range(0, len(sizes) or 1, n):
         words = agreement.row(sizes[start : start + n], n, transport.device)
@@ -145,7 +220,7 @@ class Subgroup:
     Args:
         transport: moves the bytes.
         ranks: the transport's ranks that take part; this rank is one of them.
-        tag: of the collective (`tag_of`).
+        tag: of the collective (`Identity.tag`).
     """
 
     def __init__(self, transport: Transport, ranks: Sequence[int], tag: int) -> None:
@@ -233,20 +308,6 @@ class Subgroup:
 def whole_group(transport: Transport, tag: int) -> Subgroup:
     """All ranks of a transport."""
     return Subgroup(transport, range(transport.world_size), tag)
-
-
-def tag_of(bucket: Bucket, scheme: str, value_dtype: str, epoch: int) -> int:
-    """A tag for all pairwise messages of one collective.
-
-    Made from what the ranks must agree on: messages of ranks that disagree never meet, which is a
-    time-out with a name instead of a buffer overrun.
-    """
-    return fingerprint(bucket, scheme, value_dtype, epoch) & 0x7FFFFFFF
-
-
-def dense_tag(bucket: Bucket, scheme: str, values_N: torch.Tensor, epoch: int) -> int:
-    """`tag_of` for a dense collective."""
-    return tag_of(bucket, scheme, str(values_N.dtype), epoch)
 
 
 def even_cuts(numel: int, pieces: int) -> list[int]:

@@ -15,39 +15,29 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives.base import POSTED, Steps, exchange_sizes
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives.base import POSTED, Exchange, Identity, Steps, exchange_sizes
 from megatron_sparse.collectives.dense_allpairs import dense_allpairs
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.collectives.scheme import Input, Scheme
 
 
-def dense(
-    bucket: Bucket,
-    values_N: torch.Tensor,
-    epoch: int,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Sums `values_N` over all ranks into `bucket.grad_N`.
+def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
+    """Sums `values_N` over all ranks into `exchange.bucket`.
 
     Args:
-        bucket: receives the sum: all of it, or this rank's shard for a reduce-scatter.
+        exchange: the bucket, and the means to synchronise it.
         values_N: this rank's contribution: the gradient itself or a narrower copy. Overwritten.
-        epoch: the step; the pairwise schemes keep their messages apart by it.
-        transport: the group.
-        buffers: where those schemes keep partial sums and what they receive.
-        timer: receives the network and decode time.
+        step: the training step; the pairwise schemes keep their messages apart by it.
 
     Raises:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
     """
-    if bucket.fp32_sums and bucket.op is CollectiveOp.REDUCE_SCATTER:
-        return (yield from dense_allpairs(bucket, values_N, epoch, transport, buffers, timer))
+    bucket, transport = exchange.bucket, exchange.transport
+    if bucket.fp32_sums and exchange.scatters:
+        return (yield from dense_allpairs(exchange, values_N, step))
     if transport.device.type == "cpu":
-        yield from exchange_sizes([], bucket, "dense", str(values_N.dtype), epoch, transport)
+        identity = Identity.of_values("dense", exchange, values_N, step)
+        yield from exchange_sizes([], identity, transport)
     own = slice(None)
     if bucket.op is CollectiveOp.ALL_REDUCE:
         work = transport.all_reduce_(values_N)
@@ -57,7 +47,15 @@ def dense(
     yield POSTED
     yield work
     if values_N is not bucket.grad_N:
-        with timer.stage("decode"):
+        with exchange.timer.stage("decode"):
             bucket.grad_N[own].copy_(values_N[own])
     ring = (transport.world_size - 1) * values_N.numel() * values_N.element_size()
     return ring * (2 if bucket.op is CollectiveOp.ALL_REDUCE else 1) // transport.world_size
+
+
+SCHEME = Scheme(
+    "dense",
+    Input.DENSE,
+    run=dense,
+    place=10,
+)

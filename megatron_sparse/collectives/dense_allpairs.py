@@ -15,25 +15,16 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import store
-from megatron_sparse.collectives.base import Steps, dense_tag, even_cuts, whole_group
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.collectives.base import Exchange, Identity, Steps, even_cuts, whole_group
+from megatron_sparse.collectives.scheme import Input, Scheme
 
 
-def dense_allpairs(
-    bucket: Bucket,
-    values_N: torch.Tensor,
-    epoch: int,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
-    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
-    group = whole_group(transport, dense_tag(bucket, "dense_allpairs", values_N, epoch))
+def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
+    """Sums `values_N` over all ranks into `exchange.bucket`. Arguments as of `dense`."""
+    bucket, buffers, scatter = exchange.bucket, exchange.buffers, exchange.scatters
+    identity = Identity.of_values("dense_allpairs", exchange, values_N, step)
+    group = whole_group(exchange.transport, identity.tag)
     n, rank = group.world_size, group.rank
     peers = [peer for peer in range(n) if peer != rank]
     cuts = even_cuts(bucket.numel, n)
@@ -47,7 +38,7 @@ def dense_allpairs(
         [(peer, parts_nM[peer]) for peer in peers],
         last=scatter,
     )
-    with timer.stage("decode"):
+    with exchange.timer.stage("decode"):
         sum_M = buffers.take(f"piece:{bucket.name}", own.numel(), own.device, torch.float32)
         for index in range(n):
             part = own if index == rank else parts_nM[index]
@@ -64,3 +55,11 @@ def dense_allpairs(
     )
     store(bucket.grad_N, values_N)
     return group.sent_bytes
+
+
+SCHEME = Scheme(
+    "dense_allpairs",
+    Input.DENSE,
+    run=dense_allpairs,
+    place=40,
+)

@@ -1,6 +1,6 @@
 """Dense broadcast: the naive straggler-aware baseline (StragglAR's appendix F).
 
-The straggler is `SchemeOptions.straggler`, or the last rank where none is known. The others
+The straggler is `Exchange.straggler`, or the last rank where none is known. The others
 all-reduce without it, so that only little is left to do when it comes; that little is the whole
 bucket, several times.
 
@@ -18,45 +18,36 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.accumulator import Accumulator, store
 from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
     Phase,
     Steps,
     Subgroup,
-    dense_tag,
     even_cuts,
     whole_group,
 )
 from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
-from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.straggler_shares import straggler_of
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
 
 
-def dense_broadcast(
-    bucket: Bucket,
-    values_N: torch.Tensor,
-    epoch: int,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-    options: SchemeOptions,
-) -> Steps:
-    """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `straggler`."""
-    late = straggler_of(options, transport.world_size)
+def dense_broadcast(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
+    """Sums `values_N` over all ranks into `exchange.bucket`. Arguments as of `straggler`."""
+    bucket, transport = exchange.bucket, exchange.transport
+    late = straggler_of(exchange)
     straggler = transport.world_size - 1 if late is None else late
-    tag = dense_tag(bucket, f"dense_broadcast (rank {straggler})", values_N, epoch)
+    scheme = f"dense_broadcast (rank {straggler})"
+    tag = Identity.of_values(scheme, exchange, values_N, step).tag
     group = whole_group(transport, tag)
     early = [rank for rank in range(group.world_size) if rank != straggler]
-    accumulator = Accumulator(bucket, values_N, buffers)
+    accumulator = Accumulator(exchange, values_N)
     ring_bytes = 0
     if group.rank != straggler:
         ring = Subgroup(transport, early, tag)
         cuts = even_cuts(bucket.numel, len(early))
-        yield from ring_reduce_scatter(accumulator, cuts, ring, timer, last=False)
+        yield from ring_reduce_scatter(accumulator, cuts, ring, last=False)
         yield from ring_all_gather(accumulator.sum_N, cuts, ring, last=False)
         ring_bytes = ring.sent_bytes
     holders = [*early[:1], straggler]
@@ -66,7 +57,7 @@ def dense_broadcast(
         sent = accumulator.outgoing(0, bucket.numel)
         only = group.world_size == 2
         yield from group.exchange([(peer, sent)], [(peer, received)], last=only)
-        with timer.stage("decode"):
+        with exchange.timer.stage("decode"):
             # What was sent, not what it was rounded from: both ends add the same two numbers.
             torch.add(sent.float(), received, out=accumulator.sum_N)
     if group.rank in holders:
@@ -89,3 +80,12 @@ def _broadcast(values_N: torch.Tensor, rank_of: list[int], group: Subgroup) -> P
         elif number < 2 * holders:
             yield from group.exchange([], [(rank_of[number - holders], values_N)], last=is_end)
         holders *= 2
+
+
+SCHEME = Scheme(
+    "dense_broadcast",
+    Input.DENSE,
+    run=dense_broadcast,
+    place=50,
+    ops=ALL_REDUCE_ONLY,
+)

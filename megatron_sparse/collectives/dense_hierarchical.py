@@ -29,15 +29,12 @@ from itertools import accumulate
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import Accumulator, store
-from megatron_sparse.collectives.base import Phase, Steps, Subgroup, dense_tag, even_cuts
+from megatron_sparse.collectives.base import Exchange, Identity, Phase, Steps, Subgroup, even_cuts
 from megatron_sparse.collectives.dense_rhd import Folding, double, halve, unfold_pieces
 from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
+from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.cuda_ext import codec_cuda
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
 
 
 class Lanes:
@@ -75,16 +72,9 @@ class Lanes:
         return [self.owners(lane, node) for lane in range(self.count) for node in nodes]
 
 
-def dense_hierarchical(
-    bucket: Bucket,
-    values_N: torch.Tensor,
-    epoch: int,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
-    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
+def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
+    """Sums `values_N` over all ranks into `exchange.bucket`. Arguments as of `dense`."""
+    bucket, transport, scatter = exchange.bucket, exchange.transport, exchange.scatters
     lanes = Lanes(transport.nodes, transport.rank)
     order, k = lanes.order(), len(lanes.members)
     start_of: dict[int, int] = {}
@@ -93,15 +83,15 @@ def dense_hierarchical(
         flat = [owner for owners in order for owner in owners]
         start_of = {owner: index * shard_numel for index, owner in enumerate(flat)}
         cuts = [0, *accumulate(len(owners) * shard_numel for owners in order)]
-        values_N = _shuffled(bucket, values_N, flat, buffers, timer)
+        values_N = _shuffled(exchange, values_N, flat)
     else:
         cuts = even_cuts(bucket.numel, len(order))
-    tag = dense_tag(bucket, "dense_hierarchical", values_N, epoch)
+    tag = Identity.of_values("dense_hierarchical", exchange, values_N, step).tag
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
-    accumulator = Accumulator(bucket, values_N, buffers)
+    accumulator = Accumulator(exchange, values_N)
     sent_bytes = 0
 
-    yield from _fold(accumulator, lanes, inside, transport.rank, timer)
+    yield from _fold(accumulator, lanes, inside, transport.rank)
     if transport.rank == lanes.home:
         ring = Subgroup(transport, lanes.members[lanes.node][: lanes.count], tag)
         across = Subgroup(transport, [members[lanes.lane] for members in lanes.members], tag)
@@ -109,8 +99,8 @@ def dense_hierarchical(
         lane_cuts = cuts[::k]
         node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]
         ends = scatter and not lanes.guests
-        yield from ring_reduce_scatter(accumulator, lane_cuts, ring, timer, last=ends and k == 1)
-        yield from halve(accumulator, node_cuts, folding, timer, last=ends and not folding.folds)
+        yield from ring_reduce_scatter(accumulator, lane_cuts, ring, last=ends and k == 1)
+        yield from halve(accumulator, node_cuts, folding, last=ends and not folding.folds)
         if scatter:
             yield from unfold_pieces(accumulator, node_cuts, folding, last=ends)
         else:
@@ -136,18 +126,13 @@ def dense_hierarchical(
     return sent_bytes + inside.sent_bytes
 
 
-def _shuffled(
-    bucket: Bucket,
-    values_N: torch.Tensor,
-    owners: list[int],
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> torch.Tensor:
+def _shuffled(exchange: Exchange, values_N: torch.Tensor, owners: list[int]) -> torch.Tensor:
     """A copy of the values whose shards lie in the order of `owners`."""
-    shuffled_N = buffers.take(
+    bucket = exchange.bucket
+    shuffled_N = exchange.buffers.take(
         f"shuffled:{bucket.name}", bucket.numel, values_N.device, values_N.dtype
     )
-    with timer.stage("encode"):
+    with exchange.timer.stage("encode"):
         # One operation, not one for each of a thousand shards.
         order = codec_cuda.on_device(torch.tensor(owners), values_N.device)
         shape = (len(owners), bucket.numel // len(owners))
@@ -155,9 +140,7 @@ def _shuffled(
     return shuffled_N
 
 
-def _fold(
-    accumulator: Accumulator, lanes: Lanes, inside: Subgroup, rank: int, timer: StageTimer
-) -> Phase:
+def _fold(accumulator: Accumulator, lanes: Lanes, inside: Subgroup, rank: int) -> Phase:
     """Surplus ranks give all they have to their lane's rank, which adds it."""
     numel = accumulator.sum_N.numel()
     here = lanes.members[lanes.node]
@@ -167,8 +150,7 @@ def _fold(
     for guest in lanes.guests:
         received = accumulator.incoming(numel)
         yield from inside.exchange([], [(here.index(guest), received)])
-        with timer.stage("decode"):
-            accumulator.sum_N.add_(received)
+        accumulator.add(0, numel, received)
 
 
 def _unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: int) -> Phase:
@@ -179,3 +161,11 @@ def _unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: i
     elif lanes.guests:
         sends = [(here.index(g), piece) for g, piece in zip(lanes.guests, results, strict=True)]
         yield from inside.exchange(sends, [], last=True)
+
+
+SCHEME = Scheme(
+    "dense_hierarchical",
+    Input.DENSE,
+    run=dense_hierarchical,
+    place=60,
+)

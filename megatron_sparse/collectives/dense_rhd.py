@@ -20,36 +20,28 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import Accumulator, store
 from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
     Phase,
     Steps,
     Subgroup,
-    dense_tag,
     even_cuts,
     whole_group,
 )
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.collectives.scheme import Input, Scheme
 
 
-def dense_rhd(
-    bucket: Bucket,
-    values_N: torch.Tensor,
-    epoch: int,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
-    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
-    group = whole_group(transport, dense_tag(bucket, "dense_rhd", values_N, epoch))
+def dense_rhd(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
+    """Sums `values_N` over all ranks into `exchange.bucket`. Arguments as of `dense`."""
+    bucket, scatter = exchange.bucket, exchange.scatters
+    identity = Identity.of_values("dense_rhd", exchange, values_N, step)
+    group = whole_group(exchange.transport, identity.tag)
     folding = Folding(group)
     cuts = even_cuts(bucket.numel, group.world_size)
-    accumulator = Accumulator(bucket, values_N, buffers)
-    yield from halve(accumulator, cuts, folding, timer, last=scatter and not folding.folds)
+    accumulator = Accumulator(exchange, values_N)
+    yield from halve(accumulator, cuts, folding, last=scatter and not folding.folds)
     if scatter:
         yield from unfold_pieces(accumulator, cuts, folding, last=True)
         own = slice(cuts[group.rank], cuts[group.rank + 1])
@@ -105,9 +97,7 @@ class Folding:
         return self.span(cuts, self.index, self.index + 1)
 
 
-def halve(
-    accumulator: Accumulator, cuts: list[int], folding: Folding, timer: StageTimer, *, last: bool
-) -> Phase:
+def halve(accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: bool) -> Phase:
     """Leaves the sum of this rank's block in the accumulator; folded ranks only give.
 
     `last` must be false where ranks are folded: `unfold_pieces` or `double` comes after.
@@ -119,8 +109,7 @@ def halve(
     if folding.guest is not None:
         received = accumulator.incoming(whole[1] - whole[0])
         yield from group.exchange([], [(folding.guest, received)])
-        with timer.stage("decode"):
-            accumulator.sum_N[slice(*whole)].add_(received)
+        accumulator.add(*whole, received)
     first, stop = 0, folding.active
     while stop - first > 1:
         distance = (stop - first) // 2
@@ -138,8 +127,7 @@ def halve(
             [(peer, received)],
             last=last and distance == 1,
         )
-        with timer.stage("decode"):
-            accumulator.sum_N[slice(*kept)].add_(received)
+        accumulator.add(*kept, received)
         first, stop = keep
 
 
@@ -183,3 +171,11 @@ def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: b
         )
     if folding.guest is not None:
         yield from group.exchange([(folding.guest, values_N[whole])], [], last=last)
+
+
+SCHEME = Scheme(
+    "dense_rhd",
+    Input.DENSE,
+    run=dense_rhd,
+    place=30,
+)

@@ -16,36 +16,28 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import Accumulator, store
 from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
     Phase,
     Steps,
     Subgroup,
-    dense_tag,
     even_cuts,
     whole_group,
 )
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.collectives.scheme import Input, Scheme
 
 
-def dense_ring(
-    bucket: Bucket,
-    values_N: torch.Tensor,
-    epoch: int,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Sums `values_N` over all ranks into `bucket.grad_N`. Arguments as of `dense`."""
-    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
-    group = whole_group(transport, dense_tag(bucket, "dense_ring", values_N, epoch))
+def dense_ring(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
+    """Sums `values_N` over all ranks into `exchange.bucket`. Arguments as of `dense`."""
+    bucket, scatter = exchange.bucket, exchange.scatters
+    identity = Identity.of_values("dense_ring", exchange, values_N, step)
+    group = whole_group(exchange.transport, identity.tag)
     cuts = even_cuts(bucket.numel, group.world_size)
     own = slice(cuts[group.rank], cuts[group.rank + 1])
-    accumulator = Accumulator(bucket, values_N, buffers)
-    yield from ring_reduce_scatter(accumulator, cuts, group, timer, last=scatter)
+    accumulator = Accumulator(exchange, values_N)
+    yield from ring_reduce_scatter(accumulator, cuts, group, last=scatter)
     if scatter:
         store(bucket.grad_N[own], accumulator.sum_N[own])
         return group.sent_bytes
@@ -56,7 +48,7 @@ def dense_ring(
 
 
 def ring_reduce_scatter(
-    accumulator: Accumulator, cuts: list[int], group: Subgroup, timer: StageTimer, *, last: bool
+    accumulator: Accumulator, cuts: list[int], group: Subgroup, *, last: bool
 ) -> Phase:
     """Leaves the sum of piece `group.rank` in the accumulator; the others hold partial sums."""
     n, rank = group.world_size, group.rank
@@ -69,8 +61,7 @@ def ring_reduce_scatter(
             [((rank - 1) % n, received)],
             last=last and step == n - 2,
         )
-        with timer.stage("decode"):
-            accumulator.sum_N[start:stop].add_(received)
+        accumulator.add(start, stop, received)
 
 
 def ring_all_gather(
@@ -85,3 +76,11 @@ def ring_all_gather(
             [((rank - 1) % n, values_N[cuts[take] : cuts[take + 1]])],
             last=last and step == n - 2,
         )
+
+
+SCHEME = Scheme(
+    "dense_ring",
+    Input.DENSE,
+    run=dense_ring,
+    place=20,
+)

@@ -23,8 +23,9 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
     Phase,
     Steps,
     Subgroup,
@@ -38,48 +39,41 @@ from megatron_sparse.collectives.records import (
     SparseSum,
     check_announced,
     group_of,
+    reads_reports,
     shard_cuts,
 )
-from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
+from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.formats.message import Message
 from megatron_sparse.transport import Transport
 
 NAME = "direct"
 
 
-def direct(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+@reads_reports
+def direct(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
     """
-    sums = SparseSum(bucket, message, buffers, timer)
-    if message.slots is not None and transport.communicator is not None:
+    sums, communicator = SparseSum(exchange, message), exchange.transport.communicator
+    if message.slots is not None and communicator is not None:
         return (
-            yield from sum_in_one_call(
-                NAME, bucket, message, sums, transport.communicator, timer, by_owners=True
-            )
+            yield from sum_in_one_call(NAME, exchange, message, sums, communicator, by_owners=True)
         )
-    return (yield from reduce_shards(NAME, bucket, message, sums, transport))
+    return (yield from reduce_shards(NAME, exchange, message, sums))
 
 
-def reduce_shards(
-    scheme: str, bucket: Bucket, message: Message, sums: SparseSum, transport: Transport
-) -> Steps:
+def reduce_shards(scheme: str, exchange: Exchange, message: Message, sums: SparseSum) -> Steps:
     """All of `direct`, under the name of a scheme and with its kind of sum. Mutates `sums`."""
-    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
-    group = group_of(scheme, bucket, message, transport)
+    transport, scatter = exchange.transport, exchange.scatters
+    identity = Identity.of_message(scheme, exchange, message)
+    group = group_of(identity, message, transport)
     cuts = shard_cuts(message.layout, group.world_size)
-    yield from split(scheme, bucket, message, cuts, sums, group, transport, last=scatter)
+    yield from split(identity, message, cuts, sums, group, transport, last=scatter)
     if scatter:
         sums.write(cuts[group.rank].elements)
         return group.sent_bytes
-    buffer, sizes = yield from encode_own_shard(scheme, bucket, message, cuts, sums, transport)
+    buffer, sizes = yield from encode_own_shard(identity, cuts, sums, transport)
     own = sizes[group.rank]
     yield from pairwise_all_gather(
         buffer[:own], buffer[own : sum(sizes)], sizes, group, sums.placer(cuts)
@@ -88,8 +82,7 @@ def reduce_shards(
 
 
 def split(
-    scheme: str,
-    bucket: Bucket,
+    identity: Identity,
     message: Message,
     cuts: Sequence[Cut],
     sums: SparseSum,
@@ -108,9 +101,7 @@ def split(
     own_sizes = message.shard_bytes()
     sizes = [own_sizes[rank]] * n
     if message.slots is None:
-        table = yield from exchange_sizes(
-            own_sizes, bucket, scheme, message.value_dtype, message.epoch, transport
-        )
+        table = yield from exchange_sizes(own_sizes, identity, transport)
         sizes = [row[rank] for row in table]
         check_announced(sizes, [cuts[rank]] * n, message.value_dtype)
     sent = message.buffer[: message.nbytes].split(own_sizes)
@@ -122,12 +113,7 @@ def split(
 
 
 def encode_own_shard(
-    scheme: str,
-    bucket: Bucket,
-    message: Message,
-    cuts: Sequence[Cut],
-    sums: SparseSum,
-    transport: Transport,
+    identity: Identity, cuts: Sequence[Cut], sums: SparseSum, transport: Transport
 ) -> Generator[Yielded, None, tuple[torch.Tensor, list[int]]]:
     """Encodes the sum of this rank's shard and, where sizes are not fixed, tells everyone its own.
 
@@ -142,9 +128,19 @@ def encode_own_shard(
     if slots_S is not None:
         places = [sums.slots_of_sum(cut) for cut in cuts]
         return buffer, [int(place[-1]) for place in places if place is not None]
-    table = yield from exchange_sizes(
-        [own.numel()], bucket, scheme, message.value_dtype, message.epoch, transport
-    )
+    table = yield from exchange_sizes([own.numel()], identity, transport)
     sizes = [row[0] for row in table]
     check_announced(sizes, cuts, sums.final_dtype)
     return buffer, sizes
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=direct,
+    place=80,
+    needs_shards=True,
+    takes_slots=True,
+    has_engine=True,
+    runs_across_nodes=True,
+)

@@ -13,35 +13,41 @@ r ... r + d - 1, in the last round only as many as are missing; with equal shard
 
 from __future__ import annotations
 
-from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives.base import Exchange, Identity, Steps
 from megatron_sparse.collectives.direct import split
 from megatron_sparse.collectives.gather import doubling_all_gather
-from megatron_sparse.collectives.records import SparseSum, group_of, shard_cuts
-from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.collectives.records import SparseSum, group_of, reads_reports, shard_cuts
+from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
+from megatron_sparse.formats.message import Message
 
 NAME = "dsar_split_ag"
 
 
-def dsar_split_ag(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+@reads_reports
+def dsar_split_ag(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Arguments and errors as of `agsparse`; the message is cut into shards.
     """
-    group = group_of(NAME, bucket, message, transport)
+    transport, identity = exchange.transport, Identity.of_message(NAME, exchange, message)
+    group = group_of(identity, message, transport)
     cuts = shard_cuts(message.layout, group.world_size)
-    sums = SparseSum(bucket, message, buffers, timer)
-    yield from split(NAME, bucket, message, cuts, sums, group, transport, last=False)
+    sums = SparseSum(exchange, message)
+    yield from split(identity, message, cuts, sums, group, transport, last=False)
     sizes = [cut.capacity(sums.final_dtype) for cut in cuts]
     buffer = sums.take("gathered", sum(sizes))
     sums.encode(cuts[group.rank], sums.final_dtype, buffer, dense=True)
     yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts, dense=True))
     return group.sent_bytes
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=dsar_split_ag,
+    place=110,
+    ops=ALL_REDUCE_ONLY,
+    needs_shards=True,
+    takes_slots=True,
+    runs_across_nodes=True,
+)

@@ -35,9 +35,10 @@ with a lane holds up to N values of fp32 more than the other schemes, for phase 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 
@@ -45,68 +46,64 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.accumulator import store
 from megatron_sparse.collectives.base import (
     POSTED,
+    Exchange,
+    Identity,
     Phase,
+    Piece,
     Round,
     Steps,
     Subgroup,
     Yielded,
     even_cuts,
     exchange_sizes,
-    tag_of,
 )
 from megatron_sparse.collectives.dense_hierarchical import Lanes
-from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
     Message,
-    MessageBuffers,
     decode_add_,
     encode,
 )
-from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.subset import SubsetTransport
-
-if TYPE_CHECKING:
-    from megatron_sparse.collectives.schemes import Scheme
 
 NAME = "hierarchical"
 
 
-def hierarchical(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-    options: SchemeOptions,
-    inner: Scheme,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+def hierarchical(exchange: Exchange, message: Message, inners: Mapping[str, Scheme]) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors as of `agsparse`; `inner` is the scheme across the nodes.
+    Arguments and errors as of `agsparse`; `inners` are the schemes that can run across the nodes, by
+    name, of which `scheme.inner` chooses one.
     """
-    scheme = f"{NAME} {inner.name}"
-    yield from exchange_sizes([], bucket, scheme, message.value_dtype, message.epoch, transport)
-    tag = tag_of(bucket, scheme, message.value_dtype, message.epoch)
+    inner = inners[exchange.options.inner]
+    bucket, transport, scatter = exchange.bucket, exchange.transport, exchange.scatters
+    identity = Identity.of_message(f"{NAME} {inner.name}", exchange, message)
+    yield from exchange_sizes([], identity, transport)
+    tag = identity.tag
     lanes = Lanes(transport.nodes, transport.rank)
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
-    has_lane, scatter = transport.rank == lanes.home, bucket.op is CollectiveOp.REDUCE_SCATTER
+    has_lane = transport.rank == lanes.home
     serves = bool(lanes.guests) if scatter else inside.world_size > 1
     parts = LaneParts(bucket, message, lanes)
-    with timer.stage("decode"):
-        values_N = _decoded(bucket, message, parts, transport.rank, buffers)
+    with exchange.timer.stage("decode"):
+        values_N = _decoded(exchange, message, parts)
 
     nodes, ends = len(lanes.members), has_lane and not serves
-    room = _room(bucket, values_N, parts.part(lanes.lane), inside, buffers) if has_lane else []
-    yield from _sum_in_lanes(values_N, parts, lanes, inside, room, timer, last=ends and nodes == 1)
+    lane_sum = LaneSum(exchange, values_N[parts.part(lanes.lane)] if has_lane else None, inside)
+    yield from _sum_in_lanes(values_N, parts, lanes, inside, lane_sum, last=ends and nodes == 1)
     sent_bytes = 0
     if has_lane and nodes > 1:
         lane = SubsetTransport(transport, [members[lanes.lane] for members in lanes.members], tag)
-        lane_bucket = parts.lane_bucket(values_N, lanes, inner)
-        lane_message = _encoded(lane_bucket, bucket, message, inner, options, buffers, timer)
-        steps = inner.exchange(lane_bucket, lane_message, lane, buffers, timer, options)
+        # The inner scheme is a sparse one: those use only what a subset of the ranks has.
+        across = replace(
+            exchange,
+            bucket=parts.lane_bucket(values_N, lanes, inner),
+            transport=cast("Transport", lane),
+        )
+        steps = inner.run(across, _encoded(across, bucket, message, inner))
         sent_bytes = yield from _within(steps, lane.ranks, last=ends)
     if scatter:
         yield from _give_shards(values_N, parts, lanes, inside)
@@ -189,17 +186,16 @@ class LaneParts:
                     yield start, stop, bool(keeps[segment])
 
 
-def _decoded(
-    bucket: Bucket, message: Message, parts: LaneParts, rank: int, buffers: MessageBuffers
-) -> torch.Tensor:
+def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Tensor:
     """This rank's contribution as a dense fp32 vector, in the order of the parts."""
-    layout, dtype = message.layout, message.value_dtype
-    scatter, grad_N = bucket.op is CollectiveOp.REDUCE_SCATTER, bucket.grad_N
+    layout, dtype, rank = message.layout, message.value_dtype, exchange.transport.rank
+    bucket, scatter = exchange.bucket, exchange.scatters
+    grad_N = bucket.grad_N
     if grad_N.dtype == torch.float32 and not scatter:
         values_N = grad_N
     else:
         name = f"lanes:{bucket.name}"
-        values_N = buffers.take(name, bucket.numel, grad_N.device, torch.float32)
+        values_N = exchange.buffers.take(name, bucket.numel, grad_N.device, torch.float32)
     if scatter:
         pieces = message.buffer[: message.nbytes].split(message.shard_bytes())
         targets = [values_N[parts.shard(owner)] for owner in range(bucket.world_size)]
@@ -212,14 +208,35 @@ def _decoded(
     return values_N
 
 
-def _room(
-    bucket: Bucket, values_N: torch.Tensor, part: slice, inside: Subgroup, buffers: MessageBuffers
-) -> Sequence[torch.Tensor]:
-    """Room for a part from each other rank of the node."""
-    numel, peers = part.stop - part.start, inside.world_size - 1
-    name = f"received:{bucket.name}"
-    received = buffers.take(name, numel * peers, values_N.device, torch.float32)
-    return [received[peer * numel : (peer + 1) * numel] for peer in range(peers)]
+class LaneSum:
+    """Where a lane's rank receives its part from the other ranks of the node, and adds it.
+
+    A rank without a lane has no room and adds nothing.
+
+    Args:
+        exchange: of the whole group.
+        part_M: this rank's part of its own contribution; None without a lane. Mutated.
+        inside: the ranks of the node.
+    """
+
+    def __init__(self, exchange: Exchange, part_M: torch.Tensor | None, inside: Subgroup) -> None:
+        self._timer, self._part_M = exchange.timer, part_M
+        self._room: Sequence[torch.Tensor] = []
+        if part_M is not None:
+            numel, peers = part_M.numel(), inside.world_size - 1
+            name = f"received:{exchange.bucket.name}"
+            received = exchange.buffers.take(name, numel * peers, part_M.device, torch.float32)
+            self._room = [received[peer * numel : (peer + 1) * numel] for peer in range(peers)]
+
+    def piece(self, source: int, number: int) -> list[Piece]:
+        """What a round receives, counted from 1."""
+        return [(source, self._room[number - 1])] if self._room else []
+
+    def add(self, number: int) -> None:
+        """Adds what the round before `number`, counted from 0, has brought."""
+        if self._part_M is not None and self._room and number:
+            with self._timer.stage("decode"):
+                self._part_M.add_(self._room[number - 1])
 
 
 def _sum_in_lanes(
@@ -227,8 +244,7 @@ def _sum_in_lanes(
     parts: LaneParts,
     lanes: Lanes,
     inside: Subgroup,
-    room: Sequence[torch.Tensor],
-    timer: StageTimer,
+    received: LaneSum,
     *,
     last: bool,
 ) -> Phase:
@@ -241,29 +257,16 @@ def _sum_in_lanes(
     for step in range(1, m):
         target, source = (place - step) % m, (place + step) % m
         sends = [(target, values_N[parts.part(target)])] if target < lanes.count else []
-        rounds.append((sends, [(source, room[step - 1])] if room else []))
-
-    def add(number: int) -> None:
-        if room and number:
-            with timer.stage("decode"):
-                values_N[parts.part(lanes.lane)].add_(room[number - 1])
-
-    yield from inside.in_rounds(rounds, add, independent=True, last=last)
+        rounds.append((sends, received.piece(source, step)))
+    yield from inside.in_rounds(rounds, received.add, independent=True, last=last)
 
 
-def _encoded(
-    lane_bucket: Bucket,
-    bucket: Bucket,
-    message: Message,
-    inner: Scheme,
-    options: SchemeOptions,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Message:
+def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) -> Message:
     """The node's sum of this rank's part as the message that the inner scheme takes."""
+    lane_bucket, options = across.bucket, across.options
     is_narrowed = VALUE_DTYPES[message.value_dtype] != bucket.grad_N.dtype
     layout = lane_bucket.layout(inner.is_sharded(lane_bucket.op))
-    with timer.stage("encode"):
+    with across.timer.stage("encode"):
         ranges = lane_bucket.grad_N.split(layout.range_offsets.diff().tolist())
         counts = [values.count_nonzero() for values in ranges]
         nnz_R = torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
@@ -273,8 +276,8 @@ def _encoded(
             nnz_R,
             message.value_dtype if is_narrowed else "fp32",
             message.epoch,
-            buffers,
-            options.message_format(inner.name),
+            across.buffers,
+            inner.message_format(options),
             options.block_size,
         )
 
@@ -322,3 +325,12 @@ def _give_shards(values_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside:
     elif lanes.guests:
         sends = [(here.index(guest), values_N[parts.shard(guest)]) for guest in lanes.guests]
         yield from inside.exchange(sends, [], last=True)
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=hierarchical,
+    place=170,
+    takes_inner=True,
+)

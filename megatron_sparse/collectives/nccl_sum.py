@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
-from megatron_sparse.collectives.base import POSTED, Steps
+from megatron_sparse.bucket import Layout
+from megatron_sparse.collectives.base import POSTED, Exchange, Steps
 from megatron_sparse.collectives.records import (
     Cut,
     SparseSum,
@@ -26,18 +26,16 @@ from megatron_sparse.collectives.records import (
 from megatron_sparse.cuda_ext.nccl_ops import MARKED_STAGES, ShardPlan, SumCall, SumPlan
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.formats.message import WIRE_CODES, Message
-from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.wire import FORMAT_ADAPTIVE
 
 
 def sum_in_one_call(
     scheme: str,
-    bucket: Bucket,
+    exchange: Exchange,
     message: Message,
     sums: SparseSum,
     communicator: NcclCommunicator,
-    timer: StageTimer,
     *,
     by_owners: bool,
 ) -> Steps:
@@ -45,11 +43,10 @@ def sum_in_one_call(
 
     Args:
         scheme: its name.
-        bucket: receives the sum.
+        exchange: whose bucket receives the sum.
         message: this rank's contribution, in slots.
         sums: where it is added up. Mutated.
         communicator: of the group.
-        timer: receives network, decode and encode.
         by_owners: shards are added up by their owners; else everyone adds up everything.
 
     Raises:
@@ -59,7 +56,8 @@ def sum_in_one_call(
     reports, slots = message.reports, message.slots
     assert slots is not None, "only messages of fixed size come here"
     assert reports is not None, "and those leave reports"
-    rank, scatters = communicator.rank, bucket.op is CollectiveOp.REDUCE_SCATTER
+    bucket, timer, scatters = exchange.bucket, exchange.timer, exchange.scatters
+    rank = communicator.rank
     gathers = by_owners and not scatters
     cuts = _cuts(message.layout, communicator.world_size, by_owners=by_owners)
     plan = _plan(

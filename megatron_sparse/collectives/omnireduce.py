@@ -19,34 +19,33 @@ rounds, twice in an all-reduce. Of an fp32 segment of which B blocks hold someth
 
 from __future__ import annotations
 
-from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.direct import reduce_shards
-from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.collectives.records import SparseSum
-from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.formats.message import Message
 from megatron_sparse.wire import FORMAT_BLOCKS
 
 NAME = "omnireduce"
 
 
-def omnireduce(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-    options: SchemeOptions,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+def omnireduce(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms, and in
     blocks of `options.block_size`, which is part of what ranks must agree on.
     """
-    scheme = f"{NAME} {options.block_size}"
-    sums = SparseSum(
-        bucket, message, buffers, timer, form=FORMAT_BLOCKS, block_size=options.block_size
-    )
-    return (yield from reduce_shards(scheme, bucket, message, sums, transport))
+    block_size = exchange.options.block_size
+    sums = SparseSum(exchange, message, form=FORMAT_BLOCKS, block_size=block_size)
+    return (yield from reduce_shards(f"{NAME} {block_size}", exchange, message, sums))
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=omnireduce,
+    place=140,
+    needs_shards=True,
+    own_format="blocks",
+    runs_across_nodes=True,
+)

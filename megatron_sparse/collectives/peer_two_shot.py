@@ -18,16 +18,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives.base import POSTED, Steps
-from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives.base import POSTED, Exchange, Steps
+from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import FORMAT_CODES, WIRE_CODES, Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
-from megatron_sparse.transport.subset import SubsetTransport
+from megatron_sparse.formats.message import FORMAT_CODES, WIRE_CODES, Message
 
 NAME = "peer_two_shot"
 
@@ -50,40 +47,28 @@ def peer_layout(bucket: Bucket, value_dtype: str, form: str) -> PeerLayout:
     )
 
 
-def peer_two_shot(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport | SubsetTransport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-    options: SchemeOptions,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+def peer_two_shot(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Sums are fp32 in rank order; an all-reduce rounds them to the message's dtype, a reduce-scatter
     to the gradient's.
 
     Args:
-        bucket: receives the sum: all of it, or this rank's shard.
+        exchange: the bucket, and the windows, of which this process runs one rank. The timer gets
+            the time of all kernels as `network`.
         message: this rank's contribution, cut into shards, with or without slots.
-        transport: the group; its ranks are those of the windows.
-        buffers: not used: what is received is read where it lies.
-        timer: receives the time of all kernels, as `network`.
-        options: the windows, of which this process runs one rank; thresholds and the format of
-            sums.
 
     Raises:
         ConfigError: there are no windows, or they were not made for this bucket.
         CommunicationError: a rank did not come in time; every rank names the same one.
         WireFormatError: a rank's records are wrong.
     """
-    del buffers
-    peers = options.peers
+    bucket, peers = exchange.bucket, exchange.windows
     if peers is None:
         raise ConfigError(
             f"bucket {bucket.name}: {NAME} without windows of peer memory",
             expected="windows, made for a group of GPUs of one machine when a model was attached",
-            got=f"none, on {transport.device.type}",
+            got=f"none, on {exchange.transport.device.type}",
             remedy="use scheme.name=direct, which does the same over any process group",
         )
     layout = peers.layouts.get(bucket.name)
@@ -96,11 +81,11 @@ def peer_two_shot(
             remedy="attach again after the last change of buckets or dtypes",
         )
     rank = peers.domain.first_rank
-    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
+    scatter = exchange.scatters
     operation = Operation.REDUCE_SCATTER if scatter else Operation.ALL_REDUCE
     out = bucket.grad_N[bucket.shard(rank)] if scatter else bucket.grad_N
-    intra, _, gather = options.ring_densities
-    with timer.stage("network"):
+    intra, _, gather = exchange.options.ring_densities()
+    with exchange.timer.stage("network"):
         peers.run(
             operation,
             bucket.name,
@@ -124,3 +109,14 @@ def sent_bytes(message: Message, rank: int) -> int:
     """Bytes of the own message that other ranks read, whose slots' sizes are what is known."""
     sizes = torch.tensor(message.shard_bytes())
     return int(sizes.sum() - sizes[rank])
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=peer_two_shot,
+    place=200,
+    needs_shards=True,
+    takes_slots=True,
+    needs_windows=True,
+)

@@ -13,12 +13,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, wraps
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Layout
-from megatron_sparse.collectives.base import Subgroup, Yielded, tag_of, whole_group
+from megatron_sparse.bucket import Layout
+from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
+    SparseCollective,
+    Steps,
+    Subgroup,
+    Yielded,
+    whole_group,
+)
 from megatron_sparse.collectives.checksummed import open_size, seal_size
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
@@ -27,11 +36,9 @@ from megatron_sparse.formats.message import (
     VALUE_DTYPES,
     WIRE_CODES,
     Message,
-    MessageBuffers,
     decode_add_,
     encode_segments,
 )
-from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_DENSE, RECORD_ALIGNMENT
 
@@ -101,26 +108,23 @@ class SparseSum:
         final_dtype: how complete sums travel.
 
     Args:
-        bucket: receives the sum.
+        exchange: whose bucket receives the sum.
         message: this rank's contribution.
-        buffers: where a narrower gradient's fp32 sum lives.
-        timer: receives the time of encoding and decoding.
         form: format code of the sum's records; a segment that is not smaller in it is dense.
         block_size: of `FORMAT_BLOCKS`.
     """
 
     def __init__(
         self,
-        bucket: Bucket,
+        exchange: Exchange,
         message: Message,
-        buffers: MessageBuffers,
-        timer: StageTimer,
         *,
         form: int = FORMAT_ADAPTIVE,
         block_size: int = ops.DEFAULT_BLOCK_SIZE,
     ) -> None:
+        bucket = exchange.bucket
         self._bucket, self._message = bucket, message
-        self._buffers, self._timer = buffers, timer
+        self._buffers, self._timer = exchange.buffers, exchange.timer
         self._form, self._block_size = form, block_size
         grad_N = bucket.grad_N
         narrowed = VALUE_DTYPES[message.value_dtype] != grad_N.dtype
@@ -172,6 +176,11 @@ class SparseSum:
         """
         epoch = sum_epoch(self._message.epoch, cut)
         self._decode(records, cut, cut.own_offsets, value_dtype, epoch, rank, fresh, slots_S)
+
+    def add_dense(self, sum_M: torch.Tensor, cut: Cut) -> None:
+        """Adds a sum that came as plain values."""
+        with self._timer.stage("decode"):
+            self.sum_N[cut.elements].add_(sum_M)
 
     def slots_of_sum(self, cut: Cut) -> torch.Tensor | None:
         """In capacity mode: where the records of the complete sum of a cut lie, else None.
@@ -291,13 +300,35 @@ def sum_slots(slots: Slots, cut: Cut, ranks: int, value_dtype: int, form: int) -
     return Slots.of(cut.own_offsets, cut.keep, capacity_S, value_dtype, form)
 
 
-def group_of(scheme: str, bucket: Bucket, message: Message, transport: Transport) -> Subgroup:
+def group_of(identity: Identity, message: Message, transport: Transport) -> Subgroup:
     """All ranks, with the tag of a collective whose messages may be of fixed size.
 
-    That size is part of the tag: with it nothing else tells ranks of another capacity apart.
+    That size is part of the tag: nothing else tells ranks of another capacity apart.
     """
-    meant = scheme if message.slots is None else f"{scheme} in {message.slots.sizes} bytes"
-    return whole_group(transport, tag_of(bucket, meant, message.value_dtype, message.epoch))
+    if message.slots is not None:
+        sized = f"{identity.scheme} in {message.slots.sizes} bytes"
+        identity = replace(identity, scheme=sized)
+    return whole_group(transport, identity.tag)
+
+
+def reads_reports(collective: SparseCollective) -> SparseCollective:
+    """Lets a collective that takes messages of fixed size check what the codec calls report.
+
+    On CUDA they report errors to device memory, which is read when everything has been posted.
+    The collective then raises `WireFormatError` if a peer's records are not what was announced.
+    """
+
+    @wraps(collective)
+    def checked(exchange: Exchange, message: Message) -> Steps:
+        sent_bytes = yield from collective(exchange, message)
+        if message.reports is not None:
+            read = message.reports.begin_read()
+            if not read.ready():
+                yield read
+            read.finish()
+        return sent_bytes
+
+    return checked
 
 
 def sum_epoch(epoch: int, cut: Cut) -> int:

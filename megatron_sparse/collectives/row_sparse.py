@@ -33,10 +33,10 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives.base import (
+    Identity,
     Subgroup,
     Yielded,
     exchange_sizes,
-    tag_of,
     whole_group,
 )
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
@@ -109,16 +109,16 @@ def row_sparse(
     value_dtype = wire_dtype_of(gradient.rows_KD.dtype, None)
     columns = gradient.rows_KD.shape[1]
     parts = [RowPart(gradient.num_rows, columns, value_dtype, part, n, epoch) for part in range(n)]
-    exchange = _Exchange(name, gradient, reduction, transport, buffers, parts, way)
+    run = _Run(name, gradient, reduction, transport, buffers, parts, way)
     positions = [part.positions(gradient) for part in parts]
-    counts = yield from exchange.agree([taken.numel() for taken in positions], parts)
+    counts = yield from run.agree([taken.numel() for taken in positions], parts)
     if way is Way.AUTO:
         way = cheapest_way(counts, parts)
     if way is Way.GATHER:
-        reduced = yield from exchange.gather([sum(row) for row in counts])
+        reduced = yield from run.gather([sum(row) for row in counts])
     else:
-        reduced = yield from exchange.direct(positions, counts)
-    return Reduced(reduced, way, exchange.group.sent_bytes)
+        reduced = yield from run.direct(positions, counts)
+    return Reduced(reduced, way, run.group.sent_bytes)
 
 
 def cheapest_way(counts: Sequence[Sequence[int]], parts: Sequence[RowPart]) -> Way:
@@ -143,7 +143,7 @@ def cheapest_way(counts: Sequence[Sequence[int]], parts: Sequence[RowPart]) -> W
     return Way.DIRECT if direct < gather else Way.GATHER
 
 
-class _Exchange:
+class _Run:
     """One rank's all-reduce under way."""
 
     def __init__(
@@ -161,22 +161,15 @@ class _Exchange:
         part = parts[0]
         shape = part.num_rows, part.columns
         self._bucket = stand_in(name, shape, gradient.rows_KD.dtype, transport.world_size)
-        self._scheme = f"{NAME} ({way}) {reduction} of rows {list(shape)}"
-        tag = tag_of(self._bucket, self._scheme, part.value_dtype, part.epoch)
-        self.group: Subgroup = whole_group(transport, tag)
+        scheme = f"{NAME} ({way}) {reduction} of rows {list(shape)}"
+        self._identity = Identity(scheme, self._bucket, part.value_dtype, part.epoch)
+        self.group: Subgroup = whole_group(transport, self._identity.tag)
 
     def agree(
         self, own_counts: list[int], parts: Sequence[RowPart]
     ) -> Generator[Yielded, None, list[list[int]]]:
         """Tells every rank the rows in the records to come; one count for each of `parts`."""
-        table = yield from exchange_sizes(
-            own_counts,
-            self._bucket,
-            self._scheme,
-            parts[0].value_dtype,
-            parts[0].epoch,
-            self._transport,
-        )
+        table = yield from exchange_sizes(own_counts, self._identity, self._transport)
         for rank, row in enumerate(table):
             for part, count in zip(parts, row, strict=True):
                 if not 0 <= count <= part.rows:

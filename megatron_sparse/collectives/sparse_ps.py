@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
     Phase,
     Steps,
     Subgroup,
     exchange_sizes,
-    tag_of,
     whole_group,
 )
 from megatron_sparse.collectives.checksummed import seal_size
@@ -33,36 +33,27 @@ from megatron_sparse.collectives.records import (
     shard_cuts,
     whole_cut,
 )
-from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.formats.message import Message
 
 NAME = "sparse_ps"
 SERVER = 0
 
 
-def sparse_ps(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+def sparse_ps(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Arguments and errors as of `agsparse`.
     """
-    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
-    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
+    identity, scatter = Identity.of_message(NAME, exchange, message), exchange.scatters
+    group = whole_group(exchange.transport, identity.tag)
     n, rank = group.world_size, group.rank
     whole = whole_cut(message.layout)
     cuts = shard_cuts(message.layout, n) if scatter else [whole] * n
-    table = yield from exchange_sizes(
-        [message.nbytes], bucket, NAME, message.value_dtype, message.epoch, transport
-    )
+    table = yield from exchange_sizes([message.nbytes], identity, exchange.transport)
     sizes = [row[0] for row in table]
     check_announced(sizes, [whole] * n, message.value_dtype)
-    sums = SparseSum(bucket, message, buffers, timer)
+    sums = SparseSum(exchange, message)
     own = message.buffer[: message.nbytes]
 
     if rank != SERVER:
@@ -100,3 +91,12 @@ def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
     sizes = torch.tensor(words, device=encoded[0].device)
     yield from group.exchange([(peer, sizes[peer : peer + 1]) for peer in peers], [])
     yield from group.exchange([(peer, encoded[peer]) for peer in peers], [], last=True)
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=sparse_ps,
+    place=130,
+    runs_across_nodes=True,
+)

@@ -21,49 +21,43 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
     Phase,
     Steps,
     Subgroup,
     Yielded,
     exchange_sizes,
-    tag_of,
 )
 from megatron_sparse.collectives.checksummed import open_size, seal_size
 from megatron_sparse.collectives.direct import encode_own_shard
 from megatron_sparse.collectives.gather import ring_all_gather
 from megatron_sparse.collectives.link_density import LinkDensity
 from megatron_sparse.collectives.records import Cut, SparseSum, impossible_size, shard_cuts
-from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
+from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.formats.message import VALUE_DTYPES, Message
 from megatron_sparse.transport import Transport
 
 NAME = "sparse_ring"
 
 
-def sparse_ring(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+def sparse_ring(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
     """
-    scatter = bucket.op is CollectiveOp.REDUCE_SCATTER
-    tag = tag_of(bucket, NAME, message.value_dtype, message.epoch)
-    group = Subgroup(transport, ring_order(transport), tag)
+    transport, scatter = exchange.transport, exchange.scatters
+    identity = Identity.of_message(NAME, exchange, message)
+    group = Subgroup(transport, ring_order(transport), identity.tag)
     cuts = shard_cuts(message.layout, group.world_size)
-    yield from exchange_sizes([], bucket, NAME, message.value_dtype, message.epoch, transport)
-    sums = SparseSum(bucket, message, buffers, timer)
-    yield from ring_reduce_scatter(message, cuts, sums, group, timer, last=scatter)
+    yield from exchange_sizes([], identity, transport)
+    sums = SparseSum(exchange, message)
+    yield from ring_reduce_scatter(message, cuts, sums, group, last=scatter)
     if scatter:
         sums.write(cuts[transport.rank].elements)
     else:
-        yield from ring_gather_sums(NAME, bucket, message, cuts, sums, group, transport)
+        yield from ring_gather_sums(identity, cuts, sums, group, transport)
     return group.sent_bytes
 
 
@@ -81,7 +75,6 @@ def ring_reduce_scatter(
     cuts: Sequence[Cut],
     sums: SparseSum,
     group: Subgroup,
-    timer: StageTimer,
     links: tuple[LinkDensity, LinkDensity] | None = None,
     *,
     last: bool,
@@ -93,7 +86,6 @@ def ring_reduce_scatter(
         cuts: the shard of each rank.
         sums: receives it. Mutated.
         group: all ranks, in the ring's order.
-        timer: receives the decode time.
         links: what decides whether a sum goes dense, for the link to the successor and the one from
             the predecessor; None encodes all. A dense sum has no records and no size round.
         last: this rank will post nothing more.
@@ -130,8 +122,7 @@ def ring_reduce_scatter(
             group, sent, space, goes_dense, comes_dense, last=last and step == n - 1
         )
         if comes_dense:
-            with timer.stage("decode"):
-                sums.sum_N[cuts[take].elements].add_(received)
+            sums.add_dense(received, cuts[take])
         elif is_sum:
             sums.add_sum(received, cuts[take], dtype, source)
         else:
@@ -143,9 +134,7 @@ def ring_reduce_scatter(
 
 
 def ring_gather_sums(
-    scheme: str,
-    bucket: Bucket,
-    message: Message,
+    identity: Identity,
     cuts: Sequence[Cut],
     sums: SparseSum,
     group: Subgroup,
@@ -157,9 +146,7 @@ def ring_gather_sums(
     arrive. Nothing is posted after it.
 
     Args:
-        scheme: what the ranks agree on, beside the bucket.
-        bucket: receives the sums.
-        message: this rank's contribution; its dtype is that of the sums.
+        identity: of the collective.
         cuts: the shard of each rank.
         sums: holds the complete sum of this rank's shard. Mutated.
         group: all ranks, in the ring's order.
@@ -169,7 +156,7 @@ def ring_gather_sums(
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's records are not what was announced.
     """
-    buffer, sizes = yield from encode_own_shard(scheme, bucket, message, cuts, sums, transport)
+    buffer, sizes = yield from encode_own_shard(identity, cuts, sums, transport)
     place = sums.placer(cuts)
     yield from ring_all_gather(
         buffer,
@@ -216,3 +203,13 @@ def _pass_on(
         received = space[:announced]
     yield from group.exchange([(target, sent)], [(source, received)], last=last)
     return received
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=sparse_ring,
+    place=120,
+    needs_shards=True,
+    runs_across_nodes=True,
+)

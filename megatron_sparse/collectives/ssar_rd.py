@@ -17,33 +17,26 @@ All-reduce only.
 
 from __future__ import annotations
 
-from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Steps, exchange_sizes, tag_of, whole_group
+from megatron_sparse.collectives.base import Exchange, Identity, Steps, exchange_sizes, whole_group
 from megatron_sparse.collectives.records import SparseSum, exchange_records, whole_cut
-from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
+from megatron_sparse.formats.message import Message
 
 NAME = "ssar_rd"
 
 
-def ssar_rd(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+def ssar_rd(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Arguments and errors as of `agsparse`.
     """
-    group = whole_group(transport, tag_of(bucket, NAME, message.value_dtype, message.epoch))
+    identity = Identity.of_message(NAME, exchange, message)
+    group = whole_group(exchange.transport, identity.tag)
     n, rank = group.world_size, group.rank
     active = 1 << (n.bit_length() - 1)
     whole = whole_cut(message.layout)
-    yield from exchange_sizes([], bucket, NAME, message.value_dtype, message.epoch, transport)
-    sums = SparseSum(bucket, message, buffers, timer)
+    yield from exchange_sizes([], identity, exchange.transport)
+    sums = SparseSum(exchange, message)
     own = message.buffer[: message.nbytes]
     room = sums.take("received", whole.capacity("fp32"))
     out = sums.take("encoded", whole.capacity("fp32"))
@@ -86,3 +79,13 @@ def ssar_rd(
         yield from exchange_records(group, (guest, sent), None, last=True)
     sums.write(slice(None))
     return group.sent_bytes
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=ssar_rd,
+    place=90,
+    ops=ALL_REDUCE_ONLY,
+    runs_across_nodes=True,
+)

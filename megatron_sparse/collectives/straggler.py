@@ -1,6 +1,6 @@
 """Straggler-aware dense reduction (StragglAR, section 3): the others do not wait for the last one.
 
-All ranks know who the straggler is (`SchemeOptions.straggler`); deciding that is not done here.
+All ranks know who the straggler is (`Exchange.straggler`); deciding that is not done here.
 The bucket is cut into n - 1 chunks, at multiples of 4096 elements where it is long enough.
 
 Phase 1, n - 2 rounds, without the straggler: the n - 1 early ranks send each other the parts of
@@ -33,21 +33,22 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.accumulator import partial_dtype, store
 from megatron_sparse.collectives.base import (
     POSTED,
     UNORDERED,
     Agreement,
+    Exchange,
+    Identity,
     Phase,
     Steps,
     Subgroup,
-    dense_tag,
     whole_group,
 )
 from megatron_sparse.collectives.dense_ring import dense_ring
 from megatron_sparse.collectives.gather import in_rank_order, pairwise_rounds
-from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.straggler_shares import (
     Greeting,
     Share,
@@ -55,36 +56,26 @@ from megatron_sparse.collectives.straggler_shares import (
     shares_of,
     straggler_of,
 )
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
 
 
-def straggler(
-    bucket: Bucket,
-    values_N: torch.Tensor,
-    epoch: int,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-    options: SchemeOptions,
-) -> Steps:
-    """Sums `values_N` over all ranks into `bucket.grad_N`.
+def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
+    """Sums `values_N` over all ranks into `exchange.bucket`.
 
-    Arguments as of `dense`, and the options, of which the straggler is looked at.
+    Arguments as of `dense`.
 
     Raises:
         CommunicationError: ranks mean different collectives, or straggler, or buckets (on CPU).
         ConfigError: the straggler is no rank of the group.
         WireFormatError: a greeting is damaged.
     """
-    late = straggler_of(options, transport.world_size)
+    late = straggler_of(exchange)
     if late is None:
-        return (yield from dense_ring(bucket, values_N, epoch, transport, buffers, timer))
-    scheme = f"straggler (rank {late})"
-    group = whole_group(transport, dense_tag(bucket, scheme, values_N, epoch))
+        return (yield from dense_ring(exchange, values_N, step))
+    bucket, transport = exchange.bucket, exchange.transport
+    identity = Identity.of_values(f"straggler (rank {late})", exchange, values_N, step)
+    group = whole_group(transport, identity.tag)
     shares = shares_of(bucket, late)
-    sums = _Sums(bucket, values_N, buffers, timer)
+    sums = _Sums(exchange, values_N)
     sent_bytes = 0
     if group.rank != late:
         early = Subgroup(transport, [share.rank for share in shares], group.tag)
@@ -92,8 +83,7 @@ def straggler(
         sent_bytes = early.sent_bytes
     greeting = None
     if transport.device.type == "cpu":
-        agreement = Agreement(bucket, scheme, str(values_N.dtype), epoch)
-        greeting = Greeting(agreement, [], late, transport)
+        greeting = Greeting(Agreement(identity), [], late, transport)
     yield from _meet(sums, shares, late, group, greeting)
     if bucket.op is CollectiveOp.ALL_REDUCE:
         store(bucket.grad_N, values_N)
@@ -142,11 +132,10 @@ class _Sums:
         op: of the bucket.
     """
 
-    def __init__(
-        self, bucket: Bucket, values_N: torch.Tensor, buffers: MessageBuffers, timer: StageTimer
-    ) -> None:
+    def __init__(self, exchange: Exchange, values_N: torch.Tensor) -> None:
+        bucket = exchange.bucket
         self.values_N, self.op = values_N, bucket.op
-        self._bucket, self._buffers, self._timer = bucket, buffers, timer
+        self._bucket, self._buffers, self._timer = bucket, exchange.buffers, exchange.timer
         self._partial_dtype = partial_dtype(bucket, values_N)
         # What the sums of an all-reduce are rounded to travels on; else they stay here.
         self._target_N = values_N if bucket.op is CollectiveOp.ALL_REDUCE else bucket.grad_N
@@ -209,3 +198,12 @@ class _Sums:
     def _take(self, purpose: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         name = f"{purpose}:{self._bucket.name}"
         return self._buffers.take(name, numel, self.values_N.device, dtype)
+
+
+SCHEME = Scheme(
+    "straggler",
+    Input.DENSE,
+    run=straggler,
+    place=180,
+    skips_straggler=True,
+)

@@ -1,6 +1,6 @@
 """Straggler-aware sparse reduction: StragglAR's schedule on records, with `direct` before it.
 
-No paper has it. All ranks know who the straggler is (`SchemeOptions.straggler`). Messages are cut
+No paper has it. All ranks know who the straggler is (`Exchange.straggler`). Messages are cut
 at the borders of the n shards and of the n - 1 chunks (reduce-scatter: of the n - 1 pieces of every
 shard), whoever is late, so they can be encoded before that is known.
 
@@ -47,6 +47,8 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts
 from megatron_sparse.collectives.base import (
     UNORDERED,
     Agreement,
+    Exchange,
+    Identity,
     Phase,
     Round,
     Steps,
@@ -54,7 +56,6 @@ from megatron_sparse.collectives.base import (
     Yielded,
     even_cuts,
     exchange_sizes,
-    tag_of,
     whole_group,
 )
 from megatron_sparse.collectives.direct import direct
@@ -63,8 +64,8 @@ from megatron_sparse.collectives.gather import (
     pairwise_all_gather,
     pairwise_rounds,
 )
-from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.collectives.records import Cut, SparseSum, check_size, message_part
+from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.straggler_shares import (
     Greeting,
     chunk_cuts,
@@ -74,9 +75,7 @@ from megatron_sparse.collectives.straggler_shares import (
     shares_of,
     straggler_of,
 )
-from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.formats.message import Message
 
 NAME = "straggler_direct"
 
@@ -92,33 +91,22 @@ def straggler_cuts(bucket: Bucket) -> Cuts:
     return tuple(sorted({cut for part in parts for cut in chunk_cuts(part, pieces)}))
 
 
-def straggler_direct(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-    options: SchemeOptions,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+def straggler_direct(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors as of `agsparse`, and the options, of which the straggler is looked at. The
-    message is cut into shards and at `straggler_cuts`, in both forms.
+    Arguments and errors as of `agsparse`. The message is cut into shards and at `straggler_cuts`,
+    in both forms.
 
     Raises:
         ConfigError: the straggler is no rank of the group.
     """
-    late = straggler_of(options, transport.world_size)
+    late, rank = straggler_of(exchange), exchange.transport.rank
     if late is None:
-        return (yield from direct(bucket, message, transport, buffers, timer))
-    sums = SparseSum(bucket, message, buffers, timer)
-    run = _Run(bucket, message, late, transport, sums)
-    sent_bytes = yield from run.as_straggler() if transport.rank == late else run.as_early()
-    sums.write(
-        slice(0, bucket.numel)
-        if bucket.op is CollectiveOp.ALL_REDUCE
-        else bucket.shard(transport.rank)
-    )
+        return (yield from direct(exchange, message))
+    bucket, sums = exchange.bucket, SparseSum(exchange, message)
+    run = _Run(exchange, message, late, sums)
+    sent_bytes = yield from run.as_straggler() if rank == late else run.as_early()
+    sums.write(bucket.shard(rank) if exchange.scatters else slice(0, bucket.numel))
     return sent_bytes
 
 
@@ -165,17 +153,16 @@ def parts_of(
 class _Run:
     """One rank's part of it; the arguments are the collective's."""
 
-    def __init__(
-        self, bucket: Bucket, message: Message, late: int, transport: Transport, sums: SparseSum
-    ) -> None:
+    def __init__(self, exchange: Exchange, message: Message, late: int, sums: SparseSum) -> None:
+        bucket, transport = exchange.bucket, exchange.transport
         self.bucket, self.message, self.late = bucket, message, late
         self.transport, self.sums = transport, sums
         self.shares = shares_of(bucket, late)
         layout = message.layout
         self.takes = [Cut(layout, elements=share.takes) for share in self.shares]
         self.gives = [Cut(layout, elements=share.gives) for share in self.shares]
-        self.identity = (bucket, f"{NAME} (rank {late})", message.value_dtype, message.epoch)
-        self.group = whole_group(transport, tag_of(*self.identity))
+        self.identity = Identity.of_message(f"{NAME} (rank {late})", exchange, message)
+        self.group = whole_group(transport, self.identity.tag)
         n = transport.world_size
         self.meetings = meetings_of(bucket.op, n, late)[transport.rank]
         self.early_sizes: list[int] = []
@@ -235,7 +222,7 @@ class _Run:
         sent = [[message_part(message, cut) for cut in of_share] for of_share in cuts]
         table = yield from exchange_sizes(
             [part.numel() for parts in sent for part in parts],
-            *self.identity,
+            self.identity,
             early_transport(self.transport, self.late),
             early.ranks,
         )
@@ -261,7 +248,7 @@ class _Run:
         """Phase 1's second half: the early ranks' sum of everything."""
         sums, gives = self.sums, self.gives
         table = yield from exchange_sizes(
-            [own.numel()], *self.identity, early_transport(self.transport, self.late), early.ranks
+            [own.numel()], self.identity, early_transport(self.transport, self.late), early.ranks
         )
         sizes = [size for (size,) in table]
         for size, cut, rank in zip(sizes, gives, early.ranks, strict=True):
@@ -294,7 +281,7 @@ class _Run:
         return cuts, joined + [0] * (len(sizes) - len(cuts))
 
     def _greet(self, sizes: list[int]) -> Generator[Yielded, None, list[list[int]]]:
-        greeting = Greeting(Agreement(*self.identity), sizes, self.late, self.transport)
+        greeting = Greeting(Agreement(self.identity), sizes, self.late, self.transport)
         if self.transport.rank != self.late and self.transport.device.type == "cpu":
             # The next bucket's early part need not wait for the straggler of this one.
             yield UNORDERED
@@ -325,3 +312,14 @@ class _Run:
                 arrived(takes)
 
         yield from self.group.in_rounds(rounds, before, last=True)
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=straggler_direct,
+    place=190,
+    needs_shards=True,
+    extra_cuts=straggler_cuts,
+    skips_straggler=True,
+)

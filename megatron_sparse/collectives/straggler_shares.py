@@ -22,8 +22,7 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives.base import Agreement
-from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.collectives.base import Agreement, Exchange
 from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.straggler.schedule import Meetings, check_ranks, scatter_meetings
 from megatron_sparse.transport import Transport, Work
@@ -57,16 +56,17 @@ class Share:
         return (self.takes,) if self.takes == self.gives else (self.takes, self.gives)
 
 
-def straggler_of(options: SchemeOptions, world_size: int) -> int | None:
+def straggler_of(exchange: Exchange) -> int | None:
     """The straggler that all ranks know of; a rank alone has none.
 
     Raises:
         ConfigError: there is no such rank.
     """
-    if options.straggler is None or world_size == 1:
+    straggler, world_size = exchange.straggler, exchange.transport.world_size
+    if straggler is None or world_size == 1:
         return None
-    check_ranks(world_size, options.straggler)
-    return options.straggler
+    check_ranks(world_size, straggler)
+    return straggler
 
 
 def shares_of(bucket: Bucket, straggler: int) -> list[Share]:

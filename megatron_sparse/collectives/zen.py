@@ -35,17 +35,19 @@ import torch
 
 from megatron_sparse.bucket import MAX_SEGMENT_NUMEL, Bucket
 from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
     Phase,
     Steps,
     Subgroup,
     Yielded,
     exchange_sizes,
-    tag_of,
     whole_group,
 )
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
-from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.collectives.records import SparseSum, impossible_size, is_possible
+from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
 from megatron_sparse.formats.codec_choice import is_compiled
@@ -53,32 +55,19 @@ from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.hash_partition import IndexSetHash, PartitionHash, PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import Partitioned, hierarchical_hash, split
-from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport
+from megatron_sparse.formats.message import VALUE_DTYPES, Message
 
 NAME = "zen"
 
 
-def zen(
-    bucket: Bucket,
-    message: Message,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-    options: SchemeOptions,
-) -> Steps:
-    """Writes the exact sum of all ranks' messages into `bucket.grad_N`.
+def zen(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Sums are fp32 and rounded once, to nearest even, where values travel narrower.
 
     Args:
-        bucket: receives the sum.
+        exchange: the bucket, and the means to synchronise it.
         message: this rank's contribution, of COO and dense records.
-        transport: the group.
-        buffers: where received records and sums live.
-        timer: receives the encode and decode time.
-        options: the partition hash, and how to cut by it.
 
     Raises:
         ConfigError: the bucket is too large, or on a CUDA device for which there are no compiled
@@ -86,9 +75,11 @@ def zen(
         CommunicationError: ranks disagree about the bucket, scheme, hash, dtype or step.
         WireFormatError: a peer's record is not what was announced.
     """
-    _check(bucket)
+    bucket, options, timer = exchange.bucket, exchange.options, exchange.timer
+    _check_bucket(bucket)
     scheme = f"{NAME} {options.partition_hash}/{options.hash_seed}"
-    group = whole_group(transport, tag_of(bucket, scheme, message.value_dtype, message.epoch))
+    identity = Identity.of_message(scheme, exchange, message)
+    group = whole_group(exchange.transport, identity.tag)
     n = group.world_size
     h0 = _partition_hash(options.partition_hash, bucket.numel, n, options.hash_seed)
     dtype = VALUE_DTYPES[message.value_dtype]
@@ -96,16 +87,16 @@ def zen(
     with timer.stage("encode"):
         parts = _cut(message, h0, options)
         pushed = [hash_pairs.encode(*parts.of(place.partition), place) for place in places]
-    sums = SparseSum(bucket, message, buffers, timer)
-    own_P = yield from _push(scheme, bucket, message, pushed, places, sums, group, transport, timer)
+    sums = SparseSum(exchange, message)
+    own_P = yield from _push(exchange, identity, pushed, places, sums, group)
     with timer.stage("encode"):
         own = hash_bitmap.encode(own_P.to(dtype), h0, group.rank, offset=0, epoch=message.epoch)
-    yield from _pull(scheme, bucket, message, own, places, sums, group, transport, timer)
+    yield from _pull(exchange, identity, own, places, sums, group)
     sums.write(slice(None))
     return group.sent_bytes
 
 
-def _check(bucket: Bucket) -> None:
+def _check_bucket(bucket: Bucket) -> None:
     if not is_compiled(bucket.grad_N.device):
         raise ConfigError(
             f"bucket {bucket.name}: scheme.name={NAME} needs the compiled kernels",
@@ -128,7 +119,7 @@ def _partition_hash(kind: str, numel: int, partitions: int, seed: int) -> Partit
     return {"permutation": PermutationHash, "general": IndexSetHash}[kind](numel, partitions, seed)
 
 
-def _cut(message: Message, h0: PartitionHash, options: SchemeOptions) -> Partitioned:
+def _cut(message: Message, h0: PartitionHash, options: SchemeConfig) -> Partitioned:
     indices_K, values_K = entries(message)
     if options.hash_rounds == 0:
         return split(h0, indices_K, values_K)
@@ -138,33 +129,24 @@ def _cut(message: Message, h0: PartitionHash, options: SchemeOptions) -> Partiti
 
 
 def _push(
-    scheme: str,
-    bucket: Bucket,
-    message: Message,
+    exchange: Exchange,
+    identity: Identity,
     pushed: list[torch.Tensor],
     places: list[PartitionRecord],
     sums: SparseSum,
     group: Subgroup,
-    transport: Transport,
-    timer: StageTimer,
 ) -> Generator[Yielded, None, torch.Tensor]:
     """The agreement and the Push; returns the fp32 sums of this rank's partition, by position."""
     n, rank = group.world_size, group.rank
     own = places[rank]
-    table = yield from exchange_sizes(
-        [record.numel() for record in pushed],
-        bucket,
-        scheme,
-        message.value_dtype,
-        message.epoch,
-        transport,
-    )
+    own_sizes = [record.numel() for record in pushed]
+    table = yield from exchange_sizes(own_sizes, identity, exchange.transport)
     sizes = [row[rank] for row in table]
     _check_sizes(sizes, [own] * n)
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[rank] = pushed[rank]
     yield from pairwise_all_to_all(pushed, received, group, last=False)
-    with timer.stage("decode"):
+    with exchange.timer.stage("decode"):
         sum_P = sums.take("partition", own.positions, torch.float32).zero_()
         for sender, record in enumerate(received):
             hash_pairs.accumulate_(sum_P, record, own, sender)
@@ -172,27 +154,22 @@ def _push(
 
 
 def _pull(
-    scheme: str,
-    bucket: Bucket,
-    message: Message,
+    exchange: Exchange,
+    identity: Identity,
     own: torch.Tensor,
     places: list[PartitionRecord],
     sums: SparseSum,
     group: Subgroup,
-    transport: Transport,
-    timer: StageTimer,
 ) -> Phase:
     """Leaves the sums of all partitions in `sums`, this rank's own as the others see it."""
-    table = yield from exchange_sizes(
-        [own.numel()], bucket, scheme, message.value_dtype, message.epoch, transport
-    )
+    table = yield from exchange_sizes([own.numel()], identity, exchange.transport)
     sizes = [row[0] for row in table]
     _check_sizes(sizes, places)
     sums.clear()
 
     def arrived(server: int, record: torch.Tensor) -> None:
         place = places[server]
-        with timer.stage("decode"):
+        with exchange.timer.stage("decode"):
             hash_bitmap.decode_add_(
                 sums.sum_N,
                 record,
@@ -213,3 +190,14 @@ def _check_sizes(sizes: list[int], places: list[PartitionRecord]) -> None:
     for rank, (size, place) in enumerate(zip(sizes, places, strict=True)):
         if not is_possible(size, place.capacity):
             raise impossible_size(rank, size, place.capacity)
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=zen,
+    place=150,
+    ops=ALL_REDUCE_ONLY,
+    own_format="coo",
+    runs_across_nodes=True,
+)

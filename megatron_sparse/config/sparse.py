@@ -81,9 +81,9 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 """What the encoder takes."""
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class SchemeConfig:
-    """How the selected gradient is synchronised.
+    """How the selected gradient is synchronised. Never changed once it is made: it is hashable.
 
     Attributes:
         name: `auto` (with `planner.cluster` the scheme that is predicted to take the least time;

@@ -39,8 +39,8 @@ from statistics import median
 from typing import Any
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SCHEMES, SchemeOptions
-from megatron_sparse.collectives.base import exchange_sizes
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives.base import Identity, exchange_sizes
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
@@ -65,6 +65,20 @@ from megatron_sparse.planner.prices import (
 from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.sparsity.sampling import sample_profile
 from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
+
+PRICED_OPTIONS = (
+    "format",
+    "capacity",
+    "block_size",
+    "partition_hash",
+    "hash_seed",
+    "hash_rounds",
+    "ring_intra_density",
+    "ring_inter_density",
+    "ring_gather_density",
+    "inner",
+)
+"""Fields of `SchemeConfig` that predicted times depend on."""
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -97,7 +111,7 @@ class PricedPlanner(FixedPlanner):
         super().__init__(compression, scheme)
         self._cluster = cluster
         self._config = planner
-        self._options = SchemeOptions.of(scheme)
+        self._options = scheme
         self._logs = logs
         self._joined = False
         self._states: dict[str, BucketState] = {}
@@ -250,14 +264,10 @@ class PricedPlanner(FixedPlanner):
         chosen = state.chosen or DENSE
         names = list(dict.fromkeys([DENSE, chosen]))
         own_ns = [self._measured_ns(bucket.name, name, step) for name in names]
-        table = yield from exchange_sizes(
-            own_ns,
-            bucket,
-            f"plan {state.fingerprint():#x}",
-            str(bucket.grad_N.dtype),
-            step,
-            transport,
+        identity = Identity(
+            f"plan {state.fingerprint():#x}", bucket, str(bucket.grad_N.dtype), step
         )
+        table = yield from exchange_sizes(own_ns, identity, transport)
         for index, name in enumerate(names):
             if all(row[index] for row in table):
                 state.measured_us[name] = max(row[index] for row in table) / 1e3
@@ -356,7 +366,8 @@ class PricedPlanner(FixedPlanner):
     def _basis(self) -> int:
         """A number for what the choice is made with."""
         parts = [self._cluster.to_yaml(""), asdict(self._config)]
-        parts += [asdict(self._options), asdict(self._compression)]
+        options = asdict(self._options)
+        parts += [{name: options[name] for name in PRICED_OPTIONS}, asdict(self._compression)]
         return zlib.crc32(json.dumps(parts, sort_keys=True).encode())
 
 

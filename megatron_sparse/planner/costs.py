@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.cost_models import dense, peer, rings, shards, sparcml
@@ -60,7 +61,7 @@ def predict(
     shape: BucketShape,
     profile: SparsityProfile,
     cluster: ClusterModel,
-    options: SchemeOptions,
+    options: SchemeConfig,
 ) -> Prediction:
     """The time of one collective on one bucket.
 
@@ -82,7 +83,7 @@ def predict(
         >>> from megatron_sparse.planner.cluster import find
         >>> shape = BucketShape(2**24, 0, 4, Form.ALL_REDUCE, 8)
         >>> profile = SparsityProfile.uniform(2**24, 0.01, 8)
-        >>> options, cluster = SchemeOptions.of(SchemeConfig()), find("ethernet_25gbit")
+        >>> options, cluster = SchemeConfig(), find("ethernet_25gbit")
         >>> sparse = predict("direct", shape, profile, cluster, options)
         >>> sparse.total_s < predict("dense", shape, profile, cluster, options).total_s
         True
@@ -125,7 +126,7 @@ def predict(
             hosted=hosted,
         )
         if SCHEMES[scheme].takes is Input.SPARSE:
-            run.select(options.message_format(scheme))
+            run.select(SCHEMES[scheme].message_format(options))
         _model(scheme, options)(run)
         return float(run.clocks.now_n.max())
 
@@ -142,7 +143,7 @@ def predict_all(
     shape: BucketShape,
     profile: SparsityProfile,
     cluster: ClusterModel,
-    options: SchemeOptions,
+    options: SchemeConfig,
     schemes: Collection[str] | None = None,
 ) -> dict[str, Prediction]:
     """`predict` for every scheme that has the form and fits the options.
@@ -169,7 +170,7 @@ def reachable(scheme: str, world_size: int, cluster: ClusterModel) -> bool:
     return not SCHEMES[scheme].needs_windows or cluster.has_peer_memory(world_size)
 
 
-def fits(scheme: str, op: CollectiveOp, options: SchemeOptions) -> bool:
+def fits(scheme: str, op: CollectiveOp, options: SchemeConfig) -> bool:
     """Whether a scheme has a model, can do a form, and has messages of fixed size if it must.
 
     `straggler` and `straggler_direct` have none: they need a rank that is known to be late, whose
@@ -182,7 +183,7 @@ def fits(scheme: str, op: CollectiveOp, options: SchemeOptions) -> bool:
     return op in entry.ops and has_size
 
 
-def _model(scheme: str, options: SchemeOptions) -> Model:
+def _model(scheme: str, options: SchemeConfig) -> Model:
     if scheme == "hierarchical":
         return partial(hierarchical, inner=MODELS[options.inner])
     return MODELS[scheme]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.cluster import ClusterModel
@@ -40,7 +39,7 @@ class Pricing:
 
     cluster: ClusterModel
     schemes: Sequence[str] | None = None
-    options: SchemeOptions = field(default_factory=lambda: SchemeOptions.of(SchemeConfig()))
+    options: SchemeConfig = field(default_factory=lambda: SchemeConfig())
 
     def row(self, name: str, shape: BucketShape, profile: SparsityProfile, basis: str) -> Row:
         """Prices one bucket.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
-from megatron_sparse.config.sparse import CANDIDATES
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.config.sparse import CANDIDATES, SchemeConfig
 from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.costs import BucketShape, predict_all
 from megatron_sparse.sparsity.characteristics import SparsityProfile
@@ -33,7 +33,7 @@ def candidates(schemes: Collection[str] | None) -> list[str]:
 
 
 def runnable(
-    names: Collection[str], options: SchemeOptions, device: str, *, has_windows: bool
+    names: Collection[str], options: SchemeConfig, device: str, *, has_windows: bool
 ) -> list[str]:
     """Those of some schemes that are fit for a bucket.
 
@@ -54,7 +54,7 @@ def prices_us(
     profile: SparsityProfile,
     *,
     cluster: ClusterModel,
-    options: SchemeOptions,
+    options: SchemeConfig,
     names: Collection[str],
 ) -> dict[str, float]:
     """Predicted microseconds by scheme: of those in `names` that have the form and fit `options`.

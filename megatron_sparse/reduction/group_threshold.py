@@ -15,7 +15,7 @@ from collections.abc import Generator
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import exchange_sizes
+from megatron_sparse.collectives.base import Identity, exchange_sizes
 from megatron_sparse.compression.threshold import KEEP_ALL, sampled_magnitudes
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import ops
@@ -52,9 +52,8 @@ def group_threshold(
     """
     with timer.stage("threshold"):
         own_S = sampled_magnitudes(bucket, residual_N, step, config)
-    counts = yield from exchange_sizes(
-        [own_S.numel()], bucket, "threshold", "fp32", step, transport
-    )
+    identity = Identity("threshold", bucket, "fp32", step)
+    counts = yield from exchange_sizes([own_S.numel()], identity, transport)
     if len({count for (count,) in counts}) > 1:
         raise CommunicationError(
             f"bucket {bucket.name}: ranks of the tensor-parallel group have different samples",

@@ -11,11 +11,11 @@ Cost beside the scheme's: 2 (k - 1) / k N b / n bytes on n ranks an instance, an
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.dense import dense
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.base import Marker
 
@@ -38,13 +38,7 @@ def shard_bucket(bucket: Bucket, rank: int) -> Bucket:
 
 
 def summed_over_instances(
-    steps: Steps,
-    bucket: Bucket,
-    epoch: int,
-    rank: int,
-    instances: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
+    steps: Steps, exchange: Exchange, step: int, instances: Transport
 ) -> Steps:
     """Runs a reduce-scatter inside the instance, then adds up the shards of all instances.
 
@@ -53,19 +47,18 @@ def summed_over_instances(
 
     Args:
         steps: the reduce-scatter.
-        bucket: of this rank; its shard receives the sum over all instances.
-        epoch: the step.
-        rank: this rank in its instance.
+        exchange: the one that `steps` are of; the shard of this rank receives the sum over all
+            instances.
+        step: the training step.
         instances: the ranks that own the same shard, one of each instance.
-        buffers: of the instance's collective.
-        timer: receives network and decode times of both halves.
 
     Raises:
         CommunicationError: an instance means another bucket or step.
     """
     sent_bytes = yield from _without_markers(steps)
-    shard = shard_bucket(bucket, rank)
-    return sent_bytes + (yield from dense(shard, shard.grad_N, epoch, instances, buffers, timer))
+    shard = shard_bucket(exchange.bucket, exchange.transport.rank)
+    across = replace(exchange, bucket=shard, transport=instances)
+    return sent_bytes + (yield from dense(across, shard.grad_N, step))
 
 
 def _without_markers(steps: Steps) -> Steps:

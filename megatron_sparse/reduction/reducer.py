@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 from megatron_sparse.bucket import Bucket, Reduction
-from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.collectives.peer_windows import ProcessRanks, open_windows
 from megatron_sparse.compression.method import CompressionMethod
@@ -35,6 +35,7 @@ from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.sparsity.gradient_dump import NO_DUMP, GradientDumpWriter, Kind
 from megatron_sparse.sparsity.sampling import selected_values
 from megatron_sparse.transport import Transport
+from megatron_sparse.transport.peer_memory import PeerMemory
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -105,7 +106,8 @@ class GradientReducer:
         self.recording = recording
         self.threshold_group = _threshold_group(config, tensor_parallel)
         self.buffers = MessageBuffers()
-        self.options = SchemeOptions.of(config.scheme)
+        self.options = config.scheme
+        self.windows: PeerMemory | None = None
         self.selector = Selector(
             config.compression, residuals, transport.rank, self.buffers, method
         )
@@ -146,14 +148,14 @@ class GradientReducer:
                     error.got,
                 )
             return
-        self.options = self.options.with_peers(peers)
+        self.windows = peers
         for bucket in buckets:
             bucket.has_windows = True
 
     @property
     def window_bytes(self) -> int:
         """Of GPU memory that this rank's windows take."""
-        return 0 if self.options.peers is None else self.options.peers.nbytes
+        return 0 if self.windows is None else self.windows.nbytes
 
     def start(
         self, bucket: Bucket, step: int, on_done: Callable[[], None] | None = None
@@ -222,7 +224,7 @@ class GradientReducer:
             bucket,
             plan.density,
             plan.wire_dtype,
-            form=self.options.message_format(plan.scheme),
+            form=SCHEMES[plan.scheme].message_format(self.options),
             block_size=self.options.block_size,
             sharded=plan.sharded,
             extra_cuts=SCHEMES[plan.scheme].extra_cuts(bucket),
@@ -236,12 +238,10 @@ class GradientReducer:
             selected_N = selected_values(bucket, message, self.buffers)
             self.recording.write(bucket.name, step + 1, Kind.SELECTED, selected_N)
         yield GATE
-        options = yield from self._decide(bucket, plan, record)
+        exchange = yield from self._decide(bucket, plan, record)
         yield from self._share(bucket, plan, step, message, record)
-        steps = SCHEMES[plan.scheme].exchange(
-            bucket, message, self.transport, self.buffers, record.timer, options
-        )
-        record.wire_bytes = yield from self._over_instances(steps, bucket, step, record)
+        steps = SCHEMES[plan.scheme].run(exchange, message)
+        record.wire_bytes = yield from self._over_instances(steps, exchange, step)
         record.nnz = message.nnz
 
     def _dense(
@@ -251,22 +251,16 @@ class GradientReducer:
         values_N = self.selector.take_whole(bucket, plan.wire_dtype, step=step, timer=record.timer)
         record.nnz = bucket.numel
         yield GATE
-        options = yield from self._decide(bucket, plan, record)
+        exchange = yield from self._decide(bucket, plan, record)
         yield from self._share(bucket, plan, step, None, record)
-        steps = SCHEMES[record.scheme].reduce(
-            bucket, values_N, step, self.transport, self.buffers, record.timer, options
-        )
-        record.wire_bytes = yield from self._over_instances(steps, bucket, step, record)
+        steps = SCHEMES[record.scheme].run(exchange, values_N, step)
+        record.wire_bytes = yield from self._over_instances(steps, exchange, step)
 
-    def _over_instances(
-        self, steps: Steps, bucket: Bucket, step: int, record: BucketRecord
-    ) -> Steps:
+    def _over_instances(self, steps: Steps, exchange: Exchange, step: int) -> Steps:
         """The collective, and the sum over the optimizer's instances where there are several."""
         if self.instances is None:
             return steps
-        return summed_over_instances(
-            steps, bucket, step, self.transport.rank, self.instances, self.buffers, record.timer
-        )
+        return summed_over_instances(steps, exchange, step, self.instances)
 
     def _prepare(self, bucket: Bucket, step: int, timer: StageTimer) -> None:
         """Averages; and records the gradient where it is wanted. Iterations count from 1."""
@@ -275,11 +269,19 @@ class GradientReducer:
 
     def _decide(
         self, bucket: Bucket, plan: Plan, record: BucketRecord
-    ) -> Generator[object, None, SchemeOptions]:
-        """Whom the bucket goes on without; without a straggler it is synchronised as ever."""
+    ) -> Generator[object, None, Exchange]:
+        """Decides which rank the bucket does not wait for, if any; returns what its scheme takes."""
         record.straggler = yield from self.stragglers.decide(bucket, plan)
         record.scheme = self.stragglers.scheme_of(plan, record.straggler)
-        return self.options.with_straggler(record.straggler)
+        return Exchange(
+            bucket,
+            self.transport,
+            self.buffers,
+            record.timer,
+            self.options,
+            record.straggler,
+            self.windows,
+        )
 
     def _share(
         self, bucket: Bucket, plan: Plan, step: int, message: Message | None, record: BucketRecord

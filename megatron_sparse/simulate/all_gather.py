@@ -10,21 +10,21 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Phase, Steps, Subgroup, dense_tag, even_cuts, tag_of
+from megatron_sparse.collectives.base import Exchange, Identity, Phase, Steps, Subgroup, even_cuts
 from megatron_sparse.collectives.dense_hierarchical import Lanes
 from megatron_sparse.collectives.dense_rhd import Folding, double
 from megatron_sparse.collectives.dense_ring import ring_all_gather
 from megatron_sparse.collectives.records import SparseSum, shard_cuts
 from megatron_sparse.collectives.sparse_ring import ring_gather_sums, ring_order
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import FORMAT_CODES, Message, MessageBuffers
+from megatron_sparse.formats.message import FORMAT_CODES, Message
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Link, Transport
 
 
 def ring(bucket: Bucket, transport: Transport) -> Steps:
     """Dense: shards go round the ring, n - 1 rounds of N / n values. Fills `bucket.grad_N`."""
-    tag = dense_tag(bucket, "ring_all_gather", bucket.grad_N, 0)
+    tag = Identity("ring_all_gather", bucket, str(bucket.grad_N.dtype), 0).tag
     group = Subgroup(transport, range(transport.world_size), tag)
     cuts = even_cuts(bucket.numel, group.world_size)
     yield from ring_all_gather(bucket.grad_N, cuts, group, last=True)
@@ -57,7 +57,7 @@ def hierarchical(bucket: Bucket, transport: Transport, timer: StageTimer) -> Ste
     place = owners.index(transport.rank)
     gathered_N = torch.empty_like(bucket.grad_N)
     gathered_N[cuts[place] : cuts[place + 1]] = bucket.grad_N[bucket.shard(transport.rank)]
-    tag = dense_tag(bucket, "hierarchical_all_gather", gathered_N, 0)
+    tag = Identity("hierarchical_all_gather", bucket, str(gathered_N.dtype), 0).tag
     across = Subgroup(transport, [members[lanes.lane] for members in lanes.members], tag)
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
     folding = Folding(across)
@@ -83,32 +83,24 @@ def _fold(gathered_N: torch.Tensor, cuts: list[int], folding: Folding) -> Phase:
         yield from group.exchange([], [(folding.guest, theirs)])
 
 
-def sparse_ring(
-    bucket: Bucket,
-    form: str,
-    transport: Transport,
-    buffers: MessageBuffers,
-    timer: StageTimer,
-) -> Steps:
+def sparse_ring(exchange: Exchange) -> Steps:
     """Sparse (SpCCL, section IV-B): each rank encodes its shard once; records go round the ring.
 
     The second half of `adaptive_ring`.
 
     Args:
-        bucket: holds this rank's shard; filled.
-        form: of the records, where that is smaller than dense.
-        transport: the group.
-        buffers: where records live.
-        timer: receives the time of encoding and decoding.
+        exchange: its bucket holds this rank's shard and is filled. Records have the format of its
+            options where that is smaller than dense.
     """
-    layout = bucket.layout(sharded=True)
+    layout = exchange.bucket.layout(sharded=True)
     # Says how the bucket is cut; nothing of it is sent.
     message = Message(torch.empty(0, dtype=torch.uint8), layout, [0], "fp32", 0, 0)
-    sums = SparseSum(bucket, message, buffers, timer, form=FORMAT_CODES[form])
-    tag = tag_of(bucket, "sparse_all_gather", "fp32", 0)
-    group = Subgroup(transport, ring_order(transport), tag)
+    transport = exchange.transport
+    sums = SparseSum(exchange, message, form=FORMAT_CODES[exchange.options.format])
+    identity = Identity.of_message("sparse_all_gather", exchange, message)
+    group = Subgroup(transport, ring_order(transport), identity.tag)
     cuts = shard_cuts(layout, transport.world_size)
-    yield from ring_gather_sums("sparse_all_gather", bucket, message, cuts, sums, group, transport)
+    yield from ring_gather_sums(identity, cuts, sums, group, transport)
     return group.sent_bytes
 
 

@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.header import Header
@@ -247,19 +247,16 @@ def drive(job: Job, start: Start) -> Outcome:
 def price(job: Job, scheme: str, gradients: Gradients) -> Outcome:
     """Runs a registered scheme: encoding what was selected, and the collective."""
     entry = SCHEMES[scheme]
-    options = SchemeOptions.of(SchemeConfig(name=scheme, format=job.format))
+    options = SchemeConfig(name=scheme, format=job.format)
 
     def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
         bucket, buffers = make_bucket(job, gradients(transport.rank)), MessageBuffers()
+        exchange = Exchange(bucket, transport, buffers, timer, options)
         if entry.takes is Input.DENSE:
-            return (
-                yield from entry.reduce(
-                    bucket, bucket.grad_N, 0, transport, buffers, timer, options
-                )
-            )
-        op = options.message_format(scheme)
-        message = make_message(bucket, entry.is_sharded(job.op), op, buffers, timer)
-        return (yield from entry.exchange(bucket, message, transport, buffers, timer, options))
+            return (yield from entry.run(exchange, bucket.grad_N, 0))
+        form = entry.message_format(options)
+        message = make_message(bucket, entry.is_sharded(job.op), form, buffers, timer)
+        return (yield from entry.run(exchange, message))
 
     return drive(job, start)
 

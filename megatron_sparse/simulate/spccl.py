@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives.base import Exchange, Steps
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.simulate import all_gather
 from megatron_sparse.simulate.figures import (
@@ -102,7 +103,8 @@ def sparse(
 
     def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
         bucket = make_bucket(job, of_rank(transport.rank))
-        return all_gather.sparse_ring(bucket, job.format, transport, MessageBuffers(), timer)
+        options = SchemeConfig(format=job.format)
+        return all_gather.sparse_ring(Exchange(bucket, transport, MessageBuffers(), timer, options))
 
     return drive(job, start)
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_sparse.collectives import SCHEMES, SchemeOptions
-from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.simulate.figures import (
@@ -80,15 +80,16 @@ def after_s(
     # So that neither n pieces nor n - 1 chunks have a remainder.
     numel = world_size * (world_size - 1) * 2
     job = Job(machine, world_size, full_bytes, numel, charged=False)
-    options = SchemeOptions.of(SchemeConfig(name=scheme)).with_straggler(world_size - 1)
+    options = SchemeConfig(name=scheme)
 
     def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
         if transport.rank == world_size - 1:
             transport.charge(delay_s)
         bucket = make_bucket(job, torch.ones(numel))
-        return SCHEMES[scheme].reduce(
-            bucket, bucket.grad_N, 0, transport, MessageBuffers(), timer, options
+        exchange = Exchange(
+            bucket, transport, MessageBuffers(), timer, options, straggler=world_size - 1
         )
+        return SCHEMES[scheme].run(exchange, bucket.grad_N, 0)
 
     return drive(job, start).time_s - delay_s
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import even_cuts, exchange_sizes
+from megatron_sparse.collectives.base import Identity, even_cuts, exchange_sizes
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_
@@ -92,14 +92,9 @@ def sample_profile(
         plan = SamplePlan.of(bucket.name, bucket.numel, n, seed, message.epoch)
         own = plan.measure(selected_values(bucket, message, buffers), buffers)
         check = zlib.crc32(own.numpy().tobytes())
-    told = yield from exchange_sizes(
-        [own.numel(), check],
-        bucket,
-        f"profile/{seed}/{WINDOWS}",
-        message.value_dtype,
-        message.epoch,
-        transport,
-    )
+    scheme = f"profile/{seed}/{WINDOWS}"
+    identity = Identity(scheme, bucket, message.value_dtype, message.epoch)
+    told = yield from exchange_sizes([own.numel(), check], identity, transport)
     part = own.to(transport.device)
     gathered = part.new_empty(n * part.numel())
     yield transport.all_gather(gathered, part)

@@ -25,14 +25,13 @@ from megatron_sparse.bench.cost_models.command import (
 from megatron_sparse.bench.cost_models.virtual_truth import Setting
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli import main
-from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.cluster import CodecOp, find
 from megatron_sparse.simulate import gradients
 from megatron_sparse.sparsity.characteristics import profile_of
 
-OPTIONS = SchemeOptions.of(SchemeConfig())
+OPTIONS = SchemeConfig()
 ROW = {
     "op": "all_reduce",
     "scheme": "auto",
@@ -60,7 +59,7 @@ def sweep(**changed) -> CostSweep:
 
 
 def setting(prices=None, n=4, full_numel=2**20, **options) -> Setting:
-    chosen = SchemeOptions.of(SchemeConfig(**options))
+    chosen = SchemeConfig(**options)
     return Setting.on(find("perlmutter"), n, prices, chosen, CollectiveOp.ALL_REDUCE, full_numel)
 
 

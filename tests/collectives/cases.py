@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
-from megatron_sparse.config.sparse import FORMAT_OF_SCHEME, SchemeConfig
+from megatron_sparse.collectives import SCHEMES, Exchange, Input
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, encode
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 
-EPOCH = 3
-OPTIONS = SchemeOptions.of(SchemeConfig(block_size=64)).with_straggler(1)
-"""Blocks so small that the small buckets here have several; and rank 1 is the straggler."""
+STEP = 3
+OPTIONS = SchemeConfig(block_size=64)
+"""Blocks so small that the small buckets here have several."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Case:
     numel: int = 240
     floats: bool = False
     """Random floats instead of small integers."""
-    options: SchemeOptions = OPTIONS
+    options: SchemeConfig = OPTIONS
+    straggler: int | None = 1
 
 
 class RecordTap:
@@ -104,12 +105,12 @@ def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message
         [int(bucket.grad_N[a:b].count_nonzero()) for a, b in itertools.pairwise(offsets)],
         dtype=torch.int64,
     )
-    op = FORMAT_OF_SCHEME.get(case.scheme, "coo")
+    form = scheme.own_format or "coo"
     block_size = case.options.block_size
-    return encode(bucket, layout, nnz_R, case.wire, EPOCH, buffers, op, block_size)
+    return encode(bucket, layout, nnz_R, case.wire, STEP, buffers, form, block_size)
 
 
-def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeOptions):
+def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeConfig):
     """An all-reduce of fp32 gradients, one a rank, with nothing kept.
 
     Returns each rank's result, the (peer, records) that each sent, and each one's message.
@@ -126,9 +127,8 @@ def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeOpt
         bucket = Bucket("b", gradients[rank].clone(), slices, case.op, n)
         message = messages[rank] = make_message(bucket, case, MessageBuffers())
         bucket.grad_N.fill_(float("nan"))
-        yield from SCHEMES[scheme].exchange(
-            bucket, message, tap, MessageBuffers(), StageTimer(), options
-        )
+        exchange = Exchange(bucket, tap, MessageBuffers(), StageTimer(), options)
+        yield from SCHEMES[scheme].run(exchange, message)
         return bucket.grad_N
 
     results = VirtualCluster(n).run(start)
@@ -144,19 +144,18 @@ def steps_of(case: Case, transport, *, poison: bool = False):
     if poison:
         bucket.grad_N[7], bucket.grad_N[100] = float("nan"), float("inf")
     scheme = SCHEMES[case.scheme]
+    exchange = Exchange(bucket, transport, buffers, timer, case.options, case.straggler)
     if scheme.takes is Input.SPARSE:
         message = make_message(bucket, case, buffers)
         # Selection may leave anything in the gradient: the message is the contribution.
         bucket.grad_N.fill_(float("nan"))
-        sent = yield from scheme.exchange(bucket, message, transport, buffers, timer, case.options)
+        sent = yield from scheme.run(exchange, message)
     else:
         values = bucket.grad_N
         if case.wire != case.dtype:
             values = bucket.grad_N.to(VALUE_DTYPES[case.wire])
             bucket.grad_N.fill_(float("nan"))
-        sent = yield from scheme.reduce(
-            bucket, values, EPOCH, transport, buffers, timer, case.options
-        )
+        sent = yield from scheme.run(exchange, values, STEP)
     own = slice(None) if case.op is CollectiveOp.ALL_REDUCE else bucket.shard(transport.rank)
     return bucket.grad_N[own].clone(), sent
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import OVER_GROUPS
+from megatron_sparse.collectives import over_groups
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import MegatronSparseError
@@ -187,7 +187,7 @@ OTHER = {"agsparse": "direct", "direct": "dense", "dense": "dense_ring"}
 def trivial(rank: int, world_size: int) -> list[tuple[str, int, bool, str]]:
     """Every scheme on an empty bucket and on one of a single element: whether the sum is right."""
     results = []
-    for scheme in OVER_GROUPS:
+    for scheme in over_groups():
         for numel in (0, 1):
             side = Side(scheme, 20)
             result = side.reduce(bucket_of(rank, world_size, numel))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.collectives.link_density import LinkDensity
 from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
@@ -127,9 +126,9 @@ def test_equation_7_predicts_the_density_of_sums_of_independent_positions():
 
 def test_thresholds_come_from_the_paper_unless_given():
     for form, expected in (("auto", SPCCL), ("pici", SPCCL), ("coo", (0.3, 0.4, 0.5))):
-        assert SchemeOptions.of(SchemeConfig(format=form)).ring_densities == expected
+        assert SchemeConfig(format=form).ring_densities() == expected
     given = SchemeConfig(format="coo", ring_inter_density=0.0)
-    assert SchemeOptions.of(given).ring_densities == (0.3, 0.0, 0.5)
+    assert given.ring_densities() == (0.3, 0.0, 0.5)
     with pytest.raises(ConfigError, match=r"scheme\.ring_gather_density"):
         SchemeConfig(ring_gather_density=-0.1)
 
@@ -257,7 +256,7 @@ def _prunable(oracle, shard):
 def _sent_bytes(case, nodes):
     """What each rank sends according to the header, from the sums themselves."""
     n, oracle = case.n, Oracle(case)
-    intra, inter, gather = case.options.ring_densities
+    intra, inter, gather = case.options.ring_densities()
     inputs = [contribution(case, rank).double() for rank in range(n)]
     free = [_prunable(oracle, shard) for shard in range(n)]
     everywhere = list(itertools.chain(*free))

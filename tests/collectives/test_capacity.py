@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
+from megatron_sparse.collectives import SCHEMES, over_groups
+from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.collectives.records import group_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
@@ -23,7 +24,7 @@ from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reference.capacity import prune_limited
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology, VirtualCluster
-from tests.collectives.cases import EPOCH, OPTIONS, Case, contribution, numel_for, parameters
+from tests.collectives.cases import OPTIONS, STEP, Case, contribution, numel_for, parameters
 from tests.ranks import run_ranks
 from tests.reduction.test_reducer_gloo import Records
 
@@ -65,16 +66,15 @@ def steps_of(case, transport, density):
         1.0,
         case.wire,
         -1,
-        EPOCH,
+        STEP,
         buffers,
         "auto",
         256,
         segment_capacity(layout, density),
     )
     bucket.grad_N.fill_(float("nan"))
-    sent = yield from SCHEMES[case.scheme].exchange(
-        bucket, message, transport, buffers, StageTimer(), OPTIONS
-    )
+    exchange = Exchange(bucket, transport, buffers, StageTimer(), OPTIONS, case.straggler)
+    sent = yield from SCHEMES[case.scheme].run(exchange, message)
     own = slice(None) if case.op is CollectiveOp.ALL_REDUCE else bucket.shard(transport.rank)
     return bucket.grad_N[own].clone(), residual, sent
 
@@ -187,14 +187,18 @@ def test_ranks_of_another_capacity_never_meet():
             1.0,
             "fp32",
             -1,
-            EPOCH,
+            STEP,
             MessageBuffers(),
             "auto",
             256,
             capacity,
         )
         transport = VirtualCluster(2).transports[0]
-        tags.add(group_of("direct", bucket, message, transport).tag)
+        tags.add(
+            group_of(
+                Identity("direct", bucket, message.value_dtype, message.epoch), message, transport
+            ).tag
+        )
     assert len(tags) == 3
 
 
@@ -316,14 +320,15 @@ def test_one_read_of_the_host_a_bucket(name, op, monkeypatch):
             1.0,
             "fp32",
             -1,
-            EPOCH,
+            STEP,
             buffers,
             "auto",
             256,
             capacity,
         )
         messages.append(message)
-        return SCHEMES[name].exchange(bucket, message, transport, buffers, StageTimer(), OPTIONS)
+        exchange = Exchange(bucket, transport, buffers, StageTimer(), OPTIONS)
+        return SCHEMES[name].run(exchange, message)
 
     OnDevice.reads = 0
     VirtualCluster(4).run(lambda transport: start(transport, None))
@@ -336,7 +341,7 @@ def test_one_read_of_the_host_a_bucket(name, op, monkeypatch):
     assert OnDevice.reads == 4, "the count came with the same read"
 
 
-@pytest.mark.parametrize("name", sorted(set(OVER_GROUPS) - set(CAPABLE)))
+@pytest.mark.parametrize("name", sorted(set(over_groups()) - set(CAPABLE)))
 def test_other_schemes_are_refused_in_the_first_step(name):
     compression = CompressionConfig(warmup_iters=100)
     planner = FixedPlanner(compression, SchemeConfig(name=name, capacity=1.25))
@@ -359,7 +364,7 @@ def test_the_torch_codec_refuses_it(monkeypatch):
             1.0,
             "fp32",
             -1,
-            EPOCH,
+            STEP,
             MessageBuffers(),
             "auto",
             256,

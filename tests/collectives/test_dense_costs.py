@@ -10,7 +10,7 @@ import pytest
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import even_cuts
 from megatron_sparse.transport import Link, Topology, VirtualCluster
-from tests.collectives.cases import OPTIONS, Case, numel_for, steps_of
+from tests.collectives.cases import Case, numel_for, steps_of
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
@@ -109,7 +109,7 @@ def test_bytes_and_rounds_are_those_of_the_header(name, op):
                 wire,
                 1,
                 numel_for(n, 1001, op),
-                options=OPTIONS.with_straggler(None),
+                straggler=None,
             )
             partial = 2 if (dtype, wire) == ("fp32", "bf16") else 4
             expected, rounds = COSTS[name](case, partial, BYTES[wire])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
+from megatron_sparse.collectives import SCHEMES, Input, over_groups
 from megatron_sparse.collectives.checksummed import open_row, open_size, seal_row, seal_size
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.transport import Link, Topology, VirtualCluster
@@ -20,7 +20,7 @@ from tests.collectives.cases import Case, exact_sum, numel_for, steps_of
 from tests.collectives.faults import Fault, FaultyTransport, Killed, die_virtually
 
 N = 3
-FORMS = [(name, op) for name in OVER_GROUPS for op in CollectiveOp if op in SCHEMES[name].ops]
+FORMS = [(name, op) for name in over_groups() for op in CollectiveOp if op in SCHEMES[name].ops]
 # What a rank sends twice differs in size for messages and sums of this case, so that a message
 # that comes again in the place of another is told by its size or by its header.
 DENSITY = 0.2

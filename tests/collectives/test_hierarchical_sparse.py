@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import OVER_GROUPS, Input
+from megatron_sparse.collectives import Input, over_groups
 from megatron_sparse.collectives.base import POSTED
 from megatron_sparse.config.sparse import INNER_SCHEMES, SchemeConfig
 from megatron_sparse.errors import ConfigError, WireFormatError
@@ -56,7 +56,7 @@ def _assert_exact(case, results):
 
 
 def test_every_other_sparse_scheme_can_be_the_inner_one():
-    sparse = {name for name, scheme in OVER_GROUPS.items() if scheme.takes is Input.SPARSE}
+    sparse = {name for name, scheme in over_groups().items() if scheme.takes is Input.SPARSE}
     assert set(INNER_SCHEMES) == sparse - {"hierarchical", "straggler_direct"}
     for name in ("dense_ring", "hierarchical", "straggler_direct", "peer_two_shot"):
         with pytest.raises(ConfigError, match=r"scheme\.inner"):

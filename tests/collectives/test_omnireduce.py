@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.header import read_headers
@@ -23,7 +22,7 @@ BLOCK = 256
 
 
 def _run(gradients):
-    return run_gradients("omnireduce", gradients, SchemeOptions.of(SchemeConfig()))
+    return run_gradients("omnireduce", gradients, SchemeConfig())
 
 
 def _headers(data):

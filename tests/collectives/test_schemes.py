@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
-from megatron_sparse.collectives.base import tag_of
+from megatron_sparse.collectives import SCHEMES, Input, over_groups
+from megatron_sparse.collectives.base import Identity
 from megatron_sparse.collectives.checksummed import open_row, open_size, seal_row, seal_size
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
@@ -70,14 +70,14 @@ def test_tags_differ_in_all_that_ranks_must_agree_on():
         (*base[:5], 2),
     ]
     tags = {
-        tag_of(_bucket(op, name, numel), scheme, dtype, epoch)
-        for name, op, numel, scheme, dtype, epoch in [base, *others]
+        Identity(scheme, _bucket(op, name, numel), dtype, step).tag
+        for name, op, numel, scheme, dtype, step in [base, *others]
     }
     assert len(tags) == len(others) + 1
     assert all(0 <= tag < 2**31 for tag in tags)
 
 
-SPARSE = [name for name, scheme in OVER_GROUPS.items() if scheme.takes is Input.SPARSE]
+SPARSE = [name for name, scheme in over_groups().items() if scheme.takes is Input.SPARSE]
 
 
 @pytest.mark.parametrize("name", SPARSE)

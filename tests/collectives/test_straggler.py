@@ -15,7 +15,6 @@ from megatron_sparse.collectives.straggler_shares import ALIGNMENT, chunk_cuts, 
 from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import (
-    OPTIONS,
     Case,
     contribution,
     exact_sum,
@@ -32,10 +31,9 @@ SOME_TIME = Link(1e-5, 1e-9)
 
 
 def _case(name, n, op, dtypes, numel, straggler, density=0.3, *, floats=False):
-    options = OPTIONS.with_straggler(straggler)
     dtype, wire = dtypes
     count = numel_for(n, numel, op)
-    return Case(name, n, op, dtype, wire, density, count, floats, options)
+    return Case(name, n, op, dtype, wire, density, count, floats, straggler=straggler)
 
 
 def _run(case, delays=None, topology=None):

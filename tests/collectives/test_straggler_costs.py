@@ -19,7 +19,7 @@ from megatron_sparse.straggler import (
     straggler_aware_cost,
 )
 from megatron_sparse.transport import Link, Topology, VirtualCluster
-from tests.collectives.cases import OPTIONS, Case, make_bucket, make_message, steps_of
+from tests.collectives.cases import Case, make_bucket, make_message, steps_of
 from tests.collectives.test_sparse_costs import Oracle
 
 LINK = Link(1e-5, 1e-9)
@@ -50,8 +50,7 @@ def _after_s(case, delay_s, late, link=LINK, scale=SCALE):
 def _dense(n, straggler, op=CollectiveOp.ALL_REDUCE, chunk=64, dtypes=("fp32", "fp32")):
     numel = n * (n - 1) * chunk
     dtype, wire = dtypes
-    options = OPTIONS.with_straggler(straggler)
-    return Case("straggler", n, op, dtype, wire, 1.0, numel, options=options)
+    return Case("straggler", n, op, dtype, wire, 1.0, numel, straggler=straggler)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 16])
@@ -76,7 +75,7 @@ def test_it_beats_every_dense_scheme_after_the_arrival(n):
     delay_s = 1.0
     aware = _after_s(case, delay_s, straggler, link)
     for name in ("dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast"):
-        plain = Case(name, n, density=1.0, numel=case.numel, options=case.options)
+        plain = Case(name, n, density=1.0, numel=case.numel, straggler=case.straggler)
         other = _after_s(plain, delay_s, straggler, link)
         # (2 (n - 1) / n) / ((n + log2 n - 2) / (n - 1)), 1.125 for 4 ranks and 1.36 for 8.
         assert other > aware * 1.1, name
@@ -167,10 +166,9 @@ def test_greetings_do_not_grow_with_a_scaled_bucket():
 def _sparse(
     n, straggler, op=CollectiveOp.ALL_REDUCE, dtypes=("fp32", "fp32"), density=0.05, chunk=128
 ):
-    options = OPTIONS.with_straggler(straggler)
     dtype, wire = dtypes
     numel = n * (n - 1) * chunk
-    return Case("straggler_direct", n, op, dtype, wire, density, numel, options=options)
+    return Case("straggler_direct", n, op, dtype, wire, density, numel, straggler=straggler)
 
 
 class _Parts:

@@ -12,7 +12,7 @@ from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.transport import ProcessGroupTransport
-from tests.collectives.cases import OPTIONS, Case, exact_sum, numel_for, steps_of
+from tests.collectives.cases import Case, exact_sum, numel_for, steps_of
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -24,7 +24,7 @@ SLACK_S = 4.0
 """What a loaded machine adds to a timeout."""
 NAMES = ("straggler", "straggler_direct")
 CASES = [
-    Case(name, N, op, *dtypes, 0.2, numel_for(N, 20_000, op), options=OPTIONS.with_straggler(s))
+    Case(name, N, op, *dtypes, 0.2, numel_for(N, 20_000, op), straggler=s)
     for name in NAMES
     for op in CollectiveOp
     for dtypes, s in ((("fp32", "fp32"), LATE), (("bf16", "bf16"), 0))
@@ -86,7 +86,7 @@ def _never_comes(rank: int, world_size: int) -> list[tuple[str, float]]:
 
     outcomes = []
     for name in NAMES:
-        case = Case(name, N, density=0.2, numel=20_000, options=OPTIONS.with_straggler(LATE))
+        case = Case(name, N, density=0.2, numel=20_000, straggler=LATE)
         first, side = _Side(20.0), _Side(TIMEOUT_S)
         # Once without a fault, so that on no rank something has to be loaded when it counts.
         first.launch(case)[0].wait()

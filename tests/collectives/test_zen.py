@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, zen
+from megatron_sparse.collectives import SCHEMES, Exchange, zen
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.header import Header
@@ -160,8 +160,8 @@ def _start(grad_N):
     bucket = Bucket(
         "7", grad_N, [ParameterSlice("w", 0, grad_N.numel())], CollectiveOp.ALL_REDUCE, 1
     )
-    arguments = (bucket, None, None, MessageBuffers(), StageTimer(), OPTIONS)
-    next(SCHEMES["zen"].exchange(*arguments))  # type: ignore[arg-type]
+    exchange = Exchange(bucket, None, MessageBuffers(), StageTimer(), OPTIONS)  # type: ignore
+    next(SCHEMES["zen"].run(exchange, None))
 
 
 def test_what_it_cannot_do_is_refused_before_anything_is_sent(monkeypatch):

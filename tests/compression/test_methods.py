@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives.options import SchemeOptions
 from megatron_sparse.compression.dgc import check_optimizer
 from megatron_sparse.compression.methods import METHODS, method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
@@ -444,7 +443,7 @@ def test_a_capacity_below_the_band_hides_what_reuse_must_see():
     with pytest.raises(ConfigError, match="too low"):
         SparseConfig(compression, SchemeConfig(capacity=1.25))
     wide = SparseConfig(compression, SchemeConfig(capacity=1.5))
-    assert SchemeOptions.of(wide.scheme).capacity == 1.5
+    assert wide.scheme.capacity == 1.5
 
 
 def test_the_documentation_names_tests_that_exist():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives import SCHEMES, SchemeOptions
+from megatron_sparse.collectives import SCHEMES, Exchange
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.compression import METHODS, CompressionConfig
@@ -41,33 +41,30 @@ class Rank:
 
     def step(self, transport, step, op):
         """Its result of one step, and what it has sent; step 2 is dense."""
-        options, timer = SchemeOptions.of(SchemeConfig(name=self.scheme)), StageTimer()
+        options, timer = SchemeConfig(name=self.scheme), StageTimer()
         draw = torch.Generator().manual_seed(10 * step + self.rank)
         gradient = torch.randint(-64, 65, (NUMEL,), generator=draw).float()
         bucket = Bucket("b", gradient.clone(), parameters(NUMEL), op, transport.world_size)
         planner = FixedPlanner(self.config, SchemeConfig(name=self.scheme))
         planner.enabled = step != 2
         plan, scheme = planner.plan_for(bucket, step), SCHEMES[self.scheme]
+        exchange = Exchange(bucket, transport, self.selector.buffers, timer, options)
         if step == 2:
             values_N = self.selector.take_whole(bucket, None, step=step, timer=timer)
-            yield from SCHEMES["dense_ring"].reduce(
-                bucket, values_N, step, transport, self.selector.buffers, timer, options
-            )
+            yield from SCHEMES["dense_ring"].run(exchange, values_N, step)
         else:
             message = self.selector.select(
                 bucket,
                 plan.density,
                 None,
-                form=options.message_format(self.scheme),
+                form=scheme.message_format(options),
                 block_size=256,
                 sharded=plan.sharded,
                 extra_cuts=scheme.extra_cuts(bucket),
                 step=step,
                 timer=timer,
             )
-            yield from scheme.exchange(
-                bucket, message, transport, self.selector.buffers, timer, options
-            )
+            yield from scheme.run(exchange, message)
         own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(self.rank)
         return bucket.grad_N[own].clone(), self._sent(gradient)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input
+from megatron_sparse.collectives import SCHEMES, Input, over_groups
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
@@ -25,7 +25,7 @@ from tests.cuda_emulator.op_calls import EmulatedDevice
 RANKS, NUMEL, STEPS = 3, 3000, 3
 IN_CAPACITY = [
     (name, op)
-    for name, scheme in OVER_GROUPS.items()
+    for name, scheme in over_groups().items()
     for op in CollectiveOp
     if scheme.takes_slots and op in scheme.ops
 ]
@@ -134,7 +134,8 @@ def test_however_it_is_selected(not_waiting: NotWaiting, overrides: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in OVER_GROUPS if name.startswith("dense_") and "broadcast" not in name]
+    "name",
+    [name for name in over_groups() if name.startswith("dense_") and "broadcast" not in name],
 )
 @pytest.mark.parametrize("op", list(CollectiveOp))
 def test_a_dense_bucket(not_waiting: NotWaiting, name: str, op: CollectiveOp) -> None:

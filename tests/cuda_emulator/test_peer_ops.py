@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, SchemeOptions, Steps
+from megatron_sparse.collectives import SCHEMES, Exchange, Steps
 from megatron_sparse.collectives.peer_two_shot import peer_layout
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import peer_ops
@@ -158,12 +158,13 @@ def selected(bucket: Bucket, threshold: float, capacity: float | None) -> Messag
     )
 
 
-def exchange(bucket: Bucket, message: Message, options: SchemeOptions) -> Steps:
+def exchange(bucket: Bucket, message: Message, windows: PeerMemory | None) -> Steps:
     """The registered collective; its transport moves nothing."""
     nobody = cast("Transport", SimpleNamespace(device=GPU))
-    return SCHEMES["peer_two_shot"].exchange(
-        bucket, message, nobody, MessageBuffers(), StageTimer(GPU), options
+    exchange = Exchange(
+        bucket, nobody, MessageBuffers(), StageTimer(GPU), SchemeConfig(), windows=windows
     )
+    return SCHEMES["peer_two_shot"].run(exchange, message)
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
@@ -179,7 +180,6 @@ def test_the_collective_sums_what_selection_made(
     parameters = [ParameterSlice("w", 0, 4700), ParameterSlice("n", 4700, numel, keep=True)]
     grads = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     buckets = [Bucket("b", gpu.place(grad), parameters, op, 2) for grad in grads]
-    options = SchemeOptions.of(SchemeConfig())
     layout = peer_layout(buckets[0], "fp32", "auto")
     windows = [gpu.place(torch.zeros(layout.window_bytes(), dtype=torch.uint8)) for _ in range(2)]
     messages = [selected(bucket, threshold, capacity) for bucket in buckets]
@@ -189,7 +189,7 @@ def test_the_collective_sums_what_selection_made(
         try:
             with EmulatedGpu():
                 peers = PeerMemory(OneRank(windows, rank), {"b": layout}, 60)
-                steps = exchange(buckets[rank], messages[rank], options.with_peers(peers))
+                steps = exchange(buckets[rank], messages[rank], peers)
                 for _ in steps:
                     pass
         except BaseException as error:  # for the test's own thread
@@ -218,10 +218,9 @@ def test_a_silent_rank_is_a_typed_error_of_the_collective(gpu: EmulatedDevice) -
     layout = peer_layout(bucket, "fp32", "auto")
     windows = [gpu.place(torch.zeros(layout.window_bytes(), dtype=torch.uint8)) for _ in range(2)]
     peers = PeerMemory(OneRank(windows, 0), {"b7": layout}, 0.1)
-    options = SchemeOptions.of(SchemeConfig())
     message = selected(bucket, 0.5, None)
     with pytest.raises(CommunicationError, match=r"bucket b7: .*rank 1 did not come"):
-        for _ in exchange(bucket, message, options.with_peers(peers)):
+        for _ in exchange(bucket, message, peers):
             pass
 
 
@@ -230,14 +229,14 @@ def test_windows_of_other_buckets_are_refused(gpu: EmulatedDevice) -> None:
         "new", gpu.place(torch.ones(600)), [ParameterSlice("w", 0, 600)], CollectiveOp.ALL_REDUCE, 1
     )
     peers = PeerMemory(VirtualRanks(1, GPU), {"old": uneven_layout(1)}, 1)
-    message, options = selected(bucket, 0.5, None), SchemeOptions.of(SchemeConfig())
+    message = selected(bucket, 0.5, None)
     with pytest.raises(ConfigError, match="the windows were made for other buckets"):
-        next(exchange(bucket, message, options.with_peers(peers)))
+        next(exchange(bucket, message, peers))
     with pytest.raises(ConfigError, match="without windows of peer memory"):
-        next(exchange(bucket, message, options))
+        next(exchange(bucket, message, None))
     bucket.name = "old"  # of another size
     with pytest.raises(ConfigError, match="the windows were made for other buckets"):
-        next(exchange(bucket, message, options.with_peers(peers)))
+        next(exchange(bucket, message, peers))
 
 
 def test_wrong_arguments_are_refused_before_anything_is_launched(gpu: EmulatedDevice) -> None:

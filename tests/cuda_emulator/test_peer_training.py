@@ -198,7 +198,7 @@ def test_what_all_ranks_select_is_summed_step_after_step(
         rank = Rank(number, op, meeting, encoder, **overrides)
         rank.reducer.prepare(rank.buckets)
         assert all(bucket.has_windows for bucket in rank.buckets)
-        peers = rank.reducer.options.peers
+        peers = rank.reducer.windows
         assert peers is not None
         assert peers.in_order_of_coming is overrides.get("peer_in_order_of_coming", False)
         assert rank.reducer.window_bytes == peers.nbytes > 2 * 4 * NUMELS[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SCHEMES, zen
+from megatron_sparse.collectives import SCHEMES, Exchange, zen
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
@@ -40,9 +40,8 @@ def run(case: Case, device: torch.device) -> tuple[list[torch.Tensor], list[list
         bucket = Bucket("b", grad, parameters(case.numel), case.op, case.n)
         message = make_message(bucket, case, MessageBuffers())
         bucket.grad_N.fill_(float("nan"))
-        yield from SCHEMES["zen"].exchange(
-            bucket, message, tap, MessageBuffers(), StageTimer(), case.options
-        )
+        exchange = Exchange(bucket, tap, MessageBuffers(), StageTimer(), case.options)
+        yield from SCHEMES["zen"].run(exchange, message)
         return bucket.grad_N
 
     sums = VirtualCluster(case.n, device=device).run(start)

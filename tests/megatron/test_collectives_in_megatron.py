@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import OVER_GROUPS, SCHEMES
+from megatron_sparse.collectives import SCHEMES, over_groups
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
@@ -51,7 +51,7 @@ def _all_schemes(rank, world_size):
             overlap=True, distributed_optimizer=op is CollectiveOp.REDUCE_SCATTER
         )
         results[op, None] = _train(setting)
-        for scheme in OVER_GROUPS:
+        for scheme in over_groups():
             results[op, scheme] = _train(setting, scheme)
     results["windows"] = _refused_at_attach()
     return results

@@ -15,7 +15,7 @@ import torch
 from megatron_sparse.bench.cost_models import virtual_truth
 from megatron_sparse.bench.cost_models.virtual_truth import Setting, full_size_bytes
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import OVER_GROUPS, SCHEMES, Input, SchemeOptions
+from megatron_sparse.collectives import SCHEMES, Input, over_groups
 from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import FORMAT_CODES, MessageBuffers, encode_segments
@@ -25,9 +25,9 @@ from megatron_sparse.simulate import gradients
 from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
 from megatron_sparse.transport import Link
 
-OPTIONS = SchemeOptions.of(SchemeConfig())
+OPTIONS = SchemeConfig()
 NUMEL = 2**17
-PRICED = [name for name in OVER_GROUPS if name not in STRAGGLER_SCHEMES]
+PRICED = [name for name in over_groups() if name not in STRAGGLER_SCHEMES]
 SPARSE = [name for name in PRICED if SCHEMES[name].takes is Input.SPARSE]
 CASES = [(name, op) for name in PRICED for op in CollectiveOp if op in SCHEMES[name].ops]
 LATENCY, BANDWIDTH = Link(1.0, 0.0), Link(0.0, 1e-9)
@@ -147,7 +147,7 @@ def test_the_dense_ring_is_the_papers_equation_2():
 def test_direct_and_zen_are_zens_equation_1(n):
     """COO, bandwidth only; headers and the agreement are 80 bytes and less in 10^6."""
     numel, density = 2**24, 0.004
-    coo = SchemeOptions.of(SchemeConfig(format="coo"))
+    coo = SchemeConfig(format="coo")
     profile, where = uniform(n, density, numel), cluster(BANDWIDTH)
     gamma = profile.sum_density(n) / density
     pairs, bitmap = 8 * gamma * density, 4 * gamma * density + 1 / 8
@@ -162,7 +162,7 @@ def test_direct_and_zen_are_zens_equation_1(n):
 def test_doubling_is_zens_equation_2(n):
     """Hierarchical centralization: the sums of 1, 2, 4, ... ranks, in COO."""
     numel, density = 2**24, 0.0005
-    coo = SchemeOptions.of(SchemeConfig(format="coo"))
+    coo = SchemeConfig(format="coo")
     profile = uniform(n, density, numel)
     sums = [profile.sum_density(2**i) for i in range(int(math.log2(n)))]
     expected_s = sum(8 * d for d in sums) * numel * BANDWIDTH.beta_s
@@ -254,7 +254,7 @@ def test_kept_elements_are_priced_as_dense_whichever_way_the_profile_counts_them
 
 
 def test_capacity_fixes_sizes_and_drops_the_agreement():
-    options = SchemeOptions.of(SchemeConfig(capacity=2.0))
+    options = SchemeConfig(capacity=2.0)
     where = cluster(Link(1.0, 0.0))
     found = predict("direct", shape(4), uniform(4), where, options)
     assert found.network_s == 6.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, SchemeOptions
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.sparse import CANDIDATES, CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.ddp import _check_no_windows
 from megatron_sparse.errors import ConfigError
@@ -25,7 +25,7 @@ from megatron_sparse.transport import Link, Transport
 
 NAME = "peer_two_shot"
 N, RANKS, DENSITY = 2**20, 4, 0.01
-COO = SchemeOptions.of(SchemeConfig(format="coo"))
+COO = SchemeConfig(format="coo")
 HEADER, ENTRY = 48, 8
 """Bytes of a record's header, and of an index with its fp32 value."""
 
@@ -52,7 +52,7 @@ def price_s(
     cluster: ClusterModel,
     op: CollectiveOp = CollectiveOp.ALL_REDUCE,
     density: float = DENSITY,
-    options: SchemeOptions = COO,
+    options: SchemeConfig = COO,
     n: int = RANKS,
 ) -> float:
     profile = SparsityProfile.uniform(N, density, n)

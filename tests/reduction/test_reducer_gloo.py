@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import OVER_GROUPS, Input
+from megatron_sparse.collectives import Input, over_groups
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError
@@ -33,7 +33,7 @@ CASES = list(
 # The other schemes have their matrix on virtual ranks; here, a sample over real sockets.
 CASES += [
     (op, dtype, wire, density, name)
-    for name, scheme in OVER_GROUPS.items()
+    for name, scheme in over_groups().items()
     for op, dtype, wire, density in (
         (CollectiveOp.ALL_REDUCE, "fp32", None, 0.01),
         (CollectiveOp.ALL_REDUCE, "fp32", "bf16", 0.3),
@@ -200,7 +200,7 @@ def test_buckets_in_flight_together_stay_bit_identical_on_all_ranks():
 
 
 TIMEOUT_S = 2
-SPARSE = [name for name, scheme in OVER_GROUPS.items() if scheme.takes is Input.SPARSE]
+SPARSE = [name for name, scheme in over_groups().items() if scheme.takes is Input.SPARSE]
 
 
 def _disagree(rank, world_size, cases):

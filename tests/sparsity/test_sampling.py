@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives import SCHEMES, Exchange
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig
@@ -178,7 +178,7 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
                 )
                 assert profile.density >= (0.05 * 4000 * 0.5 + 96) / numel
                 assert timer.times_us()["profile"] > 0
-            yield from scheme.exchange(bucket, message, transport, buffers, timer, OPTIONS)
+            yield from scheme.run(Exchange(bucket, transport, buffers, timer, OPTIONS), message)
             return bucket.grad_N[bucket.shard(transport.rank)], profile
 
         return VirtualCluster(n).run(start)

@@ -14,14 +14,13 @@ are few ranks. Selection and its encoding are not in the times: no threshold cha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
-from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
 from megatron_sparse.formats.message import Message, MessageBuffers, encode
 from megatron_sparse.planner.link_timing import Clock, Measuring, timed
@@ -88,16 +87,15 @@ class RingRuns:
         self._buffers = MessageBuffers()
         self._messages: dict[tuple[str, CollectiveOp, float], tuple[Bucket, Message]] = {}
 
-    def time_s(self, op: CollectiveOp, ring: SchemeOptions) -> Measuring[float]:
+    def time_s(self, op: CollectiveOp, ring: SchemeConfig) -> Measuring[float]:
         """Seconds with some thresholds, the same on all ranks."""
         total_s = 0.0
         for density in self._case.densities:
             bucket, message = self._message(ring.format, op, density)
 
             def run(bucket: Bucket = bucket, message: Message = message) -> Steps:
-                return adaptive_ring(
-                    bucket, message, self._transport, self._buffers, self._timer, ring
-                )
+                exchange = Exchange(bucket, self._transport, self._buffers, self._timer, ring)
+                return adaptive_ring(exchange, message)
 
             total_s += yield from timed(self._transport, self._case.repeats, self._clock, run)
         return total_s
@@ -172,11 +170,16 @@ def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> 
     return min(good, key=lambda value: abs(value - before))
 
 
-def options_of(format: str, densities: Sequence[float]) -> SchemeOptions:
+def options_of(format: str, densities: Sequence[float]) -> SchemeConfig:
     """The options of an adaptive ring."""
     intra, inter, gather = densities
-    config = SchemeConfig(name="adaptive_ring", format=format)
-    return replace(SchemeOptions.of(config), ring_densities=(intra, inter, gather))
+    return SchemeConfig(
+        name="adaptive_ring",
+        format=format,
+        ring_intra_density=intra,
+        ring_inter_density=inter,
+        ring_gather_density=gather,
+    )
 
 
 def _values(step: float) -> Iterator[float]:

@@ -12,7 +12,7 @@ import torch
 
 from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
@@ -21,7 +21,8 @@ from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
 from megatron_sparse.transport import Transport
 
-Exchange = Callable[[], Steps]
+Start = Callable[[], Steps]
+"""Starts the second half of a bucket's way."""
 
 
 class HalvedPath:
@@ -44,7 +45,7 @@ class HalvedPath:
         config = case.config(sweep, late)
         self.residuals = new_residuals()
         self._planner = FixedPlanner(config.compression, config.scheme)
-        self._options = SchemeOptions.of(config.scheme).with_straggler(straggler)
+        self._options, self._straggler = config.scheme, straggler
         self._buffers = MessageBuffers()
         self._transport = transport
         self._selector = Selector(config.compression, self.residuals, transport.rank, self._buffers)
@@ -53,7 +54,7 @@ class HalvedPath:
         """The scheme that the planner takes."""
         return self._planner.plan_for(bucket, 0).scheme
 
-    def select(self, bucket: Bucket, step: int, timer: StageTimer) -> tuple[int, Exchange]:
+    def select(self, bucket: Bucket, step: int, timer: StageTimer) -> tuple[int, Start]:
         """The first half; `timer` gets the times of both. Mutates the residual.
 
         Returns:
@@ -61,16 +62,17 @@ class HalvedPath:
         """
         plan = self._planner.plan_for(bucket, step)
         scheme = SCHEMES[plan.scheme]
+        exchange = Exchange(
+            bucket, self._transport, self._buffers, timer, self._options, self._straggler
+        )
         if scheme.takes is Input.DENSE:
             values_N = self._selector.take_whole(bucket, plan.wire_dtype, step=step, timer=timer)
-            return bucket.numel, lambda: scheme.reduce(
-                bucket, values_N, step, self._transport, self._buffers, timer, self._options
-            )
+            return bucket.numel, lambda: scheme.run(exchange, values_N, step)
         message = self._selector.select(
             bucket,
             plan.density,
             plan.wire_dtype,
-            form=self._options.message_format(plan.scheme),
+            form=scheme.message_format(self._options),
             block_size=self._options.block_size,
             sharded=plan.sharded,
             extra_cuts=scheme.extra_cuts(bucket),
@@ -78,9 +80,7 @@ class HalvedPath:
             timer=timer,
             capacity=self._options.capacity,
         )
-        return message.nnz, lambda: scheme.exchange(
-            bucket, message, self._transport, self._buffers, timer, self._options
-        )
+        return message.nnz, lambda: scheme.run(exchange, message)
 
 
 class LastRecord(NullSink):

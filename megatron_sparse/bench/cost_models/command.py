@@ -28,7 +28,7 @@ from megatron_sparse.bench.cost_models.codec_prices import (
 )
 from megatron_sparse.bench.table import check_arguments, torch_threads
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import OVER_GROUPS, SchemeOptions
+from megatron_sparse.collectives import over_groups
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES
@@ -149,8 +149,8 @@ class CostSweep:
                 (
                     "scheme",
                     self.schemes,
-                    set(self.schemes) <= set(OVER_GROUPS),
-                    " | ".join(OVER_GROUPS),
+                    set(self.schemes) <= set(over_groups()),
+                    " | ".join(over_groups()),
                 ),
                 ("kind", self.kinds, set(self.kinds) <= set(KINDS), " | ".join(KINDS)),
                 ("density", self.densities, all(0 < d <= 1 for d in self.densities), "in (0, 1]"),
@@ -172,7 +172,7 @@ class CostSweep:
                     yield from self._rows(kind, density, n)
 
     def _rows(self, kind: str, density: float, n: int) -> Iterator[CostRow]:
-        options = SchemeOptions.of(SchemeConfig())
+        options = SchemeConfig()
         model = KINDS[kind](simulated_numel(n, density, self.full_numel), density)
         given = [model.gradient(rank) for rank in range(n)]
         profile = virtual_truth.at_full_size(profile_of(given), self.full_numel)
@@ -215,7 +215,7 @@ def _row(
     shape: BucketShape,
     profile: SparsityProfile,
     cluster: ClusterModel,
-    options: SchemeOptions,
+    options: SchemeConfig,
     kind: str,
     density: float,
     taken_s: float,
@@ -262,7 +262,7 @@ def measured_rows(path: Path, cluster: ClusterModel) -> Iterator[CostRow]:
     Raises:
         ConfigError: the file cannot be read, is none of that bench, or no row is left.
     """
-    options, left_out = SchemeOptions.of(SchemeConfig()), 0
+    options, left_out = SchemeConfig(), 0
     for row in _read(path):
         op = CollectiveOp(row["op"])
         scheme, n, numel = row["carried_by"], row["world_size"], row["count"]

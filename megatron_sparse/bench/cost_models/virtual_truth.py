@@ -25,11 +25,11 @@ import torch
 
 from megatron_sparse.bench.cost_models.codec_prices import CodecPrices
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input, SchemeOptions
+from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
-from megatron_sparse.config.sparse import CompressionConfig
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.hash_record import SUB_HEADER_BYTES
 from megatron_sparse.formats.header import Header
@@ -118,7 +118,7 @@ class Setting:
     host_s_per_message: float
     host_s_per_bucket: float
     prices: CodecPrices | None
-    options: SchemeOptions
+    options: SchemeConfig
     op: CollectiveOp
     full_numel: int
 
@@ -128,7 +128,7 @@ class Setting:
         cluster: ClusterModel,
         world_size: int,
         prices: CodecPrices | None,
-        options: SchemeOptions,
+        options: SchemeConfig,
         op: CollectiveOp,
         full_numel: int,
     ) -> Setting:
@@ -225,24 +225,24 @@ def _drive(
             setting.op,
             n,
         )
-        buffers = MessageBuffers()
+        exchange = Exchange(bucket, posting, MessageBuffers(), timer, options)
         if entry.takes is Input.DENSE:
-            return entry.reduce(bucket, bucket.grad_N, 0, posting, buffers, timer, options)
+            return entry.run(exchange, bucket.grad_N, 0)
         residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
         residuals.begin(bucket)  # Memory that a run takes once is no cost of a step.
-        selector = Selector(CompressionConfig(), residuals, transport.rank, buffers)
+        selector = Selector(CompressionConfig(), residuals, transport.rank, exchange.buffers)
         message = selector.select(
             bucket,
             1.0,
             None,
-            form=options.message_format(scheme),
+            form=entry.message_format(options),
             block_size=options.block_size,
             sharded=entry.is_sharded(setting.op),
             extra_cuts=entry.extra_cuts(bucket),
             step=0,
             timer=timer,
         )
-        return entry.exchange(bucket, message, posting, buffers, timer, options)
+        return entry.run(exchange, message)
 
     return cluster, timers, cluster.run(start)
 

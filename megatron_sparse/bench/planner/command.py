@@ -21,7 +21,6 @@ from megatron_sparse.bench.planner.cases import Workload
 from megatron_sparse.bench.planner.row import HEADER, PlannerRow, Verdict
 from megatron_sparse.bench.table import torch_threads
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.cluster import find
@@ -59,7 +58,7 @@ class Trial:
 
     def rows(self) -> Iterator[PlannerRow]:
         """Every case; workloads outermost, clusters innermost."""
-        options = SchemeOptions.of(SchemeConfig())
+        options = SchemeConfig()
         for workload in self.workloads:
             for n in self.world_sizes:
                 if n <= workload.most_ranks:
@@ -74,7 +73,7 @@ class Trial:
         gradients: Sequence[torch.Tensor],
         profile: SparsityProfile,
         cluster_name: str,
-        options: SchemeOptions,
+        options: SchemeConfig,
     ) -> PlannerRow:
         cluster, n = find(cluster_name), len(gradients)
         shape = BucketShape(self.full_numel, 0, 4, self.op, n)

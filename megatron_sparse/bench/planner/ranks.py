@@ -26,7 +26,6 @@ from megatron_sparse.bench.planner.row import HEADER, PlannerRow, Verdict
 from megatron_sparse.bench.rank_group import as_rank
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration.measure import QUICK, calibrate
-from megatron_sparse.collectives import SchemeOptions
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.cluster import ClusterModel
@@ -102,7 +101,7 @@ class PlannerRanks(RankBench):
             CommunicationError: a rank is gone.
         """
         cluster = self._cluster()
-        options = SchemeOptions.of(SchemeConfig())
+        options = SchemeConfig()
         for workload in self._trial.workloads:
             grad_N = workload.source(self.rank).to(self._device)
             profile = self._profile(grad_N)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives.options import SchemeOptions
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.planner.cluster import ClusterModel, CodecOp
 from megatron_sparse.planner.cost_models.clocks import RankClocks
 from megatron_sparse.planner.cost_models.densities import SumDensities
@@ -55,7 +55,7 @@ class DryRun:
         shape: BucketShape,
         densities: SumDensities,
         cluster: ClusterModel,
-        options: SchemeOptions,
+        options: SchemeConfig,
         topology: Topology,
         *,
         charged: bool,

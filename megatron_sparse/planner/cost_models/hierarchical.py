@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives.schemes import SCHEMES
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.planner.cluster import CodecOp
 from megatron_sparse.planner.cost_models.dry_run import DryRun
 from megatron_sparse.planner.cost_models.shape import FP32_BYTES, BucketShape
@@ -27,7 +27,7 @@ def hierarchical(run: DryRun, inner: Callable[[DryRun], None]) -> None:
     sizes = run.clocks.topology.node_sizes
     lanes, nodes, largest = min(sizes), len(sizes), max(sizes)
     whole, part = run.piece(), run.piece(lanes)
-    form = run.format(run.options.message_format("hierarchical"))
+    form = run.format(SCHEMES["hierarchical"].message_format(run.options))
     run.agree()
     run.work(form.seconds(CodecOp.DECODE, whole, run.densities.whole(1), run.b))
     _within_node(run, largest, lanes, FP32_BYTES, run.plain(CodecOp.ADD, part.numel))
@@ -64,13 +64,16 @@ def _across(run: DryRun, lanes: int, nodes: int, inner: Callable[[DryRun], None]
         run.p,
     )
     densities = run.densities.of_lane(max(sizes), lanes)
-    message, part = run.format(run.options.message_format("hierarchical")), run.piece(lanes)
+    message, part = (
+        run.format(SCHEMES["hierarchical"].message_format(run.options)),
+        run.piece(lanes),
+    )
     sent_L = sum(
         np.asarray(message.nbytes(part, run.densities.shards(ranks, lanes), run.p))
         for ranks in (max(sizes), run.n)
     )
     lane = run.part(shape, run.lane(float(np.sum(sent_L) / np.max(sent_L))), densities)
-    message = lane.format(lane.options.message_format(name))
+    message = lane.format(SCHEMES[name].message_format(lane.options))
     lane.work(message.seconds(CodecOp.ENCODE, lane.piece(), densities.whole(1), lane.b))
     inner(lane)
     run.clocks.wait_for(lane.clocks)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.planner.cluster import CodecOp
 from megatron_sparse.planner.cost_models.dry_run import DryRun
 from megatron_sparse.planner.cost_models.records import Density, Piece, RecordFormat
@@ -33,7 +34,7 @@ def peer_two_shot(run: DryRun) -> None:
     if n == 1:
         return
     beta_s = run.clocks.topology.intra.beta_s
-    form = RecordFormat(run.options.message_format("peer_two_shot"), run.cluster)
+    form = RecordFormat(SCHEMES["peer_two_shot"].message_format(run.options), run.cluster)
     own_n = run.densities.shards(1, n)
     message_n = np.broadcast_to(form.nbytes(shard, own_n, run.b), n)
     run.work(run.plain(CodecOp.COPY, float(message_n.sum()) / FP32_BYTES))
@@ -53,7 +54,7 @@ def peer_two_shot(run: DryRun) -> None:
 
 def _of_sum(run: DryRun, shard: Piece, density: float) -> tuple[float, float, float]:
     """Bytes of the sum's record of a shard, and the seconds of encoding and decoding it."""
-    *_, gather = run.options.ring_densities
+    *_, gather = run.options.ring_densities()
     name = "dense" if density >= gather else run.options.format
     form = RecordFormat(name, run.cluster)
     seconds = [

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.planner.cluster import CodecOp
 from megatron_sparse.planner.cost_models.dry_run import WORD_BYTES, DryRun
 from megatron_sparse.planner.cost_models.records import RecordFormat
@@ -22,7 +23,7 @@ from megatron_sparse.planner.cost_models.shards import Format
 
 def sparse_ring(run: DryRun) -> None:
     """Encoded again in each step."""
-    own = run.format(run.options.message_format("sparse_ring"))
+    own = run.format(SCHEMES["sparse_ring"].message_format(run.options))
     ring_reduce_scatter(run, own, run.format(), thresholds=(np.inf, np.inf))
     if not run.scatter:
         ring_gather_sums(run, np.zeros(run.n, dtype=bool), run.format())
@@ -30,8 +31,8 @@ def sparse_ring(run: DryRun) -> None:
 
 def adaptive_ring(run: DryRun) -> None:
     """Dense from a density on that depends on the link."""
-    intra, inter, gather = run.options.ring_densities
-    own = run.format(run.options.message_format("adaptive_ring"))
+    intra, inter, gather = run.options.ring_densities()
+    own = run.format(SCHEMES["adaptive_ring"].message_format(run.options))
     form = run.format(run.options.format)
     density_n = ring_reduce_scatter(run, own, form, (intra, inter))
     if not run.scatter:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.planner.cluster import CodecOp
 from megatron_sparse.planner.cost_models.dry_run import WORD_BYTES, DryRun
 from megatron_sparse.planner.cost_models.records import (
@@ -30,7 +31,7 @@ Format = RecordFormat | BlockFormat
 
 def direct(run: DryRun) -> None:
     """Contiguous shards to their owners, their sums to everybody."""
-    form = run.format(run.options.message_format("direct"))
+    form = run.format(SCHEMES["direct"].message_format(run.options))
     split(run, form)
     if not run.scatter:
         form = run.format()
@@ -94,7 +95,7 @@ def omnireduce(run: DryRun) -> None:
 def sparse_ps(run: DryRun) -> None:
     """Everything to rank 0 and back."""
     n, whole = run.n, run.piece()
-    own, form = run.format(run.options.message_format("sparse_ps")), run.format()
+    own, form = run.format(SCHEMES["sparse_ps"].message_format(run.options)), run.format()
     is_server_n = np.arange(n) == 0
     one = run.densities.whole(1)
     run.agree()

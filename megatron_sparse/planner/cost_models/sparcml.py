@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.planner.cluster import CodecOp
 from megatron_sparse.planner.cost_models.dry_run import WORD_BYTES, DryRun
 from megatron_sparse.planner.cost_models.records import Density, each
@@ -22,7 +23,7 @@ from megatron_sparse.planner.cost_models.shards import encode_own_shard, split
 
 def agsparse(run: DryRun) -> None:
     """Every message to every rank, pairwise."""
-    form = run.format(run.options.message_format("agsparse"))
+    form = run.format(SCHEMES["agsparse"].message_format(run.options))
     if run.scatter:
         split(run, form)
         return
@@ -58,7 +59,7 @@ def ssar_rd(run: DryRun) -> None:
     active = 1 << (n.bit_length() - 1)
     ranks = np.arange(n)
     is_active_n, is_host_n = ranks < active, ranks < n - active
-    own, sums = run.format(run.options.message_format("ssar_rd")), run.format()
+    own, sums = run.format(SCHEMES["ssar_rd"].message_format(run.options)), run.format()
     run.agree()
 
     def density_of(count_n: np.ndarray) -> np.ndarray:
@@ -101,7 +102,7 @@ def ssar_rd(run: DryRun) -> None:
 
 def ssar_split_ag(run: DryRun) -> None:
     """Shards to their owners; their sums by recursive doubling."""
-    split(run, run.format(run.options.message_format("ssar_split_ag")))
+    split(run, run.format(SCHEMES["ssar_split_ag"].message_format(run.options)))
     form, shard = run.format(), run.piece(run.n)
     sum_n = run.densities.shards(run.n, run.n)
     encode_own_shard(run, form, sum_n)
@@ -111,7 +112,7 @@ def ssar_split_ag(run: DryRun) -> None:
 
 def dsar_split_ag(run: DryRun) -> None:
     """The same with dense sums, whose sizes are known."""
-    split(run, run.format(run.options.message_format("dsar_split_ag")))
+    split(run, run.format(SCHEMES["dsar_split_ag"].message_format(run.options)))
     form, shard = run.format("dense"), run.piece(run.n)
     run.work(form.seconds(CodecOp.ENCODE, shard, 1.0, run.b))
     decoding_s = form.seconds(CodecOp.DECODE, shard, 1.0, run.b)

@@ -1,0 +1,81 @@
+"""A scheme: a collective, and what the rest of the program must know to use it.
+
+Every file of this package that holds a scheme ends with `SCHEME = Scheme(...)`; the registry finds
+it there. docs/adding-a-scheme.md shows how to write one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts
+from megatron_sparse.collectives.base import Steps
+from megatron_sparse.config.sparse import SchemeConfig
+
+ALL_OPS = frozenset(CollectiveOp)
+ALL_REDUCE_ONLY = frozenset({CollectiveOp.ALL_REDUCE})
+
+
+class Input(StrEnum):
+    """What a collective takes from each rank."""
+
+    DENSE = "dense"
+    SPARSE = "sparse"
+
+
+def no_cuts(bucket: Bucket) -> Cuts:
+    """A bucket's messages are cut at its shards' borders only, if at all."""
+    del bucket
+    return ()
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A collective and what one must know to use it.
+
+    Attributes:
+        name: as in `scheme.name`; also its module's.
+        takes: a `DENSE` scheme runs on the whole gradient, a `SPARSE` one on an encoded message.
+        run: the collective: a `DenseCollective` or a `SparseCollective`.
+        place: of the scheme in tables and lists, by which they are sorted. Of schemes with the same
+            predicted time the planner takes the first.
+        ops: what it can compute.
+        needs_shards: its messages are cut at the shards' borders even for an all-reduce.
+        extra_cuts: further elements of a bucket at which its messages are cut.
+        own_format: of its messages; None takes the format that `scheme.format` names.
+        takes_slots: it takes messages of fixed size, which `scheme.capacity` asks for.
+        has_engine: with `scheme.nccl_engine` a bucket is one call of C++ (`nccl_sum`).
+        needs_windows: it runs in windows of peer memory (`peer_windows`), which are made for all
+            buckets of a group beforehand: on CUDA, inside one machine.
+        skips_straggler: it does not wait for `Exchange.straggler`, and needs `straggler.mode` to
+            name one.
+        runs_across_nodes: `hierarchical` can run it between the nodes.
+        takes_inner: its functions take a further argument, `inners`: the schemes that run across
+            nodes, by name. The registry hands it in.
+    """
+
+    name: str
+    takes: Input
+    run: Callable[..., Steps]
+    place: int
+    ops: frozenset[CollectiveOp] = ALL_OPS
+    needs_shards: bool = False
+    extra_cuts: Callable[[Bucket], Cuts] = no_cuts
+    own_format: str | None = None
+    takes_slots: bool = False
+    has_engine: bool = False
+    needs_windows: bool = False
+    skips_straggler: bool = False
+    runs_across_nodes: bool = False
+    takes_inner: bool = False
+
+    def message_format(self, options: SchemeConfig) -> str:
+        """The format in which selection encodes the scheme's messages."""
+        return self.own_format or options.format
+
+    def is_sharded(self, op: CollectiveOp) -> bool:
+        """Whether messages for this operation are cut at the shards' borders."""
+        reduce_scatter = op is CollectiveOp.REDUCE_SCATTER
+        return self.takes is Input.SPARSE and (self.needs_shards or reduce_scatter)
