@@ -45,7 +45,10 @@ def _case(
     numel=1000,
     **more,
 ):
-    options = dataclasses.replace(OPTIONS, ring_densities=densities)
+    intra, inter, gather = densities
+    options = dataclasses.replace(
+        OPTIONS, ring_intra_density=intra, ring_inter_density=inter, ring_gather_density=gather
+    )
     return Case(
         "adaptive_ring",
         n,

@@ -102,7 +102,7 @@ def test_of_reading_and_adding_the_slower_counts() -> None:
 
 
 def test_a_sum_is_dense_from_the_gather_threshold_on() -> None:
-    dense = replace(COO, ring_densities=(1.0, 1.0, 0.0))
+    dense = replace(COO, ring_intra_density=1.0, ring_inter_density=1.0, ring_gather_density=0.0)
     sums = (RANKS - 1) * (HEADER + 4 * N / RANKS)
     own = (RANKS - 1) * record(DENSITY)
     assert price_s(node(beta_s=1.0), options=dense) == pytest.approx(own + sums, rel=1e-6)
