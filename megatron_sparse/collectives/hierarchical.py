@@ -75,8 +75,8 @@ NAME = "hierarchical"
 def hierarchical(exchange: Exchange, message: Message, inners: Mapping[str, Scheme]) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors as of `agsparse`; `inners` are the schemes that can run across the nodes, by
-    name, of which `scheme.inner` chooses one.
+    Arguments and errors as of `agsparse`; `inners` has the schemes that can run across the nodes,
+    by name: `scheme.inner` chooses one.
     """
     inner = inners[exchange.options.inner]
     bucket, transport, scatter = exchange.bucket, exchange.transport, exchange.scatters

@@ -270,7 +270,7 @@ class GradientReducer:
     def _decide(
         self, bucket: Bucket, plan: Plan, record: BucketRecord
     ) -> Generator[object, None, Exchange]:
-        """Decides which rank the bucket does not wait for, if any; returns what its scheme takes."""
+        """Decides which rank the bucket does not wait for, if any."""
         record.straggler = yield from self.stragglers.decide(bucket, plan)
         record.scheme = self.stragglers.scheme_of(plan, record.straggler)
         return Exchange(
