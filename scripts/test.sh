@@ -3,23 +3,57 @@
 #
 #   bash scripts/test.sh                 linters, the strict build of the extension, every quick test
 #   bash scripts/test.sh --full          the tests marked slow too
+#   bash scripts/test.sh --quick         linters and the tests that need one process: at most 5 minutes
+#                                        on 2 cores, once everything is installed and built
 #   bash scripts/test.sh ARGUMENT...     only the tests; the arguments go to pytest
 #
 # Without arguments, or with --full, the decoders are fuzzed at the end, for 120 s or for
 # MEGATRON_SPARSE_FUZZ_SECONDS (0 leaves it out), and for the minute and a half that its build takes.
-# They also run the tests in MEGATRON_SPARSE_TEST_WORKERS processes (as many as there are cores, at
-# most 4: many tests start ranks of their own); with arguments that is -n 4 --dist loadfile.
+# With --quick they are not. All three run the tests in MEGATRON_SPARSE_TEST_WORKERS processes (as
+# many as there are cores, at most 4: many tests start ranks of their own); with arguments that is
+# -n 4 --dist loadfile.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source-path=SCRIPTDIR source=env.sh
 . scripts/env.sh
 
+# What --quick runs: nothing of it starts ranks, Megatron, the CUDA emulator, a browser or a build.
+quick_tests=(
+  tests/test_bucket.py
+  tests/test_profiler_ranges.py
+  tests/collectives/test_adaptive_ring.py
+  tests/collectives/test_example_scheme.py
+  tests/collectives/test_hierarchical_sparse.py
+  tests/collectives/test_omnireduce.py
+  tests/collectives/test_schemes.py
+  tests/collectives/test_zen.py
+  tests/compression
+  tests/config
+  tests/configs
+  tests/cuda_ext/test_prune.py
+  tests/cuda_ext/test_threshold.py
+  tests/formats
+  tests/planner/test_choice.py
+  tests/planner/test_cluster.py
+  tests/planner/test_costs.py
+  tests/reduction/test_progress.py
+  tests/sparsity
+  tests/straggler
+  tests/telemetry
+  tests/transport/test_virtual.py
+)
+
 selection=(-m "not slow")
 lint=true
+quick=false
 # nproc would say how many threads OMP_NUM_THREADS allows.
 cores=$(env -u OMP_NUM_THREADS nproc)
 if [ "${1:-}" = --full ]; then
   selection=()
+  shift
+elif [ "${1:-}" = --quick ]; then
+  quick=true
+  selection+=("${quick_tests[@]}")
   shift
 elif [ $# -gt 0 ]; then
   lint=false
@@ -54,8 +88,10 @@ fi
 say "building the extension, CUDA part included"
 "$PYTHON" -m megatron_sparse.cuda_ext.build
 
-# Slurm and the like, where this may install them; tests that lack them skip and say so.
-bash scripts/system_packages.sh "$VIRTUAL_ENV/megatron-sparse-packages.log"
+if ! $quick; then
+  # Slurm and the like, where this may install them; tests that lack them skip and say so.
+  bash scripts/system_packages.sh "$VIRTUAL_ENV/megatron-sparse-packages.log"
+fi
 
 say "tests"
 code=0
@@ -66,7 +102,7 @@ fi
 # One thread a process: several ranks share the machine's cores.
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest "${selection[@]}" "$@" || code=$?
 fuzz_seconds=${MEGATRON_SPARSE_FUZZ_SECONDS:-120}
-if $lint && [ "$fuzz_seconds" != 0 ]; then
+if $lint && ! $quick && [ "$fuzz_seconds" != 0 ]; then
   say "fuzzing: every decoder under sanitizers for $fuzz_seconds s"
   PYTHON=$PYTHON bash scripts/fuzz.sh "$fuzz_seconds" || failed="${failed:+$failed and the }fuzzing"
 fi

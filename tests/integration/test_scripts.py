@@ -321,6 +321,24 @@ def test_test_script_runs_everything_strictly(checkout: Path, recorded: Path) ->
     ]
 
 
+def test_quick_loop_is_linters_and_tests_of_one_process(checkout: Path, recorded: Path) -> None:
+    done = run_script("test.sh --quick -k zen", checkout, MEGATRON_SPARSE_TEST_WORKERS="2")
+    assert done.returncode == 0
+    *before, tests = recorded.read_text().splitlines()
+    assert before == [
+        "setup dev cuda strict=1",
+        "pre-commit install-hooks",
+        "pre-commit run --all-files",
+        "python -m megatron_sparse.cuda_ext.build",
+    ]
+    words = tests.split()
+    assert words[:6] == ["python", "-m", "pytest", "-m", "not", "slow"]
+    assert words[-6:] == ["-n", "2", "--dist", "loadfile", "-k", "zen"]
+    paths = words[6:-6]
+    assert "tests/formats" in paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_test_script_arguments(checkout: Path, recorded: Path) -> None:
     run_script("test.sh --full", checkout, MEGATRON_SPARSE_FUZZ_SECONDS="7", OMP_NUM_THREADS="1")
     workers = min(len(os.sched_getaffinity(0)), 4)
