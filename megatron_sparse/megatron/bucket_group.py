@@ -8,7 +8,7 @@ for. `finish_grad_sync` is overridden too, for the one case in which Megatron do
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
@@ -21,12 +21,9 @@ from megatron_sparse.megatron.buckets import (
 )
 from megatron_sparse.reduction.reducer import PendingReduction
 
-if TYPE_CHECKING:
-    from megatron_sparse.megatron.attachment import Attachment
-
 
 class Handle:
-    """What Megatron calls `wait()` on."""
+    """The handle on which Megatron calls `wait()`."""
 
     def __init__(self, pending: list[PendingReduction]) -> None:
         self._pending = pending
@@ -38,10 +35,24 @@ class Handle:
         self._pending = []
 
 
+class Launcher(Protocol):
+    """Starts reductions in place of Megatron's collectives: `attachment.Attachment`.
+
+    Attributes:
+        alone: a process group of this rank only.
+    """
+
+    alone: torch.distributed.ProcessGroup
+
+    def launch(self, group: GroupBuckets) -> Handle:
+        """Starts the synchronisation of one bucket group."""
+        ...
+
+
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """Megatron's bucket group with two methods replaced; never constructed, only swapped in."""
 
-    sparse_attachment: Attachment
+    sparse_attachment: Launcher
     sparse_group: GroupBuckets
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:

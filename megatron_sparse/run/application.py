@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import DependencyError, MegatronSparseError, SweepError
-from megatron_sparse.run import composition, launch, sweep
+from megatron_sparse.run import composition, launch, preparation, sweep
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
 
@@ -62,7 +62,7 @@ def train(arguments: Sequence[str]) -> None:
         raise composition.config_error(error) from None
     folder = _sweep_folder(with_values)
     # A job of Slurm's finds the package where this process found it.
-    os.environ.update(launch.package_path())
+    os.environ.update(preparation.package_path())
     _hydra(
         lambda composed: _run_of_sweep(composed, command, swept),
         [*overrides, f"hydra.sweep.dir='{folder}'"],

@@ -22,8 +22,9 @@ from rich.table import Table
 
 from megatron_sparse.config.dotted import flat
 from megatron_sparse.errors import ConfigError, SweepError
+from megatron_sparse.run import composition
 from megatron_sparse.run.json_lines import write_rows
-from megatron_sparse.run.launch import CONFIG_FILE
+from megatron_sparse.run.preparation import CONFIG_FILE
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.run import SUMMARY_FILE
 
@@ -184,8 +185,6 @@ def _state(outcome: Outcome | None, done: int | None, wanted: int | None) -> str
 
 
 def _config(path: Path) -> dict[str, Any]:
-    from megatron_sparse.run import composition
-
     return flat(asdict(composition.load(path)))
 
 

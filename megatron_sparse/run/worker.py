@@ -6,13 +6,9 @@ which has no launcher of ours before it.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import time
-import traceback
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +16,10 @@ from typing import Any
 
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
-from megatron_sparse.run import composition, launch, slurm
+from megatron_sparse.run import composition, preparation, slurm
 from megatron_sparse.run.rank_log import rank_log
+from megatron_sparse.run.rank_report import write_report
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Where torch's agent wants to read why a rank failed."""
-_TYPED = "megatron_sparse"
 _MEETING_TIMEOUT = timedelta(minutes=10)
 
 
@@ -49,13 +43,13 @@ def main(argv: list[str] | None = None) -> int:
             stopped_at = training.train(config, path.parent)
         _after(config, stopped_at, int(os.environ["RANK"]))
     except MegatronSparseError as error:
-        _tell_launcher(str(error), typed=True)
+        write_report(str(error), typed=True)
         _leave_if_aborted(config, error)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # the launcher passes Ctrl-C on, and says so itself
     except Exception as error:
-        _tell_launcher(f"{type(error).__name__}: {error}", typed=False)
+        write_report(f"{type(error).__name__}: {error}", typed=False)
         raise
     return 0
 
@@ -82,8 +76,8 @@ def run_started(config: RunConfig, command: str) -> int:
             got=f"{world_size} ranks were started",
             remedy="set cluster.nodes and cluster.ranks_per_node to what was started",
         )
-    config = launch.decide(config)
-    os.environ.update(launch.rank_environment(config))
+    config = preparation.decide(config)
+    os.environ.update(preparation.rank_environment(config))
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, _ = next(rendezvous("env://", timeout=_MEETING_TIMEOUT))
@@ -167,9 +161,9 @@ def _meet(config: RunConfig, command: str, store: Any, rank: int) -> Path:
     if rank == 0:
         answer = ""
         try:
-            vocab_size = launch.preflight(config)
-            run_dir = launch.make_run_dir(config, command)
-            print(launch.describe(config, vocab_size, run_dir), flush=True)
+            vocab_size = preparation.preflight(config)
+            run_dir = preparation.make_run_dir(config, command)
+            print(preparation.describe(config, vocab_size, run_dir), flush=True)
             answer = str(run_dir)
         finally:
             store.set(key, answer)
@@ -180,25 +174,6 @@ def _meet(config: RunConfig, command: str, store: Any, rank: int) -> Path:
     run_dir = Path(answer)
     run_dir.mkdir(parents=True, exist_ok=True)  # where nodes do not share a disk
     return run_dir
-
-
-def _tell_launcher(message: str, *, typed: bool) -> None:
-    """Writes the agent's error file, in its format; a typed error is marked as one."""
-    path = os.environ.get(ERROR_FILE)
-    if path is None:
-        print(f"error: {message}", file=sys.stderr)
-        return
-    info = {"timestamp": str(int(time.time())), "py_callstack": traceback.format_exc()}
-    report = {"message": {"message": message, "extraInfo": info}, _TYPED: typed}
-    Path(path).write_text(json.dumps(report), "utf-8")
-
-
-def read_report(report: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """What `_tell_launcher` wrote: the message, and whether it is a typed error's.
-
-    None where a rank had no time to write, and the agent's own words stand in the report.
-    """
-    return (report["message"]["message"], report[_TYPED]) if _TYPED in report else None
 
 
 if __name__ == "__main__":

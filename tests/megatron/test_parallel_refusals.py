@@ -8,7 +8,7 @@ import pytest
 
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.arguments import OTHER_WRAPS
-from megatron_sparse.run import composition, launch
+from megatron_sparse.run import composition, preparation
 from tests.doc_tables import rows_with_tests, untrue_rows
 from tests.megatron.test_parallel import LAYOUTS
 
@@ -63,7 +63,7 @@ def test_the_table_and_the_tests_have_the_same_layouts():
 def test_fsdp_is_refused_before_a_rank_starts(key, tmp_path):
     config = composition.compose(["model=gpt_tiny", "data=mock", f"megatron.{key}=true"])
     with pytest.raises(ConfigError, match=rf"megatron\.{key}") as caught:
-        launch.preflight(config)
+        preparation.preflight(config)
     assert "plugin=false" in str(caught.value)
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron_sparse.errors import CheckpointError, ConfigError, DatasetError
 from megatron_sparse.megatron import arguments, cpu_mode, training
 from megatron_sparse.megatron.models import parameter_count
-from megatron_sparse.run import launch
+from megatron_sparse.run import launch, preparation
 from megatron_sparse.run.composition import compose, group_options
 from tests.ranks import run_ranks
 
@@ -359,7 +359,7 @@ class TestRuns:
         done = run(*torchrun, *common)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "iteration        3/       3" in done.stdout
-        assert (tmp_path / "it" / launch.CONFIG_FILE).is_file()
+        assert (tmp_path / "it" / preparation.CONFIG_FILE).is_file()
 
         done = run(*torchrun, *common, "data.mock=false", "data.vocab_size=null", "data.dir=none")
         assert done.returncode != 0

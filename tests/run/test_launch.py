@@ -13,7 +13,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments, training
-from megatron_sparse.run import launch, slurm, worker
+from megatron_sparse.run import preparation, rank_report, slurm, worker
 from megatron_sparse.run.composition import compose, load
 from megatron_sparse.transport.nccl_errors import ENVIRONMENT
 
@@ -41,16 +41,16 @@ class TestRunDir:
     """What becomes of an earlier run of the same name."""
 
     def test_it_holds_the_configuration_and_the_command(self, config, tmp_path):
-        run_dir = launch.make_run_dir(config, "the command")
+        run_dir = preparation.make_run_dir(config, "the command")
         assert run_dir == tmp_path / "mine"
-        assert load(run_dir / launch.CONFIG_FILE) == config
-        assert (run_dir / launch.CONFIG_FILE).read_text().startswith("# the command\n")
+        assert load(run_dir / preparation.CONFIG_FILE) == config
+        assert (run_dir / preparation.CONFIG_FILE).read_text().startswith("# the command\n")
 
     def test_never_moves_every_earlier_run_aside(self, config, tmp_path, capsys):
         for number in range(3):
-            launch.make_run_dir(config, f"run {number}")
+            preparation.make_run_dir(config, f"run {number}")
         texts = [
-            (tmp_path / name / launch.CONFIG_FILE).read_text().splitlines()[0]
+            (tmp_path / name / preparation.CONFIG_FILE).read_text().splitlines()[0]
             for name in ("mine.1", "mine.2", "mine")
         ]
         assert texts == ["# run 0", "# run 1", "# run 2"]
@@ -58,35 +58,35 @@ class TestRunDir:
 
     @pytest.mark.parametrize("resume", ["auto", "must"])
     def test_a_run_with_a_checkpoint_goes_on(self, config, tmp_path, resume):
-        checkpoint(launch.make_run_dir(config, "first"))
+        checkpoint(preparation.make_run_dir(config, "first"))
         (tmp_path / "mine" / "breakdown.jsonl").write_text("kept")
         again = dataclasses.replace(config, resume=resume)
-        assert launch.make_run_dir(again, "second") == tmp_path / "mine"
+        assert preparation.make_run_dir(again, "second") == tmp_path / "mine"
         assert (tmp_path / "mine" / "breakdown.jsonl").read_text() == "kept"
         assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
     def test_without_a_checkpoint_auto_starts_anew_and_must_fails(self, config, tmp_path):
-        launch.make_run_dir(config, "first")
+        preparation.make_run_dir(config, "first")
         with pytest.raises(ConfigError, match="cannot be resumed"):
-            launch.make_run_dir(dataclasses.replace(config, resume="must"), "second")
+            preparation.make_run_dir(dataclasses.replace(config, resume="must"), "second")
         assert not (tmp_path / "mine.1").exists()
-        launch.make_run_dir(dataclasses.replace(config, resume="auto"), "third")
+        preparation.make_run_dir(dataclasses.replace(config, resume="auto"), "third")
         assert (tmp_path / "mine.1").is_dir()
 
     def test_a_folder_that_is_no_run_is_left_alone(self, config, tmp_path):
         (tmp_path / "mine").mkdir()
-        launch.make_run_dir(config, "an empty one will do")
-        (tmp_path / "mine" / launch.CONFIG_FILE).unlink()
+        preparation.make_run_dir(config, "an empty one will do")
+        (tmp_path / "mine" / preparation.CONFIG_FILE).unlink()
         (tmp_path / "mine" / "thesis.tex").write_text("precious")
         with pytest.raises(ConfigError, match="not the folder of a run"):
-            launch.make_run_dir(config, "command")
+            preparation.make_run_dir(config, "command")
         assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
 
     def test_a_disk_that_refuses_is_one_typed_error(self, config, tmp_path):
         (tmp_path / "file").write_text("")
         nowhere = dataclasses.replace(config, runs_dir=str(tmp_path / "file"))
         with pytest.raises(ConfigError, match="cannot be made"):
-            launch.make_run_dir(nowhere, "command")
+            preparation.make_run_dir(nowhere, "command")
 
 
 class TestDecide:
@@ -100,7 +100,7 @@ class TestDecide:
         self, config, monkeypatch, gpus, device, precision
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        decided = launch.decide(config)
+        decided = preparation.decide(config)
         assert decided.cluster.device == device
         assert decided.training.precision == precision
 
@@ -111,13 +111,13 @@ class TestDecide:
             cluster=dataclasses.replace(config.cluster, device="cpu"),
             training=dataclasses.replace(config.training, precision="bf16"),
         )
-        assert launch.decide(said) == said
+        assert preparation.decide(said) == said
 
     def test_too_few_gpus(self, config, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         wanted = dataclasses.replace(config.cluster, device="cuda")
         with pytest.raises(ConfigError, match=r"ranks_per_node=1"):
-            launch.decide(dataclasses.replace(config, cluster=wanted))
+            preparation.decide(dataclasses.replace(config, cluster=wanted))
 
 
 class TestPreflight:
@@ -137,9 +137,9 @@ class TestPreflight:
         cluster = dataclasses.replace(config.cluster, device="cpu")
         run = dataclasses.replace(config, scheme=scheme, cluster=cluster)
         with pytest.raises(ConfigError, match=words) as caught:
-            launch.preflight(run)
+            preparation.preflight(run)
         assert caught.value.got == "cluster.device=cpu"
-        launch.preflight(dataclasses.replace(run, plugin=False))
+        preparation.preflight(dataclasses.replace(run, plugin=False))
 
 
 class TestEnvironment:
@@ -147,7 +147,7 @@ class TestEnvironment:
 
     def on(self, config: RunConfig, device: str, **env: str) -> dict[str, str]:
         cluster = dataclasses.replace(config.cluster, device=device, env=env)
-        return launch.rank_environment(dataclasses.replace(config, cluster=cluster))
+        return preparation.rank_environment(dataclasses.replace(config, cluster=cluster))
 
     def test_cpu_ranks_see_no_gpu(self, config, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -185,7 +185,7 @@ class TestEnvironment:
             raise SystemExit(f"left at once with {code}")
 
         report = tmp_path / "error.json"
-        monkeypatch.setenv(worker.ERROR_FILE, str(report))
+        monkeypatch.setenv(rank_report.ERROR_FILE, str(report))
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setattr(training, "train", train)
         monkeypatch.setattr(worker.os, "_exit", leave)
@@ -200,7 +200,7 @@ class TestEnvironment:
                 continue
             with pytest.raises(SystemExit, match="left at once with 3"):
                 worker.main([str(tmp_path)])
-        message, typed = worker.read_report(json.loads(report.read_text())) or ("", False)
+        message, typed = rank_report.read_report(json.loads(report.read_text())) or ("", False)
         assert typed
         assert "an operation of NCCL failed" in message
 
@@ -235,8 +235,8 @@ class TestSlurm:
 
 def test_the_summary_says_when_the_target_is_reached(config):
     quick = compose(["experiment=quickstart", "cluster.device=cpu"])
-    text = launch.describe(quick, 8192, Path("runs/quickstart"))
+    text = preparation.describe(quick, 8192, Path("runs/quickstart"))
     assert "2.4 M parameters, 2 ranks on cpu (gloo)" in text
     assert "density 0.01 from iteration 51 on" in text
     plain = dataclasses.replace(quick, plugin=False)
-    assert "plain Megatron" in launch.describe(plain, 8192, Path("runs/quickstart"))
+    assert "plain Megatron" in preparation.describe(plain, 8192, Path("runs/quickstart"))

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_sparse.cli.main import main
 from megatron_sparse.errors import ConfigError, DependencyError, SweepError
-from megatron_sparse.run import application, launch, sweep
+from megatron_sparse.run import application, launch, preparation, sweep
 from megatron_sparse.run.composition import compose, save
 
 
@@ -21,7 +21,7 @@ def made_run(folder: Path, name: str, *overrides: str, loss: float | None = None
         ["training.iterations=5", "training.lr_warmup_iters=1", f"name={name}", *overrides]
     )
     (folder / name).mkdir(parents=True)
-    save(config, folder / name / launch.CONFIG_FILE, "command")
+    save(config, folder / name / preparation.CONFIG_FILE, "command")
     if loss is not None:
         summary = {"iterations": 5, "loss_last": loss, "wire_ratio": 0.1, "iteration_ms": 2.0}
         (folder / name / "summary.json").write_text(json.dumps(summary))

@@ -1,0 +1,193 @@
+"""Prepares a training run: checks it, makes its folder, and sets up the environment of its ranks.
+
+The launcher does this before it starts the ranks; a rank that torchrun or srun started does it
+itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron import arguments
+from megatron_sparse.megatron.models import parameter_count
+from megatron_sparse.run import composition, provenance
+
+CONFIG_FILE = "config.yaml"
+
+
+def decide(config: RunConfig) -> RunConfig:
+    """Decides what `auto` stands for on this machine: `cluster.device`, `training.precision`.
+
+    Raises:
+        ConfigError: GPUs are asked for and this machine has too few.
+    """
+    import torch
+
+    ranks, gpus = config.cluster.ranks_per_node, torch.cuda.device_count()
+    device = config.cluster.device
+    if device == "auto":
+        device = "cuda" if gpus >= ranks else "cpu"
+    if device == "cuda" and gpus < ranks:
+        raise ConfigError(
+            "there are too few GPUs",
+            expected=f"{ranks} on this machine, one for each rank",
+            got=gpus,
+            remedy=f"set cluster.ranks_per_node={gpus}" if gpus else "set cluster.device=cpu",
+        )
+    precision = config.training.precision
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
+    return dataclasses.replace(
+        config,
+        cluster=dataclasses.replace(config.cluster, device=device),
+        training=dataclasses.replace(config.training, precision=precision),
+    )
+
+
+def preflight(config: RunConfig) -> int:
+    """Finds a user's mistake before training starts; returns the vocabulary's size.
+
+    Raises:
+        CheckpointError: there is no checkpoint in `training.load`.
+        ConfigError: the data and the model do not fit, or settings of the plugin do not.
+        DatasetError: the corpus is missing or damaged.
+    """
+    from megatron_sparse.megatron import training
+
+    if config.plugin:
+        _ = config.sparse  # checks what must hold between its sections
+        _check_device(config)
+        arguments.check_wrap(config)
+    vocab_size, _ = training.find_data(config)
+    arguments.check_load(config)
+    return vocab_size
+
+
+def _check_device(config: RunConfig) -> None:
+    """Says before the ranks start what each of them would find when it attaches."""
+    from megatron_sparse.collectives import SCHEMES, peer_windows
+    from megatron_sparse.transport import nccl_communicator
+
+    if config.cluster.device != "cpu":
+        return
+    scheme = SCHEMES.get(config.scheme.name)
+    if scheme is not None and scheme.needs_windows:
+        raise peer_windows.refusal("cluster.device=cpu")
+    if config.scheme.nccl_engine:
+        raise nccl_communicator.refusal("cluster.device=cpu")
+
+
+def make_run_dir(config: RunConfig, command: str) -> Path:
+    """Makes the run's folder with its `config.yaml` and `starts.jsonl`, as `resume` says.
+
+    Returns:
+        The folder, absolute. An earlier run of this name is in it or was moved to `NAME.1`, ...
+
+    Raises:
+        ConfigError: there is nothing to resume, or the folder holds something else.
+    """
+    run_dir = (Path(config.runs_dir) / config.name).absolute()
+    own = run_dir / arguments.CHECKPOINTS
+    goes_on = config.resume != "never" and arguments.has_checkpoint(config, own)
+    if config.resume == "must" and not goes_on:
+        raise ConfigError(
+            f"run {config.name} cannot be resumed",
+            expected=f"a checkpoint in {own}",
+            got="none",
+            remedy="set resume=auto to start it anew, and training.save_interval to save some",
+        )
+    try:
+        if not goes_on:
+            _move_aside(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        composition.save(config, run_dir / CONFIG_FILE, command)
+        provenance.record_start(run_dir, command)
+    except OSError as error:
+        raise ConfigError(
+            "the run's folder cannot be made",
+            expected="a folder that can be made and written",
+            got=error,
+            remedy="choose another runs_dir, or free the disk",
+        ) from None
+    return run_dir
+
+
+def _move_aside(run_dir: Path) -> None:
+    if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+        return
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{run_dir} is not the folder of a run",
+            expected=f"no such folder, an empty one, or one with {CONFIG_FILE}",
+            got="something else",
+            remedy="choose another name, or remove it",
+        )
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+        number += 1
+    run_dir.rename(aside)
+    print(f"the earlier run of this name is now {aside.name}")
+
+
+def rank_environment(config: RunConfig) -> dict[str, str]:
+    """The variables that each rank needs; `cluster.device` must be decided.
+
+    What the user has set already keeps its value, but for the two that make a rank a CPU's.
+    """
+    found = {
+        "OMP_NUM_THREADS": str(config.cluster.omp_num_threads),
+        # Megatron requires it for tensor parallelism: launches keep their order.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        **config.cluster.env,
+    }
+    if config.plugin and config.scheme.nccl_errors == "typed" and config.cluster.device == "cuda":
+        from megatron_sparse.transport.nccl_errors import ENVIRONMENT
+
+        found = ENVIRONMENT | found
+    found |= {name: os.environ[name] for name in found if name in os.environ}
+    if config.cluster.device == "cpu":
+        # Compiling Megatron's fusions takes half a minute at every start and gains nothing here.
+        found |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    return found | package_path()
+
+
+def package_path() -> dict[str, str]:
+    """PYTHONPATH for processes that have to find the package where this one found it.
+
+    Empty where it is installed.
+    """
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / "pyproject.toml").is_file():
+        return {}
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": str(checkout) + (os.pathsep + path if path else "")}
+
+
+def describe(config: RunConfig, vocab_size: int, run_dir: Path) -> str:
+    """The run in three lines."""
+    from megatron_sparse.collectives import SCHEMES, Input
+
+    training, cluster = config.training, config.cluster
+    millions = parameter_count(config.model, vocab_size, training.tensor_parallel) / 1e6
+    backend = "NCCL" if cluster.device == "cuda" else "gloo"
+    if not config.plugin:
+        how = "plain Megatron, without the plugin"
+    elif not config.compression.enabled:
+        how = "compression off"
+    elif config.scheme.name in SCHEMES and SCHEMES[config.scheme.name].takes is Input.DENSE:
+        how = f"scheme {config.scheme.name}"
+    else:
+        first = config.compression.warmup_iters + config.compression.ramp_iters + 1
+        how = f"scheme {config.scheme.name}, density {config.compression.density:.4g}"
+        how += f" from iteration {first} on"
+    return (
+        f"{config.name}: {millions:.1f} M parameters, {cluster.world_size} ranks on "
+        f"{cluster.device} ({backend}), {training.precision}\n"
+        f"  {training.iterations} iterations of {config.global_batch_size} x "
+        f"{config.model.seq_length} tokens, {how}\n"
+        f"  {run_dir}"
+    )

@@ -1,0 +1,40 @@
+"""The report of a failed rank, which torch's elastic agent hands to the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable with the file from which torch's agent reads why a rank failed."""
+_TYPED = "megatron_sparse"
+
+
+def write_report(message: str, *, typed: bool) -> None:
+    """Writes the agent's error file, in its format; prints the message where there is no agent.
+
+    Args:
+        message: why this rank failed.
+        typed: whether it is the message of a `MegatronSparseError`.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        print(f"error: {message}", file=sys.stderr)
+        return
+    info = {"timestamp": str(int(time.time())), "py_callstack": traceback.format_exc()}
+    report = {"message": {"message": message, "extraInfo": info}, _TYPED: typed}
+    Path(path).write_text(json.dumps(report), "utf-8")
+
+
+def read_report(report: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """The arguments of `write_report`; None where the agent wrote the report itself.
+
+    The agent does when a rank ended before it could write one.
+    """
+    return (report["message"]["message"], report[_TYPED]) if _TYPED in report else None
