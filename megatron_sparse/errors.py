@@ -58,7 +58,7 @@ class ExtensionError(MegatronSparseError):
 
 
 class HostError(MegatronSparseError):
-    """The host framework (Megatron, PyTorch DDP) lacks the door the plugin enters by."""
+    """The host framework (Megatron, PyTorch DDP) lacks a function that the plugin hooks."""
 
 
 class DatasetError(MegatronSparseError):

@@ -160,19 +160,23 @@ def _megatron() -> Iterator[Check]:
         return
     yield Check("megatron-core", "ok", version)
     try:
-        from megatron_sparse.megatron.host_symbols import find_doors
+        from megatron_sparse.megatron.host_symbols import find_host_symbols
     except ImportError as error:
-        yield Check("Megatron's door", "fail", _first_line(error), TRAIN_EXTRA)
+        yield Check("Megatron's functions", "fail", _first_line(error), TRAIN_EXTRA)
         return
-    doors = find_doors()
-    for who in dict.fromkeys(door.needed_by for door in doors):
-        asked = [door for door in doors if door.needed_by == who]
-        missing = [door for door in asked if not door.found]
+    symbols = find_host_symbols()
+    for who in dict.fromkeys(symbol.needed_by for symbol in symbols):
+        asked = [symbol for symbol in symbols if symbol.needed_by == who]
+        missing = [symbol for symbol in asked if not symbol.found]
         if missing:
-            names = "; ".join(f"{door.name}: {door.detail}" for door in missing)
-            yield Check(f"door of {who}", "fail", names, missing[0].remedy)
+            names = "; ".join(f"{symbol.name}: {symbol.detail}" for symbol in missing)
+            yield Check(f"Megatron functions for {who}", "fail", names, missing[0].remedy)
         else:
-            yield Check(f"door of {who}", "ok", ", ".join(_tail(door.name) for door in asked))
+            yield Check(
+                f"Megatron functions for {who}",
+                "ok",
+                ", ".join(_tail(symbol.name) for symbol in asked),
+            )
 
 
 def _optional_kernels() -> Iterator[Check]:

@@ -34,8 +34,8 @@ def __getattr__(name: str) -> object:
             if not (error.name or "").startswith("megatron."):
                 raise
             # This Megatron lacks a whole module: an older one has no training loop.
-            from megatron_sparse.megatron.host_symbols import require_doors
+            from megatron_sparse.megatron.host_symbols import require_host_symbols
 
-            require_doors("install" if _EXPORTS[name].endswith(".plugin") else "attach")
+            require_host_symbols("install" if _EXPORTS[name].endswith(".plugin") else "attach")
             raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

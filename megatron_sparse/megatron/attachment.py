@@ -38,7 +38,7 @@ from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
-from megatron_sparse.transport.nccl_errors import Looks
+from megatron_sparse.transport.nccl_errors import HealthCheck
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -57,7 +57,7 @@ class Attachment:
         planner: holds the running switch, see `enabled`.
         grad_norm: what the last optimizer step returned as the gradient's norm, if it did.
         unit: what residuals are in units of.
-        looks: at NCCL's groups, where `scheme.nccl_errors=typed`.
+        nccl_health: health check of NCCL's groups; None unless `scheme.nccl_errors=typed`.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Attachment:
         if config.compression.threshold_scope == "tp_group":
             tensor_parallel = self._transport_of(tensor_parallel_group(), device)
         self._tensor_parallel = tensor_parallel
-        self.looks: Looks | None = None
+        self.nccl_health: HealthCheck | None = None
         if config.scheme.nccl_errors == "typed" and device.type == "cuda":
-            self.looks = Looks(config.scheme.timeout_s, self._who_is_gone, device)
+            self.nccl_health = HealthCheck(config.scheme.timeout_s, self._who_is_gone, device)
         self._launched: set[int] = set()
         self._optimizer: Any = None
         self.unit = ResidualUnit(chunks)
@@ -186,11 +186,11 @@ class Attachment:
         """Lets nothing be saved behind an error of NCCL; collective where that is looked for.
 
         Raises:
-            CommunicationError: a group has failed on some rank; see `Looks.agree`.
+            CommunicationError: a group has failed on some rank; see `HealthCheck.agree`.
         """
-        if self.looks is not None:
+        if self.nccl_health is not None:
             store = dist.distributed_c10d._get_default_store()
-            self.looks.agree("a checkpoint", store, dist.get_rank(), dist.get_world_size())
+            self.nccl_health.agree("a checkpoint", store, dist.get_rank(), dist.get_world_size())
 
     def bind_optimizer(self, optimizer: Any, *, undo: bool) -> None:
         """Learns the outcome of each step from `optimizer.step()`, whose return value it reads.
@@ -230,8 +230,8 @@ class Attachment:
         original = optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self.looks is not None:
-                self.looks.check("the optimizer's step")
+            if self.nccl_health is not None:
+                self.nccl_health.check("the optimizer's step")
             start_s = time.perf_counter()
             with marked("optimizer"):
                 result = original(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.megatron.host_symbols import require_doors
+from megatron_sparse.megatron.host_symbols import require_host_symbols
 from megatron_sparse.megatron.units import divides_by_tokens, is_fp16, may_repeat_or_skip
 from megatron_sparse.recording import NullSink, RecordSink
 
@@ -41,13 +41,14 @@ def attach(
         The attachment; `detach` it, or switch it with `attachment.enabled`.
 
     Raises:
-        HostError: Megatron lacks the door, or the model is of a kind that is refused.
+        HostError: Megatron lacks a function that the plugin hooks, or the model is of a kind that
+            the plugin refuses.
         ConfigError: a value is refused, or fp16 without the optimizer.
 
     Example:
         >>> attachment = attach(ddp_model, optimizer, density=0.01)  # doctest: +SKIP
     """
-    require_doors("attach")
+    require_host_symbols("attach")
     config = SparseConfig.given("attach", config, overrides)
     chunks = list(model) if isinstance(model, Sequence) else [model]
     if optimizer is None and any(is_fp16(chunk) for chunk in chunks):

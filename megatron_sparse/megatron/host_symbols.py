@@ -1,4 +1,4 @@
-"""The doors by which the plugin enters Megatron, and whether this Megatron has them.
+"""The functions and classes of Megatron that the plugin hooks, and whether this Megatron has them.
 
 `attach` needs the first two (megatron-core 0.16.1 and later); `install` needs all (the training
 loop ships with megatron-core 0.19 and later).
@@ -17,14 +17,14 @@ UPGRADE = "pip install 'megatron-core>=0.19,<0.20' (needs Python >= 3.12)"
 
 
 @dataclass(frozen=True)
-class Door:
-    """One symbol of Megatron that the plugin relies on.
+class HostSymbol:
+    """One function or class of Megatron that the plugin hooks.
 
     Attributes:
         name: dotted name.
-        found: whether it is there and looks as expected.
-        detail: what was found.
-        remedy: what to do where it was not.
+        found: whether it exists and has what the plugin uses.
+        detail: "found", or the reason why not.
+        remedy: how to get a Megatron that has it.
         needed_by: `attach` or `install`.
     """
 
@@ -57,7 +57,7 @@ def _any(symbol: object) -> str | None:
 
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
 _TRAINING = "megatron.training.training"
-_DOORS: tuple[tuple[str, str, str, Callable[[object], str | None]], ...] = (
+_SYMBOLS: tuple[tuple[str, str, str, Callable[[object], str | None]], ...] = (
     (
         "attach",
         _BUCKETS,
@@ -73,38 +73,40 @@ _DOORS: tuple[tuple[str, str, str, Callable[[object], str | None]], ...] = (
 )
 
 
-def find_doors(needed_by: str | None = None) -> list[Door]:
-    """Looks for every door, or for those that `attach` or `install` needs. Imports megatron."""
+def find_host_symbols(needed_by: str | None = None) -> list[HostSymbol]:
+    """Checks every symbol, or those that `attach` or `install` needs. Imports megatron."""
     return [
-        _find(who, module, attribute, check)
-        for who, module, attribute, check in _DOORS
-        if needed_by in (None, who) or (needed_by == "install" and who == "attach")
+        _find(user, module, attribute, check)
+        for user, module, attribute, check in _SYMBOLS
+        if needed_by in (None, user) or (needed_by == "install" and user == "attach")
     ]
 
 
-def _find(who: str, module: str, attribute: str, check: Callable[[object], str | None]) -> Door:
+def _find(
+    user: str, module: str, attribute: str, check: Callable[[object], str | None]
+) -> HostSymbol:
     name = f"{module}.{attribute}"
     try:
         symbol: object = import_module(module)
         for part in attribute.split("."):
             symbol = getattr(symbol, part)
     except (ImportError, AttributeError) as error:
-        return Door(name, False, str(error), UPGRADE, who)
-    complaint = check(symbol)
-    return Door(name, complaint is None, complaint or "found", UPGRADE, who)
+        return HostSymbol(name, False, str(error), UPGRADE, user)
+    missing = check(symbol)
+    return HostSymbol(name, missing is None, missing or "found", UPGRADE, user)
 
 
-def require_doors(needed_by: str) -> None:
+def require_host_symbols(needed_by: str) -> None:
     """Checks that `attach` or `install` can work with this Megatron.
 
     Raises:
-        HostError: names the first door that is missing.
+        HostError: names the first symbol that is missing.
     """
-    for door in find_doors(needed_by):
-        if not door.found:
+    for symbol in find_host_symbols(needed_by):
+        if not symbol.found:
             raise HostError(
-                f"this Megatron lacks the door that {door.needed_by} enters by",
-                expected=door.name,
-                got=door.detail,
-                remedy=door.remedy,
+                f"this Megatron lacks a function that {symbol.needed_by} hooks",
+                expected=symbol.name,
+                got=symbol.detail,
+                remedy=symbol.remedy,
             )

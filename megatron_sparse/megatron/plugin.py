@@ -29,7 +29,7 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.megatron.host_symbols import require_doors
+from megatron_sparse.megatron.host_symbols import require_host_symbols
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.profiler_ranges import mark_nvtx, marked
@@ -52,7 +52,7 @@ class Plugin:
     def __init__(
         self, config: SparseConfig, run_dir: Path | None, resolved_config: dict[str, Any] | None
     ) -> None:
-        require_doors("install")
+        require_host_symbols("install")
         self.config = config
         self.attachment: Attachment | None = None
         self.telemetry: RunTelemetry | None = None
@@ -309,7 +309,7 @@ def install(
         The plugin; call `close()` after `pretrain` to write the summary.
 
     Raises:
-        HostError: this Megatron lacks a door (see `megatron-sparse doctor`).
+        HostError: Megatron lacks a function that the plugin hooks (see `megatron-sparse doctor`).
         ConfigError: a value is refused, or the plugin is installed already.
 
     Example:

@@ -1,4 +1,4 @@
-"""One rank of a training run: Megatron's own `pretrain`, with the plugin in its door.
+"""One rank of a training run: Megatron's own `pretrain`, with the plugin installed.
 
 Imports megatron only when it trains, because on a CPU `cpu_mode` has to come first.
 """
@@ -53,7 +53,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
         ConfigError: Megatron refuses what the configuration asks for.
         DatasetError: the corpus is missing or damaged.
         DependencyError: megatron-core with its training loop is not installed.
-        HostError: Megatron lacks a door that the plugin enters by.
+        HostError: Megatron lacks a function that the plugin hooks.
     """
     silence_known_noise()
     vocab_size, data_prefix = find_data(config)

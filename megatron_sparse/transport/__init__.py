@@ -1,4 +1,4 @@
-"""Who moves bytes between ranks."""
+"""Moves bytes between ranks."""
 
 from megatron_sparse.transport.base import Transport, Work
 from megatron_sparse.transport.process_group import ProcessGroupTransport

@@ -1,13 +1,12 @@
 """Process groups of the plugin's own, pooled.
 
-`new_group(use_local_synchronization=True)` needs only the members to call it, which is what a
-plugin can arrange. torch names such a group after its ranks and the number of groups that the
-calling process is in, which need not be the same for all members (the stages of a pipeline differ
-in it), and members that have made up different names wait for one another until the timeout. So
-the group is named here: after its ranks, and how many the plugin has made of them before. Lending
-is collective in practice (attach and detach are), so the members agree. A group that is destroyed
-would leave its addresses in the store, so groups are kept for the life of the process and lent
-again.
+Only the members call `new_group(use_local_synchronization=True)`, which is all that a plugin can
+arrange. torch names such a group after its ranks and the number of groups that the calling process
+is in. That number may differ between members (it does between the stages of a pipeline), and
+members with different names wait for one another until the timeout. So this module names the group:
+after its ranks, and the number of groups that the plugin has made of them before. `attach` and
+`detach` are collective, so borrowing is too, and the members agree. A destroyed group would leave
+its addresses in the store, so groups are kept for the life of the process and lent again.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A group of these global ranks that nobody else uses now. Collective over `ranks`."""
-    # Groups end with the default group that they were made beside. A reference to that one tells it
-    # from the next, which may lie at the same address.
+    """A group of these global ranks for the caller alone. Collective over `ranks`."""
+    # Groups end with the default group that existed when they were made. A weak reference tells it
+    # from the next default group, which may have the same address.
     for old in [key for key in _free if key[0]() is None]:
         del _free[old]
     key = (weakref.ref(dist.group.WORLD), tuple(ranks), backend, timeout_s)
@@ -54,7 +53,7 @@ def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.Proce
 
 @contextmanager
 def _named(ranks: list[int]) -> Iterator[None]:
-    """Lets `new_group` use a name on which all members agree; it takes none from its caller."""
+    """Gives `new_group` a name on which all members agree; it has no parameter for one."""
     _made[tuple(ranks)] += 1
     members = hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()
     name = f"megatron_sparse_{_made[tuple(ranks)]}_{members}"

@@ -1,10 +1,10 @@
-"""A communicator of NCCL's that C++ posts to, and the thread that watches it.
+"""An NCCL communicator for calls from C++, and the thread that monitors it.
 
-torch's watchdog knows nothing of it, so what that does is done here: every call has a deadline,
-NCCL is asked for errors, the side channel for ranks that are gone, and when there is nothing left
-to wait for the communicator is aborted. Then kernels that wait for a peer end, what they leave
-behind is never used (`check`, before anybody looks at it), and every later call is refused. The
-process stays.
+torch's watchdog does not know this communicator, so the monitor does the watchdog's work: every
+call has a deadline; the monitor asks NCCL for errors and the side channel for ranks that are gone,
+and aborts the communicator when waiting is pointless. Kernels that wait for a peer then end, with
+undefined results: call `check` before you read results. Every later call raises. The process stays
+alive.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.nccl_library import SUCCESS, NcclLibrary
 
 POLL_S = 0.05
-"""How often what is under way is looked at."""
+"""Time between two checks of pending calls."""
 
 
 class Deadline(Protocol):
-    """A call's time and its group: `operation.Operation`."""
+    """The deadline of a call: `operation.Operation`."""
 
     def is_hopeless(self) -> bool:
-        """Whether there is nothing left to wait for."""
+        """Whether waiting is pointless: a rank is gone, or time is up."""
         ...
 
     def error(self, cause: Exception | None = None) -> CommunicationError:
-        """What to raise then."""
+        """The error to raise then."""
         ...
 
 
 class Done(Protocol):
-    """Whether the device has got somewhere: a CUDA event."""
+    """A point in the stream's work: a CUDA event."""
 
     def query(self) -> bool:
-        """Whether it has."""
+        """Whether the device has passed it."""
         ...
 
 
 class _Call:
-    """What was posted for one bucket."""
+    """A posted call, for one bucket."""
 
     def __init__(self, deadline: Deadline) -> None:
         self.deadline = deadline
         self.queued: Done | None = None
 
     def is_done(self) -> bool:
-        """Whether the stream has got past it."""
+        """Whether the stream has passed it."""
         return self.queued is not None and self.queued.query()
 
 
@@ -67,18 +67,18 @@ class NcclCommunicator:
         rank: of this process in the group.
         world_size: ranks of the group.
         device: the CUDA device whose streams calls are queued on.
-        timeout_s: seconds that the others may take to come.
-        broadcast: returns to every rank what rank 0 gave, which is at most 1000 bytes of text.
-        deadline: begins a call's time and names it; raises if a rank is known to be gone.
+        timeout_s: seconds to wait until all ranks make the communicator.
+        broadcast: returns rank 0's argument, at most 1000 bytes of text, on every rank.
+        deadline: name of a call -> its deadline, which starts now; raises if a rank is gone.
 
     Attributes:
         rank: of this process in the group.
         world_size: ranks of the group.
-        words: int64 on the CPU, what C++ needs to know: rank, ranks, the communicator, and the
-            addresses of `nccl_library.POSTING`.
+        words: int64 on the CPU, for C++: rank, ranks, the communicator, and the addresses of
+            `nccl_library.POSTING`.
 
     Raises:
-        CommunicationError: not all ranks came in time, or NCCL failed.
+        CommunicationError: a rank did not take part in time, or NCCL failed.
     """
 
     def __init__(
@@ -98,38 +98,39 @@ class NcclCommunicator:
         unique_id = bytes.fromhex(broadcast(name).decode().strip())
         self._communicator = _make(library, unique_id, rank, world_size, device, timeout_s)
         self.words = torch.tensor([rank, world_size, self._communicator, *library.addresses])
-        self._under_way: deque[_Call] = deque()
+        self._pending: deque[_Call] = deque()
         self._error: CommunicationError | None = None
         self._change = threading.Condition()
         self._closing = False
-        self._watcher = threading.Thread(target=self._watch, name="megatron_sparse_nccl")
-        self._watcher.daemon = True
-        self._watcher.start()
+        self._monitor = threading.Thread(target=self._run_monitor, name="megatron_sparse_nccl")
+        self._monitor.daemon = True
+        self._monitor.start()
 
     @contextmanager
     def call(self, name: str) -> Iterator[Callable[[int], None]]:
-        """Around what posts; its time begins here and ends when the current stream gets there.
+        """Wraps the posting of a call: its deadline starts here, and holds until the current
+        stream has passed it.
 
         Args:
-            name: of what is posted, for errors.
+            name: of the call, for errors.
 
         Returns:
-            What is to be called with NCCL's result; it raises unless that is ncclSuccess.
+            A function to call with NCCL's result; it raises unless that is ncclSuccess.
 
         Raises:
-            CommunicationError: NCCL failed, now or before, or a rank is gone: its name is in it
-                where it is known. Nothing works any more then.
+            CommunicationError: NCCL failed, now or before, or a rank is gone, which the error names
+                if it is known. The communicator cannot be used any more.
         """
         started = _Call(self._deadline(name))
         with self._change:
             self.check()
-            self._under_way.append(started)
+            self._pending.append(started)
             self._change.notify()
         try:
             yield lambda result: self._require(started, result)
         except BaseException:
             with self._change:
-                self._under_way.remove(started)
+                self._pending.remove(started)
             raise
         started.queued = self._record()
 
@@ -137,14 +138,14 @@ class NcclCommunicator:
         """Queues the sum of a bucket's messages; see `nccl_ops.nccl_sparse_sum`.
 
         Args:
-            name: of what is posted, for errors.
-            summed: what, and where. Mutated.
+            name: of the call, for errors.
+            summed: the messages and the buffers of the sum. Mutated.
 
         Returns:
             The report, for `SumCall.check`, before which `check` must be called.
 
         Raises:
-            CommunicationError: as of `call`.
+            CommunicationError: see `call`.
         """
         with self.call(name) as require:
             report, result = self._post(self.words, summed)
@@ -159,26 +160,26 @@ class NcclCommunicator:
         return event
 
     def check(self) -> None:
-        """Refuses whatever came from a communicator that has failed. Waits for nothing.
+        """Raises if the communicator has failed: its results are then undefined. Does not wait.
 
         Raises:
-            CommunicationError: it has.
+            CommunicationError: it has failed.
         """
         if self._error is not None:
             raise self._error
 
     def close(self, *, broken: bool = False) -> None:
-        """Ends the watch and the communicator.
+        """Ends the monitor and the communicator.
 
         Args:
-            broken: an operation of the group has failed: nothing is waited for.
+            broken: an operation of the group has failed: abort, do not wait for pending calls.
         """
         with self._change:
             if self._closing:
                 return
             self._closing = True
             self._change.notify()
-        self._watcher.join()
+        self._monitor.join()
         if self._error is not None:
             return
         if broken:
@@ -191,48 +192,48 @@ class NcclCommunicator:
             self._fail(started, self._library.words(result))
             self.check()
 
-    def _watch(self) -> None:
+    def _run_monitor(self) -> None:
         while True:
             with self._change:
-                if not self._under_way and not self._closing:
+                if not self._pending and not self._closing:
                     self._change.wait()
                 if self._closing:
                     return
-            if self._look():
+            if self._check_pending():
                 return
             with self._change:
                 self._change.wait_for(lambda: self._closing, POLL_S)
 
-    def _look(self) -> bool:
-        """Whether the communicator has failed; takes out what has been done."""
+    def _check_pending(self) -> bool:
+        """Drops finished calls; returns whether the communicator has failed."""
         with self._change:
-            if self._error is not None or not self._under_way:
+            if self._error is not None or not self._pending:
                 return self._error is not None
-            oldest = self._under_way[0]
+            oldest = self._pending[0]
             try:
                 while oldest.is_done():
-                    self._under_way.popleft()
-                    if not self._under_way:
+                    self._pending.popleft()
+                    if not self._pending:
                         return False
-                    oldest = self._under_way[0]
+                    oldest = self._pending[0]
                 trouble = self._library.trouble(self._communicator)
-            except (RuntimeError, CommunicationError) as error:  # CUDA, or NCCL, cannot even say
+            except (RuntimeError, CommunicationError) as error:  # CUDA's or NCCL's own query failed
                 trouble = str(error)
         if trouble is not None or oldest.deadline.is_hopeless():
             self._fail(oldest, trouble)
         return self._error is not None
 
     def _fail(self, failed: _Call, trouble: str | None) -> None:
-        """Aborts, once. The error is there before anything that aborting lets go on."""
+        """Aborts, once. Sets the error first: aborting lets waiting streams go on."""
         found = failed.deadline.error(None if trouble is None else RuntimeError(trouble))
-        with self._change:  # in which nobody else asks NCCL about a communicator that ends
+        with self._change:  # no other thread may query a communicator while it is aborted
             if self._error is None:
                 self._error = found
                 self._library.abort(self._communicator)
 
 
 def refusal(got: str) -> ConfigError:
-    """The error for a group that cannot have one."""
+    """The error for a group that cannot have a communicator."""
     return ConfigError(
         "scheme.nccl_engine=true without NCCL",
         expected="gradients on CUDA devices",
@@ -249,7 +250,7 @@ def _make(
     device: torch.device,
     timeout_s: float,
 ) -> int:
-    """Waits for the others in a thread, because NCCL itself would do so without end."""
+    """Makes the communicator in a thread, because NCCL waits for the other ranks without end."""
     made: Future[int] = Future()
 
     def run() -> None:
@@ -268,5 +269,5 @@ def _make(
             "NCCL's communicator was not made",
             expected=f"all {world_size} ranks within scheme.timeout_s ({timeout_s:g} s)",
             got="none",
-            remedy="look at the other ranks' logs; set NCCL_DEBUG=INFO to see whom NCCL waits for",
+            remedy="look at the other ranks' logs; NCCL_DEBUG=INFO shows which rank NCCL waits for",
         ) from None

@@ -1,24 +1,24 @@
-"""A failed NCCL group as a typed error: the watchdog's settings, and looks at what it found.
+"""A failed NCCL group as a typed error: the watchdog's settings, and a health check of all groups.
 
 By default torch's watchdog ends the process when an operation of NCCL fails or times out. With
-`scheme.nccl_errors=typed` it only aborts the group's communicator (`ENVIRONMENT`), and every NCCL
-group of the process, Megatron's too, is looked at here: before the optimizer steps, and before a
-checkpoint is saved.
+`scheme.nccl_errors=typed` it only aborts the group's communicator (`ENVIRONMENT`), and
+`HealthCheck` asks every NCCL group of the process, Megatron's too, for errors: before the optimizer
+steps, and before a checkpoint is saved.
 
-What the watchdog of torch 2.11 to 2.13 then does, in this order, is what the looks rely on: it sets
-the group's error; with TORCH_NCCL_PROPAGATE_ERROR it tells the group's other members, whose
-watchdogs set theirs; it sleeps four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC; it aborts the
-communicator, and only then a stream that waits for the operation goes on, over whatever lies in its
-buffers. So what comes from an aborted operation is never older than the group's error.
+The check relies on the order in which the watchdog of torch 2.11 to 2.13 acts: it sets the group's
+error; with TORCH_NCCL_PROPAGATE_ERROR it tells the group's other members, whose watchdogs set
+theirs; it sleeps four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC; it aborts the communicator. Only
+then does a stream that waits for the operation go on, with undefined values in its buffers. So the
+group's error is always set before such values can be read.
 
 The host runs ahead of the device, so a step that was queued before the error may still change
-weights with such values, and through groups that are well other ranks' weights too. Weights in
-memory are therefore worth nothing after an error, and nothing that is saved may come behind one:
-`Looks.agree` waits for the device, looks at all groups of this process, and lets no rank go on
-before all ranks have done so; what a rank has sent to others it sent before it says it is well.
+weights with such values, and, through groups that are healthy, other ranks' weights too. The
+weights in memory are therefore invalid after an error, and no checkpoint may be written after one:
+`HealthCheck.agree` waits for the device, checks all groups of this process, and lets no rank go on
+before all ranks have done so. A rank reports that it is healthy only after all its sends are done.
 
-Costs: a look takes one lock for each group; an agreement one device synchronisation and two words
-to the store, for each save. Propagation has each watchdog ask the store ten times a second.
+Costs: a check takes one lock for each group; an agreement one device synchronisation and two words
+to the store, for each save. With propagation each watchdog polls the store ten times a second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
 }
 """For the ranks, before the first group is made. The heartbeat monitor stays on: it ends a process
-whose watchdog is stuck, and one that is still there 8 minutes after an error."""
+whose watchdog is stuck, and one that still runs 8 minutes after an error."""
 _NEEDED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_PROPAGATE_ERROR")
 
 REMEDY = "look at that rank's log, and restart from the last checkpoint"
@@ -53,19 +53,19 @@ _WHAT = {
     "REMOTE_ERROR": "another rank of the group has reported an error",
 }
 _agreements = itertools.count()
-"""All ranks save alike, so their numbers are the same."""
+"""Numbers the agreements; all ranks save in the same order, so the numbers match."""
 
 
 class NcclBackend(Protocol):
-    """What is asked of torch's `ProcessGroupNCCL`."""
+    """The part of torch's `ProcessGroupNCCL` that the health check uses."""
 
     def get_error(self) -> Any:
-        """SUCCESS, or what its watchdog has found first; never blocks."""
+        """SUCCESS, or the first error that its watchdog found; never blocks."""
         ...
 
 
 def nccl_groups() -> Iterator[tuple[str, NcclBackend]]:
-    """Every NCCL group of this process, and its name for errors."""
+    """The name, for errors, and the backend of every NCCL group of this process."""
     world = dist.distributed_c10d._world
     nccl = getattr(dist, "ProcessGroupNCCL", ())  # a torch without NCCL has none of them
     for group in list(world.pg_map):
@@ -81,7 +81,7 @@ def nccl_groups() -> Iterator[tuple[str, NcclBackend]]:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuses a process that NCCL's watchdog would end, or that would hear of no other's error.
+    """Refuses a process that the watchdog would end, or that would not learn of others' errors.
 
     Raises:
         ConfigError: a variable is not as in `ENVIRONMENT`.
@@ -97,17 +97,17 @@ def check_environment(environment: Mapping[str, str]) -> None:
             )
 
 
-class Looks:
-    """Looks at the outcome of the process's NCCL groups.
+class HealthCheck:
+    """Asks the process's NCCL groups whether an operation has failed.
 
     Args:
         timeout_s: seconds that an agreement may take.
-        gone: says in words which rank is known to be gone, None while none is.
-        device: whose work an agreement waits for.
-        groups: those to look at.
+        gone: returns in words which rank is known to be gone, None while none is.
+        device: an agreement waits for its work.
+        groups: returns the groups to check.
 
     Raises:
-        ConfigError: the environment is that of torch's own handling.
+        ConfigError: the environment leaves errors to torch's own handling.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class Looks:
         self._groups = groups
 
     def check(self, before: str) -> None:
-        """Raises if a group has failed so far; the host waits for nothing.
+        """Raises if a group has failed so far. The host does not wait.
 
         Args:
-            before: what must not be done then, for the error.
+            before: the action that must not follow an error, for the message.
 
         Raises:
             CommunicationError: names the group, and the rank that is gone where that is known.
@@ -144,18 +144,19 @@ class Looks:
                 )
 
     def agree(self, before: str, store: Any, rank: int, world_size: int) -> None:
-        """Returns on all ranks when all groups of all ranks are well; on none of them otherwise.
+        """Returns on all ranks when all groups of all ranks are healthy; else raises on all ranks.
 
-        Collective. Waits for the device, which a failed operation holds up until its timeout.
+        Collective. Waits for the device, which a failed operation blocks until its timeout.
 
         Args:
-            before: what must not be done otherwise.
-            store: of all ranks.
+            before: the action that must not follow an error, for the message.
+            store: shared by all ranks.
             rank: of this process.
-            world_size: of the store.
+            world_size: ranks that share the store.
 
         Raises:
-            CommunicationError: a group has failed, here or on another rank, or a rank did not come.
+            CommunicationError: a group has failed, here or on another rank, or a rank did not
+                arrive in time.
         """
         key = f"megatron_sparse/nccl_is_well/{next(_agreements)}"
         if self._device.type == "cuda":
@@ -172,7 +173,7 @@ class Looks:
         except RuntimeError as error:
             gone = self._gone()
             raise CommunicationError(
-                f"not all ranks have come to {before}" + (f": {gone}" if gone else ""),
+                f"not all ranks have reached {before}" + (f": {gone}" if gone else ""),
                 expected=f"{world_size} ranks within {self._timeout_s:g} s",
                 got=f"{store.add(key, 0)} ranks",
                 remedy=REMEDY,
@@ -189,10 +190,10 @@ class Looks:
 
 @contextmanager
 def as_typed() -> Iterator[None]:
-    """Makes a typed error of torch's for an operation that was posted to an aborted communicator.
+    """Turns torch's error for an operation on an aborted communicator into a typed one.
 
     Raises:
-        CommunicationError: in its place.
+        CommunicationError: in place of torch's `DistBackendError`.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """NCCL's C functions, of the very library that torch has loaded, through ctypes.
 
-What is called for every bucket is called by C++ (`cuda_ext.nccl_ops`), which gets the addresses
-from here; this module itself makes communicators and looks after them. The functions and the
-numbers are those of nccl.h since NCCL 2.7.
+C++ (`cuda_ext.nccl_ops`) makes the calls of every bucket, with the functions' addresses from here;
+this module makes communicators, asks them for errors and ends them. Functions and numbers are those
+of nccl.h since NCCL 2.7.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SONAME = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7
 POSTING = ("ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv")
-"""What C++ calls, in the order of `addresses`."""
+"""The functions that C++ calls, in the order of `addresses`."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -35,10 +35,10 @@ _SIGNATURES = {
 
 
 class NcclLibrary:
-    """The functions of one library. Every call may block, and lets other threads run meanwhile.
+    """The functions of one library. Every call may block; it releases the interpreter's lock.
 
     Args:
-        library: opened.
+        library: libnccl, opened.
 
     Raises:
         DependencyError: a function is missing.
@@ -65,34 +65,34 @@ class NcclLibrary:
         return found.value
 
     def unique_id(self) -> bytes:
-        """Makes the name of a communicator, for one rank to tell all others."""
+        """Makes the identifier of a communicator; one rank does and sends it to the others."""
         made = _UniqueId()
         self._call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)
 
     def make(self, unique_id: bytes, rank: int, world_size: int) -> int:
-        """Makes a communicator on this thread's device; blocks until all ranks are here."""
+        """Makes a communicator on this thread's device; blocks until all ranks do."""
         made = ctypes.c_void_p()
         name = _UniqueId.from_buffer_copy(unique_id)
         self._call("ncclCommInitRank", ctypes.byref(made), world_size, name, rank)
         return made.value or 0
 
     def trouble(self, communicator: int) -> str | None:
-        """What NCCL has noticed since, in words; None where all is well. Does not block."""
+        """NCCL's asynchronous error, in words; None for none. Does not block."""
         found = ctypes.c_int()
         self._call("ncclCommGetAsyncError", communicator, ctypes.byref(found))
         return None if found.value in (SUCCESS, IN_PROGRESS) else self.words(found.value)
 
     def abort(self, communicator: int) -> None:
-        """Ends what is under way, and the communicator; kernels that wait for a peer end."""
+        """Ends the communicator and its pending operations; kernels that wait for a peer end."""
         self._call("ncclCommAbort", communicator)
 
     def destroy(self, communicator: int) -> None:
-        """Ends the communicator when everything on it has been done."""
+        """Ends the communicator after all its operations are done."""
         self._call("ncclCommDestroy", communicator)
 
     def words(self, result: int) -> str:
-        """What a result means."""
+        """NCCL's text for a result."""
         return f"{self._library.ncclGetErrorString(result).decode()} (ncclResult_t {result})"
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -102,13 +102,13 @@ class NcclLibrary:
                 f"{name} failed",
                 expected="ncclSuccess",
                 got=self.words(result),
-                remedy="set NCCL_DEBUG=WARN, which makes NCCL say why",
+                remedy="set NCCL_DEBUG=WARN; NCCL then logs the reason",
             )
 
 
 @cache
 def loaded_nccl() -> NcclLibrary:
-    """The library that torch uses, so that there is one NCCL in the process.
+    """The library that torch has loaded, so that the process has only one NCCL.
 
     Raises:
         DependencyError: this torch has no NCCL as a shared library.

@@ -1,4 +1,4 @@
-"""What a process on the network test bed of `scripts/netbed.sh` knows about its links."""
+"""The links of the network test bed (`scripts/netbed.sh`), as its processes see them."""
 
 from __future__ import annotations
 

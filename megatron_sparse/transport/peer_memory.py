@@ -1,11 +1,11 @@
 """Windows of GPU memory that all ranks of an NVLink domain reach by pointer.
 
-The kernels (`cuda_ext.peer_ops`) know pointers and nothing of where they come from. That is a
-`WindowProvider`: torch's symmetric memory, CUDA IPC, or virtual ranks on one GPU. `PeerMemory` owns
-the windows, counts the operations and reads the error words.
+The kernels (`cuda_ext.peer_ops`) take only pointers. A `WindowProvider` makes them: torch's
+symmetric memory, CUDA IPC, or virtual ranks on one GPU. `PeerMemory` owns the windows, counts the
+operations and reads the error words.
 
-Of a bucket of N elements in fp32 a window takes about 8 N (1 + 1 / n) bytes on each rank: two areas
-for messages and two for sums, each with room for dense records. One set of windows serves all
+For a bucket of N elements in fp32 a window takes about 8 N (1 + 1 / n) bytes on each rank: two
+areas for messages and two for sums, each with room for dense records. One set of windows serves all
 buckets of a group, one after the other on one stream.
 """
 
@@ -40,7 +40,7 @@ class PeerWindows:
     Attributes:
         own: uint8, the windows of this process's ranks.
         pointers: the address of every rank's window.
-        mapped: what keeps peers' memory mapped; not to be touched.
+        mapped: objects that keep peers' memory mapped; never used otherwise.
     """
 
     own: tuple[torch.Tensor, ...]
@@ -49,7 +49,7 @@ class PeerWindows:
 
 
 class WindowProvider(Protocol):
-    """Where windows come from.
+    """Makes windows.
 
     Attributes:
         world_size: ranks of the domain.
@@ -64,9 +64,9 @@ class WindowProvider(Protocol):
     device: torch.device
 
     def open(self, nbytes: int) -> PeerWindows:
-        """Windows of `nbytes` for every rank, aligned to 256 bytes, their control zeroed.
+        """Windows of `nbytes` for every rank, aligned to 256 bytes, their control part zeroed.
 
-        Collective over the domain; returns when all ranks' are zeroed. Waits for the device.
+        Collective over the domain; returns when all ranks' control is zeroed. Waits for the device.
 
         Raises:
             HostError: the ranks cannot reach one another's memory.
@@ -75,12 +75,12 @@ class WindowProvider(Protocol):
 
 
 class VirtualRanks:
-    """Several ranks in one process, on one GPU: for tests and for what kernels cost.
+    """Several ranks in one process, on one GPU: for tests, and to time the kernels.
 
-    They share its memory and caches, so times say nothing of NVLink.
+    They share its memory and caches, so the times do not predict those over NVLink.
 
     Args:
-        world_size: how many.
+        world_size: number of ranks.
         device: the GPU.
 
     Raises:
@@ -101,7 +101,7 @@ class VirtualRanks:
 
 
 class _OneRankEach:
-    """What providers with one process for each rank have in common.
+    """The common part of the providers with one process for each rank.
 
     Args:
         group: the ranks of the domain, one process and one GPU each, all on one machine.
@@ -119,7 +119,7 @@ class _OneRankEach:
         self.device = device
 
     def _meet(self, by: str, error: RuntimeError | None) -> None:
-        """Tells the others how it went; when it returns, every rank has zeroed its control.
+        """Shares the outcome with all ranks; on return every rank has zeroed its control.
 
         Raises:
             HostError: some rank cannot reach the others, on all ranks alike.
@@ -141,10 +141,10 @@ class _OneRankEach:
 
 
 class SymmetricMemory(_OneRankEach):
-    """torch's symmetric memory, which is an alpha interface: this is the only place that uses it.
+    """torch's symmetric memory. It is an alpha interface, so no other module uses it.
 
-    Only what it calls buffers is used. Its signals end in a trap when they time out, which would
-    kill the process; the kernels have flags and deadlines of their own.
+    Only its buffers are used: its signals trap when they time out, which kills the process. The
+    kernels have flags and deadlines of their own.
     """
 
     def open(self, nbytes: int) -> PeerWindows:
@@ -202,24 +202,24 @@ class CudaIpc(_OneRankEach):
 
 
 class PeerMemory:
-    """A domain's windows, and the collectives that run in them. Collective to make.
+    """A domain's windows, and the collectives that run in them. Making one is collective.
 
     All operations go to one stream, in the same order on every rank. After an error the windows
-    are of no more use: a rank that has failed waits for nobody and says so to everyone.
+    cannot be used any more: a rank that has failed stops waiting and tells all ranks.
 
     Attributes:
-        domain: pointers and rooms.
+        domain: pointers, and the room for messages and sums.
         layouts: of each bucket, by its name.
         in_order_of_coming: see `peer_collective`.
 
     Args:
-        provider: where the memory comes from.
+        provider: makes the windows.
         layouts: of all buckets, by name; windows have room for the largest.
-        deadline_s: of each wait for messages; for sums it is twice as long.
-        in_order_of_coming: owners take shards as ranks come, for groups with stragglers.
+        deadline_s: of each wait for messages; a wait for sums has twice as long.
+        in_order_of_coming: owners add shards as they arrive, for groups with stragglers.
 
     Raises:
-        ConfigError: a layout is of another number of ranks.
+        ConfigError: a layout is for another number of ranks.
         HostError: the ranks cannot reach one another's memory.
     """
 
@@ -273,12 +273,12 @@ class PeerMemory:
         """Launches an operation on the current stream and returns; see `peer_collective`.
 
         Args:
-            operation: what to do.
+            operation: all-reduce, reduce-scatter or all-gather.
             bucket: its name.
             inputs: of each local rank.
             outs: of each local rank. Mutated.
             epoch: the step.
-            densities: from which messages and sums are dense.
+            densities: above these, messages and sums are dense.
             message_slots: of messages in capacity mode.
 
         Raises:
@@ -301,10 +301,10 @@ class PeerMemory:
         self._counts = ahead
 
     def report(self, reports: Reports, bucket: str, epoch: int) -> None:
-        """Has the error words of this process's ranks read with other reports, later.
+        """Adds the error words of this process's ranks to reports that are read later.
 
         Args:
-            reports: raises `CommunicationError` or `WireFormatError` when it is read.
+            reports: raises `CommunicationError` or `WireFormatError` when it is read. Mutated.
             bucket: its name.
             epoch: the step.
         """
@@ -314,10 +314,10 @@ class PeerMemory:
             reports.add(words, self._look(rank, bucket, epoch))
 
     def check(self, bucket: str, epoch: int) -> None:
-        """Waits for the device and raises what any of this process's ranks has found.
+        """Waits for the device and raises the first error of this process's ranks.
 
         Raises:
-            CommunicationError: a rank did not come.
+            CommunicationError: a rank did not arrive in time.
             WireFormatError: a rank's records are wrong.
         """
         reports = Reports()
@@ -332,7 +332,7 @@ class PeerMemory:
 def _check_cuda(device: torch.device) -> None:
     if device.type != "cuda":
         raise ConfigError(
-            "peer memory is a GPU's",
+            "peer memory needs a GPU",
             expected="a CUDA device",
             got=device,
             remedy="use scheme.name=direct, which does the same over any process group",
@@ -340,14 +340,14 @@ def _check_cuda(device: torch.device) -> None:
 
 
 def _zeroed_window(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of torch's allocator, whose addresses 512 divides."""
+    """Memory from torch's allocator, which aligns to 512 bytes."""
     window = torch.empty(nbytes, dtype=torch.uint8, device=device)
     window[:CONTROL_BYTES].zero_()
     return window
 
 
 def _map(rebuild: Any, arguments: tuple[Any, ...], device: torch.device) -> torch.Tensor:
-    """A peer's window, opened in this rank's own context, whose kernels are to reach it."""
+    """A peer's window, mapped in the context of this rank's GPU, where the kernels run."""
     changed = list(arguments)
     storage_device = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
     assert isinstance(changed[storage_device], int), "torch passes the device as a number here"

@@ -1,8 +1,8 @@
 """Some ranks of a transport as a transport of their own.
 
-For a collective that runs inside a part of a group, as across the nodes of a hierarchy: other ranks
-of the group take no part and need not know. No process group is made for it: everything is
-pairwise exchange on the transport that is there.
+For a collective inside a part of a group, for example across the nodes of a hierarchy: the other
+ranks of the group need not take part. It makes no process group: everything is pairwise exchange on
+the whole group's transport.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 
 
 class SubsetTransport:
-    """What sparse collectives use of a `Transport`: `exchange` and `all_gather`.
+    """The part of `Transport` that sparse collectives use: `exchange` and `all_gather`.
 
     Attributes:
         rank: this rank's place in the subset.
         world_size: ranks in the subset.
         device: where tensors must live.
         nodes: for each rank of the subset the node it is on.
-        ranks: the group's number of each.
-        communicator: None: that of the whole group is not for a part of it.
+        ranks: the number of each in the whole group.
+        communicator: None; the whole group's cannot serve a part of it.
 
     Args:
         transport: of the whole group.

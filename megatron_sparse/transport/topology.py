@@ -33,8 +33,8 @@ class Topology:
         node_sizes: ranks on each node; ranks are numbered node by node.
         intra: links between ranks of one node; each rank has a port of its own.
         inter: links between nodes.
-        nic: who has a port to the other nodes: each `rank`, or each `node`, whose ranks then
-            share it.
+        nic: `rank`: each rank has a port of its own to the other nodes; `node`: the ranks of a
+            node share one.
 
     Example:
         >>> Topology((2, 1), NO_TIME, NO_TIME).nodes

@@ -4,11 +4,11 @@ Every message is really copied, so a collective computes the same here as over a
 byte is counted on its directed link. The time is a MODEL and must be labelled so wherever it is
 shown: a message of m bytes from a to b starts when both have posted it and both ports are free,
 occupies the ports for beta m, and arrives after alpha + beta m; alpha and beta are those of the
-topology's link. Messages start in the order of their modelled times, at equal times in the order
-in which the later one of their two ranks has posted them. Local work costs nothing unless the
-caller charges it.
+topology's link. Messages start in the order of their modelled times; at equal times, in the order
+in which the later of their two ranks posted them. Local work costs nothing unless the caller
+charges it.
 
-What a real network would only do by chance happens here always: a receive buffer is overwritten
+Errors that a real network shows only by chance show here always: a receive buffer is overwritten
 with 0xFF when it is posted and filled at the last moment, and a sent buffer is read at that moment,
 so that touching either before the work is finished gives wrong results.
 """
@@ -71,9 +71,9 @@ class VirtualCluster:
         world_size: ranks.
         topology: nodes and links; None for one node whose links take no time.
         device: where the ranks' tensors live.
-        message_scale: how many bytes the clock takes each byte for, so that a small bucket can be
-            priced as a large one. All-gathers and int64 words, by which ranks agree about sizes, do
-            not grow with the bucket and count once; so do the byte counters.
+        message_scale: the clock prices each byte as this many, so that a small bucket can stand
+            for a large one. All-gathers and int64 words, by which ranks agree about sizes, do not
+            grow with the bucket and are priced as they are; the byte counters are not scaled.
 
     Attributes:
         transports: one for each rank.
@@ -140,14 +140,14 @@ class VirtualCluster:
         A generator yields works and, at most once, a marker after which it posts nothing more.
 
         Args:
-            start: makes the generator of the rank whose transport it is given.
+            start: transport of a rank -> that rank's generator.
 
         Returns:
             What each rank's generator returned.
 
         Raises:
-            CommunicationError: all ranks wait for what nobody sends; two ends of a message differ
-                in length; something was sent that nobody received.
+            CommunicationError: deadlock: every rank waits and none sends; the two ends of a message
+                differ in length; a message was sent and not received.
             MegatronSparseError: the first error that a rank raised.
         """
         results: dict[int, Any] = {}
@@ -186,14 +186,14 @@ class VirtualCluster:
                 assert self.transports[rank].may_post, "the marker comes once"
                 self.transports[rank].may_post = False
             elif not isinstance(outcome, VirtualWork) or outcome.ready():
-                # What is no message, such as a copy to the host, is not on the modelled clock.
+                # Works that are no messages, such as a copy to the host, take no modelled time.
                 outcome.finish()
             else:
                 waiting[rank] = outcome
                 return
 
     def priced_bytes(self, data: torch.Tensor) -> float:
-        """How many bytes the clock takes a message for; a subclass may know better."""
+        """The number of bytes that the clock prices a message as; subclasses may override it."""
         return self.message_scale * data.nbytes
 
     def post_half(
@@ -205,7 +205,7 @@ class VirtualCluster:
         assert data.is_contiguous(), "messages are contiguous"
         waiting_for = f"rank {peer} to {'receive' if is_send else 'send'}"
         is_agreement = work.what == "all_gather" or data.dtype == torch.int64
-        # A receive buffer holds nothing yet; its sender knows what is to be paid for.
+        # A receive buffer holds nothing yet; the sender's side has the price.
         priced = float(data.nbytes) if is_agreement or not is_send else self.priced_bytes(data)
         half = _Half(
             rank, peer, data, work, self.clock_s[rank], next(self._numbers), priced, waiting_for
@@ -334,7 +334,7 @@ class VirtualCluster:
             lines.append(f"rank {rank} ({work.what}) for {', '.join(missing)}")
         ended = [r for r in range(self.topology.world_size) if r not in waiting]
         return CommunicationError(
-            "deadlock: every rank waits for something that nobody does",
+            "deadlock: every rank waits, and no rank does what another waits for",
             expected="matching sends and receives on all ranks",
             got="; ".join(lines) + (f"; ranks {ended} have ended" if ended else ""),
             remedy="look for a rank that takes another branch than its peer",

@@ -1,4 +1,4 @@
-"""What one rank of a `VirtualCluster` sees: its transport, and the works that it waits for."""
+"""One rank's side of a `VirtualCluster`: its transport, and its works."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VirtualWork:
         return self.undelivered == 0
 
     def when_ready(self, wake: Callable[[], None]) -> None:
-        """See `Work`: the cluster knows by itself when to go on."""
+        """See `Work`; the cluster resumes the rank by itself."""
 
     def finish(self) -> None:
         """Moves the rank's modelled clock on to the work's end."""

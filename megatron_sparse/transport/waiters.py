@@ -1,7 +1,7 @@
-"""Threads that wait for what cannot be polled.
+"""Threads that wait for operations that cannot be polled.
 
-Unlike those of a `ThreadPoolExecutor` they are daemons: one that gloo keeps until its timeout, for
-a rank that is stopped, does not keep the process from ending.
+Unlike the threads of a `ThreadPoolExecutor` they are daemons: a thread that gloo blocks until its
+timeout, because a rank is stopped, does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _Task = tuple[Callable[[], None], "Future[None]"]
 
 
 class Waiters:
-    """See the module's docstring. Tasks start in the order in which they come.
+    """See the module's docstring. Tasks start in the order of `submit`.
 
     Args:
-        most: how many threads at most; they are started when they are needed.
+        most: the largest number of threads; they are started on demand.
     """
 
     def __init__(self, most: int) -> None:
@@ -28,7 +28,7 @@ class Waiters:
         self._threads = 0
 
     def submit(self, wait: Callable[[], None]) -> Future[None]:
-        """Has a thread call `wait`. To be called from one thread at a time."""
+        """Has a thread call `wait`. Call it from one thread at a time."""
         waiting: Future[None] = Future()
         self._tasks.put((wait, waiting))
         if not self._idle.acquire(blocking=False) and self._threads < self._most:
@@ -37,7 +37,7 @@ class Waiters:
         return waiting
 
     def close(self) -> None:
-        """Ends every thread after what it waits for now. Does not wait for that."""
+        """Ends every thread after its present task, without waiting for that."""
         for _ in range(self._threads):
             self._tasks.put(None)
 
@@ -46,8 +46,8 @@ class Waiters:
             wait, waiting = task
             try:
                 waiting.set_result(wait())
-            except BaseException as error:  # handed to whoever asks for the result
+            except BaseException as error:  # raised by the future's `result`
                 waiting.set_exception(error)
-            # Not what the next task must keep alive: it may hold large tensors.
+            # The task may hold large tensors: free them before the next one starts.
             del task, wait, waiting
             self._idle.release()

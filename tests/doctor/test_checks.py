@@ -41,7 +41,7 @@ def test_this_machine_gets_every_line() -> None:
         "torch",
         "Triton",
         "megatron-core",
-        "door of attach",
+        "Megatron functions for attach",
         "Transformer Engine",
         "Apex",
         "Hydra",
@@ -139,22 +139,24 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_door_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def door(name: str, found: bool, who: str) -> SimpleNamespace:
+    def symbol(name: str, found: bool, who: str) -> SimpleNamespace:
         return SimpleNamespace(
             name=name, found=found, detail="without self", remedy="upgrade", needed_by=who
         )
 
-    doors = [
-        door("m.Group.start_grad_sync", True, "attach"),
-        door("m.Group.finish_grad_sync", False, "attach"),
-        door("m.train_step", True, "install"),
+    symbols = [
+        symbol("m.Group.start_grad_sync", True, "attach"),
+        symbol("m.Group.finish_grad_sync", False, "attach"),
+        symbol("m.train_step", True, "install"),
     ]
-    monkeypatch.setattr("megatron_sparse.megatron.host_symbols.find_doors", lambda: doors)
+    monkeypatch.setattr("megatron_sparse.megatron.host_symbols.find_host_symbols", lambda: symbols)
     found = looked(doctor._megatron)
-    assert found["door of attach"] == Check(
-        "door of attach", "fail", "m.Group.finish_grad_sync: without self", "upgrade"
+    assert found["Megatron functions for attach"] == Check(
+        "Megatron functions for attach", "fail", "m.Group.finish_grad_sync: without self", "upgrade"
     )
-    assert found["door of install"] == Check("door of install", "ok", "train_step")
+    assert found["Megatron functions for install"] == Check(
+        "Megatron functions for install", "ok", "train_step"
+    )
 
 
 @pytest.mark.parametrize(

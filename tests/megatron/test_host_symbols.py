@@ -1,4 +1,4 @@
-"""Which doors are found, and what is said when one is missing."""
+"""Which of Megatron's functions are found, and the error when one is missing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_sparse.megatron import host_symbols
 
 
 def test_the_installed_megatron_has_every_door():
-    found = host_symbols.find_doors()
+    found = host_symbols.find_host_symbols()
     assert len(found) == 7
-    assert all(door.found for door in found), [door for door in found if not door.found]
-    host_symbols.require_doors("attach")
-    host_symbols.require_doors("install")
+    assert all(symbol.found for symbol in found), [symbol for symbol in found if not symbol.found]
+    host_symbols.require_host_symbols("attach")
+    host_symbols.require_host_symbols("install")
 
 
-def test_attach_needs_fewer_doors_than_install():
-    attach = {door.name for door in host_symbols.find_doors("attach")}
-    install = {door.name for door in host_symbols.find_doors("install")}
+def test_attach_needs_fewer_symbols_than_install():
+    attach = {symbol.name for symbol in host_symbols.find_host_symbols("attach")}
+    install = {symbol.name for symbol in host_symbols.find_host_symbols("install")}
     assert attach < install
 
 
@@ -40,7 +40,7 @@ def _without(monkeypatch, module_name, replacement):
 def test_a_megatron_without_bucket_groups_is_named(monkeypatch):
     _without(monkeypatch, "megatron.core.distributed.param_and_grad_buffer", SimpleNamespace())
     with pytest.raises(HostError) as caught:
-        host_symbols.require_doors("attach")
+        host_symbols.require_host_symbols("attach")
     assert "_ParamAndGradBucketGroup.start_grad_sync" in str(caught.value)
     assert "megatron-core>=0.19" in str(caught.value)
 
@@ -59,14 +59,14 @@ def test_a_changed_signature_is_named(monkeypatch):
         SimpleNamespace(_ParamAndGradBucketGroup=Changed),
     )
     with pytest.raises(HostError, match="without parameter force_all_reduce"):
-        host_symbols.require_doors("attach")
+        host_symbols.require_host_symbols("attach")
 
 
 def test_without_the_training_loop_attach_still_works_and_install_says_what_is_missing(monkeypatch):
     _without(monkeypatch, "megatron.training.training", ModuleNotFoundError("megatron.training"))
-    host_symbols.require_doors("attach")
+    host_symbols.require_host_symbols("attach")
     with pytest.raises(HostError, match=r"megatron\.training\.training\.get_megatron_optimizer"):
-        host_symbols.require_doors("install")
+        host_symbols.require_host_symbols("install")
 
 
 def test_a_model_that_is_not_megatrons_ddp_is_refused():

@@ -1,4 +1,4 @@
-"""Where the plugin looks at NCCL's groups: before the optimizer steps, and before a save."""
+"""When the plugin checks NCCL's groups: before the optimizer steps, and before a save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.recording import NullSink
-from megatron_sparse.transport.nccl_errors import ENVIRONMENT, Looks
+from megatron_sparse.transport.nccl_errors import ENVIRONMENT, HealthCheck
 
 FAILED: Any = SimpleNamespace(get_error=lambda: SimpleNamespace(name="TIMEOUT"))
 
@@ -29,7 +29,7 @@ def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
     found.sink = NullSink()
     found.unit = cast("Any", SimpleNamespace(per_token=False, bind=lambda optimizer: None))
     found.method = cast("Any", SimpleNamespace(stores={}))
-    found.looks = Looks(
+    found.nccl_health = HealthCheck(
         5.0, lambda: None, torch.device("cpu"), lambda: iter([("tensor (ranks 0, 1)", FAILED)])
     )
     return found

@@ -1,4 +1,4 @@
-"""`attach` on the oldest megatron-core that has its doors, which has no training loop.
+"""`attach` on the oldest megatron-core that has the functions it hooks, but no training loop.
 
 The newer one is what all other tests here run on.
 """
@@ -107,7 +107,7 @@ def test_what_it_lacks_is_named(ranks):
     assert "megatron-core>=0.19" in ranks[0]["install"]
     found = ranks[0]["doctor"]
     assert found["megatron-core"] == ["ok", OLDEST]
-    assert found["door of attach"][0] == "ok"
-    status, detail = found["door of install"]
+    assert found["Megatron functions for attach"][0] == "ok"
+    status, detail = found["Megatron functions for install"]
     assert status == "fail"
     assert "megatron.training.training.train_step: No module named 'megatron.training'" in detail

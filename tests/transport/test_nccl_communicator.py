@@ -129,7 +129,7 @@ def test_all_ranks_join_and_leave(fake: Any) -> None:
         each.check()
         each.close()
         each.close()
-        assert not each._watcher.is_alive()
+        assert not each._monitor.is_alive()
 
 
 @needs_gxx
@@ -163,7 +163,7 @@ def test_a_kernel_that_does_not_end_has_a_deadline(fake: Any) -> None:
 
 
 @needs_gxx
-def test_a_device_that_fails_is_an_error_and_no_end_of_the_watch(fake: Any) -> None:
+def test_a_device_that_fails_is_an_error_and_the_monitor_goes_on(fake: Any) -> None:
     (communicator,) = make(fake, 1, 1)
     Event.fails = True
     with communicator.call("sum of bucket b") as require:
@@ -180,7 +180,7 @@ def test_what_has_been_done_has_no_deadline_any_more(fake: Any) -> None:
     (communicator,) = make(fake, 1, 1)
     with communicator.call("sum") as require:
         require(nccl_library.SUCCESS)
-    _until(lambda: not communicator._under_way)
+    _until(lambda: not communicator._pending)
     communicator.deadlines[0].over = True
     fake.fake_nccl_notice(communicator.words[2].item(), 6)
     time.sleep(0.3)

@@ -17,7 +17,12 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport import nccl_errors
-from megatron_sparse.transport.nccl_errors import ENVIRONMENT, Looks, as_typed, check_environment
+from megatron_sparse.transport.nccl_errors import (
+    ENVIRONMENT,
+    HealthCheck,
+    as_typed,
+    check_environment,
+)
 
 CPU = torch.device("cpu")
 ErrorType = _distributed_c10d.ErrorType
@@ -39,12 +44,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def looks_at(*backends: Backend, gone: str | None = None, timeout_s: float = 30.0) -> Looks:
+def health_check(
+    *backends: Backend, gone: str | None = None, timeout_s: float = 30.0
+) -> HealthCheck:
     def groups() -> Iterator[tuple[str, Backend]]:
         for number, backend in enumerate(backends):
             yield f"tensor{number} (ranks 0, 1)", backend
 
-    return Looks(timeout_s, lambda: gone, CPU, groups)
+    return HealthCheck(timeout_s, lambda: gone, CPU, groups)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +64,13 @@ def looks_at(*backends: Backend, gone: str | None = None, timeout_s: float = 30.
 )
 def test_a_failed_group_is_named(error: Any, got: str) -> None:
     failing = Backend()
-    looks = looks_at(Backend(), failing)
-    looks.check("the optimizer's step")
+    health = health_check(Backend(), failing)
+    health.check("the optimizer's step")
     failing.error = error
     with pytest.raises(
         CommunicationError, match=r"group tensor1 \(ranks 0, 1\) has failed"
     ) as caught:
-        looks.check("the optimizer's step")
+        health.check("the optimizer's step")
     assert "before the optimizer's step" in caught.value.what
     assert got in str(caught.value.got)
     assert "last checkpoint" in str(caught.value.remedy)
@@ -71,7 +78,7 @@ def test_a_failed_group_is_named(error: Any, got: str) -> None:
 
 def test_the_rank_that_is_gone_is_named_where_it_is_known() -> None:
     with pytest.raises(CommunicationError, match="rank 3 has died"):
-        looks_at(Backend(ErrorType.TIMEOUT), gone="rank 3 has died").check("a checkpoint")
+        health_check(Backend(ErrorType.TIMEOUT), gone="rank 3 has died").check("a checkpoint")
 
 
 def on_ranks(calls: list[Callable[[Any], None]]) -> list[BaseException | None]:
@@ -112,25 +119,25 @@ def first_save(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return start
 
 
-def agreeing(rank: int, n: int, looks: Looks, times: int = 1) -> Callable[[Any], None]:
+def agreeing(rank: int, n: int, health: HealthCheck, times: int = 1) -> Callable[[Any], None]:
     def call(store: Any) -> None:
         for _ in range(times):
-            looks.agree("a checkpoint", store, rank, n)
+            health.agree("a checkpoint", store, rank, n)
 
     return call
 
 
 @pytest.mark.usefixtures("first_save")
 def test_ranks_that_are_well_save_as_often_as_they_like() -> None:
-    calls = [agreeing(rank, 3, looks_at(Backend()), times=3) for rank in range(3)]
+    calls = [agreeing(rank, 3, health_check(Backend()), times=3) for rank in range(3)]
     assert on_ranks(calls) == [None] * 3
 
 
 @pytest.mark.usefixtures("first_save")
 def test_nobody_saves_where_one_ranks_group_has_failed() -> None:
-    """Its values may have come to the others through groups that are well."""
-    ill = looks_at(Backend(ErrorType.TIMEOUT))
-    well = [looks_at(Backend()) for _ in range(2)]
+    """Its invalid values may have reached the others through healthy groups."""
+    ill = health_check(Backend(ErrorType.TIMEOUT))
+    well = [health_check(Backend()) for _ in range(2)]
     raised = on_ranks([agreeing(0, 3, well[0]), agreeing(1, 3, ill), agreeing(2, 3, well[1])])
     assert all(isinstance(error, CommunicationError) for error in raised)
     assert "NCCL group tensor0" in str(raised[1])
@@ -140,11 +147,11 @@ def test_nobody_saves_where_one_ranks_group_has_failed() -> None:
 
 @pytest.mark.usefixtures("first_save")
 def test_nobody_saves_where_a_rank_does_not_come() -> None:
-    looks = [looks_at(Backend(), gone="rank 1 has died", timeout_s=0.5) for _ in range(2)]
-    raised = on_ranks([agreeing(0, 3, looks[0]), agreeing(2, 3, looks[1])])
+    health = [health_check(Backend(), gone="rank 1 has died", timeout_s=0.5) for _ in range(2)]
+    raised = on_ranks([agreeing(0, 3, health[0]), agreeing(2, 3, health[1])])
     for error in raised:
         assert isinstance(error, CommunicationError)
-        assert "not all ranks have come to a checkpoint: rank 1 has died" in str(error)
+        assert "not all ranks have reached a checkpoint: rank 1 has died" in str(error)
         assert error.got == "2 ranks"
 
 
@@ -160,10 +167,10 @@ def test_the_device_is_waited_for_before_the_groups_are_looked_at(
         backend.error = ErrorType.TIMEOUT
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    looks = Looks(30, lambda: None, device, lambda: iter([("world", backend)]))
-    looks.check("the optimizer's step")
+    health = HealthCheck(30, lambda: None, device, lambda: iter([("world", backend)]))
+    health.check("the optimizer's step")
     with pytest.raises(CommunicationError, match="NCCL group world has failed"):
-        looks.agree("a checkpoint", HashStore(), 0, 1)
+        health.agree("a checkpoint", HashStore(), 0, 1)
 
 
 @pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_PROPAGATE_ERROR"])
@@ -177,7 +184,7 @@ def test_an_environment_that_would_not_do_is_refused(
     else:
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"nccl_errors=typed with {name}={value}") as caught:
-        looks_at()
+        health_check()
     assert "megatron-sparse train" in str(caught.value.remedy)
 
 

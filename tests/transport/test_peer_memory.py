@@ -90,7 +90,7 @@ def test_without_a_gpu_every_provider_says_so() -> None:
         lambda: SymmetricMemory(group, CPU),  # pyright: ignore[reportArgumentType]
         lambda: CudaIpc(group, CPU),  # pyright: ignore[reportArgumentType]
     ):
-        with pytest.raises(ConfigError, match="peer memory is a GPU's") as caught:
+        with pytest.raises(ConfigError, match="peer memory needs a GPU") as caught:
             make()
         assert "scheme.name=direct" in str(caught.value)
 
