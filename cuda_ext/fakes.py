@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_sparse.cuda_ext import hash_ops, row_sparse_ops
-
 STATUS_WORDS = 4
 """Of a decoder's status, and of an encoder's report before the sizes and counts."""
 
@@ -134,6 +132,74 @@ def _nccl_sparse_sum(acc: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, 
     return acc.new_empty(words, dtype=torch.int64), 0
 
 
+def _hash_map(entries: torch.Tensor, *_: object) -> torch.Tensor:
+    return entries.new_empty(entries.shape)
+
+
+def _hierarchical_hash(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    partition_of: torch.Tensor,
+    numel: int,
+    partitions: int,
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        indices.new_empty(indices.shape),
+        values.new_empty(values.shape),
+        indices.new_empty(partitions + 1),
+        indices.new_empty(2),
+    )
+
+
+def _hash_split(partition_of: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return partition_of.new_empty(partition_of.shape), partition_of.new_empty(partitions + 1)
+
+
+def _hash_memory(
+    indices: torch.Tensor, partition_of: torch.Tensor, numel: int, partitions: int, *_: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    entries, offsets = _hash_split(partition_of, partitions)
+    return entries, offsets, indices.new_empty(2)
+
+
+def _hash_bitmap_pack(
+    values: torch.Tensor, words: torch.Tensor, packed: torch.Tensor
+) -> torch.Tensor:
+    return values.new_empty(1, dtype=torch.int64)
+
+
+def _hash_bitmap_elements(
+    words: torch.Tensor, nnz: int, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return words.new_empty(nnz, dtype=torch.int64), words.new_empty(2, dtype=torch.int64)
+
+
+def _hash_bitmap_add(acc: torch.Tensor, words: torch.Tensor, *_: object) -> torch.Tensor:
+    return words.new_empty(2, dtype=torch.int64)
+
+
+def _row_sparse_sum(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty((offsets.shape[0] - 1, rows.shape[1]))
+
+
+def _row_sparse_union(
+    indices: torch.Tensor, offsets: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()
+    return indices.new_empty(size), indices.new_empty(4)
+
+
+def _row_sparse_match(local: torch.Tensor, union: torch.Tensor) -> torch.Tensor:
+    return local.new_empty(local.shape)
+
+
+def _row_sparse_expand(
+    local: torch.Tensor, rows: torch.Tensor, union: torch.Tensor
+) -> torch.Tensor:
+    return rows.new_empty((union.shape[0], rows.shape[1]))
+
+
 _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "cpu": {
         "prune_": _prune,
@@ -141,14 +207,24 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "encode": _encode,
         "prune_encode": _prune_encode,
         "decode_add_": _decode_add,
-        **hash_ops.FAKES,
-        **row_sparse_ops.FAKES,
+        "hash_permute": _hash_map,
+        "hash_unpermute": _hash_map,
+        "hash_partition_of": _hash_map,
+        "hierarchical_hash": _hierarchical_hash,
+        "hash_bitmap_pack": _hash_bitmap_pack,
+        "hash_bitmap_elements": _hash_bitmap_elements,
+        "hash_bitmap_add_": _hash_bitmap_add,
+        "row_sparse_sum": _row_sparse_sum,
+        "row_sparse_union": _row_sparse_union,
+        "row_sparse_match": _row_sparse_match,
+        "row_sparse_expand": _row_sparse_expand,
     },
     "cuda": {
         "encode_records": _encode_records,
         "prune_encode_records": _prune_encode_records,
         "peer_collective": _peer_collective,
         "nccl_sparse_sum": _nccl_sparse_sum,
-        **hash_ops.CUDA_FAKES,
+        "hash_split": _hash_split,
+        "hash_memory": _hash_memory,
     },
 }

@@ -10,9 +10,6 @@ once for the device, to read a few words: whether anything was out of range.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 
 from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES, call, check_flat, refusal
@@ -256,64 +253,3 @@ def _read_status(op: str, status: torch.Tensor, numel: int) -> tuple[str, int]:
             "others",
         )
     return BITMAP_FIELDS[code], found
-
-
-def _fake_map(entries: torch.Tensor, *_: object) -> torch.Tensor:
-    return entries.new_empty(entries.shape)
-
-
-def _fake_hierarchical_hash(
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    partition_of: torch.Tensor,
-    numel: int,
-    partitions: int,
-    *_: object,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        indices.new_empty(indices.shape),
-        values.new_empty(values.shape),
-        indices.new_empty(partitions + 1),
-        indices.new_empty(2),
-    )
-
-
-def _fake_split(partition_of: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return partition_of.new_empty(partition_of.shape), partition_of.new_empty(partitions + 1)
-
-
-def _fake_memory(
-    indices: torch.Tensor, partition_of: torch.Tensor, numel: int, partitions: int, *_: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    entries, offsets = _fake_split(partition_of, partitions)
-    return entries, offsets, indices.new_empty(2)
-
-
-def _fake_pack(values: torch.Tensor, words: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    return values.new_empty(1, dtype=torch.int64)
-
-
-def _fake_elements(words: torch.Tensor, nnz: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return words.new_empty(nnz, dtype=torch.int64), words.new_empty(2, dtype=torch.int64)
-
-
-def _fake_add(acc: torch.Tensor, words: torch.Tensor, *_: object) -> torch.Tensor:
-    return words.new_empty(2, dtype=torch.int64)
-
-
-FAKES: Mapping[str, Callable[..., Any]] = {
-    "hash_permute": _fake_map,
-    "hash_unpermute": _fake_map,
-    "hash_partition_of": _fake_map,
-    "hierarchical_hash": _fake_hierarchical_hash,
-    "hash_bitmap_pack": _fake_pack,
-    "hash_bitmap_elements": _fake_elements,
-    "hash_bitmap_add_": _fake_add,
-}
-"""What makes an op's results without data; `fakes` registers them."""
-
-CUDA_FAKES: Mapping[str, Callable[..., Any]] = {
-    "hash_split": _fake_split,
-    "hash_memory": _fake_memory,
-}
-"""The same for the ops that the CUDA part alone has."""

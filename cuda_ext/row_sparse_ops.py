@@ -9,9 +9,6 @@ expected and what came.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 
 from megatron_sparse.cuda_ext.arguments import call
@@ -73,31 +70,3 @@ def expand(local_K: torch.Tensor, rows_KD: torch.Tensor, union_U: torch.Tensor) 
         In the dtype of the rows, whose bits are unchanged.
     """
     return call("row_sparse_expand", local_K, rows_KD, union_U)
-
-
-def _fake_sum(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty((offsets.shape[0] - 1, rows.shape[1]))
-
-
-def _fake_union(
-    indices: torch.Tensor, offsets: torch.Tensor, num_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size()
-    return indices.new_empty(size), indices.new_empty(4)
-
-
-def _fake_match(local: torch.Tensor, union: torch.Tensor) -> torch.Tensor:
-    return local.new_empty(local.shape)
-
-
-def _fake_expand(local: torch.Tensor, rows: torch.Tensor, union: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty((union.shape[0], rows.shape[1]))
-
-
-FAKES: Mapping[str, Callable[..., Any]] = {
-    "row_sparse_sum": _fake_sum,
-    "row_sparse_union": _fake_union,
-    "row_sparse_match": _fake_match,
-    "row_sparse_expand": _fake_expand,
-}
-"""What makes an op's results without data; `fakes` registers them."""
