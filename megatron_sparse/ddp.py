@@ -31,7 +31,7 @@ from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.plan import Windows
 from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer, PendingReduction
+from megatron_sparse.reduction.reducer import GradientReducer, Groups, PendingReduction
 from megatron_sparse.reduction.row_sparse import PendingRowSparse, RowSparseReducer
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 
@@ -112,12 +112,11 @@ class DDPState:
         sink = sink or NullSink()
         self._reducer = GradientReducer(
             self.config,
-            self._transport,
+            Groups(self._transport),
             self._planner,
-            self.residuals,
+            self._method,
             sink,
             self._progress,
-            method=self._method,
         )
         self._row_reducer = RowSparseReducer(self._transport, sink, self._progress)
         if self.config.compression.method == "dgc":

@@ -29,12 +29,13 @@ from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_threads
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import Input, over_groups
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.config.sparse import NCCL_ENGINE_SCHEMES
 from megatron_sparse.cuda_ext.nccl_ops import SumCall
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
@@ -326,9 +327,9 @@ class _Path:
         self._sink = LastRecord()
         self._reducer = GradientReducer(
             config,
-            self.transport,
+            Groups(self.transport),
             FixedPlanner(config.compression, config.scheme),
-            new_residuals(),
+            method_of(config.compression, new_residuals()),
             self._sink,
             progress,
         )

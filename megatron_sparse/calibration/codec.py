@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.selection import Selector
+from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
@@ -206,19 +207,16 @@ def _select_calls(numel: int, density: float, device: torch.device) -> Iterator[
     grad_N = sparse_vector(numel, 1.0, device)
     bucket = Bucket("codec", grad_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    selector = Selector(CompressionConfig(leak=0.0), residuals, 0, MessageBuffers())
+    selector = Selector(
+        method_of(CompressionConfig(leak=0.0), residuals),
+        0,
+        MessageBuffers(),
+    )
     for form in _formats(device):
 
         def select(form: str = form) -> None:
             selector.select(
-                bucket,
-                density,
-                None,
-                form=form,
-                block_size=SchemeConfig.block_size,
-                sharded=False,
-                step=EPOCH,
-                timer=StageTimer(device),
+                bucket, MessageSpec(density, format=form), step=EPOCH, timer=StageTimer(device)
             )
 
         yield CodecCall(CodecOp.SELECT, form, density, select)
@@ -228,16 +226,13 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     sparse_N = sparse_vector(numel, density, device)
     bucket = Bucket("zen", sparse_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    selector = Selector(CompressionConfig(leak=0.0), residuals, 0, MessageBuffers())
+    selector = Selector(
+        method_of(CompressionConfig(leak=0.0), residuals),
+        0,
+        MessageBuffers(),
+    )
     message = selector.select(
-        bucket,
-        1.0,
-        None,
-        form="coo",
-        block_size=SchemeConfig.block_size,
-        sharded=False,
-        step=EPOCH,
-        timer=StageTimer(device),
+        bucket, MessageSpec(1.0, format="coo"), step=EPOCH, timer=StageTimer(device)
     )
     own_hash = PermutationHash(numel, PARTITIONS, SchemeConfig.hash_seed)
     yield CodecCall(

@@ -15,13 +15,14 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.base import whole_group
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.link_timing import TAG, Clock, complete, timed
 from megatron_sparse.planner.plan import FixedPlanner
 from megatron_sparse.recording import NullSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport, Work
 
 FEW, MANY = 4, 36
@@ -95,7 +96,14 @@ def _bucket(transport: Transport, progress: ProgressThread) -> Callable[[], None
     config, bucket = SparseConfig.from_overrides(scheme="dense"), _small_bucket(transport)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     planner = FixedPlanner(config.compression, config.scheme)
-    reducer = GradientReducer(config, transport, planner, residuals, NullSink(), progress)
+    reducer = GradientReducer(
+        config,
+        Groups(transport),
+        planner,
+        method_of(config.compression, residuals),
+        NullSink(),
+        progress,
+    )
     return lambda: reducer.start(bucket, 0).wait()
 
 

@@ -36,10 +36,12 @@ class CompressionMethod(Protocol):
     thread; the others between two steps.
 
     Attributes:
+        config: the settings it was made with.
         stores: what is kept for each element, by name; "residual" is among them. Who owns the
             method commits, rolls back, rescales, saves and loads them, beside the method itself.
     """
 
+    config: CompressionConfig
     stores: dict[str, ResidualStore]
 
     def begin(self, bucket: Bucket) -> torch.Tensor:

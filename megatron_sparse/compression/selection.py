@@ -7,15 +7,16 @@ begins, and the thresholds, are the method's (`method.py`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 
 from megatron_sparse.bucket import Bucket, Cuts
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.compression.method import CompressionMethod
-from megatron_sparse.compression.methods import method_of
-from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.threshold import KEEP_ALL
-from megatron_sparse.config.sparse import CompressionConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import (
@@ -29,32 +30,58 @@ from megatron_sparse.formats.message import (
 from megatron_sparse.recording import StageTimer
 
 
+@dataclass(frozen=True)
+class MessageSpec:
+    """Which message is made of a bucket.
+
+    Attributes:
+        density: target density of the pruned parameters.
+        wire_dtype: dtype of the values on the wire; null for the gradient's own.
+        format: one of `formats.message.FORMAT_CODES`.
+        block_size: elements of a block, for the formats that have blocks.
+        sharded: whether the message is cut at the borders of the ranks' shards.
+        extra_cuts: elements at which it is cut too; see `Scheme.extra_cuts`.
+        capacity: the most that a segment may send, as a multiple of the target density; null for
+            no limit.
+    """
+
+    density: float
+    wire_dtype: str | None = None
+    format: str = "auto"
+    block_size: int = SchemeConfig.block_size
+    sharded: bool = False
+    extra_cuts: Cuts = ()
+    capacity: float | None = None
+
+
+class Agreed(NamedTuple):
+    """What ranks have agreed on before the selection.
+
+    Attributes:
+        residual_N: the residual, as `Selector.begin` returned it.
+        threshold: an fp32 scalar on the bucket's device.
+    """
+
+    residual_N: torch.Tensor
+    threshold: torch.Tensor
+
+
 class Selector:
     """Selects from the buckets of one group of ranks.
 
     Args:
-        config: what to select.
-        residuals: where the rest goes; mutated.
+        method: of compression, with its settings and residuals, which are mutated; shared with the
+            selectors of other groups.
         rank: keys the stochastic rounding, so that ranks do not round alike.
         buffers: where messages live.
-        method: shared with the selectors of other groups; None makes the configured one, for who
-            needs no more of its state than `residuals`.
 
     Attributes:
         thresholds_R: of the last selection, for telemetry; fp32 on the device, None before it.
     """
 
-    def __init__(
-        self,
-        config: CompressionConfig,
-        residuals: ResidualStore,
-        rank: int,
-        buffers: MessageBuffers,
-        method: CompressionMethod | None = None,
-    ) -> None:
-        self.config = config
-        self.residuals = residuals
-        self.method = method or method_of(config, residuals)
+    def __init__(self, method: CompressionMethod, rank: int, buffers: MessageBuffers) -> None:
+        self.config = method.config
+        self.method = method
         self.rank = rank
         self.buffers = buffers
         self.thresholds_R: torch.Tensor | None = None
@@ -62,7 +89,8 @@ class Selector:
     def begin(self, bucket: Bucket, timer: StageTimer) -> torch.Tensor:
         """The bucket's residual with all that the method adds to the gradient; mutates it.
 
-        For who must see it before `select`, which is then given it as `agreed`.
+        Call it before `select` only where ranks agree on a threshold, which needs the residual;
+        then pass the result to `select` in `agreed`.
         """
         with timer.stage("prune"):
             return self.method.begin(bucket)
@@ -70,48 +98,34 @@ class Selector:
     def select(
         self,
         bucket: Bucket,
-        density: float,
-        wire_dtype: str | None,
+        spec: MessageSpec,
         *,
-        form: str,
-        block_size: int,
-        sharded: bool,
         step: int,
         timer: StageTimer,
-        extra_cuts: Cuts = (),
-        capacity: float | None = None,
-        agreed: tuple[torch.Tensor, torch.Tensor] | None = None,
+        agreed: Agreed | None = None,
     ) -> Message:
         """Prunes and encodes one bucket.
 
-        One pass, whose time is the stage `prune`. What the gradient holds afterwards is for no one
-        to use: the collective overwrites it. Mutates the residual. Reads the record sizes on the
-        host, which on CUDA is one synchronisation a bucket; with a capacity there is none.
+        One pass, whose time is the stage `prune`. The gradient's content is undefined afterwards:
+        the collective overwrites it. Mutates the residual. Reads the record sizes on the host,
+        which on CUDA is one synchronisation a bucket; with a capacity there is none.
 
         Args:
             bucket: what to select from.
-            density: target density of its pruned parameters.
-            wire_dtype: dtype of the values on the wire, null for the gradient's own.
-            form: format of the message, one of `formats.message.FORMAT_CODES`.
-            block_size: of blocks.
-            sharded: cut the message at the borders of the ranks' shards.
+            spec: the message to make.
             step: keys the random draws and is the message's epoch.
             timer: receives the time of each stage.
-            extra_cuts: cut it at these elements too; see `Scheme.finer`.
-            capacity: the most that a segment may send, as a multiple of the target density; null
-                for no limit.
-            agreed: the residual, begun already, and the threshold that ranks have agreed upon with
-                it; None begins and samples here.
+            agreed: what ranks have agreed on; None begins the residual and samples here.
         """
-        layout = bucket.layout(sharded, extra_cuts)
+        layout = bucket.layout(spec.sharded, spec.extra_cuts)
         capacity_S = None
-        if capacity is not None:
-            capacity_S = segment_capacity(layout, capacity * density)
-        value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
+        if spec.capacity is not None:
+            capacity_S = segment_capacity(layout, spec.capacity * spec.density)
+        value_dtype = wire_dtype_of(bucket.grad_N.dtype, spec.wire_dtype)
         residual_N, threshold = agreed or (self.begin(bucket, timer), None)
         with timer.stage("threshold"):
             thresholds_R = self.method.thresholds(
-                bucket, layout, residual_N, density, step, threshold
+                bucket, layout, residual_N, spec.density, step, threshold
             )
         self.thresholds_R = thresholds_R
         key = self._rounding_key(bucket, step)
@@ -126,8 +140,8 @@ class Selector:
                 key,
                 step,
                 self.buffers,
-                form,
-                block_size,
+                spec.format,
+                spec.block_size,
                 capacity_S,
             )
         self.method.selected(bucket, message)

@@ -34,7 +34,7 @@ from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import RecordSink
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
@@ -99,7 +99,7 @@ class Attachment:
         for group in self.groups:
             self._reducer_of(group, device)
         for key, reducer in self._reducers.items():
-            reducer.prepare(
+            reducer.open_windows(
                 [
                     bucket
                     for group in self.groups
@@ -151,17 +151,17 @@ class Attachment:
             instances = None
             if group.instances_group is not None:
                 instances = self._transport_of(group.instances_group, device)
+            writer = GradientDumpWriter.of(
+                self.config.tracking, self._run_dir, ranks, transport.rank
+            )
             self._reducers[key] = GradientReducer(
                 self.config,
-                transport,
+                Groups(transport, self._tensor_parallel, instances),
                 self.planner,
-                self.residuals,
+                self.method,
                 self.sink,
                 self.progress,
-                GradientDumpWriter.of(self.config.tracking, self._run_dir, ranks, transport.rank),
-                self._tensor_parallel,
-                instances,
-                self.method,
+                [] if writer is None else [writer],
             )
         return self._reducers[key]
 

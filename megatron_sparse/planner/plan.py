@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.compression.schedule import Phase, phase_and_density
+from megatron_sparse.compression.selection import MessageSpec
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, wire_dtype_of
@@ -46,6 +47,19 @@ class Plan:
     def to_dict(self) -> dict[str, object]:
         """For `plan.json`."""
         return asdict(self)
+
+    def message_spec(self, bucket: Bucket, options: SchemeConfig) -> MessageSpec:
+        """The message that a sparse plan makes of `bucket`."""
+        scheme = SCHEMES[self.scheme]
+        return MessageSpec(
+            density=self.density,
+            wire_dtype=self.wire_dtype,
+            format=scheme.message_format(options),
+            block_size=options.block_size,
+            sharded=self.sharded,
+            extra_cuts=scheme.extra_cuts(bucket),
+            capacity=options.capacity,
+        )
 
 
 @dataclass(frozen=True)

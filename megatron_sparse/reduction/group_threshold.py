@@ -5,23 +5,85 @@ and select by one global threshold; a rank with larger gradients then sends more
 The samples are those of `threshold_scope=bucket`, drawn at the same positions on every rank.
 
 Cost: an agreement of 8 (2 + n) bytes a rank on the group's n ranks, and an all-gather of 4 bytes a
-sample. Both wait for the group, so selection begins only when it is the bucket's turn to post.
+sample. Both are messages, so selection begins only when the bucket has passed the gate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Protocol
 
 import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Identity, exchange_sizes
+from megatron_sparse.compression.selection import Agreed, Selector
 from megatron_sparse.compression.threshold import KEEP_ALL, sampled_magnitudes
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.errors import CommunicationError
+from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.reduction.progress import GATE, Stage
 from megatron_sparse.transport import Transport, Work
+
+
+class ThresholdSource(Protocol):
+    """Where the threshold of a bucket comes from."""
+
+    def agree(
+        self, bucket: Bucket, density: float, step: int, timer: StageTimer
+    ) -> Stage[Agreed | None]:
+        """The residual and the threshold that ranks agree on; None: each rank takes its own."""
+        ...
+
+
+def threshold_source(selector: Selector, tensor_parallel: Transport | None) -> ThresholdSource:
+    """The source that `compression.threshold_scope` asks for.
+
+    Raises:
+        ConfigError: `threshold_scope=tp_group` without a tensor-parallel group.
+    """
+    if selector.config.threshold_scope != "tp_group":
+        return OwnThresholds()
+    if tensor_parallel is None:
+        raise ConfigError(
+            "compression.threshold_scope=tp_group without a tensor-parallel group",
+            expected="a model that Megatron trains, whose plugin knows the group",
+            got="a group of data-parallel ranks alone",
+            remedy="set compression.threshold_scope=parameter or bucket",
+        )
+    return GroupThreshold(selector, tensor_parallel)
+
+
+class OwnThresholds:
+    """Each rank samples its own gradients, in `Selector.select`."""
+
+    def agree(
+        self, bucket: Bucket, density: float, step: int, timer: StageTimer
+    ) -> Stage[Agreed | None]:
+        """See `ThresholdSource`: there is nothing to agree on."""
+        yield from ()
+
+
+class GroupThreshold:
+    """The ranks of a tensor-parallel group agree on one threshold."""
+
+    def __init__(self, selector: Selector, transport: Transport) -> None:
+        self._selector = selector
+        self._transport = transport
+
+    def agree(
+        self, bucket: Bucket, density: float, step: int, timer: StageTimer
+    ) -> Stage[Agreed | None]:
+        """See `ThresholdSource`. At density 1 everything is sent, without a threshold."""
+        if density >= 1:
+            return None
+        yield GATE
+        residual_N = self._selector.begin(bucket, timer)
+        threshold = yield from group_threshold(
+            bucket, residual_N, density, step, self._selector.config, self._transport, timer
+        )
+        return Agreed(residual_N, threshold)
 
 
 def group_threshold(

@@ -1,10 +1,10 @@
 """The second half of a sum where Megatron's distributed optimizer has several instances.
 
 With `num_distributed_optimizer_instances` = k > 1 the data-parallel ranks are cut into k instances,
-each of which holds the whole optimizer state. A bucket is reduce-scattered inside the instance,
-by whatever scheme its plan names, and then each rank all-reduces its shard with the ranks that own
-the same shard in the other instances. What was selected inside the instance fills in there, so the
-second half is dense: the backend's own all-reduce, which is also what Megatron does.
+each of which holds the whole optimizer state. A bucket is reduce-scattered inside the instance by
+the scheme of its plan. Then each rank all-reduces its shard with the ranks that own the same shard
+in the other instances. The sum inside the instance has filled in, so the second half is dense: the
+backend's own all-reduce, which Megatron uses too.
 
 Cost beside the scheme's: 2 (k - 1) / k N b / n bytes on n ranks an instance, and one round.
 """
@@ -12,12 +12,66 @@ Cost beside the scheme's: 2 (k - 1) / k N b / n bytes on n ranks an instance, an
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.dense import dense
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.base import Marker
+
+
+class SecondHalf(Protocol):
+    """What follows the collective of a bucket's group."""
+
+    def after(self, steps: Steps, exchange: Exchange, step: int) -> Steps:
+        """Runs the steps of a collective, then the second half; returns the bytes sent in both.
+
+        Args:
+            steps: of the collective.
+            exchange: with which the collective was started.
+            step: the training step.
+        """
+        ...
+
+
+def second_half(instances: Transport | None) -> SecondHalf:
+    """The sum over the instances, or nothing where there is one instance only."""
+    return OneInstance() if instances is None else SumOverInstances(instances)
+
+
+class OneInstance:
+    """Nothing follows the collective."""
+
+    def after(self, steps: Steps, exchange: Exchange, step: int) -> Steps:
+        """See `SecondHalf`."""
+        return steps
+
+
+class SumOverInstances:
+    """Adds up this rank's shard over all instances.
+
+    Args:
+        instances: the ranks that own the same shard, one of each instance.
+    """
+
+    def __init__(self, instances: Transport) -> None:
+        self._instances = instances
+
+    def after(self, steps: Steps, exchange: Exchange, step: int) -> Steps:
+        """See `SecondHalf`; `steps` is a reduce-scatter.
+
+        The markers of `steps` are held back: the next bucket may post only when this one has
+        posted its second half. Otherwise ranks would meet there in the order in which first halves
+        end, which differs between instances.
+
+        Raises:
+            CommunicationError: an instance means another bucket or step.
+        """
+        sent_bytes = yield from _without_markers(steps)
+        shard = shard_bucket(exchange.bucket, exchange.transport.rank)
+        across = replace(exchange, bucket=shard, transport=self._instances)
+        return sent_bytes + (yield from dense(across, shard.grad_N, step))
 
 
 def shard_bucket(bucket: Bucket, rank: int) -> Bucket:
@@ -27,7 +81,8 @@ def shard_bucket(bucket: Bucket, rank: int) -> Bucket:
 
     Example:
         >>> import torch
-        >>> b = Bucket("0", torch.zeros(8), (), Form.REDUCE_SCATTER, world_size=2, instances=3)
+        >>> op = CollectiveOp.REDUCE_SCATTER
+        >>> b = Bucket("0", torch.zeros(8), (), op, world_size=2, instances=3)
         >>> shard_bucket(b, 1).numel, shard_bucket(b, 1).world_size
         (4, 3)
     """
@@ -35,30 +90,6 @@ def shard_bucket(bucket: Bucket, rank: int) -> Bucket:
     return Bucket(
         f"{bucket.name}.instances", shard_M, (), CollectiveOp.ALL_REDUCE, bucket.instances
     )
-
-
-def summed_over_instances(
-    steps: Steps, exchange: Exchange, step: int, instances: Transport
-) -> Steps:
-    """Runs a reduce-scatter inside the instance, then adds up the shards of all instances.
-
-    The next bucket may post only when this one has posted its second half: ranks would else meet
-    in another order there, whichever bucket's first half ended first.
-
-    Args:
-        steps: the reduce-scatter.
-        exchange: the one that `steps` are of; the shard of this rank receives the sum over all
-            instances.
-        step: the training step.
-        instances: the ranks that own the same shard, one of each instance.
-
-    Raises:
-        CommunicationError: an instance means another bucket or step.
-    """
-    sent_bytes = yield from _without_markers(steps)
-    shard = shard_bucket(exchange.bucket, exchange.transport.rank)
-    across = replace(exchange, bucket=shard, transport=instances)
-    return sent_bytes + (yield from dense(across, shard.grad_N, step))
 
 
 def _without_markers(steps: Steps) -> Steps:

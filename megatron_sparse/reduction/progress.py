@@ -34,7 +34,10 @@ class Gate(Enum):
 
 GATE = Gate.GATE
 
-Job = Callable[[], Generator[object, None, None]]
+type Stage[T] = Generator[object, None, T]
+"""What the progress thread drives: yields markers and works, returns T."""
+
+Job = Callable[[], Stage[None]]
 
 POLL_S = 20e-3
 """How often a job that nobody wakes is looked at: for deadlines and for ranks that are gone."""

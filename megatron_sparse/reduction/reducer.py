@@ -1,43 +1,93 @@
-"""The data path of one bucket: plan, select, exchange, write back, tell.
+"""One bucket's way through gradient synchronisation, as a pipeline.
 
-`start` returns at once; a progress thread does the work while the backward pass goes on. After
-`PendingReduction.wait` the bucket holds the sum over all ranks of what they selected (for a
-reduce-scatter: this rank's shard of it), and the residual holds the rest. Where the bucket asks for
-the average, each rank's gradient is divided first, on the progress thread: one more pass over it.
+    prepare     divide the gradient by the number of ranks, where the average is wanted
+    select      gradient + residual -> message and new residual; a dense plan takes their whole sum
+                -- the gate: buckets pass it, and post messages, in the order of their launch --
+    agree       with the other ranks: which rank to skip, and what the planner wants to know
+    exchange    run the collective of the plan, which overwrites the gradient with the sum
+    finish      complete the record
+
+`GradientReducer.start` returns at once: a progress thread drives the pipeline while the backward
+pass goes on. After `PendingReduction.wait` the bucket holds the sum over all ranks of what they
+selected (for a reduce-scatter: this rank's shard of it), and the residual holds the rest.
+
+What only some runs need stands behind the pipeline. It is composed once, when the reducer is made:
+
+- `StragglerPolicy` decides which rank to skip; with `straggler.mode=off` none.
+- `ThresholdSource` finds the threshold on which a tensor-parallel group agrees, if there is one.
+- `SecondHalf` adds up the shards of several instances of Megatron's distributed optimizer.
+- `GradientListener`s see gradients and selections, for instance to dump them.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
 
 from megatron_sparse.bucket import Bucket, Reduction
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
-from megatron_sparse.collectives.base import Steps
-from megatron_sparse.collectives.peer_windows import ProcessRanks, open_windows
 from megatron_sparse.compression.method import CompressionMethod
-from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import ConfigError, DependencyError, HostError
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.planner import Plan, Planner
-from megatron_sparse.planner.plan import Windows
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
-from megatron_sparse.reduction.group_threshold import group_threshold
-from megatron_sparse.reduction.instances import summed_over_instances
-from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
+from megatron_sparse.reduction.group_threshold import threshold_source
+from megatron_sparse.reduction.instances import second_half
+from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread, Stage
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
-from megatron_sparse.sparsity.gradient_dump import NO_DUMP, GradientDumpWriter, Kind
-from megatron_sparse.sparsity.sampling import selected_values
+from megatron_sparse.reduction.windows import windows_for
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.peer_memory import PeerMemory
 
-logger = logging.getLogger("megatron_sparse")
+
+class GradientListener(Protocol):
+    """Sees every bucket on its way. Called by the progress thread; must only read."""
+
+    def on_gradient(self, bucket: Bucket, step: int) -> None:
+        """The gradient is final and divided; nothing has been selected from it yet."""
+
+    def on_selected(
+        self, bucket: Bucket, step: int, message: Message, buffers: MessageBuffers
+    ) -> None:
+        """The message holds what was selected; not called for a dense plan."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of ranks that take part in a bucket's way.
+
+    Attributes:
+        data_parallel: the ranks whose gradients are summed.
+        tensor_parallel: the ranks that agree on thresholds, for `threshold_scope=tp_group`.
+        instances: the ranks that own the same shard in the other instances of the distributed
+            optimizer, where there are several.
+    """
+
+    data_parallel: Transport
+    tensor_parallel: Transport | None = None
+    instances: Transport | None = None
+
+
+@dataclass(frozen=True)
+class BucketJob:
+    """A bucket that was launched, with the plan it follows and the record that it fills."""
+
+    bucket: Bucket
+    plan: Plan
+    step: int
+    record: BucketRecord
+
+    @property
+    def timer(self) -> StageTimer:
+        """Receives the time of every stage."""
+        return self.record.timer
 
 
 class PendingReduction:
@@ -68,93 +118,61 @@ class GradientReducer:
 
     Args:
         config: compression and scheme.
-        transport: the group.
+        groups: the ranks.
         planner: chooses the scheme of each bucket.
-        residuals: error feedback; mutated by the progress thread between `start` and `wait`.
-        sink: told about each bucket by the thread that waits for it.
-        progress: drives the phases; shared by all reducers of the process.
-        recording: given the gradients of the iterations that it wants.
-        tensor_parallel: the group that agrees on thresholds, for `threshold_scope=tp_group`.
-        instances: the ranks that own the same shards in other instances of the distributed
-            optimizer, if there are any.
-        method: the compression method, shared by all reducers of these residuals; see `Selector`.
+        method: of compression, with its residuals; shared by all reducers of a model. The progress
+            thread mutates it between `start` and `wait`.
+        sink: receives each bucket's record from the thread that waits for the bucket.
+        progress: drives the pipelines; shared by all reducers of the process.
+        listeners: see `GradientListener`.
 
     Raises:
-        ConfigError: that scope without such a group.
+        ConfigError: the configuration needs a group that there is not, or names a rank outside it.
     """
 
     def __init__(
         self,
         config: SparseConfig,
-        transport: Transport,
+        groups: Groups,
         planner: Planner,
-        residuals: ResidualStore,
+        method: CompressionMethod,
         sink: RecordSink,
         progress: ProgressThread,
-        recording: GradientDumpWriter = NO_DUMP,
-        tensor_parallel: Transport | None = None,
-        instances: Transport | None = None,
-        method: CompressionMethod | None = None,
+        listeners: Sequence[GradientListener] = (),
     ) -> None:
         self._config = config
-        self.transport = transport
-        self.instances = instances
+        self.transport = groups.data_parallel
         self.planner = planner
-        planner.join(transport)
-        self.sink = sink
+        planner.join(self.transport)
         self.progress = progress
-        self.recording = recording
-        self.threshold_group = _threshold_group(config, tensor_parallel)
+        self._sink = sink
+        self._listeners = tuple(listeners)
         self.buffers = MessageBuffers()
-        self.options = config.scheme
         self.windows: PeerMemory | None = None
-        self.selector = Selector(
-            config.compression, residuals, transport.rank, self.buffers, method
-        )
-        self.stragglers = StragglerPolicy(config, transport, sink)
+        self.selector = Selector(method, self.transport.rank, self.buffers)
+        self._thresholds = threshold_source(self.selector, groups.tensor_parallel)
+        self._second_half = second_half(groups.instances)
+        self._stragglers = StragglerPolicy(config, self.transport, sink)
 
-    def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Makes what schemes need of all buckets at once, before the first of them is started.
+    def open_windows(self, buckets: Sequence[Bucket]) -> None:
+        """Makes windows of peer memory, if the planner may choose a scheme that runs in them.
 
-        That is windows of peer memory, where the planner may ask for them; nothing otherwise.
-        Collective over the group; waits for the device then. Marks the buckets.
+        Call it once, before the first `start`. Collective over the group; waits for the device.
+        Marks the buckets that have windows.
 
         Args:
             buckets: all that this reducer will ever synchronise. Their sizes must not change.
 
         Raises:
-            ConfigError: a scheme that needs windows, for a group that cannot have any.
+            ConfigError: the scheme needs windows, and the group cannot have any.
             HostError: the ranks cannot reach one another's memory.
             DependencyError: this torch has no such memory.
         """
-        wanted = self.planner.windows(self.transport)
-        if wanted is Windows.NONE or not buckets:
-            return
-        try:
-            peers = open_windows(
-                cast("ProcessRanks", self.transport),
-                buckets,
-                self._config.scheme,
-                in_order_of_coming=self._config.scheme.peer_in_order_of_coming
-                or self._config.straggler.leaves_behind,
-            )
-        except (ConfigError, HostError, DependencyError) as error:
-            if wanted is Windows.REQUIRED:
-                raise
-            if self.transport.rank == 0:
-                logger.warning(
-                    "the planner has no windows of peer memory to choose: %s (got: %s)",
-                    error.what,
-                    error.got,
-                )
-            return
-        self.windows = peers
-        for bucket in buckets:
-            bucket.has_windows = True
+        self.windows = windows_for(buckets, self._config, self.planner, self.transport)
 
     @property
     def window_bytes(self) -> int:
-        """Of GPU memory that this rank's windows take."""
+        """Bytes of GPU memory that this rank's windows take."""
         return 0 if self.windows is None else self.windows.nbytes
 
     def start(
@@ -170,145 +188,96 @@ class GradientReducer:
             step: drives the schedule and keys the random draws.
             on_done: see `ProgressThread.submit`.
         """
-        self.stragglers.begin_step(step)
-        plan = self.stragglers.adapt(bucket, self.planner.plan_for(bucket, step))
-        timer = StageTimer(bucket.grad_N.device)
+        self._stragglers.begin_step(step)
+        plan = self._stragglers.adapt(bucket, self.planner.plan_for(bucket, step))
         record = BucketRecord(
             bucket=bucket.name,
             step=step,
-            scheme=self.stragglers.scheme_of(plan, None),
+            scheme=self._stragglers.scheme_of(plan, None),
             phase=plan.phase,
             density=plan.density,
             numel=bucket.numel,
-            timer=timer,
+            timer=StageTimer(bucket.grad_N.device),
             dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
             predicted_us=plan.predicted_us,
             launched_s=time.perf_counter(),
         )
         self.planner.follow(record)
-        run = self._dense if SCHEMES[plan.scheme].takes is Input.DENSE else self._sparse
+        job = BucketJob(bucket, plan, step, record)
         pending = self.progress.submit(
-            bucket.name, lambda: run(bucket, plan, step, record), timer, on_done
+            bucket.name, lambda: self.synchronise(job), record.timer, on_done
         )
-        self.stragglers.launched(self.progress)
-        return PendingReduction(pending, record, self.sink)
+        self._stragglers.launched(self.progress)
+        return PendingReduction(pending, record, self._sink)
 
-    def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
-        """The bucket's row of `plan.json`: the planner's, and whom the bucket goes on without."""
-        row, plan = self.planner.report(bucket, step), self.planner.plan_for(bucket, step)
-        return row | {"straggler": self.stragglers.report(bucket, plan)}
+    def synchronise(self, job: BucketJob) -> Stage[None]:
+        """The pipeline; see the module's docstring. Driven by the progress thread."""
+        self._prepare(job)
+        selected = yield from self._select(job)
+        yield GATE
+        exchange = yield from self._agree(job, selected)
+        sent_bytes = yield from self._exchange(job, selected, exchange)
+        self._finish(job, selected, sent_bytes)
 
-    def _sparse(
-        self, bucket: Bucket, plan: Plan, step: int, record: BucketRecord
-    ) -> Generator[object, None, None]:
-        self._prepare(bucket, step, record.timer)
-        agreed = None
-        if self.threshold_group is not None and plan.density < 1:
-            yield GATE
-            residual_N = self.selector.begin(bucket, record.timer)
-            agreed = (
-                residual_N,
-                (
-                    yield from group_threshold(
-                        bucket,
-                        residual_N,
-                        plan.density,
-                        step,
-                        self.selector.config,
-                        self.threshold_group,
-                        record.timer,
-                    )
-                ),
-            )
-        message = self.selector.select(
-            bucket,
-            plan.density,
-            plan.wire_dtype,
-            form=SCHEMES[plan.scheme].message_format(self.options),
-            block_size=self.options.block_size,
-            sharded=plan.sharded,
-            extra_cuts=SCHEMES[plan.scheme].extra_cuts(bucket),
-            step=step,
-            timer=record.timer,
-            capacity=self.options.capacity,
-            agreed=agreed,
+    def _prepare(self, job: BucketJob) -> None:
+        """Averages, because residuals are contributions to the averaged gradient."""
+        bucket = job.bucket
+        ranks = bucket.world_size * bucket.instances
+        if bucket.reduction is Reduction.AVG and ranks > 1:
+            with job.timer.stage("prune"):
+                bucket.grad_N.div_(ranks)
+        for listener in self._listeners:
+            listener.on_gradient(bucket, job.step)
+
+    def _select(self, job: BucketJob) -> Stage[Message | torch.Tensor]:
+        """Gradient and residual become a message, or a dense plan's values [N]."""
+        bucket, plan = job.bucket, job.plan
+        if SCHEMES[plan.scheme].takes is Input.DENSE:
+            return self.selector.take_whole(bucket, plan.wire_dtype, step=job.step, timer=job.timer)
+        spec = plan.message_spec(bucket, self._config.scheme)
+        agreed = yield from self._thresholds.agree(bucket, plan.density, job.step, job.timer)
+        message = self.selector.select(bucket, spec, step=job.step, timer=job.timer, agreed=agreed)
+        job.record.thresholds_R = self.selector.thresholds_R
+        for listener in self._listeners:
+            listener.on_selected(bucket, job.step, message, self.buffers)
+        return message
+
+    def _agree(self, job: BucketJob, selected: Message | torch.Tensor) -> Stage[Exchange]:
+        """Which rank to skip, if any; and what the planner shares with the other ranks."""
+        bucket, plan, record = job.bucket, job.plan, job.record
+        record.straggler = yield from self._stragglers.decide(bucket, plan)
+        record.scheme = self._stragglers.scheme_of(plan, record.straggler)
+        message = selected if isinstance(selected, Message) else None
+        yield from self.planner.share(
+            bucket, plan, job.step, message, self.transport, self.buffers, job.timer
         )
-        record.thresholds_R = self.selector.thresholds_R
-        if self.recording.wants(step + 1, Kind.SELECTED):
-            selected_N = selected_values(bucket, message, self.buffers)
-            self.recording.write(bucket.name, step + 1, Kind.SELECTED, selected_N)
-        yield GATE
-        exchange = yield from self._decide(bucket, plan, record)
-        yield from self._share(bucket, plan, step, message, record)
-        steps = SCHEMES[plan.scheme].run(exchange, message)
-        record.wire_bytes = yield from self._over_instances(steps, exchange, step)
-        record.nnz = message.nnz
-
-    def _dense(
-        self, bucket: Bucket, plan: Plan, step: int, record: BucketRecord
-    ) -> Generator[object, None, None]:
-        self._prepare(bucket, step, record.timer)
-        values_N = self.selector.take_whole(bucket, plan.wire_dtype, step=step, timer=record.timer)
-        record.nnz = bucket.numel
-        yield GATE
-        exchange = yield from self._decide(bucket, plan, record)
-        yield from self._share(bucket, plan, step, None, record)
-        steps = SCHEMES[record.scheme].run(exchange, values_N, step)
-        record.wire_bytes = yield from self._over_instances(steps, exchange, step)
-
-    def _over_instances(self, steps: Steps, exchange: Exchange, step: int) -> Steps:
-        """The collective, and the sum over the optimizer's instances where there are several."""
-        if self.instances is None:
-            return steps
-        return summed_over_instances(steps, exchange, step, self.instances)
-
-    def _prepare(self, bucket: Bucket, step: int, timer: StageTimer) -> None:
-        """Averages; and records the gradient where it is wanted. Iterations count from 1."""
-        _average(bucket, timer)
-        self.recording.write(bucket.name, step + 1, Kind.GRADIENT, bucket.grad_N)
-
-    def _decide(
-        self, bucket: Bucket, plan: Plan, record: BucketRecord
-    ) -> Generator[object, None, Exchange]:
-        """Decides which rank the bucket does not wait for, if any."""
-        record.straggler = yield from self.stragglers.decide(bucket, plan)
-        record.scheme = self.stragglers.scheme_of(plan, record.straggler)
         return Exchange(
             bucket,
             self.transport,
             self.buffers,
-            record.timer,
-            self.options,
+            job.timer,
+            self._config.scheme,
             record.straggler,
             self.windows,
         )
 
-    def _share(
-        self, bucket: Bucket, plan: Plan, step: int, message: Message | None, record: BucketRecord
-    ) -> Generator[object, None, None]:
-        """What the planner wants to know of the other ranks."""
-        return self.planner.share(
-            bucket, plan, step, message, self.transport, self.buffers, record.timer
-        )
+    def _exchange(
+        self, job: BucketJob, selected: Message | torch.Tensor, exchange: Exchange
+    ) -> Stage[int]:
+        """Runs the collective; returns the bytes that this rank has sent."""
+        if isinstance(selected, Message):
+            steps = SCHEMES[job.plan.scheme].run(exchange, selected)
+        else:
+            # Dense plans alone change their collective when no rank is skipped.
+            steps = SCHEMES[job.record.scheme].run(exchange, selected, job.step)
+        return self._second_half.after(steps, exchange, job.step)
 
+    def _finish(self, job: BucketJob, selected: Message | torch.Tensor, sent_bytes: int) -> None:
+        """Completes the record. In capacity mode the message knows its nnz only now."""
+        job.record.wire_bytes = sent_bytes
+        job.record.nnz = selected.nnz if isinstance(selected, Message) else job.bucket.numel
 
-def _threshold_group(config: SparseConfig, given: Transport | None) -> Transport | None:
-    """The group that agrees on thresholds, where the configuration asks for one."""
-    if config.compression.threshold_scope != "tp_group":
-        return None
-    if given is None:
-        raise ConfigError(
-            "compression.threshold_scope=tp_group without a tensor-parallel group",
-            expected="a model that Megatron trains, whose plugin knows the group",
-            got="a group of data-parallel ranks alone",
-            remedy="set compression.threshold_scope=parameter or bucket",
-        )
-    return given
-
-
-def _average(bucket: Bucket, timer: StageTimer) -> None:
-    """Divides the gradient by the number of ranks where the bucket asks for the average."""
-    ranks = bucket.world_size * bucket.instances
-    if bucket.reduction is Reduction.AVG and ranks > 1:
-        with timer.stage("prune"):
-            bucket.grad_N.div_(ranks)
+    def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
+        """The bucket's row of `plan.json`: the planner's, and which rank the bucket skips."""
+        row, plan = self.planner.report(bucket, step), self.planner.plan_for(bucket, step)
+        return row | {"straggler": self._stragglers.report(bucket, plan)}

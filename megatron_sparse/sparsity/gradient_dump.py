@@ -27,8 +27,11 @@ from urllib.parse import quote, unquote
 
 import torch
 
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.config.sparse import TrackingConfig
 from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.sparsity.sampling import selected_values
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -83,7 +86,7 @@ class GradientDumpWriter:
     @classmethod
     def of(
         cls, tracking: TrackingConfig, run_dir: Path | None, ranks: Sequence[int], rank: int
-    ) -> GradientDumpWriter:
+    ) -> GradientDumpWriter | None:
         """The writer that a run's configuration asks for.
 
         Args:
@@ -96,7 +99,7 @@ class GradientDumpWriter:
             ConfigError: gradients are to be dumped, and there is no folder.
         """
         if not tracking.record_gradients_iters:
-            return NO_DUMP
+            return None
         if run_dir is None:
             raise ConfigError(
                 "tracking.record_gradients_iters needs a run's folder to write to",
@@ -113,6 +116,18 @@ class GradientDumpWriter:
             world_size=len(ranks),
             first_rank=min(ranks),
         )
+
+    def on_gradient(self, bucket: Bucket, step: int) -> None:
+        """Writes a bucket's gradient before selection. Steps count from 0, iterations from 1."""
+        self.write(bucket.name, step + 1, Kind.GRADIENT, bucket.grad_N)
+
+    def on_selected(
+        self, bucket: Bucket, step: int, message: Message, buffers: MessageBuffers
+    ) -> None:
+        """Writes what was selected from a bucket."""
+        if self.wants(step + 1, Kind.SELECTED):
+            selected_N = selected_values(bucket, message, buffers)
+            self.write(bucket.name, step + 1, Kind.SELECTED, selected_N)
 
     def wants(self, iteration: int, kind: Kind) -> bool:
         """Whether `write` would write anything."""
@@ -139,10 +154,6 @@ class GradientDumpWriter:
         except OSError as error:
             self._is_broken = True
             logger.error("gradients are not dumped any more: %s", error)
-
-
-NO_DUMP = GradientDumpWriter(Path(), ())
-"""Wants nothing."""
 
 
 def _packed(values: torch.Tensor) -> dict[str, Any]:

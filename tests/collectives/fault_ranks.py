@@ -12,13 +12,14 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import over_groups
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.faults import (
     Fault,
@@ -70,9 +71,12 @@ class Side:
         self.faulty = wrapped
         self.reducer = GradientReducer(
             config,
-            wrapped,
+            Groups(wrapped),
             FixedPlanner(config.compression, config.scheme),
-            ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED),
+            method_of(
+                config.compression,
+                ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED),
+            ),
             NullSink(),
             self.progress,
         )

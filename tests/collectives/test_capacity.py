@@ -12,6 +12,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, over_groups
 from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.collectives.records import group_of
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
@@ -21,7 +22,7 @@ from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_en
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.reference.capacity import prune_limited
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology, VirtualCluster
 from tests.collectives.cases import OPTIONS, STEP, Case, contribution, numel_for, parameters
@@ -419,7 +420,14 @@ def _train(rank, world_size, schemes):
         residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
         records = Records()
         planner = FixedPlanner(config.compression, config.scheme)
-        reducer = GradientReducer(config, transport, planner, residuals, records, progress)
+        reducer = GradientReducer(
+            config,
+            Groups(transport),
+            planner,
+            method_of(config.compression, residuals),
+            records,
+            progress,
+        )
         carried = torch.zeros(NUMEL)
         for step in range(2):
             generator = torch.Generator().manual_seed(10 * step + rank)

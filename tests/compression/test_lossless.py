@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import METHODS
+from megatron_sparse.compression.methods import METHODS, method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.selection import Selector
+from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
@@ -47,13 +47,13 @@ def _gradient(step, rows=3, dtype=torch.float32):
 def _selector(method="topk", **options):
     config = CompressionConfig(method=method, density=0.02, samples=500, **options)
     store = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    return Selector(config, store, 0, MessageBuffers())
+    return Selector(method_of(config, store), 0, MessageBuffers())
 
 
 def _select(selector, gradient, step, pieces=PIECES, form="auto"):
     bucket = Bucket("b", gradient.clone(), pieces, CollectiveOp.ALL_REDUCE, 1)
     message = selector.select(
-        bucket, 0.02, None, form=form, block_size=64, sharded=False, step=step, timer=StageTimer()
+        bucket, MessageSpec(0.02, format=form, block_size=64), step=step, timer=StageTimer()
     )
     return selected_values(bucket, message, selector.buffers).clone(), message
 
@@ -67,7 +67,7 @@ def test_what_is_not_zero_is_sent_and_nothing_stays_behind(method, scope, dtype)
     for step in range(3):
         gradient = _gradient(step, dtype=dtype)
         sent, message = _select(selector, gradient, step)
-        residual = selector.residuals["b"]
+        residual = selector.method.stores["residual"]["b"]
         assert torch.equal(sent[EMBEDDING], gradient[EMBEDDING].float())
         assert not residual[EMBEDDING].any()
         assert residual[:2000].any()
@@ -86,7 +86,7 @@ def test_with_momentum_it_is_the_velocity_that_is_sent():
         velocity = 0.5 * velocity + gradient[EMBEDDING]
         sent, _ = _select(selector, gradient, step)
         assert torch.equal(sent[EMBEDDING], velocity)
-        assert not selector.residuals["b"][EMBEDDING].any()
+        assert not selector.method.stores["residual"]["b"][EMBEDDING].any()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -94,11 +94,11 @@ def test_what_an_earlier_residual_holds_is_sent_too(method):
     """As when a run goes on with a pattern more."""
     selector = _selector(method, momentum=0.0)
     _select(selector, _gradient(0), 0, PRUNED)
-    before = selector.residuals["b"].clone()
+    before = selector.method.stores["residual"]["b"].clone()
     assert before[EMBEDDING].any()
     sent, _ = _select(selector, _gradient(1), 1)
     assert torch.equal(sent[EMBEDDING], (_gradient(1) + before)[EMBEDDING])
-    assert not selector.residuals["b"][EMBEDDING].any()
+    assert not selector.method.stores["residual"]["b"][EMBEDDING].any()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.dgc import check_optimizer
 from megatron_sparse.compression.methods import METHODS, method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.selection import Selector
+from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.compression.threshold_reuse import correction
 from megatron_sparse.config.compression import METHODS as NAMES
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
@@ -44,7 +44,7 @@ class Rank:
             **({"density": 0.1, "threshold_scope": "parameter"} | options),
         )
         store = ResidualStore(torch.float32, undo=undo, outcome=Outcome.REPORTED)
-        self.selector = Selector(self.config, store, 0, MessageBuffers())
+        self.selector = Selector(method_of(self.config, store), 0, MessageBuffers())
         self.method = self.selector.method
 
     def select(self, gradient_N, step, density=None, capacity=None):
@@ -52,14 +52,9 @@ class Rank:
         bucket = Bucket("b", gradient_N.clone(), PIECES, CollectiveOp.ALL_REDUCE, 1)
         message = self.selector.select(
             bucket,
-            density or self.config.density,
-            None,
-            form="auto",
-            block_size=256,
-            sharded=False,
+            MessageSpec(density or self.config.density, capacity=capacity),
             step=step,
             timer=StageTimer(),
-            capacity=capacity,
         )
         kept = message.pruned_nnz
         return selected_values(bucket, message, self.selector.buffers).clone(), kept
@@ -322,16 +317,7 @@ class TestThresholdReuse:
                 if "b" in rank.method.stores["residual"]:
                     rank.method.stores["residual"]["b"].zero_()
             messages = [
-                rank.selector.select(
-                    bucket,
-                    density,
-                    None,
-                    form="auto",
-                    block_size=256,
-                    sharded=False,
-                    step=step,
-                    timer=StageTimer(),
-                )
+                rank.selector.select(bucket, MessageSpec(density), step=step, timer=StageTimer())
                 for rank, bucket in zip((reused, sampled), buckets, strict=True)
             ]
             kept = messages[0].pruned_nnz
@@ -370,21 +356,12 @@ class TestThresholdReuse:
         """As under plain DDP, where nobody reports."""
         store = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
         config = CompressionConfig(method="threshold_reuse", density=0.1, samples=600)
-        selector = Selector(config, store, 0, MessageBuffers())
+        selector = Selector(method_of(config, store), 0, MessageBuffers())
         for step in range(4):
             bucket = Bucket("b", _gradient(0), PIECES, CollectiveOp.ALL_REDUCE, 1)
             if "b" in store:
                 store["b"].zero_()
-            selector.select(
-                bucket,
-                0.1,
-                None,
-                form="auto",
-                block_size=256,
-                sharded=False,
-                step=step,
-                timer=StageTimer(),
-            )
+            selector.select(bucket, MessageSpec(0.1), step=step, timer=StageTimer())
         state = selector.method.state_dict()["b"]
         assert (state["sampled_step"], state["step"]) == (0, 3)
 

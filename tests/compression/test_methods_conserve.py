@@ -7,8 +7,9 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Exchange
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.selection import Selector
+from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.compression import METHODS, CompressionConfig
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
@@ -36,7 +37,7 @@ class Rank:
             keep_below_numel=0,
         )
         self.store = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-        self.selector = Selector(self.config, self.store, rank, MessageBuffers())
+        self.selector = Selector(method_of(self.config, self.store), rank, MessageBuffers())
         self.left = {"residual": torch.zeros(NUMEL), "momentum": torch.zeros(NUMEL)}
 
     def step(self, transport, step, op):
@@ -55,12 +56,12 @@ class Rank:
         else:
             message = self.selector.select(
                 bucket,
-                plan.density,
-                None,
-                form=scheme.message_format(options),
-                block_size=256,
-                sharded=plan.sharded,
-                extra_cuts=scheme.extra_cuts(bucket),
+                MessageSpec(
+                    plan.density,
+                    format=scheme.message_format(options),
+                    sharded=plan.sharded,
+                    extra_cuts=scheme.extra_cuts(bucket),
+                ),
                 step=step,
                 timer=timer,
             )

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import BucketJob, GradientReducer, Groups
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import NcclLibrary
@@ -79,9 +80,12 @@ class Rank:
         config = SparseConfig.from_overrides(**SETTINGS | overrides)
         self.reducer = GradientReducer(
             config,
-            cast("Transport", transport),
+            Groups(cast("Transport", transport)),
             planner_of(config, logs=False),
-            ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
+            method_of(
+                config.compression,
+                ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
+            ),
             NullSink(),
             cast("ProgressThread", None),
         )
@@ -99,7 +103,7 @@ class Rank:
         record = BucketRecord(
             "b", step, plan.scheme, plan.phase, plan.density, NUMEL, timer=self.timer
         )
-        yield from self.reducer._sparse(self.bucket, plan, step, record)
+        yield from self.reducer.synchronise(BucketJob(self.bucket, plan, step, record))
         return record
 
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.collectives import SCHEMES, Input, over_groups
+from megatron_sparse.collectives import over_groups
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import BucketJob, GradientReducer, Groups
 from megatron_sparse.transport import VirtualCluster
 from tests.cuda_emulator.codec_cases import Place
 from tests.cuda_emulator.device import GPU, OnDevice, sync_debug_error, to_gpu
@@ -60,9 +61,12 @@ class Ranks:
         self._reducers = [
             GradientReducer(
                 config,
-                transport,
+                Groups(transport),
                 planner_of(config, logs=False),
-                ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
+                method_of(
+                    config.compression,
+                    ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
+                ),
                 NullSink(),
                 cast("ProgressThread", None),
             )
@@ -91,10 +95,10 @@ class Ranks:
     def _rank(self, rank: int, step: int) -> Generator[Any, None, BucketRecord]:
         reducer, bucket = self._reducers[rank], self.buckets[rank]
         plan = reducer.planner.plan_for(bucket, step)
-        record = BucketRecord("b", step, plan.scheme, plan.phase, plan.density, NUMEL, StageTimer())
-        is_dense = SCHEMES[plan.scheme].takes is Input.DENSE
-        run = reducer._dense if is_dense else reducer._sparse
-        for outcome in run(bucket, plan, step, record):
+        record = BucketRecord(
+            "b", step, plan.scheme, plan.phase, plan.density, NUMEL, timer=StageTimer()
+        )
+        for outcome in reducer.synchronise(BucketJob(bucket, plan, step, record)):
             if outcome is not GATE:
                 yield outcome
         return record

@@ -17,13 +17,14 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import peer_windows
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import PEER_WINDOWS, PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, HostError
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import NullSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, Job, Pending, ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.peer_memory import PeerWindows
 from tests.cuda_emulator.device import GPU, EmulatedGpu, sync_debug_error
@@ -123,9 +124,9 @@ class Rank:
         ]
         self.reducer = GradientReducer(
             config,
-            cast("Transport", transport),
+            Groups(cast("Transport", transport)),
             planner_of(config, logs=False),
-            self.residuals,
+            method_of(config.compression, self.residuals),
             NullSink(),
             cast("ProgressThread", Inline(encoder)),
         )
@@ -196,7 +197,7 @@ def test_what_all_ranks_select_is_summed_step_after_step(
 
     def train(number: int) -> None:
         rank = Rank(number, op, meeting, encoder, **overrides)
-        rank.reducer.prepare(rank.buckets)
+        rank.reducer.open_windows(rank.buckets)
         assert all(bucket.has_windows for bucket in rank.buckets)
         peers = rank.reducer.windows
         assert peers is not None
@@ -222,7 +223,7 @@ def test_a_rank_that_stops_is_named_by_the_others_wait(shared: EmulatedDevice) -
 
     def train(number: int) -> None:
         rank = Rank(number, CollectiveOp.ALL_REDUCE, meeting, encoder, timeout_s=1.0)
-        rank.reducer.prepare(rank.buckets)
+        rank.reducer.open_windows(rank.buckets)
         if number == 0:
             rank.step(0, small_integers(0, 0))
 
@@ -234,7 +235,7 @@ def test_a_rank_that_stops_is_named_by_the_others_wait(shared: EmulatedDevice) -
 def test_ranks_of_two_machines_are_refused_when_it_is_attached(shared: EmulatedDevice) -> None:
     rank = Rank(0, CollectiveOp.ALL_REDUCE, Meeting(), threading.Lock(), nodes=(0, 1))
     with pytest.raises(ConfigError, match="peer_two_shot needs the memory of GPUs") as caught:
-        rank.reducer.prepare(rank.buckets)
+        rank.reducer.open_windows(rank.buckets)
     assert caught.value.got == "a group of 2 ranks on 2 machines"
 
 
@@ -243,7 +244,7 @@ def test_a_bucket_that_came_later_has_no_windows(shared: EmulatedDevice) -> None
 
     def train(number: int) -> None:
         rank = Rank(number, CollectiveOp.ALL_REDUCE, meeting, encoder)
-        rank.reducer.prepare(rank.buckets[:1])
+        rank.reducer.open_windows(rank.buckets[:1])
         rank.step(0, small_integers(number, 0))
 
     with pytest.raises(ConfigError, match="bucket b1: the windows were made for other buckets"):
@@ -264,14 +265,14 @@ def test_only_what_was_asked_for_by_name_must_have_windows(
     monkeypatch.setattr(peer_windows, "PROVIDERS", {"cuda_ipc": NoWindows})
     rank = Rank(0, CollectiveOp.ALL_REDUCE, Meeting(), threading.Lock())
     with pytest.raises(HostError, match="no way"):
-        rank.reducer.prepare(rank.buckets)
+        rank.reducer.open_windows(rank.buckets)
     for schemes, told in ((None, False), (["direct", "peer_two_shot"], True)):
         caplog.clear()
         config = SparseConfig.from_overrides(
             planner=PlannerConfig(cluster="perlmutter", schemes=schemes)
         )
         rank.reducer.planner = planner_of(config, logs=False)
-        rank.reducer.prepare(rank.buckets)
+        rank.reducer.open_windows(rank.buckets)
         assert not any(bucket.has_windows for bucket in rank.buckets)
         assert rank.reducer.window_bytes == 0
         assert ("no peer access" in caplog.text) is told

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.selection import Selector
+from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import (
     FORMAT_OF_SCHEME,
     MESSAGE_FORMATS,
@@ -30,10 +31,10 @@ def select(form, density):
     bucket = Bucket("0", grad.clone(), parameters, CollectiveOp.ALL_REDUCE, 2)
     config = CompressionConfig(density=density)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    selector = Selector(config, residuals, 0, MessageBuffers())
+    selector = Selector(method_of(config, residuals), 0, MessageBuffers())
     timer = StageTimer()
     message = selector.select(
-        bucket, density, None, form=form, block_size=64, sharded=False, step=3, timer=timer
+        bucket, MessageSpec(density, format=form, block_size=64), step=3, timer=timer
     )
     assert torch.equal(bucket.grad_N, grad), "selection on the CPU only reads the gradient"
     assert timer.times_us()["prune"] > 0

@@ -11,6 +11,7 @@ import torch
 
 from megatron_sparse.bench.collectives.path import residual_of
 from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
@@ -21,7 +22,7 @@ from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.pinned import PinnedPlanner
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.simulate.gradients import fully_overlapping, uniform
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.planner.planned import NUMEL, SPARSE, Ranks, a_bucket, a_planner
@@ -335,7 +336,9 @@ def _train(rank, world_size, steps):
     records = []
     sink = NullSink()
     sink.record_bucket = records.append
-    reducer = GradientReducer(config, transport, planner, residuals, sink, progress)
+    reducer = GradientReducer(
+        config, Groups(transport), planner, method_of(config.compression, residuals), sink, progress
+    )
     errors = []
     for step in range(steps):
         pending = []

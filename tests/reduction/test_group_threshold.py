@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.threshold import KEEP_ALL
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
@@ -13,7 +14,7 @@ from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import NullSink, StageTimer
 from megatron_sparse.reduction.group_threshold import group_threshold
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
 from tests.ranks import run_ranks
 
@@ -93,12 +94,11 @@ def _reduce(rank, world_size):
     residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
     reducer = GradientReducer(
         config,
-        transports[0],
+        Groups(transports[0], tensor_parallel=transports[1]),
         planner_of(config, logs=False),
-        residuals,
+        method_of(config.compression, residuals),
         NullSink(),
         progress,
-        tensor_parallel=transports[1],
     )
     kept = []
     for step in range(2):
@@ -127,9 +127,9 @@ def test_it_is_refused_where_there_is_no_group_or_no_common_plan():
     with pytest.raises(ConfigError, match="without a tensor-parallel group"):
         GradientReducer(
             config,
-            VirtualCluster(1).transports[0],
+            Groups(VirtualCluster(1).transports[0]),
             planner_of(config, logs=False),
-            None,
+            method_of(config.compression, None),
             NullSink(),
             None,
         )

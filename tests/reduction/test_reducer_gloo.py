@@ -9,13 +9,14 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import Input, over_groups
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.ranks import run_ranks
 from tests.straggler.settings import section_for
@@ -95,7 +96,14 @@ def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0,
     residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
     planner = FixedPlanner(config.compression, config.scheme)
     records = Records()
-    return GradientReducer(config, transport, planner, residuals, records, progress), records
+    return GradientReducer(
+        config,
+        Groups(transport),
+        planner,
+        method_of(config.compression, residuals),
+        records,
+        progress,
+    ), records
 
 
 def _matrix(rank, world_size, cases):
@@ -105,7 +113,7 @@ def _matrix(rank, world_size, cases):
     results = []
     for op, dtype, wire, density, scheme in cases:
         reducer, records = _reducer(world_size, scheme, density, wire, progress, dist.group.WORLD)
-        residuals = reducer.selector.residuals
+        residuals = reducer.selector.method.stores["residual"]
         rounds = []
         carried = torch.zeros(NUMEL, dtype=torch.float32)
         for step in range(2):
@@ -181,7 +189,7 @@ def _many_buckets(rank, world_size):
                 pendings.append(reducer.start(buckets[-1], step=0))
             for pending in pendings:
                 pending.wait()
-            reducer.selector.residuals.rollback()
+            reducer.selector.method.stores["residual"].rollback()
             sums[scheme, repeat] = [bucket.grad_N.clone() for bucket in buckets]
         reducer.transport.close()
     progress.close()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import (
@@ -23,7 +24,7 @@ from megatron_sparse.planner import FixedPlanner, Plan
 from megatron_sparse.planner.link_timing import Links
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.straggler.critical import dense_split
 from megatron_sparse.transport import Link, ProcessGroupTransport, VirtualCluster
@@ -233,7 +234,9 @@ def _reducer(config, sink, timeout_s):
     transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     planner = FixedPlanner(config.compression, config.scheme)
-    reducer = GradientReducer(config, transport, planner, residuals, sink, progress)
+    reducer = GradientReducer(
+        config, Groups(transport), planner, method_of(config.compression, residuals), sink, progress
+    )
     return reducer, transport
 
 

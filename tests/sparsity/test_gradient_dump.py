@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import (
     CompressionConfig,
@@ -20,11 +21,10 @@ from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.sparsity import gradient_dump
 from megatron_sparse.sparsity.gradient_dump import (
     FOLDER,
-    NO_DUMP,
     GradientDump,
     GradientDumpWriter,
     Kind,
@@ -98,7 +98,6 @@ def test_only_what_is_wanted_is_written(tmp_path):
     writer.write("b", 2, Kind.GRADIENT, torch.ones(2))
     assert not (tmp_path / "x").exists()
     assert writer.wants(2, Kind.SELECTED)
-    assert not NO_DUMP.wants(1, Kind.GRADIENT)
 
 
 def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog):
@@ -110,11 +109,11 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog)
     assert not writer.wants(2, Kind.GRADIENT)
 
 
-def test_the_configuration_says_what_is_recorded(tmp_path):
+def test_the_configuration_says_what_is_dumped(tmp_path):
     def of(run_dir=tmp_path, **tracking):
         return GradientDumpWriter.of(TrackingConfig(**tracking), run_dir, [4, 5], 1)
 
-    assert of(run_dir=None) is NO_DUMP
+    assert of(run_dir=None) is None
     both = of(record_gradients_iters=[5])
     assert all(both.wants(5, kind) for kind in Kind)
     one = of(record_gradients_iters=[5], record_gradients="gradient")
@@ -211,7 +210,7 @@ class TestWrongFiles:
         self.refused(recorded, "no dumped gradient")
 
 
-def test_the_reducer_records_gradients_and_what_was_selected(tmp_path):
+def test_the_reducer_dumps_gradients_and_what_was_selected(tmp_path):
     """One rank, three steps: steps count from 0 and iterations from 1; the first step is dense."""
     (transport,) = VirtualCluster(1).transports
     config = SparseConfig(
@@ -220,12 +219,14 @@ def test_the_reducer_records_gradients_and_what_was_selected(tmp_path):
     progress = ProgressThread(torch.device("cpu"), 30.0)
     reducer = GradientReducer(
         config,
-        transport,
+        Groups(transport),
         FixedPlanner(config.compression, config.scheme),
-        ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
+        method_of(
+            config.compression, ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+        ),
         NullSink(),
         progress,
-        recording=GradientDumpWriter(tmp_path, [1, 3]),
+        [GradientDumpWriter(tmp_path, [1, 3])],
     )
     gradients = [torch.randn(8192) for _ in range(3)]
     sums = []

@@ -9,8 +9,9 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.selection import Selector
+from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig
 from megatron_sparse.errors import CommunicationError, WireFormatError
 from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers, encode
@@ -158,18 +159,12 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
             bucket = make_bucket(gradients[transport.rank].clone(), n, form, keep=4000)
             buffers, timer = MessageBuffers(), StageTimer()
             selector = Selector(
-                CompressionConfig(density=0.05), residuals(), transport.rank, buffers
+                method_of(CompressionConfig(density=0.05), residuals()),
+                transport.rank,
+                buffers,
             )
             message = selector.select(
-                bucket,
-                0.05,
-                None,
-                form="auto",
-                block_size=256,
-                sharded=True,
-                step=STEP,
-                timer=timer,
-                capacity=capacity,
+                bucket, MessageSpec(0.05, sharded=True, capacity=capacity), step=STEP, timer=timer
             )
             profile = None
             if samples:
@@ -241,14 +236,12 @@ def test_what_a_sample_costs():
     """
     gradient = torch.randn(2**22)
     bucket, buffers, timer = make_bucket(gradient.clone(), 1), MessageBuffers(), StageTimer()
-    selector = Selector(CompressionConfig(), residuals(), 0, buffers)
+    selector = Selector(method_of(CompressionConfig(), residuals()), 0, buffers)
     (transport,) = VirtualCluster(1).transports
     took_s = {"select": [], "sample": []}
     for step in range(6):
         start_s = time.process_time()
-        message = selector.select(
-            bucket, 0.01, None, form="auto", block_size=256, sharded=False, step=step, timer=timer
-        )
+        message = selector.select(bucket, MessageSpec(0.01), step=step, timer=timer)
         took_s["select"].append(time.process_time() - start_s)
         start_s = time.process_time()
         for work in sample_profile(bucket, message, transport, buffers, timer, seed=1):

@@ -14,6 +14,7 @@ from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.formats.message import MessageBuffers
@@ -48,7 +49,11 @@ class HalvedPath:
         self._options, self._straggler = config.scheme, straggler
         self._buffers = MessageBuffers()
         self._transport = transport
-        self._selector = Selector(config.compression, self.residuals, transport.rank, self._buffers)
+        self._selector = Selector(
+            method_of(config.compression, self.residuals),
+            transport.rank,
+            self._buffers,
+        )
 
     def carried_by(self, bucket: Bucket) -> str:
         """The scheme that the planner takes."""
@@ -70,15 +75,9 @@ class HalvedPath:
             return bucket.numel, lambda: scheme.run(exchange, values_N, step)
         message = self._selector.select(
             bucket,
-            plan.density,
-            plan.wire_dtype,
-            form=scheme.message_format(self._options),
-            block_size=self._options.block_size,
-            sharded=plan.sharded,
-            extra_cuts=scheme.extra_cuts(bucket),
+            plan.message_spec(bucket, self._options),
             step=step,
             timer=timer,
-            capacity=self._options.capacity,
         )
         return message.nnz, lambda: scheme.run(exchange, message)
 

@@ -30,13 +30,14 @@ from megatron_sparse.bench.collectives.sweep import CHECK_STEPS, Case, Sweep
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
 from megatron_sparse.bench.rank_group import RankGroup
 from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import GATE
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 
 # torch 2.13 renamed it; older ones only have the first name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -204,10 +205,17 @@ class RankBench(RankGroup):
         config = case.config(self._sweep, straggler=self.world_size - 1)
         sink = LastRecord()
         planner = FixedPlanner(config.compression, config.scheme)
-        reducer = GradientReducer(config, self._transport, planner, residuals, sink, self._progress)
+        reducer = GradientReducer(
+            config,
+            Groups(self._transport),
+            planner,
+            method_of(config.compression, residuals),
+            sink,
+            self._progress,
+        )
         dtype = VALUE_DTYPES[case.dtype]
         grad_N = torch.empty(case.numel, dtype=dtype, device=self._device)
-        reducer.prepare([case.bucket(grad_N, self.world_size)])
+        reducer.open_windows([case.bucket(grad_N, self.world_size)])
         return reducer, sink
 
     def _dense(self, case: Case, values_N: torch.Tensor) -> None:

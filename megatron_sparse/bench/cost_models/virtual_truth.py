@@ -27,8 +27,9 @@ from megatron_sparse.bench.cost_models.codec_prices import CodecPrices
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
+from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.selection import Selector
+from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.hash_record import SUB_HEADER_BYTES
@@ -230,15 +231,18 @@ def _drive(
             return entry.run(exchange, bucket.grad_N, 0)
         residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
         residuals.begin(bucket)  # Memory that a run takes once is no cost of a step.
-        selector = Selector(CompressionConfig(), residuals, transport.rank, exchange.buffers)
+        selector = Selector(
+            method_of(CompressionConfig(), residuals), transport.rank, exchange.buffers
+        )
         message = selector.select(
             bucket,
-            1.0,
-            None,
-            form=entry.message_format(options),
-            block_size=options.block_size,
-            sharded=entry.is_sharded(setting.op),
-            extra_cuts=entry.extra_cuts(bucket),
+            MessageSpec(
+                1.0,
+                format=entry.message_format(options),
+                block_size=options.block_size,
+                sharded=entry.is_sharded(setting.op),
+                extra_cuts=entry.extra_cuts(bucket),
+            ),
             step=0,
             timer=timer,
         )
