@@ -209,21 +209,21 @@ class PlannerConfig:
     """How `scheme.name=auto` chooses for each bucket. See docs/planner.md.
 
     Attributes:
-        cluster: what the links and the codecs cost: a file that `megatron-sparse calibrate` wrote,
-            or the name of a shipped model cluster. null compares bytes instead of times, and
-            nothing below has an effect but `pin`.
-        schemes: the candidates, of `CANDIDATES`; `dense` always is one. null takes all but
-            `peer_two_shot`, whose windows take memory.
-        profile_iters: steps at the beginning of ramp and target in which the sparsity of each
-            bucket is sampled.
-        profile_every: steps after which it is sampled again; 0 never does.
-        hysteresis: a bucket changes its scheme for one whose predicted time is less by more than
-            this part of the present one's.
-        replan_every: steps after which all ranks compare what they have measured with what was
-            predicted; not with `scheme.deterministic`, which takes no decision from timing.
-        retry_after: steps for which a scheme that was measured to be slower than dense is left
-            alone, and after which dense is measured again.
-        pin: a `plan.json` whose schemes are followed, whatever they cost.
+        cluster: the costs of links and codecs: a file that `megatron-sparse calibrate` wrote, or
+            the name of a shipped cluster model. null compares bytes instead of times; of the
+            options below only `pin` then has an effect.
+        schemes: names of candidate schemes; `dense` is always a candidate. null takes all but
+            `peer_two_shot`, whose windows need memory.
+        profile_iters: steps at the beginning of ramp and target that sample each bucket's
+            sparsity.
+        profile_every: steps between later samples; 0 takes none.
+        hysteresis: a bucket changes its scheme only if the new one's predicted time is shorter by
+            more than this fraction of the current one's.
+        replan_every: steps between comparisons of measured with predicted times on all ranks; not
+            with `scheme.deterministic`, which takes no decision from timing.
+        retry_after: steps for which a scheme measured slower than dense is not tried again, and
+            after which dense is measured again.
+        pin: a `plan.json` whose schemes are used, whatever they cost.
     """
 
     cluster: str | None = None
@@ -252,21 +252,22 @@ class PlannerConfig:
 
 @dataclass
 class StragglerConfig:
-    """What is done about the rank that comes last. See docs/stragglers.md.
+    """How the other ranks treat a straggler, the rank that is ready last. See docs/stragglers.md.
 
     Attributes:
-        mode: whom the others do not wait for: `off` (nobody; nothing is measured), `observe`
-            (nobody, but delays are measured), `pinned` (always `rank`, in every bucket; no
-            messages beside the gradients', bit-exact), `persistent` (who was last in most of the
-            past steps, where that pays) or `dynamic` (who is missing when all others are ready,
-            where that pays). The last two are decided from timing: with scheme.deterministic=false.
+        mode: which rank is skipped, if any: `off` (none; nothing is measured), `observe` (none,
+            but delays are measured), `pinned` (always `rank`, in every bucket; no extra messages,
+            bit-exact), `persistent` (the rank that was last in most of the past steps, if skipping
+            it pays) or `dynamic` (the rank that is missing when all others are ready, if skipping
+            it pays). `persistent` and `dynamic` decide from timing and need
+            scheme.deterministic=false.
         rank: `pinned`: the rank, counted in the group that reduces gradients together.
-        min_delay_ms: how late a straggler must be, in any bucket; null takes the critical delay of
-            each bucket, by what its links cost (`planner.cluster`, or else measured at the start).
-        history: steps that are looked back at.
+        min_delay_ms: least delay of a straggler, for every bucket; null takes each bucket's
+            critical delay, from its links' costs (`planner.cluster`, else measured at the start).
+        history: number of past steps to consider.
         inject_rank: a test aid: this rank of each group sleeps in every backward pass, when its
             first bucket is ready.
-        inject_delay_ms: for so long.
+        inject_delay_ms: how long `inject_rank` sleeps.
     """
 
     mode: str = "off"
@@ -281,9 +282,9 @@ class StragglerConfig:
         if (self.rank is None) == (self.mode == "pinned"):
             raise ConfigError(
                 "straggler.rank does not fit straggler.mode",
-                expected="a rank with straggler.mode=pinned, null with the others",
+                expected="a rank with straggler.mode=pinned, null with the other modes",
                 got=f"straggler.mode={self.mode} with straggler.rank={self.rank}",
-                remedy="give both, or neither",
+                remedy="set both, or neither",
             )
         for name in ("rank", "inject_rank"):
             if getattr(self, name) is not None:
@@ -294,20 +295,20 @@ class StragglerConfig:
         in_range("straggler.inject_delay_ms", self.inject_delay_ms, 0, 60_000)
         if self.inject_delay_ms and self.inject_rank is None:
             raise ConfigError(
-                "straggler.inject_delay_ms has no rank to delay",
+                "straggler.inject_delay_ms needs a rank to delay",
                 expected="straggler.inject_rank=RANK",
                 got="null",
             )
 
     @property
     def leaves_behind(self) -> bool:
-        """Whether the others may go on without the rank that comes last."""
+        """Whether ranks may go on without the straggler."""
         return self.mode not in ("off", "observe")
 
 
 @dataclass
 class SparseConfig:
-    """All that the plugin itself needs: what `install`, `attach` and `ddp_hook` take."""
+    """The plugin's configuration, which `install`, `attach` and `ddp_hook` take."""
 
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     scheme: SchemeConfig = field(default_factory=SchemeConfig)
@@ -318,7 +319,8 @@ class SparseConfig:
     def __post_init__(self) -> None:
         if self.scheme.name in STRAGGLER_SCHEMES and not self.straggler.leaves_behind:
             raise ConfigError(
-                f"scheme.name={self.scheme.name} is told of no straggler",
+                f"scheme.name={self.scheme.name} needs a straggler, but straggler.mode="
+                f"{self.straggler.mode} never names one",
                 expected="straggler.mode=pinned | persistent | dynamic",
                 got=f"straggler.mode={self.straggler.mode}",
                 remedy="set straggler.mode=pinned straggler.rank=RANK, or "
@@ -330,28 +332,28 @@ class SparseConfig:
                 f"scheme.name={self.scheme.name} waits for every rank",
                 expected=f"{' | '.join(able)} with straggler.mode={self.straggler.mode}",
                 got=self.scheme.name,
-                remedy="choose one of them, or straggler.mode=observe, which changes nothing",
+                remedy="choose one of them, or straggler.mode=observe, which only measures",
             )
         priced = self.scheme.name == "auto" and self.planner.cluster is not None
         if self.compression.threshold_scope == "tp_group" and priced and not self.planner.pin:
             raise ConfigError(
                 "compression.threshold_scope=tp_group needs the same plan on the whole group",
                 expected="a scheme by name, planner.pin, or no planner.cluster",
-                got="plans that each data-parallel group makes for itself: planner.cluster="
-                f"{self.planner.cluster}",
+                got=f"planner.cluster={self.planner.cluster}, with which each data-parallel group "
+                "makes its own plan",
                 remedy="pin the plan of another run, or set compression.threshold_scope=bucket",
             )
         capacity, most = self.scheme.capacity, REUSE_BAND[1]
         if self.compression.method == "threshold_reuse" and capacity and capacity <= most:
             raise ConfigError(
-                "compression.method=threshold_reuse would not see that a threshold is too low",
-                expected=f"scheme.capacity > {most:g}, the most that is let pass, or none",
+                "compression.method=threshold_reuse could not notice a threshold that is too low",
+                expected=f"scheme.capacity > {most:g}, the largest accepted excess, or null",
                 got=f"scheme.capacity={capacity:g}",
                 remedy=f"set scheme.capacity={most + 0.2:g}, or choose another method",
             )
         if self.compression.lossless_patterns and capacity is not None:
             raise ConfigError(
-                "compression.lossless_patterns would lose what a message of fixed size cannot hold",
+                "compression.lossless_patterns would lose elements beyond a message of fixed size",
                 expected="scheme.capacity=null",
                 got=f"scheme.capacity={capacity:g}",
                 remedy="leave scheme.capacity out, or use compression.keep_patterns instead",
@@ -361,22 +363,23 @@ class SparseConfig:
                 f"straggler.mode={self.straggler.mode} decides from timing",
                 expected="scheme.deterministic=false",
                 got="scheme.deterministic=true",
-                remedy="allow it, or name the straggler: straggler.mode=pinned straggler.rank=RANK",
+                remedy="set scheme.deterministic=false, or name the straggler: "
+                "straggler.mode=pinned straggler.rank=RANK",
             )
 
     @classmethod
     def given(
         cls, to: str, config: SparseConfig | None, overrides: Mapping[str, Any]
     ) -> SparseConfig:
-        """The configuration that a call was given, whole or as single options.
+        """The configuration of a call that takes either a whole one or single options.
 
         Args:
-            to: whom, for the error.
-            config: whole; None takes the options.
-            overrides: see `from_overrides`.
+            to: name of the called function, for the error.
+            config: the whole configuration; None takes the options.
+            overrides: single options, see `from_overrides`.
 
         Raises:
-            ConfigError: both were given, or an option is refused.
+            ConfigError: both were given, or an option is invalid.
         """
         if config is None:
             return cls.from_overrides(**overrides)
@@ -398,7 +401,7 @@ class SparseConfig:
         `TrackingConfig`.
 
         Raises:
-            ConfigError: a keyword names no field, or a value is refused.
+            ConfigError: a keyword names no field, or a value is invalid.
         """
         compression = {f.name for f in dataclasses.fields(CompressionConfig)}
         scheme = {f.name for f in dataclasses.fields(SchemeConfig)} - {"name"}

@@ -31,8 +31,11 @@ def test_wrong_values_are_one_error_that_names_the_key(values):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"scheme": "straggler"}, "is told of no straggler"),
-        ({"scheme": "straggler_direct", "straggler": StragglerConfig("observe")}, "no straggler"),
+        ({"scheme": "straggler"}, "needs a straggler"),
+        (
+            {"scheme": "straggler_direct", "straggler": StragglerConfig("observe")},
+            "needs a straggler",
+        ),
         ({"scheme": "direct", "straggler": StragglerConfig("pinned", 0)}, "waits for every rank"),
         ({"straggler": StragglerConfig("persistent")}, "decides from timing"),
         ({"scheme": "straggler", "straggler": StragglerConfig("dynamic")}, "decides from timing"),
