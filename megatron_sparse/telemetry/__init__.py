@@ -1,4 +1,4 @@
-"""Where the measurements go: breakdown, JSON lines, TensorBoard, W&B, the final table.
+"""Where measurements go: breakdown, JSON lines, TensorBoard, W&B, the final table.
 
 The reducer never imports this package; it is handed a `RunTelemetry` as its `RecordSink`.
 """

@@ -1,8 +1,8 @@
 """One iteration in numbers: where its time went and what it sent.
 
-Everything here is a pure function of what the reducer recorded. Two kinds of time must not be
-added up: the step stages are disjoint parts of the training thread's iteration, the bucket stages
-are summed over buckets and may run beside it (and beside each other).
+Everything here is a pure function of the reducer's records. Do not add up the two kinds of time:
+step stages are disjoint parts of the training thread's iteration; bucket stages are summed over
+buckets and may run in parallel with the thread and with each other.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from functools import lru_cache
 
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES, BucketRecord
 
-# allow_nan=False: `NaN` is not JSON, and half of the readers refuse the file for one such word.
+# allow_nan=False: `NaN` is not JSON, and many readers reject the whole file because of it.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 @dataclass
 class IterationBreakdown:
-    """What one iteration cost and sent, on the rank that recorded it.
+    """What one iteration cost and sent, on one rank.
 
     Attributes:
         iteration: number of the iteration, as the training loop counts.
@@ -32,22 +32,22 @@ class IterationBreakdown:
         exposed_ms: milliseconds for which the training thread waited for synchronisation
             (`stage_ms["host_wait"]`).
         overlapped_ms: milliseconds for which a bucket was in flight and the thread did not wait.
-        dense_bytes: what a dense ring would have sent, summed over buckets.
-        wire_bytes: what this rank sent, summed over buckets.
+        dense_bytes: bytes that a dense ring would have sent, summed over buckets.
+        wire_bytes: bytes that this rank sent, summed over buckets.
         nnz: elements sent, summed over buckets.
         numel: elements in the buckets.
         density: nnz / numel; None when there was no bucket.
         schemes: number of buckets by scheme.
-        predicted_ms: what the planner's cost model expected of the buckets' stages, summed; None
-            unless it chose every bucket's scheme.
-        loss: loss of the iteration; None when it was not logged or not finite.
+        predicted_ms: the cost model's prediction for the buckets' stages, summed; None unless the
+            planner chose every bucket's scheme by it.
+        loss: loss of the iteration; None if it was not logged or not finite.
         grad_norm: norm of the gradient; None like `loss`.
-        learning_rate: None when the caller gave none.
+        learning_rate: None if the caller gave none.
         skipped: the optimizer refused the step.
         extra: further numbers of the caller; a value that is not finite is None.
-        planned_density: the density that was asked for, weighted by elements; None like `density`.
-        host_cpu_ms: milliseconds of the processor that the progress thread spent in the buckets'
-            steps, summed; None in runs from before it was measured.
+        planned_density: the target density, weighted by elements; None like `density`.
+        host_cpu_ms: CPU milliseconds that the progress thread spent on the buckets, summed; None
+            in runs of versions that did not measure it.
     """
 
     iteration: int
@@ -77,7 +77,7 @@ class IterationBreakdown:
         return self.wire_bytes / self.dense_bytes if self.dense_bytes else None
 
     def scalars(self) -> dict[str, float]:
-        """The breakdown as flat names for a dashboard, see `metrics`; what is None is left out."""
+        """The breakdown as dashboard metrics, see `metrics.METRICS`; None values are left out."""
         named: dict[str, float | None] = {
             "comm/exposed_ms": self.exposed_ms,
             "comm/overlapped_ms": self.overlapped_ms,
@@ -102,7 +102,7 @@ class IterationBreakdown:
         return {name: float(value) for name, value in named.items() if value is not None}
 
     def _measured_ms(self) -> float | None:
-        """What `predicted_ms` is to be compared with."""
+        """The measured counterpart of `predicted_ms`."""
         if self.predicted_ms is None:
             return None
         return sum(self.stage_ms[stage] for stage in BUCKET_STAGES)
@@ -111,7 +111,7 @@ class IterationBreakdown:
         """The line of `breakdown.jsonl`; `IterationBreakdown(**json.loads(line))` is its inverse.
 
         Raises:
-            ValueError: a time is not finite, which JSON cannot say.
+            ValueError: a time is not finite, which JSON cannot express.
         """
         return _encode(self.__dict__)
 
@@ -147,9 +147,9 @@ def in_flight_s(records: Sequence[BucketRecord]) -> float:
 
 
 def finite(value: float | None) -> float | None:
-    """`value` as a Python float, None if it is NaN or infinite: JSON has no word for those.
+    """`value` as a Python float; None if it is NaN or infinite, which JSON cannot express.
 
-    A CUDA tensor would be synchronised here; callers pass numbers that are on the host.
+    Callers pass numbers that are on the host: a CUDA tensor would be synchronised here.
     """
     if value is None:
         return None
@@ -233,19 +233,19 @@ def bucket_line(
 ) -> str:
     """The line of `buckets.jsonl` for one bucket.
 
-    Formatted by hand: the general encoder takes three times as long, and there are hundreds of
-    buckets in an iteration of a large model. The tests read every line back.
+    Formatted by hand: the general encoder takes three times as long, and an iteration of a large
+    model has hundreds of buckets. The tests read every line back.
 
     Args:
         record: the bucket's record.
         iteration: number of the iteration.
-        origin_s: `time.perf_counter` seconds that `launched_us` and `finished_us` count from.
-        threshold: the median one of its parameters; None where it was not looked at.
+        origin_s: `time.perf_counter` seconds at which `launched_us` and `finished_us` are 0.
+        threshold: median threshold of its parameters; None if it was not sampled.
 
     Returns:
-        JSON; `density` is what was sent (nnz / numel), `planned_density` what was asked for;
-        `measured_us`, all stages together, is what `predicted_us` is to be compared with;
-        `host_cpu_us` and `host_wall_us` are the progress thread's.
+        JSON. `density` is the fraction sent (nnz / numel), `planned_density` the target;
+        `measured_us`, the sum of all stages, compares with `predicted_us`; `host_cpu_us` and
+        `host_wall_us` are the progress thread's.
     """
     density = repr(record.nnz / record.numel) if record.numel else "null"
     stage_us = record.stage_us()

@@ -15,18 +15,18 @@ from megatron_sparse.telemetry.quantities import ms, percent, size
 
 _SUMMARY_FILE = "summary.json"
 
-# Short enough for the last column of a table that is 80 wide.
+# Short enough for the last column of a table of 80 columns.
 _MEANING = {
-    "forward_backward": "passes; launching buckets is in them",
+    "forward_backward": "passes, bucket launches included",
     "optimizer": "clipping and step",
     "host_wait": "exposed: waits for synchronisation",
     "other": "data, logging, checkpoints",
     "threshold": "sample and threshold",
     "prune": "error feedback and selection",
     "encode": "building the message",
-    "network": "bytes under way, peers waited for",
-    "decode": "adding up what came",
-    "profile": "now and then: sampling the sparsity",
+    "network": "transfers and waits for peers",
+    "decode": "adding received messages",
+    "profile": "sampling the sparsity at times",
 }
 
 
@@ -34,7 +34,7 @@ def load_summary(run_dir: Path) -> dict[str, Any]:
     """Reads `summary.json` of a finished run.
 
     Raises:
-        ConfigError: there is none, or it is not JSON.
+        ConfigError: the file is missing or is not JSON.
     """
     path = Path(run_dir) / _SUMMARY_FILE
     try:
@@ -44,7 +44,7 @@ def load_summary(run_dir: Path) -> dict[str, Any]:
             f"{run_dir} holds no summary of a run",
             expected=f"a run's folder with {_SUMMARY_FILE}",
             got=error.strerror,
-            remedy="name a folder whose run has ended; a run that was killed writes it on resume",
+            remedy="name the folder of a run that has ended; resume a run that was killed",
         ) from None
     except ValueError as error:
         raise ConfigError(
@@ -59,9 +59,9 @@ def print_summary(
 
     Args:
         summary: what `RunTelemetry.close` returned or `load_summary` read.
-        file: where to; standard output if None. Without a terminal the text is plain: no colour,
-            no control characters.
-        width: columns; None takes the terminal's, 80 without one. Lines are never longer.
+        file: output file; None takes standard output. Without a terminal the text is plain: no
+            colour, no control characters.
+        width: columns; None takes the terminal's, or 80 without one. No line is longer.
     """
     console = Console(file=file, width=width, highlight=False)
     skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
@@ -83,7 +83,7 @@ def print_summary(
     title = f"an iteration of the training thread: {ms(iteration_ms)} ms (median)"
     console.print(_stage_table(title, _step_stages(summary), iteration_ms))
     console.print()
-    title = "its buckets, added up; beside the thread's stages or inside them"
+    title = "its buckets, summed; beside the thread's stages or inside them"
     parts = {stage: summary["stage_ms"][stage] for stage in BUCKET_STAGES}
     console.print(_stage_table(title, parts, iteration_ms))
     console.print()
@@ -103,7 +103,7 @@ def print_summary(
 
 
 def _reached_density(summary: dict[str, Any]) -> float | None:
-    """What was sent at the target: the ramp's densities would only blur the comparison."""
+    """The density sent at the target: the ramp's densities would distort the comparison."""
     return summary["phases"].get("target", summary)["density"]
 
 
@@ -133,7 +133,7 @@ def _stage_table(
     title: str, stage_ms: dict[str, float | None], iteration_ms: float | None
 ) -> Table:
     table = _table(title)
-    # The same widths in both tables, so that their columns stand below each other.
+    # The same widths in both tables align their columns.
     table.add_column("stage", min_width=max(map(len, _MEANING)))
     table.add_column("ms", justify="right", min_width=10)
     table.add_column("share", justify="right", min_width=7)
@@ -149,7 +149,7 @@ def _step_stages(summary: dict[str, Any]) -> dict[str, float | None]:
     parts = {stage: summary["stage_ms"][stage] for stage in STEP_STAGES}
     if summary["iteration_ms"] is None:
         return parts
-    # Medians of parts need not add up to the median of the whole: never below nothing.
+    # Medians of parts need not add up to the median of the whole; never go below 0.
     return parts | {"other": max(0.0, summary["iteration_ms"] - sum(parts.values()))}
 
 

@@ -1,9 +1,9 @@
 """`megatron-sparse dashboard ENTITY/PROJECT`: a W&B workspace with the panels to look at first.
 
-The order is that of the questions: what does synchronisation cost, where does an iteration go, what
-was sent, does it still learn, did the plan keep its word, which bucket, who was late. Names and
-units are those of `telemetry.metrics`; a panel of a family (`bucket/<bucket>/...`) finds its curves
-by a pattern.
+The panels answer, in this order: what does synchronisation cost, where does an iteration's time go,
+what was sent, does the model still learn, was the plan's prediction right, which bucket is slow,
+which rank was late. Names and units are those of `telemetry.metrics`; a panel of a family
+(`bucket/<bucket>/...`) finds its curves by a pattern.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Panel:
     """One plot over the iterations.
 
     Attributes:
-        title: what it shows, with the unit in brackets.
-        metrics: its curves' names; with one `<...>` in it, a pattern for many.
+        title: the title, with the unit in brackets.
+        metrics: names of its curves, or one name with `<...>` in it, a pattern for many.
         plot: `line` or `stacked-area`.
-        log: a logarithmic axis.
+        log: whether the axis is logarithmic.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Panel:
 
     @property
     def pattern(self) -> str | None:
-        """A regular expression, where the panel names a family."""
+        """A regular expression if the panel shows a family, else None."""
         (first, *rest) = self.metrics
         if "<" not in first:
             return None
@@ -89,36 +89,36 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "Stragglers": (
         Panel("Delay of the last rank, all buckets (ms)", ("straggler/delay_ms",)),
-        Panel("Who was last", ("straggler/rank",)),
-        Panel("Buckets that did not wait", ("straggler/buckets_without",)),
+        Panel("Last rank", ("straggler/rank",)),
+        Panel("Buckets that skipped a rank", ("straggler/buckets_without",)),
         Panel("Delay by bucket (ms)", ("bucket/<bucket>/delay_ms",)),
     ),
 }
 
 
 def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str:
-    """Makes the workspace, or writes what it would be.
+    """Creates the workspace in W&B; a dry run only describes it.
 
     Args:
         target: `ENTITY/PROJECT`.
-        name: of the workspace.
-        json_path: where to write its specification; None writes none.
-        dry_run: do not talk to W&B.
+        name: name of the workspace.
+        json_path: file for its specification; None writes none.
+        dry_run: do not contact W&B.
 
     Returns:
-        Lines for the user: the address, or what would have been made.
+        Text for the user: the workspace's address or, after a dry run, its panels.
 
     Raises:
-        ConfigError: the target is none, the file cannot be written, or W&B refuses.
+        ConfigError: the target is malformed, the file cannot be written, or W&B refuses.
         DependencyError: wandb-workspaces is not installed.
     """
     entity, slash, project = target.partition("/")
     if not (entity and slash and project) or "/" in project:
         raise ConfigError(
-            "this is no project of W&B",
+            "this is not the name of a W&B project",
             expected="ENTITY/PROJECT, such as my-team/megatron_sparse",
             got=target,
-            remedy="both are in the address of the project's page",
+            remedy="copy both names from the address of the project's page",
         )
     workspace = make(entity, project, name)
     if json_path is not None:
@@ -126,7 +126,7 @@ def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str
             json_path.write_text(json.dumps(specification(workspace), indent=1) + "\n", "utf-8")
         except OSError as error:
             raise ConfigError(
-                f"{json_path} cannot be written", expected="a file that can be made", got=error
+                f"{json_path} cannot be written", expected="a writable file", got=error
             ) from None
     if dry_run:
         count = sum(len(panels) for panels in SECTIONS.values())
@@ -136,18 +136,18 @@ def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str
         return "\n".join(lines)
     try:
         workspace.save()
-    except Exception as error:  # the library lets through what requests, gql and wandb raise
+    except Exception as error:  # the library passes on errors of requests, gql and wandb
         raise ConfigError(
-            "W&B did not take the workspace",
+            "W&B did not accept the workspace",
             expected="a key that may write to the project, and a server that answers",
             got=f"{type(error).__name__}: {error}",
-            remedy="wandb login; or --dry-run --json FILE to look at it without a server",
+            remedy="run wandb login, or use --dry-run --json FILE to see it without a server",
         ) from None
     return workspace.url
 
 
 def make(entity: str, project: str, name: str) -> Any:
-    """The `wandb_workspaces.workspaces.Workspace`, not saved; talks to no server.
+    """The `wandb_workspaces.workspaces.Workspace`, not yet saved; contacts no server.
 
     Raises:
         DependencyError: wandb-workspaces is not installed.
@@ -184,7 +184,7 @@ def make(entity: str, project: str, name: str) -> Any:
     sections = [
         workspaces.Section(
             name=title,
-            # Who scrolls has seen the first two; more at once would load slowly.
+            # More than two open sections would load slowly.
             is_open=position < 2,
             panels=[plot(panel, place, len(panels)) for place, panel in enumerate(panels)],
         )
@@ -194,7 +194,7 @@ def make(entity: str, project: str, name: str) -> Any:
 
 
 def specification(workspace: Any) -> dict[str, Any]:
-    """What `save` would send, as plain values."""
-    # The library has no public way to see it.
+    """The data that `save` would send, as plain values."""
+    # The library has no public function for it.
     model = workspace._to_model()
     return json.loads(model.model_dump_json(by_alias=True, exclude_none=True))

@@ -1,4 +1,4 @@
-"""The whole run in columns, and the summary made of them.
+"""The whole run in columns, and its summary.
 
 A row is one iteration: 18 numbers of 8 bytes, so a million iterations take under 160 MB and the
 summary needs no second pass over the files.
@@ -27,7 +27,7 @@ def _median(values: np.ndarray) -> float | None:
 
 
 class RunHistory:
-    """What the summary of a run is made of; rows are in ascending order of iteration."""
+    """The iterations of a run, in ascending order, as columns of numbers."""
 
     def __init__(self) -> None:
         self._columns: dict[str, array] = {name: array("q") for name in _INTEGERS}
@@ -35,7 +35,7 @@ class RunHistory:
         self._stages: dict[str, array] = {stage: array("d") for stage in STAGES}
 
     def append(self, row: IterationBreakdown) -> None:
-        """Adds an iteration; its number is larger than every one before it."""
+        """Adds an iteration; its number must be larger than all before it."""
         columns = self._columns
         for name in ("iteration", "dense_bytes", "wire_bytes", "nnz", "numel", "skipped"):
             columns[name].append(getattr(row, name))
@@ -53,12 +53,12 @@ class RunHistory:
             del column[keep:]
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of `summary.json`; see docs/reading-the-breakdown.md for each field.
+        """The numbers of `summary.json`; docs/reading-the-breakdown.md explains each field.
 
         Milliseconds are medians over iterations (the first ones compile and allocate), except
         `stage_ms_total`. Bytes and densities are sums and ratios of sums.
         """
-        # Copies, because an array whose buffer numpy holds cannot grow any more.
+        # Copies, because an array whose buffer numpy holds can no longer grow.
         c = {name: np.array(column) for name, column in self._columns.items()}
         stages = {stage: np.array(column) for stage, column in self._stages.items()}
         losses = c["loss"][np.isfinite(c["loss"])]

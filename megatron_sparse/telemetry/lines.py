@@ -1,4 +1,4 @@
-"""JSON lines that survive a kill: append, read back, cut off what a resumed run repeats."""
+"""JSON lines that survive a kill: append, read back, drop lines that a resumed run repeats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The object of one line, None when the line is damaged (cut off, overwritten, not ours)."""
+    """The object of one line; None if the line is damaged (cut off, overwritten, foreign)."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -25,11 +25,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a JSON lines file in order; a damaged line is left out with a warning.
+    """Yields the objects of a JSON lines file in order; skips damaged lines with a warning.
 
     Args:
         path: the file.
-        damaged: numbers of damaged lines, from 1, are added to it.
+        damaged: receives the numbers of damaged lines, from 1.
 
     Raises:
         OSError: the file cannot be read.
@@ -51,7 +51,7 @@ class JsonLines:
     Lines are kept until `flush`, so that an iteration costs no system call.
 
     Args:
-        path: the file; `repair` makes it and comes first.
+        path: the file. Call `repair` first: it creates the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class JsonLines:
         self._pending.append(line)
 
     def flush(self) -> None:
-        """Writes what is pending and hands it to the operating system.
+        """Writes the pending lines and hands them to the operating system.
 
         Raises:
             OSError: the file cannot be written; the pending lines are dropped.
@@ -74,7 +74,7 @@ class JsonLines:
                 file.write("\n".join(pending) + "\n")
 
     def repair(self) -> None:
-        """Makes the file if there is none; drops a damaged end (a kill while writing), warning.
+        """Creates the file if it is missing; drops a damaged end (a kill while writing), warning.
 
         Raises:
             OSError: the file cannot be written.
@@ -85,7 +85,7 @@ class JsonLines:
     def cut(self, iteration: float) -> None:
         """Drops every line at or after `iteration`, and a damaged end of the file with a warning.
 
-        Reads backwards, so that the cost is that of what is dropped, not of the file.
+        Reads backwards: the cost grows with the dropped lines, not with the file.
 
         Raises:
             OSError: the file cannot be changed.

@@ -1,9 +1,9 @@
-"""What the writing rank shows while it trains: a view that is drawn again and again, or lines.
+"""The console output of the writing rank during training: a live view or plain lines.
 
-`live` keeps a few lines at the bottom of the terminal; what Megatron and everybody else prints or
-logs scrolls by above them, because the process's standard output and error go through rich. It is
-drawn when an iteration ends, at most `FRAMES_PER_S` times a second, by the training thread: no
-thread of its own. `plain` prints a line now and then, for files and pipes.
+`live` keeps a few lines at the bottom of the terminal. All other output scrolls by above them,
+because the process's standard output and error go through rich. The training thread redraws the
+view when an iteration ends, at most `FRAMES_PER_S` times a second; the view has no thread of its
+own. `plain` prints one line every few iterations, for files and pipes.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ logger = logging.getLogger(__name__)
 
 FRAMES_PER_S = 5
 WINDOW = 20
-"""Iterations that times are averaged over: single ones jump."""
+"""Iterations that times are averaged over; times of single iterations vary too much."""
 MIN_COLUMNS = 40
 _STYLES = {"forward_backward": "green", "optimizer": "cyan", "host_wait": "red", "other": "white"}
 
 
 class View(Protocol):
-    """Shows how the training goes."""
+    """Shows the progress of the training."""
 
     def update(self, breakdown: IterationBreakdown) -> None:
         """Called at the end of each iteration."""
 
     def close(self) -> None:
-        """Gives the terminal back. May be called twice."""
+        """Releases the terminal. May be called twice."""
 
 
 class Progress:
-    """Where the run is, and the means of its last iterations.
+    """The position of a run, and means over its last iterations.
 
     Args:
-        name: of the run.
-        total: iterations of the whole run; None where nobody knows.
+        name: name of the run.
+        total: iterations of the whole run; None if unknown.
     """
 
     def __init__(self, name: str | None, total: int | None) -> None:
@@ -62,7 +62,7 @@ class Progress:
         self._loss: float | None = None
 
     def add(self, breakdown: IterationBreakdown, now_s: float) -> None:
-        """Takes an iteration that ended at `now_s`."""
+        """Adds an iteration that ended at `now_s`."""
         self._last.append(breakdown)
         self._ended_s.append(now_s)
         if breakdown.loss is not None:
@@ -79,16 +79,16 @@ class Progress:
         return self.mean_ms(lambda b: b.iteration_ms)
 
     def window(self) -> str:
-        """Of how many iterations means are."""
+        """The number of iterations that means are taken over, as text."""
         count = len(self._last)
         return "so far" if count == 1 else f"mean of the last {count}"
 
     def mean_ms(self, of: Callable[[IterationBreakdown], float]) -> float:
-        """Mean of a number over the last iterations."""
+        """Mean of the number `of(iteration)` over the last iterations."""
         return sum(of(b) for b in self._last) / len(self._last)
 
     def stages(self) -> dict[str, float]:
-        """The training thread's stages and, as `other`, what none of them claims."""
+        """The training thread's stages and, as `other`, the rest of the iteration."""
         parts = {s: self.mean_ms(lambda b, s=s: b.stage_ms[s]) for s in STEP_STAGES}
         return parts | {"other": max(0.0, self.iteration_ms - sum(parts.values()))}
 
@@ -97,7 +97,7 @@ class Progress:
         return {s: self.mean_ms(lambda b, s=s: b.stage_ms[s]) for s in BUCKET_STAGES}
 
     def left_s(self) -> float | None:
-        """Seconds to the end by the pace of the last iterations, everything between them included.
+        """Seconds to the end at the pace of the last iterations, time between them included.
 
         None before the second iteration, and without a total.
         """
@@ -107,14 +107,14 @@ class Progress:
         return max(0, self.total - self.latest.iteration) * pace_s
 
     def place(self) -> str:
-        """`120/500, 1:52 left`; the last iteration has nothing left."""
+        """`120/500, 1:52 left`; no time left is shown for the last iteration."""
         of_all = "" if self.total is None else f"/{self.total}"
         left_s = self.left_s()
         left = "" if not left_s else f", {clock(left_s)} left"
         return f"{self.latest.iteration}{of_all}{left}"
 
     def facts(self) -> str:
-        """Loss, what was sent, density, phase."""
+        """Loss, bytes sent, density, phase."""
         last = self.latest
         loss = "" if self._loss is None else f"loss {self._loss:.4f}  "
         return (
@@ -123,7 +123,7 @@ class Progress:
         )
 
     def traffic(self) -> str:
-        """How much of the synchronisation is seen."""
+        """Exposed and overlapped time of the synchronisation."""
         exposed, overlapped = (
             ms(self.mean_ms(lambda b, name=name: getattr(b, name)))
             for name in ("exposed_ms", "overlapped_ms")
@@ -147,10 +147,10 @@ def clock(seconds: float) -> str:
 
 
 class LiveView:
-    """See the module's docstring.
+    """The view that redraws itself, see the module's docstring.
 
     Args:
-        progress: of the run.
+        progress: the run's progress.
         console: a terminal; None takes standard output.
     """
 
@@ -162,7 +162,7 @@ class LiveView:
         self._drawn_s = 0.0
 
     def update(self, breakdown: IterationBreakdown) -> None:
-        """Draws, unless it has just been."""
+        """Adds an iteration; redraws unless the last drawing is very recent."""
         now_s = time.perf_counter()
         self._progress.add(breakdown, now_s)
         if now_s - self._drawn_s >= 1 / FRAMES_PER_S:
@@ -170,7 +170,7 @@ class LiveView:
             self._draw()
 
     def close(self) -> None:
-        """Draws the last iteration and leaves it standing."""
+        """Draws the last iteration and leaves it on the screen."""
         live, self._live = self._live, None
         if live is not None:
             live.update(self.render(), refresh=True)
@@ -185,12 +185,12 @@ class LiveView:
 
     def _draw(self) -> None:
         if self._live is None:
-            # From the first iteration on: what Megatron prints before is left alone.
+            # Only from the first iteration on, so that Megatron's earlier output stays as it is.
             self._live = Live(console=self._console, auto_refresh=False)
             before = sys.stdout, sys.stderr
             self._live.start()
             self._logs = _redirect_logs(before)
-            # A rank that is killed could not give a hidden one back.
+            # A killed rank could not show a hidden cursor again.
             self._console.show_cursor(True)
         self._live.update(self.render(), refresh=True)
 
@@ -198,7 +198,7 @@ class LiveView:
 def _redirect_logs(
     before: tuple[IO[str], IO[str]],
 ) -> list[tuple[logging.StreamHandler, IO[str]]]:
-    """Lets log handlers write where standard output and error go now: they keep what they got.
+    """Points log handlers at today's standard output and error: they keep their first stream.
 
     Args:
         before: standard output and error when the handlers were made.
@@ -221,8 +221,8 @@ def render(progress: Progress, columns: int) -> RenderableType:
     """The live view.
 
     Args:
-        progress: with an iteration at least.
-        columns: of the terminal; in fewer than `MIN_COLUMNS` there are no bars.
+        progress: progress with at least one iteration.
+        columns: width of the terminal; below `MIN_COLUMNS` there are no bars.
     """
     last = progress.latest
     head = Table.grid(padding=(0, 1), expand=True)
@@ -260,12 +260,12 @@ def render(progress: Progress, columns: int) -> RenderableType:
 
 
 class PlainView:
-    """A line every `every` iterations, and none with 0.
+    """Prints one line every `every` iterations, and none if `every` is 0.
 
     Args:
-        progress: of the run.
+        progress: the run's progress.
         every: iterations between lines.
-        file: where to; None takes standard output.
+        file: output file; None takes standard output.
     """
 
     def __init__(self, progress: Progress, every: int, file: IO[str] | None = None) -> None:
@@ -274,7 +274,7 @@ class PlainView:
         self._file = file
 
     def update(self, breakdown: IterationBreakdown) -> None:
-        """Prints if it is time."""
+        """Adds an iteration; prints a line if it is due."""
         self._progress.add(breakdown, time.perf_counter())
         if self._every and breakdown.iteration % self._every == 0:
             parts = " + ".join(f"{stage} {ms(t)}" for stage, t in self._progress.stages().items())
@@ -290,17 +290,17 @@ class PlainView:
 
 
 class IsolatedView:
-    """Keeps a view's failures away from the training loop, like `sinks.IsolatedSink`."""
+    """Keeps a view's failures out of the training loop, like `sinks.IsolatedSink`."""
 
     def __init__(self, view: View) -> None:
         self._view: View | None = view
 
     def update(self, breakdown: IterationBreakdown) -> None:
-        """Passes on; does nothing once it has failed."""
+        """Updates the view; does nothing once the view has failed."""
         self._try(lambda view: view.update(breakdown))
 
     def close(self) -> None:
-        """Passes on."""
+        """Closes the view unless it has failed."""
         self._try(lambda view: view.close())
 
     def _try(self, act: Callable[[View], None]) -> None:
@@ -310,7 +310,11 @@ class IsolatedView:
             act(self._view)
         except Exception as error:
             self._view = None
-            logger.error("the console's view is off: %s: %s", type(error).__name__, error)
+            logger.error(
+                "the console view failed and is off for the rest of the run: %s: %s",
+                type(error).__name__,
+                error,
+            )
 
 
 def open_view(
@@ -319,15 +323,15 @@ def open_view(
     """The view that `tracking.console` asks for.
 
     Args:
-        console: of the configuration; `auto` looks whether `stream` is a terminal that can move
-            its cursor.
-        name: of the run.
-        total: its iterations; None where nobody knows.
-        every: `tracking.sample_every`, for lines.
-        stream: where to; None takes standard output.
+        console: `tracking.console`; `auto` checks whether `stream` is a terminal that can move its
+            cursor.
+        name: name of the run.
+        total: iterations of the run; None if unknown.
+        every: `tracking.sample_every`, for plain lines.
+        stream: output stream; None takes standard output.
 
     Returns:
-        None for `off`.
+        The view; None for `off`.
     """
     if console == "off":
         return None

@@ -1,7 +1,7 @@
-"""Every number that the dashboards get: its name, its unit, what it says; and those of the buckets.
+"""Every metric of the dashboards, with name, unit and meaning; and how a bucket's are computed.
 
-Names are grouped before the first slash. `<stage>`, `<scheme>` and `<bucket>` stand for names of
-stages, schemes and buckets. Docs and dashboard are checked against this list by tests.
+The part of a name before the first slash is its group. `<stage>`, `<scheme>` and `<bucket>` stand
+for names of stages, schemes and buckets. Tests check the docs and the dashboard against this list.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from megatron_sparse.recording import BUCKET_STAGES, BucketRecord, ReadinessReco
 from megatron_sparse.straggler.detector import delay_s
 
 STEP = "iteration"
-"""What every curve is drawn over."""
+"""The x axis of every curve."""
 PLAN = "planner/plan"
-"""The table of the plan: not a number."""
+"""The table of the plan; not a number."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One name, or a family of them.
+    """One metric, or a family of metrics.
 
     Attributes:
-        name: as the dashboards show it.
-        unit: of its values; empty for numbers without one.
-        meaning: in a few words.
-        sampled: only every `tracking.sample_every` iterations.
+        name: the name in the dashboards.
+        unit: the unit of its values; empty if they have none.
+        meaning: a short description.
+        sampled: whether it is logged only every `tracking.sample_every` iterations.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Metric:
 
     @property
     def group(self) -> str:
-        """What is before the first slash."""
+        """The part of the name before the first slash."""
         return self.name.partition("/")[0]
 
     def matches(self, name: str) -> bool:
-        """Whether a run's `name` is this one, or one of this family."""
+        """Whether `name` is this metric or belongs to this family."""
         pattern = re.sub(r"<\w+>", ".+", re.sub(r"([.+*()\[\]])", r"\\\1", self.name))
         return re.fullmatch(pattern, name) is not None
 
@@ -52,39 +52,39 @@ class Metric:
 METRICS = (
     Metric("train/loss", "", "loss of the iteration"),
     Metric("train/grad_norm", "", "norm of the synchronised gradient, before clipping"),
-    Metric("train/learning_rate", "", "of the first parameter group"),
-    Metric("train/skipped", "", "1 where the optimizer refused the step"),
+    Metric("train/learning_rate", "", "learning rate of the first parameter group"),
+    Metric("train/skipped", "", "1 if the optimizer refused the step"),
     Metric("breakdown/iteration_ms", "ms", "the whole iteration, wall clock"),
     Metric("breakdown/<stage>_ms", "ms", "one stage; stages of buckets are summed over buckets"),
     Metric("comm/exposed_ms", "ms", "the training thread waited for synchronisation"),
     Metric("comm/overlapped_ms", "ms", "a bucket was in flight and the thread did not wait"),
-    Metric("comm/host_cpu_ms", "ms", "the progress thread's processor time, over all buckets"),
-    Metric("comm/dense_bytes", "B", "what a dense ring would have sent from this rank"),
-    Metric("comm/wire_bytes", "B", "what this rank sent"),
+    Metric("comm/host_cpu_ms", "ms", "CPU time of the progress thread, over all buckets"),
+    Metric("comm/dense_bytes", "B", "bytes that this rank would have sent in a dense ring"),
+    Metric("comm/wire_bytes", "B", "bytes that this rank sent"),
     Metric("comm/wire_ratio", "", "wire bytes over dense bytes"),
     Metric("compression/density", "", "elements sent over elements in the buckets"),
-    Metric("compression/target_density", "", "what was asked for, weighted by elements"),
+    Metric("compression/target_density", "", "target density, weighted by elements"),
     Metric("compression/residual_norm", "", "2-norm of this rank's residual", sampled=True),
-    Metric("compression/residual_ratio", "", "that over the gradient's norm", sampled=True),
-    Metric("planner/predicted_ms", "ms", "what the cost model expected of all buckets' stages"),
-    Metric("planner/measured_ms", "ms", "what they took"),
-    Metric("planner/buckets/<scheme>", "buckets", "how many a scheme carried"),
+    Metric("compression/residual_ratio", "", "residual norm over gradient norm", sampled=True),
+    Metric("planner/predicted_ms", "ms", "predicted time of all buckets' stages"),
+    Metric("planner/measured_ms", "ms", "measured time of all buckets' stages"),
+    Metric("planner/buckets/<scheme>", "buckets", "buckets that a scheme carried"),
     Metric("straggler/delay_ms", "ms", "delays of the last rank, summed over buckets"),
-    Metric("straggler/rank", "", "the rank that made the longest of them"),
-    Metric("straggler/buckets_without", "buckets", "how many went on without a rank"),
-    Metric("bucket/<bucket>/network_ms", "ms", "bytes under way, peers waited for", sampled=True),
-    Metric("bucket/<bucket>/sync_ms", "ms", "from its launch to its end", sampled=True),
-    Metric("bucket/<bucket>/measured_ms", "ms", "all its stages", sampled=True),
-    Metric("bucket/<bucket>/predicted_ms", "ms", "what the cost model expected", sampled=True),
-    Metric("bucket/<bucket>/host_cpu_ms", "ms", "processor time of its steps", sampled=True),
-    Metric("bucket/<bucket>/dense_bytes", "B", "as above, of this bucket", sampled=True),
-    Metric("bucket/<bucket>/wire_bytes", "B", "as above, of this bucket", sampled=True),
-    Metric("bucket/<bucket>/density", "", "sent", sampled=True),
-    Metric("bucket/<bucket>/target_density", "", "asked for", sampled=True),
+    Metric("straggler/rank", "", "the rank with the longest delay"),
+    Metric("straggler/buckets_without", "buckets", "buckets that skipped a rank"),
+    Metric("bucket/<bucket>/network_ms", "ms", "transfers and waits for peers", sampled=True),
+    Metric("bucket/<bucket>/sync_ms", "ms", "time from launch to end", sampled=True),
+    Metric("bucket/<bucket>/measured_ms", "ms", "measured time of all stages", sampled=True),
+    Metric("bucket/<bucket>/predicted_ms", "ms", "predicted time of all stages", sampled=True),
+    Metric("bucket/<bucket>/host_cpu_ms", "ms", "CPU time of the progress thread", sampled=True),
+    Metric("bucket/<bucket>/dense_bytes", "B", "bytes in a dense ring", sampled=True),
+    Metric("bucket/<bucket>/wire_bytes", "B", "bytes that this rank sent", sampled=True),
+    Metric("bucket/<bucket>/density", "", "density sent", sampled=True),
+    Metric("bucket/<bucket>/target_density", "", "target density", sampled=True),
     Metric("bucket/<bucket>/threshold", "", "median over its parameters", sampled=True),
-    Metric("bucket/<bucket>/delay_ms", "ms", "how late its last rank was", sampled=True),
-    Metric("bucket/<bucket>/straggler", "", "the rank that it went on without", sampled=True),
-    Metric("extra/<name>", "", "what a training loop of your own adds"),
+    Metric("bucket/<bucket>/delay_ms", "ms", "delay of its last rank", sampled=True),
+    Metric("bucket/<bucket>/straggler", "", "the rank that it skipped", sampled=True),
+    Metric("extra/<name>", "", "a number that your own training loop adds"),
 )
 
 GROUPS = tuple(dict.fromkeys(metric.group for metric in METRICS))
@@ -96,11 +96,11 @@ def known(name: str) -> bool:
 
 
 def thresholds(records: Sequence[BucketRecord]) -> dict[str, float]:
-    """The median threshold of each bucket that was selected from, by its name.
+    """The median threshold of each pruned bucket, by bucket name.
 
-    One copy to the host for all of them. On CUDA it waits for the current stream, so it belongs
-    after the end of an iteration, when the loss has been read and nothing is left to wait for.
-    Ranges that are sent whole have none; a bucket of nothing else is left out.
+    One copy to the host for all buckets. On CUDA it waits for the current stream: call it after the
+    end of an iteration, when the loss has been read and the stream is idle. Ranges that are sent
+    whole have no threshold; a bucket of only such ranges is left out.
     """
     held = [(r.bucket, r.thresholds_R) for r in records if r.thresholds_R is not None]
     if not held:
@@ -119,12 +119,12 @@ def bucket_scalars(
     threshold: Mapping[str, float],
     readiness: Sequence[ReadinessRecord],
 ) -> dict[str, float]:
-    """The metrics of each bucket of one iteration; what is not known is left out.
+    """The metrics of each bucket of one iteration; unknown values are left out.
 
     Args:
-        records: of the buckets.
-        threshold: from `thresholds`.
-        readiness: of the step before the last.
+        records: the buckets' records.
+        threshold: result of `thresholds`.
+        readiness: records of the step before the last.
     """
     named: dict[str, float | None] = {}
     for record in records:
@@ -153,7 +153,7 @@ PLAN_COLUMNS = ("bucket", "elements", "density", "scheme", "predicted_ms", "reas
 
 
 def plan_table(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """The rows of `plan.json` as lines of a table with `PLAN_COLUMNS`."""
+    """The rows of `plan.json` as table rows with the columns `PLAN_COLUMNS`."""
     lines = []
     for row in rows:
         predicted_us = row.get("predicted_us", {}).get(row["chosen"])

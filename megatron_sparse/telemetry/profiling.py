@@ -1,9 +1,10 @@
-"""The traces of some iterations: our own timeline, and torch.profiler's.
+"""The traces of some iterations: the plugin's own timeline, and torch.profiler's.
 
-`trace.json` is the host's view and costs nothing: what was recorded anyway. `profile.json` is what
-torch.profiler sees of the training thread, the progress thread and the GPU, with every stage as a
-range `megatron_sparse/<stage>`; the buckets' timeline is put beside it, because a bucket that is on
-the wire is no thread's work. Recording slows the iterations down: their times are not the run's.
+`trace.json` shows the host's view and costs nothing, because its times are recorded anyway.
+`profile.json` holds torch.profiler's records of the training thread, the progress thread and the
+GPU, with every stage as a range `megatron_sparse/<stage>`. The buckets' timeline is added to it,
+because no thread works while a bucket is on the wire. The profiler slows iterations down: their
+times are not typical of the run.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ PROFILE_FILE = "profile.json"
 class IterationTraces:
     """Writes both files when their last iteration has ended, or at the end of the run.
 
-    A disk or a profiler that fails is reported once; training goes on.
+    A failure of the disk or the profiler is logged once; training goes on.
 
     Args:
-        run_dir: of the run, which exists.
-        tracking: `trace_iters`, `profile_iters`, `trace_start`.
+        run_dir: the run's folder, which exists.
+        tracking: `trace_iters`, `profile_iters` and `trace_start` are used.
     """
 
     def __init__(self, run_dir: Path, tracking: TrackingConfig) -> None:
@@ -51,26 +52,26 @@ class IterationTraces:
         self._profiler: Any = None
 
     def begin(self, iteration: int) -> None:
-        """Starts the profiler if this iteration is the first for it."""
+        """Starts the profiler if this iteration is its first."""
         if iteration not in self._profiled or self._profiler is not None:
             return
         if profiler_is_on():
-            # Two at once break each other, and torch does not refuse the second.
+            # Two active profilers break each other, and torch does not refuse the second.
             self._profiled = range(0)
-            logger.error("no %s: another torch.profiler is on", PROFILE_FILE)
+            logger.error("%s is not written: another torch.profiler is active", PROFILE_FILE)
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(
             activities=activities,
-            # The progress thread was there before the profiler, which otherwise leaves it out.
+            # The progress thread is older than the profiler, which would leave it out otherwise.
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
         self._profiler.start()
 
     def end(self, iteration: int, spans: Sequence[Span], records: Sequence[BucketRecord]) -> None:
-        """Adds an iteration; the last one writes."""
+        """Adds an iteration; writes a file after its last iteration."""
         if iteration in self._traced:
             self._timeline.add(iteration, spans, records)
         if iteration in self._profiled:
@@ -81,7 +82,7 @@ class IterationTraces:
             self._write_profile()
 
     def close(self) -> None:
-        """Writes what a run that ended early has."""
+        """Writes the iterations so far, for a run that ends early."""
         self._write_timeline()
         self._write_profile()
 
@@ -103,7 +104,7 @@ class IterationTraces:
         except (OSError, RuntimeError, ValueError) as error:
             logger.error("%s cannot be made: %s", PROFILE_FILE, error)
             return
-        # Its times count from this moment of the calendar, ours from one of the host's own clock.
+        # The profiler's times count from a calendar time, ours from a time of the host's clock.
         base_us = trace.get("baseTimeNanoseconds", 0) / 1e3
         calendar_us = (time.time_ns() - time.perf_counter_ns()) / 1e3
         beside = self._beside_profile.events(base_us - calendar_us)

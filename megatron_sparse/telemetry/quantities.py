@@ -1,10 +1,10 @@
-"""Numbers as people read them, in tables and reports: milliseconds, shares, bytes."""
+"""Formats numbers for tables and reports: milliseconds, shares, bytes."""
 
 from __future__ import annotations
 
 
 def ms(time_ms: float | None) -> str:
-    """Milliseconds with two decimals, without them from 10 s on; `-` for None.
+    """Milliseconds with two decimals, from 10 s on with none; `-` for None.
 
     Example:
         >>> ms(12.345), ms(16250.17)
@@ -12,7 +12,7 @@ def ms(time_ms: float | None) -> str:
     """
     if time_ms is None:
         return "-"
-    # The bound is that of rounding, so that no more than ten characters are ever needed.
+    # The bound takes rounding into account, so that ten characters always suffice.
     return f"{time_ms:.2f}" if time_ms < 9999.995 else f"{time_ms:.0f}"
 
 

@@ -1,8 +1,8 @@
-"""When the ranks were ready: the lines of a run, their statistics, and who came last.
+"""When the ranks were ready: the lines of a run, their statistics, and which rank was last.
 
-`readiness.jsonl` has one line for each bucket and iteration: what each rank of the group waited for
-the last one, in milliseconds (`waited_ms`, 0 for the straggler). It is written in the modes of
-`straggler.mode` that measure.
+`readiness.jsonl` has one line for each bucket and iteration: how long each rank of the group waited
+for the last one, in milliseconds (`waited_ms`, 0 for the straggler). Runs write it unless
+`straggler.mode` is `off` or `pinned`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def readiness_line(record: ReadinessRecord) -> str:
 
 
 def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
-    """Reads what a run has measured: by bucket, in the order of its steps.
+    """Reads the measured delays of a run: by bucket, in the order of steps.
 
     Raises:
         ConfigError: nothing was measured, or the file is not what a run writes.
@@ -52,8 +52,8 @@ def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
             f"{run_dir} holds no measured delays",
             expected=f"a run's folder with {READINESS_FILE}",
             got=error.strerror,
-            remedy="train with straggler.mode=observe, persistent or dynamic, three iterations at "
-            "least",
+            remedy="train at least three iterations with straggler.mode=observe, persistent or "
+            "dynamic",
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -65,12 +65,12 @@ def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
 
 
 def statistics_of(buckets: Sequence[Sequence[ReadinessRecord]]) -> DelayStatistics | None:
-    """Of the given buckets' records together; None where there are none."""
+    """Statistics over the records of all given buckets; None without records."""
     return DelayStatistics.of([[record.ready_s for record in records] for records in buckets])
 
 
 def summary_of(statistics: DelayStatistics | None) -> dict[str, Any] | None:
-    """For `summary.json`; milliseconds."""
+    """The statistics as fields of `summary.json`, in milliseconds."""
     if statistics is None:
         return None
     return {
@@ -85,14 +85,14 @@ def summary_of(statistics: DelayStatistics | None) -> dict[str, Any] | None:
 
 
 def step_scalars(records: Sequence[ReadinessRecord], without: int = 0) -> dict[str, float]:
-    """Of one step, for the dashboards: the delays of all its buckets, and who made the longest.
+    """A step's straggler metrics for the dashboards.
 
-    Names are `straggler/delay_ms` and `straggler/rank`, both of the step before the last, and
-    `straggler/buckets_without`, of this one.
+    `straggler/delay_ms` (summed over buckets) and `straggler/rank` (with the longest delay) belong
+    to the step before the last, `straggler/buckets_without` to this one.
 
     Args:
-        records: of the step before the last; none where nothing is measured.
-        without: buckets that went on without a rank.
+        records: records of the step before the last; empty if nothing is measured.
+        without: number of buckets that skipped a rank.
     """
     scalars = {"straggler/buckets_without": float(without)} if records or without else {}
     if records:

@@ -55,21 +55,21 @@ PlanRows = Callable[[], Sequence[Mapping[str, Any]]]
 class RunTelemetry:
     """Implements `recording.RecordSink` for one process of a training run.
 
-    Every rank may have one and gets breakdowns from it; files, dashboards and the table are the
-    writer's alone. All methods belong to the training thread.
+    Every rank may have one and gets breakdowns from it; only the writer has files, dashboards and
+    the final table. Call all methods from the training thread.
 
-    While training goes on nothing here raises because of the outside world: a sink or a disk that
-    fails is reported once in the log and left alone from then on.
+    During training no method raises because of a failing disk or dashboard: the failure is logged
+    once, and the disk or dashboard is not used again.
 
     Args:
         run_dir: folder for the files, made if needed; None writes none.
         tracking: console, intervals, traces.
         is_writer: whether this rank writes.
-        sinks: dashboards, closed by `close`.
-        resolved_config: for the summary: `name` and `compression.density` are looked up in it.
-        iterations: of the whole run, for the time that is left; None where nobody knows.
-        plan_rows: gives the rows of `plan.json`; asked at sampled iterations whose schemes are
-            others than before. None shows no plan.
+        sinks: dashboards; `close` closes them.
+        resolved_config: `name` and `compression.density` of it go into the summary.
+        iterations: iterations of the whole run, for the time left; None if unknown.
+        plan_rows: returns the rows of `plan.json`; called in sampled iterations in which a
+            bucket's scheme has changed. None shows no plan.
 
     Raises:
         ConfigError: the writer cannot write to `run_dir`.
@@ -130,7 +130,7 @@ class RunTelemetry:
         except OSError as error:
             raise ConfigError(
                 "the run's folder cannot be used",
-                expected="a folder that can be made, read and written",
+                expected="a readable and writable folder",
                 got=error,
                 remedy="choose another run folder or free the disk",
             ) from None
@@ -146,29 +146,29 @@ class RunTelemetry:
         atexit.register(self.flush)
 
     def samples(self, iteration: int) -> bool:
-        """Whether this rank looks at what costs more in this iteration."""
+        """Whether this rank samples the expensive metrics in this iteration."""
         every = self._tracking.sample_every
         return self._is_writer and every > 0 and iteration % every == 0
 
     def begin_iteration(self, iteration: int) -> None:
-        """Starts torch.profiler where this iteration is the first that it shall see."""
+        """Starts torch.profiler if this iteration is the first to profile."""
         if self._traces is not None:
             self._traces.begin(iteration)
 
     def record_bucket(self, record: BucketRecord) -> None:
-        """Keeps `record` for the running iteration; its times are not read before its end."""
+        """Keeps `record` for the current iteration; reads its times only when that ends."""
         self._records.append(record)
 
     def record_readiness(self, record: ReadinessRecord) -> None:
-        """Keeps `record` for the end of the running iteration, which is a later one."""
+        """Keeps `record` for the current iteration, which is later than the record's own."""
         self._readiness.append(record)
 
     def record_stage(self, stage: str, seconds: float) -> None:
-        """Adds host seconds to one of `STEP_STAGES` of the running iteration."""
+        """Adds host seconds to one of `STEP_STAGES` of the current iteration."""
         assert stage in STEP_STAGES, f"{stage!r} is not one of {STEP_STAGES}"
         self._step_s[stage] = self._step_s.get(stage, 0.0) + seconds
         end_s = time.perf_counter()
-        # A stage is told when it ends, and without the waits inside it.
+        # The call comes when the stage ends, and `seconds` excludes the waits inside the stage.
         inside_s = self._step_s.get("host_wait", 0.0) if stage == "forward_backward" else 0.0
         self._spans.append((stage, end_s - seconds - inside_s, end_s))
 
@@ -182,17 +182,17 @@ class RunTelemetry:
         skipped: bool = False,
         extra: Mapping[str, float] | None = None,
     ) -> IterationBreakdown:
-        """Ends the running iteration: adds up, appends to the files, feeds the sinks.
+        """Ends the current iteration: sums up, appends to the files, feeds the sinks.
 
-        An iteration that is at or before the last one (a resumed run, a repeated step) replaces
-        what is there from it on. On CUDA this waits for the events of the iteration's stages, so
-        it belongs after the optimizer step, where the losses are read anyway.
+        An iteration number that is not larger than the last one (a resumed run, a repeated step)
+        replaces all lines from that number on. On CUDA this waits for the events of the iteration's
+        stages: call it after the optimizer step, when the losses are read anyway.
 
         Args:
             iteration: number of the iteration, as the training loop counts.
             iteration_s: wall-clock seconds of the iteration.
-            loss: a number on the host; None when not known.
-            grad_norm: a number on the host; None when not known.
+            loss: a number on the host; None if unknown.
+            grad_norm: a number on the host; None if unknown.
             skipped: the optimizer refused the step.
             extra: further numbers; `learning_rate` has a field of its own.
 
@@ -219,7 +219,7 @@ class RunTelemetry:
         self._last = breakdown
         self._history.append(breakdown)
         if self._machine is None:
-            # Now, because at the end of the run the process group may be gone.
+            # Read it now: at the end of the run the process group may be gone.
             self._machine = _machine()
         threshold = thresholds(records) if self.samples(iteration) else {}
         if self._files:
@@ -238,25 +238,25 @@ class RunTelemetry:
         return breakdown
 
     def scalars(self) -> dict[str, float]:
-        """The last iteration under the names that the dashboards show; empty before the first."""
+        """The last iteration's metrics as the dashboards show them; empty before the first."""
         return {} if self._last is None else self._last.scalars()
 
     def flush(self) -> None:
-        """Writes pending lines to the files; also called when the interpreter exits."""
+        """Writes pending lines to the files; also runs when the interpreter exits."""
         self._since_flush = 0
         self._on_files(JsonLines.flush)
 
     def close(self, memory: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """Writes `summary.json`, closes the sinks, prints the table; once, however often called.
+        """Writes `summary.json`, closes the sinks, prints the table; later calls do nothing.
 
-        Buckets of an iteration that did not end are dropped. Belongs into a `finally`.
+        Buckets of an unfinished iteration are dropped. Call it in a `finally` block.
 
         Args:
             memory: bytes that the plugin holds on this rank, by purpose; kept as `memory_bytes`.
 
         Returns:
-            The summary: of the whole run on the writer, earlier parts of a resumed one included;
-            elsewhere of what this process saw.
+            The summary. On the writer it covers the whole run, including earlier parts of a resumed
+            one; on other ranks it covers this process.
         """
         if self._closed is not None:
             return self._closed
@@ -280,7 +280,7 @@ class RunTelemetry:
         return summary
 
     def _begin_at(self, iteration: int) -> None:
-        """Drops everything that `iteration` and what follows it will write again."""
+        """Drops the lines from `iteration` on, which the run will write again."""
         self._history.cut(iteration)
         self._on_files(lambda file: file.cut(iteration))
 
@@ -304,7 +304,7 @@ class RunTelemetry:
             self.flush()
 
     def _write_readiness(self, readiness: Sequence[ReadinessRecord]) -> None:
-        """Into a file that only runs that measure have."""
+        """Writes delays to `readiness.jsonl`, which only runs with measured delays have."""
         if self._readiness_file is None:
             assert self._run_dir is not None, "only a rank with files writes"
             made = self._readiness_file = JsonLines(self._run_dir / READINESS_FILE)
@@ -320,7 +320,7 @@ class RunTelemetry:
             self._readiness_file.append(readiness_line(record))
 
     def _show_plan(self, records: Sequence[BucketRecord], iteration: int) -> None:
-        """Gives the dashboards the plan, if a bucket's scheme is another than when last shown."""
+        """Gives the dashboards the plan if a bucket's scheme has changed since the last time."""
         schemes = sorted((record.bucket, str(record.scheme)) for record in records)
         if self._plan_rows is None or not self._sinks or schemes == self._schemes_shown:
             return
@@ -335,7 +335,7 @@ class RunTelemetry:
                 act(file)
         except OSError as error:
             self._files = ()
-            logger.error("the run's JSON lines are off for the rest of the run: %s", error)
+            logger.error("no more JSON lines are written in this run: %s", error)
 
     def _summary(self) -> dict[str, Any]:
         compression = self._config.get("compression") or {}
@@ -349,7 +349,7 @@ class RunTelemetry:
         }
 
     def _straggler_summary(self) -> dict[str, Any] | None:
-        """Of all delays in the run's folder; None where none were measured."""
+        """Statistics of all delays in the run's folder; None if none were measured."""
         if self._readiness_file is None or self._run_dir is None:
             return None
         return summary_of(statistics_of(list(load_readiness(self._run_dir).values())))
@@ -380,7 +380,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Writes `path` so that a reader, or a kill, never finds half of it."""
+    """Writes `path` atomically."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -1,6 +1,6 @@
 """Dashboards: TensorBoard and Weights & Biases behind one small interface.
 
-Both get the same names, see `metrics`, and nothing secret: a configuration passes `redact`.
+Both get the same metrics, see `metrics`. Configurations pass through `redact`, which hides secrets.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class ScalarSink(Protocol):
         """Writes `scalars` for iteration `step`; called in ascending order of `step`."""
 
     def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Writes the plan as it is from iteration `step` on; lines with `metrics.PLAN_COLUMNS`."""
+        """Writes the plan in use from iteration `step` on; rows have `metrics.PLAN_COLUMNS`."""
 
     def close(self) -> None:
-        """Writes what is buffered; called once."""
+        """Writes buffered data; called once."""
 
 
 class IsolatedSink:
-    """Keeps the failures of a sink away from the training loop.
+    """Keeps the failures of a sink out of the training loop.
 
     The first exception is logged and turns the sink off: a full disk or a lost network must not
     end a run of days. Failures when a sink is *opened* are errors, see `open_sinks`.
@@ -45,15 +45,15 @@ class IsolatedSink:
         self._works = True
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Passes on to the sink; does nothing once it has failed."""
+        """Passes the numbers on; does nothing once the sink has failed."""
         self._try(lambda: self._sink.log(scalars, step))
 
     def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Passes on to the sink; does nothing once it has failed."""
+        """Passes the plan on; does nothing once the sink has failed."""
         self._try(lambda: self._sink.log_plan(rows, step))
 
     def close(self) -> None:
-        """Closes the sink, one that has failed too: it may hold files and threads."""
+        """Closes the sink, even after a failure: it may hold files and threads."""
         try:
             self._sink.close()
         except Exception as error:
@@ -81,8 +81,8 @@ class TensorBoardSink:
     """Scalars for TensorBoard.
 
     Args:
-        writer: anything with `SummaryWriter`'s `add_scalar`, `add_text`, `flush` and `close`, for
-            example the one that Megatron has. It stays the caller's: `close` only flushes it.
+        writer: any object with `SummaryWriter`'s `add_scalar`, `add_text`, `flush` and `close`,
+            for example Megatron's. The caller keeps it: `close` only flushes it.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -91,12 +91,12 @@ class TensorBoardSink:
 
     @classmethod
     def open(cls, directory: Path, *, first_iteration: int | None = None) -> TensorBoardSink:
-        """Opens a writer of our own in `directory`.
+        """Opens a new writer in `directory`.
 
         Args:
             directory: made if it does not exist.
-            first_iteration: of a resumed run; TensorBoard then hides what an earlier attempt wrote
-                at or after it.
+            first_iteration: first iteration of a resumed run; TensorBoard then hides the points
+                that an earlier attempt wrote at or after it.
 
         Raises:
             DependencyError: TensorBoard is not installed.
@@ -116,7 +116,7 @@ class TensorBoardSink:
         except OSError as error:
             raise ConfigError(
                 "the TensorBoard folder cannot be written",
-                expected="a folder that can be made and written",
+                expected="a writable folder",
                 got=error,
                 remedy="choose another run folder, or set tracking.tensorboard=false",
             ) from None
@@ -130,7 +130,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
 
     def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Adds a text: a table in Markdown, which TensorBoard shows as one."""
+        """Adds a text with a Markdown table, which TensorBoard renders."""
         lines = [PLAN_COLUMNS, ["---"] * len(PLAN_COLUMNS), *rows]
         text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
         self._writer.add_text(PLAN, text, step)
@@ -146,30 +146,30 @@ class WandbSink:
     """Scalars for Weights & Biases.
 
     Args:
-        run: a run, or the `wandb` module while it has one (Megatron's writer). It stays the
-            caller's: `close` does not finish it.
-        config: the resolved configuration, shown as `megatron_sparse` beside what the run's own
-            configuration holds already; None for none.
+        run: a run, or the `wandb` module while it has one (Megatron's writer). The caller keeps
+            it: `close` does not finish it.
+        config: the resolved configuration, added to the run's own configuration under the key
+            `megatron_sparse`; None adds nothing.
     """
 
     def __init__(self, run: Any, config: Mapping[str, Any] | None = None) -> None:
         self._run = run
         self._owned = False
-        # Every curve over the iteration: wandb's own step counts rows, and restarts when resumed.
+        # Draw curves over the iteration: wandb's own step counts rows, and restarts on resume.
         run.define_metric(STEP, hidden=True)
         for group in GROUPS:
             run.define_metric(f"{group}/*", step_metric=STEP)
         if config is not None:
-            # A resumed run has it already, perhaps with other values.
+            # A resumed run already has the key, perhaps with other values.
             run.config.update({"megatron_sparse": redact(config)}, allow_val_change=True)
 
     @classmethod
     def open(
         cls, run_dir: Path, tracking: TrackingConfig, config: Mapping[str, Any] | None
     ) -> WandbSink:
-        """Starts a run of our own whose files lie in `run_dir/wandb`.
+        """Starts a new W&B run whose files lie in `run_dir/wandb`.
 
-        The run's id is kept in the folder, so that a resumed training goes on in the same run.
+        The folder keeps the run's id, so that a resumed training continues the same W&B run.
 
         Args:
             run_dir: the run's folder.
@@ -190,14 +190,14 @@ class WandbSink:
                 entity=tracking.wandb_entity,
                 name=run_dir.name,
                 id=run_id(run_dir / "wandb"),
-                # Offline, wandb has nobody to ask whether the run exists and warns about it.
+                # Offline, wandb cannot find out whether the run exists, and would warn about it.
                 resume="allow" if mode == "online" else None,
                 config=redact(config or {}),
             )
         except (wandb.Error, OSError) as error:
             raise ConfigError(
                 f"W&B did not start (tracking.wandb={tracking.wandb})",
-                expected="a run folder that can be written and, online, a server that answers",
+                expected="a writable run folder and, if online, a server that answers",
                 got=f"{type(error).__name__}: {error}",
                 remedy="set tracking.wandb=offline and upload later with `wandb sync`",
             ) from None
@@ -234,7 +234,7 @@ def _import_wandb() -> Any:
 
 
 def run_id(wandb_dir: Path) -> str:
-    """The id kept in `wandb_dir`; makes one the first time."""
+    """The id stored in `wandb_dir`; the first call makes one."""
     path = wandb_dir / "run-id.txt"
     if not path.exists():
         wandb_dir.mkdir(parents=True, exist_ok=True)
@@ -245,8 +245,8 @@ def run_id(wandb_dir: Path) -> str:
 def wandb_mode(tracking: TrackingConfig) -> str:
     """The mode that W&B runs in: `online`, `offline` or `disabled`.
 
-    `tracking.wandb` decides; for `auto`, WANDB_MODE if the user set it, else `online` with
-    credentials and `offline` without. Talks to no server.
+    `tracking.wandb` decides. `auto` follows WANDB_MODE if the user set it; else it is `online` with
+    credentials and `offline` without. Contacts no server.
 
     Raises:
         DependencyError: wandb is not installed.
@@ -280,16 +280,16 @@ def open_sinks(
     *,
     first_iteration: int | None = None,
 ) -> list[ScalarSink]:
-    """Opens the dashboards that `tracking` asks for; call it on the writer rank only.
+    """Opens the dashboards that `tracking` requests; call it on the writer rank only.
 
     Args:
         run_dir: the run's folder; TensorBoard writes to `tensorboard/`, W&B to `wandb/` in it.
         tracking: which dashboards.
         config: resolved configuration for W&B.
-        first_iteration: of a resumed run, see `TensorBoardSink.open`.
+        first_iteration: first iteration of a resumed run, see `TensorBoardSink.open`.
 
     Raises:
-        DependencyError: a dashboard is asked for and not installed.
+        DependencyError: a requested dashboard is not installed.
         ConfigError: a dashboard cannot be opened.
     """
     sinks: list[ScalarSink] = []

@@ -1,7 +1,7 @@
 """`megatron-sparse stragglers RUN`: the delays of a run as a table, a CSV and the CDF of the paper.
 
-The curve is that of StragglAR's figures 2a and 8, from the user's own run: for each delay the
-fraction of bucket synchronisations whose last rank was not later than that after the others.
+The curve is that of StragglAR's figures 2a and 8, for the user's own run: for each delay, the
+fraction of bucket synchronisations whose last rank was at most that much later than the others.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ALL = "all"
 
 
 def run(run_dir: Path, output: Path | None, csv_path: Path | None) -> None:
-    """Prints the table of a run, and writes what is asked for.
+    """Prints a run's table of delays; draws the CDF and writes the CSV if requested.
 
     Args:
-        run_dir: of a run whose `straggler.mode` measured.
+        run_dir: folder of a run whose `straggler.mode` measured delays.
         output: PNG of the CDF; None draws none.
-        csv_path: one line for each bucket and iteration; None writes none.
+        csv_path: CSV with one line for each bucket and iteration; None writes none.
 
     Raises:
         ConfigError: the run has measured nothing, or a file cannot be written.
@@ -36,8 +36,8 @@ def run(run_dir: Path, output: Path | None, csv_path: Path | None) -> None:
     if not buckets:
         raise ConfigError(
             f"{run_dir} has measured no delays yet",
-            expected="three iterations at least",
-            got="none that all ranks know",
+            expected="at least three iterations",
+            got="no delay that all ranks know",
             remedy="train longer",
         )
     Console(highlight=False).print(table_of(buckets))
@@ -49,15 +49,15 @@ def run(run_dir: Path, output: Path | None, csv_path: Path | None) -> None:
     except (OSError, ValueError) as error:  # matplotlib refuses a file type by a ValueError
         raise ConfigError(
             "the delays cannot be written",
-            expected="a file that can be made, .png or .csv",
+            expected="a writable file, .png or .csv",
             got=error,
         ) from None
 
 
 def table_of(buckets: dict[str, list[ReadinessRecord]]) -> Table:
-    """A line for each bucket and one for all of them."""
+    """A row for each bucket and one for all of them."""
     table = Table(
-        title="delay: how long after all others the last rank was ready",
+        title="delay: how much later than all others the last rank was ready",
         title_justify="left",
         box=None,
         pad_edge=False,

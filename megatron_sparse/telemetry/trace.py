@@ -1,11 +1,11 @@
 """A timeline of some iterations, for chrome://tracing and ui.perfetto.dev.
 
-One row for the training thread and one for each bucket, whose stages lie inside it. Whether
-synchronisation overlaps with the backward pass is seen by looking: stages of a bucket below
-`forward_backward`, and the waits of the training thread (`host_wait`), which are the exposed part.
+One row shows the training thread, and one each bucket with its stages. The timeline shows at a
+glance whether synchronisation overlaps with the backward pass: overlapped stages of a bucket lie
+below `forward_backward`; the waits of the training thread (`host_wait`) are the exposed part.
 
-Times are the host's. On CUDA the stages are kernels, which torch.profiler shows; there a bucket's
-row has its launch and end only.
+Times are the host's. On CUDA a bucket's row shows only its launch and end; its stages are kernels,
+which torch.profiler shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Timeline:
     """Collects events in the Trace Event Format.
 
     Args:
-        rank: whose events they are.
+        rank: the rank that the events belong to.
     """
 
     def __init__(self, rank: int) -> None:
@@ -41,8 +41,8 @@ class Timeline:
 
         Args:
             iteration: its number.
-            steps: of the training thread.
-            records: of the buckets.
+            steps: spans of the training thread.
+            records: records of the buckets.
         """
         for name, begin_s, end_s in steps:
             self._span(TRAINING_ROW, name, begin_s, end_s, {"iteration": iteration})
@@ -67,14 +67,14 @@ class Timeline:
 
     @property
     def begin_us(self) -> float:
-        """Of the first event, in microseconds of `time.perf_counter`; 0 if there is none."""
+        """Begin of the first event, in microseconds of `time.perf_counter`; 0 without events."""
         return min((event["ts"] for event in self._events), default=0.0)
 
     def events(self, origin_us: float) -> list[dict[str, Any]]:
-        """Everything, for `write_trace`.
+        """All events, for `write_trace`.
 
         Args:
-            origin_us: of `time.perf_counter`, what the times shall count from.
+            origin_us: microseconds of `time.perf_counter` at which the trace's times are 0.
         """
         common = {"ph": "M", "pid": self._rank}
         process = {"name": "process_name", "args": {"name": f"rank {self._rank}: buckets"}}
@@ -103,12 +103,12 @@ class Timeline:
 def write_trace(
     path: Path, events: Sequence[dict[str, Any]], trace: dict[str, Any] | None = None
 ) -> None:
-    """Writes a file in the Trace Event Format; a reader never finds half of it.
+    """Writes a file in the Trace Event Format, atomically.
 
     Args:
         path: the file.
-        events: of one or several timelines with the same origin.
-        trace: whatever else the file shall hold.
+        events: events of one or several timelines with the same origin.
+        trace: further fields of the file.
 
     Raises:
         OSError: the file cannot be written.

@@ -59,19 +59,19 @@ all            100  100.00 MiB  30.00 MiB      30.00%   25.00%   100.00
 
 an iteration of the training thread: 100.00 ms (median)
 stage                     ms    share
-forward_backward       70.00   70.00%  passes; launching buckets is in them
+forward_backward       70.00   70.00%  passes, bucket launches included
 optimizer              10.00   10.00%  clipping and step
 host_wait              15.00   15.00%  exposed: waits for synchronisation
 other                   5.00    5.00%  data, logging, checkpoints
 
-its buckets, added up; beside the thread's stages or inside them
+its buckets, summed; beside the thread's stages or inside them
 stage                     ms    share
 threshold               1.50    1.50%  sample and threshold
 prune                   2.00    2.00%  error feedback and selection
 encode                  0.50    0.50%  building the message
-network                40.00   40.00%  bytes under way, peers waited for
-decode                  6.00    6.00%  adding up what came
-profile                 0.25    0.25%  now and then: sampling the sparsity
+network                40.00   40.00%  transfers and waits for peers
+decode                  6.00    6.00%  adding received messages
+profile                 0.25    0.25%  sampling the sparsity at times
 
 synchronisation: 15.00 ms exposed, 31.25 ms overlapped with compute
 memory of this rank: residual 4.00 MiB, undo 4.00 MiB, messages 1.50 MiB

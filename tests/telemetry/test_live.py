@@ -220,7 +220,7 @@ def test_a_view_that_fails_is_off_and_training_goes_on(caplog):
     view.update(breakdown(2))
     view.close()
     assert [r.getMessage() for r in caplog.records] == [
-        "the console's view is off: BrokenPipeError: gone"
+        "the console view failed and is off for the rest of the run: BrokenPipeError: gone"
     ]
 
 

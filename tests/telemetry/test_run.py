@@ -273,7 +273,7 @@ def test_a_disk_that_fails_does_not_stop_training(tmp_path, caplog):
         iterate(telemetry, iteration)
     assert telemetry.close()["iterations"] == 3
     assert [r.levelname for r in caplog.records] == ["ERROR"]
-    assert "JSON lines are off" in caplog.text
+    assert "no more JSON lines" in caplog.text
 
 
 def test_summary_is_replaced_whole(tmp_path, monkeypatch, caplog):
