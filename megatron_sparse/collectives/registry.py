@@ -1,7 +1,7 @@
 """The registry of schemes: all that this package's modules define as `SCHEME`.
 
-A new scheme needs no line here: its file is found. The package is scanned when somebody first asks
-for a scheme, once in a process.
+A new scheme needs no line here: its file is found. The package is scanned at the first request for
+a scheme, once in a process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
+from pathlib import Path
 
-from megatron_sparse import collectives
 from megatron_sparse.collectives.scheme import Scheme
 from megatron_sparse.errors import ConfigError
 
@@ -61,7 +61,8 @@ def find_schemes() -> dict[str, Scheme]:
         ConfigError: two modules define schemes of one name.
     """
     found: dict[str, Scheme] = {}
-    for module in pkgutil.iter_modules(collectives.__path__, f"{collectives.__name__}."):
+    here = str(Path(__file__).parent)
+    for module in pkgutil.iter_modules([here], f"{__package__}."):
         scheme = getattr(import_module(module.name), "SCHEME", None)
         if scheme is None:
             continue
