@@ -2,32 +2,27 @@
 
 Abdelmoniem, Elzanaty, Alouini, Canini, "An Efficient Statistical-based Gradient Compression
 Technique for Distributed Training Systems" (SIDCo, MLSys 2021). Magnitudes of gradients fall off
-like an exponential, gamma or generalised Pareto distribution; its parameters follow from moments in
-closed form (section 2.3, corollaries 1.1 to 1.3), and so does the threshold of a density. As one
-fit does not reach far into a tail, it is made in stages (section 2.4): each fits what exceeds the
-last stage's threshold.
+like a generalised Pareto distribution. Its parameters follow from moments in closed form (section
+2.3, corollary 1.3), and so does the threshold of a density. One fit does not reach far into a tail,
+so there are several stages (section 2.4): each fits what exceeds the last stage's threshold.
 
-With n magnitudes x of mean m, each stage wants r = the part of them that shall exceed:
+With magnitudes x of mean m and variance var, the threshold that a part r of them exceeds is
 
-    exponential:  -m ln r
-    pareto:       b (r^-a - 1) / a,  a = (1 - m^2 / var) / 2,  b = m (m^2 / var + 1) / 2
-    gamma:        -b (ln r + ln Gamma(a)),  b = m / a,  s = ln m - mean(ln x),
-                  a = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s)
+    b (r^-a - 1) / a,  a = (1 - m^2 / var) / 2,  b = m (m^2 / var + 1) / 2
 
-`tail_fit=gamma` is the paper's SIDCo-GP: a gamma first, Pareto for the later stages.
-
-Why: all samples above the last stage's threshold take part in a fit, and only those next to it in a
-quantile. At density 0.1 % of 40,000 samples a quantile goes by 40 of them, and the kept count is
-off by 16 % (one standard deviation); with the Pareto fit that is some 12 %. And nothing is sorted.
-What it costs is a bias where the tail has another shape: tests/compression/test_tail_fit.py
+Why: all samples above the last stage's threshold take part in a fit; a quantile uses only the
+samples next to it. At density 0.1 % of 40,000 samples a quantile depends on 40 of them, and the
+kept count is off by 16 % (one standard deviation); with the fit by some 12 %. And nothing is
+sorted. The price is a bias where the tail has another shape: tests/compression/test_tail_fit.py
 states how large it is.
 
-Deviations: moments are of the sample that top-k takes, not of the whole gradient, which would be a
-pass of its own. A stage counts how many samples the last one has left and shares what is still to
-be lost evenly among the stages to come, so errors do not add up; the paper fixes the first stage's
-ratio to 0.25 and adapts the number of stages to the last steps' kept counts, which then is not
-needed.
-Where nothing would be sent, the threshold is the next smaller float under the largest sample.
+Deviations: the paper fits exponential and gamma distributions too; on the tails of that test the
+Pareto fit has the smallest bias. Moments are those of the sample that top-k takes, not of the whole
+gradient, which would need a pass of its own. A stage counts how many samples the last one has left
+and shares the rest of the reduction evenly among the stages to come, so errors do not add up; the
+paper fixes the first stage's ratio to 0.25 and adapts the number of stages to the kept counts of
+the last steps, which is not needed then. Where nothing would be sent, the threshold is the next
+smaller float under the largest sample.
 
 Cost: that of sampling, and some ten operations a stage on the samples, in fp64. Nothing is kept. No
 host synchronisation; one small copy to the device for the sample's positions.
@@ -49,7 +44,7 @@ STAGE_RATIO = 0.1
 ALMOST_EXPONENTIAL = 1e-6
 """A Pareto shape nearer to zero is taken for zero, which it must not be divided by."""
 SMALLEST = 1e-12
-"""Of variances and of s, so that equal magnitudes divide by something."""
+"""Of variances, so that equal magnitudes divide by something."""
 
 
 class SIDCo(SampledTopK):
@@ -72,7 +67,7 @@ class SIDCo(SampledTopK):
             padded_RS = torch.nn.utils.rnn.pad_sequence(
                 rows, batch_first=True, padding_value=float("nan")
             )
-            fitted_R = fit_thresholds(padded_RS, density, self.config.tail_fit)
+            fitted_R = fit_thresholds(padded_RS, density)
             pieces = [p for p, pruned in enumerate(pruned_pieces(bucket, layout)) if pruned]
             index = to_device(torch.tensor(pieces), device)
             thresholds_P.index_copy_(0, index, fitted_R.expand(len(pieces)))
@@ -90,22 +85,21 @@ def stages_of(density: float) -> int:
     return max(math.ceil(math.log(density) / math.log(STAGE_RATIO) - 1e-9), 1)
 
 
-def fit_thresholds(magnitudes_RS: torch.Tensor, density: float, tail_fit: str) -> torch.Tensor:
+def fit_thresholds(magnitudes_RS: torch.Tensor, density: float) -> torch.Tensor:
     """The thresholds that about `density` of each row's distribution exceeds.
 
     Args:
         magnitudes_RS: fp32 samples, S for each of R rows; what is not finite is left out, so NaN
             pads a row that has fewer. Only read.
         density: in (0, 1).
-        tail_fit: `exponential`, `gamma` or `pareto`.
 
     Returns:
         fp32 thresholds_R on the same device; 0 for a row of zeros. No host synchronisation.
 
     Example:
         >>> x = -torch.linspace(0, 1, 10_001)[1:].log()[None]  # exponential: -ln(uniform)
-        >>> fit_thresholds(x, 0.01, "exponential")  # ln(100) = 4.605
-        tensor([4.6055])
+        >>> fit_thresholds(x, 0.01)  # exactly: ln(100) = 4.605
+        tensor([4.5920])
     """
     finite = magnitudes_RS.isfinite()
     x_RS = magnitudes_RS.double().where(finite, 0)
@@ -116,21 +110,17 @@ def fit_thresholds(magnitudes_RS: torch.Tensor, density: float, tail_fit: str) -
         excess_RS = (x_RS - threshold_R[:, None]).clamp(min=0)
         count_R = (excess_RS > 0).sum(1)
         ratio_R = (wanted_R / count_R).clamp(max=1) ** (1 / (stages - stage))
-        quantile = _QUANTILES[tail_fit if stage == 0 or tail_fit == "exponential" else "pareto"]
-        raised_R = threshold_R + quantile(excess_RS, count_R.clamp(min=1), ratio_R)
+        raised_R = threshold_R + _exceeded(excess_RS, count_R.clamp(min=1), ratio_R)
         threshold_R = raised_R.where(count_R > 0, threshold_R)
     largest_R = x_RS.amax(1).float()
     below_R = largest_R.nextafter(torch.zeros_like(largest_R))
     return torch.minimum(threshold_R.float(), below_R)
 
 
-def _exponential(
+def _exceeded(
     excess_RS: torch.Tensor, count_R: torch.Tensor, ratio_R: torch.Tensor
 ) -> torch.Tensor:
-    return -(excess_RS.sum(1) / count_R) * ratio_R.log()
-
-
-def _pareto(excess_RS: torch.Tensor, count_R: torch.Tensor, ratio_R: torch.Tensor) -> torch.Tensor:
+    """What a part `ratio_R` of the Pareto distribution that fits `excess_RS` exceeds."""
     mean_R = excess_RS.sum(1) / count_R
     square_R = mean_R.square()
     variance_R = excess_RS.square().sum(1) / count_R - square_R
@@ -139,15 +129,3 @@ def _pareto(excess_RS: torch.Tensor, count_R: torch.Tensor, ratio_R: torch.Tenso
     log_R = -ratio_R.log()
     curved_R = scale_R * (shape_R * log_R).expm1() / shape_R
     return curved_R.where(shape_R.abs() > ALMOST_EXPONENTIAL, scale_R * log_R)
-
-
-def _gamma(excess_RS: torch.Tensor, count_R: torch.Tensor, ratio_R: torch.Tensor) -> torch.Tensor:
-    mean_R = excess_RS.sum(1) / count_R
-    logs_R = excess_RS.where(excess_RS > 0, 1).log().sum(1) / count_R
-    s_R = (mean_R.clamp(min=1e-300).log() - logs_R).clamp(min=SMALLEST)
-    shape_R = (3 - s_R + ((s_R - 3).square() + 24 * s_R).sqrt()) / (12 * s_R)
-    # The closed form is for shapes up to about 1; far above it would come out negative.
-    return (-(mean_R / shape_R) * (ratio_R.log() + shape_R.lgamma())).clamp(min=0)
-
-
-_QUANTILES = {"exponential": _exponential, "pareto": _pareto, "gamma": _gamma}

@@ -14,7 +14,6 @@ METHODS = ("topk", "threshold_reuse", "sidco", "dgc")
 """Selection methods; `compression.method` has a class for each."""
 SHARED_THRESHOLD_METHODS = ("topk", "dgc")
 """Methods that sample in every step, so that a tensor-parallel group can agree on a threshold."""
-TAIL_FITS = ("exponential", "gamma", "pareto")
 RAMP_SHAPES = ("exponential", "linear", "staircase")
 REUSE_BAND = (0.8, 1.3)
 """`threshold_reuse` keeps a threshold while the kept count over the target is in this range, which
@@ -43,8 +42,6 @@ class CompressionConfig:
             these ranks, so not `planner.cluster`).
         reuse_iters: `threshold_reuse`: steps that a threshold serves for, including the step that
             sampled it.
-        tail_fit: `sidco`: the distribution fitted to the magnitudes: `exponential`, `pareto`
-            (generalised), or `gamma`, followed by `pareto` for the values above its threshold.
         momentum: `dgc`: momentum of the velocity that each rank accumulates; it replaces the
             optimizer's.
         momentum_masking: `dgc`: clear the velocity of sent elements (momentum factor masking).
@@ -78,7 +75,6 @@ class CompressionConfig:
     samples: int = 40_000
     threshold_scope: str = "parameter"
     reuse_iters: int = 32
-    tail_fit: str = "pareto"
     momentum: float = 0.9
     momentum_masking: bool = True
     residual_dtype: str = "fp32"
@@ -102,7 +98,6 @@ class CompressionConfig:
         in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
         one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
         in_range("compression.reuse_iters", self.reuse_iters, 1, math.inf, integer=True)
-        one_of("compression.tail_fit", self.tail_fit, TAIL_FITS)
         in_range("compression.momentum", self.momentum, 0, 0.999)
         is_flag("compression.momentum_masking", self.momentum_masking)
         one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))

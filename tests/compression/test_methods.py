@@ -403,7 +403,6 @@ class TestThresholdReuse:
         ({"method": "randomk"}, "topk | threshold_reuse | sidco | dgc"),
         ({"momentum": 1.0}, "compression.momentum <= 0.999"),
         ({"reuse_iters": 0}, "compression.reuse_iters"),
-        ({"tail_fit": "normal"}, "exponential | gamma | pareto"),
         ({"method": "dgc", "residual_dtype": "bf16"}, "residual_dtype=fp32"),
         ({"method": "sidco", "threshold_scope": "tp_group"}, "threshold_scope=parameter or bucket"),
         ({"method": "threshold_reuse", "threshold_scope": "tp_group"}, "topk or dgc"),
