@@ -26,14 +26,14 @@ Cuts = tuple[int, ...]
 
 
 class CollectiveOp(StrEnum):
-    """What each rank holds afterwards: the whole sum, or its own shard of it."""
+    """The result of a collective on each rank: the whole sum, or the rank's own shard of it."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
 
 
 class Reduction(StrEnum):
-    """What the ranks' gradients are reduced to.
+    """How the ranks' gradients are combined.
 
     `AVG` divides each rank's gradient by the number of ranks before anything is selected from it,
     because residuals are contributions to the averaged gradient.
@@ -47,9 +47,9 @@ class Reduction(StrEnum):
 class ParameterSlice:
     """Where one parameter lies in its bucket.
 
-    `keep` marks a parameter that is always sent whole, `lossless` one of which exactly what is not
-    zero is sent; one that is neither is pruned. `name` is stable across runs and independent of how
-    parameters are grouped into buckets.
+    A parameter with `keep` is always sent whole. Of one with `lossless` exactly the elements that
+    are not zero are sent. All others are pruned. `name` is stable across runs and independent of
+    how parameters are grouped into buckets.
     """
 
     name: str
@@ -60,7 +60,7 @@ class ParameterSlice:
 
     @property
     def pruned(self) -> bool:
-        """Whether a threshold decides what is sent of it."""
+        """Whether a threshold decides which of its elements are sent."""
         return not self.keep and not self.lossless
 
 
@@ -70,8 +70,7 @@ class Bucket:
 
     Attributes:
         name: unique in the process and the same on every rank of the group.
-        grad_N: 1-D contiguous gradients, fp32, bf16 or fp16; overwritten with what they are
-            reduced to.
+        grad_N: 1-D contiguous gradients, fp32, bf16 or fp16; overwritten with the result.
         parameters: slices in ascending order; elements between two of them are padding.
         op: all-reduce, or reduce-scatter over `world_size` equal shards.
         world_size: ranks in the group.
@@ -124,7 +123,7 @@ class Bucket:
 
         Args:
             sharded: cut at the borders of the ranks' shards.
-            extra_cuts: cut at these elements too; see `Scheme.finer`.
+            extra_cuts: cut at these elements too; see `Scheme.extra_cuts`.
         """
         key = (sharded, extra_cuts)
         if key not in self.layouts:
@@ -132,11 +131,25 @@ class Bucket:
         return self.layouts[key]
 
 
+# How a bucket of 24 elements on 2 ranks is cut. Parameter w (0 to 10) is pruned, the norm b (10 to
+# 14) is always sent whole, v (16 to 24) is pruned; 14 and 15 are padding. `shards` = 2.
+#
+#   element  0                   10  12  14  16              24
+#   shard    |---------- 0 ----------|---------- 1 ----------|  equal parts, one a rank
+#   piece    |-------- w --------|-- b --|pad|------ v ------|  parameters and padding
+#   kind     |------ pruned -----|--- kept --|---- pruned ---|  padding as the piece before
+#   segment  |-------- 0 --------| 1 |-- 2 --|------ 3 ------|  cut at shards and kinds
+#   range    |-------- 0 --------| 1 | 2 | 3 |------ 4 ------|  segments cut at pieces
+#
+# A segment is one record on the wire: shard 0 is segments 0 and 1, shard 1 is segments 2 and 3. A
+# range lies in one segment and in one piece, so it has one threshold.
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Cuts of a bucket; all offsets are elements from the bucket's start.
 
-    It is only read, so that what follows from it can be kept: no two layouts are equal.
+    A layout never changes, so values computed from it can be kept. No two layouts compare equal.
 
     Attributes:
         segment_offsets: S+1 offsets of the wire segments; a segment never crosses a shard's
@@ -172,7 +185,7 @@ class Layout:
 
         Example:
             >>> p = [ParameterSlice("w", 0, 6), ParameterSlice("b", 6, 8, keep=True)]
-            >>> b = Bucket("0", torch.zeros(8), p, Form.REDUCE_SCATTER, 2)
+            >>> b = Bucket("0", torch.zeros(8), p, CollectiveOp.REDUCE_SCATTER, 2)
             >>> Layout.of(b, 2).segment_offsets.tolist()
             [0, 4, 6, 8]
         """
