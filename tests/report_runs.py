@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sparse.config.tracking import TrackingConfig
+from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.recording import BucketRecord, ReadinessRecord
-from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.telemetry import RunTelemetry
 
 PREDICTED_US = 1000.0

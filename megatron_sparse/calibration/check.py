@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from megatron_sparse.calibration.codec import CodecSweep, codec_calls, seconds_of
-from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.link_timing import Clock, Measuring, gather_rows
+from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.transport import Transport
 
 DENSITIES = (0.02, 0.2)

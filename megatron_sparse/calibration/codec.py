@@ -34,8 +34,8 @@ from megatron_sparse.formats.message import (
     decode_add_,
     encode_segments,
 )
-from megatron_sparse.planner.cluster import CodecOp, CodecRate
 from megatron_sparse.planner.link_timing import Clock, Measuring, gather_rows
+from megatron_sparse.pricing.cluster import CodecOp, CodecRate
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 

@@ -14,7 +14,6 @@ from megatron_sparse.calibration.check import describe, held_out
 from megatron_sparse.calibration.codec import CodecSweep, measure_codec
 from megatron_sparse.calibration.host import measure_host
 from megatron_sparse.planner import link_timing
-from megatron_sparse.planner.cluster import ClusterModel
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import (
     LinkSweep,
@@ -22,6 +21,7 @@ from megatron_sparse.planner.link_timing import (
     host_clock,
     measure_links,
 )
+from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.transport import ProcessGroupTransport
 

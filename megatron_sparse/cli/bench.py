@@ -353,7 +353,7 @@ def cost_models(
     from megatron_sparse.bucket import CollectiveOp
     from megatron_sparse.collectives import over_groups
     from megatron_sparse.config.checks import one_of
-    from megatron_sparse.planner.cluster import find
+    from megatron_sparse.pricing.cluster import find
 
     one_of("--op", op, tuple(map(str, CollectiveOp)))
     if measured is not None:

@@ -53,7 +53,7 @@ def planner(
     from megatron_sparse.bucket import CollectiveOp
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.config.sparse import PlannerConfig
-    from megatron_sparse.planner.cluster import find
+    from megatron_sparse.pricing.cluster import find
     from megatron_sparse.run import local_ranks
 
     one_of("--op", op, tuple(CollectiveOp))

@@ -147,8 +147,8 @@ def plan(
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.config.sparse import PlannerConfig
     from megatron_sparse.planner import plan_rows
-    from megatron_sparse.planner.cluster import find
     from megatron_sparse.planner.plan_table import print_plan
+    from megatron_sparse.pricing.cluster import find
     from megatron_sparse.run.json_lines import write_rows
 
     one_of("--op", op, tuple(CollectiveOp))

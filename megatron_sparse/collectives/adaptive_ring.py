@@ -46,11 +46,14 @@ from megatron_sparse.collectives.records import Cut, SparseSum, shard_cuts
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_ring import (
     ring_gather_sums,
+    ring_gather_sums_cost,
     ring_order,
     ring_reduce_scatter,
+    ring_reduce_scatter_cost,
 )
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import FORMAT_CODES, Message
+from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.transport import Transport
 from megatron_sparse.wire import FORMAT_DENSE
 
@@ -115,11 +118,22 @@ def _initial_densities(
     return [announced / numel if numel else 1.0 for (announced,) in table]
 
 
+def cost(run: DryRun) -> None:
+    """Dense from a density on that depends on the link."""
+    intra, inter, gather = run.options.ring_densities()
+    own = run.format(SCHEME.message_format(run.options))
+    form = run.format(run.options.format)
+    density_n = ring_reduce_scatter_cost(run, own, form, (intra, inter))
+    if not run.scatter:
+        ring_gather_sums_cost(run, density_n >= gather, form)
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=adaptive_ring,
     place=160,
+    cost=cost,
     needs_shards=True,
     runs_across_nodes=True,
 )

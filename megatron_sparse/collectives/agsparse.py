@@ -19,10 +19,11 @@ Rank r sends (n - 1) |message_r| bytes, in a reduce-scatter |message_r| - |shard
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import Exchange, Identity, Steps, exchange_sizes
-from megatron_sparse.collectives.direct import split
+from megatron_sparse.collectives.direct import split, split_cost
 from megatron_sparse.collectives.gather import pairwise_all_gather
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.records import (
@@ -35,6 +36,8 @@ from megatron_sparse.collectives.records import (
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.message import Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
 
 NAME = "agsparse"
 
@@ -94,11 +97,44 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
     return group.sent_bytes
 
 
+def cost(run: DryRun) -> None:
+    """Every message to every rank, pairwise."""
+    form = run.format(SCHEME.message_format(run.options))
+    if run.scatter:
+        split_cost(run, form)
+        return
+    if not run.has_slots:
+        run.agree()
+    n, whole = run.n, run.piece()
+    nbytes = float(form.nbytes(whole, run.message_density()[0], run.b))
+    density = float(run.densities.whole(1))
+    addition_s = form.seconds(CodecOp.DECODE_ADD, whole, density, run.b)
+    clearing_s = run.clearing_s(whole.numel)
+    work = [addition_s * _additions(n, number) for number in range(n)]
+    work[0] = work[0] + clearing_s
+    run.shifts([(number + 1, nbytes, work[number]) for number in range(n - 1)])
+    run.work(work[-1])
+
+
+def _additions(n: int, number: int) -> np.ndarray:
+    """Messages that each rank adds when it holds its own and those of `number` ranks after it.
+
+    They are added in rank order, so rank r > 0 waits for rank 0's, which comes as number n - r.
+    """
+    ranks = np.arange(n)
+    own = np.where(number >= n - ranks, 1, 0)
+    if number == n - 1:
+        own = n - ranks + 1
+    own[0] = 1
+    return own
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=agsparse,
     place=70,
+    cost=cost,
     takes_slots=True,
     has_engine=True,
     runs_across_nodes=True,

@@ -13,12 +13,15 @@ own. Where values travel in a narrower dtype, the backend adds in that dtype; a 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import POSTED, Exchange, Identity, Steps, exchange_sizes
 from megatron_sparse.collectives.dense_allpairs import dense_allpairs
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.pricing.dry_run import DryRun
 
 
 def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
@@ -53,9 +56,20 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     return ring * (2 if bucket.op is CollectiveOp.ALL_REDUCE else 1) // transport.world_size
 
 
+def cost(run: DryRun) -> None:
+    """The backend's own collective, as a ring of what was measured of it (`ClusterModel.dense`)."""
+    if run.cluster.device == "cpu":
+        run.agree()
+    link = run.cluster.dense_link(run.n)
+    rounds = (run.n - 1) * (1 if run.scatter else 2)
+    nbytes = math.ceil(run.shape.numel / run.n) * run.b
+    run.clocks.work(rounds * (link.alpha_s + link.beta_s * nbytes))
+
+
 SCHEME = Scheme(
     "dense",
     Input.DENSE,
     run=dense,
     place=10,
+    cost=cost,
 )

@@ -18,6 +18,8 @@ import torch
 from megatron_sparse.collectives.accumulator import store
 from megatron_sparse.collectives.base import Exchange, Identity, Steps, even_cuts, whole_group
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
 
 
 def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
@@ -57,9 +59,19 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     return group.sent_bytes
 
 
+def cost(run: DryRun) -> None:
+    """All pieces at once, twice; the n parts of a piece are added in between."""
+    numel = run.shape.numel / run.n
+    run.clocks.everybody_at_once(numel * run.b, run.host_s)
+    run.work((run.n - 1) * run.plain(CodecOp.ADD, numel) + 2 * run.plain(CodecOp.COPY, numel))
+    if not run.scatter:
+        run.clocks.everybody_at_once(numel * run.b, run.host_s)
+
+
 SCHEME = Scheme(
     "dense_allpairs",
     Input.DENSE,
     run=dense_allpairs,
     place=40,
+    cost=cost,
 )

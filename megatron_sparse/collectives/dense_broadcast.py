@@ -16,6 +16,7 @@ Bytes of a value and of a partial sum are as for `dense_ring`. All-reduce only.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatron_sparse.collectives.accumulator import Accumulator, store
@@ -31,6 +32,8 @@ from megatron_sparse.collectives.base import (
 from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.straggler_shares import straggler_of
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
 
 
 def dense_broadcast(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
@@ -82,10 +85,38 @@ def _broadcast(values_N: torch.Tensor, rank_of: list[int], group: Subgroup) -> P
         holders *= 2
 
 
+def cost(run: DryRun) -> None:
+    """All but the last rank all-reduce; then one and the last; then everybody else."""
+    n, numel = run.n, run.shape.numel
+    if n == 1:
+        return
+    successor_n = (np.arange(n) + 1) % (n - 1)
+    successor_n[n - 1] = -1
+    if n > 2:
+        piece = numel / (n - 1)
+        for _ in range(n - 2):
+            run.exchange(successor_n, piece * run.p)
+            run.work(run.plain(CodecOp.ADD, piece))
+        for _ in range(n - 2):
+            run.exchange(successor_n, piece * 4)
+    meeting_n = np.full(n, -1)
+    meeting_n[0], meeting_n[n - 1] = n - 1, 0
+    run.exchange(meeting_n, numel * run.p)
+    run.work(run.plain(CodecOp.ADD, numel))
+    order, holders = [0, n - 1, *range(1, n - 1)], 2
+    while holders < n:
+        target_n = np.full(n, -1)
+        for place in range(min(holders, n - holders)):
+            target_n[order[place]] = order[place + holders]
+        run.exchange(target_n, numel * run.b)
+        holders *= 2
+
+
 SCHEME = Scheme(
     "dense_broadcast",
     Input.DENSE,
     run=dense_broadcast,
     place=50,
+    cost=cost,
     ops=ALL_REDUCE_ONLY,
 )

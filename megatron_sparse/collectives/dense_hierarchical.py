@@ -29,12 +29,27 @@ from itertools import accumulate
 
 import torch
 
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.accumulator import Accumulator, store
 from megatron_sparse.collectives.base import Exchange, Identity, Phase, Steps, Subgroup, even_cuts
-from megatron_sparse.collectives.dense_rhd import Folding, double, halve, unfold_pieces
-from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
+from megatron_sparse.collectives.dense_rhd import (
+    Folding,
+    double,
+    halve,
+    halving_doubling_cost,
+    unfold_pieces,
+)
+from megatron_sparse.collectives.dense_ring import (
+    ring_all_gather,
+    ring_all_gather_cost,
+    ring_reduce_scatter,
+    ring_reduce_scatter_cost,
+)
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.cuda_ext import codec_cuda
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.pricing.shape import BucketShape
 
 
 class Lanes:
@@ -163,9 +178,45 @@ def _unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: i
         yield from inside.exchange(sends, [], last=True)
 
 
+def cost(run: DryRun) -> None:
+    """Rings within nodes, halving and doubling between them; surplus ranks fold into a lane."""
+    sizes = run.clocks.topology.node_sizes
+    lanes, nodes = min(sizes), len(sizes)
+    guests = max(sizes) - lanes
+    numel = run.shape.numel
+    if run.scatter:
+        run.work(run.plain(CodecOp.COPY, numel))
+    intra = run.clocks.topology.intra
+    if guests:
+        # A lane takes its guests one after another.
+        most = -(-guests // lanes)
+        run.clocks.work(most * (intra.alpha_s + intra.beta_s * numel * run.p))
+        run.work(most * run.plain(CodecOp.ADD, numel))
+    node = run.node(lanes)
+    inside = run.part(run.shape, node)
+    ring_reduce_scatter_cost(inside, numel)
+    run.clocks.wait_for(inside.clocks)
+    across = run.part(_lane_shape(run, nodes, numel / lanes), run.lane(lanes))
+    halving_doubling_cost(across, numel / lanes)
+    run.clocks.wait_for(across.clocks)
+    if not run.scatter:
+        inside = run.part(run.shape, node)
+        ring_all_gather_cost(inside, numel)
+        run.clocks.wait_for(inside.clocks)
+    if guests:
+        nbytes = numel / run.n * run.p if run.scatter else numel * run.b
+        run.clocks.work(intra.alpha_s + -(-guests // lanes) * intra.beta_s * nbytes)
+
+
+def _lane_shape(run: DryRun, nodes: int, numel: float) -> BucketShape:
+    op = CollectiveOp.REDUCE_SCATTER if run.scatter else CollectiveOp.ALL_REDUCE
+    return BucketShape(round(numel), 0, run.b, op, nodes, run.p)
+
+
 SCHEME = Scheme(
     "dense_hierarchical",
     Input.DENSE,
     run=dense_hierarchical,
     place=60,
+    cost=cost,
 )

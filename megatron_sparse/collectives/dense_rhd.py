@@ -18,6 +18,7 @@ Bytes of a value and of a partial sum are as for `dense_ring`.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatron_sparse.collectives.accumulator import Accumulator, store
@@ -31,6 +32,8 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
 
 
 def dense_rhd(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
@@ -173,9 +176,66 @@ def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: b
         yield from group.exchange([(folding.guest, values_N[whole])], [], last=last)
 
 
+def cost(run: DryRun) -> None:
+    """Recursive halving, then doubling."""
+    halving_doubling_cost(run, run.shape.numel)
+
+
+def halving_doubling_cost(run: DryRun, numel: float) -> None:
+    """`dense_rhd` of some elements: the same steps as the collective's, on its cuts."""
+    n, ranks = run.n, np.arange(run.n)
+    active = 1 << (n.bit_length() - 1)
+    surplus = n - active
+    leads = np.array([2 * j if j < surplus else j + surplus for j in range(active)] + [n])
+    guests = leads[:surplus] + 1
+    cuts = np.array(even_cuts(round(numel), n))
+    index_n = np.searchsorted(leads, ranks, side="right") - 1
+    is_active_n = np.isin(ranks, leads)
+
+    def to_leads() -> np.ndarray:
+        target_n = np.full(n, -1)
+        target_n[guests] = leads[:surplus]
+        return target_n
+
+    def from_leads() -> np.ndarray:
+        target_n = np.full(n, -1)
+        target_n[leads[:surplus]] = guests
+        return target_n
+
+    def flip(distance: int) -> np.ndarray:
+        return np.where(is_active_n, leads[index_n ^ distance], -1)
+
+    def block(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        return cuts[leads[last]] - cuts[leads[first]]
+
+    if surplus:
+        run.exchange(to_leads(), numel * run.p)
+        run.work(np.isin(ranks, leads[:surplus]) * run.plain(CodecOp.ADD, numel))
+    distance = active // 2
+    while distance:
+        theirs = (index_n ^ distance) // distance * distance
+        own = index_n // distance * distance
+        run.exchange(flip(distance), block(theirs, theirs + distance) * run.p)
+        added = block(own, own + distance).max()
+        run.work(is_active_n * run.plain(CodecOp.ADD, float(added)))
+        distance //= 2
+    if run.scatter:
+        if surplus:
+            run.exchange(from_leads(), numel / n * run.p)
+        return
+    distance = 1
+    while distance < active:
+        own = index_n // distance * distance
+        run.exchange(flip(distance), block(own, own + distance) * run.b)
+        distance *= 2
+    if surplus:
+        run.exchange(from_leads(), numel * run.b)
+
+
 SCHEME = Scheme(
     "dense_rhd",
     Input.DENSE,
     run=dense_rhd,
     place=30,
+    cost=cost,
 )

@@ -27,6 +27,8 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
 
 
 def dense_ring(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
@@ -78,9 +80,31 @@ def ring_all_gather(
         )
 
 
+def cost(run: DryRun) -> None:
+    """Reduce-scatter round the ring, all-gather round the ring."""
+    ring_reduce_scatter_cost(run, run.shape.numel)
+    if not run.scatter:
+        ring_all_gather_cost(run, run.shape.numel)
+
+
+def ring_reduce_scatter_cost(run: DryRun, numel: float) -> None:
+    """In n - 1 rounds of a piece, each with an addition."""
+    addition_s = run.plain(CodecOp.ADD, numel / run.n)
+    for _ in range(run.n - 1):
+        run.shift(-1, numel / run.n * run.p)
+        run.work(addition_s)
+
+
+def ring_all_gather_cost(run: DryRun, numel: float) -> None:
+    """In n - 1 rounds of a piece."""
+    for _ in range(run.n - 1):
+        run.shift(-1, numel / run.n * run.b)
+
+
 SCHEME = Scheme(
     "dense_ring",
     Input.DENSE,
     run=dense_ring,
     place=20,
+    cost=cost,
 )

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
+import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import (
@@ -44,6 +45,9 @@ from megatron_sparse.collectives.records import (
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.message import Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.pricing.records import BlockFormat, Density, RecordFormat
 from megatron_sparse.transport import Transport
 
 NAME = "direct"
@@ -134,11 +138,61 @@ def encode_own_shard(
     return buffer, sizes
 
 
+def cost(run: DryRun) -> None:
+    """Contiguous shards to their owners, their sums to everybody."""
+    form = run.format(SCHEME.message_format(run.options))
+    split_cost(run, form)
+    if not run.scatter:
+        form = run.format()
+        sum_n = run.densities.shards(run.n, run.n)
+        encode_own_shard_cost(run, form, sum_n)
+        nbytes_n = form.nbytes(run.piece(run.n), run.sum_density(run.n), run.b)
+        gather_sums_cost(
+            run, nbytes_n, form.seconds(CodecOp.DECODE, run.piece(run.n), sum_n, run.b)
+        )
+
+
+def split_cost(run: DryRun, form: RecordFormat | BlockFormat) -> None:
+    """Agreement, n - 1 rounds of one shard each, and n additions (`direct.split`)."""
+    if not run.has_slots:
+        run.agree()
+    shard, n = run.piece(run.n), run.n
+    sizes_n = form.nbytes(shard, run.message_density(n), run.b)
+    send_shards_cost(run, sizes_n)
+    own_n = run.densities.shards(1, n)
+    first_n = form.seconds(CodecOp.DECODE, shard, own_n, run.b)
+    run.work(first_n + (n - 1) * form.seconds(CodecOp.DECODE_ADD, shard, own_n, run.b))
+
+
+def send_shards_cost(run: DryRun, sizes: Density) -> None:
+    """Every rank sends each other its shard, pairwise; sizes are by owner."""
+    ranks, sizes_n = np.arange(run.n), np.broadcast_to(sizes, run.n)
+    run.shifts([(step, sizes_n[(ranks - step) % run.n], 0.0) for step in range(1, run.n)])
+
+
+def encode_own_shard_cost(run: DryRun, form: RecordFormat | BlockFormat, sum_n: np.ndarray) -> None:
+    """Each owner encodes its sum; sizes are told unless they are fixed."""
+    run.work(form.seconds(CodecOp.ENCODE, run.piece(run.n), sum_n, run.b))
+    if not run.has_slots:
+        run.agree()
+
+
+def gather_sums_cost(run: DryRun, sizes: Density, decoding: Density) -> None:
+    """Every owner sends its sum to all, pairwise; each is decoded while the next is on its way."""
+    ranks = np.arange(run.n)
+    sizes_n, decoding_n = (np.broadcast_to(values, run.n) for values in (sizes, decoding))
+    run.shifts(
+        [(step, sizes_n, decoding_n[(ranks + step - 1) % run.n]) for step in range(1, run.n)]
+    )
+    run.work(decoding_n[(ranks + run.n - 1) % run.n])
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=direct,
     place=80,
+    cost=cost,
     needs_shards=True,
     takes_slots=True,
     has_engine=True,

@@ -14,11 +14,13 @@ r ... r + d - 1, in the last round only as many as are missing; with equal shard
 from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Identity, Steps
-from megatron_sparse.collectives.direct import split
-from megatron_sparse.collectives.gather import doubling_all_gather
+from megatron_sparse.collectives.direct import split, split_cost
+from megatron_sparse.collectives.gather import doubling_all_gather, doubling_all_gather_cost
 from megatron_sparse.collectives.records import SparseSum, group_of, reads_reports, shard_cuts
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.formats.message import Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
 
 NAME = "dsar_split_ag"
 
@@ -41,11 +43,21 @@ def dsar_split_ag(exchange: Exchange, message: Message) -> Steps:
     return group.sent_bytes
 
 
+def cost(run: DryRun) -> None:
+    """The same with dense sums, whose sizes are known."""
+    split_cost(run, run.format(SCHEME.message_format(run.options)))
+    form, shard = run.format("dense"), run.piece(run.n)
+    run.work(form.seconds(CodecOp.ENCODE, shard, 1.0, run.b))
+    decoding_s = form.seconds(CodecOp.DECODE, shard, 1.0, run.b)
+    doubling_all_gather_cost(run, form.nbytes(shard, 1.0, run.b), decoding_s)
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=dsar_split_ag,
     place=110,
+    cost=cost,
     ops=ALL_REDUCE_ONLY,
     needs_shards=True,
     takes_slots=True,

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import Phase, Round, Subgroup
+from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.pricing.records import Density
 
 Arrived = Callable[[int, torch.Tensor], None]
 """Is given a rank and its piece, once for each rank."""
@@ -183,3 +186,22 @@ def doubling_all_gather(
         lambda number: pieces.hand_over(held[number - 1] if number else 0, held[number], arrived),
         last=True,
     )
+
+
+def doubling_all_gather_cost(run: DryRun, nbytes: Density, decoding: Density) -> None:
+    """Bruck's order (`gather.doubling_all_gather`): pieces are decoded a round after they came."""
+    n, ranks = run.n, np.arange(run.n)
+    nbytes_n, decoding_n = (np.broadcast_to(values, n) for values in (nbytes, decoding))
+
+    def of_next(values_n: np.ndarray, first: int, last: int) -> np.ndarray:
+        """Of the ranks `first` to `last` after each one, together."""
+        return sum((values_n[(ranks + place) % n] for place in range(first, last)), np.zeros(n))
+
+    decoded, held = 0, 1
+    rounds = []
+    while held < n:
+        more = min(held, n - held)
+        rounds.append((held, of_next(nbytes_n, 0, more), of_next(decoding_n, decoded, held)))
+        decoded, held = held, held + more
+    run.shifts(rounds)
+    run.work(of_next(decoding_n, decoded, n))

@@ -40,6 +40,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import cast
 
+import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
@@ -66,6 +67,9 @@ from megatron_sparse.formats.message import (
     decode_add_,
     encode,
 )
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.subset import SubsetTransport
 
@@ -327,10 +331,71 @@ def _give_shards(values_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside:
         yield from inside.exchange(sends, [], last=True)
 
 
+def cost(run: DryRun, inners: Mapping[str, Scheme]) -> None:
+    """The three phases; of the lanes the densest counts."""
+    sizes = run.clocks.topology.node_sizes
+    lanes, nodes, largest = min(sizes), len(sizes), max(sizes)
+    whole, part = run.piece(), run.piece(lanes)
+    form = run.format(SCHEME.message_format(run.options))
+    run.agree()
+    run.work(form.seconds(CodecOp.DECODE, whole, run.densities.whole(1), run.b))
+    _within_node_cost(run, largest, lanes, FP32_BYTES, run.plain(CodecOp.ADD, part.numel))
+    if nodes > 1:
+        _across_cost(run, lanes, nodes, inners[run.options.inner])
+    if not run.scatter:
+        _within_node_cost(run, largest, lanes, run.b, 0.0)
+    elif largest > lanes:
+        link = run.clocks.topology.intra
+        guests = -(-(largest - lanes) // lanes)
+        run.clocks.work(link.alpha_s + guests * link.beta_s * FP32_BYTES * whole.numel / run.n)
+
+
+def _within_node_cost(
+    run: DryRun, ranks: int, lanes: int, value_bytes: int, addition_s: float
+) -> None:
+    """Each rank and each lane exchange a part, pairwise; one addition a round later."""
+    inside = run.part(run.shape, run.node(ranks))
+    nbytes = run.shape.numel / lanes * value_bytes
+    inside.shifts([(step, nbytes, addition_s if step > 1 else 0.0) for step in range(1, ranks)])
+    inside.work(addition_s if ranks > 1 else 0.0)
+    run.clocks.wait_for(inside.clocks)
+
+
+def _across_cost(run: DryRun, lanes: int, nodes: int, inner: Scheme) -> None:
+    sizes = run.clocks.topology.node_sizes
+    shared_out = len(set(sizes)) == 1 and run.shape.op in inner.ops
+    op = run.shape.op if shared_out else CollectiveOp.ALL_REDUCE
+    # Between nodes a value is fp32 unless `scheme.wire_dtype` narrows fp32 gradients.
+    shape = BucketShape(
+        round(run.shape.numel / lanes),
+        round(run.shape.kept_numel / lanes),
+        run.p,
+        op,
+        nodes,
+        run.p,
+    )
+    densities = run.densities.of_lane(max(sizes), lanes)
+    message, part = (
+        run.format(SCHEME.message_format(run.options)),
+        run.piece(lanes),
+    )
+    sent_L = sum(
+        np.asarray(message.nbytes(part, run.densities.shards(ranks, lanes), run.p))
+        for ranks in (max(sizes), run.n)
+    )
+    lane = run.part(shape, run.lane(float(np.sum(sent_L) / np.max(sent_L))), densities)
+    message = lane.format(inner.message_format(lane.options))
+    lane.work(message.seconds(CodecOp.ENCODE, lane.piece(), densities.whole(1), lane.b))
+    assert inner.cost is not None, "whatever runs across nodes has a cost"
+    inner.cost(lane)
+    run.clocks.wait_for(lane.clocks)
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=hierarchical,
     place=170,
+    cost=cost,
     takes_inner=True,
 )

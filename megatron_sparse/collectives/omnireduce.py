@@ -20,10 +20,17 @@ rounds, twice in an all-reduce. Of an fp32 segment of which B blocks hold someth
 from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Steps
-from megatron_sparse.collectives.direct import reduce_shards
+from megatron_sparse.collectives.direct import (
+    encode_own_shard_cost,
+    gather_sums_cost,
+    reduce_shards,
+    send_shards_cost,
+)
 from megatron_sparse.collectives.records import SparseSum
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.message import Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.wire import FORMAT_BLOCKS
 
 NAME = "omnireduce"
@@ -40,11 +47,28 @@ def omnireduce(exchange: Exchange, message: Message) -> Steps:
     return (yield from reduce_shards(f"{NAME} {block_size}", exchange, message, sums))
 
 
+def cost(run: DryRun) -> None:
+    """`direct` with blocks."""
+    form, shard, n = run.format("blocks"), run.piece(run.n), run.n
+    size = run.options.block_size
+    own_n = run.densities.block_density(1, n, size)
+    run.agree()
+    send_shards_cost(run, form.nbytes(shard, own_n, run.b))
+    first_n = form.seconds(CodecOp.DECODE, shard, own_n, run.b)
+    run.work(first_n + (n - 1) * form.seconds(CodecOp.DECODE_ADD, shard, own_n, run.b))
+    if not run.scatter:
+        sum_n = run.densities.block_density(n, n, size)
+        encode_own_shard_cost(run, form, sum_n)
+        decoding_n = form.seconds(CodecOp.DECODE, shard, sum_n, run.b)
+        gather_sums_cost(run, form.nbytes(shard, sum_n, run.b), decoding_n)
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=omnireduce,
     place=140,
+    cost=cost,
     needs_shards=True,
     own_format="blocks",
     runs_across_nodes=True,

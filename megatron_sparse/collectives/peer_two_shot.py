@@ -16,6 +16,7 @@ bytes that `direct` sends, in two meetings.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket
@@ -25,6 +26,10 @@ from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import FORMAT_CODES, WIRE_CODES, Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.pricing.records import Density, Piece, RecordFormat
+from megatron_sparse.pricing.shape import FP32_BYTES
 
 NAME = "peer_two_shot"
 
@@ -111,11 +116,52 @@ def sent_bytes(message: Message, rank: int) -> int:
     return int(sizes.sum() - sizes[rank])
 
 
+def cost(run: DryRun) -> None:
+    """Messages to their owners' adders, sums to everybody."""
+    n, shard = run.n, run.piece(run.n)
+    if n == 1:
+        return
+    beta_s = run.clocks.topology.intra.beta_s
+    form = RecordFormat(SCHEME.message_format(run.options), run.cluster)
+    own_n = run.densities.shards(1, n)
+    message_n = np.broadcast_to(form.nbytes(shard, own_n, run.b), n)
+    run.work(run.plain(CodecOp.COPY, float(message_n.sum()) / FP32_BYTES))
+    run.clocks.everybody_at_once(0.0)
+    adding_n = form.seconds(CodecOp.DECODE, shard, own_n, run.b) + (n - 1) * form.seconds(
+        CodecOp.DECODE_ADD, shard, own_n, run.b
+    )
+    _read_cost(run, (n - 1) * message_n * beta_s, adding_n)
+    if run.scatter:
+        return
+    sums_n3 = np.array([_of_sum(run, shard, float(d)) for d in run.densities.shards(n, n)])
+    bytes_n, encoding_n, decoding_n = sums_n3.T
+    run.work(encoding_n)
+    run.clocks.everybody_at_once(0.0)
+    _read_cost(run, (bytes_n.sum() - bytes_n) * beta_s, decoding_n.sum())
+
+
+def _of_sum(run: DryRun, shard: Piece, density: float) -> tuple[float, float, float]:
+    """Bytes of the sum's record of a shard, and the seconds of encoding and decoding it."""
+    *_, gather = run.options.ring_densities()
+    name = "dense" if density >= gather else run.options.format
+    form = RecordFormat(name, run.cluster)
+    seconds = [
+        float(form.seconds(op, shard, density, run.b)) for op in (CodecOp.ENCODE, CodecOp.DECODE)
+    ]
+    return float(form.nbytes(shard, density, run.b)), seconds[0], seconds[1]
+
+
+def _read_cost(run: DryRun, network_n: Density, local_n: Density) -> None:
+    """What comes over the links and is worked on as it comes."""
+    run.clocks.work(np.maximum(network_n, run.local(local_n)))
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=peer_two_shot,
     place=200,
+    cost=cost,
     needs_shards=True,
     takes_slots=True,
     needs_windows=True,

@@ -72,7 +72,8 @@ def find_schemes() -> dict[str, Scheme]:
     inners = {name: scheme for name, scheme in found.items() if scheme.runs_across_nodes}
     for name, scheme in found.items():
         if scheme.takes_inner:
-            found[name] = replace(scheme, run=partial(scheme.run, inners=inners))
+            cost = None if scheme.cost is None else partial(scheme.cost, inners=inners)
+            found[name] = replace(scheme, run=partial(scheme.run, inners=inners), cost=cost)
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 

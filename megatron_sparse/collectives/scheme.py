@@ -41,6 +41,8 @@ class Scheme:
         run: the collective: a `DenseCollective` or a `SparseCollective`.
         place: of the scheme in tables and lists, by which they are sorted. Of schemes with the same
             predicted time the planner takes the first.
+        cost: what it costs, predicted: runs the scheme's rounds, without data, on the modelled
+            clocks of a `DryRun`. None: the planner never chooses it.
         ops: what it can compute.
         needs_shards: its messages are cut at the shards' borders even for an all-reduce.
         extra_cuts: further elements of a bucket at which its messages are cut.
@@ -60,6 +62,7 @@ class Scheme:
     takes: Input
     run: Callable[..., Steps]
     place: int
+    cost: Callable[..., None] | None = None
     ops: frozenset[CollectiveOp] = ALL_OPS
     needs_shards: bool = False
     extra_cuts: Callable[[Bucket], Cuts] = no_cuts

@@ -14,6 +14,7 @@ Rank r > 0 sends |message_r|; the server sends (n - 1) |sum|, or every shard's s
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import (
@@ -35,6 +36,8 @@ from megatron_sparse.collectives.records import (
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.message import Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import WORD_BYTES, DryRun
 
 NAME = "sparse_ps"
 SERVER = 0
@@ -93,10 +96,32 @@ def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
     yield from group.exchange([(peer, encoded[peer]) for peer in peers], [], last=True)
 
 
+def cost(run: DryRun) -> None:
+    """Everything to rank 0 and back."""
+    n, whole = run.n, run.piece()
+    own, form = run.format(SCHEME.message_format(run.options)), run.format()
+    is_server_n = np.arange(n) == 0
+    one = run.densities.whole(1)
+    run.agree()
+    run.clocks.with_root(np.full(n, float(own.nbytes(whole, one, run.b))), run.host_s)
+    adding_s = own.seconds(CodecOp.DECODE, whole, one, run.b) + (n - 1) * own.seconds(
+        CodecOp.DECODE_ADD, whole, one, run.b
+    )
+    parts = n if run.scatter else 1
+    piece, sum_n = run.piece(parts), run.densities.shards(n, parts)
+    encoding_s = np.sum(form.seconds(CodecOp.ENCODE, piece, sum_n, run.b))
+    run.work(is_server_n * (adding_s + encoding_s))
+    nbytes_n = np.broadcast_to(form.nbytes(piece, sum_n, run.b), (n,))
+    run.clocks.with_root(np.full(n, WORD_BYTES), run.host_s)
+    run.clocks.with_root(nbytes_n, run.host_s)
+    run.work(~is_server_n * form.seconds(CodecOp.DECODE, piece, sum_n, run.b))
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=sparse_ps,
     place=130,
+    cost=cost,
     runs_across_nodes=True,
 )

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
+import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import (
@@ -37,6 +38,9 @@ from megatron_sparse.collectives.link_density import LinkDensity
 from megatron_sparse.collectives.records import Cut, SparseSum, impossible_size, shard_cuts
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import WORD_BYTES, DryRun
+from megatron_sparse.pricing.records import BlockFormat, RecordFormat
 from megatron_sparse.transport import Transport
 
 NAME = "sparse_ring"
@@ -205,11 +209,89 @@ def _pass_on(
     return received
 
 
+def cost(run: DryRun) -> None:
+    """Encoded again in each step."""
+    own = run.format(SCHEME.message_format(run.options))
+    ring_reduce_scatter_cost(run, own, run.format(), thresholds=(np.inf, np.inf))
+    if not run.scatter:
+        ring_gather_sums_cost(run, np.zeros(run.n, dtype=bool), run.format())
+
+
+def ring_reduce_scatter_cost(
+    run: DryRun,
+    own: RecordFormat | BlockFormat,
+    form: RecordFormat | BlockFormat,
+    thresholds: tuple[float, float],
+) -> np.ndarray:
+    """In n - 1 steps of one shard; the thresholds are those of links within and between nodes.
+
+    Returns:
+        What each rank takes its own shard's density for at the end.
+    """
+    n, ranks, shard = run.n, np.arange(run.n), run.piece(run.n)
+    nodes = np.array(run.clocks.topology.nodes)
+    inside_n = nodes == nodes[(ranks + 1) % n]
+    threshold_n = np.where(inside_n, *thresholds)
+    initial, one_n = run.densities.whole(1), run.densities.shards(1, n)
+    run.agree()
+    run.work(np.sum(own.seconds(CodecOp.DECODE, shard, one_n, run.b)))
+    link_n = np.zeros(n)
+    plain_s = run.plain(CodecOp.ADD, shard.numel)
+    for step in range(1, n):
+        # What rank r sends: the sum of `step` ranks of shard r - step.
+        sent_n = run.densities.shards(step, n)[(ranks - step) % n]
+        link_n = 1 - (1 - link_n) * (1 - initial)
+        is_sum = step > 1
+        dense_n = (link_n >= threshold_n) & is_sum
+        if is_sum:
+            encoding_n = form.seconds(CodecOp.ENCODE, shard, sent_n, run.p)
+            run.work(np.where(dense_n, 0.0, encoding_n))
+            sparse_bytes_n = form.nbytes(shard, sent_n, run.p)
+            adding_n = form.seconds(CodecOp.DECODE_ADD, shard, sent_n, run.p)
+        else:
+            sparse_bytes_n = own.nbytes(shard, sent_n, run.b)
+            adding_n = own.seconds(CodecOp.DECODE_ADD, shard, sent_n, run.b)
+        if not dense_n.all():
+            run.shift(-1, np.where(dense_n, 0, WORD_BYTES))
+        run.shift(-1, np.where(dense_n, shard.numel * run.p, sparse_bytes_n))
+        run.work(np.where(dense_n, plain_s, adding_n)[ranks - 1])
+        link_n = np.where(dense_n, link_n, sent_n)
+    return 1 - (1 - link_n[ranks - 1]) * (1 - initial)
+
+
+def ring_gather_sums_cost(
+    run: DryRun, dense_n: np.ndarray, form: RecordFormat | BlockFormat
+) -> None:
+    """Each sum is encoded once and goes round; those marked go as dense records."""
+    n, ranks, shard = run.n, np.arange(run.n), run.piece(run.n)
+    total_n, whole = run.densities.shards(n, n), RecordFormat("dense", run.cluster)
+    ones_n = np.ones(n)
+
+    def seconds(op: CodecOp) -> np.ndarray:
+        return np.where(
+            dense_n,
+            whole.seconds(op, shard, ones_n, run.b),
+            form.seconds(op, shard, total_n, run.b),
+        )
+
+    run.work(seconds(CodecOp.ENCODE))
+    run.agree()
+    nbytes_n = np.where(
+        dense_n, whole.nbytes(shard, ones_n, run.b), form.nbytes(shard, total_n, run.b)
+    )
+    decoding_n = seconds(CodecOp.DECODE)
+    # In a round rank r passes on the sum of rank r - step + 1, and decodes it meanwhile.
+    places = [(ranks - step + 1) % n for step in range(1, n)]
+    run.shifts([(-1, nbytes_n[place_n], decoding_n[place_n]) for place_n in places])
+    run.work(decoding_n[(ranks + 1) % n])
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=sparse_ring,
     place=120,
+    cost=cost,
     needs_shards=True,
     runs_across_nodes=True,
 )

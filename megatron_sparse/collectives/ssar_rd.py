@@ -17,10 +17,15 @@ All-reduce only.
 
 from __future__ import annotations
 
+import numpy as np
+
 from megatron_sparse.collectives.base import Exchange, Identity, Steps, exchange_sizes, whole_group
 from megatron_sparse.collectives.records import SparseSum, exchange_records, whole_cut
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.formats.message import Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import WORD_BYTES, DryRun
+from megatron_sparse.pricing.records import Density, each
 
 NAME = "ssar_rd"
 
@@ -81,11 +86,59 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
     return group.sent_bytes
 
 
+def cost(run: DryRun) -> None:
+    """The whole sum, doubled in each round and encoded again."""
+    n, whole = run.n, run.piece()
+    active = 1 << (n.bit_length() - 1)
+    ranks = np.arange(n)
+    is_active_n, is_host_n = ranks < active, ranks < n - active
+    own, sums = run.format(SCHEME.message_format(run.options)), run.format()
+    run.agree()
+
+    def density_of(count_n: np.ndarray) -> np.ndarray:
+        return np.asarray(each(lambda count: run.densities.whole(round(count)), count_n))
+
+    def pass_records(target_n: np.ndarray, nbytes_n: Density) -> None:
+        run.exchanges([(target_n, WORD_BYTES), (target_n, nbytes_n)])
+
+    one = run.densities.whole(1)
+    message_bytes = float(own.nbytes(whole, one, run.b))
+    addition_s = own.seconds(CodecOp.DECODE_ADD, whole, one, run.b)
+    run.work(is_active_n * own.seconds(CodecOp.DECODE, whole, one, run.b))
+    if n > active:
+        pass_records(np.where(is_active_n, -1, ranks - active), message_bytes)
+        run.work(is_host_n * addition_s)
+    count_n = np.where(is_host_n, 2, 1)
+    is_sum_n = is_host_n
+    distance = 1
+    while distance < active:
+        peer_n = np.where(is_active_n, ranks ^ distance, -1)
+        density_n = density_of(count_n)
+        encoding_n = sums.seconds(CodecOp.ENCODE, whole, density_n, run.p)
+        run.work(is_active_n * is_sum_n * encoding_n)
+        sum_bytes_n = sums.nbytes(whole, density_n, run.p)
+        pass_records(peer_n, np.where(is_sum_n, sum_bytes_n, message_bytes))
+        theirs_n = np.where(is_active_n, peer_n, 0)
+        adding_n = sums.seconds(CodecOp.DECODE_ADD, whole, density_n[theirs_n], run.p)
+        run.work(is_active_n * np.where(is_sum_n[theirs_n], adding_n, addition_s))
+        count_n = count_n + count_n[theirs_n] * is_active_n
+        is_sum_n = is_active_n
+        distance *= 2
+    if n > active:
+        density = run.densities.whole(n)
+        run.work(is_host_n * sums.seconds(CodecOp.ENCODE, whole, density, run.b))
+        pass_records(
+            np.where(is_host_n, ranks + active, -1), float(sums.nbytes(whole, density, run.b))
+        )
+        run.work(~is_active_n * sums.seconds(CodecOp.DECODE, whole, density, run.b))
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=ssar_rd,
     place=90,
+    cost=cost,
     ops=ALL_REDUCE_ONLY,
     runs_across_nodes=True,
 )

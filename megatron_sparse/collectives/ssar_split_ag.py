@@ -13,11 +13,18 @@ as are missing). All-reduce only: as a reduce-scatter it is `direct`.
 from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Identity, Steps
-from megatron_sparse.collectives.direct import encode_own_shard, split
-from megatron_sparse.collectives.gather import doubling_all_gather
+from megatron_sparse.collectives.direct import (
+    encode_own_shard,
+    encode_own_shard_cost,
+    split,
+    split_cost,
+)
+from megatron_sparse.collectives.gather import doubling_all_gather, doubling_all_gather_cost
 from megatron_sparse.collectives.records import SparseSum, group_of, reads_reports, shard_cuts
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.formats.message import Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
 
 NAME = "ssar_split_ag"
 
@@ -38,11 +45,22 @@ def ssar_split_ag(exchange: Exchange, message: Message) -> Steps:
     return group.sent_bytes
 
 
+def cost(run: DryRun) -> None:
+    """Shards to their owners; their sums by recursive doubling."""
+    split_cost(run, run.format(SCHEME.message_format(run.options)))
+    form, shard = run.format(), run.piece(run.n)
+    sum_n = run.densities.shards(run.n, run.n)
+    encode_own_shard_cost(run, form, sum_n)
+    nbytes_n = form.nbytes(shard, run.sum_density(run.n), run.b)
+    doubling_all_gather_cost(run, nbytes_n, form.seconds(CodecOp.DECODE, shard, sum_n, run.b))
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=ssar_split_ag,
     place=100,
+    cost=cost,
     ops=ALL_REDUCE_ONLY,
     needs_shards=True,
     takes_slots=True,

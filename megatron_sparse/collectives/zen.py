@@ -44,6 +44,7 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     whole_group,
 )
+from megatron_sparse.collectives.direct import gather_sums_cost, send_shards_cost
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
 from megatron_sparse.collectives.records import SparseSum, impossible_size, is_possible
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
@@ -56,6 +57,9 @@ from megatron_sparse.formats.hash_partition import IndexSetHash, PartitionHash, 
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import Partitioned, hierarchical_hash, split
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.pricing.records import pull_bytes, push_bytes
 
 NAME = "zen"
 
@@ -192,11 +196,34 @@ def _check_sizes(sizes: list[int], places: list[PartitionRecord]) -> None:
             raise impossible_size(rank, size, place.capacity)
 
 
+def cost(run: DryRun) -> None:
+    """Shards by hash: all servers carry the same."""
+    n, numel, cost = run.n, run.shape.numel, run.cluster.codec_s
+    kept = run.shape.kept_numel / numel if numel else 0.0
+    # What is always sent whole goes the same way, among the pairs.
+    one, total = (kept + (1 - kept) * run.densities.whole(ranks) for ranks in (1, n))
+    positions = numel / n
+    run.work(cost(CodecOp.PARTITION, "pairs", numel, one, run.b))
+    run.work(n * cost(CodecOp.ENCODE, "pairs", positions, one, run.b))
+    run.agree()
+    pushed = float(push_bytes(positions, one, run.b))
+    send_shards_cost(run, pushed)
+    run.work(run.clearing_s(positions))
+    run.work(n * cost(CodecOp.DECODE_ADD, "pairs", positions, one, run.b))
+    run.work(cost(CodecOp.ENCODE, "hash_bitmap", positions, total, run.b))
+    run.agree()
+    run.work(run.clearing_s(numel))
+    decoding_s = cost(CodecOp.DECODE_ADD, "hash_bitmap", positions, total, run.b)
+    pulled = float(pull_bytes(positions, total, run.b))
+    gather_sums_cost(run, pulled, decoding_s)
+
+
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=zen,
     place=150,
+    cost=cost,
     ops=ALL_REDUCE_ONLY,
     own_format="coo",
     runs_across_nodes=True,

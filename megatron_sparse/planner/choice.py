@@ -45,8 +45,6 @@ from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
 from megatron_sparse.formats.message import Message, MessageBuffers
-from megatron_sparse.planner.cluster import ClusterModel
-from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, Windows, bucket_facts
 from megatron_sparse.planner.plan_state import BucketState
@@ -62,6 +60,8 @@ from megatron_sparse.planner.prices import (
     runnable,
     takes_dense,
 )
+from megatron_sparse.pricing.cluster import ClusterModel
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.sparsity.sampling import sample_profile
 from megatron_sparse.transport import ProcessGroupTransport, Transport, Work

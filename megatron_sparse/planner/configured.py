@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron_sparse.config.sparse import RING_DENSITIES, SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.choice import PricedPlanner
-from megatron_sparse.planner.cluster import find
 from megatron_sparse.planner.pinned import PinnedPlanner
 from megatron_sparse.planner.plan import FixedPlanner, Planner
+from megatron_sparse.pricing.cluster import find
 
 
 def with_swept_thresholds(config: SparseConfig) -> SparseConfig:

@@ -1,7 +1,7 @@
 """Predicted times of every registered collective, from a bucket's shape and sparsity: a MODEL.
 
 `predict` runs a collective's rounds on modelled clocks of all ranks, without data, on the sizes
-that the profile lets expect (`cost_models`, one file for each family; the papers' equations are
+that the profile lets expect (`cost` in the scheme's file; the papers' equations are
 what is left of them on one level of links, without codecs). A time goes from the final gradient to
 the dense sum: selection is part of a sparse scheme's; dense schemes have none, they send gradient
 and residual whole (`Selector.take_whole`).
@@ -15,45 +15,17 @@ every message is looked at. All schemes on 64 ranks: 0.13 s, with shared cards 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.cluster import ClusterModel
-from megatron_sparse.planner.cost_models import dense, peer, rings, shards, sparcml
-from megatron_sparse.planner.cost_models.densities import SumDensities, without_chance
-from megatron_sparse.planner.cost_models.dry_run import DryRun
-from megatron_sparse.planner.cost_models.hierarchical import hierarchical
-from megatron_sparse.planner.cost_models.shape import BucketShape, Prediction
-from megatron_sparse.sparsity.characteristics import SparsityProfile
-
-__all__ = ["BucketShape", "Prediction", "fits", "predict", "predict_all"]
-
-Model = Callable[[DryRun], None]
-
-MODELS: dict[str, Model] = {
-    "dense": dense.dense,
-    "dense_ring": dense.dense_ring,
-    "dense_rhd": dense.dense_rhd,
-    "dense_allpairs": dense.dense_allpairs,
-    "dense_broadcast": dense.dense_broadcast,
-    "dense_hierarchical": dense.dense_hierarchical,
-    "agsparse": sparcml.agsparse,
-    "direct": shards.direct,
-    "ssar_rd": sparcml.ssar_rd,
-    "ssar_split_ag": sparcml.ssar_split_ag,
-    "dsar_split_ag": sparcml.dsar_split_ag,
-    "sparse_ring": rings.sparse_ring,
-    "sparse_ps": shards.sparse_ps,
-    "omnireduce": shards.omnireduce,
-    "zen": shards.zen,
-    "adaptive_ring": rings.adaptive_ring,
-    "peer_two_shot": peer.peer_two_shot,
-}
-"""By the names of `SCHEMES`; `hierarchical` takes the model of its inner scheme."""
+from megatron_sparse.pricing.cluster import ClusterModel
+from megatron_sparse.pricing.densities import SumDensities, without_chance
+from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape, Prediction
 
 
 def predict(
@@ -80,7 +52,7 @@ def predict(
 
     Example:
         >>> from megatron_sparse.config.sparse import SchemeConfig
-        >>> from megatron_sparse.planner.cluster import find
+        >>> from megatron_sparse.pricing.cluster import find
         >>> shape = BucketShape(2**24, 0, 4, Form.ALL_REDUCE, 8)
         >>> profile = SparsityProfile.uniform(2**24, 0.01, 8)
         >>> options, cluster = SchemeConfig(), find("ethernet_25gbit")
@@ -113,7 +85,9 @@ def predict(
             remedy="profile this model again",
         )
 
-    lasting = without_chance(profile)
+    entry, lasting = SCHEMES[scheme], without_chance(profile)
+    assert entry.cost is not None, "as `fits` has found"
+    cost = entry.cost
 
     def until_last_rank_s(*, charged: bool, hosted: bool) -> float:
         run = DryRun(
@@ -125,9 +99,9 @@ def predict(
             charged=charged,
             hosted=hosted,
         )
-        if SCHEMES[scheme].takes is Input.SPARSE:
-            run.select(SCHEMES[scheme].message_format(options))
-        _model(scheme, options)(run)
+        if entry.takes is Input.SPARSE:
+            run.select(entry.message_format(options))
+        cost(run)
         return float(run.clocks.now_n.max())
 
     network_s = until_last_rank_s(charged=False, hosted=False)
@@ -176,14 +150,8 @@ def fits(scheme: str, op: CollectiveOp, options: SchemeConfig) -> bool:
     `straggler` and `straggler_direct` have none: they need a rank that is known to be late, whose
     delay decides (`straggler.cost`).
     """
-    if scheme not in MODELS and scheme != "hierarchical":
-        return False
     entry = SCHEMES[scheme]
+    if entry.cost is None:
+        return False
     has_size = options.capacity is None or entry.takes is Input.DENSE or entry.takes_slots
     return op in entry.ops and has_size
-
-
-def _model(scheme: str, options: SchemeConfig) -> Model:
-    if scheme == "hierarchical":
-        return partial(hierarchical, inner=MODELS[options.inner])
-    return MODELS[scheme]

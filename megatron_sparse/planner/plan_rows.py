@@ -17,11 +17,12 @@ import torch
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.cluster import ClusterModel
-from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.plan_state import read_plan
 from megatron_sparse.planner.prices import candidates, explain, least, prices_us, prior
-from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
+from megatron_sparse.pricing.cluster import ClusterModel
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 Row = dict[str, Any]

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.sparsity.characteristics import SparsityProfile
+from megatron_sparse.pricing.profile import SparsityProfile
 
 PLAN_FILE = "plan.json"
 

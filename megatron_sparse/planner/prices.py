@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.sparse import CANDIDATES, SchemeConfig
-from megatron_sparse.planner.cluster import ClusterModel
-from megatron_sparse.planner.costs import BucketShape, predict_all
-from megatron_sparse.sparsity.characteristics import SparsityProfile
+from megatron_sparse.planner.costs import predict_all
+from megatron_sparse.pricing.cluster import ClusterModel
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape
 
 DENSE = "dense"
 """What no choice must be slower than: the backend's own collective."""

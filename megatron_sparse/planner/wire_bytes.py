@@ -23,9 +23,7 @@ from __future__ import annotations
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
-
-INDEX_BYTES = 4
-BITMAP_BYTES = 1 / 8
+from megatron_sparse.pricing.records import record_bytes
 
 
 def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
@@ -64,13 +62,3 @@ def predicted_bytes(bucket: Bucket, density: float, scheme: SchemeConfig) -> dic
     dense = dense_wire_bytes(bucket, element_bytes)
     across = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
     return {"dense": dense, "agsparse": agsparse + across, "direct": direct + across}
-
-
-def record_bytes(density: float, element_bytes: int, form: str) -> float:
-    """Bytes for each element of a long record, as `scheme.format` has it written."""
-    sizes = {
-        "coo": density * (INDEX_BYTES + element_bytes),
-        "pici": density * element_bytes + BITMAP_BYTES,
-        "dense": float(element_bytes),
-    }
-    return min(min(sizes.values()) if form == "auto" else sizes[form], element_bytes)

@@ -38,7 +38,6 @@ from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, TIMED_STRAGGLER_MOD
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
 from megatron_sparse.planner import Plan
-from megatron_sparse.planner.cluster import ClusterModel, find
 from megatron_sparse.planner.link_timing import (
     QUICK,
     Links,
@@ -47,6 +46,7 @@ from megatron_sparse.planner.link_timing import (
     measure_links,
 )
 from megatron_sparse.planner.wire_bytes import predicted_bytes
+from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.recording import ReadinessRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
 from megatron_sparse.straggler.critical import (

@@ -21,9 +21,9 @@ from rich.table import Table
 from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.sparsity.balance import Loads
 from megatron_sparse.sparsity.characteristics import (
-    SparsityProfile,
     nonzero_elements,
     profile_of_elements,
 )

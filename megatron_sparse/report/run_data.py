@@ -22,8 +22,9 @@ from megatron_sparse.config.dotted import flat
 from megatron_sparse.config.redaction import redact, redact_text
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan
+from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.recording import STAGES, ReadinessRecord
-from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
+from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.gradient_dump import FOLDER as GRADIENTS
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from megatron_sparse.telemetry import load_summary

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from megatron_sparse.calibration.codec import DENSITIES, CodecCall, codec_calls, fit_rate
-from megatron_sparse.planner.cluster import CONFIG_MODULE, FOLDER, ClusterModel, CodecRate
+from megatron_sparse.pricing.cluster import CONFIG_MODULE, FOLDER, ClusterModel, CodecRate
 from megatron_sparse.simulate.machines import AWS_25, AWS_100, PERLMUTTER_RING, Machine
 from megatron_sparse.simulate.pricing import TrafficCounter
 

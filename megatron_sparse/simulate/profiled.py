@@ -22,6 +22,7 @@ from megatron_sparse.collectives.base import even_cuts
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hierarchical_hash import hierarchical_hash
+from megatron_sparse.pricing.profile import SparsityProfile, union_counts
 from megatron_sparse.simulate.figures import (
     MODEL,
     Figure,
@@ -37,8 +38,8 @@ from megatron_sparse.simulate.machines import BANDWIDTH_ONLY
 from megatron_sparse.simulate.pricing import Job, Outcome
 from megatron_sparse.simulate.zen import available, draw_normalised, outcomes
 from megatron_sparse.sparsity.balance import Loads
-from megatron_sparse.sparsity.bit_sets import overlap_ratios, pack, union_counts
-from megatron_sparse.sparsity.characteristics import SparsityProfile, counts_between
+from megatron_sparse.sparsity.bit_sets import overlap_ratios, pack
+from megatron_sparse.sparsity.characteristics import counts_between
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

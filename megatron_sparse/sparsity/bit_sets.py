@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megatron_sparse.pricing.profile import union_counts
+
 WORD_BITS = 64
 
 
@@ -32,16 +34,6 @@ def pack(elements_K: np.ndarray, numel: int) -> np.ndarray:
 def size_of(words_W: np.ndarray) -> int:
     """The number of elements in a set."""
     return int(np.bitwise_count(words_W).sum(dtype=np.int64))
-
-
-def union_counts(n: int) -> list[int]:
-    """How many ranks are added up where unions are looked at: 1, 2, 4, ... and n.
-
-    Example:
-        >>> union_counts(6)
-        [1, 2, 4, 6]
-    """
-    return [2**power for power in range(n.bit_length()) if 2**power < n] + [n]
 
 
 def unions(words_nW: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -34,13 +34,15 @@ from megatron_sparse.collectives.base import Identity, even_cuts, exchange_sizes
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.sparsity.bit_sets import WORD_BITS, overlap_ratios, unions
-from megatron_sparse.sparsity.characteristics import (
+from megatron_sparse.pricing.profile import (
     BLOCK_SIZES,
     SparsityProfile,
     partition_counts,
     quantiles,
+)
+from megatron_sparse.recording import StageTimer
+from megatron_sparse.sparsity.bit_sets import WORD_BITS, overlap_ratios, unions
+from megatron_sparse.sparsity.characteristics import (
     skewness_ratio,
 )
 from megatron_sparse.transport import Transport, Work

@@ -24,8 +24,8 @@ from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
 from megatron_sparse.cli import main
 from megatron_sparse.config.sparse import RING_DENSITIES
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.cluster import ClusterModel, CodecOp, find
 from megatron_sparse.planner.link_timing import LinkSweep, fit_link, measure_links
+from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, find
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Link, Topology, VirtualCluster

@@ -27,7 +27,7 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli import main
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.cluster import CodecOp, find
+from megatron_sparse.pricing.cluster import CodecOp, find
 from megatron_sparse.simulate import gradients
 from megatron_sparse.sparsity.characteristics import profile_of
 

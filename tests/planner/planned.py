@@ -8,7 +8,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.choice import PricedPlanner
-from megatron_sparse.planner.cluster import find
+from megatron_sparse.pricing.cluster import find
 from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.transport import VirtualCluster

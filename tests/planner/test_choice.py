@@ -17,9 +17,9 @@ from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
 from megatron_sparse.planner import FixedPlanner, choice
-from megatron_sparse.planner.cluster import find
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.pinned import PinnedPlanner
+from megatron_sparse.pricing.cluster import find
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups

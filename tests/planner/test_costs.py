@@ -19,10 +19,12 @@ from megatron_sparse.collectives import SCHEMES, Input, over_groups
 from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import FORMAT_CODES, MessageBuffers, encode_segments
-from megatron_sparse.planner.cluster import FORMATS, ClusterModel, CodecOp, CodecRate
-from megatron_sparse.planner.costs import BucketShape, Prediction, fits, predict, predict_all
+from megatron_sparse.planner.costs import fits, predict, predict_all
+from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, CodecRate
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape, Prediction
 from megatron_sparse.simulate import gradients
-from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
+from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.transport import Link
 
 OPTIONS = SchemeConfig()

@@ -9,7 +9,8 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.planner.wire_bytes import dense_wire_bytes, predicted_bytes, record_bytes
+from megatron_sparse.planner.wire_bytes import dense_wire_bytes, predicted_bytes
+from megatron_sparse.pricing.records import record_bytes
 
 
 def _bucket(world_size=4, op=CollectiveOp.ALL_REDUCE, keep=False):

@@ -16,11 +16,12 @@ from megatron_sparse.ddp import _check_no_windows
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner import Planner
 from megatron_sparse.planner.choice import PricedPlanner
-from megatron_sparse.planner.cluster import FORMATS, ClusterModel, CodecOp, CodecRate, find
-from megatron_sparse.planner.costs import BucketShape, predict, predict_all
+from megatron_sparse.planner.costs import predict, predict_all
 from megatron_sparse.planner.plan import FixedPlanner, Windows
 from megatron_sparse.planner.prices import candidates, runnable
-from megatron_sparse.sparsity.characteristics import SparsityProfile
+from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, CodecRate, find
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.transport import Link, Transport
 
 NAME = "peer_two_shot"

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from megatron_sparse.cli import main
+from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.report import profile as profile_report
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.simulate import profiled
-from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
+from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDump, GradientDumpWriter, Kind
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatron_sparse.errors import ProfileError
+from megatron_sparse.pricing.profile import BLOCK_SIZES, SparsityProfile
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.sparsity import balance, bit_sets, characteristics
-from megatron_sparse.sparsity.characteristics import BLOCK_SIZES, SparsityProfile, profile_of
+from megatron_sparse.sparsity.characteristics import profile_of
 
 
 def by_hand(gradients):

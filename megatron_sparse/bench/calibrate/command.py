@@ -30,9 +30,9 @@ from megatron_sparse.bench.table import torch_threads
 from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
 from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.cluster import RING_FORMATS, ClusterModel, CodecOp, find
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import complete, gather_rows, host_clock, one_rank
+from megatron_sparse.pricing.cluster import RING_FORMATS, ClusterModel, CodecOp, find
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run import local_ranks
 from megatron_sparse.simulate.figures import MODEL

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_sparse.bench.calibrate.threshold_sweep import THRESHOLDS, SweepPoint
-from megatron_sparse.planner.cluster import ClusterModel, CodecRate
+from megatron_sparse.pricing.cluster import ClusterModel, CodecRate
 from megatron_sparse.simulate.figures import Figure, Row, draw_lines, groups, styles_of
 from megatron_sparse.transport import Link
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron_sparse.bench.table import torch_threads
 from megatron_sparse.calibration.codec import codec_calls
-from megatron_sparse.planner.cluster import CodecOp
+from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.simulate.pricing import Measure, moved_bytes, records_nnz
 from megatron_sparse.wire import FORMAT_NAMES
 

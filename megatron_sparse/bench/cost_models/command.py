@@ -32,13 +32,15 @@ from megatron_sparse.collectives import over_groups
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES
-from megatron_sparse.planner.cluster import ClusterModel, find
-from megatron_sparse.planner.costs import BucketShape, fits, predict
+from megatron_sparse.planner.costs import fits, predict
+from megatron_sparse.pricing.cluster import ClusterModel, find
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.simulate import gradients
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.gradients import GradientModel
-from megatron_sparse.sparsity.characteristics import SparsityProfile, profile_of
+from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.wire import PICI_TILE
 
 ROW_NUMEL = 64

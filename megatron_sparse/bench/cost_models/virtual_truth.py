@@ -35,10 +35,10 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.hash_record import SUB_HEADER_BYTES
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.planner.cluster import ClusterModel
-from megatron_sparse.planner.cost_models.densities import without_chance
+from megatron_sparse.pricing.cluster import ClusterModel
+from megatron_sparse.pricing.densities import without_chance
+from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.simulate.pricing import ChargingTimer
-from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
 from megatron_sparse.wire import (

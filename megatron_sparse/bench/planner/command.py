@@ -23,14 +23,14 @@ from megatron_sparse.bench.table import torch_threads
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.planner.cluster import find
-from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.prices import candidates, prices_us
+from megatron_sparse.pricing.cluster import find
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.pricing import make_message
-from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.sparsity.sampling import sample_profile
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport

@@ -28,15 +28,15 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration.measure import QUICK, calibrate
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.planner.cluster import ClusterModel
-from megatron_sparse.planner.costs import BucketShape
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import complete
 from megatron_sparse.planner.prices import candidates, prices_us, runnable, takes_dense
+from megatron_sparse.pricing.cluster import ClusterModel
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.simulate.pricing import make_message
-from megatron_sparse.sparsity.characteristics import SparsityProfile
 from megatron_sparse.sparsity.sampling import sample_profile
 
 

@@ -1,6 +1,6 @@
 """Expected sizes and codec times of records of a given density, in each format.
 
-Bytes are those of docs/wire-format.md for long records (`wire_bytes.record_bytes`) and a header;
+Bytes are those of docs/wire-format.md for long records (`record_bytes`) and a header;
 sections' padding is left out. Seconds are the cluster's, as calibrated.
 
 A record of part of a bucket has the kept elements of that part as a dense record of its own.
@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_sparse.formats.hash_record import SECTIONS_AT
-from megatron_sparse.planner.cluster import ClusterModel, CodecOp
-from megatron_sparse.planner.cost_models.densities import MOST_DENSITY
-from megatron_sparse.planner.wire_bytes import BITMAP_BYTES, INDEX_BYTES, record_bytes
+from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
+from megatron_sparse.pricing.densities import MOST_DENSITY
 from megatron_sparse.wire import BLOCKS_SUBHEADER, HEADER_BYTES
+
+INDEX_BYTES = 4
+BITMAP_BYTES = 1 / 8
 
 Density = float | np.ndarray
 """nnz / numel of a piece, or of each rank's piece."""
@@ -131,3 +133,13 @@ def each(function: Callable[[float], float], density: Density) -> Density:
         return function(float(density))
     values, places = np.unique(np.round(density, 12), return_inverse=True)
     return np.array([function(float(value)) for value in values])[places]
+
+
+def record_bytes(density: float, element_bytes: int, form: str) -> float:
+    """Bytes for each element of a long record, as `scheme.format` has it written."""
+    sizes = {
+        "coo": density * (INDEX_BYTES + element_bytes),
+        "pici": density * element_bytes + BITMAP_BYTES,
+        "dense": float(element_bytes),
+    }
+    return min(min(sizes.values()) if form == "auto" else sizes[form], element_bytes)

@@ -25,8 +25,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megatron_sparse.planner.cost_models.shape import BucketShape
-from megatron_sparse.sparsity.characteristics import SparsityProfile
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape
 
 MOST_DENSITY = 1 - 1e-12
 """Taken for 1 where a logarithm would be infinite."""

@@ -16,11 +16,11 @@ import numpy as np
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.planner.cluster import ClusterModel, CodecOp
-from megatron_sparse.planner.cost_models.clocks import RankClocks
-from megatron_sparse.planner.cost_models.densities import SumDensities
-from megatron_sparse.planner.cost_models.records import BlockFormat, Density, Piece, RecordFormat
-from megatron_sparse.planner.cost_models.shape import BucketShape
+from megatron_sparse.pricing.clocks import RankClocks
+from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
+from megatron_sparse.pricing.densities import SumDensities
+from megatron_sparse.pricing.records import BlockFormat, Density, Piece, RecordFormat
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.transport.topology import Link, Topology
 
 WORD_BYTES = 8

@@ -1,1 +1,0 @@
-"""Cost models: one file for each family of collectives, on clocks that all of them share."""

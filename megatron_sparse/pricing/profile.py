@@ -1,0 +1,241 @@
+"""The sparsity of one bucket's gradients in numbers: what costs depend on beside its size.
+
+ZEN's characteristics (section 2.1): density (definition 2), overlap of two ranks (definition 3),
+densification of sums (definition 4), skewness over even, contiguous partitions (definition 5); and
+the fractions of blocks that hold a non-zero element. `sparsity` measures them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import numpy as np
+
+from megatron_sparse.config.sparse import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
+from megatron_sparse.errors import ProfileError
+
+MOST_PARTITIONS = 128
+"""As in ZEN's figure 3; more where there are more ranks."""
+BLOCK_SIZES = tuple(
+    2**e for e in range(MIN_BLOCK_SIZE.bit_length() - 1, MAX_BLOCK_SIZE.bit_length())
+)
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def union_counts(n: int) -> list[int]:
+    """How many ranks are added up where unions are looked at: 1, 2, 4, ... and n.
+
+    Example:
+        >>> union_counts(6)
+        [1, 2, 4, 6]
+    """
+    return [2**power for power in range(n.bit_length()) if 2**power < n] + [n]
+
+
+def partition_counts(numel: int, world_size: int) -> list[int]:
+    """Into how many partitions a gradient is cut: 2, 4, ..., 128 and the number of ranks.
+
+    Example:
+        >>> partition_counts(1000, 3)
+        [2, 3, 4, 8, 16, 32, 64, 128]
+    """
+    powers = {2**power for power in range(1, MOST_PARTITIONS.bit_length())}
+    return sorted(count for count in powers | {world_size} if 1 < count <= max(numel, 1))
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, ...]:
+    """The quantiles of `QUANTILES`; zeros where there is no value."""
+    if not values:
+        return (0.0,) * len(QUANTILES)
+    return tuple(np.quantile(values, QUANTILES).tolist())
+
+
+@dataclass(frozen=True)
+class SparsityProfile:
+    """What all ranks know about one bucket's gradients.
+
+    Where nothing is non-zero, ratios are 1 and overlaps are 0.
+
+    Attributes:
+        numel: elements of the bucket.
+        world_size: ranks that were measured.
+        density: mean over ranks of nnz / numel.
+        densification: k ranks -> density of the sum of k ranks over `density`; k = 1, 2, 4, ...
+            and `world_size`.
+        skewness: partitions -> the densest partition's density over the mean one's, the mean over
+            ranks; see `partition_counts`.
+        sum_skewness: the same for the sum over all ranks.
+        overlap: quantiles 0, 0.25, 0.5, 0.75 and 1 of the overlap ratios of pairs of ranks.
+        block_density: elements of a block -> fraction of blocks with a non-zero element, the mean
+            over ranks; blocks are counted from the bucket's start.
+        sum_block_density: the same for the sum over all ranks.
+
+    Raises:
+        ProfileError: the numbers contradict one another.
+
+    Example:
+        >>> profile = SparsityProfile.uniform(10**6, density=0.01, world_size=4)
+        >>> round(profile.sum_density(2), 4), round(profile.sum_density(64), 3)
+        (0.0199, 0.474)
+    """
+
+    numel: int
+    world_size: int
+    density: float
+    densification: dict[int, float]
+    skewness: dict[int, float]
+    sum_skewness: dict[int, float]
+    overlap: tuple[float, ...]
+    block_density: dict[int, float]
+    sum_block_density: dict[int, float]
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def sum_density(self, ranks: int) -> float:
+        """The density of the sum of `ranks` ranks' gradients.
+
+        In the variable u = -log(1 - density), the mean number of ranks that have an element if they
+        choose independently, it is a power law between two measured points and, beyond the last
+        one, that of the last two. So it is exact for independent uniform positions (u grows with
+        the number of ranks) and for full overlap (u is constant). Never above 1.
+
+        Args:
+            ranks: at least 1.
+        """
+        points = {k: self.density * ratio for k, ratio in self.densification.items()}
+        if ranks in points:
+            return min(points[ranks], 1.0)
+        if self.density == 0:
+            return 0.0
+        if any(k < ranks and density >= 1 for k, density in points.items()):
+            return 1.0
+        # An element that nobody has is taken for half of one: full density would be infinite.
+        most = 1 - 0.5 / self.numel
+        known = sorted(points)
+        if len(known) == 1:
+            return -math.expm1(ranks * math.log1p(-min(points[1], most)))
+        right = min(max(bisect_left(known, ranks), 1), len(known) - 1)
+        low, high = known[right - 1], known[right]
+        u_low, u_high = (-math.log1p(-min(points[k], most)) for k in (low, high))
+        slope = max(math.log(u_high / u_low) / math.log(high / low), 0.0)
+        return -math.expm1(-u_low * (ranks / low) ** slope)
+
+    @classmethod
+    def uniform(cls, numel: int, density: float, world_size: int) -> Self:
+        """Independent, uniform positions: what is believed before anything was measured.
+
+        Args:
+            numel: elements of the bucket.
+            density: in [0, 1].
+            world_size: ranks.
+        """
+        sums = {k: 1 - (1 - density) ** k for k in union_counts(world_size)}
+        even = dict.fromkeys(partition_counts(numel, world_size), 1.0)
+        ratio = {k: s / density if density else 1.0 for k, s in sums.items()}
+        total = sums[world_size]
+        # Of |A| = |B| = d N elements, d of A's are in B.
+        overlap = (density,) * len(QUANTILES)
+        return cls(
+            numel,
+            world_size,
+            density,
+            ratio,
+            even,
+            dict(even),
+            overlap,
+            {size: 1 - (1 - density) ** size for size in BLOCK_SIZES},
+            {size: 1 - (1 - total) ** size for size in BLOCK_SIZES},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; `from_dict` is the inverse."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: {str(key): number for key, number in value.items()}
+            if isinstance(value, dict)
+            else list(value)
+            if isinstance(value, tuple)
+            else value
+            for name, value in plain.items()
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        """Reads what `to_dict` gave, also after a trip through JSON.
+
+        Raises:
+            ProfileError: a field is missing, unknown or of the wrong kind, or numbers contradict
+                one another.
+        """
+        names = [field.name for field in fields(cls)]
+        if not isinstance(plain, Mapping) or set(plain) != set(names):
+            got = sorted(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
+            raise _wrong("the fields", ", ".join(names), got)
+        values: dict[str, Any] = {}
+        for name, value in plain.items():
+            try:
+                if name in ("numel", "world_size"):
+                    values[name] = _whole(value)
+                elif name == "density":
+                    values[name] = _real(value)
+                elif name == "overlap":
+                    values[name] = tuple(map(_real, value))
+                else:
+                    values[name] = {int(key): _real(number) for key, number in value.items()}
+            except (TypeError, ValueError, AttributeError) as error:
+                raise _wrong(name, "numbers as to_dict writes them", error) from None
+        return cls(**values)
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+def _real(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
+
+
+def _wrong(field: str, expected: object, got: object) -> ProfileError:
+    return ProfileError(
+        f"a sparsity profile is wrong in {field}",
+        expected=expected,
+        got=got,
+        remedy="profile the model again",
+    )
+
+
+def _check(profile: SparsityProfile) -> None:
+    """Refuses what no gradients could have; the comparisons are also false for NaN."""
+    if not profile.numel >= 0:
+        raise _wrong("numel", "at least 0", profile.numel)
+    if not profile.world_size >= 1:
+        raise _wrong("world_size", "at least 1", profile.world_size)
+    if not 0 <= profile.density <= 1:
+        raise _wrong("density", "0 to 1", profile.density)
+    expected = {
+        "densification": union_counts(profile.world_size),
+        "skewness": partition_counts(profile.numel, profile.world_size),
+        "sum_skewness": partition_counts(profile.numel, profile.world_size),
+        "block_density": list(BLOCK_SIZES),
+        "sum_block_density": list(BLOCK_SIZES),
+    }
+    for name, keys in expected.items():
+        found = getattr(profile, name)
+        # Rounding may take a ratio a hair below 1.
+        low, high = (0.0, 1.0) if "block" in name else (1 - 1e-9, math.inf)
+        if sorted(found) != keys:
+            raise _wrong(name, f"values for {keys}", sorted(found))
+        for key, value in found.items():
+            if not (low <= value <= high and math.isfinite(value)):
+                raise _wrong(f"{name}[{key}]", f"{low:g} to {high:g}", value)
+    if len(profile.overlap) != len(QUANTILES) or not all(0 <= v <= 1 for v in profile.overlap):
+        raise _wrong("overlap", f"{len(QUANTILES)} ratios from 0 to 1", profile.overlap)
