@@ -45,6 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data",
         "build",
         "dist",
+        "site",
         "*.egg-info",
         "__pycache__",
         "*.so",
@@ -148,6 +149,9 @@ def test_wheel_holds_everything(wheel: Path, source: Path) -> None:
         name.startswith("megatron_sparse/cuda_ext/_lib/") and name.endswith(".so") for name in names
     ), "the extension is not in the wheel"
     assert not any(name.startswith(("configs/", "cuda_ext/", "tests/")) for name in names)
+    (licence,) = [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(licence) == (source / "LICENSE").read_bytes()
 
 
 def test_wheel_fits_every_python_of_the_platform(wheel: Path) -> None:
