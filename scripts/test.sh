@@ -17,20 +17,25 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source-path=SCRIPTDIR source=env.sh
 . scripts/env.sh
 
-# What --quick runs: nothing of it starts ranks, Megatron, the CUDA emulator, a browser or a build.
+# What --quick runs. Left out: what starts ranks, Megatron, the CUDA emulator, a browser or a build.
 quick_tests=(
   tests/test_bucket.py
   tests/test_profiler_ranges.py
+  tests/cli
   tests/collectives/test_adaptive_ring.py
+  tests/collectives/test_capacity.py
+  tests/collectives/test_exactness.py
   tests/collectives/test_example_scheme.py
   tests/collectives/test_hierarchical_sparse.py
   tests/collectives/test_omnireduce.py
   tests/collectives/test_schemes.py
+  tests/collectives/test_straggler.py
   tests/collectives/test_zen.py
   tests/compression
   tests/config
   tests/configs
   tests/cuda_ext/test_prune.py
+  tests/cuda_ext/test_prune_encode.py
   tests/cuda_ext/test_threshold.py
   tests/formats
   tests/planner/test_choice.py
