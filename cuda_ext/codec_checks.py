@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.cuda_ext.arguments import CPU, check_code, check_flat, check_offsets, refusal
+from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
@@ -73,36 +74,30 @@ def _numel(segment_offsets: bytes) -> np.ndarray:
     return np.diff(np.frombuffer(segment_offsets, np.int64))
 
 
-def record_kind(form: int, paper_order: bool) -> int:
+def record_kind(spec: RecordSpec) -> int:
     """What the native ops call a format: `RecordKind` of `csrc/record.h`, -1 for adaptive."""
-    return form | _PAPER_ORDER if form == FORMAT_PICI and paper_order else form
+    code = spec.record_format
+    return code | _PAPER_ORDER if code == FORMAT_PICI and spec.paper_order else code
 
 
 def check_encode(
-    op: str,
-    grad_N: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    segment_dense: torch.Tensor,
-    value_dtype: int,
-    epoch: int,
-    out: torch.Tensor,
-    form: int,
-    paper_order: bool,
-    block_size: int,
+    op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec, out: torch.Tensor
 ) -> int:
     """Checks what both encoders take; returns the native op's kind."""
-    check_offsets(op, "segment_offsets", segment_offsets, grad_N.numel())
-    segments = segment_offsets.numel() - 1
-    check_flat(op, "segment_dense", segment_dense, (torch.uint8,), segments, CPU)
+    check_offsets(op, "segment_offsets", segments.offsets, grad_N.numel())
+    count = segments.offsets.numel() - 1
+    check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
     check_flat(op, "out", out, (torch.uint8,), device=grad_N.device)
-    check_code(op, "value_dtype", value_dtype)
-    if epoch < 0:
-        raise refusal(op, "epoch is out of range", "0 or more", epoch)
-    if not FORMAT_ADAPTIVE <= form < FORMAT_HASH_BITMAP:
-        raise refusal(op, "form is unknown", "-1 (adaptive) or a format code from 0 to 3", form)
-    if not (64 <= block_size <= _TILE and block_size.bit_count() == 1):
-        raise refusal(op, "block_size does not fit", "a power of two from 64 to 4096", block_size)
-    return record_kind(form, paper_order)
+    check_code(op, "value_dtype", spec.value_dtype)
+    if spec.step < 0:
+        raise refusal(op, "step is out of range", "0 or more", spec.step)
+    code, size = spec.record_format, spec.block_size
+    if not FORMAT_ADAPTIVE <= code < FORMAT_HASH_BITMAP:
+        expected = "-1 (adaptive) or a format code from 0 to 3"
+        raise refusal(op, "record_format is unknown", expected, code)
+    if not (64 <= size <= _TILE and size.bit_count() == 1):
+        raise refusal(op, "block_size does not fit", "a power of two from 64 to 4096", size)
+    return record_kind(spec)
 
 
 def check_scratch(
@@ -124,7 +119,7 @@ def refuse_scratch(op: str, scratch: torch.Tensor | None) -> None:
 def check_slots[T: (torch.Tensor, None)](
     op: str, slots_S: torch.Tensor | None, segments: int, out: T
 ) -> T:
-    """Checks what the kernels rely on, as the CPU's bindings do; returns as much as slots take."""
+    """Checks what the kernels rely on, as the CPU's bindings do; returns the slots' part."""
     if slots_S is None:
         return out
     check_flat(op, "slots", slots_S, (torch.int64,), segments + 1, CPU)
@@ -148,32 +143,22 @@ def _check_room(op: str, needed: int, out: torch.Tensor) -> None:
 
 
 def check_capacity(
-    segment_offsets: torch.Tensor,
-    segment_dense: torch.Tensor,
-    wire_dtype: int,
-    form: int,
-    out: torch.Tensor,
-    capacity_S: torch.Tensor | None,
-    slots_S: torch.Tensor | None,
+    segments: Segments, spec: RecordSpec, out: torch.Tensor, capacity_S: torch.Tensor | None
 ) -> None:
     """Refuses what may turn out not to fit: the residual changes before the sizes are known."""
-    op, most_S = "prune_encode", segment_offsets.diff()
+    op, most_S, slots_S = "prune_encode", segments.offsets.diff(), segments.slots
     if capacity_S is None and slots_S is None:
-        return _check_room(op, message_capacity(segment_offsets, wire_dtype), out)
+        return _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
+    is_blocks = spec.record_format == FORMAT_BLOCKS
     if capacity_S is not None:
-        check_flat(op, "capacity", capacity_S, (torch.int64,), segment_dense.numel(), CPU)
+        check_flat(op, "capacity", capacity_S, (torch.int64,), segments.dense.numel(), CPU)
         if (capacity_S.numpy() < 0).any():
             raise refusal(op, "capacity is out of range", "0 or more", capacity_S.tolist()[:8])
-        if form == FORMAT_BLOCKS:
+        if is_blocks:
             raise refusal(op, "blocks have no capacity on CUDA", "another format", "blocks")
         most_S = capacity_S
-    most = Slots.of(
-        segment_offsets,
-        segment_dense,
-        most_S,
-        wire_dtype,
-        FORMAT_DENSE if form == FORMAT_BLOCKS else form,
-    )
+    record_format = FORMAT_DENSE if is_blocks else spec.record_format
+    most = Slots.of(segments.offsets, segments.dense, most_S, spec.value_dtype, record_format)
     if slots_S is None:
         return _check_room(op, int(most.offsets[-1]), out)
     for segment, (needed, there) in enumerate(

@@ -1,12 +1,12 @@
 """The ops that make messages, typed and checked. `ops` passes them on; shape suffixes are its.
 
-A message is one record for each segment, back to back (docs/wire-format.md). What a record becomes
-is asked for by a format code of `wire`, `FORMAT_ADAPTIVE` among them; where the sparse
-form would not be smaller the record is dense, so a message never exceeds `message_capacity`.
+A message is one record for each segment, back to back (docs/wire-format.md). The caller asks for a
+format by a code of `wire`, `FORMAT_ADAPTIVE` among them. Where the sparse record would not be
+smaller it is dense, so a message never exceeds `message_capacity`.
 
-The bytes do not depend on the device, nor do errors. Tables of offsets and flags, and what comes
-back, are always on the CPU; a CUDA call therefore waits once for the device (`codec_cuda`), unless
-it is given `Reports` to leave its words in.
+Neither the bytes nor the errors depend on the device. Tables of offsets and flags, and the results,
+are always on the CPU; a CUDA call therefore waits once for the device (`codec_cuda`), unless the
+caller passes `Reports`, which collect its words to be read later.
 """
 
 from __future__ import annotations
@@ -33,56 +33,39 @@ from megatron_sparse.cuda_ext.codec_checks import (
     refuse_scratch,
 )
 from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
+from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
 from megatron_sparse.cuda_ext.reports import Reports
-from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_COO
-
-DEFAULT_BLOCK_SIZE = 256
-"""Elements of a block; OmniReduce's own choice."""
+from megatron_sparse.wire import FORMAT_BLOCKS
 
 
 def encode(
     grad_N: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    segment_dense: torch.Tensor,
+    segments: Segments,
     nnz_S: torch.Tensor | None,
-    value_dtype: int,
-    epoch: int,
+    spec: RecordSpec,
     out: torch.Tensor,
     scratch: torch.Tensor | None = None,
     *,
-    form: int = FORMAT_COO,
-    paper_order: bool = False,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    slots_S: torch.Tensor | None = None,
     reports: Reports | None = None,
 ) -> torch.Tensor:
     """Writes the wire message of a pruned bucket, reading the gradient once.
 
-    Values are converted to `value_dtype`, to nearest even where they do not fit, which pruned ones
-    do. Wire cost: 48 bytes and the padding of each record; beside its values, COO takes 4 bytes an
-    entry, Pici 516 for each 4096 elements, blocks 4 and the zeros for each block.
+    Values are converted to the record's dtype, to nearest even where they do not fit, which pruned
+    ones do. Wire cost: 48 bytes and the padding of each record; beside its values, COO takes 4
+    bytes an entry, Pici 516 for each 4096 elements, blocks 4 and the zeros for each block.
 
     Args:
         grad_N: on the CPU or a CUDA device; only read.
-        segment_offsets: S+1 offsets from 0 to N; a segment has fewer than 2^31 elements.
-        segment_dense: uint8, 1 for segments that are dense whatever they hold.
+        segments: the pieces of the gradient, and where their records go.
         nnz_S: int64, the non-zero elements of each segment, as `prune_` counts them. May be None
             for a gradient on a CUDA device, where the encoder counts.
-        value_dtype: dtype code of the values.
-        epoch: the step; its lower 32 bits travel.
+        spec: what the records become.
         out: uint8, at least as long as the message (`message_capacity` always is), on the
             gradient's device; aligned to 16 bytes if that is CUDA. Mutated; what lies behind the
             message is left alone.
         scratch: uint8, `scratch_capacity` bytes, aligned to 8. Mutated. None allocates it, which
             costs more than the encoding of a small bucket. None for CUDA, whose allocator is fast.
-        form: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI`, `FORMAT_BLOCKS`, or `FORMAT_ADAPTIVE` for
-            the smallest of dense, COO and Pici in each segment, where COO wins a tie.
-        paper_order: bits and values of Pici in the order of its paper instead of linear order.
-        block_size: elements of a block: a power of two from 64 to 4096.
-        slots_S: int64 on the CPU, S+1 bytes at which records begin and the last one's place ends:
-            ascending multiples of 16 from 0 on. What a record leaves of its place is cleared. None
-            puts them back to back.
-        reports: takes what a CUDA call reports, which then is not waited for; `nnz_S` must be None.
+        reports: receives the report of a CUDA call, which then does not wait; `nnz_S` must be None.
 
     Returns:
         int64 bytes of each record, on the CPU, or with `reports` on the gradient's device. The
@@ -93,77 +76,55 @@ def encode(
             that are not what the gradient holds.
     """
     check_flat("encode", "grad", grad_N, GRAD_DTYPES)
-    kind = check_encode(
-        "encode",
-        grad_N,
-        segment_offsets,
-        segment_dense,
-        value_dtype,
-        epoch,
-        out,
-        form,
-        paper_order,
-        block_size,
-    )
+    kind = check_encode("encode", grad_N, segments, spec, out)
     if nnz_S is not None:
-        check_flat("encode", "nnz", nnz_S, (torch.int64,), segment_dense.numel())
+        check_flat("encode", "nnz", nnz_S, (torch.int64,), segments.dense.numel())
     if check_device("encode", "grad", grad_N) == "cuda":
         refuse_scratch("encode", scratch)
-        out = check_slots("encode", slots_S, segment_dense.numel(), out)
+        out = check_slots("encode", segments.slots, segments.dense.numel(), out)
         report = call(
             "encode_records",
             grad_N,
-            *_device_tables(grad_N.device, segment_offsets, segment_dense, kind),
-            value_dtype,
-            epoch,
-            _blocks_only(form, block_size),
+            *_device_tables(grad_N.device, segments, kind),
+            spec.value_dtype,
+            spec.step,
+            _blocks_only(spec),
             out,
-            codec_cuda.on_device(slots_S, grad_N.device),
+            codec_cuda.on_device(segments.slots, grad_N.device),
         )
         if reports is not None:
-            return _later("encode", report, segment_offsets, reports)[0]
-        sizes, found_S = codec_cuda.read_report("encode", report, segment_offsets)
+            return _later("encode", report, segments.offsets, reports)[0]
+        sizes, found_S = codec_cuda.read_report("encode", report, segments.offsets)
         compare_counts(found_S, found_S if nnz_S is None else nnz_S.cpu())
         return sizes
     if nnz_S is None:
         raise refusal("encode", "nnz is missing", "the counts of a gradient on the CPU", nnz_S)
     check_flat("encode", "nnz", nnz_S, (torch.int64,), device=CPU)
-    scratch = check_scratch("encode", scratch, segment_offsets, value_dtype)
+    scratch = check_scratch("encode", scratch, segments.offsets, spec.value_dtype)
     return call(
         "encode",
         grad_N,
-        segment_offsets,
-        segment_dense,
+        segments.offsets,
+        segments.dense,
         nnz_S,
-        value_dtype,
-        epoch,
+        spec.value_dtype,
+        spec.step,
         out,
         scratch,
         kind,
-        block_size,
-        slots_S,
+        spec.block_size,
+        segments.slots,
     )
 
 
 def prune_encode(
     grad_N: torch.Tensor,
-    residual_N: torch.Tensor,
-    range_offsets: torch.Tensor,
-    thresholds_R: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    segment_dense: torch.Tensor,
-    leak: float,
-    wire_dtype: int,
-    key: int,
-    epoch: int,
+    pruning: Pruning,
+    segments: Segments,
+    spec: RecordSpec,
     out: torch.Tensor,
     scratch: torch.Tensor | None = None,
     *,
-    form: int = FORMAT_COO,
-    paper_order: bool = False,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    capacity_S: torch.Tensor | None = None,
-    slots_S: torch.Tensor | None = None,
     reports: Reports | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Error feedback, pruning and encoding in one pass, without a pruned gradient in between.
@@ -172,30 +133,20 @@ def prune_encode(
     there), but the gradient is left as it was. Gradient and residual are read once, residual and
     message are written once.
 
-    With `capacity_S` a segment sends its first non-zero elements up to that count. The others were
+    With a capacity a segment sends its first non-zero elements up to that count. The others were
     not selected: their residual becomes leak * (value + residual), which is leak * x bit for bit
     where values are not narrowed (else to within the rounding of the residual). Infinity and NaN
     among them are not held back: the segment's last value becomes NaN.
 
     Args:
         grad_N: on the CPU or a CUDA device; only read.
-        residual_N: fp32 or bf16, on the gradient's device. Mutated.
-        range_offsets: R+1 offsets of consecutive ranges from 0 to N.
-        thresholds_R: fp32, on the gradient's device; below 0 keeps all of a range, NaN too.
-        segment_offsets: S+1 offsets from 0 to N; a segment has fewer than 2^31 elements.
-        segment_dense: uint8, 1 for segments that are dense whatever they hold.
-        leak: factor on what is dropped, 0 to 1.
-        wire_dtype: dtype code in which values travel.
-        key: of the random bits of stochastic rounding; negative for rounding to nearest.
-        epoch: the step; its lower 32 bits travel.
+        pruning: what is selected. Its residual is mutated.
+        segments: the pieces of the gradient. Each slot must have room for what its segment may
+            send.
+        spec: what the records become.
         out: uint8, `message_capacity` bytes (with a capacity or slots, as many as those need),
             otherwise as in `encode`. Mutated.
         scratch: as in `encode`.
-        form: as in `encode`.
-        paper_order: as in `encode`.
-        block_size: as in `encode`.
-        capacity_S: int64 on the CPU, the most non-zero elements of each segment; None for no limit.
-        slots_S: as in `encode`; each must have room for what its segment may send.
         reports: as in `encode`.
 
     Returns:
@@ -206,68 +157,58 @@ def prune_encode(
         ExtensionError: arguments that do not fit together; the residual is as it was.
 
     Example:
-        >>> g, e, whole = torch.tensor([3.0, 1.0] * 8), torch.zeros(16), torch.tensor([0, 16])
-        >>> out, no = torch.zeros(112, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-        >>> prune_encode(g, e, whole, torch.tensor([2.0]), whole, no, 1.0, 1, 0, 0, out)
+        >>> whole, no = torch.tensor([0, 16]), torch.zeros(1, dtype=torch.uint8)
+        >>> pruning = Pruning(torch.zeros(16), whole, torch.tensor([2.0]), leak=1.0, key=0)
+        >>> g, out = torch.tensor([3.0, 1.0] * 8), torch.zeros(112, dtype=torch.uint8)
+        >>> prune_encode(g, pruning, Segments(whole, no), RecordSpec(1, step=0), out)
         (tensor([80]), tensor([8]))
     """
-    device = grad_N.device
-    ranges = check_selection("prune_encode", grad_N, residual_N, RESIDUAL_DTYPES, range_offsets)
-    check_flat("prune_encode", "thresholds", thresholds_R, (torch.float32,), ranges, device)
-    kind = check_encode(
-        "prune_encode",
-        grad_N,
-        segment_offsets,
-        segment_dense,
-        wire_dtype,
-        epoch,
-        out,
-        form,
-        paper_order,
-        block_size,
-    )
-    if check_device("prune_encode", "grad", grad_N) == "cuda":
-        refuse_scratch("prune_encode", scratch)
-        out = check_slots("prune_encode", slots_S, segment_dense.numel(), out)
-        check_capacity(segment_offsets, segment_dense, wire_dtype, form, out, capacity_S, slots_S)
+    op, device = "prune_encode", grad_N.device
+    ranges = check_selection(op, grad_N, pruning.residual_N, RESIDUAL_DTYPES, pruning.range_offsets)
+    check_flat(op, "thresholds", pruning.thresholds_R, (torch.float32,), ranges, device)
+    kind = check_encode(op, grad_N, segments, spec, out)
+    if check_device(op, "grad", grad_N) == "cuda":
+        refuse_scratch(op, scratch)
+        out = check_slots(op, segments.slots, segments.dense.numel(), out)
+        check_capacity(segments, spec, out, pruning.capacity_S)
         report = call(
             "prune_encode_records",
             grad_N,
-            residual_N,
-            codec_cuda.on_device(range_offsets, device),
-            thresholds_R,
-            leak,
-            key,
-            *_device_tables(device, segment_offsets, segment_dense, kind),
-            wire_dtype,
-            epoch,
-            _blocks_only(form, block_size),
+            pruning.residual_N,
+            codec_cuda.on_device(pruning.range_offsets, device),
+            pruning.thresholds_R,
+            pruning.leak,
+            pruning.key,
+            *_device_tables(device, segments, kind),
+            spec.value_dtype,
+            spec.step,
+            _blocks_only(spec),
             out,
-            codec_cuda.on_device(capacity_S, device),
-            codec_cuda.on_device(slots_S, device),
+            codec_cuda.on_device(pruning.capacity_S, device),
+            codec_cuda.on_device(segments.slots, device),
         )
         if reports is not None:
-            return _later("prune_encode", report, segment_offsets, reports)
-        return codec_cuda.read_report("prune_encode", report, segment_offsets)
-    scratch = check_scratch("prune_encode", scratch, segment_offsets, wire_dtype)
+            return _later(op, report, segments.offsets, reports)
+        return codec_cuda.read_report(op, report, segments.offsets)
+    scratch = check_scratch(op, scratch, segments.offsets, spec.value_dtype)
     return call(
-        "prune_encode",
+        op,
         grad_N,
-        residual_N,
-        range_offsets,
-        thresholds_R,
-        segment_offsets,
-        segment_dense,
-        leak,
-        wire_dtype,
-        key,
-        epoch,
+        pruning.residual_N,
+        pruning.range_offsets,
+        pruning.thresholds_R,
+        segments.offsets,
+        segments.dense,
+        pruning.leak,
+        spec.value_dtype,
+        pruning.key,
+        spec.step,
         out,
         scratch,
         kind,
-        block_size,
-        capacity_S,
-        slots_S,
+        spec.block_size,
+        pruning.capacity_S,
+        segments.slots,
     )
 
 
@@ -281,13 +222,13 @@ def _later(
 
 
 def _device_tables(
-    device: torch.device, segment_offsets: torch.Tensor, segment_dense: torch.Tensor, kind: int
+    device: torch.device, segments: Segments, kind: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Offsets of the segments and what each is to become, on the device."""
-    kinds = codec_cuda.record_kinds(segment_dense, kind, device)
-    return codec_cuda.on_device(segment_offsets, device), kinds
+    kinds = codec_cuda.record_kinds(segments.dense, kind, device)
+    return codec_cuda.on_device(segments.offsets, device), kinds
 
 
-def _blocks_only(form: int, block_size: int) -> int:
+def _blocks_only(spec: RecordSpec) -> int:
     """The block size for the CUDA encoders, which count blocks where it is not 0."""
-    return block_size if form == FORMAT_BLOCKS else 0
+    return spec.block_size if spec.record_format == FORMAT_BLOCKS else 0

@@ -10,6 +10,8 @@ once for the device, to read a few words: whether anything was out of range.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES, call, check_flat, refusal
@@ -17,6 +19,40 @@ from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES, call, check_flat, re
 BITMAP_FIELDS = ("", "nnz", "bitmap")
 """The field codes of a bitmap's status (`csrc/hash_launch.h`); "" is for one that fits."""
 _INDEX_SET = 3
+
+
+@dataclass(frozen=True, slots=True)
+class HashMemory:
+    """The hash memory of Algorithm 1.
+
+    Attributes:
+        parallel_slots: r1 of each partition, 1 and more.
+        serial_slots: r2 of each partition; what overflows it is kept in memory grown to fit.
+        rehashes: k, 1 to 64.
+        seed: of h_1 to h_k; may differ between ranks.
+    """
+
+    parallel_slots: int
+    serial_slots: int
+    rehashes: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BitmapPlace:
+    """Which elements the bits of a hash bitmap stand for.
+
+    Attributes:
+        partition: whose bitmap it is.
+        partitions: how many there are.
+        seed: of the permutation.
+        index_set_P: int32 ascending elements of the partition; None for the permutation.
+    """
+
+    partition: int
+    partitions: int
+    seed: int
+    index_set_P: torch.Tensor | None
 
 
 def permute(elements_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
@@ -62,10 +98,7 @@ def hierarchical_hash(
     partition_K: torch.Tensor,
     numel: int,
     partitions: int,
-    parallel_slots: int,
-    serial_slots: int,
-    rehashes: int,
-    seed: int,
+    memory: HashMemory,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Algorithm 1: sorts entries into partitions through a hash memory; nothing is lost.
 
@@ -77,10 +110,7 @@ def hierarchical_hash(
         partition_K: int64, in [0, partitions).
         numel: elements of the segment, below 2^31.
         partitions: n, 1 to 2^16.
-        parallel_slots: r1 of each partition, 1 and more.
-        serial_slots: r2 of each partition; what overflows it is kept in memory grown to fit.
-        rehashes: k, 1 to 64.
-        seed: of h_1 to h_k; may differ between ranks.
+        memory: r1, r2 and k, and the seed of the hashes.
 
     Returns:
         The indices and values, partition by partition, each in ascending order of the index (then
@@ -88,6 +118,7 @@ def hierarchical_hash(
         that went through the serial memory, and of those beyond it. The counts alone may vary from
         run to run: they depend on which thread came first.
     """
+    slots = (memory.parallel_slots, memory.serial_slots, memory.rehashes, memory.seed)
     if indices_K.is_cuda:
         _check_values(indices_K, values_K)
         entry_K, offsets, counts = call(
@@ -96,10 +127,7 @@ def hierarchical_hash(
             partition_K,
             numel,
             partitions,
-            parallel_slots,
-            serial_slots,
-            rehashes,
-            seed,
+            *slots,
         )
         entry_K = _by_index(entry_K, indices_K, offsets)
         return indices_K[entry_K], values_K[entry_K], offsets, counts
@@ -110,10 +138,7 @@ def hierarchical_hash(
         partition_K,
         numel,
         partitions,
-        parallel_slots,
-        serial_slots,
-        rehashes,
-        seed,
+        *slots,
     )
 
 
@@ -172,13 +197,7 @@ def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tenso
 
 
 def bitmap_elements(
-    words: torch.Tensor,
-    nnz: int,
-    numel: int,
-    partition: int,
-    partitions: int,
-    seed: int,
-    index_set_P: torch.Tensor | None,
+    words: torch.Tensor, nnz: int, numel: int, place: BitmapPlace
 ) -> tuple[torch.Tensor, str, int]:
     """The elements that a bitmap's set bits stand for, in the order of their positions.
 
@@ -186,17 +205,21 @@ def bitmap_elements(
         words: uint8, 8 ceil(P / 64) bytes, not trusted.
         nnz: how many bits must be set.
         numel: elements of the segment.
-        partition: whose bitmap it is.
-        partitions: how many there are.
-        seed: of the permutation.
-        index_set_P: int32 ascending elements of the partition; None for the permutation.
+        place: which elements the bits stand for.
 
     Returns:
         int64 elements; "" or the name of the field that is wrong; and what it was instead: the
         number of set bits for `nnz`, the partition's size for a bit beyond it in `bitmap`.
     """
     elements, status = call(
-        "hash_bitmap_elements", words, nnz, numel, partition, partitions, seed, index_set_P
+        "hash_bitmap_elements",
+        words,
+        nnz,
+        numel,
+        place.partition,
+        place.partitions,
+        place.seed,
+        place.index_set_P,
     )
     return elements, *_read_status("hash_bitmap_elements", status, numel)
 
@@ -207,10 +230,7 @@ def bitmap_add_(
     values: torch.Tensor,
     value_dtype: int,
     nnz: int,
-    partition: int,
-    partitions: int,
-    seed: int,
-    index_set_P: torch.Tensor | None,
+    place: BitmapPlace,
 ) -> tuple[str, int]:
     """Adds a bitmap's values to their elements, without materialising the indices.
 
@@ -220,10 +240,7 @@ def bitmap_add_(
         values: uint8, nnz values.
         value_dtype: dtype code of the values.
         nnz: how many bits must be set.
-        partition: whose bitmap it is.
-        partitions: how many there are.
-        seed: of the permutation.
-        index_set_P: int32 ascending elements of the partition; None for the permutation.
+        place: which elements the bits stand for.
 
     Returns:
         "" or the name of the field that is wrong, and what it was, as of `bitmap_elements`.
@@ -235,10 +252,10 @@ def bitmap_add_(
         values,
         value_dtype,
         nnz,
-        partition,
-        partitions,
-        seed,
-        index_set_P,
+        place.partition,
+        place.partitions,
+        place.seed,
+        place.index_set_P,
     )
     return _read_status("hash_bitmap_add_", status, acc_M.numel())
 

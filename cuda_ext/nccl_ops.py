@@ -21,6 +21,7 @@ from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.cuda_ext.arguments import call, check_flat, refusal
 from megatron_sparse.cuda_ext.decode_ops import refuse_message
 from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
+from megatron_sparse.cuda_ext.record_spec import Expected
 
 OP = "nccl_sparse_sum"
 MARKED_STAGES = ("network", "decode", "encode", "network", "decode")
@@ -73,7 +74,7 @@ class SumPlan:
         rank: of this process.
         world_size: ranks.
         value_dtype: dtype code of all values in records.
-        form: format code of the sums' records.
+        record_format: format code of the sums' records.
         gathers: the owners' sums go to everyone (an all-reduce); else each rank keeps its own.
     """
 
@@ -83,7 +84,7 @@ class SumPlan:
     rank: int
     world_size: int
     value_dtype: int
-    form: int
+    record_format: int
     gathers: bool
 
     def shard_of(self, rank: int) -> ShardPlan:
@@ -153,13 +154,13 @@ class SumPlan:
         sums = encoder + STATUS_WORDS + 2 * self.own.segments[1] + messages
         return torch.cat([messages, torch.tensor([encoder]), sums])
 
-    def check(self, report: torch.Tensor, epoch: int, sum_epochs: torch.Tensor) -> None:
+    def check(self, report: torch.Tensor, step: int, sum_steps: torch.Tensor) -> None:
         """Raises what a call's report, on the CPU, says; nothing where all is well.
 
         Args:
             report: what `nccl_sparse_sum` returned.
-            epoch: what it was given.
-            sum_epochs: what it was given.
+            step: what it was given.
+            sum_steps: what it was given.
 
         Raises:
             WireFormatError: names the rank whose records are wrong, and the field.
@@ -169,20 +170,20 @@ class SumPlan:
             return
         n, own = self.world_size, self.own
         for rank, status in enumerate(report[: n * STATUS_WORDS].view(n, -1)):
-            self._check_status(status, own.offsets, epoch, rank)
+            self._check_status(status, own.offsets, step, rank)
         if self.gathers:
             rest = report[n * STATUS_WORDS :]
             codec_cuda.check_report("encode", rest, own.own_offsets)
             for rank, status in enumerate(rest[-n * STATUS_WORDS :].view(n, -1)):
                 offsets = self.shard_of(rank).own_offsets
-                self._check_status(status, offsets, int(sum_epochs[rank]), rank)
+                self._check_status(status, offsets, int(sum_steps[rank]), rank)
 
     def _check_status(
-        self, status: torch.Tensor, offsets: torch.Tensor, epoch: int, rank: int
+        self, status: torch.Tensor, offsets: torch.Tensor, step: int, rank: int
     ) -> None:
         begin, end = int(offsets[0]), int(offsets[-1])
         codec_cuda.check_status(status, offsets, begin, end - begin)
-        refuse_message(status, offsets, self.value_dtype, epoch, rank, has_slots=True)
+        refuse_message(status, Expected(offsets, self.value_dtype, step, rank), has_slots=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +197,8 @@ class SumCall:
         message: uint8, this rank's records in slots, aligned to 16 bytes.
         received: uint8, at least `plan.received_bytes`, aligned. Mutated.
         sums: uint8, at least `plan.sums_bytes`, aligned. Mutated.
-        epoch: the step, in the messages' headers.
-        sum_epochs: int64 on the CPU, what the records of each shard's sum carry in its place.
+        step: the step, in the messages' headers.
+        sum_steps: int64 on the CPU, what the records of each shard's sum carry in its place.
         earlier: int64 on the device, not 0 where making the message failed: then nobody gets a sum.
         events: int64 on the CPU, a `cudaEvent_t` for each border of `MARKED_STAGES`, or 0.
     """
@@ -207,8 +208,8 @@ class SumCall:
     message: torch.Tensor
     received: torch.Tensor
     sums: torch.Tensor
-    epoch: int
-    sum_epochs: torch.Tensor
+    step: int
+    sum_steps: torch.Tensor
     earlier: torch.Tensor
     events: torch.Tensor
 
@@ -230,18 +231,18 @@ class SumCall:
             communicator,
             plan.words,
             codec_cuda.on_device(plan.tables, device),
-            codec_cuda.record_kinds(plan.segment_dense, plan.form, device),
+            codec_cuda.record_kinds(plan.segment_dense, plan.record_format, device),
             self.earlier,
-            self.sum_epochs,
+            self.sum_steps,
             self.events,
             plan.value_dtype,
-            self.epoch % 2**32,
+            self.step % 2**32,
             plan.gathers,
         )
 
     def check(self, report: torch.Tensor) -> None:
         """Raises what the report of `nccl_sparse_sum`, on the CPU, says; see `SumPlan.check`."""
-        self.plan.check(report, self.epoch, self.sum_epochs)
+        self.plan.check(report, self.step, self.sum_steps)
 
 
 def nccl_sparse_sum(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.Tensor, int]:

@@ -25,11 +25,10 @@ from megatron_sparse.cuda_ext.arguments import (
 )
 from megatron_sparse.cuda_ext.codec_checks import message_capacity, scratch_capacity
 from megatron_sparse.cuda_ext.decode_ops import decode_add_
-from megatron_sparse.cuda_ext.encode_ops import DEFAULT_BLOCK_SIZE, encode, prune_encode
+from megatron_sparse.cuda_ext.encode_ops import encode, prune_encode
 from megatron_sparse.errors import ConfigError
 
 __all__ = [
-    "DEFAULT_BLOCK_SIZE",
     "GRAD_DTYPES",
     "PRUNE_BACKEND",
     "RESIDUAL_DTYPES",

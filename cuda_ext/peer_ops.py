@@ -1,13 +1,13 @@
-"""Sparse collectives over peer memory: what the kernels are told (`csrc/peer.cu`), and errors.
+"""Sparse collectives over peer memory: the kernels' arguments (`csrc/peer.cu`), and errors.
 
 Every rank of an NVLink domain has a *window*: memory that all of them reach by pointer, of the same
 layout everywhere (`csrc/peer_launch.h`). It begins with 4096 bytes of control (flags, counters, the
-error words), zeroed before anyone uses it; two areas for messages follow, then two for sums. A slot
+error words), which is zeroed before use; two areas for messages follow, then two for sums. A slot
 of an area holds its segment's record even if that is dense, so nothing overflows and no size is
 known to the host.
 
-Nothing here waits for the device. What went wrong on it is left in the error words, which `look_at`
-turns into a typed error once somebody has copied them to the host.
+Nothing here waits for the device. Errors on the device are left in the error words; `look_at` turns
+them into a typed error once they have been copied to the host.
 
 Shape suffixes: N elements of the bucket, S segments, W ranks.
 """
@@ -30,6 +30,7 @@ from megatron_sparse.cuda_ext.arguments import (
     refusal,
 )
 from megatron_sparse.cuda_ext.decode_ops import MESSAGE_FIELDS, refuse_message
+from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
@@ -40,6 +41,7 @@ from megatron_sparse.wire import (
     payload_bytes,
 )
 
+OP = "peer_collective"
 MAX_PEERS = 72
 CONTROL_BYTES = 4096
 AREA_ALIGNMENT = 256
@@ -52,7 +54,7 @@ _MISSING, _RECORD, _BUFFER = 1, 2, 3  # PeerError of peer_launch.h
 
 
 class Operation(IntEnum):
-    """What is done; `PeerOperation` of `csrc/peer_launch.h`."""
+    """A collective; `PeerOperation` of `csrc/peer_launch.h`."""
 
     ALL_REDUCE = 0
     REDUCE_SCATTER = 1
@@ -60,7 +62,7 @@ class Operation(IntEnum):
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """What ranks leave for one another: 0 messages, 1 sums."""
+        """What the ranks exchange: 0 messages, 1 sums."""
         return ((0, 1), (0,), (1,))[self]
 
     def __str__(self) -> str:
@@ -101,7 +103,7 @@ class PeerLayout:
         segment_dense: torch.Tensor,
         shard_segments: Sequence[int],
         value_dtype: int,
-        form: int = FORMAT_ADAPTIVE,
+        record_format: int = FORMAT_ADAPTIVE,
     ) -> PeerLayout:
         """The layout of a bucket whose shard i is segments [i] to [i+1].
 
@@ -110,7 +112,7 @@ class PeerLayout:
             segment_dense: uint8 on the CPU, 1 for segments that are dense whatever they hold.
             shard_segments: W+1 ascending numbers from 0 to S; a shard may be empty.
             value_dtype: dtype code of the values.
-            form: of sparse segments: `FORMAT_ADAPTIVE`, `FORMAT_COO`, `FORMAT_PICI`, or dense.
+            record_format: of sparse segments: adaptive, COO, Pici or dense.
 
         Raises:
             ExtensionError: cuts that are none, an unknown dtype or format.
@@ -120,7 +122,7 @@ class PeerLayout:
             >>> PeerLayout.of(cut, torch.zeros(2, dtype=torch.uint8), (0, 1, 2), 0).slots
             tensor([  0,  80, 144])
         """
-        op, count = "peer_collective", segment_dense.numel()
+        op, count = OP, segment_dense.numel()
         check_offsets(op, "segment_offsets", segment_offsets, int(segment_offsets[-1]))
         check_flat(op, "segment_dense", segment_dense, (torch.uint8,), segment_offsets.numel() - 1)
         cuts = torch.tensor(shard_segments)
@@ -130,13 +132,15 @@ class PeerLayout:
         if not 1 < cuts.numel() <= MAX_PEERS + 1:
             expected = f"1 to {MAX_PEERS}"
             raise refusal(op, "there are too many ranks", expected, cuts.numel() - 1)
-        if form not in (FORMAT_ADAPTIVE, FORMAT_COO, FORMAT_PICI, FORMAT_DENSE):
-            raise refusal(op, "the format is unknown", "adaptive, COO, Pici or dense", form)
+        if record_format not in (FORMAT_ADAPTIVE, FORMAT_COO, FORMAT_PICI, FORMAT_DENSE):
+            raise refusal(
+                op, "the format is unknown", "adaptive, COO, Pici or dense", record_format
+            )
         check_code(op, "value_dtype", value_dtype)
         numel_S = segment_offsets.diff()
         room_S = HEADER_BYTES + payload_bytes(FORMAT_DENSE, numel_S, numel_S, value_dtype)
         slots = torch.cat([room_S.new_zeros(1), room_S.cumsum(0)])
-        kinds = torch.full_like(segment_dense, form & 0xFF)
+        kinds = torch.full_like(segment_dense, record_format & 0xFF)
         return cls(
             segment_offsets,
             kinds.masked_fill_(segment_dense != 0, FORMAT_DENSE),
@@ -179,7 +183,7 @@ class PeerLayout:
 
 @dataclass(frozen=True)
 class PeerDomain:
-    """Who takes part, and where their windows are.
+    """The ranks that take part, and where their windows are.
 
     Attributes:
         pointers: the address of every rank's window, as this process sees it.
@@ -187,8 +191,8 @@ class PeerDomain:
         local_ranks: how many those are; more than one are virtual ranks on one GPU.
         message_room: bytes of an area for messages, the same on every rank.
         sum_room: bytes of an area for sums.
-        deadline_s: of each wait for messages; for sums, before which a peer may have to wait for
-            messages, it is twice as long.
+        deadline_s: of each wait for messages. Twice as long for sums, because a peer may have to
+            wait for messages first.
     """
 
     pointers: tuple[int, ...]
@@ -199,7 +203,7 @@ class PeerDomain:
     deadline_s: float
 
     def words(self, buffers: tuple[int, int]) -> torch.Tensor:
-        """What the op is given."""
+        """The op's argument."""
         return torch.tensor(
             [
                 len(self.pointers),
@@ -219,19 +223,38 @@ def window_bytes(message_room: int, sum_room: int) -> int:
     return CONTROL_BYTES + 2 * (message_room + sum_room)
 
 
+@dataclass(frozen=True)
+class PeerCall:
+    """One collective of the ranks of this process.
+
+    Attributes:
+        operation: what to do.
+        buffers: which of two areas messages and sums go to: how many operations had such a phase
+            before, plus one, modulo 2.
+        inputs: for each local rank its gradient (all-gather: that of its shard), contiguous, only
+            read; or, as uint8, the records of its message, back to back or at `message_slots`.
+        outs: for each local rank what receives the result: N elements, reduce-scatter those of the
+            shard. May be the inputs. Mutated; undefined after an error.
+        step: the training step, in the records' headers; modulo 2^32.
+        message_slots: int64 on the CPU, S+1 bytes, where messages are in capacity mode.
+    """
+
+    operation: Operation
+    buffers: tuple[int, int]
+    inputs: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor]
+    step: int
+    message_slots: torch.Tensor | None = None
+
+
 def peer_collective(
-    operation: Operation,
     domain: PeerDomain,
-    buffers: tuple[int, int],
     layout: PeerLayout,
-    inputs: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
-    epoch: int,
+    collective: PeerCall,
     *,
     message_density: float = 1.0,
     sum_density: float = 1.0,
     in_order_of_coming: bool = False,
-    message_slots: torch.Tensor | None = None,
 ) -> None:
     """Launches all of a collective on the current stream, for each rank of this process.
 
@@ -241,59 +264,23 @@ def peer_collective(
     captured in a CUDA graph that holds an even number of the operations on a domain.
 
     Args:
-        operation: what to do.
-        domain: the same on every rank but for whom the process runs.
-        buffers: which of two areas messages and sums go to: how many operations had such a phase
-            before, plus one, modulo 2.
+        domain: the same on every rank, except for the ranks that the process runs.
         layout: the same on every rank, and no larger than the windows' areas.
-        inputs: for each local rank its gradient (all-gather: that of its shard), contiguous, only
-            read; or, as uint8, the records of its message, back to back or at `message_slots`.
-        outs: for each local rank what receives the result: N elements, reduce-scatter those of the
-            shard. May be the inputs. Mutated; undefined after an error.
-        epoch: the step, in the records' headers; modulo 2^32.
+        collective: what to do, with which tensors.
         message_density: from here on a shard of a message travels dense; of non-zero elements among
             those of its sparse segments.
         sum_density: likewise the sum of a shard.
         in_order_of_coming: an owner fetches each rank's part as soon as that rank has come, and
             adds them in rank order when it has all, instead of waiting for all before it reads any.
             Takes memory for the parts: N elements for each local rank.
-        message_slots: int64 on the CPU, S+1 bytes, where messages are in capacity mode.
 
     Raises:
         ExtensionError: arguments that do not fit together.
         DependencyError: the CUDA part of the extension cannot be built.
     """
-    op, world = "peer_collective", layout.world_size
-    if len(domain.pointers) != world:
-        raise refusal(op, "the layout is of another domain", len(domain.pointers), world)
-    if layout.message_room > domain.message_room or layout.sum_room > domain.sum_room:
-        there = f"areas of {domain.message_room} and {domain.sum_room}"
-        needed = f"{layout.message_room} and {layout.sum_room} bytes"
-        raise refusal(op, "the windows are too small", needed, there)
-    for name, tensors in (("inputs", inputs), ("outs", outs)):
-        if len(tensors) != domain.local_ranks:
-            raise refusal(op, f"{name} are missing", domain.local_ranks, len(tensors))
-    local = range(domain.first_rank, domain.first_rank + domain.local_ranks)
-    dtype, device = outs[0].dtype, outs[0].device
-    if device.type != "cuda":
-        raise refusal(op, "outs are on the wrong device", "cuda: windows are GPU memory", device)
-    for rank, given, out in zip(local, inputs, outs, strict=True):
-        shard = layout.shard(rank)
-        shard_numel = shard.stop - shard.start
-        taken = shard_numel if operation is Operation.ALL_GATHER else layout.numel
-        left = shard_numel if operation is Operation.REDUCE_SCATTER else layout.numel
-        is_message = given.dtype == torch.uint8
-        check_flat(
-            op,
-            "inputs",
-            given,
-            (inputs[0].dtype,) if is_message else (dtype,),
-            None if is_message else taken,
-            device,
-        )
-        check_flat(op, "outs", out, GRAD_DTYPES if rank == local[0] else (dtype,), left, device)
-        if is_message and operation is Operation.ALL_GATHER:
-            raise refusal(op, "inputs have the wrong dtype", "a gradient's", given.dtype)
+    _check_rooms(domain, layout)
+    _check_tensors(domain, layout, collective)
+    outs, device = collective.outs, collective.outs[0].device
     tables = [
         codec_cuda.on_device(table, device)
         for table in (
@@ -307,39 +294,79 @@ def peer_collective(
     ]
     cuts = torch.stack([layout.shard_segments, layout.shard_begins])
     call(
-        op,
+        OP,
         outs[0],
         list(outs[1:]),
-        list(inputs),
-        int(operation),
-        domain.words(buffers),
+        list(collective.inputs),
+        int(collective.operation),
+        domain.words(collective.buffers),
         tables,
         cuts,
-        codec_cuda.on_device(message_slots, device),
+        codec_cuda.on_device(collective.message_slots, device),
         layout.value_dtype,
-        epoch % 2**32,
+        collective.step % 2**32,
         message_density,
         sum_density,
         in_order_of_coming,
     )
 
 
+def _check_rooms(domain: PeerDomain, layout: PeerLayout) -> None:
+    """Refuses a layout that does not fit the domain and its windows."""
+    world = layout.world_size
+    if len(domain.pointers) != world:
+        raise refusal(OP, "the layout is of another domain", len(domain.pointers), world)
+    if layout.message_room > domain.message_room or layout.sum_room > domain.sum_room:
+        there = f"areas of {domain.message_room} and {domain.sum_room}"
+        needed = f"{layout.message_room} and {layout.sum_room} bytes"
+        raise refusal(OP, "the windows are too small", needed, there)
+
+
+def _check_tensors(domain: PeerDomain, layout: PeerLayout, collective: PeerCall) -> None:
+    """Refuses inputs and outputs that do not fit the layout."""
+    operation, inputs, outs = collective.operation, collective.inputs, collective.outs
+    for name, tensors in (("inputs", inputs), ("outs", outs)):
+        if len(tensors) != domain.local_ranks:
+            raise refusal(OP, f"{name} are missing", domain.local_ranks, len(tensors))
+    local = range(domain.first_rank, domain.first_rank + domain.local_ranks)
+    dtype, device = outs[0].dtype, outs[0].device
+    if device.type != "cuda":
+        raise refusal(OP, "outs are on the wrong device", "cuda: windows are GPU memory", device)
+    for rank, given, out in zip(local, inputs, outs, strict=True):
+        shard = layout.shard(rank)
+        shard_numel = shard.stop - shard.start
+        taken = shard_numel if operation is Operation.ALL_GATHER else layout.numel
+        left = shard_numel if operation is Operation.REDUCE_SCATTER else layout.numel
+        is_message = given.dtype == torch.uint8
+        check_flat(
+            OP,
+            "inputs",
+            given,
+            (inputs[0].dtype,) if is_message else (dtype,),
+            None if is_message else taken,
+            device,
+        )
+        check_flat(OP, "outs", out, GRAD_DTYPES if rank == local[0] else (dtype,), left, device)
+        if is_message and operation is Operation.ALL_GATHER:
+            raise refusal(OP, "inputs have the wrong dtype", "a gradient's", given.dtype)
+
+
 def look_at(
-    words: torch.Tensor, layout: PeerLayout, rank: int, deadline_s: float, bucket: str, epoch: int
+    words: torch.Tensor, layout: PeerLayout, rank: int, deadline_s: float, bucket: str, step: int
 ) -> None:
-    """Raises what a rank's error words, on the CPU, say; nothing where all is well.
+    """Raises the error that a rank's error words, on the CPU, hold, if any.
 
     Args:
         words: int64, `ERROR_WORDS` of them.
         layout: of the bucket.
-        rank: whose words they are.
+        rank: the rank of the window.
         deadline_s: of the domain.
         bucket: its name, for the text.
-        epoch: the step that the records were to be of.
+        step: the step that the records were to be of.
 
     Raises:
-        CommunicationError: a rank did not come, or failed of what another rank's records hold.
-        WireFormatError: a rank's records are wrong, as this rank has found.
+        CommunicationError: a rank did not come.
+        WireFormatError: a rank's records are wrong; this rank or another one has found it.
     """
     code, operation, phase, number, named, reporter, segment, field, value = words.tolist()
     if code == 0:
@@ -371,10 +398,7 @@ def look_at(
     try:
         refuse_message(
             torch.tensor([1, segment, field, value]),
-            layout.segment_offsets,
-            layout.value_dtype,
-            epoch,
-            named,
+            Expected(layout.segment_offsets, layout.value_dtype, step, named),
             has_slots=True,
         )
     except MegatronSparseError as error:

@@ -48,7 +48,7 @@ class Slots:
         segment_dense: torch.Tensor,
         capacity_S: torch.Tensor,
         value_dtype: int,
-        form: int,
+        record_format: int,
     ) -> Slots:
         """Places for records of at most `capacity_S` elements, back to back.
 
@@ -59,7 +59,7 @@ class Slots:
             segment_dense: uint8, 1 for segments that are always dense.
             capacity_S: int64; clamped to the segments' elements.
             value_dtype: dtype code of the values.
-            form: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI` or `FORMAT_ADAPTIVE`.
+            record_format: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI` or `FORMAT_ADAPTIVE`.
 
         Example:
             >>> cut, no = torch.tensor([0, 100, 108]), torch.zeros(2, dtype=torch.uint8)
@@ -67,7 +67,7 @@ class Slots:
             tensor([  0, 112, 192])
         """
         tables = (segment_offsets, segment_dense, capacity_S)
-        return _slots(*(table.numpy().tobytes() for table in tables), value_dtype, form)
+        return _slots(*(table.numpy().tobytes() for table in tables), value_dtype, record_format)
 
     def part(self, segments: slice) -> torch.Tensor:
         """The places of some of the records, from the first one's begin."""
@@ -86,7 +86,9 @@ def _part(slots: Slots, first: int, last: int) -> torch.Tensor:
 
 
 @lru_cache(TABLES)
-def _slots(offsets: bytes, dense: bytes, capacity: bytes, value_dtype: int, form: int) -> Slots:
+def _slots(
+    offsets: bytes, dense: bytes, capacity: bytes, value_dtype: int, record_format: int
+) -> Slots:
     """`Slots.of`, given what is in the tables."""
     numel_S = torch.frombuffer(bytearray(offsets), dtype=torch.int64).diff()
     none = numel_S.new_zeros(1)
@@ -94,9 +96,11 @@ def _slots(offsets: bytes, dense: bytes, capacity: bytes, value_dtype: int, form
         return Slots(none[:0], none)
     dense_S = torch.frombuffer(bytearray(dense), dtype=torch.uint8) != 0
     capacity_S = torch.frombuffer(bytearray(capacity), dtype=torch.int64).minimum(numel_S)
-    forms = (FORMAT_COO, FORMAT_PICI) if form == FORMAT_ADAPTIVE else (form,)
+    sparse_formats = (
+        (FORMAT_COO, FORMAT_PICI) if record_format == FORMAT_ADAPTIVE else (record_format,)
+    )
     whole_S = most_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, value_dtype)
-    for sparse in forms:
+    for sparse in sparse_formats:
         most_S = most_S.minimum(payload_bytes(sparse, numel_S, capacity_S, value_dtype))
     room_S = torch.where(dense_S, whole_S, most_S) + HEADER_BYTES
     return Slots(capacity_S, torch.cat([none, room_S.cumsum(0)]))

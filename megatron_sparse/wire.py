@@ -32,7 +32,9 @@ VALUE_BYTES = (4, 2, 2)
 """Bytes of a value, by dtype code: fp32, bf16, fp16."""
 
 
-def payload_bytes[T: (int, torch.Tensor)](form: int, numel: T, nnz: T, value_dtype: int) -> T:
+def payload_bytes[T: (int, torch.Tensor)](
+    record_format: int, numel: T, nnz: T, value_dtype: int
+) -> T:
     """Bytes of the sections of a dense, COO or Pici record, padding included; or of many records.
 
     Example:
@@ -40,12 +42,12 @@ def payload_bytes[T: (int, torch.Tensor)](form: int, numel: T, nnz: T, value_dty
         32
     """
     value_bytes = VALUE_BYTES[value_dtype]
-    if form == FORMAT_DENSE:
+    if record_format == FORMAT_DENSE:
         return pad16(numel * value_bytes)
-    if form == FORMAT_PICI:
+    if record_format == FORMAT_PICI:
         tiles = -(-numel // PICI_TILE)
         return tiles * PICI_TILE // 8 + pad16(4 * (tiles + 1)) + pad16(nnz * value_bytes)
-    assert form == FORMAT_COO, f"the size of format {form} depends on more"
+    assert record_format == FORMAT_COO, f"the size of format {record_format} depends on more"
     return pad16(nnz * 4) + pad16(nnz * value_bytes)
 
 

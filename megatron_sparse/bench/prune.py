@@ -22,6 +22,7 @@ import torch
 from megatron_sparse.bench import table
 from megatron_sparse.bench.table import Action, cell
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
@@ -31,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RESIDUAL_DTYPES = ("fp32", "bf16")
 PEER = "torch ops"
 KEY = 20_250_101
-EPOCH = 1
+STEP = 1
 _ORACLE_CHUNK = 2**20  # elements that the oracle sees at once: it works in float64
 
 
@@ -159,9 +160,9 @@ def _tasks(size: int, density: float, dtype: str, residual_dtype: str) -> Iterat
     capacity = ops.message_capacity(offsets, code)
     out = torch.full((capacity,), 0xFF, dtype=torch.uint8)
     peer_out = torch.full((capacity,), 0xFF, dtype=torch.uint8)
-    used = int(ops.encode(grad_N, offsets, dense, nnz, code, EPOCH, out).sum())
+    used = int(ops.encode(grad_N, Segments(offsets, dense), nnz, RecordSpec(code, STEP), out).sum())
     message = out[:used]
-    records = message_oracle.encode(grad_N, offsets, dense, nnz, code, EPOCH)
+    records = message_oracle.encode(grad_N, Segments(offsets, dense), nnz, RecordSpec(code, STEP))
     wrong = _wrong_bytes(message, b"".join(records))
     form = ("dense", "coo")[int(out[5])]
     yield Task(
@@ -169,13 +170,17 @@ def _tasks(size: int, density: float, dtype: str, residual_dtype: str) -> Iterat
         form,
         size + used,
         wrong,
-        lambda: ops.encode(grad_N, offsets, dense, nnz, code, EPOCH, out),
-        lambda: torch_codec.encode(grad_N, offsets, dense, nnz, code, EPOCH, peer_out),
+        lambda: ops.encode(grad_N, Segments(offsets, dense), nnz, RecordSpec(code, STEP), out),
+        lambda: torch_codec.encode(
+            grad_N, Segments(offsets, dense), nnz, RecordSpec(code, STEP), peer_out
+        ),
     )
 
     acc_N, expected_N = torch.zeros(numel), torch.zeros(numel)
-    ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0)
-    message_oracle.decode_add_(expected_N, b"".join(records), offsets, code, EPOCH, 0, rank=0)
+    ops.decode_add_(acc_N, message, Expected(offsets, code, STEP, rank=0), 0)
+    message_oracle.decode_add_(
+        expected_N, b"".join(records), Expected(offsets, code, STEP, rank=0), 0
+    )
     # Each entry is read and written in the fp32 accumulator.
     touched = numel if form == "dense" else int(nnz)
     yield Task(
@@ -183,8 +188,10 @@ def _tasks(size: int, density: float, dtype: str, residual_dtype: str) -> Iterat
         form,
         used + 8 * touched,
         _differing(acc_N, expected_N),
-        lambda: ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0),
-        lambda: torch_codec.decode_add_(expected_N, message, offsets, code, EPOCH, 0, rank=0),
+        lambda: ops.decode_add_(acc_N, message, Expected(offsets, code, STEP, rank=0), 0),
+        lambda: torch_codec.decode_add_(
+            expected_N, message, Expected(offsets, code, STEP, rank=0), 0
+        ),
     )
 
 
@@ -234,7 +241,10 @@ def _wrong_prune(
         part = slice(start, min(start + _ORACLE_CHUNK, numel))
         offsets = torch.tensor([0, part.stop - start])
         expected = prune_oracle.prune(
-            before[0][part], before[1][part], offsets, torch.tensor([limit]), 1.0, code, KEY, start
+            before[0][part],
+            Pruning(before[1][part], offsets, torch.tensor([limit]), 1.0, KEY),
+            code,
+            start,
         )
         wrong += sum(_differing(a[part], b) for a, b in zip(after, expected[:2], strict=True))
         nonzero += int(expected[2])

@@ -22,17 +22,18 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, Segments
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.message import (
-    FORMAT_CODES,
     WIRE_CODES,
     MessageBuffers,
     decode_add_,
     encode_segments,
+    record_spec,
 )
 from megatron_sparse.planner.link_timing import Clock, Measuring, gather_rows
 from megatron_sparse.pricing.cluster import CodecOp, CodecRate
@@ -43,7 +44,7 @@ DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.15, 0.3, 0.5, 0.75, 1.0)
 PARTITIONS = 4
 NO_TIME_S = 1e-15
 """Less than any call or element takes: what is left of a fit that had nothing to find."""
-EPOCH = 1
+STEP = 1
 WHOLE = ("dense", "coo", "pici", "blocks")
 """Formats of a bucket's segments."""
 
@@ -178,22 +179,13 @@ def _segment_calls(numel: int, density: float, device: torch.device) -> Iterator
     for form in _formats(device):
 
         def encode(form: str = form) -> int:
-            sizes = encode_segments(
-                sparse_N,
-                offsets,
-                not_whole,
-                None,
-                "fp32",
-                EPOCH,
-                out,
-                buffers,
-                form=FORMAT_CODES[form],
-                block_size=SchemeConfig.block_size,
-            )
-            return int(sizes.sum())
+            spec = record_spec("fp32", STEP, form, SchemeConfig.block_size)
+            segments = Segments(offsets, not_whole)
+            return int(encode_segments(sparse_N, segments, None, spec, out, buffers).sum())
 
         record = out[: encode()].clone()
-        decode = partial(decode_add_, acc_N, record, offsets, "fp32", EPOCH, rank=0)
+        expected = Expected(offsets, WIRE_CODES["fp32"], STEP, rank=0)
+        decode = partial(decode_add_, acc_N, record, expected)
         yield CodecCall(CodecOp.ENCODE, form, density, encode)
         yield CodecCall(CodecOp.DECODE, form, density, partial(decode, fresh=True))
         yield CodecCall(CodecOp.DECODE_ADD, form, density, partial(decode, fresh=False))
@@ -216,7 +208,7 @@ def _select_calls(numel: int, density: float, device: torch.device) -> Iterator[
 
         def select(form: str = form) -> None:
             selector.select(
-                bucket, MessageSpec(density, format=form), step=EPOCH, timer=StageTimer(device)
+                bucket, MessageSpec(density, format=form), step=STEP, timer=StageTimer(device)
             )
 
         yield CodecCall(CodecOp.SELECT, form, density, select)
@@ -232,7 +224,7 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
         MessageBuffers(),
     )
     message = selector.select(
-        bucket, MessageSpec(1.0, format="coo"), step=EPOCH, timer=StageTimer(device)
+        bucket, MessageSpec(1.0, format="coo"), step=STEP, timer=StageTimer(device)
     )
     own_hash = PermutationHash(numel, PARTITIONS, SchemeConfig.hash_seed)
     yield CodecCall(
@@ -244,7 +236,7 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
 
     # Partition 0 of a segment so long that the partition has `numel` positions.
     wide = PermutationHash(numel * PARTITIONS, PARTITIONS, SchemeConfig.hash_seed)
-    place = PartitionRecord(wide, 0, torch.float32, 0, EPOCH)
+    place = PartitionRecord(wide, 0, torch.float32, 0, STEP)
     held = sparse_N.nonzero().squeeze(1)
     elements, order = wide.element_at(0, held).sort()
     values = sparse_N[held][order]
@@ -261,7 +253,7 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     )
 
     def encode() -> torch.Tensor:
-        return hash_bitmap.encode(sparse_N, wide, 0, offset=0, epoch=EPOCH)
+        return hash_bitmap.encode(sparse_N, place)
 
     bitmap, sum_M = encode(), torch.zeros(wide.numel, device=device)
     yield CodecCall(CodecOp.ENCODE, "hash_bitmap", density, encode)
@@ -269,7 +261,5 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
         CodecOp.DECODE_ADD,
         "hash_bitmap",
         density,
-        lambda: hash_bitmap.decode_add_(
-            sum_M, bitmap, wide, 0, torch.float32, offset=0, epoch=EPOCH, rank=0
-        ),
+        lambda: hash_bitmap.decode_add_(sum_M, bitmap, place, rank=0),
     )

@@ -100,7 +100,7 @@ class Identity:
     @classmethod
     def of_message(cls, scheme: str, exchange: Exchange, message: Message) -> Identity:
         """Of a sparse collective."""
-        return cls(scheme, exchange.bucket, message.value_dtype, message.epoch)
+        return cls(scheme, exchange.bucket, message.value_dtype, message.step)
 
     @classmethod
     def of_values(

@@ -60,12 +60,15 @@ from megatron_sparse.collectives.base import (
 )
 from megatron_sparse.collectives.dense_hierarchical import Lanes
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
+    WIRE_CODES,
     Message,
     decode_add_,
     encode,
+    record_spec,
 )
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
@@ -208,7 +211,12 @@ def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Te
         pieces, targets = [message.buffer[: message.nbytes]], [values_N]
         offsets = [layout.segment_offsets]
     for records, target_M, offsets_S in zip(pieces, targets, offsets, strict=True):
-        decode_add_(target_M, records, offsets_S, dtype, message.epoch, rank=rank, fresh=True)
+        decode_add_(
+            target_M,
+            records,
+            Expected(offsets_S, WIRE_CODES[dtype], message.step, rank=rank),
+            fresh=True,
+        )
     return values_N
 
 
@@ -278,11 +286,13 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) 
             lane_bucket,
             layout,
             nnz_R,
-            message.value_dtype if is_narrowed else "fp32",
-            message.epoch,
+            record_spec(
+                message.value_dtype if is_narrowed else "fp32",
+                message.step,
+                inner.message_format(options),
+                options.block_size,
+            ),
             across.buffers,
-            inner.message_format(options),
-            options.block_size,
         )
 
 

@@ -19,8 +19,8 @@ from megatron_sparse.collectives.records import (
     Cut,
     SparseSum,
     shard_cuts,
-    sum_epoch,
     sum_slots,
+    sum_step,
     whole_cut,
 )
 from megatron_sparse.cuda_ext.nccl_ops import MARKED_STAGES, ShardPlan, SumCall, SumPlan
@@ -69,7 +69,7 @@ def sum_in_one_call(
         by_owners,
         gathers,
     )
-    sum_epochs = torch.tensor([sum_epoch(message.epoch, cut) for cut in cuts])
+    sum_steps = torch.tensor([sum_step(message.step, cut) for cut in cuts])
     borders = timer.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
     borders += [0] * (len(MARKED_STAGES) + 1 - len(borders))
     summed = SumCall(
@@ -78,8 +78,8 @@ def sum_in_one_call(
         message.buffer[: message.nbytes],
         sums.take("received", plan.received_bytes),
         sums.take("gathered", plan.sums_bytes),
-        message.epoch,
-        sum_epochs,
+        message.step,
+        sum_steps,
         reports.statuses(bucket.grad_N.device),
         torch.tensor(borders),
     )

@@ -96,13 +96,13 @@ def peer_two_shot(exchange: Exchange, message: Message) -> Steps:
             bucket.name,
             [message.buffer[: message.nbytes]],
             [out],
-            message.epoch,
+            message.step,
             densities=(intra, gather),
             message_slots=None if message.slots is None else message.slots.offsets,
         )
     yield POSTED
     reports = message.reports if message.reports is not None else Reports()
-    peers.report(reports, bucket.name, message.epoch)
+    peers.report(reports, bucket.name, message.step)
     read = reports.begin_read()
     if not read.ready():
         yield read

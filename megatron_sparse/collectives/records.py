@@ -1,8 +1,8 @@
 """Sums as records: encoding them again, exchanging them, and putting the last ones together.
 
 Offsets of re-encoded records count from the first element that they hold, not from the bucket's
-start; in the place of the epoch they carry a number made from the epoch and that element
-(`sum_epoch`), so that no sum is taken for another shard's or for a rank's own message.
+start; in the place of the step they carry a number made from the step and that element
+(`sum_step`), so that no sum is taken for another shard's or for a rank's own message.
 
 Partial sums travel in fp32; only where the gradient is fp32 and `scheme.wire_dtype` narrows its
 values are they rounded to that, to nearest even. Final sums travel in the message's dtype: for a
@@ -30,6 +30,7 @@ from megatron_sparse.collectives.base import (
 )
 from megatron_sparse.collectives.checksummed import open_size, seal_size
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import DEFAULT_BLOCK_SIZE, Expected, RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import (
@@ -120,7 +121,7 @@ class SparseSum:
         message: Message,
         *,
         form: int = FORMAT_ADAPTIVE,
-        block_size: int = ops.DEFAULT_BLOCK_SIZE,
+        block_size: int = DEFAULT_BLOCK_SIZE,
     ) -> None:
         bucket = exchange.bucket
         self._bucket, self._message = bucket, message
@@ -156,7 +157,7 @@ class SparseSum:
         message = self._message
         slots_S = None if message.slots is None else message.slots.part(cut.segments)
         self._decode(
-            records, cut, cut.offsets, message.value_dtype, message.epoch, rank, fresh, slots_S
+            records, cut, cut.offsets, message.value_dtype, message.step, rank, fresh, slots_S
         )
 
     def add_sum(
@@ -174,8 +175,8 @@ class SparseSum:
         Raises:
             WireFormatError: they are not what that rank announced.
         """
-        epoch = sum_epoch(self._message.epoch, cut)
-        self._decode(records, cut, cut.own_offsets, value_dtype, epoch, rank, fresh, slots_S)
+        step = sum_step(self._message.step, cut)
+        self._decode(records, cut, cut.own_offsets, value_dtype, step, rank, fresh, slots_S)
 
     def add_dense(self, sum_M: torch.Tensor, cut: Cut) -> None:
         """Adds a sum that came as plain values."""
@@ -241,17 +242,19 @@ class SparseSum:
         with self._timer.stage("encode"):
             sizes = encode_segments(
                 self.sum_N[cut.elements],
-                cut.own_offsets,
-                torch.ones_like(cut.keep) if dense else cut.keep,
+                Segments(
+                    cut.own_offsets, torch.ones_like(cut.keep) if dense else cut.keep, slots_S
+                ),
                 None,
-                value_dtype,
-                sum_epoch(self._message.epoch, cut),
+                RecordSpec(
+                    WIRE_CODES[value_dtype],
+                    sum_step(self._message.step, cut),
+                    record_format=FORMAT_DENSE if dense else self._form,
+                    block_size=self._block_size,
+                ),
                 out,
                 self._buffers,
-                form=FORMAT_DENSE if dense else self._form,
-                block_size=self._block_size,
-                slots_S=slots_S,
-                reports=reports,
+                reports,
             )
             if reports is None:
                 return out[: int(sizes.sum())]
@@ -274,7 +277,7 @@ class SparseSum:
         cut: Cut,
         offsets: torch.Tensor,
         value_dtype: str,
-        epoch: int,
+        step: int,
         rank: int,
         fresh: bool,
         slots_S: torch.Tensor | None,
@@ -283,12 +286,8 @@ class SparseSum:
             decode_add_(
                 self.sum_N[cut.elements],
                 records,
-                offsets,
-                value_dtype,
-                epoch,
-                rank=rank,
+                Expected(offsets, WIRE_CODES[value_dtype], step, rank=rank, slots=slots_S),
                 fresh=fresh,
-                slots_S=slots_S,
                 reports=self._message.reports,
             )
 
@@ -331,9 +330,9 @@ def reads_reports(collective: SparseCollective) -> SparseCollective:
     return checked
 
 
-def sum_epoch(epoch: int, cut: Cut) -> int:
-    """What records of a sum carry in the place of the epoch."""
-    return zlib.crc32(f"{epoch}|{cut.elements.start}".encode())
+def sum_step(step: int, cut: Cut) -> int:
+    """What records of a sum carry in the place of the step."""
+    return zlib.crc32(f"{step}|{cut.elements.start}".encode())
 
 
 def exchange_records(

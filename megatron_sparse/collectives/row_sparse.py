@@ -85,7 +85,7 @@ def row_sparse(
     transport: Transport,
     buffers: MessageBuffers,
     *,
-    epoch: int,
+    step: int,
     way: Way = Way.AUTO,
 ) -> Generator[Yielded, None, Reduced]:
     """The exact sum, or average, of all ranks' rows; the same bits on every rank.
@@ -96,7 +96,7 @@ def row_sparse(
         reduction: sum or average, the same on every rank.
         transport: the group, of the gradient's device.
         buffers: where messages live.
-        epoch: the step, the same on every rank.
+        step: the step, the same on every rank.
         way: the same on every rank.
 
     Raises:
@@ -108,7 +108,7 @@ def row_sparse(
         return Reduced(gradient, Way.GATHER, 0)
     value_dtype = wire_dtype_of(gradient.rows_KD.dtype, None)
     columns = gradient.rows_KD.shape[1]
-    parts = [RowPart(gradient.num_rows, columns, value_dtype, part, n, epoch) for part in range(n)]
+    parts = [RowPart(gradient.num_rows, columns, value_dtype, part, n, step) for part in range(n)]
     run = _Run(name, gradient, reduction, transport, buffers, parts, way)
     positions = [part.positions(gradient) for part in parts]
     counts = yield from run.agree([taken.numel() for taken in positions], parts)
@@ -162,7 +162,7 @@ class _Run:
         shape = part.num_rows, part.columns
         self._bucket = stand_in(name, shape, gradient.rows_KD.dtype, transport.world_size)
         scheme = f"{NAME} ({way}) {reduction} of rows {list(shape)}"
-        self._identity = Identity(scheme, self._bucket, part.value_dtype, part.epoch)
+        self._identity = Identity(scheme, self._bucket, part.value_dtype, part.step)
         self.group: Subgroup = whole_group(transport, self._identity.tag)
 
     def agree(
@@ -179,7 +179,7 @@ class _Run:
     def gather(self, counts: list[int]) -> Generator[Yielded, None, RowSparse]:
         """Every rank's rows go to every other."""
         own = self._parts[0]
-        whole = RowPart(own.num_rows, own.columns, own.value_dtype, 0, 1, own.epoch)
+        whole = RowPart(own.num_rows, own.columns, own.value_dtype, 0, 1, own.step)
         contributions = yield from self._all_gather(
             self._gradient, [whole] * self.group.world_size, counts
         )

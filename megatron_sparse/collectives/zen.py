@@ -87,14 +87,14 @@ def zen(exchange: Exchange, message: Message) -> Steps:
     n = group.world_size
     h0 = _partition_hash(options.partition_hash, bucket.numel, n, options.hash_seed)
     dtype = VALUE_DTYPES[message.value_dtype]
-    places = [PartitionRecord(h0, server, dtype, 0, message.epoch) for server in range(n)]
+    places = [PartitionRecord(h0, server, dtype, 0, message.step) for server in range(n)]
     with timer.stage("encode"):
         parts = _cut(message, h0, options)
         pushed = [hash_pairs.encode(*parts.of(place.partition), place) for place in places]
     sums = SparseSum(exchange, message)
     own_P = yield from _push(exchange, identity, pushed, places, sums, group)
     with timer.stage("encode"):
-        own = hash_bitmap.encode(own_P.to(dtype), h0, group.rank, offset=0, epoch=message.epoch)
+        own = hash_bitmap.encode(own_P.to(dtype), places[group.rank])
     yield from _pull(exchange, identity, own, places, sums, group)
     sums.write(slice(None))
     return group.sent_bytes
@@ -172,18 +172,8 @@ def _pull(
     sums.clear()
 
     def arrived(server: int, record: torch.Tensor) -> None:
-        place = places[server]
         with exchange.timer.stage("decode"):
-            hash_bitmap.decode_add_(
-                sums.sum_N,
-                record,
-                place.partition_hash,
-                server,
-                place.value_dtype,
-                offset=place.offset,
-                epoch=place.epoch,
-                rank=server,
-            )
+            hash_bitmap.decode_add_(sums.sum_N, record, places[server], rank=server)
 
     room = sums.take("gathered", sum(sizes) - own.numel())
     yield from pairwise_all_gather(own, room, sizes, group, arrived)

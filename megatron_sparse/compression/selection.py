@@ -18,6 +18,7 @@ from megatron_sparse.compression.method import CompressionMethod
 from megatron_sparse.compression.threshold import KEEP_ALL
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
@@ -25,6 +26,7 @@ from megatron_sparse.formats.message import (
     Message,
     MessageBuffers,
     prune_encode,
+    record_spec,
     wire_dtype_of,
 )
 from megatron_sparse.recording import StageTimer
@@ -133,16 +135,16 @@ class Selector:
             message = prune_encode(
                 bucket,
                 layout,
-                residual_N,
-                thresholds_R,
-                self.config.leak,
-                value_dtype,
-                key,
-                step,
+                Pruning(
+                    residual_N,
+                    layout.range_offsets,
+                    thresholds_R,
+                    self.config.leak,
+                    key,
+                    capacity_S,
+                ),
+                record_spec(value_dtype, step, spec.format, spec.block_size),
                 self.buffers,
-                spec.format,
-                spec.block_size,
-                capacity_S,
             )
         self.method.selected(bucket, message)
         return message

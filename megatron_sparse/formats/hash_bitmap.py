@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 
 from megatron_sparse.cuda_ext import hash_ops
+from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.hash_partition import PartitionHash, PermutationHash
+from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hash_record import (
     BY_POSITION,
     FORM_BITMAP,
@@ -57,23 +58,13 @@ def record_bytes(positions: int, nnz: int, value_dtype: torch.dtype) -> int:
     return whole.nbytes(nnz, BY_POSITION)
 
 
-def encode(
-    values_P: torch.Tensor,
-    partition_hash: PartitionHash,
-    partition: int,
-    *,
-    offset: int,
-    epoch: int,
-) -> torch.Tensor:
+def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
     """Writes the record of one partition.
 
     Args:
         values_P: fp32, bf16 or fp16, by position; travel bit for bit, except that in the bitmap
             form `-0.0` is zero and is not sent. Only read.
-        partition_hash: h0, the same on all ranks.
-        partition: whose values they are.
-        offset: the segment's first element in the bucket.
-        epoch: the step; its lower 32 bits travel.
+        place: what the record says.
 
     Returns:
         uint8 beside the values; a view of a buffer that would have room for all of them.
@@ -85,19 +76,19 @@ def encode(
     Example:
         >>> from megatron_sparse.formats.hash_partition import PermutationHash
         >>> h = PermutationHash(numel=8, partitions=2, seed=0)
-        >>> record = encode(torch.tensor([0.0, 2.0, 0.0, 0.0]), h, 1, offset=0, epoch=3)
+        >>> place = PartitionRecord(h, 1, torch.float32, offset=0, step=3)
+        >>> record = encode(torch.tensor([0.0, 2.0, 0.0, 0.0]), place)
         >>> element = h.element_at(1, torch.tensor([1]))
-        >>> got, values = decode(record, h, 1, torch.float32, offset=0, epoch=3, rank=0)
+        >>> got, values = decode(record, place, rank=0)
         >>> bool(got == element), values
         (True, tensor([2.]))
     """
-    place = PartitionRecord(partition_hash, partition, values_P.dtype, offset, epoch)
     positions, word_bytes = place.positions, place.word_bytes
-    if values_P.numel() != positions:
+    if values_P.numel() != positions or values_P.dtype != place.value_dtype:
         raise ExtensionError(
-            f"encode: partition {partition} has another size",
-            expected=f"{positions} values",
-            got=values_P.numel(),
+            f"encode: the values do not fit partition {place.partition}",
+            expected=f"{positions} values of {place.value_dtype}",
+            got=f"{values_P.numel()} of {values_P.dtype}",
         )
     values_at = SECTIONS_AT + pad16(word_bytes)
     size = values_at + pad16(values_P.nbytes)
@@ -120,24 +111,13 @@ def encode(
 
 
 def decode(
-    record: torch.Tensor,
-    partition_hash: PartitionHash,
-    partition: int,
-    value_dtype: torch.dtype,
-    *,
-    offset: int,
-    epoch: int,
-    rank: int,
+    record: torch.Tensor, place: PartitionRecord, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The elements and values of a record, in the order of their positions.
 
     Args:
         record: uint8, exactly one record, not trusted.
-        partition_hash: h0.
-        partition: the one that is expected.
-        value_dtype: fp32, bf16 or fp16.
-        offset: the segment's first element in the bucket.
-        epoch: the step.
+        place: what the record must say.
         rank: the sender, for the error's text.
 
     Returns:
@@ -146,68 +126,40 @@ def decode(
 
     Raises:
         WireFormatError: names the rank and the field that is wrong.
-        ExtensionError: `record` is not a 1-D uint8 tensor, or the dtype has no code.
+        ExtensionError: `record` is not a 1-D uint8 tensor.
     """
-    place = PartitionRecord(partition_hash, partition, value_dtype, offset, epoch)
     words, values, nnz = _read(record, place, rank)
     elements, field, found = hash_ops.bitmap_elements(
-        words,
-        nnz,
-        partition_hash.numel,
-        partition,
-        partition_hash.partitions,
-        partition_hash.seed,
-        partition_hash.index_set(partition, record.device),
+        words, nnz, place.partition_hash.numel, place.bits(record.device)
     )
     _refuse(field, found, nnz, rank)
-    return elements, as_dtype(values, value_dtype)
+    return elements, as_dtype(values, place.value_dtype)
 
 
 def decode_add_(
-    acc_M: torch.Tensor,
-    record: torch.Tensor,
-    partition_hash: PartitionHash,
-    partition: int,
-    value_dtype: torch.dtype,
-    *,
-    offset: int,
-    epoch: int,
-    rank: int,
+    acc_M: torch.Tensor, record: torch.Tensor, place: PartitionRecord, rank: int
 ) -> None:
     """Adds the values of a record to their elements; never materialises the indices.
 
     Args:
         acc_M: fp32, the whole segment. Mutated.
-        record: this and what follows as of `decode`.
-        partition_hash: h0.
-        partition: the one that is expected.
-        value_dtype: dtype of the values.
-        offset: the segment's first element in the bucket.
-        epoch: the step.
-        rank: the sender.
+        record: uint8, exactly one record, not trusted.
+        place: what the record must say.
+        rank: the sender, for the error's text.
 
     Raises:
         WireFormatError: names the rank and the field that is wrong; `acc_M` is untouched.
         ExtensionError: `acc_M` is not the whole segment, or not fp32.
     """
-    if acc_M.numel() != partition_hash.numel:
+    if acc_M.numel() != place.partition_hash.numel:
         raise ExtensionError(
             "decode_add_: acc has the wrong length",
-            expected=partition_hash.numel,
+            expected=place.partition_hash.numel,
             got=acc_M.numel(),
         )
-    place = PartitionRecord(partition_hash, partition, value_dtype, offset, epoch)
     words, values, nnz = _read(record, place, rank)
     field, found = hash_ops.bitmap_add_(
-        acc_M,
-        words,
-        values,
-        place.code,
-        nnz,
-        partition,
-        partition_hash.partitions,
-        partition_hash.seed,
-        partition_hash.index_set(partition, acc_M.device),
+        acc_M, words, values, place.code, nnz, place.bits(acc_M.device)
     )
     _refuse(field, found, nnz, rank)
 
@@ -234,7 +186,9 @@ def accumulate_(
     words, values, nnz = _read(record, place, rank)
     # Here positions are the elements: the one partition of a segment that is not permuted.
     positions_P = torch.arange(place.positions, dtype=torch.int32, device=acc_P.device)
-    field, found = hash_ops.bitmap_add_(acc_P, words, values, place.code, nnz, 0, 1, 0, positions_P)
+    field, found = hash_ops.bitmap_add_(
+        acc_P, words, values, place.code, nnz, BitmapPlace(0, 1, 0, positions_P)
+    )
     _refuse(field, found, nnz, rank)
 
 

@@ -39,7 +39,7 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
 
     Example:
         >>> from megatron_sparse.formats.hash_partition import PermutationHash
-        >>> place = PartitionRecord(PermutationHash(8, 1, 0), 0, torch.float32, 0, epoch=3)
+        >>> place = PartitionRecord(PermutationHash(8, 1, 0), 0, torch.float32, 0, step=3)
         >>> record = encode(torch.tensor([5]), torch.tensor([2.0]), place)
         >>> acc = torch.zeros(8)
         >>> accumulate_(acc, record, place, rank=0)
@@ -56,9 +56,7 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
     if place.smallest(nnz, ALL_FORMS) != FORM_PAIRS:
         values_P = values_K.new_zeros(place.positions)
         values_P.index_copy_(0, place.partition_hash.locate(place.partition, indices_K), values_K)
-        return hash_bitmap.encode(
-            values_P, place.partition_hash, place.partition, offset=place.offset, epoch=place.epoch
-        )
+        return hash_bitmap.encode(values_P, place)
     size = place.nbytes(nnz, ALL_FORMS)
     out = torch.empty(size, dtype=torch.uint8, device=values_K.device)
     place.write_head(out, FORM_PAIRS, nnz)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import PartitionHash
 from megatron_sparse.formats.header import Header
@@ -41,7 +42,7 @@ class PartitionRecord:
         partition: whose elements the record holds.
         value_dtype: fp32, bf16 or fp16.
         offset: the segment's first element in the bucket.
-        epoch: the step; its lower 32 bits travel.
+        step: the step; its lower 32 bits travel.
 
     Raises:
         ExtensionError: there is no such partition, or the dtype has no code.
@@ -51,7 +52,7 @@ class PartitionRecord:
     partition: int
     value_dtype: torch.dtype
     offset: int
-    epoch: int
+    step: int
 
     def __post_init__(self) -> None:
         if self.value_dtype not in _CODE_OF_DTYPE:
@@ -76,6 +77,12 @@ class PartitionRecord:
     def word_bytes(self) -> int:
         """Bytes of the bitmap, not padded."""
         return 8 * -(-self.positions // 64)
+
+    def bits(self, device: torch.device) -> BitmapPlace:
+        """Which elements the bits of the record's bitmap stand for."""
+        h0 = self.partition_hash
+        index_set_P = h0.index_set(self.partition, device)
+        return BitmapPlace(self.partition, h0.partitions, h0.seed, index_set_P)
 
     def section_bytes(self, form: int, nnz: int) -> int:
         """Bytes behind the sub-header, padding included.
@@ -120,7 +127,7 @@ class PartitionRecord:
             nnz=nnz,
             payload_bytes=payload_bytes,
             offset=self.offset,
-            epoch=self.epoch,
+            step=self.step,
         )
         sub_header = _SUB_HEADER.pack(
             self.partition, h0.partitions, h0.seed, h0.code, form, self.positions
@@ -158,7 +165,7 @@ class PartitionRecord:
         expect(rank, "format", FORMAT_HASH_BITMAP, header.format)
         expect(rank, "dtype", self.code, header.dtype)
         expect(rank, "flags", 0, header.flags)
-        expect(rank, "epoch", self.epoch % 2**32, header.epoch)
+        expect(rank, "step", self.step % 2**32, header.step)
         expect(rank, "offset", self.offset, header.offset)
         expect(rank, "numel", h0.numel, header.numel)
         if header.nnz > positions:

@@ -38,11 +38,11 @@ class Header:
         nnz: non-zero elements.
         payload_bytes: bytes of all sections, padding included.
         offset: the segment's first element in the bucket.
-        epoch: the optimizer step, taken modulo 2^32.
+        step: the optimizer step, taken modulo 2^32.
         flags: options of the format; `FLAG_PICI_LINEAR` or 0.
 
     Example:
-        >>> h = Header(FORMAT_COO, 0, numel=8, nnz=1, payload_bytes=32, offset=0, epoch=7)
+        >>> h = Header(FORMAT_COO, 0, numel=8, nnz=1, payload_bytes=32, offset=0, step=7)
         >>> Header.unpack(h.pack(), rank=0) == h
         True
     """
@@ -53,7 +53,7 @@ class Header:
     nnz: int
     payload_bytes: int
     offset: int
-    epoch: int
+    step: int
     flags: int = 0
 
     def pack(self) -> bytes:
@@ -68,7 +68,7 @@ class Header:
             self.nnz,
             self.payload_bytes,
             self.offset,
-            self.epoch % 2**32,
+            self.step % 2**32,
         )
         return body + struct.pack("<I", zlib.crc32(body))
 
@@ -94,15 +94,15 @@ class Header:
             raise wrong_field(rank, "version", VERSION, version)
         if checksum != zlib.crc32(body):
             raise wrong_field(rank, "checksum", hex(zlib.crc32(body)), hex(checksum))
-        form, dtype, flags, numel, nnz, payload, offset, epoch = fields
-        return cls(form, dtype, numel, nnz, payload, offset, epoch, flags)
+        record_format, dtype, flags, numel, nnz, payload, offset, step = fields
+        return cls(record_format, dtype, numel, nnz, payload, offset, step, flags)
 
     def check(
         self,
         value_dtype: int,
         numel: int,
         offset: int,
-        epoch: int,
+        step: int,
         available: int,
         rank: int,
         formats: Sequence[int] = (FORMAT_DENSE, FORMAT_COO),
@@ -113,7 +113,7 @@ class Header:
             value_dtype: dtype code of the values.
             numel: elements of the segment.
             offset: the segment's first element in the bucket.
-            epoch: the step.
+            step: the step.
             available: bytes from the header's first to the message's last.
             rank: the sender, for the error's text.
             formats: what the caller can decode, out of dense, COO, Pici and blocks.
@@ -130,7 +130,7 @@ class Header:
         for field, expected, got in (
             ("dtype", value_dtype, self.dtype),
             ("flags", self.flags & known_flags, self.flags),
-            ("epoch", epoch % 2**32, self.epoch),
+            ("step", step % 2**32, self.step),
             ("offset", offset, self.offset),
             ("numel", numel, self.numel),
         ):

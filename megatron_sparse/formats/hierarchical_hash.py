@@ -103,10 +103,7 @@ def hierarchical_hash(
         partition_K,
         partition_hash.numel,
         partitions,
-        parallel_slots,
-        serial_slots,
-        rehashes,
-        seed,
+        hash_ops.HashMemory(parallel_slots, serial_slots, rehashes, seed),
     )
     serial, grown = counts.tolist()
     return Partitioned(out_indices, out_values, offsets.tolist(), serial, grown)

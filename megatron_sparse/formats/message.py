@@ -20,6 +20,13 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import (
+    DEFAULT_BLOCK_SIZE,
+    Expected,
+    Pruning,
+    RecordSpec,
+    Segments,
+)
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError
@@ -36,6 +43,7 @@ from megatron_sparse.wire import (
 VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAME_OF = {dtype: name for name, dtype in VALUE_DTYPES.items()}
 WIRE_CODES = {"fp32": 0, "bf16": 1, "fp16": 2}
+_NAME_OF_CODE = tuple(WIRE_CODES)
 FORMAT_CODES = {
     "auto": FORMAT_ADAPTIVE,
     "coo": FORMAT_COO,
@@ -61,7 +69,7 @@ class Message:
         layout: how the bucket was cut.
         segment_bytes: bytes of each record, or of its place where there are slots.
         value_dtype: fp32, bf16 or fp16.
-        epoch: the step, checked by the receiver.
+        step: the training step, checked by the receiver.
         counted: `nnz`, None until the reports have been read.
         slots: where the records lie in capacity mode; None for back to back.
         reports: in capacity mode of all codec calls on the bucket; None where each is looked at.
@@ -72,7 +80,7 @@ class Message:
     layout: Layout
     segment_bytes: list[int]
     value_dtype: str
-    epoch: int
+    step: int
     counted: int | None
     slots: Slots | None = None
     reports: Reports | None = None
@@ -98,7 +106,7 @@ class Message:
             self.reports.read()
 
     def take_counts(self, nnz_S: torch.Tensor) -> None:
-        """Is told the non-zero elements of each segment, on the CPU."""
+        """Stores the counts of non-zero elements of each segment, on the CPU."""
         counts = nnz_S.numpy()
         self.counted = int(counts.sum())
         self.counted_pruned = int(counts[self.layout.pruned_S].sum())
@@ -136,15 +144,27 @@ class MessageBuffers:
         return sum(t.numel() * t.element_size() for t in self._buffers.values())
 
 
-def encode(
-    bucket: Bucket,
-    layout: Layout,
-    nnz_R: torch.Tensor,
+def record_spec(
     value_dtype: str,
-    epoch: int,
-    buffers: MessageBuffers,
-    form: str = "coo",
-    block_size: int = ops.DEFAULT_BLOCK_SIZE,
+    step: int,
+    record_format: str = "coo",
+    block_size: int = DEFAULT_BLOCK_SIZE,
+) -> RecordSpec:
+    """What records become, by the names of the configuration.
+
+    Args:
+        value_dtype: dtype of the values in the records, a key of `WIRE_CODES`.
+        step: the training step.
+        record_format: one of `FORMAT_CODES`.
+        block_size: of blocks.
+    """
+    return RecordSpec(
+        WIRE_CODES[value_dtype], step, FORMAT_CODES[record_format], block_size=block_size
+    )
+
+
+def encode(
+    bucket: Bucket, layout: Layout, nnz_R: torch.Tensor, spec: RecordSpec, buffers: MessageBuffers
 ) -> Message:
     """Encodes the pruned bucket, each segment as asked for or, where that is not smaller, dense.
 
@@ -152,66 +172,40 @@ def encode(
         bucket: its gradient holds zeros wherever nothing is sent; it is only read.
         layout: the cut that `nnz_R` was counted for.
         nnz_R: int64 non-zero counts of the layout's ranges.
-        value_dtype: dtype of the values in the message.
-        epoch: the step.
+        spec: what the records become.
         buffers: where the message's memory comes from.
-        form: one of `FORMAT_CODES`.
-        block_size: of blocks.
 
     Raises:
         ExtensionError: counts that are not the gradient's; Pici or blocks where `torch_codec`
             works.
     """
-    segment_count = layout.segment_keep.numel()
-    nnz_R = nnz_R.cpu()
-    nnz_S = torch.zeros(segment_count, dtype=torch.int64)
-    nnz_S.index_add_(0, layout.range_segment, nnz_R)
-    out = _take_message(bucket, layout, value_dtype, buffers)
-    sizes = encode_segments(
-        bucket.grad_N,
-        layout.segment_offsets,
-        layout.segment_keep,
-        nnz_S,
-        value_dtype,
-        epoch,
-        out,
-        buffers,
-        form=FORMAT_CODES[form],
-        block_size=block_size,
-    )
-    return _counted(Message(out, layout, sizes.tolist(), value_dtype, epoch, None), nnz_S)
+    segments = Segments(layout.segment_offsets, layout.segment_keep)
+    nnz_S = torch.zeros(layout.segment_keep.numel(), dtype=torch.int64)
+    nnz_S.index_add_(0, layout.range_segment, nnz_R.cpu())
+    out = _take_message(bucket, layout, spec, buffers)
+    sizes = encode_segments(bucket.grad_N, segments, nnz_S, spec, out, buffers)
+    return _counted(_message(out, layout, sizes.tolist(), spec), nnz_S)
 
 
 def encode_segments(
     values_N: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    segment_dense: torch.Tensor,
+    segments: Segments,
     nnz_S: torch.Tensor | None,
-    value_dtype: str,
-    epoch: int,
+    spec: RecordSpec,
     out: torch.Tensor,
     buffers: MessageBuffers,
-    *,
-    form: int,
-    block_size: int = ops.DEFAULT_BLOCK_SIZE,
-    slots_S: torch.Tensor | None = None,
     reports: Reports | None = None,
 ) -> torch.Tensor:
     """Encodes any pruned vector; `ops.encode` describes the arguments.
 
     Args:
         values_N: only read.
-        segment_offsets: S+1 offsets from 0 to N.
-        segment_dense: uint8, 1 for segments that are always dense.
+        segments: its pieces, and where their records begin.
         nnz_S: int64 counts, on any device; None has them counted.
-        value_dtype: dtype of the values in the records.
-        epoch: the step.
+        spec: what the records become.
         out: uint8 of `ops.message_capacity` bytes. Mutated.
         buffers: where scratch memory comes from.
-        form: one of the values of `FORMAT_CODES`.
-        block_size: of blocks.
-        slots_S: where the records begin; None for back to back.
-        reports: takes what the call reports, which is then not waited for.
+        reports: receives the report of the call, which then does not wait.
 
     Returns:
         int64 bytes, of each record or, with slots, of each slot: on the CPU, but for records on
@@ -220,46 +214,21 @@ def encode_segments(
     Raises:
         ExtensionError: slots where `torch_codec` works, or too small ones.
     """
-    device, code = values_N.device, WIRE_CODES[value_dtype]
+    device = values_N.device
     compiled = is_compiled(device)
     if nnz_S is None and not (compiled and device.type == "cuda"):
-        nnz_S = _count(values_N, segment_offsets)
+        nnz_S = _count(values_N, segments.offsets)
     if not compiled:
         assert nnz_S is not None, "counted above"
-        _refuse_slots(slots_S)
-        return torch_codec.encode(
-            values_N, segment_offsets, segment_dense, nnz_S, code, epoch, out, form=form
-        )
-    sizes = ops.encode(
-        values_N,
-        segment_offsets,
-        segment_dense,
-        nnz_S,
-        code,
-        epoch,
-        out,
-        _take_scratch(segment_offsets, value_dtype, buffers, device),
-        form=form,
-        block_size=block_size,
-        slots_S=slots_S,
-        reports=reports,
-    )
-    return sizes if slots_S is None else slots_S.diff()
+        _refuse_slots(segments.slots)
+        return torch_codec.encode(values_N, segments, nnz_S, spec, out)
+    scratch = _take_scratch(segments, spec, buffers, device)
+    sizes = ops.encode(values_N, segments, nnz_S, spec, out, scratch, reports=reports)
+    return sizes if segments.slots is None else segments.slots.diff()
 
 
 def prune_encode(
-    bucket: Bucket,
-    layout: Layout,
-    residual_N: torch.Tensor,
-    thresholds_R: torch.Tensor,
-    leak: float,
-    value_dtype: str,
-    key: int,
-    epoch: int,
-    buffers: MessageBuffers,
-    form: str,
-    block_size: int,
-    capacity_S: torch.Tensor | None = None,
+    bucket: Bucket, layout: Layout, pruning: Pruning, spec: RecordSpec, buffers: MessageBuffers
 ) -> Message:
     """Selects from a bucket and encodes what was selected, in one pass.
 
@@ -267,58 +236,54 @@ def prune_encode(
         bucket: its gradient is only read; where `torch_codec` works it becomes what is sent, and
             there are two passes.
         layout: the cut that the thresholds are of.
-        residual_N: fp32 or bf16. Mutated.
-        thresholds_R: fp32 thresholds of the layout's ranges.
-        leak: factor on what is not selected.
-        value_dtype: dtype of the values in the message.
-        key: of stochastic rounding.
-        epoch: the step.
+        pruning: what is selected, by ranges of the layout. Its residual is mutated. Its capacity
+            fixes the message's size.
+        spec: what the records become.
         buffers: where the message's memory comes from.
-        form: one of `FORMAT_CODES`.
-        block_size: of blocks.
-        capacity_S: int64, the most elements that each segment of the layout may send, which fixes
-            the message's size; None for no limit.
 
     Raises:
         ExtensionError: Pici, blocks or a capacity where `torch_codec` works.
     """
-    grad_N, code = bucket.grad_N, WIRE_CODES[value_dtype]
-    slots = reports = None
-    if capacity_S is not None:
+    grad_N, slots, reports = bucket.grad_N, None, None
+    if pruning.capacity_S is not None:
         reports = Reports()
         slots = Slots.of(
-            layout.segment_offsets, layout.segment_keep, capacity_S, code, FORMAT_CODES[form]
+            layout.segment_offsets,
+            layout.segment_keep,
+            pruning.capacity_S,
+            spec.value_dtype,
+            spec.record_format,
         )
     slots_S = None if slots is None else slots.offsets
     if not is_compiled(grad_N.device):
         _refuse_slots(slots_S)
-        nnz_R = ops.prune_(grad_N, residual_N, layout.range_offsets, thresholds_R, leak, code, key)
-        return encode(bucket, layout, nnz_R, value_dtype, epoch, buffers, form, block_size)
-    out = _take_message(bucket, layout, value_dtype, buffers)
-    sizes, nnz_S = ops.prune_encode(
-        grad_N,
-        residual_N,
-        layout.range_offsets,
-        thresholds_R,
-        layout.segment_offsets,
-        layout.segment_keep,
-        leak,
-        code,
-        key,
-        epoch,
-        out,
-        _take_scratch(layout.segment_offsets, value_dtype, buffers, grad_N.device),
-        form=FORMAT_CODES[form],
-        block_size=block_size,
-        capacity_S=capacity_S,
-        slots_S=slots_S,
-        reports=reports,
-    )
+        nnz_R = ops.prune_(
+            grad_N,
+            pruning.residual_N,
+            pruning.range_offsets,
+            pruning.thresholds_R,
+            pruning.leak,
+            spec.value_dtype,
+            pruning.key,
+        )
+        return encode(bucket, layout, nnz_R, spec, buffers)
+    segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
+    out = _take_message(bucket, layout, spec, buffers)
+    scratch = _take_scratch(segments, spec, buffers, grad_N.device)
+    sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, scratch, reports=reports)
     if slots is None or reports is None:
-        return _counted(Message(out, layout, sizes.tolist(), value_dtype, epoch, None), nnz_S)
-    message = Message(out, layout, list(slots.sizes), value_dtype, epoch, None, slots, reports)
+        return _counted(_message(out, layout, sizes.tolist(), spec), nnz_S)
+    message = _message(out, layout, list(slots.sizes), spec)
+    message.slots, message.reports = slots, reports
     reports.add(nnz_S, message.take_counts, is_status=False)
     return message
+
+
+def _message(
+    out: torch.Tensor, layout: Layout, segment_bytes: list[int], spec: RecordSpec
+) -> Message:
+    value_dtype = _NAME_OF_CODE[spec.value_dtype]
+    return Message(out, layout, segment_bytes, value_dtype, spec.step, None)
 
 
 def _counted(message: Message, nnz_S: torch.Tensor) -> Message:
@@ -337,21 +302,20 @@ def _refuse_slots(slots_S: torch.Tensor | None) -> None:
 
 
 def _take_message(
-    bucket: Bucket, layout: Layout, value_dtype: str, buffers: MessageBuffers
+    bucket: Bucket, layout: Layout, spec: RecordSpec, buffers: MessageBuffers
 ) -> torch.Tensor:
-    capacity = ops.message_capacity(layout.segment_offsets, WIRE_CODES[value_dtype])
+    capacity = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
     return buffers.take(f"message:{bucket.name}", capacity, bucket.grad_N.device)
 
 
 def _take_scratch(
-    segment_offsets: torch.Tensor, value_dtype: str, buffers: MessageBuffers, device: torch.device
+    segments: Segments, spec: RecordSpec, buffers: MessageBuffers, device: torch.device
 ) -> torch.Tensor | None:
     """Shared by all buckets: it is free again when the encoder returns. None on CUDA."""
     if device.type == "cuda":
         return None
-    return buffers.take(
-        "scratch", ops.scratch_capacity(segment_offsets, WIRE_CODES[value_dtype]), device
-    )
+    capacity = ops.scratch_capacity(segments.offsets, spec.value_dtype)
+    return buffers.take("scratch", capacity, device)
 
 
 def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tensor:
@@ -373,13 +337,9 @@ def _nonzero(values_N: torch.Tensor) -> int:
 def decode_add_(
     acc_M: torch.Tensor,
     records: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    value_dtype: str,
-    epoch: int,
+    expected: Expected,
     *,
-    rank: int,
     fresh: bool = False,
-    slots_S: torch.Tensor | None = None,
     reports: Reports | None = None,
 ) -> None:
     """Adds one peer's records to `acc_M`. On CUDA this waits for the records' check.
@@ -387,34 +347,17 @@ def decode_add_(
     Args:
         acc_M: fp32; element 0 is the first element of the first segment. Mutated.
         records: uint8, exactly the records of the given segments, or their slots.
-        segment_offsets: offsets in the bucket of the segments that the records must hold.
-        value_dtype: dtype of the values.
-        epoch: the step.
-        rank: the sender, for the error's text.
+        expected: what the records must say.
         fresh: take the segments' part of `acc_M` for zero, whatever it holds.
-        slots_S: where the records begin, the first one at 0; None for back to back.
-        reports: takes what the call reports: nothing is waited for, and the error is raised when
-            they are read.
+        reports: receives the status of the call, which then does not wait; reading the reports
+            raises the error.
 
     Raises:
         WireFormatError: the records are not what was announced; `acc_M` is as it was.
     """
-    code, base = WIRE_CODES[value_dtype], int(segment_offsets[0])
+    base = int(expected.segment_offsets[0])
     if not is_compiled(acc_M.device):
-        _refuse_slots(slots_S)
-        torch_codec.decode_add_(
-            acc_M, records, segment_offsets, code, epoch, base, rank=rank, fresh=fresh
-        )
+        _refuse_slots(expected.slots)
+        torch_codec.decode_add_(acc_M, records, expected, base, fresh=fresh)
         return
-    ops.decode_add_(
-        acc_M,
-        records,
-        segment_offsets,
-        code,
-        epoch,
-        base,
-        rank=rank,
-        fresh=fresh,
-        slots_S=slots_S,
-        reports=reports,
-    )
+    ops.decode_add_(acc_M, records, expected, base, fresh=fresh, reports=reports)

@@ -37,10 +37,10 @@ class RowPart:
         value_dtype: fp32, bf16 or fp16.
         part: the rows i with i mod parts = part.
         parts: 1 for the whole gradient.
-        epoch: the step.
+        step: the step.
 
     Example:
-        >>> part = RowPart(num_rows=5, columns=1, value_dtype="fp32", part=1, parts=2, epoch=0)
+        >>> part = RowPart(num_rows=5, columns=1, value_dtype="fp32", part=1, parts=2, step=0)
         >>> part.rows, part.record_bytes(2)  # rows 1 and 3
         (2, 112)
     """
@@ -50,7 +50,7 @@ class RowPart:
     value_dtype: str
     part: int
     parts: int
-    epoch: int
+    step: int
 
     @property
     def rows(self) -> int:
@@ -89,7 +89,7 @@ class RowPart:
             stored * self.columns,
             out.numel() - HEADER_BYTES,
             0,
-            self.epoch,
+            self.step,
         )
         sub_header = _SUB_HEADER.pack(self.num_rows, self.columns, stored, self.part, self.parts)
         head = bytearray(header.pack() + sub_header)
@@ -135,7 +135,7 @@ class RowPart:
             ("format", FORMAT_ROW_SPARSE, header.format),
             ("dtype", WIRE_CODES[self.value_dtype], header.dtype),
             ("flags", 0, header.flags),
-            ("epoch", self.epoch % 2**32, header.epoch),
+            ("step", self.step % 2**32, header.step),
             ("offset", 0, header.offset),
             ("numel", self.num_rows * self.columns, header.numel),
             ("num_rows", self.num_rows, num_rows),

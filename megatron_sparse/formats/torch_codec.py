@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import Header
 from megatron_sparse.wire import (
@@ -29,14 +30,10 @@ DTYPE_OF_CODE = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
 
 def encode(
     grad_N: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    segment_dense: torch.Tensor,
+    segments: Segments,
     nnz_S: torch.Tensor,
-    value_dtype: int,
-    epoch: int,
+    spec: RecordSpec,
     out: torch.Tensor,
-    *,
-    form: int = FORMAT_COO,
 ) -> torch.Tensor:
     """Writes one record for each segment into `out`; see `cuda_ext.ops.encode`.
 
@@ -48,22 +45,23 @@ def encode(
     Raises:
         ExtensionError: `out` is too small, or another format is asked for.
     """
-    if form not in (FORMAT_ADAPTIVE, FORMAT_DENSE, FORMAT_COO):
+    value_dtype, record_format = spec.value_dtype, spec.record_format
+    if record_format not in (FORMAT_ADAPTIVE, FORMAT_DENSE, FORMAT_COO):
         raise ExtensionError(
             "encode: torch operations do not write this format",
             expected="-1 (adaptive), 0 (dense) or 1 (COO)",
-            got=form,
+            got=record_format,
             remedy="set scheme.format to auto, coo or dense, or build the extension's CUDA part",
         )
     dtype = DTYPE_OF_CODE[value_dtype]
-    offsets, counts = segment_offsets.tolist(), nnz_S.tolist()
+    offsets, counts = segments.offsets.tolist(), nnz_S.tolist()
     headers, sizes, sparse = [], [], []
     for (start, stop), keep, nnz in zip(
-        pairwise(offsets), segment_dense.tolist(), counts, strict=True
+        pairwise(offsets), segments.dense.tolist(), counts, strict=True
     ):
         dense_payload = payload_bytes(FORMAT_DENSE, stop - start, nnz, value_dtype)
         coo_payload = payload_bytes(FORMAT_COO, stop - start, nnz, value_dtype)
-        is_sparse = form != FORMAT_DENSE and not keep and coo_payload < dense_payload
+        is_sparse = record_format != FORMAT_DENSE and not keep and coo_payload < dense_payload
         payload = coo_payload if is_sparse else dense_payload
         header = Header(
             format=FORMAT_COO if is_sparse else FORMAT_DENSE,
@@ -72,7 +70,7 @@ def encode(
             nnz=nnz,
             payload_bytes=payload,
             offset=start,
-            epoch=epoch,
+            step=spec.step,
         )
         headers.append(header.pack())
         sizes.append(HEADER_BYTES + payload)
@@ -140,12 +138,9 @@ def _write_coo(
 def decode_add_(
     acc_M: torch.Tensor,
     message: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    value_dtype: int,
-    epoch: int,
+    expected: Expected,
     base: int,
     *,
-    rank: int,
     fresh: bool = False,
 ) -> None:
     """Checks every record and index, then adds them to `acc_M`; see `cuda_ext.ops.decode_add_`.
@@ -153,12 +148,20 @@ def decode_add_(
     Raises:
         WireFormatError: names the rank and the field; `acc_M` is untouched.
     """
-    dtype = DTYPE_OF_CODE[value_dtype]
+    segment_offsets, rank = expected.segment_offsets, expected.rank
+    dtype = DTYPE_OF_CODE[expected.value_dtype]
     position, pieces = 0, []
     ordered = torch.ones((), dtype=torch.bool, device=acc_M.device)
     for first, last in pairwise(segment_offsets.tolist()):
         header = Header.unpack(bytes(message[position : position + HEADER_BYTES].cpu()), rank)
-        header.check(value_dtype, last - first, first, epoch, message.numel() - position, rank)
+        header.check(
+            expected.value_dtype,
+            last - first,
+            first,
+            expected.step,
+            message.numel() - position,
+            rank,
+        )
         at = position + HEADER_BYTES
         if header.format == FORMAT_COO:
             index_K = message[at : at + 4 * header.nnz].view(torch.int32).long()
@@ -175,8 +178,9 @@ def decode_add_(
     if position != message.numel():
         raise wrong_field(rank, "size", f"{position} bytes", message.numel())
     if not ordered:
-        expected = "strictly ascending indices inside the segment"
-        raise wrong_field(rank, "indices", expected, "others")
+        raise wrong_field(
+            rank, "indices", "strictly ascending indices inside the segment", "others"
+        )
     if fresh:
         acc_M[int(segment_offsets[0]) - base : int(segment_offsets[-1]) - base].zero_()
     for first, last, index_K, values in pieces:

@@ -148,7 +148,7 @@ class RowSparseReducer:
             reduction,
             self.transport,
             self.buffers,
-            epoch=record.step,
+            step=record.step,
             way=self._way,
         )
         record.wire_bytes = result.sent_bytes

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, counter_hash
 from megatron_sparse.reference.prune import BF16, grid_of, prune, round_to, with_one_nan
 
@@ -19,23 +20,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def prune_limited(
-    grad_N: torch.Tensor,
-    residual_N: torch.Tensor,
-    range_offsets: torch.Tensor,
-    thresholds_R: torch.Tensor,
-    leak: float,
-    wire_dtype: int,
-    key: int,
-    segment_offsets: torch.Tensor,
-    capacity_S: torch.Tensor,
+    grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int, segment_offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What is sent, in the dtype that it travels in, and the new residual; mutates nothing.
 
     Args are those of `cuda_ext.ops.prune_encode`.
     """
-    pruned_N, rest_N, _ = prune(
-        grad_N, residual_N, range_offsets, thresholds_R, leak, wire_dtype, key
-    )
+    pruned_N, rest_N, _ = prune(grad_N, pruning, wire_dtype)
+    leak, key, capacity_S = pruning.leak, pruning.key, pruning.capacity_S
+    assert capacity_S is not None, "without a limit it is `prune`"
     out_N = with_one_nan(pruned_N, _DTYPES[wire_dtype])
     for (start, stop), most in zip(
         pairwise(segment_offsets.tolist()), capacity_S.tolist(), strict=True

@@ -15,7 +15,7 @@ def encode(
     index_set: list[int],
     hash_fields: tuple[int, int, int, int],
     offset: int,
-    epoch: int,
+    step: int,
 ) -> bytes:
     """The record of the partition whose elements, in the order of their positions, are given.
 
@@ -24,7 +24,7 @@ def encode(
         index_set: elements of the partition.
         hash_fields: partition, partitions, seed and code of the hash.
         offset: the segment's first element in the bucket.
-        epoch: the step.
+        step: the step.
     """
     local = gradient[torch.tensor(index_set, dtype=torch.int64)]
     nonzero = [position for position, value in enumerate(local.tolist()) if value != 0]
@@ -43,7 +43,7 @@ def encode(
         nnz=len(nonzero),
         payload_bytes=len(sub_header) + len(sections),
         offset=offset,
-        epoch=epoch,
+        step=step,
     )
     return header.pack() + sub_header + sections
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import blocks, pici
 from megatron_sparse.reference.prune import with_one_nan
@@ -27,59 +28,45 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def encode(
-    grad_N: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    segment_dense: torch.Tensor,
-    nnz_S: torch.Tensor,
-    value_dtype: int,
-    epoch: int,
-    *,
-    form: int = FORMAT_COO,
-    paper_order: bool = False,
-    block_size: int = 256,
+    grad_N: torch.Tensor, segments: Segments, nnz_S: torch.Tensor, spec: RecordSpec
 ) -> list[bytes]:
     """The record of each segment; arguments as of `cuda_ext.ops.encode`."""
+    value_dtype, wanted_format = spec.value_dtype, spec.record_format
     records = []
     for (begin, end), keep, nnz in zip(
-        pairwise(segment_offsets.tolist()), segment_dense.tolist(), nnz_S.tolist(), strict=True
+        pairwise(segments.offsets.tolist()), segments.dense.tolist(), nnz_S.tolist(), strict=True
     ):
         grad = grad_N[begin:end]
         values, kept = grad, grad.ne(0)
         if values.dtype != DTYPES[value_dtype]:
             values = with_one_nan(values, DTYPES[value_dtype])
         chosen, payload = FORMAT_DENSE, _padded(values)
-        wanted = (FORMAT_COO, FORMAT_PICI) if form == FORMAT_ADAPTIVE else (form,)
+        wanted = (FORMAT_COO, FORMAT_PICI) if wanted_format == FORMAT_ADAPTIVE else (wanted_format,)
         for sparse in wanted if not keep else ():
-            candidate = _sections(sparse, values, kept, paper_order, block_size)
+            candidate = _sections(sparse, values, kept, spec)
             if len(candidate) < len(payload):
                 chosen, payload = sparse, candidate
-        flags = FLAG_PICI_LINEAR if chosen == FORMAT_PICI and not paper_order else 0
-        header = Header(chosen, value_dtype, end - begin, nnz, len(payload), begin, epoch, flags)
+        flags = FLAG_PICI_LINEAR if chosen == FORMAT_PICI and not spec.paper_order else 0
+        header = Header(
+            chosen, value_dtype, end - begin, nnz, len(payload), begin, spec.step, flags
+        )
         records.append(header.pack() + payload)
     return records
 
 
-def decode_add_(
-    acc_M: torch.Tensor,
-    message: bytes,
-    segment_offsets: torch.Tensor,
-    value_dtype: int,
-    epoch: int,
-    base: int,
-    *,
-    rank: int,
-) -> None:
+def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: int) -> None:
     """Adds the records to fp32 `acc_M`; arguments as of `cuda_ext.ops.decode_add_`.
 
     Raises:
         WireFormatError: names the rank and the field; `acc_M` may be partly changed.
     """
+    value_dtype, rank = expected.value_dtype, expected.rank
     dtype, position = DTYPES[value_dtype], 0
     every_format = (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)
-    for begin, end in pairwise(segment_offsets.tolist()):
+    for begin, end in pairwise(expected.segment_offsets.tolist()):
         header = Header.unpack(message[position : position + HEADER_BYTES], rank)
         available = len(message) - position
-        header.check(value_dtype, end - begin, begin, epoch, available, rank, every_format)
+        header.check(value_dtype, end - begin, begin, expected.step, available, rank, every_format)
         at = position + HEADER_BYTES
         position = at + header.payload_bytes
         payload = message[at:position]
@@ -94,13 +81,13 @@ def decode_add_(
 
 
 def _sections(
-    form: int, values: torch.Tensor, kept: torch.Tensor, paper_order: bool, block_size: int
+    record_format: int, values: torch.Tensor, kept: torch.Tensor, spec: RecordSpec
 ) -> bytes:
-    if form == FORMAT_PICI:
-        return pici.encode(values, kept, linear=not paper_order)
-    if form == FORMAT_BLOCKS:
-        return blocks.encode(values, kept, block_size)
-    if form == FORMAT_DENSE:
+    if record_format == FORMAT_PICI:
+        return pici.encode(values, kept, linear=not spec.paper_order)
+    if record_format == FORMAT_BLOCKS:
+        return blocks.encode(values, kept, spec.block_size)
+    if record_format == FORMAT_DENSE:
         return _padded(values)
     index = kept.nonzero().squeeze(1)
     return _padded(index.int()) + _padded(values[index])

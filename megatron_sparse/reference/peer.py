@@ -45,7 +45,7 @@ def record_formats(
     values_M: torch.Tensor,
     offsets: Sequence[int],
     dense: Sequence[bool],
-    form: int,
+    record_format: int,
     value_dtype: int,
     dense_from: float,
 ) -> list[int]:
@@ -55,7 +55,7 @@ def record_formats(
         values_M: the shard.
         offsets: of its segments, from its begin.
         dense: segments that are dense whatever they hold.
-        form: `FORMAT_COO`, `FORMAT_PICI` or `FORMAT_DENSE`; anything else for the smallest.
+        record_format: of COO, Pici or dense; anything else for the smallest.
         value_dtype: dtype code of the values.
         dense_from: the density of all sparse segments from which on they become dense.
     """
@@ -67,10 +67,14 @@ def record_formats(
         sparse = []
     formats = []
     for i, piece in enumerate(pieces):
-        wanted = (form,) if form in (FORMAT_COO, FORMAT_PICI) else (FORMAT_COO, FORMAT_PICI)
+        wanted = (
+            (record_format,)
+            if record_format in (FORMAT_COO, FORMAT_PICI)
+            else (FORMAT_COO, FORMAT_PICI)
+        )
         size = payload_bytes(FORMAT_DENSE, piece.numel(), counts[i], value_dtype)
         chosen = FORMAT_DENSE
-        for candidate in wanted if i in sparse and form != FORMAT_DENSE else ():
+        for candidate in wanted if i in sparse and record_format != FORMAT_DENSE else ():
             candidate_size = payload_bytes(candidate, piece.numel(), counts[i], value_dtype)
             if candidate_size < size:
                 chosen, size = candidate, candidate_size

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, DRAW_VALUE, counter_hash
 
 FP32, BF16, FP16 = range(3)
@@ -75,22 +76,16 @@ def round_to(x_N: torch.Tensor, grid: Grid, random_N: torch.Tensor | None) -> to
 
 
 def prune(
-    grad_N: torch.Tensor,
-    residual_N: torch.Tensor,
-    range_offsets: torch.Tensor,
-    thresholds_R: torch.Tensor,
-    leak: float,
-    wire_dtype: int,
-    key: int,
-    first_index: int = 0,
+    grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int, first_index: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The new gradient, the new residual and the non-zero counts; mutates nothing.
 
     Args and dtypes are those of `cuda_ext.ops.prune_`; `first_index` is the index in the bucket of
     element 0, for looking at a part of one.
     """
+    residual_N, range_offsets, key = pruning.residual_N, pruning.range_offsets, pruning.key
     lengths = range_offsets.diff()
-    threshold_N = torch.repeat_interleave(thresholds_R, lengths)
+    threshold_N = torch.repeat_interleave(pruning.thresholds_R, lengths)
     # Clamped, so that infinity is never dropped; NaN keeps everything.
     threshold_N = torch.where(
         threshold_N > torch.finfo(torch.float32).max, torch.finfo(torch.float32).max, threshold_N
@@ -106,7 +101,7 @@ def prune(
     out = torch.where(finite, kept, x_N)
     out = torch.where(drop, 0, out)
     remainder = torch.where(finite, x_N - kept, 0)
-    rest = torch.where(drop, x_N * torch.tensor(leak, dtype=torch.float32), remainder)
+    rest = torch.where(drop, x_N * torch.tensor(pruning.leak, dtype=torch.float32), remainder)
     if residual_N.dtype == torch.bfloat16:
         random = counter_hash(key, DRAW_RESIDUAL, index_N) if key >= 0 else None
         rest = round_to(rest, grid_of(BF16), random)

@@ -29,7 +29,7 @@ from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.header import Header
-from megatron_sparse.formats.message import Message, MessageBuffers, encode
+from megatron_sparse.formats.message import Message, MessageBuffers, encode, record_spec
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.machines import Machine
 from megatron_sparse.transport import VirtualCluster
@@ -275,4 +275,4 @@ def make_message(
     pieces = bucket.grad_N.split(layout.range_offsets.diff().tolist())
     nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
     with timer.stage("encode"):
-        return encode(bucket, layout, nnz_R, "fp32", 0, buffers, form=form)
+        return encode(bucket, layout, nnz_R, record_spec("fp32", 0, form), buffers)

@@ -32,8 +32,9 @@ import torch
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Identity, even_cuts, exchange_sizes
 from megatron_sparse.compression.keys import draw_key
+from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_
+from megatron_sparse.formats.message import WIRE_CODES, Message, MessageBuffers, decode_add_
 from megatron_sparse.pricing.profile import (
     BLOCK_SIZES,
     SparsityProfile,
@@ -91,11 +92,11 @@ def sample_profile(
     """
     n = transport.world_size
     with timer.stage("profile"):
-        plan = SamplePlan.of(bucket.name, bucket.numel, n, seed, message.epoch)
+        plan = SamplePlan.of(bucket.name, bucket.numel, n, seed, message.step)
         own = plan.measure(selected_values(bucket, message, buffers), buffers)
         check = zlib.crc32(own.numpy().tobytes())
     scheme = f"profile/{seed}/{WINDOWS}"
-    identity = Identity(scheme, bucket, message.value_dtype, message.epoch)
+    identity = Identity(scheme, bucket, message.value_dtype, message.step)
     told = yield from exchange_sizes([own.numel(), check], identity, transport)
     part = own.to(transport.device)
     gathered = part.new_empty(n * part.numel())
@@ -139,12 +140,14 @@ def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -
     decode_add_(
         sum_N,
         records,
-        message.layout.segment_offsets,
-        message.value_dtype,
-        message.epoch,
-        rank=0,
+        Expected(
+            message.layout.segment_offsets,
+            WIRE_CODES[message.value_dtype],
+            message.step,
+            rank=0,
+            slots=slots_S,
+        ),
         fresh=True,
-        slots_S=slots_S,
     )
     return sum_N
 

@@ -23,6 +23,7 @@ from megatron_sparse.cuda_ext.peer_ops import (
     ERROR_AT,
     ERROR_WORDS,
     Operation,
+    PeerCall,
     PeerDomain,
     PeerLayout,
     look_at,
@@ -265,7 +266,7 @@ class PeerMemory:
         bucket: str,
         inputs: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor],
-        epoch: int,
+        step: int,
         *,
         densities: tuple[float, float] = (1.0, 1.0),
         message_slots: torch.Tensor | None = None,
@@ -277,7 +278,7 @@ class PeerMemory:
             bucket: its name.
             inputs: of each local rank.
             outs: of each local rank. Mutated.
-            epoch: the step.
+            step: the step.
             densities: above these, messages and sums are dense.
             message_slots: of messages in capacity mode.
 
@@ -285,35 +286,31 @@ class PeerMemory:
             ExtensionError: arguments that do not fit together; nothing was launched.
         """
         ahead = [count + (p in operation.phases) for p, count in enumerate(self._counts)]
+        areas = (ahead[0] % 2, ahead[1] % 2)
         peer_collective(
-            operation,
             self.domain,
-            (ahead[0] % 2, ahead[1] % 2),
             self.layouts[bucket],
-            inputs,
-            outs,
-            epoch,
+            PeerCall(operation, areas, inputs, outs, step, message_slots),
             message_density=densities[0],
             sum_density=densities[1],
             in_order_of_coming=self.in_order_of_coming,
-            message_slots=message_slots,
         )
         self._counts = ahead
 
-    def report(self, reports: Reports, bucket: str, epoch: int) -> None:
+    def report(self, reports: Reports, bucket: str, step: int) -> None:
         """Adds the error words of this process's ranks to reports that are read later.
 
         Args:
             reports: raises `CommunicationError` or `WireFormatError` when it is read. Mutated.
             bucket: its name.
-            epoch: the step.
+            step: the step.
         """
         for place, window in enumerate(self._windows.own):
             rank = self.domain.first_rank + place
             words = window[ERROR_AT : ERROR_AT + 8 * ERROR_WORDS].view(torch.int64).clone()
-            reports.add(words, self._look(rank, bucket, epoch))
+            reports.add(words, self._look(rank, bucket, step))
 
-    def check(self, bucket: str, epoch: int) -> None:
+    def check(self, bucket: str, step: int) -> None:
         """Waits for the device and raises the first error of this process's ranks.
 
         Raises:
@@ -321,12 +318,12 @@ class PeerMemory:
             WireFormatError: a rank's records are wrong.
         """
         reports = Reports()
-        self.report(reports, bucket, epoch)
+        self.report(reports, bucket, step)
         reports.read()
 
-    def _look(self, rank: int, bucket: str, epoch: int) -> Callable[[torch.Tensor], None]:
+    def _look(self, rank: int, bucket: str, step: int) -> Callable[[torch.Tensor], None]:
         layout, deadline_s = self.layouts[bucket], self.domain.deadline_s
-        return lambda words: look_at(words, layout, rank, deadline_s, bucket, epoch)
+        return lambda words: look_at(words, layout, rank, deadline_s, bucket, step)
 
 
 def _check_cuda(device: torch.device) -> None:

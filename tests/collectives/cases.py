@@ -14,7 +14,13 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, encode
+from megatron_sparse.formats.message import (
+    VALUE_DTYPES,
+    Message,
+    MessageBuffers,
+    encode,
+    record_spec,
+)
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 
@@ -107,7 +113,7 @@ def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message
     )
     form = scheme.own_format or "coo"
     block_size = case.options.block_size
-    return encode(bucket, layout, nnz_R, case.wire, STEP, buffers, form, block_size)
+    return encode(bucket, layout, nnz_R, record_spec(case.wire, STEP, form, block_size), buffers)
 
 
 def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeConfig):

@@ -15,10 +15,11 @@ from megatron_sparse.collectives.records import group_of
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
 from megatron_sparse.formats import message as message_module
 from megatron_sparse.formats.capacity import segment_capacity
-from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode
+from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode, record_spec
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread
@@ -41,14 +42,16 @@ def selected(case, rank, density):
     ranges = layout.range_offsets
     return prune_limited(
         bucket.grad_N,
-        torch.zeros(case.numel),
-        ranges,
-        torch.zeros(ranges.numel() - 1),
-        1.0,
+        Pruning(
+            torch.zeros(case.numel),
+            ranges,
+            torch.zeros(ranges.numel() - 1),
+            1.0,
+            -1,
+            segment_capacity(layout, density),
+        ),
         WIRE_CODES[case.wire],
-        -1,
         layout.segment_offsets,
-        segment_capacity(layout, density),
     )
 
 
@@ -62,16 +65,16 @@ def steps_of(case, transport, density):
     message = prune_encode(
         bucket,
         layout,
-        residual,
-        torch.zeros(layout.range_piece.shape),
-        1.0,
-        case.wire,
-        -1,
-        STEP,
+        Pruning(
+            residual,
+            layout.range_offsets,
+            torch.zeros(layout.range_piece.shape),
+            1.0,
+            -1,
+            segment_capacity(layout, density),
+        ),
+        record_spec(case.wire, STEP, "auto", 256),
         buffers,
-        "auto",
-        256,
-        segment_capacity(layout, density),
     )
     bucket.grad_N.fill_(float("nan"))
     exchange = Exchange(bucket, transport, buffers, StageTimer(), OPTIONS, case.straggler)
@@ -183,28 +186,28 @@ def test_ranks_of_another_capacity_never_meet():
         message = prune_encode(
             bucket,
             layout,
-            torch.zeros(900),
-            torch.zeros(layout.range_piece.shape),
-            1.0,
-            "fp32",
-            -1,
-            STEP,
+            Pruning(
+                torch.zeros(900),
+                layout.range_offsets,
+                torch.zeros(layout.range_piece.shape),
+                1.0,
+                -1,
+                capacity,
+            ),
+            record_spec("fp32", STEP, "auto", 256),
             MessageBuffers(),
-            "auto",
-            256,
-            capacity,
         )
         transport = VirtualCluster(2).transports[0]
         tags.add(
             group_of(
-                Identity("direct", bucket, message.value_dtype, message.epoch), message, transport
+                Identity("direct", bucket, message.value_dtype, message.step), message, transport
             ).tag
         )
     assert len(tags) == 3
 
 
 class Damaging:
-    """A transport that flips a bit of the epoch in what is sent to one rank."""
+    """A transport that flips a bit of the step in what is sent to one rank."""
 
     def __init__(self, transport, peer):
         self._transport, self._peer = transport, peer
@@ -316,16 +319,16 @@ def test_one_read_of_the_host_a_bucket(name, op, monkeypatch):
         message = prune_encode(
             bucket,
             layout,
-            torch.zeros(case.numel).as_subclass(OnDevice),
-            torch.zeros(layout.range_piece.shape).as_subclass(OnDevice),
-            1.0,
-            "fp32",
-            -1,
-            STEP,
+            Pruning(
+                torch.zeros(case.numel).as_subclass(OnDevice),
+                layout.range_offsets,
+                torch.zeros(layout.range_piece.shape).as_subclass(OnDevice),
+                1.0,
+                -1,
+                capacity,
+            ),
+            record_spec("fp32", STEP, "auto", 256),
             buffers,
-            "auto",
-            256,
-            capacity,
         )
         messages.append(message)
         exchange = Exchange(bucket, transport, buffers, StageTimer(), OPTIONS)
@@ -360,16 +363,16 @@ def test_the_torch_codec_refuses_it(monkeypatch):
         prune_encode(
             bucket,
             layout,
-            residual,
-            torch.zeros(layout.range_piece.shape),
-            1.0,
-            "fp32",
-            -1,
-            STEP,
+            Pruning(
+                residual,
+                layout.range_offsets,
+                torch.zeros(layout.range_piece.shape),
+                1.0,
+                -1,
+                segment_capacity(layout, 0.1),
+            ),
+            record_spec("fp32", STEP, "auto", 256),
             MessageBuffers(),
-            "auto",
-            256,
-            segment_capacity(layout, 0.1),
         )
     assert torch.equal(bucket.grad_N, before)
     assert not residual.any()

@@ -35,7 +35,7 @@ from megatron_sparse.wire import HEADER_BYTES, pad16
 from tests.ranks import run_ranks
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
-EPOCH = 5
+STEP = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -60,7 +60,7 @@ def _gradient(rank, num_rows, width, count, dtype, *, floats=False):
 def _reduce(gradients, reduction, way, cluster=None):
     def start(transport):
         rows = RowSparse.from_coo(gradients[transport.rank])
-        return row_sparse("e", rows, reduction, transport, MessageBuffers(), epoch=EPOCH, way=way)
+        return row_sparse("e", rows, reduction, transport, MessageBuffers(), step=STEP, way=way)
 
     return (cluster or VirtualCluster(len(gradients))).run(start)
 
@@ -184,7 +184,7 @@ def test_auto_takes_the_way_with_fewer_bytes():
 # -- records
 
 
-PART = RowPart(num_rows=40, columns=3, value_dtype="fp32", part=1, parts=3, epoch=EPOCH)
+PART = RowPart(num_rows=40, columns=3, value_dtype="fp32", part=1, parts=3, step=STEP)
 
 
 def _record(part=PART, count=30):
@@ -196,7 +196,7 @@ def _record(part=PART, count=30):
 
 
 def test_a_record_holds_its_part():
-    for part in (PART, RowPart(40, 3, "fp32", 0, 1, EPOCH), RowPart(2**31 + 1, 3, "fp32", 1, 3, 0)):
+    for part in (PART, RowPart(40, 3, "fp32", 0, 1, STEP), RowPart(2**31 + 1, 3, "fp32", 1, 3, 0)):
         pair, positions, out = _record(part)
         got = part.decode(out, rank=0)
         assert torch.equal(got.indices_K, pair.indices_K[positions])
@@ -235,7 +235,7 @@ def test_damage_is_named():
         (16, "<Q", 7, "nnz"),
         (24, "<Q", 2**40, "payload_bytes"),
         (32, "<Q", 1, "offset"),
-        (40, "<I", 9, "epoch"),
+        (40, "<I", 9, "step"),
     ):
         assert _refused(_damaged(at, form, value, checksum=True)) == field
     for at, form, value, field in (

@@ -26,7 +26,7 @@ from tests.cuda_emulator.emulated import (
 type Place = Callable[..., torch.Tensor]
 """Puts a tensor on a GPU, or an emulated one, some elements behind an aligned address."""
 
-EPOCH = 7
+STEP = 7
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 
@@ -78,7 +78,7 @@ def record(
         int(kept_N.sum()),
         len(payload),
         offset,
-        EPOCH,
+        STEP,
         pici.FLAG_LINEAR if kind == PICI else 0,
     )
     return header.pack() + payload
@@ -135,14 +135,14 @@ def check_decode(
     wire_N[values_N == 0] = 0
     wanted[10:-10] += wire_N
     found, status = codecs.decode_add(
-        acc, b"".join(records), [s + 10 for s in segments], value_dtype, epoch=EPOCH, shift=1
+        acc, b"".join(records), [s + 10 for s in segments], value_dtype, step=STEP, shift=1
     )
     # The offsets in the headers do not fit: nothing is added.
     if segments[-1]:
         assert status[0] == 1
         assert torch.equal(found, acc)
     found, status = codecs.decode_add(
-        acc[10:], b"".join(records), segments, value_dtype, epoch=EPOCH, shift=2
+        acc[10:], b"".join(records), segments, value_dtype, step=STEP, shift=2
     )
     assert status == [0, 0, 0, 0]
     torch.testing.assert_close(found, wanted[10:], rtol=0, atol=0, equal_nan=True)

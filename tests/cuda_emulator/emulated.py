@@ -76,7 +76,7 @@ class EncodeArguments(ctypes.Structure):
         ("segment_offsets", ctypes.c_void_p),
         ("segment_kinds", ctypes.c_void_p),
         ("segment_count", ctypes.c_int64),
-        ("epoch", ctypes.c_uint32),
+        ("step", ctypes.c_uint32),
         ("block_size", ctypes.c_int64),
         ("out", ctypes.c_void_p),
         ("capacity", ctypes.c_int64),
@@ -120,7 +120,7 @@ class DecodeArguments(ctypes.Structure):
         ("segment_count", ctypes.c_int64),
         ("base", ctypes.c_int64),
         ("value_dtype", ctypes.c_int),
-        ("epoch", ctypes.c_uint32),
+        ("step", ctypes.c_uint32),
         ("fresh", ctypes.c_bool),
         ("workspace", ctypes.c_void_p),
         ("status", ctypes.c_void_p),
@@ -220,7 +220,7 @@ class Codecs:
         value_dtype: torch.dtype,
         *,
         capacity: int,
-        epoch: int = 7,
+        step: int = 7,
         block_size: int = 0,
         shift: int = 0,
         prune: dict | None = None,
@@ -235,7 +235,7 @@ class Codecs:
             kinds: what is asked for, one for each segment.
             value_dtype: of the message's values.
             capacity: bytes of the output.
-            epoch: the header's.
+            step: the header's.
             block_size: of blocks, 0 for none.
             shift: elements by which gradient and residual miss a 256-byte border.
             prune: residual, ranges, thresholds, leak, key, residual_shift.
@@ -258,7 +258,7 @@ class Codecs:
             offsets.pointer,
             wanted.pointer,
             count,
-            epoch,
+            step,
             block_size,
             out.pointer,
             capacity,
@@ -320,7 +320,7 @@ class Codecs:
         segments: Sequence[int],
         value_dtype: torch.dtype,
         *,
-        epoch: int = 7,
+        step: int = 7,
         base: int = 0,
         fresh: bool = False,
         shift: int = 0,
@@ -341,7 +341,7 @@ class Codecs:
             len(segments) - 1,
             base,
             DTYPE_CODES[value_dtype],
-            epoch,
+            step,
             fresh,
             workspace.pointer,
             status.pointer,

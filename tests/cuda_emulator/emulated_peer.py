@@ -81,7 +81,7 @@ class PeerCall(ctypes.Structure):
         ("ranks", ctypes.c_void_p),
         ("dtype", ctypes.c_int),
         ("value_dtype", ctypes.c_int),
-        ("epoch", ctypes.c_uint32),
+        ("step", ctypes.c_uint32),
         ("message_density", ctypes.c_double),
         ("sum_density", ctypes.c_double),
         ("in_order_of_coming", ctypes.c_bool),
@@ -129,7 +129,7 @@ class PeerCluster:
         *,
         in_order_of_coming: bool = False,
         densities: tuple[float, float] = (1.0, 1.0),
-        epoch: int = 7,
+        step: int = 7,
         message_slots: Sequence[int] | None = None,
         ranks: Sequence[int] | None = None,
         threads: Sequence[Callable[[], object]] | None = None,
@@ -143,7 +143,7 @@ class PeerCluster:
             inputs: the gradients or messages of all ranks.
             in_order_of_coming: whether owners take shards as ranks come.
             densities: from which messages and sums are dense.
-            epoch: the headers'.
+            step: the headers'.
             message_slots: where a message's records lie.
             ranks: consecutive; the others are silent. None for all.
             threads: runs each rank in a thread of its own, which calls this first. None runs all in
@@ -167,7 +167,7 @@ class PeerCluster:
                 group[0],
                 in_order_of_coming,
                 densities,
-                epoch,
+                step,
                 message_slots,
                 shift,
             )
@@ -234,7 +234,7 @@ class PeerCluster:
         first_rank: int,
         in_order_of_coming: bool,
         densities: tuple[float, float],
-        epoch: int,
+        step: int,
         message_slots: Sequence[int] | None,
         shift: int,
     ) -> tuple[PeerCall, list[Buffer]]:
@@ -268,7 +268,7 @@ class PeerCluster:
             ctypes.addressof(ranks),
             DTYPE_CODES[self.dtype],
             layout.value_dtype,
-            epoch,
+            step,
             *densities,
             in_order_of_coming,
             (ctypes.c_int * 2)(*(n % 2 for n in self.counts)),

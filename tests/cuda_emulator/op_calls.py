@@ -60,7 +60,7 @@ class EmulatedDevice:
         offsets,
         kinds,
         value_dtype,
-        epoch,
+        step,
         block_size,
         out,
         slots=None,
@@ -73,7 +73,7 @@ class EmulatedDevice:
             kinds.tolist(),
             DTYPES[value_dtype],
             capacity=out.numel(),
-            epoch=epoch,
+            step=step,
             block_size=block_size,
             shift=_shift(grad),
             prune=prune,
@@ -98,7 +98,7 @@ class EmulatedDevice:
         offsets,
         kinds,
         value_dtype,
-        epoch,
+        step,
         block_size,
         out,
         capacity=None,
@@ -113,17 +113,17 @@ class EmulatedDevice:
             "residual_shift": _shift(residual),
         }
         return self._encode(
-            grad, offsets, kinds, value_dtype, epoch, block_size, out, slots, prune, capacity
+            grad, offsets, kinds, value_dtype, step, block_size, out, slots, prune, capacity
         )
 
-    def _decode_add(self, acc, message, offsets, value_dtype, epoch, base, fresh, slots=None):
+    def _decode_add(self, acc, message, offsets, value_dtype, step, base, fresh, slots=None):
         assert message.data_ptr() % 16 == 0, "the binding refuses such a message"
         found, status = self._codecs.decode_add(
             acc,
             message.numpy().tobytes(),
             offsets.tolist(),
             DTYPES[value_dtype],
-            epoch=epoch,
+            step=step,
             base=base,
             fresh=fresh,
             shift=_shift(acc),

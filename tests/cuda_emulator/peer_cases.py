@@ -14,7 +14,7 @@ from tests.cuda_emulator.emulated_peer import PeerCluster
 
 
 def uneven_layout(
-    ranks: int, value_dtype: torch.dtype = torch.float32, form: int = FORMAT_ADAPTIVE
+    ranks: int, value_dtype: torch.dtype = torch.float32, record_format: int = FORMAT_ADAPTIVE
 ) -> PeerLayout:
     """Shards of different lengths, the second empty; kept segments, and some under a tile."""
     offsets, dense, shards = [0], [], [0]
@@ -29,7 +29,7 @@ def uneven_layout(
         torch.tensor(dense, dtype=torch.uint8),
         shards,
         DTYPE_CODES[value_dtype],
-        form,
+        record_format,
     )
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.cuda_emulator.codec_cases import EPOCH, gradient, record
+from tests.cuda_emulator.codec_cases import STEP, gradient, record
 from tests.cuda_emulator.emulated import (
     BLOCKS,
     COO,
@@ -31,7 +31,7 @@ FIELDS = [
     "format",
     "dtype",
     "flags",
-    "epoch",
+    "step",
     "offset",
     "numel",
     "nnz",
@@ -82,7 +82,7 @@ HEADER_FAULTS = [
     ("format", 5, "B", 4, True),
     ("dtype", 6, "B", 1, True),
     ("flags", 7, "B", 2, True),
-    ("epoch", 40, "I", EPOCH + 1, True),
+    ("step", 40, "I", STEP + 1, True),
     ("offset", 32, "Q", 3, True),
     ("numel", 8, "Q", 2**63, True),
     ("nnz", 16, "Q", 2**62, True),

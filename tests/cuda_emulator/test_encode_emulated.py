@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.reference import prune as prune_oracle
-from tests.cuda_emulator.codec_cases import EPOCH, capacity_of, check_decode, expect, gradient
+from tests.cuda_emulator.codec_cases import STEP, capacity_of, check_decode, expect, gradient
 from tests.cuda_emulator.emulated import (
     ADAPTIVE,
     BLOCKS,
@@ -215,7 +216,7 @@ def test_prune_encode(
         kinds,
         value,
         capacity=capacity_of(segments, value),
-        epoch=EPOCH,
+        step=STEP,
         shift=shift,
         prune={
             "residual": residual_N,
@@ -228,12 +229,8 @@ def test_prune_encode(
     )
     pruned_N, rest_N, _ = prune_oracle.prune(
         grad_N,
-        residual_N,
-        torch.tensor(ranges),
-        torch.tensor(thresholds),
-        0.9,
+        Pruning(residual_N, torch.tensor(ranges), torch.tensor(thresholds), 0.9, key),
         DTYPE_CODES[value],
-        key,
     )
     expect(encoded, pruned_N, segments, kinds, value, 0)
     assert encoded.residual is not None
@@ -250,13 +247,9 @@ def test_pruning_far_into_a_bucket(codecs: Codecs, begin: int) -> None:
     found_N, rest_N = codecs.prune_tile(grad_N, residual_N, begin, threshold, 0.9, key)
     out_N, wanted_N, _ = prune_oracle.prune(
         grad_N,
-        residual_N,
-        torch.tensor([0, length]),
-        torch.tensor([threshold]),
-        0.9,
+        Pruning(residual_N, torch.tensor([0, length]), torch.tensor([threshold]), 0.9, key),
         DTYPE_CODES[torch.bfloat16],
-        key,
-        first_index=begin,
+        begin,
     )
     assert torch.equal(found_N.view(torch.int32), out_N.view(torch.int32))
     assert torch.equal(rest_N.view(torch.int16), wanted_N.view(torch.int16))

@@ -13,6 +13,7 @@ import torch
 
 from megatron_sparse.cuda_ext import hash_ops, row_sparse_ops
 from megatron_sparse.cuda_ext.arguments import refusing
+from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from tests.cuda_emulator.codec_cases import gradient
@@ -174,14 +175,17 @@ def test_elements_and_sums(kernels: HashOps, dtype: torch.dtype, kind: type) -> 
         nnz = hash_ops.bitmap_pack(values_P, words, packed)
         values = packed[: nnz * values_P.element_size()]
         place = (partition, partitions, 11, h.index_set(partition, words.device))
-        wanted_K, _, found = hash_ops.bitmap_elements(words, nnz, numel, *place)
+        wanted_K, _, found = hash_ops.bitmap_elements(words, nnz, numel, BitmapPlace(*place))
         assert found == nnz
         got_K, status = kernels.hash_bitmap_elements(words, nnz, numel, *place)
         assert status.tolist() == [0, nnz]
         assert_same(got_K, wanted_K)
         sums_M = [torch.randn(numel, generator=generator(3)) for _ in range(2)]
         code = DTYPE_CODES[dtype]
-        assert hash_ops.bitmap_add_(sums_M[0], words, values, code, nnz, *place) == ("", nnz)
+        assert hash_ops.bitmap_add_(sums_M[0], words, values, code, nnz, BitmapPlace(*place)) == (
+            "",
+            nnz,
+        )
         status = kernels.hash_bitmap_add_(sums_M[1], words, values, code, nnz, *place)
         assert status.tolist() == [0, nnz]
         torch.testing.assert_close(sums_M[1], sums_M[0], rtol=0, atol=0, equal_nan=True)

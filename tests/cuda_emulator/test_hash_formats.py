@@ -16,7 +16,7 @@ from megatron_sparse.formats.hierarchical_hash import hierarchical_hash, split
 from megatron_sparse.formats.message import WIRE_CODES
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
-from tests.cuda_emulator.codec_cases import EPOCH, Place, gradient
+from tests.cuda_emulator.codec_cases import STEP, Place, gradient
 
 HASHES = (PermutationHash, IndexSetHash)
 DTYPE_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +75,9 @@ def test_algorithm_1_and_the_split_give_what_the_cpu_does(
 
 
 def records_of(h, partition: int, values_P: torch.Tensor) -> torch.Tensor:
-    return hash_bitmap.encode(values_P, h, partition, offset=16, epoch=EPOCH)
+    return hash_bitmap.encode(
+        values_P, PartitionRecord(h, partition, values_P.dtype, offset=16, step=STEP)
+    )
 
 
 @pytest.mark.parametrize("density", [0.0, 0.05, 1.0])
@@ -87,17 +89,17 @@ def test_bitmaps(place: Place, dtype: torch.dtype, kind: type, density: float) -
     wanted = records_of(h, 1, values_P)
     record = records_of(h, 1, place(values_P, 1))
     assert_same(record, wanted)
-    where = {"offset": 16, "epoch": EPOCH, "rank": 4}
+    where = {"offset": 16, "step": STEP, "rank": 4}
     for got, plain in zip(
-        hash_bitmap.decode(record, h, 1, dtype, **where),
-        hash_bitmap.decode(wanted, h, 1, dtype, **where),
+        hash_bitmap.decode(record, PartitionRecord(h, 1, dtype, **where)),
+        hash_bitmap.decode(wanted, PartitionRecord(h, 1, dtype, **where)),
         strict=True,
     ):
         assert_same(got, plain)
     acc_M = torch.randn(9001)
     sums_M = place(acc_M, 3)
-    hash_bitmap.decode_add_(acc_M, wanted, h, 1, dtype, **where)
-    hash_bitmap.decode_add_(sums_M, record, h, 1, dtype, **where)
+    hash_bitmap.decode_add_(acc_M, wanted, PartitionRecord(h, 1, dtype, **where))
+    hash_bitmap.decode_add_(sums_M, record, PartitionRecord(h, 1, dtype, **where))
     assert_same(sums_M, acc_M)
 
 
@@ -112,7 +114,10 @@ def test_a_bad_bitmap_has_the_same_error_and_adds_nothing(place: Place) -> None:
             acc_M = to(torch.ones(4000))
             with pytest.raises(WireFormatError) as caught:
                 hash_bitmap.decode_add_(
-                    acc_M, to(damaged), h, 0, torch.float32, offset=16, epoch=EPOCH, rank=6
+                    acc_M,
+                    to(damaged),
+                    PartitionRecord(h, 0, torch.float32, offset=16, step=STEP),
+                    rank=6,
                 )
             assert bool((acc_M == 1).all())
             texts.append(str(caught.value))
@@ -123,7 +128,7 @@ def test_a_bad_bitmap_has_the_same_error_and_adds_nothing(place: Place) -> None:
 @pytest.mark.parametrize("count", [0, 20, 300, 1500])
 def test_pairs(place: Place, count: int, kind: type) -> None:
     """As pairs, as a bitmap and dense."""
-    where = PartitionRecord(kind(3000, 2, 8), 1, torch.bfloat16, 0, EPOCH)
+    where = PartitionRecord(kind(3000, 2, 8), 1, torch.bfloat16, 0, STEP)
     chance = torch.Generator().manual_seed(count)
     position_K = torch.randperm(where.positions, generator=chance)[:count]
     index_K = where.partition_hash.element_at(1, position_K).sort().values
@@ -166,7 +171,7 @@ def test_row_sparse(place: Place, value_dtype: str) -> None:
     )
     assert_same(got.expand(on_gpu), wanted.expand(union_U))
 
-    part = RowPart(90, 6, value_dtype, part=1, parts=3, epoch=EPOCH)
+    part = RowPart(90, 6, value_dtype, part=1, parts=3, step=STEP)
     records = []
     for gradient_of in (wanted, got):
         positions = part.positions(gradient_of)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError, WireFormatError
@@ -23,16 +24,16 @@ from megatron_sparse.wire import (
     FORMAT_PICI,
     HEADER_BYTES,
 )
-from tests.cuda_emulator.codec_cases import EPOCH, Place, gradient
+from tests.cuda_emulator.codec_cases import STEP, Place, gradient
 from tests.cuda_emulator.emulated import DTYPE_CODES
 
 FORMS = {
-    "dense": {"form": FORMAT_DENSE},
-    "coo": {"form": FORMAT_COO},
-    "pici": {"form": FORMAT_PICI},
-    "pici_paper": {"form": FORMAT_PICI, "paper_order": True},
-    "blocks": {"form": FORMAT_BLOCKS, "block_size": 64},
-    "auto": {"form": FORMAT_ADAPTIVE},
+    "dense": {"record_format": FORMAT_DENSE},
+    "coo": {"record_format": FORMAT_COO},
+    "pici": {"record_format": FORMAT_PICI},
+    "pici_paper": {"record_format": FORMAT_PICI, "paper_order": True},
+    "blocks": {"record_format": FORMAT_BLOCKS, "block_size": 64},
+    "auto": {"record_format": FORMAT_ADAPTIVE},
 }
 # Empty, one element, a tile and one more, a tile and three less, a shard that is always dense.
 SEGMENTS = torch.tensor([0, 0, 1, 4098, 8191, 8300, 9001])
@@ -69,11 +70,17 @@ def test_encode(place: Place, form: str, density: float) -> None:
     dtype, code = dtypes[turn % 3], (turn // 3 + turn) % 3
     grad_N, out = gradient(NUMEL, density, dtype, seed=turn), room(code)
     nnz = counts(grad_N)
-    sizes = ops.encode(grad_N, SEGMENTS, KEEP, nnz, code, EPOCH, out[:-32], **FORMS[form])
+    sizes = ops.encode(
+        grad_N, Segments(SEGMENTS, KEEP), nnz, RecordSpec(code, STEP, **FORMS[form]), out[:-32]
+    )
     for shift, given in ((0, None), (3, nnz)):
         got = place(room(code))
         got_sizes = ops.encode(
-            place(grad_N, shift), SEGMENTS, KEEP, given, code, EPOCH, got[:-32], **FORMS[form]
+            place(grad_N, shift),
+            Segments(SEGMENTS, KEEP),
+            given,
+            RecordSpec(code, STEP, **FORMS[form]),
+            got[:-32],
         )
         assert_same_message(got, got_sizes, out, sizes)
 
@@ -82,8 +89,12 @@ def test_encode(place: Place, form: str, density: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
 def test_encode_every_pair_of_dtypes(place: Place, dtype: torch.dtype, code: int) -> None:
     grad_N, out, got = gradient(NUMEL, 0.1, dtype, seed=code), room(code), place(room(code))
-    sizes = ops.encode(grad_N, SEGMENTS, KEEP, counts(grad_N), code, EPOCH, out[:-32])
-    got_sizes = ops.encode(place(grad_N, 1), SEGMENTS, KEEP, None, code, EPOCH, got[:-32])
+    sizes = ops.encode(
+        grad_N, Segments(SEGMENTS, KEEP), counts(grad_N), RecordSpec(code, STEP), out[:-32]
+    )
+    got_sizes = ops.encode(
+        place(grad_N, 1), Segments(SEGMENTS, KEEP), None, RecordSpec(code, STEP), got[:-32]
+    )
     assert_same_message(got, got_sizes, out, sizes)
 
 
@@ -114,31 +125,17 @@ def test_prune_encode(
     out, got = room(code), place(room(code))
     sizes, nnz = ops.prune_encode(
         grad_N,
-        residual_N,
-        ranges,
-        thresholds_R,
-        SEGMENTS,
-        KEEP,
-        0.9,
-        code,
-        key,
-        EPOCH,
+        Pruning(residual_N, ranges, thresholds_R, 0.9, key),
+        Segments(SEGMENTS, KEEP),
+        RecordSpec(code, STEP, **FORMS[form]),
         out[:-32],
-        **FORMS[form],
     )
     got_sizes, got_nnz = ops.prune_encode(
         grad,
-        rest,
-        ranges,
-        place(thresholds_R),
-        SEGMENTS,
-        KEEP,
-        0.9,
-        code,
-        key,
-        EPOCH,
+        Pruning(rest, ranges, place(thresholds_R), 0.9, key),
+        Segments(SEGMENTS, KEEP),
+        RecordSpec(code, STEP, **FORMS[form]),
         got[:-32],
-        **FORMS[form],
     )
     assert_same_message(got, got_sizes, out, sizes)
     assert got_nnz.tolist() == nnz.tolist()
@@ -149,7 +146,9 @@ def test_prune_encode(
 def message_of(form: str, code: int, density: float = 0.05) -> torch.Tensor:
     grad_N, out = gradient(NUMEL, density, list(DTYPE_CODES)[code], seed=code), room(code)
     nnz = counts(grad_N)
-    sizes = ops.encode(grad_N, SEGMENTS, KEEP, nnz, code, EPOCH, out[:-32], **FORMS[form])
+    sizes = ops.encode(
+        grad_N, Segments(SEGMENTS, KEEP), nnz, RecordSpec(code, STEP, **FORMS[form]), out[:-32]
+    )
     return out[: int(sizes.sum())].clone()
 
 
@@ -160,10 +159,12 @@ def test_decode_add(place: Place, form: str, fresh: bool) -> None:
     message, base, acc_M = message_of(form, code), 5, torch.randn(NUMEL + 20)
     got = place(acc_M, 2)
     for target, records in ((acc_M, message), (got, place(message))):
-        ops.decode_add_(target[base:], records, SEGMENTS, code, EPOCH, 0, rank=0, fresh=fresh)
+        ops.decode_add_(
+            target[base:], records, Expected(SEGMENTS, code, STEP, rank=0), 0, fresh=fresh
+        )
     assert torch.equal(got.cpu().view(torch.int32), acc_M.view(torch.int32))
     with pytest.raises(WireFormatError, match="rank 3: field offset"):
-        ops.decode_add_(got, place(message), SEGMENTS + base, code, EPOCH, 0, rank=3)
+        ops.decode_add_(got, place(message), Expected(SEGMENTS + base, code, STEP, rank=3), 0)
 
 
 def damages(message: torch.Tensor) -> list[torch.Tensor]:
@@ -183,7 +184,7 @@ def test_a_bad_message_has_the_same_error_and_adds_nothing(place: Place, form: s
         for to in (torch.clone, place):
             acc = to(torch.ones(NUMEL))
             try:
-                ops.decode_add_(acc, to(damaged), SEGMENTS, 0, EPOCH, 0, rank=6)
+                ops.decode_add_(acc, to(damaged), Expected(SEGMENTS, 0, STEP, rank=6), 0)
                 outcomes.append("no error")
             except WireFormatError as error:
                 outcomes.append(str(error))
@@ -196,59 +197,67 @@ def test_what_does_not_fit_is_refused(place: Place) -> None:
     grad, residual = place(grad_N), place(torch.zeros(NUMEL))
     small = place(torch.zeros(1000, dtype=torch.uint8))
     with pytest.raises(ExtensionError, match="the output buffer is too small"):
-        ops.encode(grad, SEGMENTS, KEEP, None, 0, EPOCH, small)
+        ops.encode(grad, Segments(SEGMENTS, KEEP), None, RecordSpec(0, STEP), small)
     ranges, thresholds_R = SEGMENTS[[0, -1]], place(torch.zeros(1))
     with pytest.raises(ExtensionError, match="the output buffer is too small"):
         ops.prune_encode(
-            grad, residual, ranges, thresholds_R, SEGMENTS, KEEP, 1.0, 0, 1, EPOCH, small
+            grad,
+            Pruning(residual, ranges, thresholds_R, 1.0, 1),
+            Segments(SEGMENTS, KEEP),
+            RecordSpec(0, STEP),
+            small,
         )
     assert not residual.any(), "a refused call changed the residual"
     wrong = counts(grad_N) + torch.tensor([0, 0, 0, 0, 1, 0])
     with pytest.raises(ExtensionError, match="nnz of segment 4 is not what the gradient holds"):
-        ops.encode(grad, SEGMENTS, KEEP, wrong, 0, EPOCH, place(room(0)))
+        ops.encode(grad, Segments(SEGMENTS, KEEP), wrong, RecordSpec(0, STEP), place(room(0)))
     with pytest.raises(ExtensionError, match="scratch is not used on CUDA"):
-        ops.encode(grad, SEGMENTS, KEEP, None, 0, EPOCH, place(room(0)), torch.zeros(8))
-    with pytest.raises(ExtensionError, match="epoch is out of range"):
-        ops.encode(grad, SEGMENTS, KEEP, None, 0, -1, place(room(0)))
+        ops.encode(
+            grad,
+            Segments(SEGMENTS, KEEP),
+            None,
+            RecordSpec(0, STEP),
+            place(room(0)),
+            torch.zeros(8),
+        )
+    with pytest.raises(ExtensionError, match="step is out of range"):
+        ops.encode(grad, Segments(SEGMENTS, KEEP), None, RecordSpec(0, -1), place(room(0)))
     message = place(message_of("coo", 0))
     with pytest.raises(ExtensionError, match="the segments do not lie in acc"):
-        ops.decode_add_(place(torch.zeros(NUMEL - 1)), message, SEGMENTS, 0, EPOCH, 0, rank=0)
+        ops.decode_add_(
+            place(torch.zeros(NUMEL - 1)), message, Expected(SEGMENTS, 0, STEP, rank=0), 0
+        )
 
 
 def test_an_empty_bucket(place: Place) -> None:
     nothing = torch.zeros(0)
     offsets, keep = torch.tensor([0]), torch.zeros(0, dtype=torch.uint8)
     out = place(torch.full((16,), FILL, dtype=torch.uint8))
-    assert ops.encode(place(nothing), offsets, keep, None, 0, EPOCH, out).tolist() == []
+    assert (
+        ops.encode(place(nothing), Segments(offsets, keep), None, RecordSpec(0, STEP), out).tolist()
+        == []
+    )
     sizes, nnz = ops.prune_encode(
         place(nothing),
-        place(nothing),
-        offsets,
-        place(nothing),
-        offsets,
-        keep,
-        1.0,
-        0,
-        1,
-        EPOCH,
+        Pruning(place(nothing), offsets, place(nothing), 1.0, 1),
+        Segments(offsets, keep),
+        RecordSpec(0, STEP),
         out,
     )
     assert (sizes.tolist(), nnz.tolist()) == ([], [])
-    ops.decode_add_(place(nothing), out[:0], offsets, 0, EPOCH, 0, rank=0)
+    ops.decode_add_(place(nothing), out[:0], Expected(offsets, 0, STEP, rank=0), 0)
     assert bool((out == FILL).all())
 
 
 def test_a_gradient_on_the_cpu_needs_its_counts() -> None:
     with pytest.raises(ExtensionError, match="nnz is missing"):
-        ops.encode(torch.zeros(NUMEL), SEGMENTS, KEEP, None, 0, EPOCH, room(0))
+        ops.encode(torch.zeros(NUMEL), Segments(SEGMENTS, KEEP), None, RecordSpec(0, STEP), room(0))
     with pytest.raises(ExtensionError, match="grad is on the wrong device"):
         ops.encode(
             torch.zeros(NUMEL, device="meta"),
-            SEGMENTS,
-            KEEP,
+            Segments(SEGMENTS, KEEP),
             None,
-            0,
-            EPOCH,
+            RecordSpec(0, STEP),
             torch.zeros(8, dtype=torch.uint8, device="meta"),
         )
 
@@ -277,39 +286,23 @@ def test_prune_encode_with_a_capacity(
     grad_N = gradient(NUMEL, 1.0, dtype, seed=number)
     residual_N = torch.randn(NUMEL, generator=torch.Generator().manual_seed(number)) * 0.5
     residual_N = residual_N.to(residual_dtype)
-    slots_S = Slots.of(SEGMENTS, KEEP, LIMITS[limit], code, form["form"]).offsets
+    slots_S = Slots.of(SEGMENTS, KEEP, LIMITS[limit], code, form["record_format"]).offsets
     grad, rest = place(grad_N, number % 5), place(residual_N, number % 7)
     out, got = room(code), place(room(code))
     limits = {"capacity_S": LIMITS[limit], "slots_S": slots_S}
     sizes, nnz = ops.prune_encode(
         grad_N,
-        residual_N,
-        ranges,
-        thresholds_R,
-        SEGMENTS,
-        KEEP,
-        0.9,
-        code,
-        key,
-        EPOCH,
+        Pruning(residual_N, ranges, thresholds_R, 0.9, key),
+        Segments(SEGMENTS, KEEP),
+        RecordSpec(code, STEP, **form, **limits),
         out[:-32],
-        **form,
-        **limits,
     )
     got_sizes, got_nnz = ops.prune_encode(
         grad,
-        rest,
-        ranges,
-        place(thresholds_R),
-        SEGMENTS,
-        KEEP,
-        0.9,
-        code,
-        key,
-        EPOCH,
+        Pruning(rest, ranges, place(thresholds_R), 0.9, key),
+        Segments(SEGMENTS, KEEP),
+        RecordSpec(code, STEP, **form, **limits),
         got[:-32],
-        **form,
-        **limits,
     )
     assert got_sizes.tolist() == sizes.tolist()
     assert got_nnz.tolist() == nnz.tolist()
@@ -321,25 +314,37 @@ def test_encode_and_decode_in_slots(place: Place) -> None:
     for code, (name, form) in enumerate(list(FORMS.items())[1:3]):
         grad_N = gradient(NUMEL, 0.05, list(DTYPE_CODES)[code], seed=code)
         most = torch.full((6,), 400)
-        slots_S = Slots.of(SEGMENTS, KEEP, most, code, form["form"]).offsets
+        slots_S = Slots.of(SEGMENTS, KEEP, most, code, form["record_format"]).offsets
         out, got = room(code), place(room(code))
         ops.encode(
-            grad_N, SEGMENTS, KEEP, counts(grad_N), code, EPOCH, out, slots_S=slots_S, **form
+            grad_N,
+            Segments(SEGMENTS, KEEP, slots_S),
+            counts(grad_N),
+            RecordSpec(code, STEP, **form),
+            out,
         )
-        ops.encode(place(grad_N), SEGMENTS, KEEP, None, code, EPOCH, got, slots_S=slots_S, **form)
+        ops.encode(
+            place(grad_N),
+            Segments(SEGMENTS, KEEP, slots_S),
+            None,
+            RecordSpec(code, STEP, **form),
+            got,
+        )
         assert torch.equal(got.cpu(), out), name
         message = out[: int(slots_S[-1])]
         acc_N = torch.randn(NUMEL)
         acc = place(acc_N, 1)
         for target, records in ((acc_N, message), (acc, place(message))):
-            ops.decode_add_(target, records, SEGMENTS, code, EPOCH, 0, rank=0, slots_S=slots_S)
+            ops.decode_add_(
+                target, records, Expected(SEGMENTS, code, STEP, rank=0, slots=slots_S), 0
+            )
         assert torch.equal(acc.cpu().view(torch.int32), acc_N.view(torch.int32)), name
 
 
 def test_a_bad_message_in_slots_has_the_same_error(place: Place) -> None:
     slots_S = Slots.of(SEGMENTS, KEEP, torch.full((6,), 400), 0, FORMAT_COO).offsets
     grad_N, out = gradient(NUMEL, 0.05, torch.float32), room(0)
-    ops.encode(grad_N, SEGMENTS, KEEP, counts(grad_N), 0, EPOCH, out, slots_S=slots_S)
+    ops.encode(grad_N, Segments(SEGMENTS, KEEP, slots_S), counts(grad_N), RecordSpec(0, STEP), out)
     message = out[: int(slots_S[-1])].clone()
     narrow = slots_S.clone()
     narrow[1:] -= 16  # shorter than a header
@@ -351,7 +356,9 @@ def test_a_bad_message_in_slots_has_the_same_error(place: Place) -> None:
         for to in (torch.clone, place):
             acc = to(torch.ones(NUMEL))
             try:
-                ops.decode_add_(acc, to(damaged), SEGMENTS, 0, EPOCH, 0, rank=6, slots_S=slots)
+                ops.decode_add_(
+                    acc, to(damaged), Expected(SEGMENTS, 0, STEP, rank=6, slots=slots), 0
+                )
                 outcomes.append("no error")
             except WireFormatError as error:
                 outcomes.append(str(error))
@@ -378,17 +385,10 @@ def test_bad_limits_are_refused(place: Place, problem: str) -> None:
     with pytest.raises(ExtensionError, match=problem):
         ops.prune_encode(
             grad,
-            rest,
-            ranges,
-            thresholds_R,
-            SEGMENTS,
-            KEEP,
-            1.0,
-            0,
-            1,
-            EPOCH,
+            Pruning(rest, ranges, thresholds_R, 1.0, 1),
+            Segments(SEGMENTS, KEEP),
+            RecordSpec(0, STEP, **BAD_LIMITS[problem]),
             out,
-            **BAD_LIMITS[problem],
         )
     assert not rest.any(), "a refused call changed the residual"
 
@@ -398,13 +398,10 @@ def test_a_sum_that_does_not_fit_its_slot_is_refused(place: Place) -> None:
     with pytest.raises(ExtensionError, match="the slot of segment 2 is too small"):
         ops.encode(
             place(torch.ones(NUMEL)),
-            SEGMENTS,
-            KEEP,
+            Segments(SEGMENTS, KEEP, slots_S),
             None,
-            0,
-            EPOCH,
+            RecordSpec(0, STEP),
             place(room(0)),
-            slots_S=slots_S,
         )
 
 
@@ -415,65 +412,56 @@ def test_what_calls_report_is_read_together(place: Place) -> None:
     grad, out = place(gradient(NUMEL, 1.0, torch.float32)), place(room(0))
     _, nnz_S = ops.prune_encode(
         grad,
-        place(torch.zeros(NUMEL)),
-        SEGMENTS[[0, -1]],
-        place(torch.zeros(1)),
-        SEGMENTS,
-        KEEP,
-        1.0,
-        0,
-        -1,
-        EPOCH,
+        Pruning(
+            place(torch.zeros(NUMEL)),
+            SEGMENTS[[0, -1]],
+            place(torch.zeros(1)),
+            1.0,
+            -1,
+            LIMITS["some"],
+        ),
+        Segments(SEGMENTS, KEEP, slots_S),
+        RecordSpec(0, STEP),
         out,
-        capacity_S=LIMITS["some"],
-        slots_S=slots_S,
         reports=reports,
     )
     reports.add(nnz_S, found.append, is_status=False)
     acc, message = place(torch.zeros(NUMEL)), out[: int(slots_S[-1])]
-    ops.decode_add_(acc, message, SEGMENTS, 0, EPOCH, 0, rank=3, slots_S=slots_S, reports=reports)
+    ops.decode_add_(
+        acc, message, Expected(SEGMENTS, 0, STEP, rank=3, slots=slots_S), 0, reports=reports
+    )
     sent = place(message.cpu())
     reports.spoil_(sent)
     assert torch.equal(sent, message), "so far all is well"
     ops.decode_add_(
         acc,
         place(message.cpu()),
-        SEGMENTS,
+        Expected(SEGMENTS, 0, STEP + 1, rank=4, slots=slots_S),
         0,
-        EPOCH + 1,
-        0,
-        rank=4,
-        slots_S=slots_S,
         reports=reports,
     )
     ops.encode(
         place(torch.ones(NUMEL)),
-        SEGMENTS,
-        KEEP,
+        Segments(SEGMENTS, KEEP, slots_S),
         None,
-        0,
-        EPOCH,
+        RecordSpec(0, STEP),
         place(room(0)),
-        slots_S=slots_S,
         reports=reports,
     )
     reports.spoil_(sent)
-    with pytest.raises(WireFormatError, match="rank 4: field epoch"):
+    with pytest.raises(WireFormatError, match="rank 4: field step"):
         reports.read()
     assert found[0].tolist() == nnz_S.cpu().tolist()
     assert bool((found[0] > 0).any())
     with pytest.raises(WireFormatError, match="rank 5: field magic"):
-        ops.decode_add_(acc, sent, SEGMENTS, 0, EPOCH, 0, rank=5, slots_S=slots_S)
+        ops.decode_add_(acc, sent, Expected(SEGMENTS, 0, STEP, rank=5, slots=slots_S), 0)
     reports.read()  # everything has been looked at
     ops.encode(
         place(torch.ones(NUMEL)),
-        SEGMENTS,
-        KEEP,
+        Segments(SEGMENTS, KEEP, slots_S),
         None,
-        0,
-        EPOCH,
+        RecordSpec(0, STEP),
         place(room(0)),
-        slots_S=slots_S,
         reports=reports,
     )
     with pytest.raises(ExtensionError, match="the slot of segment"):

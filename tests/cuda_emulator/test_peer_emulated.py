@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
+from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import message, peer
 from megatron_sparse.wire import (
@@ -140,7 +141,7 @@ def test_what_is_not_a_number_or_zero(codecs: Codecs) -> None:
 @pytest.mark.parametrize("form", [FORMAT_ADAPTIVE, FORMAT_COO, FORMAT_PICI, FORMAT_DENSE])
 def test_formats_are_decided_by_shard_on_the_device(codecs: Codecs, form: int) -> None:
     codecs.schedule(RANDOM, 5, resident_blocks=6, multiprocessors=6)
-    layout = uneven_layout(3, form=form)
+    layout = uneven_layout(3, record_format=form)
     cluster = PeerCluster(codecs, layout, torch.float32)
     grads = gradients(layout, (0.01, 0.2, 0.35), torch.float32, seed=5)
     thresholds = (0.3, 0.4)
@@ -174,13 +175,16 @@ def test_formats_are_decided_by_shard_on_the_device(codecs: Codecs, form: int) -
     assert seen == expected.get(form, {FORMAT_DENSE, form})
 
 
-def records_of(layout: PeerLayout, grad_N: torch.Tensor, epoch: int = 7) -> list[bytes]:
+def records_of(layout: PeerLayout, grad_N: torch.Tensor, step: int = 7) -> list[bytes]:
     """A message as selection makes it, by the oracle's codec."""
     keep = (layout.segment_kinds == FORMAT_DENSE).to(torch.uint8)
     pieces = grad_N.split(layout.segment_offsets.diff().tolist())
     nnz = torch.tensor([int(piece.count_nonzero()) for piece in pieces])
     return message.encode(
-        grad_N, layout.segment_offsets, keep, nnz, layout.value_dtype, epoch, form=FORMAT_ADAPTIVE
+        grad_N,
+        Segments(layout.segment_offsets, keep),
+        nnz,
+        RecordSpec(layout.value_dtype, step, record_format=FORMAT_ADAPTIVE),
     )
 
 
@@ -212,13 +216,13 @@ def test_areas_alternate_so_that_a_late_reader_still_finds_the_last_one(codecs: 
     before: torch.Tensor | None = None
     for turn in range(4):
         grads = gradients(cluster.layout, (0.1,), torch.float32, seed=turn)
-        found = cluster.run(Operation.REDUCE_SCATTER, grads, epoch=turn)
+        found = cluster.run(Operation.REDUCE_SCATTER, grads, step=turn)
         check(cluster, Operation.REDUCE_SCATTER, grads, found, torch.float32)
         if before is not None:
             assert torch.equal(before, cluster.message_area(0, turn % 2))
         before = cluster.message_area(0, (turn + 1) % 2).clone()
         header = Header.unpack(before[:HEADER_BYTES].numpy().tobytes(), 0)
-        assert header.epoch == turn
+        assert header.step == turn
 
 
 @pytest.mark.parametrize("shift", [1, 3])

@@ -19,7 +19,7 @@ from tests.cuda_emulator.emulated_peer import PeerCluster
 from tests.cuda_emulator.peer_cases import check, gradients, uneven_layout
 from tests.cuda_emulator.test_peer_emulated import records_of
 
-EPOCH = 7
+STEP = 7
 SHORT_S = 0.5
 """A deadline that is to pass. Where all ranks are in one launch none comes late by itself."""
 
@@ -27,7 +27,7 @@ SHORT_S = 0.5
 def error_of(cluster: PeerCluster, rank: int) -> MegatronSparseError:
     """What a rank's error words become; fails where they say that all is well."""
     with pytest.raises(MegatronSparseError) as caught:
-        look_at(cluster.error(rank), cluster.layout, rank, cluster.deadline_s, "b0", EPOCH)
+        look_at(cluster.error(rank), cluster.layout, rank, cluster.deadline_s, "b0", STEP)
     return caught.value
 
 
@@ -143,7 +143,7 @@ DAMAGE = [
     (FORMAT_COO, 0, "I", 1, "magic"),
     (FORMAT_COO, 44, "I", 1, "checksum"),
     (FORMAT_COO, 6, "B", 1, "dtype"),
-    (FORMAT_COO, 40, "I", 99, "epoch"),
+    (FORMAT_COO, 40, "I", 99, "step"),
     (FORMAT_COO, 8, "Q", 1, "numel"),
     (FORMAT_COO, 16, "Q", 2**40, "nnz"),
     (FORMAT_COO, 48, "I", 2**31, "indices"),

@@ -17,9 +17,10 @@ from megatron_sparse.collectives.peer_two_shot import peer_layout
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import peer_ops
 from megatron_sparse.cuda_ext.peer_ops import MAX_PEERS, Operation
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import CommunicationError, ConfigError, ExtensionError
 from megatron_sparse.formats.capacity import segment_capacity
-from megatron_sparse.formats.message import Message, MessageBuffers, prune_encode
+from megatron_sparse.formats.message import Message, MessageBuffers, prune_encode, record_spec
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reference import peer
 from megatron_sparse.transport import Transport
@@ -51,7 +52,7 @@ class EmulatedPeerOp:
         cuts: torch.Tensor,
         message_slots: torch.Tensor | None,
         value_dtype: int,
-        epoch: int,
+        step: int,
         message_density: float,
         sum_density: float,
         in_order_of_coming: bool,
@@ -77,7 +78,7 @@ class EmulatedPeerOp:
             ctypes.addressof(ranks),
             DTYPE_CODES[out.dtype],
             value_dtype,
-            epoch,
+            step,
             message_density,
             sum_density,
             in_order_of_coming,
@@ -145,16 +146,9 @@ def selected(bucket: Bucket, threshold: float, capacity: float | None) -> Messag
     return prune_encode(
         bucket,
         layout,
-        residual_N,
-        thresholds_R,
-        1.0,
-        "fp32",
-        0,
-        5,
+        Pruning(residual_N, layout.range_offsets, thresholds_R, 1.0, 0, capacity_S),
+        record_spec("fp32", 5, "auto", 256),
         MessageBuffers(),
-        "auto",
-        256,
-        capacity_S,
     )
 
 

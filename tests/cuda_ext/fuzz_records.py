@@ -27,6 +27,7 @@ import torch
 
 from megatron_sparse import cuda_ext
 from megatron_sparse.cuda_ext import fakes, ops
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs, row_sparse
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
@@ -38,7 +39,7 @@ from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_COO, FORMAT_DENSE, FORMAT
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOSTILE = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, -1e-40, 3e38, 65504.0, 1.0, -3.0)
 NUMELS = (0, 1, 2, 63, 64, 65, 4095, 4096, 4097)
-EPOCH, OFFSET = 7, 1000
+STEP, OFFSET = 7, 1000
 UNTOUCHED = 0.5
 FORM_AT = 68  # in a record of a hash partition; docs/wire-format.md
 
@@ -140,23 +141,25 @@ def decode_message(rng: random.Random) -> bool:
     slots = torch.tensor([0, out.numel()]) if rng.random() < 0.3 else None
     size = ops.encode(
         grad,
-        offsets,
-        dense,
+        Segments(offsets, dense, slots),
         nnz,
-        code,
-        EPOCH,
+        RecordSpec(
+            code,
+            STEP,
+            record_format=rng.choice((FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)),
+            paper_order=rng.random() < 0.5,
+            block_size=rng.choice((64, 256, 4096)),
+        ),
         out,
-        form=rng.choice((FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)),
-        paper_order=rng.random() < 0.5,
-        block_size=rng.choice((64, 256, 4096)),
-        slots_S=slots,
     )
     message, intact = damaged(rng, out[: int(size)] if slots is None else out)
     acc = torch.full((numel,), UNTOUCHED)
 
     def decode() -> None:
         fresh = intact or rng.random() < 0.5
-        ops.decode_add_(acc, message, offsets, code, EPOCH, 0, rank=0, fresh=fresh, slots_S=slots)
+        ops.decode_add_(
+            acc, message, Expected(offsets, code, STEP, rank=0, slots=slots), 0, fresh=fresh
+        )
         if intact:
             assert torch.equal(acc.nan_to_num(), (grad.float() + 0).nan_to_num())
 
@@ -169,7 +172,13 @@ def decode_arguments(rng: random.Random) -> bool:
     out = torch.empty(ops.message_capacity(torch.tensor([0, numel]), 0), dtype=torch.uint8)
     counts, dense = torch.tensor([numel]), torch.zeros(1, dtype=torch.uint8)
     offsets = torch.tensor([0, numel])
-    size = ops.encode(torch.ones(numel), offsets, dense, counts, 0, EPOCH, out, form=FORMAT_DENSE)
+    size = ops.encode(
+        torch.ones(numel),
+        Segments(offsets, dense),
+        counts,
+        RecordSpec(0, STEP, record_format=FORMAT_DENSE),
+        out,
+    )
     acc = torch.full((numel,), UNTOUCHED)
     message, base = out[: int(size)].clone(), 0
     match rng.randrange(8):
@@ -190,7 +199,7 @@ def decode_arguments(rng: random.Random) -> bool:
         case _:
             base = rng.choice((-1, 1, 2**40, -(2**63), 2**63 - 1))
     try:
-        ops.decode_add_(acc, message, offsets, 0, EPOCH, base, rank=0)
+        ops.decode_add_(acc, message, Expected(offsets, 0, STEP, rank=0), base)
     except (ExtensionError, WireFormatError):
         return True
     return False
@@ -201,7 +210,7 @@ def _partition(rng: random.Random) -> PartitionRecord:
     kind = rng.choice((PermutationHash, IndexSetHash))
     h0 = kind(numel, partitions, rng.randrange(2**20))
     dtype = rng.choice(list(DTYPES.values()))
-    return PartitionRecord(h0, rng.randrange(partitions), dtype, OFFSET, EPOCH)
+    return PartitionRecord(h0, rng.randrange(partitions), dtype, OFFSET, STEP)
 
 
 def decode_bitmap(rng: random.Random) -> bool:
@@ -209,23 +218,29 @@ def decode_bitmap(rng: random.Random) -> bool:
     place = _partition(rng)
     values = make_values(rng, place.positions, place.value_dtype)
     h0, partition, dtype = place.partition_hash, place.partition, place.value_dtype
-    record = hash_bitmap.encode(values, h0, partition, offset=OFFSET, epoch=EPOCH)
+    record = hash_bitmap.encode(
+        values, PartitionRecord(h0, partition, values.dtype, offset=OFFSET, step=STEP)
+    )
     if rng.random() < 0.1 and 0 < place.positions <= 64 and record[FORM_AT] == FORM_BITMAP:
         move_bit(rng, record, place)
         record, intact = record.clone(), False
     else:
         record, intact = damaged(rng, record)
     acc_M, acc_P = torch.full((h0.numel,), UNTOUCHED), torch.full((place.positions,), UNTOUCHED)
-    where = {"offset": OFFSET, "epoch": EPOCH, "rank": 0}
+    where = {"offset": OFFSET, "step": STEP, "rank": 0}
 
     def decode() -> None:
         match rng.randrange(3):
             case 0:
-                elements, found = hash_bitmap.decode(record, h0, partition, dtype, **where)
+                elements, found = hash_bitmap.decode(
+                    record, PartitionRecord(h0, partition, dtype, **where)
+                )
                 assert elements.numel() == found.numel()
                 assert bool(((elements >= 0) & (elements < h0.numel)).all())
             case 1:
-                hash_bitmap.decode_add_(acc_M, record, h0, partition, dtype, **where)
+                hash_bitmap.decode_add_(
+                    acc_M, record, PartitionRecord(h0, partition, dtype, **where)
+                )
             case _:
                 hash_bitmap.accumulate_(acc_P, record, place, rank=0)
                 if intact:
@@ -256,7 +271,7 @@ def decode_rows(rng: random.Random) -> bool:
     """A row-sparse record, and what is made of its indices: union, match, expansion."""
     parts, num_rows = rng.choice((1, 2, 3)), rng.choice((1, 2, 40, 2**31 + 1))
     name, columns = rng.choice(list(DTYPES)), rng.choice((1, 3, 16))
-    part = RowPart(num_rows, columns, name, rng.randrange(parts), parts, EPOCH)
+    part = RowPart(num_rows, columns, name, rng.randrange(parts), parts, STEP)
     wanted = sorted({rng.randrange(num_rows) for _ in range(rng.choice((0, 1, 20)))})
     rows = make_values(rng, len(wanted) * columns, DTYPES[name]).view(-1, columns)
     gradient = RowSparse(torch.tensor(wanted, dtype=torch.int64), rows, num_rows)

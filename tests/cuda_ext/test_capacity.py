@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.header import Header
@@ -30,7 +31,7 @@ from tests.cuda_ext import cases
 from tests.formats.test_formats import FORMS
 
 KEY = 0x1234_5678_9ABC_DEF0
-EPOCH = 7
+STEP = 7
 CHUNK = 8 * 4096
 TYPES = [
     (torch.float32, torch.float32, 0),
@@ -44,9 +45,9 @@ TYPES = [
 
 def slots_of(segments, dense, capacity, wire, form):
     """Places for the records, if this form has them."""
-    if FORMS[form]["form"] == FORMAT_BLOCKS:
+    if FORMS[form]["record_format"] == FORMAT_BLOCKS:
         return None
-    return Slots.of(segments, dense, capacity, wire, FORMS[form]["form"]).offsets
+    return Slots.of(segments, dense, capacity, wire, FORMS[form]["record_format"]).offsets
 
 
 def padded_message(records, slots):
@@ -61,11 +62,13 @@ def padded_message(records, slots):
 def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, form, capacity):
     """Against the oracle: message, residual and counts, on every instruction set."""
     sent, rest = prune_limited(
-        grad, residual, ranges, thresholds, leak, wire, key, segments, capacity
+        grad, Pruning(residual, ranges, thresholds, leak, key, capacity), wire, segments
     )
     nnz = cases.count_nonzero(sent, segments)
     assert bool((nnz <= capacity).all())
-    records = message_oracle.encode(sent, segments, dense, nnz, wire, EPOCH, **FORMS[form])
+    records = message_oracle.encode(
+        sent, Segments(segments, dense), nnz, RecordSpec(wire, STEP, **FORMS[form])
+    )
     slots = slots_of(segments, dense, capacity, wire, form)
     expected = padded_message(records, slots)
     for isa in cases.ISAS:
@@ -75,19 +78,10 @@ def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, 
             out = torch.full((room + 64,), 0xFF, dtype=torch.uint8)
             sizes, got_nnz = ops.prune_encode(
                 grad,
-                got_rest,
-                ranges,
-                thresholds,
-                segments,
-                dense,
-                leak,
-                wire,
-                key,
-                EPOCH,
+                Pruning(got_rest, ranges, thresholds, leak, key, capacity),
+                Segments(segments, dense, slots),
+                RecordSpec(wire, STEP, **FORMS[form]),
                 out[:room],
-                capacity_S=capacity,
-                slots_S=slots,
-                **FORMS[form],
             )
         where = f"{isa} {form} {capacity.tolist()}"
         assert got_nnz.tolist() == nnz.tolist(), where
@@ -140,7 +134,7 @@ def test_overflow_in_any_chunk_whatever_the_threads(form):
         finally:
             torch.set_num_threads(before)
         acc = torch.full((numel,), math.nan)
-        ops.decode_add_(acc, out, segments, 0, EPOCH, 0, rank=0, fresh=True, slots_S=slots)
+        ops.decode_add_(acc, out, Expected(segments, 0, STEP, rank=0, slots=slots), 0, fresh=True)
         assert torch.equal(acc, sent)
         # Leak 1, fp32: nothing is lost, to the bit.
         assert torch.equal(sent + rest, grad + residual)
@@ -179,14 +173,20 @@ def test_nothing_is_lost(values, threshold, pieces, most, form):
 def test_enough_capacity_changes_no_byte(form):
     grad = cases.make("spread", 5000, torch.float32, seed=5)
     segments, dense = torch.tensor([0, 4500, 5000]), torch.zeros(2, dtype=torch.uint8)
-    call = (torch.tensor([0, 5000]), torch.tensor([1e-2]), segments, dense, 1.0, 0, KEY, EPOCH)
+    whole, limits = torch.tensor([0, 5000]), torch.tensor([1e-2])
+    call = (Segments(segments, dense), RecordSpec(0, STEP, **FORMS[form]))
     outs = []
     _, nnz = ops.prune_encode(
-        grad, torch.zeros(5000), *call, torch.zeros(30_000, dtype=torch.uint8), **FORMS[form]
+        grad,
+        Pruning(torch.zeros(5000), whole, limits, 1.0, KEY),
+        *call,
+        torch.zeros(30_000, dtype=torch.uint8),
     )
     for capacity in (None, nnz, nnz + 5):
         rest, out = torch.zeros(5000), torch.zeros(30_000, dtype=torch.uint8)
-        sizes, _ = ops.prune_encode(grad, rest, *call, out, capacity_S=capacity, **FORMS[form])
+        sizes, _ = ops.prune_encode(
+            grad, Pruning(rest, whole, limits, 1.0, KEY, capacity), *call, out
+        )
         outs.append((sizes.tolist(), out, rest))
     for sizes, out, rest in outs[1:]:
         assert sizes == outs[0][0]
@@ -203,20 +203,13 @@ def test_infinity_and_nan_are_not_held_back(poison):
         rest, out = torch.zeros(100), torch.zeros(448, dtype=torch.uint8)
         sizes, _ = ops.prune_encode(
             grad,
-            rest,
-            whole,
-            torch.tensor([0.5]),
-            whole,
-            no,
-            1.0,
-            0,
-            -1,
-            0,
+            Pruning(rest, whole, torch.tensor([0.5]), 1.0, -1, torch.tensor([most])),
+            Segments(whole, no),
+            RecordSpec(0, 0),
             out,
-            capacity_S=torch.tensor([most]),
         )
         acc = torch.zeros(100)
-        ops.decode_add_(acc, out[: int(sizes.sum())], whole, 0, 0, 0, rank=0)
+        ops.decode_add_(acc, out[: int(sizes.sum())], Expected(whole, 0, 0, rank=0), 0)
         assert bool(acc[2].isnan()) == (most == 3)
         assert bool(rest[90].isnan()) == (most == 0)
         assert torch.equal(rest[91:], grad[91:])
@@ -235,7 +228,9 @@ def test_a_slot_has_room_for_every_record_and_no_more(form):
             for start, stop in pairwise(segments.tolist()):
                 grad[start : start + min(most, stop - start)] = 1
             nnz = cases.count_nonzero(grad, segments)
-            records = message_oracle.encode(grad, segments, dense, nnz, wire, EPOCH, form=form)
+            records = message_oracle.encode(
+                grad, Segments(segments, dense), nnz, RecordSpec(wire, STEP, record_format=form)
+            )
             assert places.sizes == tuple(len(record) for record in records)
 
 
@@ -245,18 +240,18 @@ def message_in_slots():
     dense, nnz = torch.zeros(2, dtype=torch.uint8), torch.tensor([1, 1])
     slots = Slots.of(segments, dense, torch.tensor([40, 40]), 0, FORMAT_COO).offsets
     out = torch.zeros(int(slots[-1]), dtype=torch.uint8)
-    ops.encode(grad, segments, dense, nnz, 0, EPOCH, out, slots_S=slots)
+    ops.encode(grad, Segments(segments, dense, slots), nnz, RecordSpec(0, STEP), out)
     return grad, segments, slots, out
 
 
 def test_encode_and_decode_in_slots():
     grad, segments, slots, out = message_in_slots()
     acc = torch.zeros(8192)
-    ops.decode_add_(acc, out, segments, 0, EPOCH, 0, rank=0, slots_S=slots)
+    ops.decode_add_(acc, out, Expected(segments, 0, STEP, rank=0, slots=slots), 0)
     assert torch.equal(acc, grad)
     # What lies behind a record is not looked at.
     out[int(slots[1]) - 16 : int(slots[1])] = 0xFF
-    ops.decode_add_(acc, out, segments, 0, EPOCH, 0, rank=0, slots_S=slots)
+    ops.decode_add_(acc, out, Expected(segments, 0, STEP, rank=0, slots=slots), 0)
     assert torch.equal(acc, 2 * grad)
 
 
@@ -269,46 +264,40 @@ def test_a_record_that_does_not_fit_its_slot_is_refused(problem):
         out = out[:-16]
     elif problem == "beyond its slot":
         # Valid, were it not for the slot: 200 entries where there is room for 40.
-        header = Header(FORMAT_COO, 0, 4096, 200, 1600, 0, EPOCH)
+        header = Header(FORMAT_COO, 0, 4096, 200, 1600, 0, STEP)
         out[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
     else:
         out = torch.cat([out[int(slots[1]) :], out[: int(slots[1])]])
     acc = torch.zeros(8192)
     field = "offset" if problem == "in another's slot" else "size"
     with pytest.raises(WireFormatError, match=f"rank 3: field {field}"):
-        ops.decode_add_(acc, out, segments, 0, EPOCH, 0, rank=3, slots_S=slots)
+        ops.decode_add_(acc, out, Expected(segments, 0, STEP, rank=3, slots=slots), 0)
     assert not acc.any()
 
 
 BAD_CALLS = {
-    "capacity has the wrong length": {"capacity_S": torch.tensor([1, 1])},
-    "capacity has the wrong dtype": {"capacity_S": torch.tensor([1.0])},
-    "capacity is out of range": {"capacity_S": torch.tensor([-1])},
-    "slots has the wrong length": {"slots_S": torch.tensor([0])},
-    "slots are no places of records": {"slots_S": torch.tensor([16, 160])},
-    "slots is not ascending": {"slots_S": torch.tensor([0, -16])},
-    "slot of segment 0 is too small": {"slots_S": torch.tensor([0, 64])},
-    "output buffer is too small": {"slots_S": torch.tensor([0, 160])},
+    "capacity has the wrong length": {"capacity": torch.tensor([1, 1])},
+    "capacity has the wrong dtype": {"capacity": torch.tensor([1.0])},
+    "capacity is out of range": {"capacity": torch.tensor([-1])},
+    "slots has the wrong length": {"slots": torch.tensor([0])},
+    "slots are no places of records": {"slots": torch.tensor([16, 160])},
+    "slots is not ascending": {"slots": torch.tensor([0, -16])},
+    "slot of segment 0 is too small": {"slots": torch.tensor([0, 64])},
+    "output buffer is too small": {"slots": torch.tensor([0, 160])},
 }
 
 
 @pytest.mark.parametrize("problem", BAD_CALLS)
 def test_a_refused_call_changes_nothing(problem):
     residual, whole = torch.full((8,), 0.5), torch.tensor([0, 8])
+    bad = BAD_CALLS[problem]
     with pytest.raises(ExtensionError, match=problem):
         ops.prune_encode(
             torch.ones(8),
-            residual,
-            whole,
-            torch.zeros(1),
-            whole,
-            torch.zeros(1, dtype=torch.uint8),
-            1.0,
-            0,
-            -1,
-            0,
+            Pruning(residual, whole, torch.zeros(1), 1.0, -1, bad.get("capacity")),
+            Segments(whole, torch.zeros(1, dtype=torch.uint8), bad.get("slots")),
+            RecordSpec(0, 0),
             torch.zeros(80, dtype=torch.uint8),
-            **BAD_CALLS[problem],
         )
     assert bool((residual == 0.5).all())
 
@@ -317,7 +306,13 @@ def test_a_sum_that_does_not_fit_its_slot_is_refused():
     whole, slots = torch.tensor([0, 800]), torch.tensor([0, 96])
     out, no = torch.zeros(3248, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     with pytest.raises(ExtensionError, match="slot of segment 0 is too small"):
-        ops.encode(torch.ones(800), whole, no, torch.tensor([800]), 0, EPOCH, out, slots_S=slots)
+        ops.encode(
+            torch.ones(800),
+            Segments(whole, no, slots),
+            torch.tensor([800]),
+            RecordSpec(0, STEP),
+            out,
+        )
     assert not out.any()
 
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megatron_sparse.cuda_ext import build, load, ops, ptxas, sources
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import DependencyError
 from tests.cuda_ext import cases
 
@@ -223,13 +224,15 @@ def test_large_messages_on_the_device(numel: int) -> None:
     out, held = torch.zeros(capacity, dtype=torch.uint8), grad_N.cuda()
     got = torch.zeros(capacity, dtype=torch.uint8, device="cuda")
     for form in (1, 2):
-        sizes = ops.encode(grad_N, offsets, keep, nnz, 0, 5, out, form=form)
+        sizes = ops.encode(
+            grad_N, Segments(offsets, keep), nnz, RecordSpec(0, 5, record_format=form), out
+        )
         for _ in range(5):
-            assert ops.encode(held, offsets, keep, None, 0, 5, got, form=form).tolist() == (
-                sizes.tolist()
-            )
+            assert ops.encode(
+                held, Segments(offsets, keep), None, RecordSpec(0, 5, record_format=form), got
+            ).tolist() == (sizes.tolist())
             used = int(sizes.sum())
             assert torch.equal(got[:used].cpu(), out[:used])
         acc_N = torch.full((numel,), torch.nan, device="cuda")
-        ops.decode_add_(acc_N, got[:used], offsets, 0, 5, 0, rank=0, fresh=True)
+        ops.decode_add_(acc_N, got[:used], Expected(offsets, 0, 5, rank=0), 0, fresh=True)
         torch.testing.assert_close(acc_N.cpu(), grad_N, rtol=0, atol=0, equal_nan=True)

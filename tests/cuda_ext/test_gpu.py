@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.reference import threshold as threshold_oracle
@@ -30,7 +31,9 @@ def test_prune(dtype, residual_dtype, wire, backend, monkeypatch):
         thresholds = torch.tensor([-1.0, math.inf, 1e-3, 1.0, cases.FLT_MAX])
         for kind, key in (("spread", 5), ("special", -1), ("special", 2**63 - 1)):
             grad, residual = cases.make(kind, numel, dtype), cases.make(kind, numel, residual_dtype)
-            expected = prune_oracle.prune(grad, residual, offsets, thresholds, 0.9, wire, key)
+            expected = prune_oracle.prune(
+                grad, Pruning(residual, offsets, thresholds, 0.9, key), wire
+            )
             for place in (torch.clone, cases.unaligned):
                 got_grad, got_residual = (place(t).cuda() for t in (grad, residual))
                 nnz = ops.prune_(got_grad, got_residual, offsets, thresholds.cuda(), 0.9, wire, key)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.cuda_ext.sources import SOURCES
 from megatron_sparse.cuda_ext.toolchain import find_cxx
 from megatron_sparse.reference import prune as prune_oracle
@@ -47,13 +48,9 @@ def test_pruning_beyond_index_2_to_the_32(lines):
     grad = 1 + torch.arange(40, dtype=torch.float32) * torch.tensor(0.001)
     expected = prune_oracle.prune(
         grad,
-        torch.zeros(40),
-        torch.tensor([0, 40]),
-        torch.tensor([-1.0]),
-        1.0,
+        Pruning(torch.zeros(40), torch.tensor([0, 40]), torch.tensor([-1.0]), 1.0, 9),
         1,
-        9,
-        first_index=5 * 2**32 + 3,
+        5 * 2**32 + 3,
     )
     found = [list(map(float, words)) for kind, *words in lines if kind == "prune"]
     assert torch.tensor([row[1] for row in found]).equal(expected[0])

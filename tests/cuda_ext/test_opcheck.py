@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from tests.cuda_ext import cases
 
 
@@ -40,7 +41,7 @@ def arguments_of(name):
             -1,
             256,
         )
-    used = int(ops.encode(grad, offsets, dense, nnz, 0, 5, out).sum())
+    used = int(ops.encode(grad, Segments(offsets, dense), nnz, RecordSpec(0, 5), out).sum())
     return torch.zeros(100), out[:used].clone(), offsets, 0, 5, 0
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.reference import prune as oracle
 from tests.cuda_ext import cases
@@ -21,7 +22,7 @@ KEY = 0x1234_5678_9ABC_DEF0
 
 def check(grad, residual, offsets, thresholds, leak, wire, key, what):
     """One call on every instruction set, on unaligned views between poisoned neighbours."""
-    expected = oracle.prune(grad, residual, offsets, thresholds, leak, wire, key)
+    expected = oracle.prune(grad, Pruning(residual, offsets, thresholds, leak, key), wire)
     for isa in cases.ISAS:
         with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
             check_once(

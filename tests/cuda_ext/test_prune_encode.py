@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
@@ -19,14 +20,18 @@ from tests.cuda_ext import cases
 from tests.formats.test_formats import FORMS
 
 KEY = 0x1234_5678_9ABC_DEF0
-EPOCH = 7
+STEP = 7
 
 
 def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, form, what):
     """On every instruction set, with poisoned buffers, on unaligned views."""
-    pruned, rest, _ = prune_oracle.prune(grad, residual, ranges, thresholds, leak, wire, key)
+    pruned, rest, _ = prune_oracle.prune(
+        grad, Pruning(residual, ranges, thresholds, leak, key), wire
+    )
     nnz = cases.count_nonzero(pruned, segments)
-    records = message_oracle.encode(pruned, segments, dense, nnz, wire, EPOCH, **FORMS[form])
+    records = message_oracle.encode(
+        pruned, Segments(segments, dense), nnz, RecordSpec(wire, STEP, **FORMS[form])
+    )
     capacity = ops.message_capacity(segments, wire)
     for isa in cases.ISAS:
         with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
@@ -36,18 +41,11 @@ def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, 
             scratch = torch.full((room + 64,), 0xFF, dtype=torch.uint8)
             sizes, got_nnz = ops.prune_encode(
                 got_grad,
-                got_rest,
-                ranges,
-                thresholds,
-                segments,
-                dense,
-                leak,
-                wire,
-                key,
-                EPOCH,
+                Pruning(got_rest, ranges, thresholds, leak, key),
+                Segments(segments, dense),
+                RecordSpec(wire, STEP, **FORMS[form]),
                 out[:capacity],
                 scratch[:room],
-                **FORMS[form],
             )
         where = f"{isa} {form} {what}"
         used = int(sizes.sum())
@@ -159,21 +157,14 @@ def test_any_floats(values, dtype, residual_dtype, wire, threshold, key, pieces,
     fused_rest, rest = residual.clone(), residual.clone()
     ops.prune_encode(
         grad,
-        fused_rest,
-        ranges,
-        thresholds,
-        segments,
-        dense_S,
-        1.0,
-        wire,
-        key,
-        EPOCH,
+        Pruning(fused_rest, ranges, thresholds, 1.0, key),
+        Segments(segments, dense_S),
+        RecordSpec(wire, STEP, **FORMS[form]),
         fused,
-        **FORMS[form],
     )
     ops.prune_(grad, rest, ranges, thresholds, 1.0, wire, key)
     nnz = cases.count_nonzero(grad, segments)
-    ops.encode(grad, segments, dense_S, nnz, wire, EPOCH, apart, **FORMS[form])
+    ops.encode(grad, Segments(segments, dense_S), nnz, RecordSpec(wire, STEP, **FORMS[form]), apart)
     assert torch.equal(fused, apart)
     cases.assert_same_bits(fused_rest, rest, "residual")
 
@@ -205,9 +196,17 @@ def test_a_refused_call_changes_nothing(problem):
         "leak": 1.0,
         "wire": 0,
         "key": 0,
-        "epoch": 0,
+        "step": 0,
         "out": torch.zeros(80, dtype=torch.uint8),
     } | BAD_CALLS[problem]
     with pytest.raises(ExtensionError, match=problem):
-        ops.prune_encode(*call.values())
+        ops.prune_encode(
+            call["grad"],
+            Pruning(
+                call["residual"], call["ranges"], call["thresholds"], call["leak"], call["key"]
+            ),
+            Segments(call["segments"], call["dense"]),
+            RecordSpec(call["wire"], call["step"]),
+            call["out"],
+        )
     assert bool((residual == 0.5).all())

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
 from megatron_sparse.errors import ConfigError, DependencyError, ExtensionError
 from megatron_sparse.formats import codec_choice, message
-from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, record_spec
 
 GPU = torch.device("cuda", 0)
 
@@ -96,14 +97,25 @@ def messages(device, form="coo", wire="fp32"):
     residual_N = torch.zeros(9001, dtype=torch.bfloat16, device=device)
     thresholds_R = torch.tensor([2.0, -1.0], device=device)
     made = message.prune_encode(
-        bucket, layout, residual_N, thresholds_R, 0.9, wire, 7, 3, buffers, form, 64
+        bucket,
+        layout,
+        Pruning(residual_N, layout.range_offsets, thresholds_R, 0.9, 7),
+        record_spec(wire, 3, form, 64),
+        buffers,
     )
     records = made.buffer[: made.nbytes]
     total_N = torch.full((9001,), torch.nan, device=device)
-    message.decode_add_(total_N, records, layout.segment_offsets, wire, 3, rank=0, fresh=True)
+    message.decode_add_(
+        total_N, records, Expected(layout.segment_offsets, WIRE_CODES[wire], 3, rank=0), fresh=True
+    )
     again = torch.zeros(made.nbytes, dtype=torch.uint8, device=device)
     sizes = message.encode_segments(
-        total_N, layout.segment_offsets, layout.segment_keep, None, wire, 3, again, buffers, form=1
+        total_N,
+        Segments(layout.segment_offsets, layout.segment_keep),
+        None,
+        RecordSpec(WIRE_CODES[wire], 3, record_format=1),
+        again,
+        buffers,
     )
     return made, total_N.cpu(), residual_N.cpu(), again[: int(sizes.sum())].cpu()
 

@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.reference import message as oracle
 from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_PICI, HEADER_BYTES
 from tests.cuda_ext import cases
 
-EPOCH, NUMEL, RANK = 3, 5000, 2  # two tiles, 904 elements in the second
+STEP, NUMEL, RANK = 3, 5000, 2  # two tiles, 904 elements in the second
 OFFSETS = torch.tensor([0, NUMEL])
 FORMS = {
-    "linear": {"form": FORMAT_PICI},
-    "paper": {"form": FORMAT_PICI, "paper_order": True},
-    "blocks": {"form": FORMAT_BLOCKS, "block_size": 64},
+    "linear": {"record_format": FORMAT_PICI},
+    "paper": {"record_format": FORMAT_PICI, "paper_order": True},
+    "blocks": {"record_format": FORMAT_BLOCKS, "block_size": 64},
 }
 PREFIX = HEADER_BYTES + 2 * 512  # Pici's prefix sums, behind the words of two tiles
 
@@ -32,7 +33,9 @@ def message(form):
     grad[64:2048], grad[-1] = 0, 1
     nnz = cases.count_nonzero(grad, OFFSETS)
     dense = torch.zeros(1, dtype=torch.uint8)
-    (record,) = oracle.encode(grad, OFFSETS, dense, nnz, 0, EPOCH, **FORMS[form])
+    (record,) = oracle.encode(
+        grad, Segments(OFFSETS, dense), nnz, RecordSpec(0, STEP, **FORMS[form])
+    )
     return bytearray(record)
 
 
@@ -62,7 +65,7 @@ def refused(data):
 
 def error_of(decode, acc, data):
     try:
-        decode(acc, data, OFFSETS, 0, EPOCH, 0, rank=RANK)
+        decode(acc, data, Expected(OFFSETS, 0, STEP, RANK), 0)
     except WireFormatError as error:
         return error
     return None

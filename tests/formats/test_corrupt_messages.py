@@ -11,13 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.header import Header, read_headers
 from megatron_sparse.reference import message as oracle
 from megatron_sparse.wire import HEADER_BYTES
 from tests.cuda_ext import cases
 
-EPOCH = 77
+STEP = 77
 # A COO segment of 400 elements and a dense one of 10.
 OFFSETS = torch.tensor([1000, 1400, 1410])
 BASE, NUMEL = 1000, 410
@@ -30,11 +31,9 @@ def good_message():
     local = OFFSETS - BASE
     records = oracle.encode(
         grad,
-        local,
-        torch.tensor([0, 1], dtype=torch.uint8),
+        Segments(local, torch.tensor([0, 1], dtype=torch.uint8)),
         cases.count_nonzero(grad, local),
-        0,
-        EPOCH,
+        RecordSpec(0, STEP),
     )
     moved = []
     for record in records:
@@ -48,7 +47,7 @@ def attempt(decoder, message):
     """What the decoder made of the accumulator, and its error."""
     acc = torch.full((NUMEL,), 0.5)
     try:
-        decoder(acc, message, OFFSETS, 0, EPOCH, BASE, rank=RANK)
+        decoder(acc, message, Expected(OFFSETS, 0, STEP, RANK), BASE)
     except WireFormatError as error:
         return acc, error
     return acc, None
@@ -86,7 +85,7 @@ FIELDS = {
     "nnz": (16, 8),
     "payload_bytes": (24, 8),
     "offset": (32, 8),
-    "epoch": (40, 4),
+    "step": (40, 4),
     "checksum": (44, 4),
 }
 
@@ -154,7 +153,10 @@ def test_indices_must_ascend_across_the_chunks_of_threads():
     grad[: 30_000 * 2 : 2] = 1
     offsets = torch.tensor([0, numel])
     (record,) = oracle.encode(
-        grad, offsets, torch.zeros(1, dtype=torch.uint8), torch.tensor([30_000]), 0, EPOCH
+        grad,
+        Segments(offsets, torch.zeros(1, dtype=torch.uint8)),
+        torch.tensor([30_000]),
+        RecordSpec(0, STEP),
     )
     message = bytearray(record)
     at = HEADER_BYTES + 4 * border
@@ -162,7 +164,10 @@ def test_indices_must_ascend_across_the_chunks_of_threads():
     acc = torch.zeros(numel)
     with pytest.raises(WireFormatError, match="field indices is wrong"):
         ops.decode_add_(
-            acc, torch.frombuffer(message, dtype=torch.uint8), offsets, 0, EPOCH, 0, rank=RANK
+            acc,
+            torch.frombuffer(message, dtype=torch.uint8),
+            Expected(offsets, 0, STEP, rank=RANK),
+            0,
         )
     assert not acc.any()
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import read_headers
 from megatron_sparse.reference import message as oracle
@@ -24,16 +25,16 @@ from megatron_sparse.wire import (
 )
 from tests.cuda_ext import cases
 
-EPOCH = 2**32 + 5  # its lower half travels
+STEP = 2**32 + 5  # its lower half travels
 # What is asked for, by name: arguments of `encode`.
 FORMS = {
-    "coo": {"form": FORMAT_COO},
-    "linear": {"form": FORMAT_PICI},
-    "paper": {"form": FORMAT_PICI, "paper_order": True},
-    "blocks64": {"form": FORMAT_BLOCKS, "block_size": 64},
-    "blocks4096": {"form": FORMAT_BLOCKS, "block_size": 4096},
-    "adaptive": {"form": FORMAT_ADAPTIVE},
-    "dense": {"form": FORMAT_DENSE},
+    "coo": {"record_format": FORMAT_COO},
+    "linear": {"record_format": FORMAT_PICI},
+    "paper": {"record_format": FORMAT_PICI, "paper_order": True},
+    "blocks64": {"record_format": FORMAT_BLOCKS, "block_size": 64},
+    "blocks4096": {"record_format": FORMAT_BLOCKS, "block_size": 4096},
+    "adaptive": {"record_format": FORMAT_ADAPTIVE},
+    "dense": {"record_format": FORMAT_DENSE},
 }
 # A part of a tile, a tile and a part of it, a tile, and more than an encoder's chunk of 8 tiles.
 SIZES = (0, 1, 64, 65, 4096, 4097, 33_000)
@@ -47,7 +48,12 @@ def encode(grad, offsets, dense, value_dtype, **form):
     room = ops.scratch_capacity(offsets, value_dtype)
     scratch = torch.full((room + 64,), 0xFF, dtype=torch.uint8)
     sizes = ops.encode(
-        grad, offsets, dense, nnz, value_dtype, EPOCH, out[:capacity], scratch[:room], **form
+        grad,
+        Segments(offsets, dense),
+        nnz,
+        RecordSpec(value_dtype, STEP, **form),
+        out[:capacity],
+        scratch[:room],
     )
     used = int(sizes.sum())
     assert used <= capacity
@@ -60,19 +66,21 @@ def decode(message, offsets, value_dtype, start, *, fresh=False):
     acc = cases.unaligned(start)
     room = torch.empty(message.numel() + 1, dtype=torch.uint8)
     room[1:] = message
-    ops.decode_add_(acc, room[1:], offsets, value_dtype, EPOCH, 0, rank=0, fresh=fresh)
+    ops.decode_add_(acc, room[1:], Expected(offsets, value_dtype, STEP, rank=0), 0, fresh=fresh)
     return torch.where(acc.isnan(), torch.nan, acc)  # which NaN survives differs between machines
 
 
 def check(grad, offsets, dense, value_dtype, form, what):
     nnz = cases.count_nonzero(grad, offsets)
-    records = oracle.encode(grad, offsets, dense, nnz, value_dtype, EPOCH, **FORMS[form])
+    records = oracle.encode(
+        grad, Segments(offsets, dense), nnz, RecordSpec(value_dtype, STEP, **FORMS[form])
+    )
     start = torch.randn(grad.numel(), generator=torch.Generator().manual_seed(1))
     start[::7] = -0.0  # must stay where nothing is added
     added = start.clone()
-    oracle.decode_add_(added, b"".join(records), offsets, value_dtype, EPOCH, 0, rank=0)
+    oracle.decode_add_(added, b"".join(records), Expected(offsets, value_dtype, STEP, rank=0), 0)
     alone = torch.zeros_like(start)
-    oracle.decode_add_(alone, b"".join(records), offsets, value_dtype, EPOCH, 0, rank=0)
+    oracle.decode_add_(alone, b"".join(records), Expected(offsets, value_dtype, STEP, rank=0), 0)
     for isa in cases.ISAS:
         with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
             where = f"{isa} {form} {what}"
@@ -153,7 +161,9 @@ def test_the_smallest_is_chosen_in_each_segment():
     for segment, nnz in enumerate((0, 1291, 1292, 1293, numel - 1291)):
         grad[segment * numel : segment * numel + nnz] = 1
     offsets = torch.arange(6) * numel
-    message, _ = encode(grad, offsets, torch.zeros(5, dtype=torch.uint8), 0, form=FORMAT_ADAPTIVE)
+    message, _ = encode(
+        grad, offsets, torch.zeros(5, dtype=torch.uint8), 0, record_format=FORMAT_ADAPTIVE
+    )
     # 4 * 1292 bytes of indices are as many as Pici's bitmap and prefix sums: COO wins the tie.
     assert formats_of(message) == [
         (FORMAT_COO, 0),
@@ -178,8 +188,8 @@ def test_never_larger_than_dense(form):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"form": 4}, "form is unknown"),
-        ({"form": -2}, "form is unknown"),
+        ({"record_format": 4}, "record_format is unknown"),
+        ({"record_format": -2}, "record_format is unknown"),
         ({"block_size": 32}, "block_size does not fit"),
         ({"block_size": 96}, "block_size does not fit"),
         ({"block_size": 8192}, "block_size does not fit"),
@@ -192,15 +202,14 @@ def test_never_larger_than_dense(form):
     ],
 )
 def test_refuses(change, problem):
-    call = {"scratch": None, "form": FORMAT_BLOCKS, "block_size": 64} | change
+    spec = {"record_format": FORMAT_BLOCKS, "block_size": 64} | change
+    scratch = spec.pop("scratch", None)
     with pytest.raises(ExtensionError, match=problem):
         ops.encode(
             torch.zeros(100),
-            torch.tensor([0, 100]),
-            torch.zeros(1, dtype=torch.uint8),
+            Segments(torch.tensor([0, 100]), torch.zeros(1, dtype=torch.uint8)),
             torch.tensor([0]),
-            0,
-            1,
+            RecordSpec(0, 1, **spec),
             torch.zeros(500, dtype=torch.uint8),
-            **call,
+            scratch,
         )

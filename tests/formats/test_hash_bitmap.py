@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import hash_ops, load
+from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
+from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.reference import hash_bitmap as oracle
 from tests.cuda_ext import cases
 
 HASHES = (PermutationHash, IndexSetHash)
 KINDS = ("zero", "equal", "special", "sparse")
-WHERE = {"offset": 4096, "epoch": 2**32 + 5}
+WHERE = {"offset": 4096, "step": 2**32 + 5}
 
 
 def _gradient(kind, numel, dtype, seed):
@@ -36,11 +38,14 @@ def _positions(h, partition):
 
 
 def _encode(gradient, h, partition):
-    return hash_bitmap.encode(gradient[_positions(h, partition)], h, partition, **WHERE)
+    return hash_bitmap.encode(
+        gradient[_positions(h, partition)],
+        PartitionRecord(h, partition, gradient[_positions(h, partition)].dtype, **WHERE),
+    )
 
 
 def _decode(record, h, partition, dtype, rank=0):
-    return hash_bitmap.decode(record, h, partition, dtype, rank=rank, **WHERE)
+    return hash_bitmap.decode(record, PartitionRecord(h, partition, dtype, **WHERE), rank=rank)
 
 
 @settings(deadline=None, max_examples=80)
@@ -68,7 +73,7 @@ def test_bytes_and_values_are_the_oracles(numel, partitions, kind, dtype, hash_k
         cases.assert_same_bits(values, gradient[elements], f"partition {p}")
         nnz = int((gradient[index_set] != 0).sum())
         assert record.numel() == hash_bitmap.record_bytes(len(index_set), nnz, dtype)
-        hash_bitmap.decode_add_(acc, record, h, p, dtype, rank=0, **WHERE)
+        hash_bitmap.decode_add_(acc, record, PartitionRecord(h, p, dtype, **WHERE), rank=0)
     # Every element is in one partition, so the whole comes back; -0.0 is a zero that is not sent.
     whole = torch.where(gradient == 0, 0, gradient.float())
     torch.testing.assert_close(acc, whole, rtol=0, atol=0, equal_nan=True)
@@ -113,7 +118,9 @@ def test_results_do_not_depend_on_threads():
             torch.set_num_threads(count)
             record = _encode(gradient, h, 1)
             acc = torch.zeros(numel)
-            hash_bitmap.decode_add_(acc, record, h, 1, torch.float32, rank=0, **WHERE)
+            hash_bitmap.decode_add_(
+                acc, record, PartitionRecord(h, 1, torch.float32, **WHERE), rank=0
+            )
             results.append((record, *_decode(record, h, 1, torch.float32), acc))
     finally:
         torch.set_num_threads(before)
@@ -155,7 +162,9 @@ def _assert_refused(record, field, h=H, partition=1):
     acc = torch.zeros(1000)
     for call in (
         lambda: _decode(record, h, partition, torch.float32, rank=5),
-        lambda: hash_bitmap.decode_add_(acc, record, h, partition, torch.float32, rank=5, **WHERE),
+        lambda: hash_bitmap.decode_add_(
+            acc, record, PartitionRecord(h, partition, torch.float32, **WHERE), rank=5
+        ),
     ):
         with pytest.raises(WireFormatError, match=f"rank 5: field {field} is wrong"):
             call()
@@ -175,7 +184,7 @@ def _assert_refused(record, field, h=H, partition=1):
         ("nnz", 16, "<Q", 2**63),
         ("payload_bytes", 24, "<Q", 2**62),
         ("offset", 32, "<Q", 0),
-        ("epoch", 40, "<I", 6),
+        ("step", 40, "<I", 6),
         ("partition", 48, "<I", 0),
         ("partitions", 52, "<I", 4),
         ("seed", 56, "<Q", 12),
@@ -243,20 +252,36 @@ def test_what_does_not_fit_is_one_typed_error():
     record = _encode(SPARSE, H, 1)
     values = SPARSE[_positions(H, 1)]
     for call, words in (
-        (lambda: hash_bitmap.encode(values[1:], H, 1, **WHERE), "333 values"),
-        (lambda: hash_bitmap.encode(values.double(), H, 1, **WHERE), "float32"),
-        (lambda: hash_bitmap.encode(values, H, 3, **WHERE), "no such partition"),
+        (
+            lambda: hash_bitmap.encode(
+                values[1:], PartitionRecord(H, 1, values[1:].dtype, **WHERE)
+            ),
+            "333 values",
+        ),
+        (
+            lambda: hash_bitmap.encode(
+                values.double(), PartitionRecord(H, 1, values.double().dtype, **WHERE)
+            ),
+            "float32",
+        ),
+        (
+            lambda: hash_bitmap.encode(values, PartitionRecord(H, 3, values.dtype, **WHERE)),
+            "no such partition",
+        ),
         (lambda: _decode(record, H, 1, torch.float64), "float32"),
         (lambda: _decode(record.view(torch.int8), H, 1, torch.float32), "no record"),
         (
             lambda: hash_bitmap.decode_add_(
-                torch.zeros(999), record, H, 1, torch.float32, rank=0, **WHERE
+                torch.zeros(999), record, PartitionRecord(H, 1, torch.float32, **WHERE), rank=0
             ),
             "wrong length",
         ),
         (
             lambda: hash_bitmap.decode_add_(
-                torch.zeros(1000).half(), record, H, 1, torch.float32, rank=0, **WHERE
+                torch.zeros(1000).half(),
+                record,
+                PartitionRecord(H, 1, torch.float32, **WHERE),
+                rank=0,
             ),
             "dtype",
         ),
@@ -271,9 +296,9 @@ def test_an_index_set_that_leads_outside_is_refused():
     for bad in ([0, 1, 10], [0, 1, -1], [1, 1, 2]):
         index_set = torch.tensor(bad, dtype=torch.int32)
         with pytest.raises(ExtensionError, match="index_set is wrong at position"):
-            hash_ops.bitmap_elements(words, 3, 10, 0, 2, 0, index_set)
+            hash_ops.bitmap_elements(words, 3, 10, BitmapPlace(0, 2, 0, index_set))
         with pytest.raises(ExtensionError, match="index_set is wrong at position"):
-            hash_ops.bitmap_add_(acc, words, values, 0, 3, 0, 2, 0, index_set)
+            hash_ops.bitmap_add_(acc, words, values, 0, 3, BitmapPlace(0, 2, 0, index_set))
 
 
 def test_ops_live_under_torch_compile():

@@ -21,11 +21,11 @@ from megatron_sparse.formats.hash_record import (
 )
 from tests.cuda_ext import cases
 
-OFFSET, EPOCH = 4096, 2**32 + 5
+OFFSET, STEP = 4096, 2**32 + 5
 
 
 def _place(h, partition, dtype=torch.float32):
-    return PartitionRecord(h, partition, dtype, OFFSET, EPOCH)
+    return PartitionRecord(h, partition, dtype, OFFSET, STEP)
 
 
 def _entries(h, partition, density, dtype=torch.float32, seed=1):
@@ -105,7 +105,7 @@ STRANGER = int((H.partition_of(torch.arange(1000)) != 1).nonzero()[0])
         ("numel", _forge(8, "<Q", 1001)),
         ("nnz", _forge(16, "<Q", 2**62)),
         ("payload_bytes", _forge(16, "<Q", 100)),
-        ("epoch", _forge(40, "<I", 6)),
+        ("step", _forge(40, "<I", 6)),
         ("partition", _forge(48, "<I", 0)),
         ("seed", _forge(56, "<Q", 12)),
         ("form", _forge(68, "<I", 3)),
@@ -129,7 +129,9 @@ def test_a_wrong_record_is_refused_and_adds_nothing(field, record):
 
 def test_a_pull_is_never_pairs():
     with pytest.raises(WireFormatError, match="rank 5: field form is wrong"):
-        hash_bitmap.decode(RECORD, H, 1, torch.float32, offset=OFFSET, epoch=EPOCH, rank=5)
+        hash_bitmap.decode(
+            RECORD, PartitionRecord(H, 1, torch.float32, offset=OFFSET, step=STEP), rank=5
+        )
 
 
 @settings(deadline=None, max_examples=150)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import hash_ops, load
+from megatron_sparse.cuda_ext.hash_ops import HashMemory
 from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from megatron_sparse.formats.hierarchical_hash import accumulate_, hierarchical_hash, split
@@ -303,7 +304,7 @@ def test_a_partition_out_of_range_cannot_write_outside_the_memory():
     for bad in (-1, 2):
         partition = torch.tensor([0, 1, bad, 0])
         with pytest.raises(ExtensionError, match="partition_of is out of range at position 2"):
-            hash_ops.hierarchical_hash(X, V, partition, 10, 2, 4, 1, 3, 0)
+            hash_ops.hierarchical_hash(X, V, partition, 10, 2, HashMemory(4, 1, 3, 0))
 
 
 def test_ops_live_under_torch_compile():

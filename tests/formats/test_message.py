@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import Header, read_headers
 from megatron_sparse.reference import message as oracle
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, HEADER_BYTES
 from tests.cuda_ext import cases
 
-EPOCH = 2**32 + 5  # its lower half travels
+STEP = 2**32 + 5  # its lower half travels
 DENSITIES = (0.0, 0.01, 0.2, 1.0)
 
 
@@ -26,7 +27,9 @@ def encode(grad, offsets, dense, nnz, value_dtype):
     """Encodes into a poisoned buffer and checks that nothing behind the message was touched."""
     capacity = ops.message_capacity(offsets, value_dtype)
     out = torch.full((capacity + 64,), 0xFF, dtype=torch.uint8)
-    sizes = ops.encode(grad, offsets, dense, nnz, value_dtype, EPOCH, out[:capacity])
+    sizes = ops.encode(
+        grad, Segments(offsets, dense), nnz, RecordSpec(value_dtype, STEP), out[:capacity]
+    )
     used = int(sizes.sum())
     assert used <= capacity
     assert bool((out[used:] == 0xFF).all())
@@ -35,10 +38,10 @@ def encode(grad, offsets, dense, nnz, value_dtype):
 
 def check(grad, offsets, dense, value_dtype, what):
     nnz = cases.count_nonzero(grad, offsets)
-    records = oracle.encode(grad, offsets, dense, nnz, value_dtype, EPOCH)
+    records = oracle.encode(grad, Segments(offsets, dense), nnz, RecordSpec(value_dtype, STEP))
     start = torch.randn(grad.numel(), generator=torch.Generator().manual_seed(1))
     expected = start.clone()
-    oracle.decode_add_(expected, b"".join(records), offsets, value_dtype, EPOCH, 0, rank=0)
+    oracle.decode_add_(expected, b"".join(records), Expected(offsets, value_dtype, STEP, rank=0), 0)
     for isa in cases.ISAS:
         with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
             message, sizes = encode(cases.unaligned(grad), offsets, dense, nnz, value_dtype)
@@ -46,7 +49,10 @@ def check(grad, offsets, dense, value_dtype, what):
             assert message.numpy().tobytes() == b"".join(records), f"{isa} {what}"
             acc = cases.unaligned(start)
             ops.decode_add_(
-                acc, cases_unaligned_bytes(message), offsets, value_dtype, EPOCH, 0, rank=0
+                acc,
+                cases_unaligned_bytes(message),
+                Expected(offsets, value_dtype, STEP, rank=0),
+                0,
             )
             cases.assert_same_bits(canonical(acc), canonical(expected), f"{isa} {what}")
 
@@ -102,7 +108,7 @@ def test_round_trip(values, segments, value_dtype, dense_mask):
     dense = torch.tensor([dense_mask >> s & 1 for s in range(segments)], dtype=torch.uint8)
     message, _ = encode(grad, offsets, dense, cases.count_nonzero(grad, offsets), value_dtype)
     acc = torch.zeros(len(values))
-    ops.decode_add_(acc, message, offsets, value_dtype, EPOCH, 0, rank=0)
+    ops.decode_add_(acc, message, Expected(offsets, value_dtype, STEP, rank=0), 0)
     # 0.0 + -0.0 is 0.0: only the sign of zero is lost.
     cases.assert_same_bits(canonical(acc), canonical(grad.float() + 0.0), "round trip")
 
@@ -118,7 +124,7 @@ def test_dense_where_coo_is_not_smaller_and_never_larger_than_the_capacity():
         )
         (header,) = read_headers(message.numpy().tobytes(), rank=0)
         assert (header.format, header.nnz, header.numel) == (form, nnz, 1000)
-        assert header.epoch == EPOCH % 2**32
+        assert header.step == STEP % 2**32
 
 
 def test_segments_far_into_a_bucket():
@@ -126,12 +132,14 @@ def test_segments_far_into_a_bucket():
     offsets = torch.tensor([0, numel])
     grad = cases.pruned_grad(numel, 0.1, torch.float32)
     nnz = cases.count_nonzero(grad, offsets)
-    (record,) = oracle.encode(grad, offsets, torch.zeros(1, dtype=torch.uint8), nnz, 0, EPOCH)
+    (record,) = oracle.encode(
+        grad, Segments(offsets, torch.zeros(1, dtype=torch.uint8)), nnz, RecordSpec(0, STEP)
+    )
     header = Header.unpack(record, rank=0)
     far = Header(**(vars(header) | {"offset": first})).pack() + record[HEADER_BYTES:]
     acc = torch.zeros(numel)
     message = torch.frombuffer(bytearray(far), dtype=torch.uint8)
-    ops.decode_add_(acc, message, offsets + first, 0, EPOCH, first, rank=0)
+    ops.decode_add_(acc, message, Expected(offsets + first, 0, STEP, rank=0), first)
     cases.assert_same_bits(canonical(acc), canonical(grad + 0.0), "far")
 
 
@@ -140,8 +148,8 @@ def test_the_accumulator_may_begin_before_the_segments():
     message, _ = encode(grad, offsets, torch.ones(1, dtype=torch.uint8), torch.tensor([6]), 0)
     acc = torch.zeros(9)
     with pytest.raises(ExtensionError, match="do not lie in acc"):
-        ops.decode_add_(acc[:5], message, offsets, 0, EPOCH, 0, rank=0)
-    ops.decode_add_(acc, message, offsets, 0, EPOCH, 0, rank=0)
+        ops.decode_add_(acc[:5], message, Expected(offsets, 0, STEP, rank=0), 0)
+    ops.decode_add_(acc, message, Expected(offsets, 0, STEP, rank=0), 0)
     assert acc.tolist() == [1.0] * 6 + [0.0] * 3
 
 
@@ -152,7 +160,7 @@ def test_message_capacity():
 
 
 def test_header_layout():
-    header = Header(1, 2, numel=3, nnz=2, payload_bytes=32, offset=2**39, epoch=7)
+    header = Header(1, 2, numel=3, nnz=2, payload_bytes=32, offset=2**39, step=7)
     packed = header.pack()
     assert len(packed) == HEADER_BYTES
     assert packed[:8] == b"MSPG\x01\x01\x02\x00"
@@ -181,8 +189,14 @@ def test_encode_refuses(change, problem):
         "dense": torch.zeros(1, dtype=torch.uint8),
         "nnz": torch.tensor([2]),
         "value_dtype": 0,
-        "epoch": 1,
+        "step": 1,
         "out": torch.zeros(200, dtype=torch.uint8),
     } | change
     with pytest.raises(ExtensionError, match=problem):
-        ops.encode(*call.values())
+        ops.encode(
+            call["grad"],
+            Segments(call["offsets"], call["dense"]),
+            call["nnz"],
+            RecordSpec(call["value_dtype"], call["step"]),
+            call["out"],
+        )

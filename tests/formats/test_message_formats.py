@@ -15,10 +15,11 @@ from megatron_sparse.config.sparse import (
     CompressionConfig,
     SchemeConfig,
 )
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ConfigError, ExtensionError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.header import read_headers
-from megatron_sparse.formats.message import FORMAT_CODES, MessageBuffers, decode_add_
+from megatron_sparse.formats.message import FORMAT_CODES, WIRE_CODES, MessageBuffers, decode_add_
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.wire import FORMAT_NAMES, FORMAT_PICI
 
@@ -41,7 +42,7 @@ def select(form, density):
     total = torch.full((NUMEL,), torch.nan)
     offsets = message.layout.segment_offsets
     records = message.buffer[: message.nbytes]
-    decode_add_(total, records, offsets, "fp32", 3, rank=0, fresh=True)
+    decode_add_(total, records, Expected(offsets, WIRE_CODES["fp32"], 3, rank=0), fresh=True)
     headers = read_headers(records.numpy().tobytes(), rank=0)
     assert message.nnz == sum(header.nnz for header in headers) == int(total.count_nonzero())
     residual = next(iter(residuals.tensors()))
@@ -69,11 +70,8 @@ def test_torch_operations_refuse_what_they_cannot_write():
     with pytest.raises(ExtensionError, match="torch operations do not write"):
         torch_codec.encode(
             torch.zeros(8),
-            torch.tensor([0, 8]),
-            torch.zeros(1, dtype=torch.uint8),
+            Segments(torch.tensor([0, 8]), torch.zeros(1, dtype=torch.uint8)),
             torch.tensor([0]),
-            0,
-            0,
+            RecordSpec(0, 0, record_format=FORMAT_PICI),
             torch.zeros(200, dtype=torch.uint8),
-            form=FORMAT_PICI,
         )

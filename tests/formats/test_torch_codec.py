@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.wire import HEADER_BYTES
@@ -30,9 +31,9 @@ def _case(sizes, density, dtype, seed):
     return grad, offsets, keep, ends.diff()
 
 
-def _encode(codec, grad, offsets, keep, nnz, code, epoch=9):
+def _encode(codec, grad, offsets, keep, nnz, code, step=9):
     out = torch.full((ops.message_capacity(offsets, code),), 0xAB, dtype=torch.uint8)
-    sizes = codec(grad, offsets, keep, nnz, code, epoch, out)
+    sizes = codec(grad, Segments(offsets, keep), nnz, RecordSpec(code, step), out)
     return out[: int(sizes.sum())], sizes
 
 
@@ -54,7 +55,7 @@ def test_same_bytes_and_same_sum_as_the_compiled_codec(sizes, density, code, see
         sums = []
         for decode in (ops.decode_add_, torch_codec.decode_add_):
             acc = torch.cat([torch.zeros(-base), start])
-            decode(acc[-base:], got, offsets, code, 9, 0, rank=0)
+            decode(acc[-base:], got, Expected(offsets, code, 9, rank=0), 0)
             sums.append(acc)
         torch.testing.assert_close(sums[0], sums[1], rtol=0, atol=0, equal_nan=True)
 
@@ -71,7 +72,7 @@ def test_a_flipped_header_byte_is_refused_and_nothing_is_added(byte):
     message[byte] ^= 0x5A
     acc = torch.zeros(250)
     with pytest.raises(WireFormatError, match="rank 4"):
-        torch_codec.decode_add_(acc, message, offsets, 0, 9, 0, rank=4)
+        torch_codec.decode_add_(acc, message, Expected(offsets, 0, 9, rank=4), 0)
     assert not acc.any()
 
 
@@ -80,17 +81,19 @@ def test_an_index_out_of_range_is_refused(index):
     message, offsets = _message()
     message[HEADER_BYTES : HEADER_BYTES + 4].view(torch.int32)[0] = index
     with pytest.raises(WireFormatError, match="indices"):
-        torch_codec.decode_add_(torch.zeros(250), message, offsets, 0, 9, 0, rank=0)
+        torch_codec.decode_add_(torch.zeros(250), message, Expected(offsets, 0, 9, rank=0), 0)
 
 
 def test_truncated_and_extended_messages_are_refused():
     message, offsets = _message()
     for damaged in (message[:-16], torch.cat([message, message[:16]]), message[:20]):
         with pytest.raises(WireFormatError):
-            torch_codec.decode_add_(torch.zeros(250), damaged, offsets, 0, 9, 0, rank=0)
+            torch_codec.decode_add_(torch.zeros(250), damaged, Expected(offsets, 0, 9, rank=0), 0)
 
 
 def test_a_buffer_that_is_too_small_is_refused():
     grad, offsets, keep, nnz = _case([200], 0.05, torch.float32, 3)
     with pytest.raises(ExtensionError, match="too small"):
-        torch_codec.encode(grad, offsets, keep, nnz, 0, 9, torch.empty(64, dtype=torch.uint8))
+        torch_codec.encode(
+            grad, Segments(offsets, keep), nnz, RecordSpec(0, 9), torch.empty(64, dtype=torch.uint8)
+        )

@@ -17,8 +17,14 @@ from megatron_sparse.bench.cost_models.virtual_truth import Setting, full_size_b
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, over_groups
 from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, SchemeConfig
+from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import FORMAT_CODES, MessageBuffers, encode_segments
+from megatron_sparse.formats.message import (
+    FORMAT_CODES,
+    WIRE_CODES,
+    MessageBuffers,
+    encode_segments,
+)
 from megatron_sparse.planner.costs import fits, predict, predict_all
 from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, CodecRate
 from megatron_sparse.pricing.profile import SparsityProfile
@@ -296,15 +302,11 @@ def test_a_small_record_counts_what_the_large_one_has(form):
         out = torch.empty(4 * values_N.numel() + 4096, dtype=torch.uint8)
         sizes = encode_segments(
             values_N,
-            offsets,
-            keep,
+            Segments(offsets, keep),
             None,
-            "fp32",
-            0,
+            RecordSpec(WIRE_CODES["fp32"], 0, record_format=FORMAT_CODES[form], block_size=64),
             out,
             MessageBuffers(),
-            form=FORMAT_CODES[form],
-            block_size=64,
         )
         return out[: int(sizes.sum())]
 

@@ -11,8 +11,9 @@ import torch
 from megatron_sparse import simulate
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli import main
+from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import MessageBuffers, decode_add_
+from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, decode_add_
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate import all_gather, gradients, pccl
 from megatron_sparse.simulate.machines import Machine
@@ -118,10 +119,7 @@ def test_traffic_of_the_codec():
             decode_add_(
                 grad_N,
                 message.buffer[:record],
-                message.layout.segment_offsets,
-                "fp32",
-                0,
-                rank=0,
+                Expected(message.layout.segment_offsets, WIRE_CODES["fp32"], 0, rank=0),
                 fresh=fresh,
             )
         # Beside it: a word or two of offsets and status, on the host.

@@ -14,7 +14,7 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig
 from megatron_sparse.errors import CommunicationError, WireFormatError
-from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers, encode
+from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers, encode, record_spec
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.sparsity.characteristics import profile_of
@@ -48,7 +48,7 @@ def make_message(bucket, *, form="auto", wire="fp32", sharded=False, step=STEP, 
     layout = bucket.layout(sharded)
     pieces = bucket.grad_N.split(layout.range_offsets.diff().tolist())
     nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
-    return encode(bucket, layout, nnz_R, wire, step, buffers or MessageBuffers(), form)
+    return encode(bucket, layout, nnz_R, record_spec(wire, step, form), buffers or MessageBuffers())
 
 
 def sample(gradients, *, seeds=None, steps=None, wrap=lambda transport: transport, **message):

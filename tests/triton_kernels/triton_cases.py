@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.reference import prune as oracle
 from megatron_sparse.triton_kernels import prune as triton_prune
 from tests.cuda_ext import cases
@@ -42,7 +43,7 @@ def check(
     offsets[2] = offsets[1]
     thresholds = torch.tensor([-1.0, 5.0, math.inf, 1e-3])
     arguments = (offsets, thresholds, leak, wire, key)
-    expected = oracle.prune(grad, residual, *arguments)
+    expected = oracle.prune(grad, Pruning(residual, offsets, thresholds, leak, key), wire)
     nnz = triton_prune.prune_(grad, residual, *arguments)
     what = f"{numel} {kind} {dtype} {residual_dtype} wire {wire} key {key}"
     cases.assert_same_bits(grad, expected[0], f"{what}: grad")

@@ -22,7 +22,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
-from megatron_sparse.formats.message import Message, MessageBuffers, encode
+from megatron_sparse.formats.message import Message, MessageBuffers, encode, record_spec
 from megatron_sparse.planner.link_timing import Clock, Measuring, timed
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.gradients import uniform
@@ -111,7 +111,9 @@ class RingRuns:
             pieces = grad_N.split(layout.range_offsets.diff().tolist())
             nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
             # Buffers of its own: messages of all densities are held at once.
-            message = encode(bucket, layout, nnz_R, "fp32", 0, MessageBuffers(), form=format)
+            message = encode(
+                bucket, layout, nnz_R, record_spec("fp32", 0, format), MessageBuffers()
+            )
             self._messages[key] = bucket, message
         return self._messages[key]
 

@@ -16,6 +16,7 @@ import torch
 
 from megatron_sparse.bench.table import Action
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
 from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.wire import (
@@ -28,14 +29,14 @@ from megatron_sparse.wire import (
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMS: dict[str, dict[str, Any]] = {
-    "auto": {"form": FORMAT_ADAPTIVE},
-    "coo": {"form": FORMAT_COO},
-    "pici": {"form": FORMAT_PICI},
-    "pici_paper": {"form": FORMAT_PICI, "paper_order": True},
-    "blocks": {"form": FORMAT_BLOCKS, "block_size": 256},
+    "auto": {"record_format": FORMAT_ADAPTIVE},
+    "coo": {"record_format": FORMAT_COO},
+    "pici": {"record_format": FORMAT_PICI},
+    "pici_paper": {"record_format": FORMAT_PICI, "paper_order": True},
+    "blocks": {"record_format": FORMAT_BLOCKS, "block_size": 256},
 }
 KEY = 20_250_101
-EPOCH = 1
+STEP = 1
 LINE_BYTES = 64
 ORACLE_NUMEL = 2**18
 """Elements that are compared with the oracles, which take about a microsecond for each."""
@@ -109,18 +110,11 @@ def _prune_encode_task(case: _Case, grad_N: torch.Tensor) -> Task:
     def prune_encode() -> torch.Tensor:
         sizes, _ = ops.prune_encode(
             grad_N,
-            residual_N,
-            case.offsets,
-            case.thresholds,
-            case.offsets,
-            dense,
-            0.0,
-            case.code,
-            KEY,
-            EPOCH,
+            Pruning(residual_N, case.offsets, case.thresholds, 0.0, KEY),
+            Segments(case.offsets, dense),
+            RecordSpec(case.code, STEP, **FORMS[case.form]),
             out,
             scratch,
-            **FORMS[case.form],
         )
         return sizes
 
@@ -142,7 +136,12 @@ def _encode(
     """Bytes of the message."""
     dense = torch.zeros(1, dtype=torch.uint8)
     sizes = ops.encode(
-        grad_N, case.offsets, dense, nnz, case.code, EPOCH, out, scratch, **FORMS[case.form]
+        grad_N,
+        Segments(case.offsets, dense),
+        nnz,
+        RecordSpec(case.code, STEP, **FORMS[case.form]),
+        out,
+        scratch,
     )
     return int(sizes)
 
@@ -173,7 +172,7 @@ def _decode_task(case: _Case, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Task
         name,
         used + 2 * touched,
         case.wrong,
-        lambda: ops.decode_add_(acc_N, message, case.offsets, case.code, EPOCH, 0, rank=0),
+        lambda: ops.decode_add_(acc_N, message, Expected(case.offsets, case.code, STEP, rank=0), 0),
         lambda: written.fill_(1),
         _decode_peers(pruned_N, torch.zeros(pruned_N.numel())) if case.peers else {},
     )
@@ -186,9 +185,11 @@ def check_against_oracles(density: float, dtype: str, form: str) -> int:
     offsets, thresholds = torch.tensor([0, grad_N.numel()]), threshold_of(density)
     residual_N, dense = torch.zeros(grad_N.numel()), torch.zeros(1, dtype=torch.uint8)
     expected_N, expected_rest_N, nnz = prune_oracle.prune(
-        grad_N, residual_N, offsets, thresholds, 0.5, code, KEY
+        grad_N, Pruning(residual_N, offsets, thresholds, 0.5, KEY), code
     )
-    (record,) = message_oracle.encode(expected_N, offsets, dense, nnz, code, EPOCH, **arguments)
+    (record,) = message_oracle.encode(
+        expected_N, Segments(offsets, dense), nnz, RecordSpec(code, STEP, **arguments)
+    )
     capacity = ops.message_capacity(offsets, code)
     wrong = 0
     for fused in (True, False):
@@ -197,27 +198,26 @@ def check_against_oracles(density: float, dtype: str, form: str) -> int:
         if fused:
             sizes, _ = ops.prune_encode(
                 grad_N,
-                rest_N,
-                offsets,
-                thresholds,
-                offsets,
-                dense,
-                0.5,
-                code,
-                KEY,
-                EPOCH,
+                Pruning(rest_N, offsets, thresholds, 0.5, KEY),
+                Segments(offsets, dense),
+                RecordSpec(code, STEP, **arguments),
                 out,
-                **arguments,
             )
         else:
             counts = ops.prune_(pruned_N, rest_N, offsets, thresholds, 0.5, code, KEY)
-            sizes = ops.encode(pruned_N, offsets, dense, counts, code, EPOCH, out, **arguments)
+            sizes = ops.encode(
+                pruned_N,
+                Segments(offsets, dense),
+                counts,
+                RecordSpec(code, STEP, **arguments),
+                out,
+            )
         wrong += differing(out[: int(sizes.sum())], record)
         wrong += differing(rest_N.view(torch.uint8), expected_rest_N.numpy().tobytes())
     acc_N, expected_acc_N = torch.ones(grad_N.numel()), torch.ones(grad_N.numel())
-    message_oracle.decode_add_(expected_acc_N, record, offsets, code, EPOCH, 0, rank=0)
+    message_oracle.decode_add_(expected_acc_N, record, Expected(offsets, code, STEP, rank=0), 0)
     message = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0)
+    ops.decode_add_(acc_N, message, Expected(offsets, code, STEP, rank=0), 0)
     return wrong + differing(acc_N.view(torch.uint8), expected_acc_N.numpy().tobytes())
 
 

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
 from megatron_sparse.bench.codecs import cases, cub_peer
-from megatron_sparse.bench.codecs.cases import DTYPES, EPOCH, FORMS, KEY, Action, Task
+from megatron_sparse.bench.codecs.cases import DTYPES, FORMS, KEY, STEP, Action, Task
 from megatron_sparse.cuda_ext import codec_cuda, load, ops
 from megatron_sparse.cuda_ext.arguments import overload
 from megatron_sparse.cuda_ext.codec_checks import record_kind
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
 from megatron_sparse.wire import FORMAT_BLOCKS
 
 SECTOR_BYTES = 32
@@ -40,10 +40,9 @@ def make_tasks(
     threshold = cases.threshold_of(density)
     host_offsets, keep = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
     offsets, thresholds_R = codec_cuda.on_device(host_offsets, device), threshold.to(device)
-    arguments: dict[str, Any] = dict(FORMS[form])
-    block_size = arguments.get("block_size", 0) if arguments["form"] == FORMAT_BLOCKS else 0
-    kind = record_kind(arguments["form"], arguments.get("paper_order", False))
-    kinds = codec_cuda.record_kinds(keep, kind, device)
+    spec = RecordSpec(code, STEP, **FORMS[form])
+    block_size = spec.block_size if spec.record_format == FORMAT_BLOCKS else 0
+    kinds = codec_cuda.record_kinds(keep, record_kind(spec), device)
     capacity = ops.message_capacity(host_offsets, code)
     out = torch.zeros(capacity, dtype=torch.uint8, device=device)
 
@@ -63,7 +62,7 @@ def make_tasks(
         offsets,
         kinds,
         code,
-        EPOCH,
+        STEP,
         block_size,
         out,
     )
@@ -82,7 +81,7 @@ def make_tasks(
     pruned_N = grad_N.clone()
     ops.prune_(pruned_N, residual_N, host_offsets, thresholds_R, 0.0, code, KEY)
     encode = partial(
-        overload("encode_records"), pruned_N, offsets, kinds, code, EPOCH, block_size, out
+        overload("encode_records"), pruned_N, offsets, kinds, code, STEP, block_size, out
     )
     encode()
     message, name = out[: used()].clone(), _name(out, form)
@@ -107,7 +106,7 @@ def make_tasks(
         name,
         message.numel() + 2 * touched,
         wrong,
-        partial(overload("decode_add_"), acc_N, message, offsets, code, EPOCH, 0, False),
+        partial(overload("decode_add_"), acc_N, message, offsets, code, STEP, 0, False),
         None,
         {"torch index_add_": lambda: peer_N.index_add_(0, index_K, values_K)},
     )
@@ -126,20 +125,13 @@ def compare_with_cpu(density: float, dtype: str, form: str, device: torch.device
         out = torch.zeros(ops.message_capacity(offsets, code), dtype=torch.uint8, device=place)
         sizes, _ = ops.prune_encode(
             grad_N.to(place),
-            rest_N,
-            offsets,
-            thresholds_R.to(place),
-            offsets,
-            keep,
-            0.5,
-            code,
-            KEY,
-            EPOCH,
+            Pruning(rest_N, offsets, thresholds_R.to(place), 0.5, KEY),
+            Segments(offsets, keep),
+            RecordSpec(code, STEP, **arguments),
             out,
-            **arguments,
         )
         message = out[: int(sizes.sum())]
-        ops.decode_add_(acc_N, message, offsets, code, EPOCH, 0, rank=0)
+        ops.decode_add_(acc_N, message, Expected(offsets, code, STEP, rank=0), 0)
         results.append((message.cpu(), rest_N.cpu(), acc_N.cpu()))
     return sum(
         cases.differing(got.view(torch.uint8), wanted.numpy().tobytes())

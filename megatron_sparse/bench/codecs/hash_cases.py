@@ -18,9 +18,9 @@ import torch
 
 from megatron_sparse.bench.codecs.cases import (
     DTYPES,
-    EPOCH,
     KEY,
     LINE_BYTES,
+    STEP,
     Task,
     differing,
     touched_bytes,
@@ -59,7 +59,7 @@ def _sparse(numel: int, density: float, dtype: str, device: torch.device) -> tor
 
 def _places(numel: int, dtype: str) -> list[PartitionRecord]:
     h0 = PermutationHash(numel, PARTITIONS, KEY)
-    return [PartitionRecord(h0, p, DTYPES[dtype], 0, EPOCH) for p in range(PARTITIONS)]
+    return [PartitionRecord(h0, p, DTYPES[dtype], 0, STEP) for p in range(PARTITIONS)]
 
 
 def _by_position(grad_N: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
@@ -73,11 +73,6 @@ def _touched_bytes(values_N: torch.Tensor) -> int:
     return touched_bytes(values_N, whole=False, line_bytes=line_bytes)
 
 
-def _encode_bitmap(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
-    h0, partition = place.partition_hash, place.partition
-    return hash_bitmap.encode(values_P, h0, partition, offset=0, epoch=EPOCH)
-
-
 def _wrong_bitmaps(density: float, dtype: str, device: torch.device) -> int:
     """Bytes of all partitions' records that differ from the oracle's on a small gradient."""
     grad_N, wrong = _sparse(SMALL_NUMEL + 17, density, dtype, device), 0
@@ -85,8 +80,8 @@ def _wrong_bitmaps(density: float, dtype: str, device: torch.device) -> int:
         h0, partition = place.partition_hash, place.partition
         elements = h0.element_at(partition, torch.arange(place.positions)).tolist()
         fields = (partition, PARTITIONS, h0.seed, h0.code)
-        record = bitmap_oracle.encode(grad_N.cpu(), elements, fields, 0, EPOCH)
-        wrong += differing(_encode_bitmap(_by_position(grad_N, place), place).cpu(), record)
+        record = bitmap_oracle.encode(grad_N.cpu(), elements, fields, 0, STEP)
+        wrong += differing(hash_bitmap.encode(_by_position(grad_N, place), place).cpu(), record)
     return wrong
 
 
@@ -96,7 +91,7 @@ def _bitmap_tasks(numel: int, density: float, dtype: str, device: torch.device) 
     values = [_by_position(grad_N, place) for place in places]
 
     def encode() -> list[torch.Tensor]:
-        return [_encode_bitmap(*pair) for pair in zip(values, places, strict=True)]
+        return [hash_bitmap.encode(*pair) for pair in zip(values, places, strict=True)]
 
     records = encode()
     used = sum(record.numel() for record in records)
@@ -110,21 +105,12 @@ def _bitmap_tasks(numel: int, density: float, dtype: str, device: torch.device) 
         {"torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]},
     )
 
-    acc_N, value_dtype = torch.zeros(numel, device=device), DTYPES[dtype]
+    acc_N = torch.zeros(numel, device=device)
     peer_acc_N = torch.zeros_like(acc_N)
 
     def decode_add() -> None:
         for record, place in zip(records, places, strict=True):
-            hash_bitmap.decode_add_(
-                acc_N,
-                record,
-                place.partition_hash,
-                place.partition,
-                value_dtype,
-                offset=0,
-                epoch=EPOCH,
-                rank=0,
-            )
+            hash_bitmap.decode_add_(acc_N, record, place, rank=0)
 
     decode_add()
     wrong += int((acc_N != grad_N.float()).sum())
@@ -216,7 +202,7 @@ def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> 
     local_K = sets[0]
     rows_KD = _sparse(local_K.numel() * COLUMNS, 1.0, dtype, device).view(-1, COLUMNS)
     gradient = RowSparse(local_K, rows_KD, num_rows)
-    part = RowPart(num_rows, COLUMNS, dtype, part=0, parts=1, epoch=EPOCH)
+    part = RowPart(num_rows, COLUMNS, dtype, part=0, parts=1, step=STEP)
     positions = part.positions(gradient)
     out = rows_KD.new_zeros(part.record_bytes(local_K.numel()), dtype=torch.uint8)
     part.encode(gradient, positions, out)

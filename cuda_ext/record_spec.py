@@ -1,0 +1,94 @@
+"""What the codec's ops take together: segments, what their records become, pruning, expectations.
+
+Shape suffixes as in `ops`. Tables of offsets and flags are on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sparse.wire import FORMAT_COO
+
+DEFAULT_BLOCK_SIZE = 256
+"""Elements of a block; OmniReduce's own choice."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """The pieces of a bucket; each becomes a record.
+
+    Attributes:
+        offsets: int64, S+1 offsets from 0 to N; a segment has fewer than 2^31 elements.
+        dense: uint8, 1 for segments that are dense whatever they hold.
+        slots: int64, S+1 bytes at which records begin and the last one's place ends: ascending
+            multiples of 16 from 0 on. What a record leaves of its place is cleared. None puts them
+            back to back.
+    """
+
+    offsets: torch.Tensor
+    dense: torch.Tensor
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSpec:
+    """What the records of a message become.
+
+    Attributes:
+        value_dtype: dtype code in which values travel.
+        step: the training step; its lower 32 bits travel.
+        record_format: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI`, `FORMAT_BLOCKS`, or
+            `FORMAT_ADAPTIVE` for the smallest of dense, COO and Pici in each segment, where COO
+            wins a tie.
+        paper_order: bits and values of Pici in the order of its paper instead of linear order.
+        block_size: elements of a block: a power of two from 64 to 4096.
+    """
+
+    value_dtype: int
+    step: int
+    record_format: int = FORMAT_COO
+    paper_order: bool = False
+    block_size: int = DEFAULT_BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pruning:
+    """How a bucket is pruned: what `x = gradient + residual` must exceed, and what stays behind.
+
+    Attributes:
+        residual_N: fp32 or bf16, on the gradient's device. Mutated by the ops.
+        range_offsets: int64, R+1 offsets of consecutive ranges from 0 to N.
+        thresholds_R: fp32, on the gradient's device; below 0 keeps all of a range, NaN too.
+        leak: factor on what is dropped, 0 to 1.
+        key: of the random bits of stochastic rounding; negative for rounding to nearest.
+        capacity_S: int64, the most non-zero elements of each segment; None for no limit.
+    """
+
+    residual_N: torch.Tensor
+    range_offsets: torch.Tensor
+    thresholds_R: torch.Tensor
+    leak: float
+    key: int
+    capacity_S: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """What the records of a peer's message must say.
+
+    Attributes:
+        segment_offsets: int64, offsets in the bucket of the segments that the message must hold.
+        value_dtype: dtype code that the values must have.
+        step: the training step that the records must be of.
+        rank: the sender, for the error's text.
+        slots: where the records begin, as in `Segments`; the message is as long as all slots. What
+            lies behind a record in its slot is not looked at. None for back to back.
+    """
+
+    segment_offsets: torch.Tensor
+    value_dtype: int
+    step: int
+    rank: int
+    slots: torch.Tensor | None = None
