@@ -1,4 +1,4 @@
-"""Typed errors: every one says what was expected, what came, and what to do about it."""
+"""Typed errors: each says what was expected, what came instead, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class MegatronSparseError(Exception):
     """Base of all errors that megatron_sparse raises on purpose.
 
     Args:
-        what: one sentence naming the thing that is wrong.
+        what: one sentence that names the thing that is wrong.
         expected: what would have been right.
         got: what came instead.
         remedy: what the user can do now.

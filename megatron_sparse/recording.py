@@ -1,6 +1,7 @@
-"""What the reducer tells about each bucket, and the interface through which it tells it.
+"""What is measured of each bucket: the timer, the records, and the sink that receives them.
 
-The reducer is handed a `RecordSink`; it never imports telemetry. Stage names are the vocabulary of
+A `StageTimer` measures. A `BucketRecord` holds the measurements of one bucket in one step. The
+reducer hands records to a `RecordSink` and never imports telemetry. The stage names are used in
 every table, JSON line and dashboard of the project.
 """
 
@@ -29,17 +30,29 @@ STAGES = STEP_STAGES + BUCKET_STAGES
 class BucketRecord:
     """What happened to one bucket in one step.
 
-    `dense_bytes` is what each rank of a ring all-reduce (or reduce-scatter) of the whole bucket
-    would send, `wire_bytes` what this rank did send in pairwise messages (for `dense`, whose bytes
-    are the backend's business, that of a ring). Times are microseconds. `host_cpu_us` is what the
-    progress thread spent of the processor in the bucket's steps, codecs on a CPU included, and
-    `host_wall_us` how long these steps took; waiting for works is in neither. `predicted_us` is
-    what the planner's cost model expects of all stages together, None where no such model chose the
-    scheme. `launched_s` and `finished_s` are `time.perf_counter` seconds of the host. `straggler`
-    is the rank of the group that the bucket went on without, None where all waited for one another.
-    `thresholds_R` are those of the ranges that were selected from, fp32 on the bucket's device
-    (negative: the range is sent whole), None for a bucket that went dense; whoever reads them on
-    the host does so after the iteration.
+    Attributes:
+        bucket: its name.
+        step: counted from 0.
+        scheme: the collective that ran.
+        phase: of the schedule.
+        density: target density of the plan.
+        numel: elements of the bucket.
+        nnz: elements that this rank sent.
+        dense_bytes: bytes that each rank of a ring all-reduce (or reduce-scatter) of the whole
+            bucket would send.
+        wire_bytes: bytes that this rank sent in pairwise messages; for `dense`, whose messages the
+            backend chooses, those of a ring.
+        predicted_us: microseconds of all stages together by the planner's cost model; None if no
+            such model chose the scheme.
+        launched_s: the host's `time.perf_counter` at the launch.
+        finished_s: the same at the end.
+        host_cpu_us: processor microseconds that the progress thread spent in the bucket's steps,
+            codecs on a CPU included; without waiting for works.
+        host_wall_us: clock microseconds of the same steps.
+        straggler: the rank of the group that was skipped, None if none was.
+        thresholds_R: of the selected ranges, fp32 on the bucket's device (negative: the range is
+            sent whole); None for a dense plan. To be read on the host after the iteration only.
+        timer: measures the stages.
     """
 
     bucket: str
@@ -77,8 +90,8 @@ class ReadinessRecord:
     Attributes:
         bucket: its name.
         step: in which.
-        waited_s: for each rank of the group, the seconds from its readiness to the last one's; 0
-            for the straggler.
+        waited_s: for each rank of the group, the seconds that it waited for the last one; 0 for
+            the last one.
     """
 
     bucket: str
@@ -96,7 +109,7 @@ class StageTimer:
 
     On CUDA `stage` only records events on the current stream, so timing adds no host
     synchronisation; `times_us` waits for them and is meant for the end of an iteration. A profiler
-    that is on sees each stage as a range, see `ranges`.
+    that is on sees each stage as a range, see `profiler_ranges`.
 
     Attributes:
         spans: (stage, begin, end) in host seconds; empty on CUDA.
@@ -129,7 +142,7 @@ class StageTimer:
                 opened.end()
 
     def borders(self, stages: Sequence[str]) -> list[int]:
-        """Has kernels' launchers in C++ time consecutive stages.
+        """Events with which launchers in C++ time consecutive stages.
 
         Returns:
             A `cudaEvent_t` for the begin of each stage and the end of the last, to be recorded
@@ -139,7 +152,7 @@ class StageTimer:
             return [0] * (len(stages) + 1)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(stages) + 1)]
         for event in events:
-            event.record()  # which is when torch makes it
+            event.record()  # torch creates the event at its first record
         self._events += zip(stages, events, events[1:], strict=False)
         return [event.cuda_event for event in events]
 

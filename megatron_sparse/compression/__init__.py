@@ -1,1 +1,1 @@
-"""What is selected from a gradient, and what becomes of the rest."""
+"""Selects what is sent of a gradient, and keeps the rest."""

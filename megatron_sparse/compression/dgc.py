@@ -11,15 +11,15 @@ Here v is the residual. The optimizer must then have no momentum of its own: it 
 and `check_optimizer` refuses others (with Adam, whose steps are not linear in the gradient, it is
 not defined).
 
-What is always sent whole, and every dense step (warm-up, dense plans, compression switched off),
-sends u, and v with it, and masks nothing: as momentum is linear, the ranks' velocities add up to
-the velocity of the summed gradient, and such steps are those of SGD with momentum, up to rounding.
+Parameters that are always sent whole, and every dense step (warm-up, dense plans, compression
+switched off), send u and v and mask nothing. Momentum is linear, so the ranks' velocities add up to
+the velocity of the summed gradient: such steps are those of SGD with momentum, up to rounding.
 
 Deviations: v is computed as (v + momentum * u) + g, so that the gradient is only read (a bf16 one
-loses nothing), which may differ from v + (momentum * u + g) in the last bit. What capacity mode
-could not send is masked too, although its v stays. No Nesterov form. No local gradient clipping
-(section 3.3): it needs the norm of a rank's whole gradient before the first bucket starts, and
-overlapping would be over.
+loses nothing), which may differ from v + (momentum * u + g) in the last bit. Elements that capacity
+mode could not send are masked too, although their v stays. No Nesterov form. No local gradient
+clipping (section 3.3): it needs the norm of a rank's whole gradient before the first bucket starts,
+which would end the overlap with the backward pass.
 
 Cost: nothing on the wire. Memory: an fp32 velocity, as large as the residual, and its undo copy
 where the residual has one. Time: two passes over the bucket, in chunks that stay in a CPU's cache:
@@ -83,7 +83,7 @@ class DGC(SampledTopK):
         step: int,
         agreed: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `CompressionMethod`. Clears the velocities of what these thresholds will select."""
+        """See `CompressionMethod`. Clears the velocities of the elements that will be sent."""
         thresholds_R = super().thresholds(bucket, layout, residual_N, density, step, agreed)
         if self.config.momentum_masking and density < 1:
             self._mask(bucket, layout, residual_N, thresholds_R)
@@ -100,17 +100,17 @@ class DGC(SampledTopK):
             zip(borders, layout.range_piece.tolist(), strict=True)
         ):
             for part in _chunks(start, stop) if pruned_P[piece] else ():
-                # As the kernel compares, so that NaN is among what is sent.
+                # The kernel compares in the same way: NaN is sent.
                 x = (bucket.grad_N[part].float() + residual_N[part]).abs_()
                 velocity_N[part].masked_fill_(x.le(limits_R[r]).logical_not_(), 0)
 
 
 def check_optimizer(config: CompressionConfig, optimizer: Any) -> None:
-    """Refuses an optimizer that does not go with `compression.method=dgc`; others take any.
+    """Refuses an optimizer that `compression.method=dgc` cannot be combined with.
 
     Args:
-        config: which method.
-        optimizer: torch's, Apex's or Megatron's, which all show `param_groups`.
+        config: names the method; the others work with every optimizer.
+        optimizer: torch's, Apex's or Megatron's; all of them have `param_groups`.
 
     Raises:
         ConfigError: it is not SGD, or has a momentum of its own.
@@ -120,7 +120,7 @@ def check_optimizer(config: CompressionConfig, optimizer: Any) -> None:
     momenta = [group.get("momentum") for group in getattr(optimizer, "param_groups", [{}])]
     if None in momenta:
         raise ConfigError(
-            "compression.method=dgc is defined for SGD alone",
+            "compression.method=dgc is defined for SGD only",
             expected="an SGD optimizer without momentum",
             got="an optimizer whose parameter groups have no momentum, such as Adam",
             remedy="set megatron.optimizer=sgd megatron.sgd_momentum=0, or compression.method=topk",

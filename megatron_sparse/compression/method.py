@@ -1,4 +1,4 @@
-"""The seam of the compression methods, and the default one: sampled top-k with error feedback.
+"""The interface of the compression methods, and the default one: sampled top-k, error feedback.
 
 A method decides two things about a bucket: what is added to the gradient before anything is
 selected (the residual and, for DGC, a velocity), and which thresholds select. The rest (pruning,
@@ -11,7 +11,7 @@ encoding, leak, rounding) is the same for all of them, in one fused pass.
 | `sidco` | `tail_fit.SIDCo` | nothing |
 | `dgc` | `dgc.DGC` | a velocity of each element |
 
-Whatever a method keeps is provisional until the step is accepted, follows the loss scale, and is
+All that a method keeps is provisional until the step is accepted, follows the loss scale, and is
 saved with the residual.
 """
 
@@ -29,27 +29,27 @@ from megatron_sparse.formats.message import Message
 
 
 class CompressionMethod(Protocol):
-    """What the selection of a bucket asks; one object serves all buckets of a rank.
+    """How a bucket's selection is made; one object serves all buckets of a rank.
 
-    Calls for one bucket come in the order `begin`, `thresholds`, `selected`, or `begin` alone for a
-    dense plan; buckets of a step may come in any order. All of them are made by the progress
-    thread; the others between two steps.
+    The progress thread calls `begin`, `thresholds` and `selected` for each bucket, in this order,
+    or `begin` alone for a dense plan; buckets of a step may come in any order. The other methods
+    are called between two steps.
 
     Attributes:
         config: the settings it was made with.
-        stores: what is kept for each element, by name; "residual" is among them. Who owns the
-            method commits, rolls back, rescales, saves and loads them, beside the method itself.
+        stores: the values kept for each element, by name; "residual" is among them. The owner of
+            the method commits, rolls back, rescales, saves and loads them, and the method itself.
     """
 
     config: CompressionConfig
     stores: dict[str, ResidualStore]
 
     def begin(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's residual [N], all that is added to the gradient; mutates it."""
+        """The bucket's residual [N], which is added to the gradient; mutates it."""
         ...
 
     def has_addend(self, bucket: Bucket) -> bool:
-        """Whether `begin` may return anything but zeros: a dense plan needs no pass without it."""
+        """Whether `begin` may return anything but zeros; if not, a dense plan needs no pass."""
         ...
 
     def thresholds(
@@ -65,30 +65,30 @@ class CompressionMethod(Protocol):
         ...
 
     def selected(self, bucket: Bucket, message: Message) -> None:
-        """Told what the thresholds have selected."""
+        """Called with the message that the thresholds have selected."""
         ...
 
     def commit(self) -> None:
-        """The optimizer took the step: what is kept beside the stores counts."""
+        """The optimizer took the step: state outside the stores becomes final."""
         ...
 
     def rollback(self) -> None:
-        """The optimizer skipped the step: what is kept beside the stores is as it was before."""
+        """The optimizer skipped the step: state outside the stores is as it was before."""
         ...
 
     def rescale(self, factor: float) -> None:
-        """The loss scale changed by `factor`; so did the unit of what is kept beside the stores."""
+        """The loss scale changed by `factor`: so does the unit of the state outside the stores."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the stores: plain containers and CPU tensors.
+        """The state outside the stores, for a checkpoint: plain containers and CPU tensors.
 
-        To be called between two steps; on CUDA it waits for the tensors.
+        Call it between two steps; on CUDA it waits for the tensors.
         """
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave on the same rank; an empty one starts anew.
+        """Takes over the result of `state_dict` on the same rank; an empty one starts anew.
 
         Raises:
             CheckpointError: the state is damaged.
@@ -132,19 +132,19 @@ class SampledTopK:
         return range_thresholds(bucket, layout, residual_N, density, step, self.config, agreed)
 
     def selected(self, bucket: Bucket, message: Message) -> None:
-        """See `CompressionMethod`: nothing is learnt from it."""
+        """See `CompressionMethod`: ignored."""
 
     def commit(self) -> None:
-        """See `CompressionMethod`: there is nothing beside the stores."""
+        """See `CompressionMethod`: there is no state outside the stores."""
 
     def rollback(self) -> None:
-        """See `CompressionMethod`: there is nothing beside the stores."""
+        """See `CompressionMethod`: there is no state outside the stores."""
 
     def rescale(self, factor: float) -> None:
-        """See `CompressionMethod`: there is nothing beside the stores."""
+        """See `CompressionMethod`: there is no state outside the stores."""
 
     def state_dict(self) -> dict[str, Any]:
-        """See `CompressionMethod`: the residual is all there is."""
+        """See `CompressionMethod`: the residual is the only state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""From `compression.method` to the object that does it."""
+"""The class of each `compression.method`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are pruned, which are always sent whole, and which without loss."""
+"""Decides which parameters are pruned, sent whole, or sent without loss."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_sparse.errors import ConfigError
 
 
 class ParameterFilter:
-    """Decides for each parameter what is sent of it.
+    """Decides for each parameter which of its elements may be left out.
 
-    Lossless are those whose name one of `lossless_patterns` finds: all that is not zero is sent. Of
-    the others are kept whole one-dimensional parameters (norms, biases), small ones, those whose
-    name one of `keep_patterns` finds, and those that tensor parallelism replicates: ranks of a
-    tensor-parallel group would prune different entries of the same replicated parameter, and the
-    copies would drift apart.
+    A parameter is lossless if one of `lossless_patterns` finds its name: all its elements that are
+    not zero are sent. Of the others, these are always sent whole: one-dimensional parameters
+    (norms, biases), small ones, those whose name one of `keep_patterns` finds, and those that
+    tensor parallelism replicates. Ranks of a tensor-parallel group would prune different entries
+    of a replicated parameter, and its copies would drift apart.
     """
 
     def __init__(self, config: CompressionConfig) -> None:
@@ -30,15 +30,15 @@ class ParameterFilter:
     def slice_of(
         self, name: str, start: int, stop: int, shape: Sequence[int] | torch.Size, replicated: bool
     ) -> ParameterSlice:
-        """The parameter's slice [start, stop) of its bucket, with what is decided about it.
+        """The parameter's slice [start, stop) of its bucket, with the decision about it.
 
         Raises:
-            ConfigError: patterns for both kinds find its name.
+            ConfigError: a keep pattern and a lossless pattern find its name.
         """
         kept, lossless = _found(self._kept, name), _found(self._lossless, name)
         if kept and lossless:
             raise ConfigError(
-                f"parameter {name} is to be kept whole and to be sent without loss",
+                f"parameter {name} is both kept whole and lossless",
                 expected="its name found by compression.keep_patterns or "
                 "compression.lossless_patterns, not by both",
                 got=f"{', '.join(kept)} and {', '.join(lossless)}",

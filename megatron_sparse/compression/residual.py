@@ -1,11 +1,11 @@
-"""Residuals: what was not sent, kept until it is, and undone when a step does not count.
+"""Residuals: the part of gradients that was not sent yet; restored when a step is skipped.
 
 Selection is provisional until the optimizer step is accepted. A store with `undo` copies each
 residual before the selection changes it, so a skipped step (fp16 overflow) or a repeated one
 (Megatron's rerun mode) leaves it as it was. Without `undo` there is one buffer for each bucket.
 
-Residuals are contributions to the *averaged* gradient, in units of the loss scale when there is
-one, and of what gradients are multiplied by after their sum (`commit` follows its changes).
+Residuals are contributions to the *averaged* gradient, in units of the loss scale, if there is one,
+and of the factor that gradients are multiplied by after their sum (`commit` follows its changes).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Outcome(Enum):
-    """How the store learns that a selection counts."""
+    """How the store learns that a selection is final."""
 
     REPORTED = "reported"
-    """Someone calls `commit` or `rollback` after each step."""
+    """`commit` or `rollback` is called after each step."""
     ASSUMED = "assumed"
-    """Nobody does: every selection counts at once."""
+    """Neither is called: every selection is final at once."""
 
 
 class ResidualStore:
@@ -102,16 +102,16 @@ class ResidualStore:
         return residual_N
 
     def commit(self, unit_change: torch.Tensor | None = None) -> None:
-        """The optimizer took the step: every pending selection counts.
+        """The optimizer took the step: every pending selection is final.
 
         Where gradients are divided by a number that is known only after the selection (a step's
-        tokens, for a loss per token), the old residual entered it in the unit of the step before.
-        What it owed is put right here: `e' += (unit_change - 1) * e`, with `e` from the undo copy.
-        No host sync; one pass over residual and copy.
+        tokens, for a loss per token), the old residual entered the selection in the unit of the
+        step before. This is corrected here: `e' += (unit_change - 1) * e`, with `e` from the undo
+        copy. No host sync; one pass over residual and copy.
 
         Args:
-            unit_change: fp32 or fp64 scalar on the residual's device, the last step's unit in units
-                of this step's; null where the unit is the same.
+            unit_change: fp32 or fp64 scalar on the residual's device: the last step's unit in units
+                of this step's; None if the unit is the same.
 
         Raises:
             SelectionError: the unit changes and there is no undo copy.
@@ -132,7 +132,7 @@ class ResidualStore:
                     got="none",
                     remedy="set compression.undo=auto or always",
                 )
-            # The copy has served: the next selection overwrites it.
+            # The copy is not needed any more: the next selection overwrites it.
             residual_N.add_(self._undo_copies[name].mul_(change - 1))
 
     def rollback(self) -> None:
@@ -175,10 +175,11 @@ class ResidualStore:
         return self._residuals.values()
 
     def settled(self, bucket: Bucket) -> torch.Tensor | None:
-        """The residual of `bucket` without a selection that is pending, for checkpoints.
+        """The residual of `bucket` without its pending selection, for checkpoints.
 
         Megatron's rerun mode saves between a backward pass and the optimizer step that it then
-        repeats. None where nothing counts yet; a pending selection without an undo copy counts.
+        repeats. None if no selection is final yet. Without undo copies a pending selection counts
+        as final.
         """
         name = bucket.name
         if self.undo and name in self._pending:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from megatron_sparse.config.sparse import CompressionConfig
 
 STAIR = 0.25
-"""From one density of a staircase to the next."""
+"""The ratio of a staircase's density to the one before."""
 
 
 class Phase(StrEnum):

@@ -1,8 +1,8 @@
 """Selection: gradient + residual -> encoded message + new residual.
 
 Leaky error feedback: `x = g + e`; what exceeds its range's threshold is sent, and the residual
-becomes `leak * x` where it does not and the rounding error where it does. What e is when a step
-begins, and the thresholds, are the method's (`method.py`).
+becomes `leak * x` where it does not and the rounding error where it does. The method (`method.py`)
+decides about e at the begin of a step, and about the thresholds.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Selector:
         """Adds the residual to the gradient and clears it: for dense plans, which select nothing.
 
         Mutates the gradient. With a narrower `wire_dtype` the rounding error becomes the new
-        residual and the result is a copy in that dtype; else it is the gradient itself.
+        residual and the result is a copy in that dtype; otherwise the result is the gradient.
         """
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
         narrow = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype

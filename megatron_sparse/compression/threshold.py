@@ -1,7 +1,7 @@
 """Thresholds from samples: one for each parameter, or one for the pruned part of a bucket.
 
-Both look at `samples` elements by count, not by percentage, at positions that are a pure function
-of (seed, step, parameter or bucket): stratum j of s holds the elements floor(j n / s) to
+Both sample `samples` elements by count, not by percentage, at positions that are a pure function of
+(seed, step, parameter or bucket): stratum j of s holds the elements floor(j n / s) to
 floor((j + 1) n / s), and a counter hash picks one of them.
 """
 
@@ -18,7 +18,7 @@ from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_torch
 from megatron_sparse.formats.codec_choice import is_compiled
 
 KEEP_ALL = -1.0
-"""A threshold that no magnitude is at or under: everything is sent."""
+"""Below every magnitude: everything is sent."""
 
 
 def range_thresholds(
@@ -33,13 +33,13 @@ def range_thresholds(
     """The threshold of every range of the layout.
 
     Args:
-        bucket: what is selected from.
-        layout: how it is cut.
+        bucket: the gradients.
+        layout: how the bucket is cut.
         residual_N: of the bucket; only read.
-        density: target density of what may be pruned.
+        density: target density of the pruned parameters.
         step: keys the samples.
         config: scope, number of samples, seed.
-        agreed: the one threshold that ranks have agreed upon (`group_threshold`); None samples.
+        agreed: the threshold that ranks have agreed on (`group_threshold`); None samples.
 
     Returns:
         fp32 thresholds_R on the bucket's device; ranges that are not pruned, and all
@@ -114,9 +114,9 @@ def sampled_rows(
     """Samples for each threshold that `threshold_scope` asks for.
 
     Returns:
-        For `parameter` those of each pruned parameter, in order; for `bucket` those of all of
-        them, in one; nothing where nothing may be pruned. fp32 on the bucket's device; one copy of
-        positions to it.
+        For `parameter` the samples of each pruned parameter, in order; for `bucket` those of all
+        pruned parameters, in one tensor; an empty list if nothing may be pruned. fp32 on the
+        bucket's device, to which the positions are copied once.
     """
     pruned = [p for p in bucket.parameters if p.pruned and p.stop > p.start]
     if not pruned:

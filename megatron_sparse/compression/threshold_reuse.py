@@ -1,23 +1,23 @@
-"""Thresholds that serve for several steps, corrected by how many elements they kept.
+"""Thresholds that are used for several steps, corrected by the number of elements they kept.
 
 A threshold changes slowly from step to step. Ok-Topk (Li and Hoefler, PPoPP 2022, section 3.1.3)
 computes it once in 32 to 128 steps and uses it in between; DGC (Lin et al., ICLR 2018, section 5)
-adapts one whose kept count leaves 0.8 to 1.3 of the target. Together:
+adapts a threshold whose kept count is outside 0.8 to 1.3 of the target. Together:
 
 - A bucket is sampled in the first step, `reuse_iters` steps later, when the target density has
   changed, after any step without a selection (dense, skipped), and when the last step kept less
   than half or more than twice of the target.
-- Else its thresholds are those of the last step; where that kept a part of the target outside of
-  0.8 to 1.3, all of them are multiplied by `correction`.
+- Otherwise its thresholds are those of the last step. If that step kept less than 0.8 or more than
+  1.3 of the target, all of them are multiplied by `correction`.
 
-The kept count is that of the bucket's last message (elements that may be pruned), which the host
-knows without a read of its own: the sizes of records, or the reports of capacity mode, have been
-read since. So one factor serves all parameters of a bucket, and with `threshold_scope=parameter`
-the selection depends on how parameters are cut into buckets, which it does not for `topk`.
+The kept count is that of the bucket's last message (elements that may be pruned). The host knows it
+already: it has read the sizes of records, or the reports of capacity mode, since. One factor serves
+all parameters of a bucket, so with `threshold_scope=parameter` the selection depends on how
+parameters are cut into buckets; that of `topk` does not.
 
-Deviations: DGC multiplies by 0.8 or 1.3 and looks again, several times within a step; that would be
-a pass each time. Here the factor is the one that is right for an exponential tail, within those
-bounds, and it counts from the next step on.
+Deviations: DGC multiplies by 0.8 or 1.3 and counts again, several times within a step, which would
+be a pass each time. Here the factor is the right one for an exponential tail, within those bounds,
+and is applied from the next step on.
 
 Everything is a pure function of the steps so far: resume and repeated steps are bit-exact.
 
@@ -48,15 +48,15 @@ OUT_OF_REACH = (0.5, 2.0)
 
 @dataclass(frozen=True)
 class Served:
-    """The thresholds that a bucket was last selected by.
+    """The thresholds of a bucket's last selection.
 
     Attributes:
         thresholds_P: fp32, of the bucket's pieces, on its device or, after a resume, on the CPU.
-        parameters: names of those that are pruned, in order: a bucket of others is sampled anew.
+        parameters: names of the pruned ones, in order; if they change, the bucket is sampled anew.
         density: the target.
-        sampled_step: when they were sampled.
-        step: when they last served.
-        kept: what they selected then: its message, or the count. None before it is known.
+        sampled_step: the step that sampled them.
+        step: the step that last used them.
+        kept: the selection of that step: its message, or its count. None before it is known.
     """
 
     thresholds_P: torch.Tensor
@@ -68,7 +68,7 @@ class Served:
 
     @property
     def kept_count(self) -> int:
-        """Elements that may be pruned and were sent."""
+        """The number of elements that could have been pruned and were sent."""
         assert self.kept is not None, "a selection that counts has ended"
         return self.kept.pruned_nnz if isinstance(self.kept, Message) else self.kept
 
@@ -101,7 +101,7 @@ class ThresholdReuse(SampledTopK):
         return spread(served.thresholds_P, layout)
 
     def _next(self, bucket: Bucket, layout: Layout, density: float, step: int) -> Served | None:
-        """The last step's thresholds, corrected; None where the bucket must be sampled."""
+        """The last step's thresholds, corrected; None if the bucket must be sampled."""
         last = self._served.get(bucket.name)
         if (
             last is None
@@ -118,7 +118,7 @@ class ThresholdReuse(SampledTopK):
             return None
         thresholds_P = to_device(last.thresholds_P, bucket.grad_N.device)
         if factor != 1:
-            # Those of kept pieces are negative, and stay so.
+            # Thresholds of kept pieces are negative, and stay negative.
             thresholds_P = thresholds_P * factor
         return replace(last, thresholds_P=thresholds_P, step=step, kept=None)
 
@@ -183,13 +183,14 @@ class ThresholdReuse(SampledTopK):
 
 
 def correction(kept: int, target: float, density: float) -> float | None:
-    """What to multiply thresholds with that have kept `kept` elements instead of `target`.
+    """The factor for thresholds that have kept `kept` elements instead of `target`.
 
-    Where the magnitudes' tail falls as exp(-x / b), the threshold of density d is b ln(1 / d), and
-    one that keeps r times too many is b ln(1 / (r d)): it must grow by ln(1 / d) / ln(1 / (r d)).
+    If the magnitudes' tail falls as exp(-x / b), the threshold of density d is b ln(1 / d), and one
+    that keeps r times too many is b ln(1 / (r d)): it must grow by ln(1 / d) / ln(1 / (r d)).
 
     Returns:
-        1 inside `REUSE_BAND`, a factor within it outside, None where only a new sample helps.
+        1 if kept / target is inside `REUSE_BAND`; else a factor within that band, or None if the
+        ratio is so far off that the bucket must be sampled again.
 
     Example:
         >>> correction(100, 100.0, 0.01), round(correction(150, 100.0, 0.01), 3)

@@ -1,10 +1,10 @@
 """One thread for each process drives the phases of all pending buckets.
 
 A job is a generator: local work up to `GATE`, then posts and waits, then `POSTED`, then local work
-again. The rule that keeps every rank posting in the same order, whatever finishes first where: a
-job passes its gate only when all jobs launched before it have yielded `POSTED`, or `UNORDERED`,
-behind which a job posts messages that tags tell apart, in any order. Selection of the
-next bucket, and decoding of the last, go on while a bucket is on the wire.
+again. One rule keeps every rank posting in the same order, whichever job finishes first: a job
+passes its gate only when all jobs launched before it have yielded `POSTED` or `UNORDERED`. (After
+`UNORDERED` a job posts only messages that tags tell apart, so their order does not matter.) The
+next bucket is selected, and the last one decoded, while a bucket is on the wire.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_sparse.transport.liveness import announce_failure, posting_for
 
 
 class Gate(Enum):
-    """Marks the point before which a job only works locally."""
+    """The point up to which a job works locally, without posting anything."""
 
     GATE = "gate"
 
@@ -40,7 +40,7 @@ type Stage[T] = Generator[object, None, T]
 Job = Callable[[], Stage[None]]
 
 POLL_S = 20e-3
-"""How often a job that nobody wakes is looked at: for deadlines and for ranks that are gone."""
+"""Seconds between two looks at a waiting job, for its deadline and for ranks that are gone."""
 DEADLINE_FACTOR, DEADLINE_SLACK_S = 1.5, 5.0
 
 
@@ -49,9 +49,9 @@ class Pending:
 
     Attributes:
         name: of the bucket, for errors.
-        host_cpu_s: seconds of the processor that the progress thread has spent in its steps.
-        host_wall_s: seconds of the clock of the same; longer where the thread had to wait for a
-            core, for the interpreter's lock, or for the device.
+        host_cpu_s: processor seconds that the progress thread has spent in its steps.
+        host_wall_s: clock seconds of the same steps; longer if the thread had to wait for a core,
+            for the interpreter's lock, or for the device.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Pending:
         self._done = threading.Event()
 
     def done(self) -> bool:
-        """Whether the host's part has ended, well or not."""
+        """Whether the host's part has ended, with or without an error."""
         return self._done.is_set()
 
     def wait(self) -> None:
@@ -81,7 +81,7 @@ class Pending:
         On CUDA the current stream then waits for the job's stream; the host does not.
 
         Raises:
-            MegatronSparseError: what went wrong, in the thread that needs to know.
+            MegatronSparseError: the error that ended the job.
         """
         self._done.wait()
         if self.error is not None:
@@ -90,7 +90,7 @@ class Pending:
             torch.cuda.current_stream().wait_event(self.finish_event)
 
     def charge(self, cpu_s: float, wall_s: float) -> None:
-        """Adds a step's time, given when it began by `time.thread_time` and `perf_counter`."""
+        """Adds a step's time; the arguments are `thread_time` and `perf_counter` at its begin."""
         self.host_cpu_s += time.thread_time() - cpu_s
         self.host_wall_s += time.perf_counter() - wall_s
 
@@ -104,7 +104,7 @@ class Pending:
 
 
 class _Running:
-    """A job, its generator, and what it waits for."""
+    """A job, its generator, and the work that it waits for."""
 
     def __init__(self, pending: Pending, job: Job) -> None:
         self.pending = pending
@@ -147,9 +147,9 @@ class ProgressThread:
             name: of the bucket, for errors.
             job: makes the generator.
             timer: receives the time that operations take.
-            on_done: called once when the job has ended, well or not: by the progress thread (on
-                CUDA with its stream current), or by the caller if the job is refused. Must not
-                block nor raise.
+            on_done: called once when the job has ended, with or without an error: by the progress
+                thread (on CUDA with its stream current), or by the caller if the job is refused.
+                Must neither block nor raise.
         """
         start = None
         if self._stream is not None:
@@ -166,7 +166,7 @@ class ProgressThread:
 
     @property
     def broken(self) -> bool:
-        """Whether an operation has failed, after which nothing is synchronised any more."""
+        """Whether an operation has failed; every later job is refused then."""
         return self._broken is not None
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class ProgressThread:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                # What happens from here on is seen by the next turn.
+                # Wake-ups from here on are handled in the next turn.
                 self._is_awake = False
                 self._running.extend(self._incoming)
                 self._incoming.clear()
@@ -281,9 +281,9 @@ class ProgressThread:
             running.pending.timer.add_span("network", running.since_s, time.perf_counter())
 
     def _fail(self, failed: _Running, error: BaseException) -> None:
-        """Ends every job: after a failure the group's state is unknown, and no sum is right.
+        """Ends every job: after a failure the group's state is unknown, and no sum can be right.
 
-        The other ranks are told, so that they do not wait for this one until their timeout.
+        The failure is announced to the other ranks, so that they need not wait for their timeout.
         """
         if isinstance(error, CommunicationError | WireFormatError):
             error.args = (f"bucket {failed.pending.name}: {error}",)

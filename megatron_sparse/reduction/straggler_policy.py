@@ -1,10 +1,10 @@
-"""Which rank a bucket goes on without: measuring, agreeing, deciding, for one group of ranks.
+"""Decides which rank a bucket skips: measures, agrees and decides, for one group of ranks.
 
-When a bucket has passed its gate, which is when its rank could post the first message, the rank
-counts as ready and is counted (`transport.arrival_counter`), unless the straggler is pinned. What a
-rank waited for the last one in a step is all-gathered in the next step, behind the first bucket's
-messages, and looked at from the step after that on: so all ranks decide from the same numbers,
-which are two steps old, and nobody waits for them. 8 bytes for each bucket.
+A rank is ready for a bucket when the bucket has passed its gate, that is, when the rank could post
+the first message. It then reports its arrival (`transport.arrival_counter`), unless the straggler
+is pinned. The time that each rank waited for the last one in a step is all-gathered in the next
+step, behind the first bucket's messages, and used from the step after that. So all ranks decide
+from the same numbers, which are two steps old, and no rank waits for them. 8 bytes a bucket.
 
 The decision, by `straggler.mode`:
 
@@ -12,12 +12,12 @@ The decision, by `straggler.mode`:
 - `persistent`: the rank that was last in most of the last steps (`straggler.detector`), if its
   expected delay exceeds the critical one of this bucket (`straggler.critical`).
 - `dynamic`: the rank that is missing when all others have come: at once if its expected delay
-  exceeds the critical one, otherwise when it is late by the critical delay. Whoever waits so long
-  before it acts loses at most as much again as the delay in which it would have been right to act
-  at once; the usual argument for renting before buying.
+  exceeds the critical one, otherwise when it is late by the critical delay. Waiting so long before
+  skipping loses at most as much again as skipping at once would have cost; this is the usual
+  argument for renting before buying.
 
-What the links cost comes from `planner.cluster`, or is measured on the group when it is made.
-With `straggler.min_delay_ms` nobody asks what pays: that is the least delay in every bucket.
+The cost of the links comes from `planner.cluster`, or is measured when the policy is made. With
+`straggler.min_delay_ms` the critical delay is that number in every bucket, whatever links cost.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from megatron_sparse.transport.arrival_counter import Arrival, ArrivalCounter
 logger = logging.getLogger("megatron_sparse")
 
 AWARE = {"dense": "straggler", "direct": "straggler_direct"}
-"""What takes the place of a scheme in a bucket that may have a straggler."""
+"""The scheme that can skip a rank, for each scheme that has one."""
 WAITING = {aware: scheme for scheme, aware in AWARE.items()}
-"""What a bucket of such a scheme is synchronised like when nobody is named."""
+"""The scheme that such a bucket is recorded under when no rank is skipped."""
 
 
 class Delays(NamedTuple):
-    """Which delays of a straggler are worth going on without it.
+    """The delays of a straggler at which it pays to skip it.
 
     Attributes:
-        least_s: what they must exceed.
-        most_s: what is beyond has no further use.
+        least_s: a delay must exceed it.
+        most_s: a longer delay gains nothing more.
     """
 
     least_s: float
@@ -83,7 +83,7 @@ NONE_PAYS = Delays(math.inf, math.inf)
 
 
 class _Measured:
-    """The `Work` of waiting until it is known how long this rank has waited."""
+    """A `Work` that is ready when it is known how long this rank has waited."""
 
     def __init__(self, waits: list[Future[float]]) -> None:
         self._waits = waits
@@ -105,10 +105,10 @@ class StragglerPolicy:
     """See the module's docstring. Making one is collective in the modes that measure.
 
     Args:
-        config: `straggler`, `scheme` and `planner.cluster` are looked at.
+        config: `straggler`, `scheme` and `planner.cluster` are read.
         transport: the group.
-        sink: told when the ranks were ready.
-        links: what its links cost; None takes `planner.cluster`, or measures.
+        sink: receives the times at which ranks were ready.
+        links: the cost of the group's links; None takes `planner.cluster`, or measures.
 
     Raises:
         ConfigError: the configured rank is not in the group.
@@ -160,15 +160,15 @@ class StragglerPolicy:
         return complete(measure_links(self._transport, QUICK, clock))
 
     def _take_links(self, links: Links | ClusterModel) -> None:
-        # Of several nodes the links between them are the ones that are waited for.
+        # Ranks on several nodes wait for the links between the nodes.
         self._link = links.inter if len(set(self._transport.nodes)) > 1 else links.intra
         self._dense = links.dense
 
     def begin_step(self, step: int) -> None:
-        """Takes over what was agreed on, if a new step begins. Called before a bucket is launched.
+        """Takes over the waiting times that ranks agreed on, if a new step begins.
 
-        By the training thread, when no bucket of an earlier step is under way. With
-        `straggler.inject_rank` this is where that rank sleeps.
+        The training thread calls it before each launch. At a step's first launch no bucket of an
+        earlier step may be under way. With `straggler.inject_rank` that rank sleeps here.
 
         Raises:
             CommunicationError: the ranks could not agree.
@@ -178,7 +178,7 @@ class StragglerPolicy:
         if self._agreement is not None:
             self._agreement.wait()
             self._agreement = None
-        # From here on no job looks at what follows.
+        # No job reads the following attributes from here on.
         self._previous, self._step = self._step, step
         known, self._agreed = self._agreed, []
         for record in known:
@@ -189,31 +189,31 @@ class StragglerPolicy:
             time.sleep(self._config.inject_delay_ms / 1e3)
 
     def launched(self, progress: ProgressThread) -> None:
-        """Called behind each launch: the first one of a step is followed by `agree`."""
+        """Called after each launch; submits `agree` after the first launch of a step."""
         if self._last_step and self._agreement is None:
             self._agreement = progress.submit("readiness", self.agree, StageTimer())
 
     def adapt(self, bucket: Bucket, plan: Plan) -> Plan:
-        """The plan, with the scheme that can go on without a straggler in its scheme's place."""
+        """The plan with a scheme that can skip a rank, where its own scheme has such a variant."""
         scheme = AWARE.get(plan.scheme)
         if scheme is None or not self._acts or bucket.op not in SCHEMES[scheme].ops:
             return plan
         if self._scheme.capacity is not None and SCHEMES[plan.scheme].takes_slots:
-            return plan  # its messages have slots, which the other scheme has not
+            return plan  # its messages have slots; those of the other scheme have none
         return replace(plan, scheme=scheme)
 
     def scheme_of(self, plan: Plan, straggler: int | None) -> str:
-        """What is done, once it is known whether there is a straggler."""
+        """The scheme to record, once it is known whether a rank is skipped."""
         return plan.scheme if straggler is not None else WAITING.get(plan.scheme, plan.scheme)
 
     def decide(self, bucket: Bucket, plan: Plan) -> Generator[object, None, int | None]:
-        """Who is not waited for; the same on all ranks. Driven behind the gate, before any message.
+        """The rank to skip, the same on all ranks. Driven after the gate, before any message.
 
         Returns:
-            A rank of the group; None for nobody.
+            A rank of the group; None if no rank is skipped.
 
         Raises:
-            CommunicationError: a rank is gone, or several did not come in time.
+            CommunicationError: a rank is gone, or several ranks did not come in time.
         """
         aware = self._acts and plan.scheme in STRAGGLER_SCHEMES
         mode = self._config.mode
@@ -235,7 +235,7 @@ class StragglerPolicy:
         return self._expected(bucket, delays) if mode == "persistent" else None
 
     def _expected(self, bucket: Bucket, delays: Delays) -> int | None:
-        """The persistent straggler, where it pays; says so when that changes."""
+        """The persistent straggler, if skipping it pays. Logs every change."""
         expected = persistent_straggler(self._history.steps(bucket.name))
         if expected is not None and not self._pays(bucket, delays, expected):
             expected = None
@@ -244,19 +244,19 @@ class StragglerPolicy:
                 "step %d: bucket %s %s (critical delay %.2f ms)",
                 self._step,
                 bucket.name,
-                "waits for all ranks" if expected is None else f"goes on without rank {expected}",
+                "waits for all ranks" if expected is None else f"skips rank {expected}",
                 delays.least_s * 1e3,
             )
         self._named[bucket.name] = expected
         return expected
 
     def report(self, bucket: Bucket, plan: Plan) -> dict[str, Any] | None:
-        """For `plan.json`: what the bucket may become, and without whom it went on last.
+        """For `plan.json`: the scheme that can skip a rank, and the rank that was skipped last.
 
         Returns:
-            The scheme, the rank (None for nobody; not kept in `dynamic` mode) and the delay in
-            milliseconds that a straggler must exceed (None where none is long enough, or no rule is
-            asked); None for a bucket that always waits.
+            The scheme; the rank (None for no rank, and in `dynamic` mode, which keeps none); the
+            delay in milliseconds that a straggler must exceed (None if no delay is long enough, or
+            the straggler is pinned). None for a bucket that always waits.
         """
         scheme = self.adapt(bucket, plan).scheme
         if not self._acts or scheme not in STRAGGLER_SCHEMES:
@@ -271,7 +271,7 @@ class StragglerPolicy:
         }
 
     def agree(self) -> Generator[object, None, None]:
-        """The job that gathers how long each rank has waited in the last step.
+        """The job that gathers how long each rank waited in the last step.
 
         On CUDA the progress thread waits for the result on the host.
         """

@@ -1,16 +1,16 @@
 """The profile of one bucket in training, from a sample that all ranks take of the same elements.
 
-Every rank counts exactly what is cheap to count: its non-zero elements in each of 2,048 partitions,
-and its non-zero blocks. What needs other ranks' positions (definitions 3 and 4 of ZEN, and whatever
-concerns the sum) is estimated from windows of 256 elements: `WINDOWS` of them, or all there are,
-whose places are a pure function of (seed, step, bucket) and spread evenly over the bucket.
+Each rank counts exactly its non-zero elements in each of 2,048 partitions, and its non-zero blocks.
+Characteristics that need the positions of other ranks (definitions 3 and 4 of ZEN,
+and all of the sum) are estimated from windows of 256 elements: `WINDOWS` of them, or all there are.
+Their places are a pure function of (seed, step, bucket), spread evenly over the bucket.
 
-Estimates: partitions are put into classes by their density, which all ranks know exactly; in each
-class the sum of k ranks is as much denser than one rank's part as it is in the class's windows,
-where `PRIOR` elements' worth of the whole bucket's ratio is mixed in (a class of which little was
-seen says little). So crowded parts, where ranks overlap most, are neither missed nor counted twice
-by chance. The fraction of a sum's blocks that are not empty lies between full overlap and
-independence as it does in the windows.
+Estimates: partitions are put into classes by their density, which all ranks know exactly. In each
+class the ratio of the density of k ranks' sum to that of one rank is taken from the class's
+windows, mixed with `PRIOR` elements' worth of the whole bucket's ratio, because a class with few
+sampled elements is uncertain. So dense parts, where ranks overlap most, are neither missed nor
+counted twice by chance. The fraction of a sum's blocks that are not empty lies between full overlap
+and independence, at the same relative place as in the windows.
 
 Cost. Bytes: two all-gathers, of 8 (2 + n) bytes a rank and of 8 bytes for each partition and each
 64 elements of the windows: 80 KiB. Work: one decoding of the rank's own message and two passes over
@@ -54,7 +54,7 @@ FINEST = 2048
 WORDS = WINDOW_NUMEL // WORD_BITS
 PRIOR = 8.0
 MOST_PAIRS = 128
-"""Pairs of ranks whose overlap is looked at: quantiles need no more."""
+"""Pairs of ranks whose overlap is measured: quantiles need no more."""
 
 _BYTE_SUM, _GATHER_BITS = 0x0101010101010101, 0x0102040810204080
 
@@ -70,11 +70,12 @@ def sample_profile(
 ) -> Generator[Work, None, SparsityProfile]:
     """Estimates the profile of what all ranks selected; the same bits on every rank.
 
-    Belongs between the selection and the exchange of the message.
+    Call it between the selection and the exchange of the message.
 
     Args:
-        bucket: what the message was selected from. Mutated: an fp32 gradient then holds what this
-            rank selected, as every collective may overwrite it; of others the fp32 sum's buffer.
+        bucket: the gradients that the message was selected from. Mutated: an fp32 gradient then
+            holds this rank's selection, because every collective may overwrite it; for other
+            dtypes the buffer of the fp32 sum holds it.
         message: this rank's selection, in any format.
         transport: the group.
         buffers: where scratch memory comes from.
@@ -88,7 +89,7 @@ def sample_profile(
 
     Raises:
         CommunicationError: ranks disagree about the bucket, seed, dtype or step.
-        WireFormatError: what a rank told was damaged on its way.
+        WireFormatError: the part of a rank was damaged on its way.
     """
     n = transport.world_size
     with timer.stage("profile"):
@@ -120,7 +121,7 @@ def _check_part(row: np.ndarray, rank: int, expected: int) -> None:
 
 
 def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -> torch.Tensor:
-    """What a rank's own message holds, fp32 [N]: zeros where nothing was selected.
+    """The content of a rank's own message, fp32 [N]: zeros where nothing was selected.
 
     It lies where the collective will have its sum, and takes no memory of its own: in the gradient
     where that is fp32, which is thereby overwritten, as it will be anyway.
