@@ -49,9 +49,9 @@ class DDPState:
 
     Args:
         ddp: the model, before its first backward pass.
-        config: a `SparseConfig`, whose `tracking` is not looked at; or give single options as
-            keywords, e.g. `density=0.01`.
-        sink: told the time and bytes of each bucket.
+        config: a `SparseConfig`, whose `tracking` is ignored; or give single options as keywords,
+            e.g. `density=0.01`.
+        sink: receives the time and bytes of each bucket.
         **overrides: see `SparseConfig.from_overrides`.
 
     Attributes:
@@ -194,7 +194,7 @@ class DDPState:
         )
 
     def _await_at_end_of_backward(self) -> None:
-        """DDP would make an untyped error of a failed future, so errors are raised beside it."""
+        """DDP would turn a failed future into an untyped error, so errors are raised separately."""
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
         except RuntimeError as error:
@@ -221,7 +221,7 @@ class DDPState:
         self.step += 1
 
     def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
-        """DDP's bucket as the reducer's; its parameters lie one behind the other."""
+        """Makes the reducer's bucket of DDP's; its parameters are adjacent."""
         index, slices, start = self._launched, [], 0
         for parameter in grad_bucket.parameters():
             name, stop = self._names[parameter], start + parameter.numel()
@@ -251,9 +251,9 @@ class DDPState:
         return bucket
 
     def _take_residuals_back(self) -> None:
-        """DDP has made new buckets: residuals wait under their parameters' names.
+        """Called when DDP has made new buckets: keeps residuals under their parameters' names.
 
-        Those of buckets that were launched in this step already are in place, and in use.
+        Residuals of buckets that this step has launched already stay in place: they are in use.
         """
         for index in self._buckets.keys() - self._placed:
             bucket = self._buckets.pop(index)
@@ -288,7 +288,7 @@ class DDPState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave on the same rank of as many ranks.
+        """Takes over the result of `state_dict` on the same rank of as many ranks.
 
         Parameters that `state` does not name start without residual.
 

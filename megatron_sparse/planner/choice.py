@@ -1,29 +1,29 @@
 """The choice: for each bucket the scheme that a cost model predicts to take the least time.
 
 All candidates are priced (`costs.predict_all`) from the bucket's shape, its sparsity profile and
-the cluster's model; the least wins, dense included. ZEN (section 2.4) compares two equations in
-this way; here it is every scheme of the registry, with codecs and the host in it, for each bucket.
+the cluster's model; the cheapest is chosen, dense included. ZEN (section 2.4) compares two
+equations in this way. Here every scheme of the registry is compared for each bucket, with the costs
+of codecs and host.
 
-Before anything is measured a profile of independent uniform positions stands in. In the first
-steps of ramp and target, whenever the target density has fallen by half since, and every
-`planner.profile_every` steps, ranks sample a profile (`sampling`). A bucket that is dense goes by
-the best sparse candidate in such a step, since without a message there is nothing to sample;
-unless even full overlap would make no sparse candidate cheaper than dense. A bucket changes its
-scheme only for a gain of more than `planner.hysteresis`.
+Until a profile is measured, independent uniform positions are assumed. Ranks sample a profile
+(`sampling`) in the first steps of ramp and target, whenever the target density has fallen by half
+since, and every `planner.profile_every` steps. Sampling needs a message, so a dense bucket uses the
+best sparse candidate in such a step, unless no sparse candidate would be cheaper than dense even at
+full overlap. A bucket changes its scheme only for a gain of more than `planner.hysteresis`.
 
-With `scheme.deterministic=false` times count too. Every `planner.replan_every` steps the ranks
-exchange what they have measured of the present scheme and of `dense` (each rank's median over the
-last steps; the slowest rank's counts). A scheme that is slower than `dense` by more than the
-hysteresis is left for it; after `planner.retry_after` steps, or when the target density has fallen
-by half, the next best candidate gets its turn, and in the end the first one again. Dense is
-measured in the warm-up and whenever a bucket is dense; where that is `planner.retry_after` steps
-ago or never was, `PROBE_STEPS` steps are dense for it.
+With `scheme.deterministic=false` measured times count too. Every `planner.replan_every` steps the
+ranks exchange their times of the present scheme and of `dense` (each rank's median over the last
+steps; the slowest rank's counts). A scheme that is slower than `dense` by more than the hysteresis
+is replaced by it. After `planner.retry_after` steps, or when the target density has fallen by half,
+the next best candidate is tried, and after the last one the first again. Dense is measured in the
+warm-up and whenever a bucket is dense; if that is `planner.retry_after` steps ago, or never
+happened, `PROBE_STEPS` steps are dense to measure it.
 
 All ranks decide alike: from the configuration and from exchanged numbers, the same bits on every
-rank, in the same order. Times travel with a fingerprint of the bucket's state, so ranks that have
-come apart are an error. Cost: the sampler's exchange in a profile step; 8 (2 + n) bytes a rank and
-bucket in a replan step; both before the collective, on the progress thread. What they change holds
-from the next step on.
+rank, in the same order. Times travel with a fingerprint of the bucket's state, so ranks whose
+states differ get an error. Cost: the sampler's exchange in a profile step; 8 (2 + n) bytes a rank
+and bucket in a replan step; both before the collective, on the progress thread. Changes take effect
+in the next step.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ PRICED_OPTIONS = (
 logger = logging.getLogger("megatron_sparse")
 
 KEPT_RECORDS = 15
-"""Steps whose median is the measured time."""
+"""The measured time is the median over so many steps."""
 PROBE_STEPS = 5
-"""Dense steps that are taken to measure dense."""
+"""Dense steps to measure dense with."""
 
 
 class PricedPlanner(FixedPlanner):
@@ -95,7 +95,7 @@ class PricedPlanner(FixedPlanner):
         compression: the schedule of densities.
         scheme: options of the candidates; `name` is `auto`.
         planner: see `PlannerConfig`.
-        cluster: what links, codecs and the host cost.
+        cluster: the cost of links, codecs and the host.
         logs: whether changes of plan are logged; on one rank of a group.
     """
 
@@ -196,10 +196,10 @@ class PricedPlanner(FixedPlanner):
             state = self._states[bucket.name] = BucketState.of(bucket)
         return state
 
-    # What ranks tell one another
+    # What ranks exchange
 
     def join(self, transport: Transport) -> None:
-        """See `Planner`. Looks at the first group only: others may lie within one host.
+        """See `Planner`. Checks the first group only: others may lie within one host.
 
         Raises:
             ConfigError: the cluster file was measured on another cluster.
@@ -211,7 +211,7 @@ class PricedPlanner(FixedPlanner):
         self._joined = True
 
     def windows(self, transport: Transport) -> Windows:
-        """See `Planner`: of a group that the cluster's links say is one node."""
+        """See `Planner`: for a group that is one node by the cluster's links."""
         named = any(SCHEMES[name].needs_windows for name in candidates(self._config.schemes))
         has_tier = self._cluster.has_peer_memory(transport.world_size)
         wanted = named and has_tier and transport.world_size > 1
@@ -244,7 +244,7 @@ class PricedPlanner(FixedPlanner):
         if not self._scheme.deterministic and step and step % self._config.replan_every == 0:
             yield from self._compare(bucket, state, plan, step, transport)
         if plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup_iters:
-            # Here, and not when the next step asks for it: pricing takes time.
+            # Now, and not at the launch of the next step: pricing takes time.
             _, density = phase_and_density(self._compression, step + 1)
             self._decide(bucket, state, step + 1, density)
         if message is not None and self._profiles(state, step, plan.density):
@@ -253,14 +253,14 @@ class PricedPlanner(FixedPlanner):
                 bucket, message, transport, buffers, timer, seed=self._compression.seed
             )
             state.profile_density = plan.density
-            # What has hardly changed would change nothing, and pricing takes time.
+            # A profile that has hardly changed gives the same choice, and pricing takes time.
             if before is None or not alike(before, state.profile, self._config.hysteresis):
                 self._decide(bucket, state, step, plan.density)
 
     def _compare(
         self, bucket: Bucket, state: BucketState, plan: Plan, step: int, transport: Transport
     ) -> Generator[Work, None, None]:
-        """Agrees on what dense and the present scheme have taken, and acts upon it."""
+        """Agrees on the times of dense and of the present scheme, and acts on them."""
         chosen = state.chosen or DENSE
         names = list(dict.fromkeys([DENSE, chosen]))
         own_ns = [self._measured_ns(bucket.name, name, step) for name in names]
@@ -290,7 +290,7 @@ class PricedPlanner(FixedPlanner):
         self._log(step, bucket, str(state.chosen), DENSE, reason)
 
     def _measured_ns(self, bucket: str, scheme: str, step: int) -> int:
-        """This rank's median since it was last asked for; 0 without a measurement."""
+        """This rank's median since the last call; 0 without a measurement."""
         records = self._records.pop((bucket, scheme), ())
         # The step's own record is not complete yet, and a straggler may have changed a scheme.
         times_us = [
@@ -304,7 +304,7 @@ class PricedPlanner(FixedPlanner):
                 "step %d: bucket %s: %s -> %s, %s", step, bucket.name, before, after, reason
             )
 
-    # What is kept
+    # Reports and checkpoints
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """See `Planner`; the profile and the measured times are in it too."""
@@ -364,7 +364,7 @@ class PricedPlanner(FixedPlanner):
                 )
 
     def _basis(self) -> int:
-        """A number for what the choice is made with."""
+        """A checksum of everything that the choice depends on."""
         parts = [self._cluster.to_yaml(""), asdict(self._config)]
         options = asdict(self._options)
         parts += [{name: options[name] for name in PRICED_OPTIONS}, asdict(self._compression)]
@@ -372,7 +372,7 @@ class PricedPlanner(FixedPlanner):
 
 
 def _settled(state: BucketState, step: int) -> Choice:
-    """What has been decided for a step."""
+    """The choice for a step."""
     scheme, reason = str(state.chosen), state.reason
     if step < state.dense_until:
         scheme, reason = DENSE, state.dense_reason

@@ -1,4 +1,4 @@
-"""Which planner a configuration asks for, and what a cluster file says beside prices."""
+"""Makes the planner of a configuration, and takes the ring's thresholds from a cluster file."""
 
 from __future__ import annotations
 

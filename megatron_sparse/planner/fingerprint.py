@@ -1,4 +1,4 @@
-"""What the running ranks are, as far as a calibration depends on it."""
+"""The properties of the running ranks that a calibration depends on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def fingerprint(transport: ProcessGroupTransport) -> dict[str, str]:
-    """What a calibration is good for only as long as it stays: see `check_fingerprint`.
+    """The properties with which a calibration stays valid; see `check_fingerprint`.
 
     The number of hosts and ranks is not part of it, only whether there are several hosts: a
     cluster is measured on a few nodes, and used on many.

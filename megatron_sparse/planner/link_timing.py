@@ -1,16 +1,16 @@
 """Measures the links between ranks, and the backend's own all-reduce, as alpha and beta.
 
-Collectives send in rounds: every rank sends to one peer while it receives from another. So that is
-what is measured, instead of a ping-pong, which never loads a port both ways: the ranks of a node
-stand in a ring and all send to the next one at once (`intra`), and the first ranks of all nodes do
-(`inter`). Where nodes have several ranks they do all at once, too: if that takes as long as if they
-took turns, they share a port (`nic`).
+Collectives send in rounds: every rank sends to one peer while it receives from another. So such
+rounds are measured, and not a ping-pong, which never loads a port both ways. The ranks of a node
+form a ring and all send to the next one at once (`intra`); so do the first ranks of all nodes
+(`inter`). If nodes have several ranks, all ranks also send between nodes at once: if that takes as
+long as taking turns, the ranks of a node share a port (`nic`).
 
 Several rounds follow one another between two readings of the clock; the slowest rank counts, and of
 the repetitions the median. `fit_link` says how alpha and beta follow.
 
-Everything is a generator over a `Transport` with a clock that is handed in, so that a virtual
-cluster's links can be measured as real ones are.
+Everything is a generator over a `Transport` with a given clock, so a virtual cluster's links can be
+measured in the same way as real ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TAG = 1
 
 @dataclass(frozen=True)
 class LinkSweep:
-    """What is measured.
+    """The messages that are measured.
 
     Attributes:
         message_bytes: sizes, multiples of 8 in ascending order; one at least is small
@@ -59,7 +59,7 @@ FULL = LinkSweep((8, 256, 1024, 2**16, 2**18, 2**20, 2**22, 2**23), repeats=11, 
 
 @dataclass(frozen=True)
 class Links:
-    """What was found; the fields are those of `ClusterModel`."""
+    """The measured links; the fields are those of `ClusterModel`."""
 
     nodes: tuple[int, ...]
     nic: str
@@ -69,7 +69,7 @@ class Links:
 
 
 def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Links]:
-    """Measures them; the result is the same on all ranks.
+    """Measures the links; the result is the same on all ranks.
 
     Args:
         transport: at least 2 ranks.

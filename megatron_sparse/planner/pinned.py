@@ -1,4 +1,4 @@
-"""A plan that is followed, whatever it costs."""
+"""A plan that is taken from a file and followed without pricing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PinnedPlanner(FixedPlanner):
         self._rows = read_plan(path)
 
     def windows(self, transport: Transport) -> Windows:
-        """See `Planner`: a plan is followed."""
+        """See `Planner`: a pinned scheme must have its windows."""
         names = {row["chosen"] for row in self._rows.values()}
         needed = any(name in SCHEMES and SCHEMES[name].needs_windows for name in names)
         return Windows.REQUIRED if needed else Windows.NONE
@@ -42,7 +42,7 @@ class PinnedPlanner(FixedPlanner):
 
         Raises:
             ConfigError: the plan is of another model or group, or its scheme does not exist or
-                lacks the form.
+                cannot do the bucket's operation.
         """
         row = self._rows.get(bucket.name)
         if row is None:

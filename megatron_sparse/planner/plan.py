@@ -19,7 +19,7 @@ from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.transport import Transport, Work
 
 WORTHWHILE = 0.7
-"""Of the dense bytes: a scheme that would send more is not worth its codec's time."""
+"""Part of the dense bytes; a scheme that would send more is not worth its codec's time."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Windows(Enum):
 
     NONE = "none"
     WELCOME = "welcome"
-    """A candidate runs in them; where there can be none, the others are left."""
+    """A candidate needs windows; without them the other candidates are left."""
     REQUIRED = "required"
 
 
 class Planner(Protocol):
-    """Takes the same decision on every rank: it never looks at what only one rank knows."""
+    """Takes the same decision on every rank: it never uses what only one rank knows."""
 
     enabled: bool
 
@@ -96,15 +96,15 @@ class Planner(Protocol):
         ...
 
     def join(self, transport: Transport) -> None:
-        """Told of each group of ranks, before its first bucket."""
+        """Called with each group of ranks, before its first bucket."""
         ...
 
     def windows(self, transport: Transport) -> Windows:
-        """Whether a scheme that a group's buckets may go by needs windows of peer memory."""
+        """Whether a scheme that a group's buckets may use needs windows of peer memory."""
         ...
 
     def follow(self, record: BucketRecord) -> None:
-        """Told of each bucket that is launched; the record fills up while it is under way."""
+        """Called at each launch of a bucket; the record is completed while it is under way."""
         ...
 
     def share(
@@ -117,16 +117,16 @@ class Planner(Protocol):
         buffers: MessageBuffers,
         timer: StageTimer,
     ) -> Generator[Work, None, None]:
-        """What the ranks tell one another before the bucket's collective; mostly nothing.
+        """Exchanges numbers with the other ranks before the bucket's collective; mostly none.
 
-        Driven by the progress thread, on every rank in the order of launches. What it changes
-        holds from the next step on.
+        Driven by the progress thread, on every rank in the order of launches. Its changes take
+        effect in the next step.
 
         Args:
             bucket: about to be synchronised.
-            plan: by which.
+            plan: of the bucket.
             step: the present one.
-            message: what this rank has selected; None for a dense plan.
+            message: this rank's selection; None for a dense plan.
             transport: the group.
             buffers: of this group's messages.
             timer: receives the time of each stage.
@@ -138,11 +138,11 @@ class Planner(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the next steps to be planned alike; plain values."""
+        """The state from which a resumed run plans the same; plain values, for a checkpoint."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Takes over the result of `state_dict`."""
         ...
 
 
@@ -164,7 +164,7 @@ class FixedPlanner:
         Raises:
             ConfigError: the configured scheme cannot do what the bucket needs.
         """
-        self._check_form(bucket)
+        self._check_op(bucket)
         phase, density = phase_and_density(self._compression, step)
         if not self.enabled:
             return self._dense(Phase.OFF, Choice("dense", "compression is switched off"))
@@ -197,15 +197,15 @@ class FixedPlanner:
         return Choice(name, reason)
 
     def join(self, transport: Transport) -> None:
-        """See `Planner`: any group will do."""
+        """See `Planner`: every group is accepted."""
 
     def windows(self, transport: Transport) -> Windows:
-        """See `Planner`: what is asked for by name must be."""
+        """See `Planner`: a scheme that is configured by name must have its windows."""
         scheme = SCHEMES.get(self._scheme.name)
         return Windows.REQUIRED if scheme is not None and scheme.needs_windows else Windows.NONE
 
     def follow(self, record: BucketRecord) -> None:
-        """See `Planner`: nothing is learnt."""
+        """See `Planner`: ignored."""
 
     def share(
         self,
@@ -217,7 +217,7 @@ class FixedPlanner:
         buffers: MessageBuffers,
         timer: StageTimer,
     ) -> Generator[Work, None, None]:
-        """See `Planner`: all that is needed is known to all."""
+        """See `Planner`: all ranks know everything that is needed."""
         yield from ()
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class FixedPlanner:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Planner`: the configuration is all there is."""
+        """See `Planner`: there is no state besides the configuration."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -252,8 +252,8 @@ class FixedPlanner:
             predicted_us=choice.predicted_us,
         )
 
-    def _check_form(self, bucket: Bucket) -> None:
-        """In the first step already, not only when the warm-up ends."""
+    def _check_op(self, bucket: Bucket) -> None:
+        """Checked in the first step already, not only when the warm-up ends."""
         name = self._scheme.name
         if self._scheme.capacity is not None and name != "auto" and not SCHEMES[name].takes_slots:
             raise ConfigError(
@@ -266,7 +266,7 @@ class FixedPlanner:
             return
         able = [scheme.name for scheme in SCHEMES.values() if bucket.op in scheme.ops]
         raise ConfigError(
-            f"scheme.name={name} has no {bucket.op} form, which bucket {bucket.name} needs",
+            f"scheme.name={name} cannot do the {bucket.op} that bucket {bucket.name} needs",
             expected=" | ".join(["auto", *able]),
             got=name,
             remedy="choose another scheme, or train without Megatron's distributed optimizer",
@@ -274,7 +274,7 @@ class FixedPlanner:
 
 
 def bucket_facts(bucket: Bucket, wire_dtype: str | None) -> dict[str, Any]:
-    """What a plan depends on beside the gradients, as `plan.json` has it."""
+    """The facts besides the gradients that a plan depends on, as in `plan.json`."""
     element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)].itemsize
     narrowed = element_bytes < bucket.grad_N.element_size()
     return {

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pricing:
-    """What buckets are priced with.
+    """The cluster, candidates and options that buckets are priced with.
 
     Attributes:
         cluster: links, codecs, host.
@@ -75,7 +75,7 @@ class Pricing:
 
 
 def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
-    """The plan that a run wrote, or what it would be elsewhere.
+    """The plan that a run wrote, or its plan on another cluster.
 
     Args:
         path: the run's folder, or its `plan.json`.
@@ -114,10 +114,10 @@ def of_dump(
     Args:
         path: of the dump, or of the run that made it.
         pricing: see `Pricing`.
-        ranks: another number than was recorded: the profile is extrapolated.
+        ranks: another number than the dump has: the profile is extrapolated.
         density: prunes each rank's gradient to its largest elements; None takes what was
             selected, or, where only gradients were recorded, these with the zeros they have.
-        op: what the buckets need.
+        op: of the buckets.
 
     Raises:
         ProfileError: the dump is missing or damaged.
@@ -145,7 +145,7 @@ def of_dump(
 def of_sizes(
     sizes: Sequence[int], pricing: Pricing, ranks: int, density: float, op: CollectiveOp
 ) -> list[Row]:
-    """Fp32 buckets of which nothing is known but their sizes in bytes and a density."""
+    """Fp32 buckets of given sizes in bytes, at an assumed density."""
     rows = []
     for nbytes in sizes:
         shape = BucketShape(nbytes // 4, 0, 4, op, ranks)
@@ -154,7 +154,7 @@ def of_sizes(
 
 
 def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
-    """A gradient with its largest elements alone; dense, 1-D.
+    """A gradient reduced to its largest elements; dense, 1-D.
 
     Args:
         gradient: dense or torch's sparse COO; only read.

@@ -1,4 +1,4 @@
-"""What a planner knows and has decided about each bucket, as checkpoints and `plan.json` hold it.
+"""A planner's knowledge and decisions about each bucket, as in checkpoints and `plan.json`.
 
 The same on every rank: it is made of shapes, of the configuration, and of numbers that the ranks
 have exchanged.
@@ -62,11 +62,11 @@ class BucketState:
 
     @classmethod
     def of(cls, bucket: Bucket) -> BucketState:
-        """Before anything is known."""
+        """The state before anything is known."""
         return cls(bucket.numel, str(bucket.op), bucket.world_size)
 
     def fits(self, bucket: Bucket) -> bool:
-        """Whether it is this bucket's; another model, cut or group has others of that name."""
+        """Whether the state is of this bucket: another model, cut or group may use its name."""
         own = (self.numel, self.op, self.world_size)
         return own == (bucket.numel, str(bucket.op), bucket.world_size)
 

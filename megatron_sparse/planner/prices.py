@@ -1,4 +1,4 @@
-"""What each candidate is predicted to take for one bucket, and what follows from it.
+"""The predicted time of each candidate for one bucket, and the comparison of the candidates.
 
 Pure functions of a bucket's shape, its profile and the cluster: the planner in training, the
 command `plan` and the bench of the planner choose by the same ones.
@@ -17,9 +17,9 @@ from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 
 DENSE = "dense"
-"""What no choice must be slower than: the backend's own collective."""
+"""The backend's own collective; no choice may be slower."""
 WAITS_ON_CUDA = "zen"
-"""Its CUDA path waits for the host many times for each record, which no cost model knows."""
+"""On CUDA it waits for the host many times for each record, which no cost model includes."""
 
 
 def candidates(schemes: Collection[str] | None) -> list[str]:
@@ -36,7 +36,7 @@ def candidates(schemes: Collection[str] | None) -> list[str]:
 def runnable(
     names: Collection[str], options: SchemeConfig, device: str, *, has_windows: bool
 ) -> list[str]:
-    """Those of some schemes that are fit for a bucket.
+    """The schemes of `names` that a bucket can use.
 
     Args:
         names: of the schemes.
@@ -58,7 +58,7 @@ def prices_us(
     options: SchemeConfig,
     names: Collection[str],
 ) -> dict[str, float]:
-    """Predicted microseconds by scheme: of those in `names` that have the form and fit `options`.
+    """Predicted microseconds of the schemes in `names` that fit the operation and `options`.
 
     Raises:
         ConfigError: the cluster lacks a rate.
@@ -78,12 +78,12 @@ def least(prices: dict[str, float], names: Collection[str]) -> str:
 
 
 def prior(shape: BucketShape, density: float) -> SparsityProfile:
-    """What is believed of a bucket before it was sampled: independent, uniform positions."""
+    """The profile assumed before a bucket was sampled: independent, uniform positions."""
     return SparsityProfile.uniform(shape.pruned_numel or shape.numel, density, shape.world_size)
 
 
 def fully_overlapping(profile: SparsityProfile) -> SparsityProfile:
-    """The same ranks, had they all selected the same elements: as good as it gets."""
+    """The profile if all ranks had selected the same elements: the best case."""
     return replace(
         profile,
         densification=dict.fromkeys(profile.densification, 1.0),
@@ -94,7 +94,7 @@ def fully_overlapping(profile: SparsityProfile) -> SparsityProfile:
 
 
 def alike(first: SparsityProfile, second: SparsityProfile, tolerance: float) -> bool:
-    """Whether what schemes cost by differs by no more than a part `tolerance` of itself."""
+    """Whether two profiles differ by at most a part `tolerance` in what costs depend on."""
 
     def costs(profile: SparsityProfile) -> list[float]:
         n = profile.world_size
@@ -109,7 +109,7 @@ def alike(first: SparsityProfile, second: SparsityProfile, tolerance: float) -> 
 
 
 def explain(chosen: str, prices: dict[str, float], basis: str) -> str:
-    """Why, in words: the chosen scheme's time beside dense's and the next one's."""
+    """The reason in words: the chosen scheme's time, dense's and the next one's."""
     told = [f"{chosen} {prices[chosen]:.0f} us"]
     others = [name for name in prices if name not in (chosen, DENSE)]
     if chosen != DENSE:

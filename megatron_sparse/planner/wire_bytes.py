@@ -1,4 +1,4 @@
-"""Bytes that a scheme is expected to send, from what all ranks know: sizes and the target density.
+"""Bytes that a scheme is expected to send, from sizes and the target density, which all ranks know.
 
 For a bucket of N elements of b bytes on n ranks, m(d) bytes an element of a message of density d,
 the smallest of dense (b), COO (d (4 + b)) and Pici (d b + 1/8), and independent uniform positions,
@@ -40,7 +40,7 @@ def _instances_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
 
 
 def predicted_bytes(bucket: Bucket, density: float, scheme: SchemeConfig) -> dict[str, float]:
-    """Bytes that each rank sends, by scheme, when what is pruned has the given density."""
+    """Bytes that each rank sends, by scheme, if pruned parameters have the given density."""
     n = bucket.world_size
     element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, scheme.wire_dtype)].itemsize
     kept = sum(p.stop - p.start for p in bucket.parameters if p.keep)

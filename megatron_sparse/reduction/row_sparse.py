@@ -1,7 +1,7 @@
 """Row-sparse gradients (`nn.Embedding(sparse=True)`), summed or averaged over a group's ranks.
 
-torch.sparse COO tensors in and out. Nothing is pruned and nothing is left behind: the rows that no
-batch touched are the sparsity. A progress thread does the work; `wait` hands the result over.
+Input and output are torch.sparse COO tensors. Nothing is pruned: the sparsity comes from the rows
+that no batch touched. A progress thread does the work; `wait` returns the result.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class PendingRowSparse:
     """A row-sparse gradient under way. Call `wait` exactly once.
 
     Attributes:
-        record: what happened to it; complete after `wait`.
-        reduced: the result, null until it is there and after a failure.
+        record: its measurements; complete after `wait`.
+        reduced: the result; None before it is there and after a failure.
     """
 
     def __init__(self, record: BucketRecord, sink: RecordSink) -> None:
@@ -69,7 +69,7 @@ class RowSparseReducer:
 
     Args:
         transport: the group.
-        sink: told about each gradient by the thread that waits for it.
+        sink: receives each gradient's record from the thread that waits for it.
         progress: drives the phases; may be shared with other reducers.
         way: how rows travel, the same on every rank.
     """
@@ -106,7 +106,7 @@ class RowSparseReducer:
                 fp16; coalesced or not. Only read.
             reduction: sum or average.
             step: the same on every rank.
-            on_done: called once when the work has ended, well or not; see
+            on_done: called once when the work has ended, with or without an error; see
                 `ProgressThread.submit`.
 
         Raises:
@@ -186,8 +186,8 @@ def row_sparse_all_reduce(
 ) -> torch.Tensor | PendingAlone:
     """Sums or averages a row-sparse gradient over the ranks of a group.
 
-    Collective. A group, a thread and a look at who shares a host are made for every call; keep a
-    `RowSparseReducer` where that matters.
+    Collective. Every call makes a process group and a thread, and finds out which ranks share a
+    host; keep a `RowSparseReducer` where that takes too long.
 
     Args:
         gradient: see `RowSparseReducer.start`.
