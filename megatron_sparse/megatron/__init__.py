@@ -1,6 +1,6 @@
 """The plugin's side of Megatron-LM; the only package of the project that imports megatron.
 
-`install` for scripts that run Megatron's own `pretrain`; `attach` for those that built a
+`install` is for scripts that run Megatron's own `pretrain`, `attach` for scripts that build a
 `DistributedDataParallel` themselves.
 """
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> object:
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("megatron."):
                 raise
-            # This Megatron lacks a whole module: an older one has no training loop.
+            # A whole module is missing: older versions of Megatron have no training loop.
             from megatron_sparse.megatron.host_symbols import require_host_symbols
 
             require_host_symbols("install" if _EXPORTS[name].endswith(".plugin") else "attach")

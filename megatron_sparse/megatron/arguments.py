@@ -1,8 +1,8 @@
 """From a `RunConfig` to the command line of Megatron-LM.
 
-Flags are held as a dict in the spelling of the `megatron:` section (`num_layers: 4`), where true is
-a bare flag. What our sections say comes first, what the user writes under `megatron:` overrides it;
-Megatron's own parser decides what a flag is called and what it takes.
+Flags are a dict in the spelling of the `megatron:` section (`num_layers: 4`), where true is a bare
+flag. Keys of the `megatron:` section override the flags that our own sections imply. Megatron's own
+parser defines the flags' names and values.
 """
 
 from __future__ import annotations

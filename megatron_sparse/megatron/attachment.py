@@ -1,7 +1,7 @@
 """Compressed gradient synchronisation for a model that Megatron wrapped in DDP.
 
-`core_entry` and `plugin` make an `Attachment`. The class of each bucket group is swapped for a
-subclass (`bucket_group`), which starts the reducer in place of Megatron's collective. Here is what
+`core_entry` and `plugin` make an `Attachment`. It swaps the class of each bucket group for a
+subclass (`bucket_group`), which starts the reducer in place of Megatron's collective. It owns what
 belongs to the whole process: reducers, residuals, the outcome of steps.
 """
 
@@ -43,7 +43,7 @@ from megatron_sparse.transport.nccl_errors import HealthCheck
 logger = logging.getLogger("megatron_sparse")
 
 ALARM_INTERVAL = 100
-"""Steps between looks at the residual's norm, each of which reads the residual once."""
+"""Steps between checks of the residual's norm, each of which reads the residual once."""
 
 
 class Attachment:
@@ -53,10 +53,10 @@ class Attachment:
         config: as given.
         step: optimizer steps seen so far, skipped ones included; drives warm-up and ramp.
         residuals: error feedback of every bucket.
-        method: the compression method, with all that it keeps.
+        method: the compression method, with its state.
         planner: holds the running switch, see `enabled`.
-        grad_norm: what the last optimizer step returned as the gradient's norm, if it did.
-        unit: what residuals are in units of.
+        grad_norm: the gradient's norm as the last optimizer step returned it; None without one.
+        unit: the unit of the residuals' values.
         nccl_health: health check of NCCL's groups; None unless `scheme.nccl_errors=typed`.
     """
 
@@ -92,7 +92,7 @@ class Attachment:
         self._tensor_parallel = tensor_parallel
         self.nccl_health: HealthCheck | None = None
         if config.scheme.nccl_errors == "typed" and device.type == "cuda":
-            self.nccl_health = HealthCheck(config.scheme.timeout_s, self._who_is_gone, device)
+            self.nccl_health = HealthCheck(config.scheme.timeout_s, self._rank_gone, device)
         self._launched: set[int] = set()
         self._optimizer: Any = None
         self.unit = ResidualUnit(chunks)
@@ -120,7 +120,7 @@ class Attachment:
 
     @property
     def enabled(self) -> bool:
-        """The running switch: off, buckets go dense and take what the residual holds with them.
+        """The running switch. Off: buckets are sent dense, with the residual added.
 
         Set it to the same value on every rank between two steps.
         """
@@ -179,11 +179,11 @@ class Attachment:
         self._transports.append(transport)
         return transport
 
-    def _who_is_gone(self) -> str | None:
+    def _rank_gone(self) -> str | None:
         return next(filter(None, (each.trouble() for each in self._transports)), None)
 
     def check_before_save(self) -> None:
-        """Lets nothing be saved behind an error of NCCL; collective where that is looked for.
+        """Refuses to save after an error of NCCL. Collective with `scheme.nccl_errors=typed`.
 
         Raises:
             CommunicationError: a group has failed on some rank; see `HealthCheck.agree`.
@@ -193,7 +193,7 @@ class Attachment:
             self.nccl_health.agree("a checkpoint", store, dist.get_rank(), dist.get_world_size())
 
     def bind_optimizer(self, optimizer: Any, *, undo: bool) -> None:
-        """Learns the outcome of each step from `optimizer.step()`, whose return value it reads.
+        """Wraps `optimizer.step()`, whose return value is the outcome of each step.
 
         Args:
             optimizer: Megatron's (returns `(success, grad_norm, num_zeros)`), or any object with
@@ -202,7 +202,7 @@ class Attachment:
 
         Raises:
             ConfigError: `compression.undo=never` with an optimizer that may skip steps, or an
-                optimizer that the method is not defined for.
+                optimizer for which the method is not defined.
         """
         check_optimizer(self.config.compression, optimizer)
         wanted = self.config.compression.undo
@@ -220,7 +220,7 @@ class Attachment:
                 f"compression.method={self.config.compression.method} with a loss per token",
                 expected="a method that keeps nothing but the residual",
                 got=f"{', '.join(stores)}, with calculate_per_token_loss",
-                remedy="leave one of them out: a velocity has no unit where tokens vary",
+                remedy="leave one of them out: with varying tokens a velocity has no unit",
             )
         for store in stores.values():
             store.undo = undo or wanted == "always"
@@ -251,7 +251,7 @@ class Attachment:
         return Handle([reducer.start(bucket, self.step) for bucket in group.buckets])
 
     def _count_launch(self, group: GroupBuckets) -> None:
-        """Without an optimizer to tell, a group's second launch is what begins a new step."""
+        """Without an optimizer, the second launch of a group begins a new step."""
         if self.residuals.outcome is Outcome.ASSUMED:
             if id(group) in self._launched:
                 self._launched.clear()
@@ -272,14 +272,14 @@ class Attachment:
         """Takes over a checkpoint's state; returns names of parameters that no bucket has.
 
         Args:
-            stores: by the name of the store, 1-D tensors by parameter name; parameters that are not
-                named start at zero, and stores that the method has not are ignored.
+            stores: store -> parameter -> 1-D tensor. Parameters that are missing start at zero;
+                stores that the method does not have are ignored.
             step: steps taken so far.
             enabled: the running switch.
-            loss_scale: that the residuals are in units of.
-            gradient_factor: that the residuals are in units of.
+            loss_scale: part of the residuals' unit.
+            gradient_factor: part of the residuals' unit.
             planner: the planner's state, empty for none.
-            method: what `method_state` gave on this rank, empty for none.
+            method: the result of `method_state` on this rank, empty for none.
         """
         unused: set[str] = set()
         for name, store in self.stores().items():
@@ -293,15 +293,15 @@ class Attachment:
         return unused
 
     def stores(self) -> dict[str, ResidualStore]:
-        """What is held for every element of the gradient, by name; checkpoints save all of it."""
+        """The method's stores, by name: a value for every element of the gradient; saved whole."""
         return self.method.stores
 
     def method_state(self) -> dict[str, Any]:
-        """This rank's small numbers by bucket, for checkpoints: plain containers and tensors."""
+        """The method's small numbers of this rank, by bucket, for checkpoints."""
         return self.method.state_dict()
 
     def load_method_state(self, state: dict[str, Any]) -> None:
-        """Takes over what `method_state` gave; empty where the checkpoint has none that fits."""
+        """Takes over a result of `method_state`; empty if the checkpoint has none that fits."""
         self.method.load_state_dict(state)
 
     def _step_ended(self, success: bool) -> None:

@@ -1,4 +1,4 @@
-"""Datasets, batches and the loss: what Megatron's `pretrain` asks of a script.
+"""Datasets, batches and the loss: the functions that Megatron's `pretrain` takes from a script.
 
 Imports megatron: on a CPU, `cpu_mode.enable` comes first.
 """
@@ -60,7 +60,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
 
     Returns:
         `BATCH_KEYS`, each of shape (micro-batch, sequence), the mask (micro-batch, 1, sequence,
-        sequence). What this pipeline stage does not need is None, all of it on a middle stage.
+        sequence). None for those that this pipeline stage does not need; a middle stage needs none.
     """
     args: Any = get_args()
     first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
@@ -103,7 +103,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
 def loss_function(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Adds up the losses of the tokens that count; Megatron divides by their number.
+    """Sums the losses of the tokens that count; Megatron divides by their number.
 
     Args:
         loss_mask: (micro-batch, sequence), 1 where a token counts.
@@ -120,7 +120,7 @@ def loss_function(
 
 
 def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> Any:
-    """One forward pass: the model's output, and how to make a loss of it."""
+    """One forward pass: the model's output, and the function that makes a loss of it."""
     timers: Any = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator)

@@ -1,9 +1,9 @@
 """The subclass of Megatron's bucket group that `attach` swaps in.
 
-It overrides `start_grad_sync`, which lets Megatron's own method do its preparation (CUDA-graph
-events, extra main gradients, the NaN check, gradient scaling) over a group of one rank, where its
-collective changes nothing, and then starts the reducer in its place, whose handle Megatron waits
-for. `finish_grad_sync` is overridden too, for the one case in which Megatron does not wait.
+Its `start_grad_sync` first runs Megatron's own method over a group of one rank: that prepares the
+bucket (CUDA-graph events, extra main gradients, the NaN check, gradient scaling), and its
+collective changes nothing. Then it starts the reducer, and Megatron waits for the reducer's handle.
+It also overrides `finish_grad_sync`, for the one case in which Megatron does not wait.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         """See `_ParamAndGradBucketGroup.finish_grad_sync`.
 
         With several instances of the distributed optimizer Megatron waits for a stream of its own
-        in place of the handle, and does not take the handle away.
+        instead of the handle, and does not reset the handle.
         """
         if not has_instances(self):
             super().finish_grad_sync(*args, **kwargs)
@@ -90,9 +90,9 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         self.grad_reduce_handle = None
 
     def _prepare_alone(self) -> None:
-        """Runs Megatron's method over groups of one rank, so that only its preparation counts."""
+        """Runs Megatron's method over groups of one rank, for its preparation alone."""
         alone = self.sparse_attachment.alone
-        # Waiting for the bucket before saves its all-to-all's memory; here there is none to save.
+        # Megatron waits for the bucket before to save memory of its all-to-all; here is none.
         changed = {group_attribute(self): alone, "previous_grad_reduce_bucket_group": None}
         if has_instances(self):
             changed[INSTANCES_ATTRIBUTE] = alone
@@ -100,7 +100,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         vars(self).update(changed)
         try:
             # As an all-reduce: a reduce-scatter would cut the bucket by the real group's size.
-            # Megatron logs a line for each forced bucket, so it is forced only where needed.
+            # Megatron logs a line for each forced bucket, so force it only if needed.
             super().start_grad_sync(force_all_reduce=self.ddp_config.use_distributed_optimizer)
         finally:
             vars(self).update(before)

@@ -1,4 +1,4 @@
-"""Megatron's buckets as the reducer's: names, slices, shards, and which parameters stay dense."""
+"""Makes the reducer's buckets from Megatron's: names, slices, shards, dense parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ INSTANCES_ATTRIBUTE = "inter_distributed_optimizer_instance_group"
 
 @dataclass
 class GroupBuckets:
-    """One Megatron bucket group and what the reducer needs of it.
+    """One Megatron bucket group and its buckets for the reducer.
 
     `expert` marks parameters that the ranks of the expert data-parallel group share. The ranks of
-    `instances_group` own the same shards in other instances of the distributed optimizer; null for
+    `instances_group` own the same shards in other instances of the distributed optimizer; None for
     one instance.
     """
 
@@ -36,7 +36,7 @@ def collect(chunks: list[Any], parameter_filter: ParameterFilter) -> list[GroupB
     """All bucket groups of the DDP-wrapped model chunks, in Megatron's order.
 
     Raises:
-        ConfigError: patterns for two kinds find one parameter.
+        ConfigError: patterns for two kinds of parameter match the same one.
         HostError: a chunk is not Megatron's DistributedDataParallel, or uses a feature that the
             plugin refuses.
     """
@@ -111,10 +111,10 @@ def tensor_parallel_group() -> torch.distributed.ProcessGroup:
 
 
 def check_supported(chunk: Any) -> None:
-    """Refuses what the plugin cannot do right.
+    """Refuses models that the plugin cannot synchronise correctly.
 
     Raises:
-        HostError: says what was met and which setting to change.
+        HostError: names the model's class and the setting to change.
     """
     if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "buffers"):
         raise HostError(

@@ -4,12 +4,14 @@ With `--ckpt-format torch_dist`, Megatron's default, all of it travels in Megatr
 (`checkpoint_sharded`); with other formats in one file for each rank beside it
 (`checkpoint_files`). `load` reads either kind.
 
-Policies, each with a line in the log: where there is no state of the plugin (or not every rank's)
-residuals start at zero; with another data-parallel size, new rank r takes the sum of the old rows j
-with j mod size = r, so the total over ranks, which is what error feedback owes the model, is
-preserved; residuals move between buckets by parameter name; what was planned for a bucket of
-another size or number of ranks is planned anew. Another tensor-, pipeline- or expert-parallel size
-is an error.
+Policies, each with a line in the log:
+
+- Without the plugin's state of every rank residuals start at zero.
+- With another data-parallel size, new rank r takes the sum of the old rows j with j mod size = r.
+  So the total over ranks, which error feedback still has to send, is preserved.
+- Residuals move between buckets by parameter name.
+- A bucket of another size or number of ranks is planned anew.
+- Another tensor-, pipeline- or expert-parallel size is an error.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
     Args:
         attachment: mutated.
         checkpoint: the folder that Megatron has loaded, of any format.
-        iteration: at which the schedule goes on where the folder holds no state of the plugin.
+        iteration: the step to continue from if the folder holds no state of the plugin.
 
     Raises:
         CheckpointError: the state is damaged, or belongs to another model-parallel layout.
@@ -84,7 +86,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
     if unused:
         logger.warning("residuals of unknown parameters dropped: %s", ", ".join(sorted(unused)))
     if dist.get_rank() == 0:
-        for line in _what_was_done(attachment, checkpoint, saved):
+        for line in _applied_policies(attachment, checkpoint, saved):
             logger.info(line)
 
 
@@ -96,8 +98,8 @@ def _on_every_rank(here: bool) -> bool:
     return bool(flag.item())
 
 
-def _what_was_done(attachment: Attachment, checkpoint: Path, saved: Saved) -> list[str]:
-    """Which policies applied; lines for the log."""
+def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) -> list[str]:
+    """The policies that applied, as lines for the log."""
     config = attachment.config.compression
     if config.residual_checkpoint == "none":
         how = "residuals start at zero (compression.residual_checkpoint=none)"
@@ -124,5 +126,5 @@ def _what_was_done(attachment: Attachment, checkpoint: Path, saved: Saved) -> li
             "way: residuals move by parameter name"
         )
     if not (config.enabled and attachment.enabled):
-        lines.append("compression is switched off: what residuals hold goes with the next step")
+        lines.append("compression is switched off: the next step sends the residuals")
     return lines

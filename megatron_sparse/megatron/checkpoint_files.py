@@ -1,7 +1,7 @@
 """The plugin's state in files of its own, one for each rank, beside Megatron's.
 
-`<checkpoint>/iter_0000100/megatron_sparse/rank_00000.pt`, for checkpoint formats that have no place
-for it. Tensors and plain containers, read with `weights_only`. Files of version 1 (without sums,
+`<checkpoint>/iter_0000100/megatron_sparse/rank_00000.pt`, for checkpoint formats that cannot hold
+it. Tensors and plain containers, read with `weights_only`. Files of version 1 (without sums,
 method state and bucket sizes) are read as well.
 """
 
@@ -55,12 +55,12 @@ def save(attachment: Attachment, checkpoint: Path) -> Path:
 
 
 def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | None:
-    """What this rank takes over; None where its model part has no file, or not every rank's.
+    """The state that this rank takes over; None if files of its model part are missing.
 
     Args:
-        attachment: says which parameters are experts'.
+        attachment: names the parameters of experts.
         checkpoint: the checkpoint's folder.
-        stores: whether residuals are wanted; without them the layout of the model does not matter.
+        stores: whether to read residuals; without them the layout of the model does not matter.
 
     Raises:
         CheckpointError: a file is damaged, or belongs to another model-parallel layout.
@@ -136,8 +136,8 @@ def _parts_of_sums(
     return result
 
 
-def check_sizes(saved: tuple[int, ...], here: Place, way_out: str) -> None:
-    """Refuses residuals of a model that was cut in another way.
+def check_sizes(saved: tuple[int, ...], here: Place, remedy: str) -> None:
+    """Refuses residuals of a model with another layout.
 
     Raises:
         CheckpointError: a tensor-, pipeline- or expert-parallel size differs.
@@ -147,12 +147,12 @@ def check_sizes(saved: tuple[int, ...], here: Place, way_out: str) -> None:
             "the checkpoint's residuals belong to another model-parallel layout",
             expected=f"(tensor, pipeline, expert) sizes {here.model_sizes()}",
             got=saved,
-            remedy=f"resume with the same sizes, or {way_out} to start with zero residuals",
+            remedy=f"resume with the same sizes, or {remedy} to start with zero residuals",
         )
 
 
 def _read_all(folder: Path) -> list[dict[str, Any]]:
-    """Every rank's state, in rank order. A rank needs its own and, after a change of size, more."""
+    """Every rank's state, in rank order. After a change of size a rank needs more than its own."""
     states = []
     for path in sorted(folder.glob("rank_*.pt")):
         try:

@@ -1,4 +1,4 @@
-"""Whose state is whose in a checkpoint: places, rows, and what a rank takes over.
+"""The layout of the plugin's state in a checkpoint: places, rows, and each rank's part.
 
 Ranks that differ only in their data-parallel coordinate hold the same parameters and each a
 residual of its own: a *row*. Expert parameters have rows of their own, one for each rank of the
@@ -21,7 +21,7 @@ from megatron_sparse.megatron.attachment import Attachment
 
 VERSION = 2
 Stores = dict[str, dict[str, torch.Tensor]]
-"""By the name of the store, 1-D tensors by parameter name."""
+"""Store -> parameter -> 1-D tensor."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Place:
         )
 
     def model_sizes(self) -> tuple[int, int, int]:
-        """What must not change between save and load: tensor, pipeline and expert sizes."""
+        """Tensor, pipeline and expert sizes, which must not change between save and load."""
         return self.tensor_size, self.pipeline_size, self.expert_size
 
     def shard(self, expert: bool) -> str:
@@ -71,7 +71,7 @@ class Place:
         return f"tp{self.tensor}.pp{self.pipeline}"
 
     def row(self, expert: bool) -> tuple[int, int]:
-        """This rank's row among those of its parameters, and how many there are."""
+        """This rank's row among those of its parameters, and the number of rows."""
         if expert:
             return self.expert_data, self.expert_data_size
         return self.data, self.data_size
@@ -79,9 +79,9 @@ class Place:
 
 @dataclass
 class Saved:
-    """What one rank gets from a checkpoint.
+    """One rank's part of a checkpoint.
 
-    `data_size` is the data-parallel size it had, `kept` names the stores of the run that wrote it.
+    `data_size` and `kept` are of the run that wrote it: its data-parallel size and its stores.
     """
 
     step: int
@@ -98,16 +98,16 @@ class Saved:
 
 
 def check_structure(*, constant: bool, mode: str) -> None:
-    """Refuses Megatron's promise that every checkpoint of a run has the same tensors.
+    """Refuses Megatron's assumption that every checkpoint of a run has the same tensors.
 
-    A bucket has a residual only when something has been selected from it.
+    A bucket has a residual only after its first selection.
 
     Args:
         constant: Megatron's --ckpt-assume-constant-structure.
         mode: `compression.residual_checkpoint`.
 
     Raises:
-        ConfigError: the promise, with a mode that saves residuals.
+        ConfigError: the assumption, with a mode that saves residuals.
     """
     if constant and mode != "none":
         raise ConfigError(
@@ -119,7 +119,7 @@ def check_structure(*, constant: bool, mode: str) -> None:
 
 
 def common_state(attachment: Attachment) -> dict[str, Any]:
-    """What is the same on every rank. Reads the gradient factor on the host."""
+    """The state that is the same on every rank. Reads the gradient factor on the host."""
     factor = attachment.unit.gradient_factor
     return {
         "version": VERSION,
@@ -133,7 +133,7 @@ def common_state(attachment: Attachment) -> dict[str, Any]:
 
 
 def rank_state(attachment: Attachment) -> dict[str, Any]:
-    """What is this rank's, but for the stores: plain containers and small tensors."""
+    """This rank's own state without the stores: plain containers and small tensors."""
     return {
         "planner": attachment.planner.state_dict(),
         "method": attachment.method_state(),
@@ -142,7 +142,7 @@ def rank_state(attachment: Attachment) -> dict[str, Any]:
 
 
 def bucket_sizes(attachment: Attachment) -> dict[str, int]:
-    """Elements of every bucket, by its name: how the gradients are cut at present."""
+    """Elements of every bucket, by name."""
     return {bucket.name: bucket.numel for bucket in attachment.buckets}
 
 
@@ -198,7 +198,7 @@ def _rows_group(expert: bool) -> dist.ProcessGroup:
 
 
 def rows_for(row: int, size: int, saved_size: int) -> range:
-    """The saved rows that row `row` of `size` takes over: its own, or those it shares out.
+    """The saved rows that row `row` of `size` takes over.
 
     Example:
         >>> list(rows_for(1, 2, 5))
@@ -208,7 +208,7 @@ def rows_for(row: int, size: int, saved_size: int) -> range:
 
 
 def add_rows(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Their sum, in fp32 where there are several; a single one as it is."""
+    """The sum of rows, in fp32; a single row unchanged, in its own dtype."""
     if len(rows) == 1:
         return rows[0]
     return torch.stack([row.float() for row in rows]).sum(0)
@@ -217,8 +217,8 @@ def add_rows(rows: list[torch.Tensor]) -> torch.Tensor:
 def part_of_sum(total_N: torch.Tensor, row: int, size: int) -> torch.Tensor:
     """Row `row`'s part of a sum: every `size`-th element, whole, and zero elsewhere.
 
-    So the parts add up to the sum exactly, which equal parts do only where `size` is a power of
-    two; and an element is owed by one rank, which sends it once, not by all of them.
+    So the parts add up to the sum exactly, which equal parts do only if `size` is a power of two;
+    and one rank sends each element, once, instead of all of them.
 
     Example:
         >>> part_of_sum(torch.tensor([1.0, 2.0, 3.0]), 0, 2).tolist()

@@ -1,8 +1,8 @@
 """The plugin's state inside Megatron's distributed checkpoint (`--ckpt-format torch_dist`).
 
-`sharded_state` gives what is added to the state dict that Megatron saves, so that its parallel and
-asynchronous writing apply; `read` asks the checkpoint what it holds before it asks for it, so that
-a missing key or another data-parallel size is no error of Megatron's.
+`sharded_state` makes an addition to the state dict that Megatron saves, so that its parallel and
+asynchronous writing apply. `read` lists the checkpoint's keys before it loads any, so that a
+missing key or another data-parallel size does not become an error of Megatron's.
 
 Keys begin with `megatron_sparse.`: `header` (one object), `state.tp0.pp0` (one object for each
 data-parallel rank) and `<store>.<part of the model>.<parameter>`: one row of the parameter's
@@ -69,7 +69,7 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
             tensor = ShardedTensor.from_rank_offsets(key, view)
         else:
             row, size = here.row(expert)
-            # Writers may read host memory after training has gone on; that of a GPU they copy.
+            # Asynchronous writers copy GPU memory at once, but may read host memory later.
             view = view.clone() if view.device.type == "cpu" else view
             tensor = ShardedTensor.from_rank_offsets(key, view, (0, row, size), prepend_axis_num=1)
         state[f"{store}.{name}"] = tensor
@@ -77,14 +77,14 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
 
 
 def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | None:
-    """What this rank takes over; None where the checkpoint holds no state of the plugin.
+    """The state that this rank takes over; None if the checkpoint holds none of the plugin's.
 
     Reads the metadata and this rank's own part; not collective.
 
     Args:
-        attachment: says which stores are wanted.
+        attachment: names the stores to read.
         checkpoint: folder of a distributed checkpoint.
-        stores: whether residuals are wanted; without them the layout of the model does not matter.
+        stores: whether to read residuals; without them the layout of the model does not matter.
 
     Raises:
         CheckpointError: the state is of another version or another model-parallel layout.
@@ -119,7 +119,7 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     )
     pieces = _pieces(attachment, here, found, saved.mode) if stores else []
     template: dict[str, Any] = {f"{p.store}.{p.name}": p.template for p in pieces if p.template}
-    # Only a model that is cut in another way, whose residuals are not wanted, has no such part.
+    # Missing only for a model with another layout, whose residuals are not read.
     if rank_object.unique_key in found:
         template["rank"] = rank_object
     loaded = _load(checkpoint, template) if template else {}
@@ -146,10 +146,10 @@ class _Entry:
 
 
 def _entries(checkpoint: Path) -> dict[str, _Entry]:
-    """What the checkpoint holds of the plugin.
+    """The plugin's entries in the checkpoint.
 
-    Megatron's own function for it makes a tensor of every entry's properties, of which torch 2.15
-    has one more than it knows.
+    Megatron's own function for this makes a tensor from every entry's properties, and fails with
+    torch 2.15, which has one property more.
     """
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {
@@ -163,7 +163,7 @@ def _entries(checkpoint: Path) -> dict[str, _Entry]:
 
 @dataclass
 class _Piece:
-    """A parameter of a store, and which of its saved rows fall to this rank."""
+    """A parameter of a store, and the saved rows of it that this rank takes over."""
 
     store: str
     name: str
@@ -187,13 +187,13 @@ def _pieces(
 
 
 def _whole(entry: _Entry) -> dict[str, ShardedTensor]:
-    """Asks for a sum, all of it."""
+    """The request for a whole sum."""
     empty = torch.empty(entry.shape, dtype=entry.dtype)
     return {"sum": ShardedTensor.from_rank_offsets(entry.key, empty)}
 
 
 def _rows(entry: _Entry, row: int, size: int) -> dict[str, ShardedTensor]:
-    """Asks for the rows that fall to row `row` of `size`; for none of them where there are less."""
+    """The request for the rows that row `row` of `size` takes over; empty if there are fewer."""
     count, numel = entry.shape
     return {
         str(j): ShardedTensor.from_rank_offsets(
@@ -212,7 +212,7 @@ def _store_key(store: str, place: Place, expert: bool) -> str:
 
 
 def _load(checkpoint: Path, template: dict[str, Any]) -> dict[str, Any]:
-    """Reads on this rank alone what `template` describes, and nothing else."""
+    """Reads the entries of `template` on this rank alone."""
     loaded = dist_checkpointing.load(
         {PREFIX: template}, str(checkpoint), validate_access_integrity=False
     )

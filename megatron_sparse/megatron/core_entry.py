@@ -1,6 +1,6 @@
-"""`attach` and `detach`, for a `DistributedDataParallel` of Megatron-core in a loop of one's own.
+"""`attach` and `detach`, for a `DistributedDataParallel` of Megatron-core in a loop of your own.
 
-Scripts that run Megatron's `pretrain` have `install` (`plugin`).
+Scripts that run Megatron's `pretrain` use `install` (`plugin`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def attach(
 
     Args:
         model: a `megatron.core.distributed.DistributedDataParallel` or a list of them.
-        optimizer: Megatron's optimizer, whose steps tell which selections count. Without it every
-            selection counts at once, so fp16 with loss scaling is refused.
+        optimizer: Megatron's optimizer, whose steps may be skipped; a skipped step's selections
+            are undone. Without it every selection is final, so fp16 with loss scaling is refused.
         config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
         sink: told the time and bytes of each bucket.
         **overrides: see `SparseConfig.from_overrides`.

@@ -1,4 +1,4 @@
-"""A real training corpus made from what every machine with this project's dependencies has.
+"""A real training corpus, made from files that come with this project's dependencies.
 
 `code` is the source of the Python standard library: what a StarCoder-like model learns from.
 `prose` is English: docstrings, the language reference that ships with the interpreter
@@ -60,9 +60,9 @@ class Corpus:
 
     Attributes:
         kind: `code` or `prose`.
-        prefix: what `--data-path` takes: the path of the `.bin` and `.idx` without their suffix.
+        prefix: for `--data-path`: the path of the `.bin` and `.idx` without their suffix.
         tokenizer: `tokenizer.json` of the `tokenizers` library, to turn ids back into text.
-        vocab_size: what `--vocab-size` takes; every id is below it.
+        vocab_size: for `--vocab-size`; every id is below it.
         eod: the id that ends each document, `vocab_size - 1`.
         n_documents: documents in the dataset.
         n_tokens: tokens in the dataset, ends of documents included.
@@ -80,17 +80,17 @@ class Corpus:
 def prepare(
     kind: Kind, out_dir: str | Path, vocab_size: int = 8192, progress: bool = True
 ) -> Corpus:
-    """Makes the corpus in `out_dir`, or takes the one that is there when it is the same.
+    """Makes the corpus in `out_dir`, unless the same corpus is there already.
 
-    The work is done in a temporary folder beside `out_dir` that takes its place at the end, so an
-    interrupted run leaves `out_dir` as it was. A corpus of other sources, kind or vocabulary is
+    It is made in a temporary folder, which is renamed at the end, so an interrupted run leaves
+    `out_dir` unchanged. A corpus of other sources, kind or vocabulary is
     replaced, together with the index cache that Megatron keeps inside it. Takes about 10 seconds
     for code and 20 for prose.
 
     Args:
         kind: `code` or `prose`.
-        out_dir: where it shall lie; made with its parents.
-        vocab_size: how many token ids there are, the end of a document included.
+        out_dir: folder of the corpus; made with its parents.
+        vocab_size: number of token ids, the end of a document included.
         progress: show progress bars on stderr.
 
     Raises:
@@ -186,7 +186,7 @@ def _check_request(kind: str, vocab_size: int) -> None:
 
 
 def _check_replaceable(out_dir: Path) -> None:
-    """Refuses to put a corpus where something lies that is not one."""
+    """Refuses to replace anything but a corpus."""
     if not out_dir.exists():
         return
     if not out_dir.is_dir() or (any(out_dir.iterdir()) and not (out_dir / MANIFEST).is_file()):
@@ -240,7 +240,7 @@ def _train_tokenizer(texts: list[str], vocab_size: int, bars: Progress) -> Token
     task = bars.add_task("train the BPE", total=None)
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([EOD_TOKEN])
-    tokenizer.encode_special_tokens = True  # a text that spells it out does not end there
+    tokenizer.encode_special_tokens = True  # this token's text inside a document is no end
     bars.update(task, total=1, completed=1)
     if tokenizer.token_to_id(EOD_TOKEN) != vocab_size - 1:
         raise DatasetError(
@@ -260,7 +260,7 @@ def _write_dataset(
 
     try:
         with warnings.catch_warnings():
-            # Megatron says once for each module that Transformer Engine is not there.
+            # Megatron warns in each module that Transformer Engine is missing.
             warnings.simplefilter("ignore")
             from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     except ImportError as error:

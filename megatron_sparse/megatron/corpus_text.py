@@ -1,8 +1,8 @@
-"""The text of the two corpora: which files are read, and what of them is kept.
+"""The text of the two corpora: the files that are read, and the parts that are kept.
 
 Code is the standard library's modules as they are. Prose is every string of a module that reads as
 English (docstrings, the topics of `pydoc_data`, what `add_docstr` is given), with package
-descriptions and licences; a paragraph is kept the first time it comes up only.
+descriptions and licences; a repeated paragraph is kept only once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ type Document = tuple[str, str]
 """Name and text."""
 
 type Track = Callable[[Iterable[Any], str], Iterable[Any]]
-"""Passes a list through and shows how far it has come: `track(items, description)`."""
+"""Passes a list through and shows its progress: `track(items, description)`."""
 
 _REVISION = 1  # raise it when the same sources would give another corpus
 _MIN_DOCUMENT_CHARS = 200
@@ -36,7 +36,7 @@ _NOT_CODE = ("encodings/", "pydoc_data/", "html/entities.py")
 # How code, reStructuredText directives and field lists, and commands begin.
 _NOT_PROSE = (">>>", "..", ":", "$", "#")
 # Distribution -> the folders of it that hold prose. All of them come with torch and megatron-core;
-# one that a future release no longer brings is left out, and the fingerprint says so.
+# one that a future release no longer has is left out, which changes the fingerprint.
 _PROSE_FOLDERS = {
     "megatron-core": ("megatron",),
     "networkx": ("networkx",),
@@ -57,7 +57,7 @@ def code(track: Track) -> Iterator[Document]:
 
 
 def prose(track: Track) -> Iterator[Document]:
-    """Paragraphs of English, each the first time it comes up; one document for each file."""
+    """Paragraphs of English, each only once; one document for each file."""
     sources: list[tuple[str, Callable[[], list[str]]]] = []
     root = _stdlib()
     for path in _python_files(root):

@@ -1,9 +1,9 @@
 """Megatron-LM on a machine without a GPU: CPU tensors, gloo, the same code paths.
 
-Megatron writes `device="cuda"`, `tensor.cuda()` and `torch.cuda.something()` throughout. `enable`
-answers all of it from the CPU: a `TorchFunctionMode` rewrites devices in every torch call, and the
-functions of `torch.cuda` that Megatron calls are replaced by ones that do what is left to do on a
-CPU (mostly nothing). `enable_training` adds what `megatron.training` needs. Nothing here runs where
+Megatron uses `device="cuda"`, `tensor.cuda()` and `torch.cuda.something()` throughout. `enable`
+maps all of them to the CPU: a `TorchFunctionMode` rewrites devices in every torch call, and the
+functions of `torch.cuda` that Megatron calls are replaced by ones for a CPU, most of which do
+nothing. `enable_training` adds the replacements for `megatron.training`. Nothing here runs where
 torch sees a GPU. A 2-rank training is slow, but it is Megatron's own: buckets, overlap, distributed
 optimizer, checkpoints.
 
@@ -72,7 +72,7 @@ class CudaToCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """The one stream of a CPU: everything on it has happened when the call returns."""
+    """The one stream of a CPU: every operation on it is done when its call returns."""
 
     device = _CPU
     cuda_stream = 0
@@ -94,7 +94,7 @@ class Patch:
     Attributes:
         symbol: dotted name.
         replace: makes the replacement from the original.
-        needed_by: who calls it on the way of a training run, and what it would do there.
+        needed_by: the module of Megatron that calls it in a training run, and for what.
     """
 
     symbol: str
@@ -113,8 +113,8 @@ def _put(value: Any) -> Callable[[Any], Any]:
 
 
 def _rewritten(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs with the mode on: torch turns it off inside a call that it has handed to the mode, and
-    `backward` is one, in which Megatron's autograd functions make tensors.
+    """Runs the original with the mode on. torch turns the mode off inside calls that went through
+    it; `backward` is one, and Megatron's autograd functions make tensors in it.
     """
 
     @functools.wraps(original)
@@ -222,13 +222,13 @@ def enable() -> None:
     loaded = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
     if loaded:
         raise HostError(
-            "CPU mode came too late",
+            "CPU mode was enabled too late",
             expected="cpu_mode.enable() before anything imports megatron",
             got=f"{loaded[-1]} is imported",
             remedy="move the call to the top of the script",
         )
     _apply(CORE_PATCHES)
-    # Saving the state of the CUDA generator, which is the CPU's here, is what it warns about.
+    # It warns when it saves the CUDA generator's state, which here is the CPU's.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )

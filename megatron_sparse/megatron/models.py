@@ -1,4 +1,4 @@
-"""What a `ModelConfig` is to Megatron, and how many parameters it has. Imports no megatron."""
+"""A `ModelConfig` as Megatron's flags, and its number of parameters. Imports no megatron."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def measure(iterations: int, warmup: int, *, overlap: bool) -> dict[str, float]:
     attachment = attach(plugged.ddp, plugged.optimizer, scheme="dense")
     plain_ms, plugin_ms, equal = [], [], True
     for index in range(warmup + iterations):
-        # Whoever goes second finds warmer caches, so they take turns at it.
+        # The second one finds warmer caches, so they take turns.
         order = [(plain, plain_ms), (plugged, plugin_ms)]
         losses = []
         for model, times in order if index % 2 else reversed(order):

@@ -1,10 +1,10 @@
 """`install`: the plugin in a script that runs Megatron-LM's own `pretrain`.
 
 Four functions of `megatron.training.training` are wrapped, each for one reason:
-`get_megatron_optimizer` is where the DDP-wrapped chunks and the optimizer meet, before any
-checkpoint is loaded (`attach`); `train_step` is one iteration (breakdown, metrics);
-`save_checkpoint` and `load_checkpoint` carry the residual, in Megatron's own distributed checkpoint
-by way of the optimizer's `sharded_state_dict`.
+`get_megatron_optimizer` has both the DDP-wrapped chunks and the optimizer, before any checkpoint is
+loaded (`attach`); `train_step` is one iteration (breakdown, metrics); `save_checkpoint` and
+`load_checkpoint` save and restore the residual, in Megatron's own distributed checkpoint through
+the optimizer's `sharded_state_dict`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _installed: Plugin | None = None
 
 
 class Plugin:
-    """What `install` returns.
+    """The installed plugin. Made by `install`.
 
     Attributes:
-        attachment: the attached model, once Megatron has built it.
-        telemetry: where measurements go, from then on.
+        attachment: the attached model; None until Megatron has built it.
+        telemetry: receives the measurements; None until then.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Plugin:
         if _installed is self:
             _installed = None
 
-    # RecordSink: passes on to telemetry, and remembers the waits inside forward-backward.
+    # RecordSink: forwards to telemetry, and adds up the waits inside forward-backward.
 
     def record_bucket(self, record: BucketRecord) -> None:
         """See `RecordSink`."""
@@ -143,7 +143,7 @@ class Plugin:
         return optimizer
 
     def _add_state_to(self, optimizer: Any) -> None:
-        """Lets the plugin's state travel with the optimizer's in Megatron's own checkpoint."""
+        """Adds the plugin's state to the optimizer's in Megatron's own checkpoint."""
         checkpoint.check_structure(
             constant=_arguments().ckpt_assume_constant_structure,
             mode=self.config.compression.residual_checkpoint,
@@ -181,7 +181,7 @@ class Plugin:
             return result
 
         bound.arguments["forward_backward_func"] = timed
-        # Before the step, after which the scheduler sets the next iteration's.
+        # Read before the step: afterwards the scheduler sets the next iteration's rate.
         learning_rate = float(bound.arguments["optimizer"].param_groups[0]["lr"])
         assert self.telemetry is not None
         self.telemetry.begin_iteration(_arguments().curr_iteration + 1)
@@ -193,7 +193,7 @@ class Plugin:
     def _end_iteration(
         self, result: tuple[Any, ...], iteration_s: float, learning_rate: float
     ) -> None:
-        """Tells telemetry. Reads the loss on the host, after the optimizer has synchronised it."""
+        """Passes the step to telemetry. Reads the loss on the host, after the optimizer's sync."""
         loss_dict, skipped = result[0], bool(result[1])
         assert self.telemetry is not None
         assert self.attachment is not None
@@ -217,7 +217,7 @@ class Plugin:
             )
 
     def _residual_scalars(self) -> dict[str, float]:
-        """The residual's norm: one read of the residual, and of the result on the host."""
+        """The residual's norm: reads the residual once, and the result on the host."""
         assert self.attachment is not None
         norm = self.attachment.residual_norm()
         scalars = {"compression/residual_norm": norm}
@@ -235,7 +235,7 @@ class Plugin:
         if local:
             logger.warning("local checkpoints do not hold the residual")
         elif sharded and arguments.no_save_optim:
-            logger.warning("--no-save-optim leaves the residual out, as the optimizer's state")
+            logger.warning("--no-save-optim: the residual is not saved, like the optimizer's state")
         self._saves_sharded = sharded
         try:
             result = self._originals["save_checkpoint"](iteration, *args, **kwargs)
@@ -244,7 +244,7 @@ class Plugin:
         if not (sharded or local):
             folder = get_checkpoint_name(arguments.save, iteration, return_base_dir=True)
             checkpoint.save(self.attachment, Path(folder))
-            # No rank goes on, and perhaps exits, before every rank's part is on disk.
+            # No rank may go on, and perhaps exit, before every rank's part is on disk.
             dist.barrier()
         return result
 
@@ -260,7 +260,7 @@ class Plugin:
         return result
 
     def _write_plan(self, run_dir: Path) -> None:
-        """`plan.json`: what would be done with each bucket in the next step, and why."""
+        """Writes `plan.json`: the plan of each bucket for the next step, and the reason."""
         if self.attachment is None:
             return
         plan = {"step": self.attachment.step, "buckets": self.attachment.plan_rows()}
@@ -276,7 +276,7 @@ def _arguments() -> Any:
 
 
 def _loaded_folder(folder: str, iteration: int) -> Path:
-    """Where Megatron found the checkpoint: under `folder`, or where temporary ones are."""
+    """The folder of the checkpoint that Megatron loaded, which may be a temporary one."""
     arguments = _arguments()
     loaded = Path(get_checkpoint_name(folder, iteration, return_base_dir=True))
     if loaded.is_dir() or arguments.non_persistent_ckpt_type != "global":
@@ -286,7 +286,7 @@ def _loaded_folder(folder: str, iteration: int) -> Path:
 
 
 def _is_writer() -> bool:
-    """Megatron's own writers live on the last rank, which also has the loss."""
+    """Whether this is the last rank: it has the loss, and Megatron's own writers."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
@@ -301,8 +301,8 @@ def install(
 
     Args:
         config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
-        run_dir: where summary, breakdown and plan are written; null writes no files.
-        resolved_config: kept with the summary.
+        run_dir: folder for summary, breakdown and plan; None writes no files.
+        resolved_config: written into the summary.
         **overrides: see `SparseConfig.from_overrides`.
 
     Returns:

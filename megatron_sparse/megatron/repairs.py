@@ -1,10 +1,10 @@
 """Repairs of megatron-core 0.19 as it comes from PyPI, on CPU and GPU alike.
 
-The wheel holds the compiled index builder of the datasets but not the Makefile that Megatron calls
-at every start. And without Transformer Engine and Apex the optimizer is `torch.optim.AdamW`, with
-which a run on the distributed optimizer fails to resume or, worse, resumes with other numbers. A
-run with SGD and without the distributed optimizer does not resume, since nothing makes the state
-that is to be loaded. Each repair wraps a function; none changes what works without it.
+The wheel has the compiled index builder of the datasets, but not the Makefile that Megatron calls
+at every start. Without Transformer Engine and Apex the optimizer is `torch.optim.AdamW`, with which
+a run on the distributed optimizer fails to resume or, worse, resumes with other numbers. A run with
+SGD and without the distributed optimizer does not resume, because nothing makes the state to load
+into. Each repair wraps a function; none changes what works without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def apply() -> None:
     """Applies the repairs that this installation needs. Imports megatron. Idempotent.
 
     Raises:
-        HostError: Megatron lacks what is to be repaired.
+        HostError: Megatron lacks a function to repair.
     """
     try:
         from megatron.core.datasets import utils as datasets
@@ -90,7 +90,7 @@ def unless_built(compile_helpers: Callable[[], None], source: Path) -> Callable[
 
 
 def with_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes Adam's state before it is asked for.
+    """Makes Adam's state before `state_dict` reads it.
 
     `state_dict` asserts that all parameters are at one step, and a fresh torch Adam has no step
     at all; loading a checkpoint begins with the state dict of a fresh optimizer.
@@ -115,14 +115,14 @@ def with_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
 def with_sgd_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     """Makes SGD's momentum buffers before a checkpoint is loaded into them.
 
-    Megatron calls `init_state_fn` for it, which is None for SGD. Another optimizer that has none
-    keeps Megatron's error: what its state would be nobody here knows.
+    Megatron calls `init_state_fn` for it, which is None for SGD. Any other optimizer without one
+    keeps Megatron's error, because the shape of its state is unknown here.
     """
 
     def init_state(sgd: Any, config: Any) -> None:
         for group in sgd.param_groups:
             for parameter in group["params"] if group["momentum"] else ():
-                # Momentum times zero and the gradient is what the first step makes of it.
+                # Zero is right: the first step makes it momentum * 0 + gradient.
                 sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @functools.wraps(sharded_state_dict)
@@ -138,8 +138,8 @@ def with_sgd_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]
 def without_grad(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     """Loads without recording gradients.
 
-    In fp32 the main parameters are views of the model's leaves, which autograd does not let
-    anybody write to in place.
+    In fp32 the main parameters are views of the model's leaves, and autograd forbids to write to
+    those in place.
     """
     return torch.no_grad()(load_state_dict)
 

@@ -1,6 +1,6 @@
 """A small GPT trained with megatron.core alone: for tests and for measuring the plugin's overhead.
 
-It is built without `megatron.training`, so many of them fit into one process, side by side.
+It is built without `megatron.training`, so one process can hold several.
 """
 
 from __future__ import annotations

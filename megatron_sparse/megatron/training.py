@@ -25,9 +25,9 @@ from megatron_sparse.errors import (
 from megatron_sparse.megatron import arguments
 
 _KNOWN_NOISE = (
-    # What a machine without these packages hears a dozen times; `doctor` says it once.
+    # Repeated a dozen times on a machine without these packages; `doctor` reports it once.
     r".*(Transformer Engine|Apex|transformer-engine).*",
-    # Megatron's own affairs, nothing that a user of it can mend.
+    # About Megatron's own code; a user cannot change it.
     r".* is experimental and still under active development.*",
     r"'pin_memory' argument is set as true but no accelerator is found.*",
     r".*torch\.distributed.*is deprecated.*",
@@ -39,8 +39,6 @@ _KNOWN_NOISE = (
 def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     """Trains on this rank until `training.iterations`, or until `training.save_signal`.
 
-    Returns on every rank: None, or the iteration after which a signal has ended the run.
-
     Reads RANK, WORLD_SIZE and LOCAL_RANK. Makes the process group and destroys it.
 
     Args:
@@ -48,9 +46,12 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
         run_dir: the run's folder, which exists.
         store: the `torch.distributed.Store` where ranks meet; None takes the one at MASTER_ADDR.
 
+    Returns:
+        On every rank: None, or the iteration after which a signal has ended the run.
+
     Raises:
         CheckpointError: Megatron cannot load the checkpoint.
-        ConfigError: Megatron refuses what the configuration asks for.
+        ConfigError: Megatron refuses the configuration.
         DatasetError: the corpus is missing or damaged.
         DependencyError: megatron-core with its training loop is not installed.
         HostError: Megatron lacks a function that the plugin hooks.
@@ -97,7 +98,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
 
 
 def silence_known_noise() -> None:
-    """Ignores the warnings of Megatron's imports that a user can do nothing about."""
+    """Ignores warnings of Megatron's imports that a user cannot act on."""
     for message in _KNOWN_NOISE:
         warnings.filterwarnings("ignore", message=message)
 
@@ -138,7 +139,7 @@ def find_data(config: RunConfig) -> tuple[int, Path | None]:
 
 
 def _set_wandb_environment(config: RunConfig, run_dir: Path) -> None:
-    """Megatron calls `wandb.init` itself, on the last rank; what it leaves open is said here."""
+    """Sets what `wandb.init` reads from the environment; Megatron calls it on the last rank."""
     if int(os.environ["RANK"]) != int(os.environ["WORLD_SIZE"]) - 1:
         return
     from megatron_sparse.telemetry.sinks import run_id, wandb_mode
@@ -150,12 +151,12 @@ def _set_wandb_environment(config: RunConfig, run_dir: Path) -> None:
         os.environ["WANDB_RESUME"] = "allow"
     import wandb
 
-    # Looking for a key has set wandb up, which reads the environment once.
+    # `wandb_mode` has set wandb up, and wandb reads the environment only then.
     wandb.teardown()
 
 
 def _prepare_host(device: str) -> None:
-    """Makes `megatron.training` importable and right, see `cpu_mode` and `repairs`."""
+    """Makes `megatron.training` work on this machine, see `cpu_mode` and `repairs`."""
     from megatron_sparse.megatron import cpu_mode, repairs
 
     if device == "cpu":
@@ -175,10 +176,10 @@ def _prepare_host(device: str) -> None:
 
 
 def _parse(command_line: list[str]) -> Any:
-    """Megatron's parsed and validated arguments; it also makes its dashboards' writers here."""
+    """Megatron's parsed and validated arguments. Megatron also makes its log writers here."""
     from megatron.training.arguments import parse_and_validate_args
 
-    # Megatron reads sys.argv and nothing else.
+    # Megatron reads only sys.argv.
     before, sys.argv = sys.argv, [sys.argv[0], *command_line]
     try:
         return parse_and_validate_args()
@@ -187,7 +188,7 @@ def _parse(command_line: list[str]) -> Any:
             "Megatron refuses these settings",
             expected="settings that fit together",
             got=str(error) or _assertion(error),
-            remedy="change the section or the key of megatron: that it speaks of",
+            remedy="change the setting that the message names, or its key in the megatron: section",
         ) from error
     except Exception as error:
         if "wandb" not in sys.modules or not isinstance(error, sys.modules["wandb"].Error):
@@ -203,7 +204,7 @@ def _parse(command_line: list[str]) -> Any:
 
 
 def _assertion(error: BaseException) -> str:
-    """The source line of an assertion without a message, which is all that Megatron says."""
+    """The source line of Megatron's assertion, which has no message of its own."""
     import traceback
 
     return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
@@ -219,41 +220,41 @@ def _install(config: RunConfig, run_dir: Path, model_config: Any) -> Any:
 
 @contextmanager
 def _early_exit() -> Iterator[None]:
-    """Tells Megatron's two ways to leave early apart.
+    """Separates Megatron's two ways to exit early.
 
-    With a code it ended in good order (--exit-interval, --exit-duration, a signal): the run goes
-    on to its summary. Without one it printed why it cannot go on, and would count as a success.
+    With code 0 it ended as asked (--exit-interval, --exit-duration, a signal): the run goes on to
+    its summary. Without a code it has printed why it cannot go on: a failure, not a success.
     """
     try:
         yield
     except SystemExit as error:
         if error.code is None:
             raise CheckpointError(
-                "Megatron gave up",
+                "Megatron has stopped without an exit code",
                 expected="a checkpoint that fits this configuration",
-                got="the last lines that rank 0 printed",
-                remedy="correct what they name; training.load=null starts from scratch",
+                got="see the last lines that rank 0 printed",
+                remedy="correct the setting that they name; training.load=null starts from scratch",
             ) from None
         if error.code != 0:
             raise
 
 
 def _stopped_at() -> int | None:
-    """The last iteration where a signal came before the end; the same on every rank."""
+    """The last iteration, if a signal came before the end, else None; the same on every rank."""
     from megatron.training import get_args, get_signal_handler
 
     megatron_args: Any = get_args()
     handler: Any = get_signal_handler()
     last = megatron_args.curr_iteration + 1
-    # A collective: one rank may have heard the signal later than Megatron's last look.
-    heard = any(handler.signals_received())
-    return last if heard and last < megatron_args.train_iters else None
+    # A collective: a rank may have received the signal after Megatron's last check.
+    received = any(handler.signals_received())
+    return last if received and last < megatron_args.train_iters else None
 
 
 def _leave() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        # A rank that goes while others still talk to it looks like a failure to them.
+        # A rank that leaves while others still exchange with it looks like a failure to them.
         dist.barrier()
         dist.destroy_process_group()

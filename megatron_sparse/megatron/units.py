@@ -1,9 +1,9 @@
-"""What residuals are in units of: the loss scale, and what Megatron multiplies the sum by.
+"""The unit of residuals: the loss scale, and the factor by which Megatron multiplies the sum.
 
 fp16 gradients carry the loss scale, which changes after some steps. With a loss per token gradients
-are added up undivided and then multiplied by one over the step's tokens, a number that
-`finalize_model_grads` knows only when buckets have been sent. A residual is put right after each
-step in which one of them has changed.
+are summed undivided and then multiplied by one over the step's tokens, a number that
+`finalize_model_grads` knows only after the buckets were sent. Residuals are converted after each
+step in which one of the two has changed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class ResidualUnit:
         chunks: Megatron's DDP-wrapped model chunks.
 
     Attributes:
-        loss_scale: of the residuals, null without loss scaling.
-        gradient_factor: what Megatron multiplied the last accepted step's sum by, a scalar on the
-            device; null where it does not.
+        loss_scale: of the residuals; None without loss scaling.
+        gradient_factor: Megatron's factor for the sum of the last accepted step, a scalar on the
+            device; None if it uses none.
     """
 
     def __init__(self, chunks: Iterable[Any]) -> None:
@@ -60,8 +60,7 @@ class ResidualUnit:
         """Takes over the factor of a step that was accepted.
 
         Returns:
-            fp64 scalar on the device: the old factor in units of the new one; None where there are
-            not two to compare.
+            fp64 scalar on the device: old factor / new factor; None without an old or a new one.
         """
         old, new, self._new_factor = self.gradient_factor, self._new_factor, None
         if new is None or not accepted:
@@ -73,7 +72,7 @@ class ResidualUnit:
         """Takes over the optimizer's present loss scale.
 
         Returns:
-            What residuals have to be multiplied by; None where it is as it was.
+            The factor for the residuals; None if the loss scale has not changed.
         """
         old, self.loss_scale = self.loss_scale, self._read_loss_scale()
         if not old or not self.loss_scale or old == self.loss_scale:
@@ -81,7 +80,7 @@ class ResidualUnit:
         return self.loss_scale / old
 
     def restore(self, loss_scale: float | None, gradient_factor: float | None) -> None:
-        """Takes over the units of residuals that come from a checkpoint; null for unknown ones."""
+        """Takes over the units of residuals from a checkpoint; None for unknown ones."""
         self.gradient_factor = None if gradient_factor is None else torch.tensor(gradient_factor)
         self.loss_scale = loss_scale or self._read_loss_scale()
 

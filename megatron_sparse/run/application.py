@@ -1,8 +1,8 @@
 """`megatron-sparse train`: the Hydra application.
 
-Hydra reads the command line (overrides, `--multirun`, `--cfg`, `--help`); what it refuses becomes
-the same typed error as everything else. With `--multirun` each run gets a name of its own, and one
-that fails does not end the others, see `sweep`.
+Hydra reads the command line (overrides, `--multirun`, `--cfg`, `--help`); its errors become typed
+errors like all others. With `--multirun` each run gets a name of its own, and a run that fails does
+not end the others, see `sweep`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from megatron_sparse.errors import DependencyError, MegatronSparseError, SweepEr
 from megatron_sparse.run import composition, launch, preparation, sweep
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
+_OTHER_RANK = "see the error of another rank"
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Composes and runs what the arguments say.
+    """Composes a configuration from the command line and runs it.
 
     Args:
         arguments: Hydra's: `GROUP=OPTION`, `SECTION.KEY=VALUE`, `megatron.FLAG=VALUE`, its flags.
@@ -61,7 +62,7 @@ def train(arguments: Sequence[str]) -> None:
     except HydraException as error:
         raise composition.config_error(error) from None
     folder = _sweep_folder(with_values)
-    # A job of Slurm's finds the package where this process found it.
+    # A job of Slurm imports the package from the same place as this process.
     os.environ.update(preparation.package_path())
     _hydra(
         lambda composed: _run_of_sweep(composed, command, swept),
@@ -75,7 +76,7 @@ def _run(composed: DictConfig, command: str, refused: list[MegatronSparseError])
     try:
         code = launch.run(composition.from_hydra(composed), command)
     except MegatronSparseError as error:
-        # As an exit, which Hydra lets pass; it adds lines of its own to an exception.
+        # As an exit: Hydra adds lines of its own to any other exception.
         refused.append(error)
         code = error.exit_code
     if code:
@@ -83,10 +84,10 @@ def _run(composed: DictConfig, command: str, refused: list[MegatronSparseError])
 
 
 def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> None:
-    """One run; on every rank of it where a launcher of Hydra's started them.
+    """One run of a sweep; called on every rank of it if a launcher of Hydra's started the ranks.
 
-    Returns even if the run fails: the others are to go on. An error is printed here, for in a job
-    of Slurm's nobody else would.
+    Returns even if the run fails, so that the others go on. Prints the error itself, because in a
+    job of Slurm nothing else would.
     """
     job = HydraConfig.get()
     assert job.mode == RunMode.MULTIRUN
@@ -100,9 +101,9 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
         code, problem = error.exit_code, str(error)
         print(f"error: {error}", file=sys.stderr, flush=True)
     except SystemExit as error:
-        code, problem = int(error.code or 0), "another rank says why"
-    # A rank that has no error of its own leaves the word to the first one.
-    if os.environ.get("RANK", "0") == "0" or (code and problem != "another rank says why"):
+        code, problem = int(error.code or 0), _OTHER_RANK
+    # A rank without an error of its own leaves the outcome to rank 0.
+    if os.environ.get("RANK", "0") == "0" or (code and problem != _OTHER_RANK):
         sweep.Outcome(name, code, problem).write(Path(job.runtime.output_dir))
 
 
@@ -123,7 +124,7 @@ def _check_launcher(arguments: Sequence[str]) -> None:
 
 
 def _sweep_folder(overrides: Sequence[str]) -> Path:
-    """Where this sweep keeps what belongs to no single run: RUNS_DIR/multirun/TIME."""
+    """The folder of the sweep itself, beside its runs': RUNS_DIR/multirun/TIME."""
     parsed = {
         override.key_or_group: override
         for override in OverridesParser.create().parse_overrides(list(overrides))
@@ -135,11 +136,11 @@ def _sweep_folder(overrides: Sequence[str]) -> Path:
 
 
 def _hydra(task: Callable[[DictConfig], None], overrides: Sequence[str]) -> None:
-    """Has Hydra compose what the overrides say and call `task` with it.
+    """Lets Hydra compose a configuration from the overrides and call `task` with it.
 
     Raises:
         ConfigError: Hydra refuses them.
-        SweepError: a job of a launcher of Hydra's ended without an answer.
+        SweepError: a job of a launcher of Hydra's ended without a result.
     """
     application = hydra.main(
         config_path=f"pkg://{composition.CONFIG_MODULE}",
@@ -147,12 +148,12 @@ def _hydra(task: Callable[[DictConfig], None], overrides: Sequence[str]) -> None
         version_base=None,
     )(task)
     argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    # Hydra takes its command line from here, and otherwise prints errors itself and exits.
+    # Hydra reads its command line from sys.argv; without the variable it prints errors and exits.
     sys.argv = ["megatron-sparse train", *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         with warnings.catch_warnings():
-            # Our launcher's file has the name of the plugin's schema, and stands without it.
+            # Our launcher's file has the name of the plugin's schema, but does not use it.
             warnings.filterwarnings("ignore", message="(?s).*validated against ConfigStore schema")
             application()
     except (HydraException, OmegaConfBaseException) as error:
@@ -161,10 +162,11 @@ def _hydra(task: Callable[[DictConfig], None], overrides: Sequence[str]) -> None
         if not type(error).__module__.startswith("submitit."):
             raise
         raise SweepError(
-            "a job of the sweep ended without an answer",
-            expected="an end of every job by itself",
+            "a job of the sweep ended without a result",
+            expected="every job to end by itself",
             got=str(error).strip().splitlines()[0],
-            remedy="see its files in RUNS_DIR/multirun/TIME/jobs; resume=auto does the rest",
+            remedy="see its files in RUNS_DIR/multirun/TIME/jobs; repeat the command with "
+            "resume=auto",
         ) from None
     finally:
         sys.argv = argv

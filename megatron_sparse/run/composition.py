@@ -1,7 +1,7 @@
 """From Hydra's groups and overrides, or from a file, to a checked `RunConfig`.
 
-The dataclasses are the schema: a key that no field has, a value of another type, an option that no
-group has are all one `ConfigError` that names what would have been right.
+The dataclasses are the schema: an unknown key, a value of another type and an unknown option of a
+group all raise a `ConfigError` that names the valid ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FREE = re.compile(r"(megatron|cluster\.env)\.")
 
 
 def register_schema() -> None:
-    """Makes `RunConfig` the base that `configs/train.yaml` builds upon. Idempotent."""
+    """Makes `RunConfig` the base of `configs/train.yaml`. Idempotent."""
     ConfigStore.instance().store(name="run_config", node=RunConfig)
 
 
@@ -57,7 +57,7 @@ def group_options(group: str) -> list[str]:
 
 
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:
-    """Spells overrides as Hydra wants them.
+    """Rewrites overrides to Hydra's syntax.
 
     `megatron.num_workers=4` adds a key, for which Hydra asks for `++`; and an experiment's values
     belong at the root, for which it asks for `experiment@_global_`.
@@ -67,7 +67,7 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
-    """Composes and checks what `megatron-sparse train OVERRIDE...` would run.
+    """Composes and checks the configuration of `megatron-sparse train OVERRIDE...`.
 
     Raises:
         ConfigError: an option, key or value is wrong.
@@ -86,7 +86,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def from_hydra(composed: DictConfig) -> RunConfig:
-    """Checks what Hydra composed.
+    """Checks a configuration that Hydra composed.
 
     Raises:
         ConfigError: a value is wrong.
@@ -110,7 +110,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> RunConfig:
 
 
 def load(path: Path) -> RunConfig:
-    """Reads what `save` wrote.
+    """Reads a file that `save` wrote.
 
     Raises:
         ConfigError: the file cannot be read, or is not a run's configuration.
@@ -124,7 +124,7 @@ def load(path: Path) -> RunConfig:
             f"{path} cannot be read",
             expected="the configuration of a run, as YAML",
             got=mapping or "nothing in it",
-            remedy="start the run anew; it writes this file",
+            remedy="start the run again; it writes this file",
         )
     return from_mapping(mapping)  # type: ignore[arg-type]
 
@@ -132,8 +132,8 @@ def load(path: Path) -> RunConfig:
 def save(config: RunConfig, path: Path, command: str) -> None:
     """Writes every value of the run as YAML, under a comment with the command that made it.
 
-    Secrets are left out: of the command, and of `cluster.env`, whose values the ranks have in their
-    environment and do not read here. Every other value is what `load` gives back.
+    Secrets in the command and in `cluster.env` are hidden; the ranks read those from their own
+    environment. `load` returns every other value unchanged.
     """
     values = dataclasses.asdict(config)
     values["cluster"]["env"] = redact(values["cluster"]["env"])
@@ -143,7 +143,7 @@ def save(config: RunConfig, path: Path, command: str) -> None:
 
 
 def config_error(error: Exception) -> ConfigError:
-    """Says in our words what Hydra or OmegaConf found."""
+    """Turns an error of Hydra or OmegaConf into a typed one."""
     cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_option(error.missing_cfg_file, error.options or ())
@@ -188,7 +188,7 @@ def _unknown_key(key: str) -> ConfigError:
     section, _, last = key.rpartition(".")
     inside = [known for known in keys if section and known.startswith(f"{section}.")]
     elsewhere = [known for known in keys if known.rpartition(".")[2] == last]
-    # Groups are no keys, but their names may be what was misspelt.
+    # Groups are no keys, but the misspelt word may be the name of one.
     meant = elsewhere[0] if elsewhere else _closest(key, [*keys, *GROUPS])
     hint = f"did you mean {meant}? " if meant else ""
     return ConfigError(

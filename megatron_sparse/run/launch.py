@@ -38,7 +38,7 @@ def run(config: RunConfig, command: str) -> int:
         The exit code: 0, that of the rank that failed first, or 128 plus a signal's number.
 
     Raises:
-        MegatronSparseError: what is found wrong before the ranks start, or on this rank.
+        MegatronSparseError: the run is refused before its ranks start, or this rank fails.
     """
     os.environ.update(slurm.ranks(os.environ))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -80,7 +80,7 @@ def _launch(config: RunConfig, command: str) -> int:
 def check_megatron_section(config: RunConfig) -> None:
     """Checks the keys of `megatron:` against Megatron's parser, which takes 5 s to import.
 
-    For the launcher only: in a rank on a CPU, `cpu_mode` must be there before megatron is.
+    For the launcher only: in a rank on a CPU, `cpu_mode` must be enabled before that import.
 
     Raises:
         ConfigError: a key is no flag, or its value is refused.
@@ -133,7 +133,7 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
 
 
 def _report(rank: int, failure: Any) -> int:
-    """Says once why the first rank to fail did; returns the exit code."""
+    """Prints why the first rank failed; returns the exit code."""
     # A rank that a signal killed has written no report.
     message, typed = read_report(failure.error_file_data) or (failure.message, False)
     if typed:

@@ -20,10 +20,10 @@ CONFIG_FILE = "config.yaml"
 
 
 def decide(config: RunConfig) -> RunConfig:
-    """Decides what `auto` stands for on this machine: `cluster.device`, `training.precision`.
+    """Replaces `auto` in `cluster.device` and `training.precision` by this machine's values.
 
     Raises:
-        ConfigError: GPUs are asked for and this machine has too few.
+        ConfigError: the run needs more GPUs than this machine has.
     """
     import torch
 
@@ -49,7 +49,7 @@ def decide(config: RunConfig) -> RunConfig:
 
 
 def preflight(config: RunConfig) -> int:
-    """Finds a user's mistake before training starts; returns the vocabulary's size.
+    """Finds mistakes in the configuration before training starts; returns the vocabulary's size.
 
     Raises:
         CheckpointError: there is no checkpoint in `training.load`.
@@ -68,7 +68,7 @@ def preflight(config: RunConfig) -> int:
 
 
 def _check_device(config: RunConfig) -> None:
-    """Says before the ranks start what each of them would find when it attaches."""
+    """Raises, before the ranks start, the errors that each would raise when it attaches."""
     from megatron_sparse.collectives import SCHEMES, peer_windows
     from megatron_sparse.transport import nccl_communicator
 
@@ -85,7 +85,8 @@ def make_run_dir(config: RunConfig, command: str) -> Path:
     """Makes the run's folder with its `config.yaml` and `starts.jsonl`, as `resume` says.
 
     Returns:
-        The folder, absolute. An earlier run of this name is in it or was moved to `NAME.1`, ...
+        The folder, absolute. An earlier run of this name is continued in it, or was moved to
+        `NAME.1`, ...
 
     Raises:
         ConfigError: there is nothing to resume, or the folder holds something else.
@@ -98,7 +99,8 @@ def make_run_dir(config: RunConfig, command: str) -> Path:
             f"run {config.name} cannot be resumed",
             expected=f"a checkpoint in {own}",
             got="none",
-            remedy="set resume=auto to start it anew, and training.save_interval to save some",
+            remedy="set resume=auto to start it from scratch, and training.save_interval to save "
+            "checkpoints",
         )
     try:
         if not goes_on:
@@ -136,7 +138,7 @@ def _move_aside(run_dir: Path) -> None:
 def rank_environment(config: RunConfig) -> dict[str, str]:
     """The variables that each rank needs; `cluster.device` must be decided.
 
-    What the user has set already keeps its value, but for the two that make a rank a CPU's.
+    Variables that the user has set keep their values, except the two that hide GPUs on a CPU run.
     """
     found = {
         "OMP_NUM_THREADS": str(config.cluster.omp_num_threads),
@@ -156,9 +158,9 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
 
 
 def package_path() -> dict[str, str]:
-    """PYTHONPATH for processes that have to find the package where this one found it.
+    """PYTHONPATH with which other processes import the same package as this one.
 
-    Empty where it is installed.
+    Empty if the package is installed.
     """
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / "pyproject.toml").is_file():

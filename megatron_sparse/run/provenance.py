@@ -1,7 +1,7 @@
-"""What a run was made of: commit, versions, machine, environment, in the run's folder.
+"""The provenance of a run: commit, versions, machine, environment, in the run's folder.
 
-`starts.jsonl` has one line for each start of the run, so that a job that Slurm has started again
-shows on which nodes and with which variables it went on. Secrets are left out, see `redaction`.
+`starts.jsonl` has one line for each start of the run, so that a job that Slurm requeued shows on
+which nodes and with which variables it continued. Secrets are hidden, see `redaction`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def record_start(run_dir: Path, command: str, environment: Mapping[str, str] | N
 
 
 def start(command: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What is known of this start of a run; nothing in it is a secret."""
+    """One line of `starts.jsonl`; secrets are hidden."""
     checkout = Path(__file__).resolve().parents[2]
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -77,7 +77,7 @@ def git_state(checkout: Path) -> dict[str, Any]:
 
 def _git(checkout: Path, *arguments: str) -> str:
     return subprocess.run(
-        # Without it `status` may write to the index, which others may be at.
+        # Otherwise `status` may write to the index while another process uses it.
         ["git", "--no-optional-locks", "-C", str(checkout), *arguments],
         capture_output=True,
         text=True,

@@ -1,7 +1,8 @@
 """One log for each rank: what it prints goes to RUN/logs/rankR.log.
 
-For ranks that srun or torchrun started; our own launcher's ranks have torch's agent for it. It is
-done below Python, on the file descriptors, so that what C++ libraries say of a crash is in it.
+For ranks that srun or torchrun started; torch's agent writes the logs of our own launcher's ranks.
+The redirection is below Python, on the file descriptors, so that the log has the last words of C++
+libraries after a crash.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from megatron_sparse.errors import MegatronSparseError
 LOGS = "logs"
 """The folder of the logs, in the run's folder."""
 TEE_S = 10
-"""Seconds that `tee` may take to write what is left."""
+"""Seconds that `tee` may take to write the rest."""
 
 
 @contextmanager
 def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
     """Sends this process's stdout and stderr to the rank's log, and appends to it.
 
-    The last rank, on which Megatron prints, writes to where it did as well; only there where that
-    is a terminal, for the sake of what draws on it. Afterwards all is as it was. An untyped error
-    leaves its traceback in the log.
+    The last rank, on which Megatron prints, also keeps its stdout; if that is a terminal, it has no
+    log, so that progress bars work. Afterwards both streams are restored. An untyped error leaves
+    its traceback in the log.
 
     Args:
         run_dir: the run's folder, which exists.
@@ -45,8 +46,8 @@ def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
     elif sys.stdout.isatty():
         yield
     else:
-        # In a session of its own: a signal to the job's processes, which is for the rank, would
-        # end it, and the rank's next line would be its last.
+        # In a session of its own: a signal to the job's processes would end tee, and the rank's
+        # next line would then kill the rank.
         tee = subprocess.Popen(
             ["tee", "-a", str(path)], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -59,13 +60,13 @@ def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
             try:
                 tee.wait(TEE_S)
             except subprocess.TimeoutExpired:
-                # A process that the rank has left behind holds the other end.
+                # A process that the rank left behind holds the pipe open.
                 tee.terminate()
 
 
 @contextmanager
 def _redirected(target: int) -> Iterator[None]:
-    """Puts an open file descriptor in the place of 1 and 2, and closes it."""
+    """Redirects descriptors 1 and 2 to an open file descriptor, and closes that one."""
     sys.stdout.flush()
     sys.stderr.flush()
     before = {number: os.dup(number) for number in (1, 2)}

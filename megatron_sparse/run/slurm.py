@@ -1,7 +1,7 @@
-"""What Slurm tells its tasks, and what a job may ask of Slurm.
+"""Reads a task's place from Slurm's variables, and asks Slurm for hosts and for a requeue.
 
-A task of `srun` finds its place in SLURM_* variables, from which `ranks` makes those that torch
-reads. Everything else is asked of `scontrol`, which a compute node has.
+`ranks` turns the SLURM_* variables of an `srun` task into those that torch reads. Everything else
+comes from `scontrol`, which compute nodes have.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megatron_sparse.errors import ConfigError
 SCONTROL_S = 30
 """Seconds that Slurm's controller may take to answer."""
 KILL_S = 120
-"""Seconds that Slurm may take to end a job that it starts again; KillWait is 30 by default."""
+"""Seconds that Slurm may take to end a requeued job; KillWait is 30 by default."""
 FIRST_PORT, PORTS = 20_000, 10_000
-"""Jobs that share a node must not share a port: it follows from the job's number."""
+"""The port follows from the job's number, because jobs that share a node must not share a port."""
 
 
 def ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torch wants to know of a task that `srun` started.
+    """The variables that torch reads, for a task that `srun` started.
 
-    Empty where torchrun said it already and outside of an srun of several tasks:
-    SLURM_STEP_NUM_TASKS tells its tasks from the script of a batch job, which has SLURM_PROCID too.
+    Empty if torchrun has set them already, and outside an srun of several tasks. The script of a
+    batch job has SLURM_PROCID too, but SLURM_STEP_NUM_TASKS is 1 or missing there.
 
     Raises:
         ConfigError: MASTER_ADDR is not set, and Slurm does not say which node is the first.
@@ -68,10 +68,10 @@ def hosts(environment: Mapping[str, str]) -> list[str]:
 
 
 def host_of_each_rank(environment: Mapping[str, str]) -> list[str]:
-    """Where Slurm has put each task of this step; empty outside of an srun.
+    """The host of each task of this step; empty outside an srun.
 
-    Right for Slurm's own distribution (`block`), the only one under which ranks of a node are
-    neighbours.
+    Correct for Slurm's default distribution (`block`), the only one that numbers the ranks of a
+    node consecutively.
 
     Example:
         >>> tasks_per_node("4,1(x2)")
@@ -88,7 +88,7 @@ def host_of_each_rank(environment: Mapping[str, str]) -> list[str]:
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """Spells out Slurm's `4,1(x2)`."""
+    """Expands Slurm's `4,1(x2)` to one number for each node."""
     found: list[int] = []
     for part in counts.split(","):
         parsed = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -100,11 +100,11 @@ def tasks_per_node(counts: str) -> list[int]:
 def requeue(environment: Mapping[str, str]) -> None:
     """Asks Slurm to end this job and start it again, with the same number and script.
 
-    For one rank, as the last thing that it does: Slurm kills what is left of the job, and this
-    process is there for up to `KILL_S` to be killed.
+    Call it on one rank, at its very end: Slurm kills the job's processes, and this one waits up to
+    `KILL_S` to be killed.
 
     Raises:
-        ConfigError: this is no job, or Slurm refuses.
+        ConfigError: this is no Slurm job, or Slurm refuses.
     """
     job = environment.get("SLURM_JOB_ID")
     try:
@@ -120,15 +120,15 @@ def requeue(environment: Mapping[str, str]) -> None:
             remedy="submit it again with resume=auto: the checkpoint is saved; or leave out "
             "cluster.requeue",
         ) from None
-    # Whoever started this rank, submitit for one, would take its end for that of the run.
+    # If this rank ended first, its starter (submitit) would take that for the end of the run.
     time.sleep(KILL_S)
 
 
 def _scontrol(*arguments: str) -> str:
-    """Its answer.
+    """Runs `scontrol`; returns its output.
 
     Raises:
-        OSError: there is none on PATH.
+        OSError: it is not on PATH.
         subprocess.SubprocessError: it fails, or takes too long.
     """
     command = shutil.which("scontrol")

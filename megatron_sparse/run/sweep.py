@@ -1,4 +1,4 @@
-"""The runs of a sweep: what each is called, how it ended, and all of them in one table.
+"""The runs of a sweep: the name and the outcome of each, and one table of all.
 
 `train --multirun` makes a run of every combination, one after the other or, with a launcher of
 Hydra's, as jobs of Slurm. A run that fails does not end the others: each leaves an `outcome.json`
@@ -30,7 +30,7 @@ from megatron_sparse.telemetry.run import SUMMARY_FILE
 
 OUTCOME_FILE = "outcome.json"
 MULTIRUN = "multirun"
-"""Where, in the runs' folder, sweeps keep what belongs to no single run."""
+"""The folder, in the runs' folder, for files that belong to no single run."""
 _SAME_FOR_ALL = re.compile(r"name|runs_dir|cluster\.env\..*")
 _RESULTS = ("loss_first", "loss_last", "wire_ratio", "iteration_ms", "exposed_ms")
 """Of a run's `summary.json`; its documentation is docs/reading-the-breakdown.md."""
@@ -51,7 +51,7 @@ class Outcome:
     error: str
 
     def write(self, folder: Path) -> None:
-        """Puts it into a folder of the sweep.
+        """Writes it into a folder of the sweep.
 
         Raises:
             OSError: the folder cannot be written.
@@ -76,7 +76,7 @@ def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> 
 
     Args:
         name: that of the configuration.
-        swept: from `swept_keys`; where the name is among them nothing is added to it.
+        swept: from `swept_keys`; if it has the name itself, nothing is added to the name.
         task_overrides: of this run, with one value each.
 
     Example:
@@ -95,7 +95,7 @@ def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> 
 
 
 def check(folder: Path) -> None:
-    """Looks at what the runs of a sweep left in its folder.
+    """Checks the outcomes of all runs of a sweep.
 
     Raises:
         SweepError: names the runs that failed.
@@ -107,15 +107,14 @@ def check(folder: Path) -> None:
         )
         raise SweepError(
             f"{len(failed)} of {len(outcomes(folder))} runs of the sweep failed",
-            expected="exit code 0 of all",
+            expected="exit code 0 of every run",
             got=names,
-            remedy="the same command with resume=auto does the rest; megatron-sparse sweep shows "
-            "what there is",
+            remedy="repeat the command with resume=auto; megatron-sparse sweep shows all runs",
         )
 
 
 def outcomes(folder: Path) -> list[Outcome]:
-    """Of every run that ended, in any order, below a folder.
+    """The outcomes below a folder, one for each ended run, in the order of writing.
 
     Raises:
         SweepError: one is damaged.
@@ -129,7 +128,7 @@ def outcomes(folder: Path) -> list[Outcome]:
                 f"{path} is damaged",
                 expected="a file of train --multirun",
                 got=error,
-                remedy="remove it; the run's folder has all the rest",
+                remedy="remove it; the run's folder has everything else",
             ) from None
     return found
 
@@ -189,7 +188,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _summary(run_dir: Path) -> Mapping[str, Any]:
-    """What is in it; nothing where the run has not come so far."""
+    """The run's summary; empty if the run has not written one yet."""
     return load_summary(run_dir) if (run_dir / SUMMARY_FILE).is_file() else {}
 
 

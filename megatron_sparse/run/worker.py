@@ -1,7 +1,7 @@
 """The process of one rank: `python -m megatron_sparse.run.worker runs/NAME/config.yaml`.
 
-The launcher starts it so. `run_started` is the same for a process that torchrun or srun started,
-which has no launcher of ours before it.
+The launcher starts ranks with this command. A rank that torchrun or srun started calls
+`run_started` instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: path of the run's `config.yaml`.
 
     Returns:
-        The exit code. What went wrong is in the agent's error file, for the launcher to print.
+        The exit code. The error is in the agent's error file; the launcher prints it.
     """
     (path,) = map(Path, sys.argv[1:] if argv is None else argv)
     config = None
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         _leave_if_aborted(config, error)
         return error.exit_code
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # the launcher passes Ctrl-C on, and says so itself
+        return 128 + signal.SIGINT  # the launcher passes Ctrl-C on and reports it
     except Exception as error:
         write_report(f"{type(error).__name__}: {error}", typed=False)
         raise
@@ -58,14 +58,14 @@ def run_started(config: RunConfig, command: str) -> int:
     """Runs a rank that torchrun or srun started; rank 0 makes the run's folder.
 
     Args:
-        config: as every rank composed it.
+        config: the same on every rank.
         command: the command line, kept in `config.yaml`.
 
     Returns:
         0; or the exit code of an error that another rank has printed already.
 
     Raises:
-        MegatronSparseError: on the first rank to fail.
+        MegatronSparseError: on the first rank that fails.
     """
     _survive_early_signals(config)
     world_size = int(os.environ["WORLD_SIZE"])
@@ -82,31 +82,31 @@ def run_started(config: RunConfig, command: str) -> int:
 
     store, rank, _ = next(rendezvous("env://", timeout=_MEETING_TIMEOUT))
     try:
-        run_dir = _meet(config, command, store, rank)
+        run_dir = _agree_on_folder(config, command, store, rank)
         from megatron_sparse.megatron import training
 
         with rank_log(run_dir, rank, world_size), _nccl_errors(config):
             stopped_at = training.train(config, run_dir, store)
         _after(config, stopped_at, rank)
     except MegatronSparseError as error:
-        said = _said_already(store)
-        if not said and _has_aborted(config, error):
+        reported = _is_reported(store)
+        if not reported and _has_aborted(config, error):
             print(f"error: {error}", file=sys.stderr)
         _leave_if_aborted(config, error)
-        if said:
+        if reported:
             return error.exit_code
         raise
     return 0
 
 
 def _survive_early_signals(config: RunConfig) -> None:
-    """Ignores `training.save_signal`, which kills a process, until Megatron listens to it."""
+    """Ignores `training.save_signal`, which would kill the process, until Megatron handles it."""
     if config.training.save_signal is not None:
         signal.signal(signal.Signals[config.training.save_signal], signal.SIG_IGN)
 
 
 def _nccl_errors(config: RunConfig) -> AbstractContextManager[None]:
-    """Makes typed errors of torch's own, where the configuration asks for it."""
+    """Turns torch's errors into typed ones with `scheme.nccl_errors=typed`."""
     if not _is_typed(config):
         return nullcontext()
     from megatron_sparse.transport.nccl_errors import as_typed
@@ -124,9 +124,9 @@ def _has_aborted(config: RunConfig | None, error: MegatronSparseError) -> bool:
 
 
 def _leave_if_aborted(config: RunConfig | None, error: MegatronSparseError) -> None:
-    """Ends the process where NCCL has failed and torch was told not to.
+    """Exits at once after a typed NCCL error.
 
-    Else its groups' destructors would wait for operations that never end.
+    Otherwise the destructors of torch's groups would wait for operations that never end.
     """
     if _has_aborted(config, error):
         sys.stdout.flush()
@@ -135,28 +135,28 @@ def _leave_if_aborted(config: RunConfig | None, error: MegatronSparseError) -> N
 
 
 def _after(config: RunConfig, stopped_at: int | None, rank: int) -> None:
-    """Says that a signal has ended the run, and has Slurm start it again; rank 0 does."""
+    """On rank 0, after a signal has ended the run: reports it, and requeues the job."""
     if stopped_at is None or rank != 0:
         return
     print(
         f"{config.training.save_signal} has ended the run after iteration {stopped_at}; "
-        "the checkpoint is saved, and resume=auto goes on from it",
+        "the checkpoint is saved, and resume=auto continues from it",
         flush=True,
     )
     if config.cluster.requeue:
         slurm.requeue(os.environ)
 
 
-def _said_already(store: Any) -> bool:
-    """Most mistakes are found by every rank at once; the first one to come here says so."""
+def _is_reported(store: Any) -> bool:
+    """Whether another rank has reported its error. Most errors occur on all ranks at once."""
     try:
         return store.add("megatron_sparse/failed", 1) > 1
     except RuntimeError:
         return False  # the store went with rank 0
 
 
-def _meet(config: RunConfig, command: str, store: Any, rank: int) -> Path:
-    """Rank 0 makes the run's folder, the others wait for it."""
+def _agree_on_folder(config: RunConfig, command: str, store: Any, rank: int) -> Path:
+    """Rank 0 makes the run's folder; the others wait for its path."""
     key = "megatron_sparse/run_dir"
     if rank == 0:
         answer = ""
@@ -170,9 +170,9 @@ def _meet(config: RunConfig, command: str, store: Any, rank: int) -> Path:
         return run_dir
     answer = store.get(key).decode()
     if not answer:
-        sys.exit(ConfigError.exit_code)  # rank 0 says why
+        sys.exit(ConfigError.exit_code)  # rank 0 prints the error
     run_dir = Path(answer)
-    run_dir.mkdir(parents=True, exist_ok=True)  # where nodes do not share a disk
+    run_dir.mkdir(parents=True, exist_ok=True)  # nodes may not share a disk
     return run_dir
 
 

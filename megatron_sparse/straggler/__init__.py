@@ -1,4 +1,4 @@
-"""Straggler-aware reduction: schedules, their proof, their cost. No communication in here."""
+"""Straggler-aware reduction: schedules, their proof, their cost. Nothing here communicates."""
 
 from megatron_sparse.straggler.cost import (
     Cost,

@@ -1,22 +1,21 @@
-"""When it pays to go on without the straggler: the critical delay (StragglAR, appendix B).
+"""When skipping the straggler pays: the critical delay (StragglAR, appendix B).
 
-A straggler-aware form does `early_s` seconds of work among the early ranks, which a delay may hide,
-and has `after_s` left once the straggler has come; the form that knows of no straggler takes
-`otherwise_s` from that moment. A straggler that is late by D then wins
+A straggler-aware collective does `early_s` seconds of work among the early ranks, which a delay may
+hide, and takes `after_s` more after the straggler has arrived; the ordinary collective takes
+`otherwise_s` from that moment. A straggler that is late by D then gains
 
     gain(D) = otherwise_s - after_s - max(0, early_s - D)
 
 which is negative for D below the critical delay early_s + after_s - otherwise_s and does not grow
-beyond the ideal delay, early_s. Where another rank is last than the expected one nothing is hidden:
-D counts as 0, and the loss is that of table 1's worst case. So the rule is: on average over the
-steps looked back at, min(D, early_s) in those in which the expected rank was last must exceed the
-critical delay; the product of predicted delay and persistence, with delays that are longer than
-useful cut off.
+beyond the ideal delay, early_s. If another rank than the expected one is last, nothing is hidden: D
+counts as 0, and the loss is that of table 1's worst case. So the rule is: the mean over past steps
+of min(D, early_s), 0 in steps in which another rank was last, must exceed the critical delay. This
+is the product of predicted delay and persistence, with delays cut off at the useful length.
 
-Deviations: exact for every n, where the paper drops terms for large n; the form to beat is the
-cheapest of ring, recursive halving/doubling and all-pairs, or the backend's own, not only the ring;
-reduce-scatter and sparse forms are added. Times are the alpha-beta model's: codecs and the host
-are in them as far as the measured alpha and beta have them.
+Deviations: exact for every n, while the paper drops terms for large n; the collective to beat is
+the cheapest of ring, recursive halving/doubling and all-pairs, or the backend's own, not only the
+ring; reduce-scatter and sparse collectives are added. Times are those of the alpha-beta model:
+codecs and the host count only as far as they are in the measured alpha and beta.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class SplitTimes:
     """One bucket with and without straggler-awareness, in seconds; see the module's docstring.
 
     Attributes:
-        early_s: what a delay can hide; also the ideal delay.
-        after_s: from the straggler's arrival, when it was at least that late.
-        otherwise_s: from the straggler's arrival in the form that waits for everybody.
+        early_s: the part that a delay can hide; also the ideal delay.
+        after_s: from the arrival of a straggler that was at least that late to the end.
+        otherwise_s: from the straggler's arrival to the end, if all ranks wait for it.
     """
 
     early_s: float
@@ -57,11 +56,11 @@ class SplitTimes:
 
     @property
     def critical_s(self) -> float:
-        """The delay from which on the straggler-aware form wins; negative where it never loses."""
+        """The delay above which the straggler-aware collective wins; negative if it never loses."""
         return self.early_s + self.after_s - self.otherwise_s
 
     def gain_s(self, delay_s: float) -> float:
-        """Seconds that a straggler's delay wins; negative for a loss.
+        """Seconds gained with a straggler of this delay; negative for a loss.
 
         Example:
             >>> SplitTimes(early_s=3.0, after_s=4.0, otherwise_s=6.0).gain_s(2.5)
@@ -92,18 +91,18 @@ def expected_delay_s(steps: Sequence[Readiness], straggler: int, most_s: float =
 def dense_split(
     n: int, buffer_bytes: float, link: Link, op: CollectiveOp, dense: Link | None = None
 ) -> SplitTimes:
-    """The dense form beside a dense collective that waits.
+    """The dense straggler-aware collective against a dense collective that waits.
 
-    As a reduce-scatter the early ranks reduce n shards, and the straggler sends each of the n - 1
-    others theirs, which is what it sends in a ring too: nothing can be won.
+    In a reduce-scatter the early ranks reduce n shards, and the straggler sends each of the n - 1
+    others its shard, as much as it sends in a ring: nothing can be gained.
 
     Args:
         n: ranks.
         buffer_bytes: of the bucket.
         link: between any two ranks.
         op: all-reduce or reduce-scatter.
-        dense: of the backend's own collective as a ring, which then is the one to beat; None takes
-            the best of ring, recursive halving/doubling and all-pairs on `link`.
+        dense: link of the backend's own collective, modelled as a ring, which then is the one to
+            beat; None takes the best of ring, recursive halving/doubling and all-pairs on `link`.
     """
     early = reduce_scatter_cost(n).time_s(buffer_bytes, link)
     if op is CollectiveOp.REDUCE_SCATTER:
@@ -122,19 +121,19 @@ def dense_split(
 def sparse_split(
     n: int, message_bytes: float, sum_bytes: float, link: Link, op: CollectiveOp
 ) -> SplitTimes:
-    """The sparse form, `straggler_direct`, beside `direct`; bytes of the busiest port.
+    """The sparse collective, `straggler_direct`, against `direct`; bytes of the busiest port.
 
     The early ranks exchange their messages' pieces and gather the sum of them all while they wait.
-    After the arrival the straggler takes that sum and sends its message, and the rounds in which
-    only chunks of the message spread follow. `direct` exchanges and gathers when all have come.
-    The sum of the early ranks is taken to be as large as everybody's, which it never exceeds.
+    After the arrival the straggler receives that sum and sends its message; then follow the rounds
+    in which only chunks of the message spread. `direct` exchanges and gathers after all ranks have
+    arrived. The sum of the early ranks is priced like the sum of all, its upper bound.
 
     Args:
         n: ranks.
         message_bytes: one rank's whole message.
         sum_bytes: the whole sum, encoded.
         link: between any two ranks.
-        op: of a reduce-scatter the straggler sends n - 1 shards, in both: nothing can be won.
+        op: in a reduce-scatter the straggler sends n - 1 shards in both: nothing can be gained.
     """
     both, share = message_bytes + sum_bytes, (n - 1) / n
     if op is CollectiveOp.REDUCE_SCATTER:

@@ -1,14 +1,13 @@
-"""Who comes last, by how much, and whether it will be the same rank again.
+"""Finds the rank that is ready last, its delay, and whether it will be last again.
 
 Pure functions of times of readiness: for one bucket in one step, the seconds at which each rank was
 ready to exchange it, counted from any origin that the ranks share. The straggler is the rank that
-was ready last, of several the lowest; its delay is what it was ready after the last of the others
-(StragglAR, appendix C, which has it as a difference of waiting times).
+was ready last (of several the lowest); its delay is the time between the last of the others and it
+(StragglAR, appendix C, where it is a difference of waiting times).
 
-A straggler is *persistent* where a rank was the last one in most steps: the lower end of Wilson's
-one-sided 95 % interval for its share of the steps looked back at is above one half, of at least
-`MIN_STRAGGLER_HISTORY` steps. *Persistence* is the probability that the last rank of a step is the
-last one of the next step too.
+A straggler is *persistent* if it was last in most steps: the lower end of Wilson's one-sided 95 %
+interval for its share of the past steps, at least `MIN_STRAGGLER_HISTORY`, is above one half.
+*Persistence* is the probability that the last rank of a step is last in the next step too.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ MAJORITY = 0.5
 
 
 def last_rank(ready_s: Readiness) -> int:
-    """The rank that was ready last; of several that were, the lowest."""
+    """The rank that was ready last; of several, the lowest."""
     return max(range(len(ready_s)), key=lambda rank: (ready_s[rank], -rank))
 
 
 def delay_s(ready_s: Readiness) -> float:
-    """Seconds from when all others were ready to when the straggler was; 0 for one rank.
+    """Seconds between the readiness of all others and the straggler's; 0 for one rank.
 
     Example:
         >>> delay_s([1.0, 4.5, 2.0])
@@ -48,7 +47,7 @@ def delay_s(ready_s: Readiness) -> float:
 
 @dataclass(frozen=True)
 class DelayStatistics:
-    """What is known of the stragglers of one bucket, or of all.
+    """Statistics of the stragglers of one bucket, or of all.
 
     Attributes:
         count: observations: one for each bucket and step.
@@ -56,8 +55,8 @@ class DelayStatistics:
         mean_s: of it.
         max_s: of it.
         persistence: see the module's docstring; None for fewer than two steps.
-        rank: which was last most often.
-        share: of the observations in which it was.
+        rank: the one that was last most often.
+        share: of the observations in which it was last.
     """
 
     count: int
@@ -70,7 +69,7 @@ class DelayStatistics:
 
     @classmethod
     def of(cls, buckets: Sequence[Sequence[Readiness]]) -> DelayStatistics | None:
-        """Of the given buckets' steps, each in order; None where nothing was observed."""
+        """Statistics of the given buckets' steps, each in order; None without observations."""
         observed = [ready_s for steps in buckets for ready_s in steps]
         if not observed:
             return None
@@ -114,7 +113,7 @@ def share_bound(hits: int, count: int) -> float:
 
 
 def persistent_straggler(steps: Sequence[Readiness]) -> int | None:
-    """The rank that is last in most steps, None where there is none; see the module's docstring."""
+    """The persistent straggler, None without one; see the module's docstring."""
     if len(steps) < MIN_STRAGGLER_HISTORY:
         return None
     counts = Counter(map(last_rank, steps))
@@ -126,7 +125,7 @@ class History:
     """Times of readiness of the last steps, by bucket. The same on every rank that adds the same.
 
     Args:
-        length: steps that are kept of each bucket.
+        length: number of steps to keep for each bucket.
     """
 
     def __init__(self, length: int) -> None:
@@ -137,9 +136,9 @@ class History:
         self._steps[bucket].append(tuple(ready_s))
 
     def steps(self, bucket: str) -> list[tuple[float, ...]]:
-        """What is known of a bucket, the oldest step first."""
+        """The steps of a bucket, the oldest first."""
         return list(self._steps.get(bucket, ()))
 
     def statistics(self) -> DelayStatistics | None:
-        """Of all buckets together."""
+        """Statistics of all buckets together."""
         return DelayStatistics.of([list(steps) for steps in self._steps.values()])

@@ -3,12 +3,12 @@
 Here the straggler is rank n - 1, early rank r begins with chunk r, and k = log2 n. A chunk is
 *active* from the round after its reduction until all ranks have it, k rounds later. From round k on
 every early rank holds exactly one active chunk: the ranks P with the oldest one, which is due in
-this round, are matched with the others, Q, and each pair exchanges. The straggler's next partners
-must have expired chunks only when their round comes, so those of the next k rounds (the critical
-window) choose their partners first.
+this round, are matched with the others, Q, and each pair exchanges. When a rank meets the
+straggler, all its chunks must have expired, so the straggler's partners of the next k rounds (the
+critical window) choose their partners first.
 
-Deviation: the paper forbids two ranks of the critical window to be matched; here that is only
-avoided. The invariant needs no more: who gives up an active chunk for the due one keeps its own.
+Deviation: the paper forbids to match two ranks of the critical window; here that is only avoided.
+That is enough for the invariant.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def doubling_rounds(n: int) -> Iterator[Round]:
 def _first_copies(holders: dict[int, set[int]], number: int, levels: int, n: int) -> list[Transfer]:
     """Phase 1: every holder of a chunk gives it to a rank that has none.
 
-    Early rank j gives its own chunk first to rank j + log2 n, which will need to have it, and no
-    newer one, when its turn with the straggler comes.
+    Early rank j gives its own chunk first to rank j + log2 n, which needs it, and no newer one, in
+    its round with the straggler.
     """
     taken = set().union(*holders.values())
     free = (rank for rank in range(2 * levels - 1, n - 1) if rank not in taken)
@@ -59,13 +59,13 @@ def _first_copies(holders: dict[int, set[int]], number: int, levels: int, n: int
 
 
 def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -> list[Transfer]:
-    """Phase 2: those who have the due chunk exchange with those who do not."""
+    """Phase 2: ranks with the due chunk exchange with ranks without it."""
     due, straggler = number - levels, n - 1
     chunk_of = {rank: chunk for chunk, ranks in holders.items() for rank in ranks}
     with_due = sorted(holders[due] - {number})
     others = sorted(chunk_of.keys() - holders[due] - {number}, key=lambda rank: chunk_of[rank])
     if number >= n - 1:
-        # The straggler has had its last partner and helps to spread that one's chunk.
+        # The straggler has no fixed partner any more and helps to spread the last one's chunk.
         chunk_of[straggler] = n - 2
         others.append(straggler)
     window = range(number + 1, min(number + levels, n - 2) + 1)

@@ -1,4 +1,4 @@
-"""From a number of ranks and a straggler to a schedule."""
+"""Makes the schedule for a number of ranks and a straggler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_schedule(world_size: int, straggler: int | None = None) -> Schedule:
     """
     straggler = world_size - 1 if straggler is None else straggler
     check_ranks(world_size, straggler)
-    # Rank n - 1 is the straggler of what is generated; the others keep their order.
+    # The generators make rank n - 1 the straggler; renumber, with the others in order.
     names = [rank for rank in range(world_size) if rank != straggler] + [straggler]
     rounds = tuple(
         tuple(Transfer(names[t.sender], names[t.receiver], t.chunk) for t in transfers)

@@ -1,16 +1,16 @@
 """Schedules for any number of ranks: a maximum-weight matching a round (StragglAR, appendix E).
 
-The straggler is rank n - 1 and has its fixed partner in each of the first n - 1 rounds. The other
-ranks are matched so that as many as possible give each other something: two chunks in an edge
-weigh more than one. Which chunk that is, and which pairs are left out, differs:
+The straggler is rank n - 1 and has a fixed partner in each of the first n - 1 rounds. The other
+ranks are matched so that as many chunks as possible move: an edge with two chunks weighs more than
+one with a single chunk. The choice of the chunk, and of pairs to exclude, depends on n:
 
-- **even n**: the oldest chunk that the other lacks, the newest when the straggler has met everyone.
-  As in Algorithm 1, a rank that meets the straggler within log n rounds (the critical window) is
-  matched with nobody who would give it a chunk that must still spread by then; and in the first
-  log n rounds chunks only go to ranks that have none, behind those windows.
+- **even n**: the oldest chunk that the other rank lacks; the newest after the straggler has met
+  every rank. As in Algorithm 1, a rank that meets the straggler within log n rounds (the critical
+  window) gets no chunk that must still spread by then; and in the first log n rounds chunks only go
+  to ranks that have none, behind those windows.
 - **odd n**, which the paper leaves out: one early rank is idle in each round, and windows cost more
-  than they bring. A chunk weighs the more the more doublings it lacks for the rounds that are left
-  until it should be everywhere, and less for a rank in its window.
+  than they gain. A chunk weighs more, the more doublings it still lacks in the rounds until all
+  ranks must have it, and less for a rank in its window.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatron_sparse.straggler.schedule import Round, Transfer
 
 TRIES = 8
 FIRST_SEED_OF_EVEN = 46
-"""Of the tries: seven of the first 120 seeds make 27 rounds for 24 ranks, the others 28 or more;
-from here on 24 and every smaller even n comes within these tries to the fewest that any did. Odd n
-begin with 0, with which every one to 64 keeps to `round_bound`."""
+"""The first of the `TRIES` seeds for even n. Seven of the first 120 seeds make 27 rounds for 24
+ranks, the others 28 or more; these tries reach the fewest rounds found for 24 and every smaller
+even n. Odd n begin with seed 0, which keeps every odd n up to 64 within `round_bound`."""
 MOST_RANKS_TRIED_AGAIN = 32
 URGENCY = 10.0
 WINDOW_PENALTY = 5.0
 CHUNK_WEIGHT = 1000.0
-"""Far above any urgency: two chunks first, then which two."""
+"""Far above any urgency: the number of chunks decides first, then their urgency."""
 JITTER = 2.0
-"""What breaks ties."""
+"""Random weight that breaks ties."""
 SCALE = 1000
-"""Weights are integers, for which the matching is exact."""
+"""Weights are scaled to integers, for which the matching is exact."""
 
 
 Gift = tuple[float, int] | None
@@ -67,7 +67,7 @@ def _rounds(n: int, generator: random.Random) -> Iterator[Round]:
 
 
 class _State:
-    """Who holds which complete chunk: bit c of `held[rank]`."""
+    """The chunks that each rank holds complete: bit c of `held[rank]`."""
 
     def __init__(self, n: int) -> None:
         self.n, self.straggler, self.chunks = n, n - 1, n - 1
@@ -110,14 +110,14 @@ class _State:
         return transfers
 
     def fixed(self) -> list[Transfer]:
-        """What happens in this round whatever is matched."""
+        """This round's transfers that do not depend on the matching."""
         if not self.reducing:
             return []
         partner, straggler = self.number, self.straggler
         return [Transfer(partner, straggler, partner), Transfer(straggler, partner, partner)]
 
     def apply(self, transfers: list[Transfer]) -> None:
-        """Ends the round."""
+        """Records the transfers, and goes on to the next round."""
         for _, receiver, chunk in transfers:
             self.held[receiver] |= 1 << chunk
             self.copies[chunk] += 1
@@ -128,16 +128,16 @@ class _State:
         return self.held[sender] & ~self.held[receiver]
 
     def gifts(self, one: int, other: int) -> tuple[Gift, Gift]:
-        """What the first would give the second, and the second the first."""
+        """The chunk that the first would give the second, and the reverse."""
         return self.gift(one, other), self.gift(other, one)
 
     def gift(self, sender: int, receiver: int) -> Gift:
-        """What `sender` would give `receiver`."""
+        """The chunk that `sender` would give `receiver`."""
         raise NotImplementedError
 
 
 class _Even(_State):
-    """Oldest first, with critical windows."""
+    """Gives the oldest chunk first; has critical windows."""
 
     def fixed(self) -> list[Transfer]:
         transfers = super().fixed()
@@ -170,7 +170,7 @@ class _Even(_State):
 
 
 class _Odd(_State):
-    """The most urgent first."""
+    """Gives the most urgent chunk first."""
 
     def gift(self, sender: int, receiver: int) -> Gift:
         missing = self.missing(sender, receiver)

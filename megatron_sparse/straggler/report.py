@@ -1,4 +1,4 @@
-"""A schedule as a table, a picture and JSON, with what it costs beside other all-reduces."""
+"""A schedule as a table, a picture and JSON, and its cost beside other all-reduces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = {
     "dense_rhd": "recursive halving/doubling",
     "dense_broadcast": "broadcast",
 }
-"""What the cost table calls each scheme."""
+"""The names of the schemes in the cost table."""
 
 
 def run(
@@ -107,7 +107,7 @@ def cost_table(schedule: Schedule, buffer_bytes: int, link: Link) -> Table:
 
 
 def draw(schedule: Schedule, path: Path) -> None:
-    """Draws who exchanges with whom (left) and which chunk each rank gets when (right)."""
+    """Draws the pairs of each round (left) and the arrival of each chunk at each rank (right)."""
     import matplotlib.pyplot as plt
 
     rounds, n = len(schedule.rounds), schedule.world_size

@@ -1,4 +1,4 @@
-"""What happens once the straggler has come: rounds of pairwise exchanges of chunks.
+"""The rounds of pairwise exchanges of chunks after the straggler's arrival.
 
 A buffer of n ranks is cut into n - 1 chunks. Before the first round the n - 1 early ranks have
 reduce-scattered their parts, so that early rank number i holds chunk i of their sum; after the last
@@ -28,7 +28,7 @@ Round = tuple[Transfer, ...]
 
 
 class Meeting(NamedTuple):
-    """What one rank does in one round: the chunks that it sends and receives, if any."""
+    """One rank's part of one round: the chunks that it sends and receives, if any."""
 
     peer: int
     sends: int | None
@@ -41,7 +41,7 @@ Meetings = tuple[tuple[Meeting, ...], ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """The exchanges that turn the early ranks' reduce-scatter into everybody's all-reduce.
+    """The exchanges that turn the early ranks' reduce-scatter into an all-reduce of all ranks.
 
     Attributes:
         world_size: n, at least 2.
@@ -85,7 +85,7 @@ class Schedule:
 
 
 def scatter_meetings(world_size: int, straggler: int) -> Meetings:
-    """The reduce-scatter's: the straggler meets one early rank after another, share by share."""
+    """For a reduce-scatter: the straggler meets one early rank after another, share by share."""
     early = [rank for rank in range(world_size) if rank != straggler]
     met: list[tuple[Meeting, ...]]
     met = [(Meeting(straggler, share, share),) for share in range(len(early))]
@@ -94,7 +94,7 @@ def scatter_meetings(world_size: int, straggler: int) -> Meetings:
 
 
 def round_bound(world_size: int) -> int:
-    """Rounds that no schedule of `make_schedule` exceeds.
+    """The largest number of rounds of a schedule of `make_schedule`.
 
     n + log2 n - 2 for powers of two (StragglAR, theorem 1); n + 2 ceil(log2 n) - 2 for other even
     n, and ceil(n / 5) more for odd n, where one early rank is idle in each round. The last two are
@@ -113,7 +113,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 def check_ranks(world_size: int, straggler: int) -> None:
-    """Refuses what is no rank of a group of at least two.
+    """Refuses a straggler that is no rank of a group of at least two.
 
     Raises:
         ConfigError: names which of the two is wrong.

@@ -1,4 +1,4 @@
-"""Replays a schedule: whoever trusts the generator is not needed."""
+"""Proves a schedule correct by replaying it, independently of its generator."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _check_matching(number: int, transfers: Round, world_size: int) -> None:
 def _wrong(number: int, what: str) -> ScheduleError:
     return ScheduleError(
         f"round {number} of a straggler-aware schedule is wrong",
-        expected="one exchange for each rank, of chunks that it holds with one that lacks them",
+        expected="one exchange for each rank, of chunks that it holds, with a rank that lacks them",
         got=what,
         remedy="make it with megatron_sparse.straggler.make_schedule",
     )

@@ -79,7 +79,7 @@ def test_it_has_to_come_before_megatron():
         "from megatron_sparse.megatron import cpu_mode\n"
         "try:\n    cpu_mode.enable()\nexcept HostError as error:\n    print(error)\n"
     )
-    assert "CPU mode came too late" in out
+    assert "CPU mode was enabled too late" in out
     assert "before anything imports megatron" in out
 
 
