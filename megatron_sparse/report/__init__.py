@@ -1,5 +1,5 @@
 """Reports of training runs: one self-contained HTML page, and PNGs.
 
-`run_data` reads a run's folder, `run_charts` and `bucket_charts` draw, `tables` says it in numbers,
-`page` puts all of it together.
+`run_data` reads a run's folder, `run_charts` and `bucket_charts` draw, `tables` makes the tables,
+and `page` assembles the page.
 """

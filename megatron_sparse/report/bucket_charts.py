@@ -1,4 +1,4 @@
-"""Charts of one run: its iterations stage by stage, its buckets, and how sparse they are."""
+"""Charts of one run: its iterations stage by stage, its buckets, and their sparsity."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_BUCKETS = 16
-"""Bars of a chart; the table below it has more."""
+"""Bars in a chart; the table below it has more rows."""
 
 
 def charts_of(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart]]:
-    """By section.
+    """The charts of a run, by section.
 
     Args:
-        run: that the charts are of.
-        runs: of the report; titles name the run where there are several.
+        run: the run to draw.
+        runs: all runs of the report; if there are several, titles name the run.
     """
     end = "" if len(runs) == 1 else f", {label_of(run, runs)}"
     suffix = "" if len(runs) == 1 else f"-{run.key.lower()}"
@@ -61,7 +61,7 @@ def _breakdown(run: RunData, suffix: str, end: str) -> Chart:
         axes.set(xlabel="iteration", ylabel="ms")
         axes.figure.legend(loc="outside lower center", ncols=4, columnspacing=1.0)
 
-    note = "The training thread's stages, one on the other; host_wait is the exposed part."
+    note = "The training thread's stages, stacked; host_wait is the exposed part."
     return Chart(
         f"breakdown{suffix}",
         f"Where the time went (ms){end}",
@@ -110,7 +110,7 @@ def _buckets(run: RunData, suffix: str, end: str) -> Chart:
         else "Each bucket"
     )
     note = f"{few}, medians of the last {count} iterations." + (
-        " The diamond is what the planner's cost model expected of all stages." if predicted else ""
+        " The diamond is the planner's predicted time of all stages." if predicted else ""
     )
     return Chart(
         f"buckets{suffix}",
@@ -122,7 +122,7 @@ def _buckets(run: RunData, suffix: str, end: str) -> Chart:
 
 
 def _profile_lines(axes: Axes, run: RunData, values: Sequence[dict[int, float]]) -> None:
-    """A line for each bucket, as many as have a colour of their own; the others in grey."""
+    """A line for each bucket: coloured if there are enough colours for all, else grey."""
     for index, (name, points) in enumerate(zip(run.profiles, values, strict=True)):
         named = len(values) <= len(theme.SERIES)
         axes.plot(
@@ -151,8 +151,8 @@ def _densification(run: RunData, suffix: str, end: str) -> Chart:
         axes.set_ylim(bottom=0)
 
     note = (
-        f"Density of the sum of k ranks' gradients, {run.profiled} (ZEN, definition 4): flat where "
-        "ranks have the same elements, rising in proportion where they do not."
+        f"Density of the sum of k ranks' gradients, {run.profiled} (ZEN, definition 4): constant "
+        "if ranks share all elements, proportional to k if they share none."
     )
     return Chart(f"densification{suffix}", f"How sums fill up{end}", note, draw)
 
@@ -163,7 +163,7 @@ def _skewness(run: RunData, suffix: str, end: str) -> Chart:
         axes.set(xlabel="partitions", ylabel="densest / mean")
 
     note = (
-        "Density of the densest of p even ranges over the mean one (ZEN, definition 5): 1 where "
+        "Density of the densest of p equal ranges over the mean density (ZEN, definition 5): 1 if "
         "the elements are spread evenly."
     )
-    return Chart(f"skewness{suffix}", f"How unevenly they lie{end}", note, draw)
+    return Chart(f"skewness{suffix}", f"How unevenly non-zeros are spread{end}", note, draw)

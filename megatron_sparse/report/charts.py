@@ -1,9 +1,9 @@
 """A chart: drawn by matplotlib once, shown as SVG inside the page or written as PNG.
 
-SVG rather than an interactive library: a page of ten charts takes a few hundred kilobytes instead
-of the megabytes of a plotting script, prints sharply, needs no script at all, and takes the
-colours of the reader's screen (`theme`). Charts are narrow, so that their words can be read on a
-phone; a wide screen shows several side by side.
+SVG instead of an interactive library: a page of ten charts takes a few hundred kilobytes instead of
+megabytes, prints sharply, needs no script, and follows the reader's light or dark mode (`theme`).
+Charts are narrow, so that their text is readable on a phone; a wide screen shows several side by
+side.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 WIDTH_IN, HEIGHT_IN, PNG_DPI = 4.1, 2.6, 200
 MOST_POINTS = 200
-"""Of a line: more cannot be told apart on so narrow a chart, and make the page large."""
+"""Points of a line: more are indistinguishable on so narrow a chart, and make the page large."""
 MOST_LETTERS = 22
-"""Of a name in a chart; tables have it in full."""
+"""Letters of a name in a chart; tables have the full name."""
 
 _STYLE: Any = {
-    # Words stay words: they can be searched, and take the font of the page.
+    # Text stays text: it can be searched, and takes the page's font.
     "svg.fonttype": "none",
     "font.size": 9,
     "axes.titlesize": 9,
-    # A run's name is text, whatever dollars and underscores are in it.
+    # A run's name may hold dollars and underscores.
     "text.parse_math": False,
     "text.color": theme.INK.light,
     "axes.labelcolor": theme.INK.light,
@@ -68,11 +68,11 @@ class Chart:
     """One picture of a report.
 
     Attributes:
-        name: of its PNG, without the ending, and of its place in the page.
-        title: what it shows, with units.
-        note: how to read it.
-        draw: puts it onto empty axes.
-        height_in: of the picture.
+        name: name of its PNG, without the ending, and of its anchor in the page.
+        title: the title, with units.
+        note: how to read the chart.
+        draw: draws it onto empty axes.
+        height_in: height of the picture in inches.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Chart:
     height_in: float = HEIGHT_IN
 
     def svg(self) -> str:
-        """An `<svg>` element whose colours are the page's variables and whose ids are its own.
+        """An `<svg>` element whose colours are the page's variables and whose ids are unique.
 
         Raises:
             DependencyError: matplotlib is missing.
@@ -119,11 +119,11 @@ def _drawn(chart: Chart) -> Iterator[Canvas]:
 
 
 def _cleaned(text: str, prefix: str) -> str:
-    """The element alone, with ids that no other chart of the page has."""
+    """The `<svg>` element alone, with ids that are unique in the page."""
     text = text[text.index("<svg") :]
-    # A style sheet inside would be that of the whole page.
+    # A style sheet inside would apply to the whole page.
     text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)
-    # Only inside tags: words of the user stay as they are.
+    # Only inside tags: the user's text stays as it is.
     return re.sub(
         r"<[^>]+>",
         lambda tag: re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", tag.group()),
@@ -138,7 +138,7 @@ def _themed(text: str, title: str) -> str:
         text,
     )
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
-    # The page's width decides, not the inches above.
+    # The page sets the width, not the inches above.
     head = re.sub(r' (width|height)="[^"]*pt"', "", text[: text.index(">")])
     return f'{head} role="img" aria-label="{html.escape(title)}"{text[text.index(">") :]}'
 
@@ -151,11 +151,11 @@ def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """At most `MOST_POINTS` points: means of neighbours, NaN left out.
 
     Args:
-        x: ascending.
+        x: ascending values.
         y: as many values.
 
     Returns:
-        The middles of the neighbours' `x`, and the means; NaN where there was nothing else.
+        Means of neighbouring `x` and of their `y`; NaN where all neighbours are NaN.
     """
     parts = min(len(x), MOST_POINTS)
     return _means(x, parts), _means(y, parts)
@@ -167,13 +167,13 @@ def _means(values: np.ndarray, parts: int) -> np.ndarray:
 
 
 def thinned_note(lengths: Sequence[int]) -> str:
-    """Says how many iterations a point stands for; empty if one."""
+    """A sentence with the number of iterations behind a point; empty if it is one."""
     most = -(-max(lengths) // MOST_POINTS)
     return f" Each point is the mean of up to {most} iterations." if most > 1 else ""
 
 
 def short(name: str) -> str:
-    """A name that leaves room for the chart.
+    """A name shortened to `MOST_LETTERS`.
 
     Example:
         >>> short("a_run_whose_name_goes_on_and_on")

@@ -1,8 +1,8 @@
-"""`megatron-sparse view`: the live view of a run, drawn again from what the run has written.
+"""`megatron-sparse view`: the live view of a run, drawn from the run's files.
 
-For runs whose terminal is elsewhere (a batch job), and for pictures. The view is `telemetry.live`'s
-own, fed with the lines of `breakdown.jsonl`; only the clock is another: what lies between two
-iterations is not recorded, so the time left is that of the iterations alone.
+For runs whose terminal is elsewhere (a batch job), and for pictures. The view is that of
+`telemetry.live`, fed with the lines of `breakdown.jsonl`. Only the time left differs: time between
+iterations is not recorded, so the estimate counts the iterations alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_sparse.telemetry.live import Progress, render
 
 PICTURE_COLUMNS = 100
 
-# rich fills this in. Its own form asks a server for a font, which a picture must not do.
+# rich fills in this template. Its default loads a font from a server, which a picture must not do.
 _SVG = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -46,14 +46,14 @@ monospace; line-height: {line_height}px; }}
 
 
 def progress_of(folder: Path, iteration: int | None) -> Progress:
-    """What the live view knew when an iteration had ended.
+    """The progress of a run at the end of an iteration.
 
     Args:
-        folder: of a run, which may still be going on.
-        iteration: its number; None takes the last one that has been written.
+        folder: folder of a run, which may still be going on.
+        iteration: number of the iteration; None takes the last one written.
 
     Raises:
-        ConfigError: the folder is no run's, or the run has not got that iteration.
+        ConfigError: the folder is not a run's, or the run does not have that iteration.
     """
     gaps: list[str] = []
     lines, _ = load_breakdown(folder, gaps)
@@ -65,7 +65,7 @@ def progress_of(folder: Path, iteration: int | None) -> Progress:
             f"{folder} has no iteration {iteration}",
             expected=f"{lines[0].iteration} to {lines[-1].iteration}",
             got=iteration,
-            remedy="leave --iteration out for the last one",
+            remedy="leave --iteration out to see the last one",
         )
     progress = Progress(config.get("name") or folder.resolve().name, _total(config))
     now_s = 0.0
@@ -84,10 +84,10 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
     """Draws the view, on standard output or into a file.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         iteration: see `progress_of`.
-        output: an SVG; None prints.
-        columns: of the view; None takes the terminal's, or `PICTURE_COLUMNS` for an SVG.
+        output: an SVG file; None prints.
+        columns: width of the view; None takes the terminal's, or `PICTURE_COLUMNS` for an SVG.
 
     Raises:
         ConfigError: see `progress_of`; or the file cannot be written.
@@ -102,19 +102,19 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
     except OSError as error:
         raise ConfigError(
             f"{output} cannot be written",
-            expected="a file that can be made",
+            expected="a writable file",
             got=error,
-            remedy="choose another with --output",
+            remedy="choose another file with --output",
         ) from None
     print(output)
 
 
 def svg(progress: Progress, columns: int) -> str:
-    """The view in a terminal's window, as one SVG that asks for nothing else.
+    """The view in a terminal window, as one self-contained SVG.
 
     Args:
-        progress: with an iteration at least.
-        columns: of the terminal.
+        progress: progress with at least one iteration.
+        columns: width of the terminal.
     """
     console = Console(
         record=True,

@@ -1,9 +1,8 @@
 """`megatron-sparse report`: one HTML page of one run or of several side by side, and PNGs.
 
-The page is one file that asks for nothing else: charts are SVG, styles are inside, there is no
-script, and a content security policy forbids what an older browser might still try. Every text
-that comes from a run (names, folders, plans, configuration) is escaped by the template engine.
-Secrets in the configuration are hidden, should the run's file hold one (`redaction`).
+The page is one self-contained file: charts are SVG, styles are inline, there is no script, and a
+content security policy forbids loading anything. The template engine escapes every text of a run
+(names, folders, plans, configuration). Secrets in a run's configuration are hidden (`redaction`).
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from megatron_sparse.report.run_data import RunData, load_run
 from megatron_sparse.version import __version__
 
 MOST_RUNS = len(theme.SERIES)
-"""A colour each."""
+"""Each run needs a colour."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page.
+    """A section of the page.
 
     Attributes:
-        name: of its anchor.
+        name: name of its anchor.
         title: its heading.
-        charts: come first.
-        tables: come after them.
-        absent: what is said where the runs have nothing for it.
-        folds: (title, text) that the reader may unfold.
+        charts: shown first.
+        tables: shown after the charts.
+        absent: the sentence shown if the runs have no data for the section.
+        folds: (title, text) of parts that the reader can unfold.
     """
 
     name: str
@@ -54,7 +53,7 @@ def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
     """Reads the runs and writes the report.
 
     Args:
-        folders: of the runs; the first is the one that others are compared with.
+        folders: folders of the runs; the first run is the baseline for comparisons.
         output: the page; its folder is made if needed.
         png: folder for a PNG of every chart; None writes none.
 
@@ -62,7 +61,7 @@ def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
         The files, the page first.
 
     Raises:
-        ConfigError: a folder is no run's, there are too many, or a file cannot be written.
+        ConfigError: a folder is not a run's, there are too many, or a file cannot be written.
         DependencyError: matplotlib is missing.
     """
     if not 1 <= len(folders) <= MOST_RUNS:
@@ -70,12 +69,12 @@ def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
             "report: too many runs for one page",
             expected=f"1 to {MOST_RUNS} folders",
             got=len(folders),
-            remedy="make several reports",
+            remedy="write several reports",
         )
     runs = [load_run(folder, index) for index, folder in enumerate(folders)]
     sections = sections_of(runs)
     try:
-        # Before anything is drawn, which takes seconds.
+        # First, because drawing takes seconds.
         for folder in (output.parent, *([] if png is None else [png])):
             folder.mkdir(parents=True, exist_ok=True)
         output.write_text(render(runs, sections), encoding="utf-8")
@@ -85,7 +84,7 @@ def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
     except OSError as error:
         raise ConfigError(
             "the report cannot be written",
-            expected="a file and a folder that can be made",
+            expected="a writable file and folder",
             got=error,
             remedy="choose others with --output and --png",
         ) from None
@@ -93,7 +92,7 @@ def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
 
 
 def sections_of(runs: Sequence[RunData]) -> list[Section]:
-    """Everything that there is to show, in the order in which it is read."""
+    """The sections of the page, in reading order."""
     charts = run_charts.charts_of(runs)
     for one in runs:
         for section, more in bucket_charts.charts_of(one, runs).items():
@@ -117,7 +116,7 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
             "Buckets: plan and times",
             charts["buckets"],
             [tables.bucket_table(one, runs) for one in with_buckets],
-            _unless(with_buckets, "No times by bucket."),
+            _unless(with_buckets, "No times for buckets."),
         ),
         Section(
             "sparsity",
@@ -157,7 +156,7 @@ def _configuration(one: RunData, runs: Sequence[RunData]) -> tuple[str, str]:
 
 
 def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
-    """The page's text."""
+    """The page's HTML."""
     source = files("megatron_sparse.report")
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(
         (source / "page.html.j2").read_text(encoding="utf-8")
@@ -170,7 +169,7 @@ def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
     return page.render(
         title=" and ".join(one.name for one in runs) if len(runs) < 3 else f"{len(runs)} runs",
         colours=theme.COLOURS,
-        # Our own file: its quotes and arrows are not to be escaped.
+        # The project's own file: its quotes and arrows must not be escaped.
         style=Markup((source / "page.css").read_text(encoding="utf-8")),
         runs=[
             {

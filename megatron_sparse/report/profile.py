@@ -1,8 +1,8 @@
-"""`megatron-sparse profile`: what a gradient dump says about their sparsity.
+"""`megatron-sparse profile`: the sparsity of the gradients in a gradient dump.
 
-The table has a line for each bucket and one for all of them (the buckets one after the other; for
-the imbalance, the sum of what each server gets of every bucket); its numbers are means over the
-recorded iterations. `simulate.profiled` draws ZEN's figures from the same samples.
+The table has a row for each bucket and one for all of them (the buckets concatenated; for the
+imbalance, each server's loads summed over the buckets); its numbers are means over the recorded
+iterations. `simulate.profiled` draws ZEN's figures from the same samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_sparse.sparsity.characteristics import (
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 ALL = "all"
-"""The line of all buckets of a group together."""
+"""The row of all buckets of a group together."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Sample:
     """One bucket in one iteration, on all ranks of its group.
 
     Attributes:
-        iteration: as the training loop counts.
-        bucket: its name; `ALL` for all buckets of the group.
-        numel: elements of it.
-        elements: each rank's non-zero ones: int64, ascending.
-        profile: exact.
-        contiguous: who gets how much where a shard is a range.
-        hashed: the same where a hash spreads the elements.
+        iteration: number of the iteration, as the training loop counts.
+        bucket: name of the bucket; `ALL` for all buckets of the group.
+        numel: number of elements.
+        elements: indices of each rank's non-zero elements: int64, ascending.
+        profile: the exact profile.
+        contiguous: loads of the servers if each owns a contiguous range.
+        hashed: loads of the servers if a hash spreads the elements.
     """
 
     iteration: int
@@ -76,12 +76,12 @@ def run(
     density: float | None,
     out: Path | None,
 ) -> list[dict[str, Any]]:
-    """Prints the table; draws the figures where they are asked for.
+    """Prints the table; draws the figures if requested.
 
     Args:
         path: a run's folder, or a dump.
-        kind: `gradient` or `selected`; None takes what was selected where that was recorded.
-        density: select this fraction of each rank's gradient, by magnitude, before looking.
+        kind: `gradient` or `selected`; None takes `selected` if that was recorded.
+        density: first select this fraction of each rank's gradient, by magnitude.
         out: folder for PNG and CSV.
 
     Returns:
@@ -90,14 +90,14 @@ def run(
     Raises:
         ProfileError: the dump is missing, incomplete or damaged.
         ConfigError: a value is wrong.
-        DependencyError: matplotlib is missing, and figures are asked for.
+        DependencyError: figures are requested, but matplotlib is missing.
     """
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} cannot be made", expected="a folder", got="a file")
     dump = GradientDump.open(path)
     chosen = _kind(dump, kind, density)
     samples = list(samples_of(dump, chosen, density))
-    what = "what was selected" if chosen is Kind.SELECTED else "gradients before selection"
+    what = "selected gradients" if chosen is Kind.SELECTED else "gradients before selection"
     if density is not None:
         what = f"the largest {density:.3%} of each rank's gradient"
     print_table(samples, f"{path}: {what}; iterations {_listed(dump.iterations)}")
@@ -137,12 +137,12 @@ def samples_of(dump: GradientDump, kind: Kind, density: float | None = None) -> 
     """Every bucket of every iteration that has it, and after a group's buckets all together.
 
     Args:
-        dump: where from.
-        kind: what of it. A bucket that was synchronised densely has nothing selected.
+        dump: the gradient dump.
+        kind: the kind of gradient. A bucket that was synchronised densely has none selected.
         density: see `run`.
 
     Raises:
-        ProfileError: nothing of the kind was recorded, or a file is missing or damaged.
+        ProfileError: no gradient of the kind was recorded, or a file is missing or damaged.
     """
     found = False
     for iteration in dump.iterations:

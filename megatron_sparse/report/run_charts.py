@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 BYTES_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 BAR_IN, AXIS_IN = 0.3, 1.1
-"""Height of a bar with its gap, and of everything else in a chart of bars."""
+"""Inches of a bar with its gap, and of everything else in a bar chart."""
 
 
 def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
-    """By section, those that there is something to draw of."""
+    """The charts that the runs have data for, by section."""
     sending = [run for run in runs if run.iterations.dense_bytes.any()]
     found = {
         "loss": [_loss(runs)] if any(np.isfinite(r.iterations.loss).any() for r in runs) else [],
@@ -37,7 +37,7 @@ def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
 
 
 def label_of(run: RunData, of: Sequence[RunData]) -> str:
-    """The run's letter and name; the name alone where there is one run."""
+    """The run's letter and name; the name alone if there is only one run."""
     return short(run.name) if len(of) == 1 else f"{run.key}: {short(run.name)}"
 
 
@@ -67,7 +67,7 @@ def _loss(runs: Sequence[RunData]) -> Chart:
         _lines(axes, runs, [run.iterations.loss for run in runs])
         axes.set_ylabel("loss")
 
-    note = "Training loss; iterations whose loss is not finite or was not logged are left out."
+    note = "Training loss; iterations without a finite logged loss are left out."
     return Chart("loss", "Training loss", note + thinned_note(_lengths(runs)), draw)
 
 
@@ -83,8 +83,8 @@ def _wire_ratio(runs: Sequence[RunData]) -> Chart:
         axes.set_ylabel("of a dense ring")
 
     note = (
-        "Bytes that the writing rank sent, over those that each rank of a dense ring would send; "
-        "headers included. The scale is logarithmic."
+        "Bytes that the writing rank sent, headers included, over the bytes that each rank of a "
+        "dense ring would send. The scale is logarithmic."
     )
     return Chart("wire-ratio", "Bytes on the wire against dense", note, draw)
 
@@ -106,7 +106,7 @@ def _sent(runs: Sequence[RunData]) -> Chart:
         axes.set_ylabel(BYTES_UNITS[power])
         _legend(axes, handles, runs)
 
-    note = "Added up from the first iteration on; dotted: what a dense ring would have sent."
+    note = "Summed from the first iteration on; dotted: bytes that a dense ring would have sent."
     return Chart("sent", f"Sent so far ({BYTES_UNITS[power]})", note, draw)
 
 
@@ -120,7 +120,7 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
 
     note = (
         "Wall-clock time. The first iterations compile and allocate, so the scale ends a little "
-        "above what 98 % of iterations stay below."
+        "above the time of 98 % of the iterations."
     )
     return Chart(
         "iteration-time", "Time of an iteration (ms)", note + thinned_note(_lengths(runs)), draw
@@ -133,15 +133,15 @@ def _stage_medians(runs: Sequence[RunData]) -> list[Chart]:
             "thread-stages",
             "An iteration of the training thread (ms, median)",
             "Stages of the training thread follow one another; host_wait is the exposed part of "
-            "synchronisation, other is what no stage claims.",
+            "synchronisation, other is the rest of the iteration.",
             runs,
             [thread_medians(run) for run in runs],
         ),
         _stacked(
             "bucket-stages",
-            "Its buckets, added up (ms, median)",
-            "Stages of all buckets, which may run beside the training thread and beside each "
-            "other: not to be added to the training thread's.",
+            "Its buckets, summed (ms, median)",
+            "Stages of all buckets, which may run in parallel with the training thread and with "
+            "each other: do not add them to the training thread's.",
             runs,
             [{s: run.summary["stage_ms"][s] or 0.0 for s in BUCKET_STAGES} for run in runs],
         ),
@@ -149,7 +149,7 @@ def _stage_medians(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def thread_medians(run: RunData) -> dict[str, float]:
-    """Milliseconds of the training thread's stages, and what no stage claims as `other`."""
+    """Milliseconds of the training thread's stages, and the rest as `other`."""
     parts = {stage: run.summary["stage_ms"][stage] or 0.0 for stage in STEP_STAGES}
     rest = (run.summary["iteration_ms"] or 0.0) - sum(parts.values())
     return parts | {"other": max(rest, 0.0)}
@@ -173,7 +173,7 @@ def _stacked(
 
 
 def stacked_axes(axes: Axes, names: Sequence[str]) -> None:
-    """What all charts of stacked bars look like: names at the left, first on top, legend below."""
+    """The look of all stacked bar charts: names at the left, first on top, legend below."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
@@ -200,8 +200,8 @@ def _delays(runs: Sequence[RunData]) -> Chart:
         _legend(axes, handles, runs)
 
     note = (
-        "For each delay, the fraction of bucket synchronisations whose last rank was not later "
-        "than that after all others."
+        "For each delay, the fraction of bucket synchronisations whose last rank was at most that "
+        "much later than all others."
     )
     return Chart("straggler-delays", "How late the last rank was", note, draw)
 
@@ -226,12 +226,12 @@ def _last_ranks(runs: Sequence[RunData]) -> Chart:
         axes.grid(axis="x", visible=False)
         _legend(axes, [bars[0] for bars in axes.containers], runs)
 
-    note = "How often each rank was the last one; all alike would be 1 / ranks."
-    return Chart("straggler-ranks", "Who was last", note, draw)
+    note = "How often each rank was last; with equal chances it would be 1 / ranks."
+    return Chart("straggler-ranks", "Last rank", note, draw)
 
 
 def last_shares(run: RunData) -> list[float]:
-    """For each rank, the share of bucket synchronisations in which it was the last one."""
+    """For each rank, the share of bucket synchronisations in which it was last."""
     records = [record for of_bucket in run.readiness.values() for record in of_bucket]
     counts = np.bincount(
         [last_rank(record.ready_s) for record in records],

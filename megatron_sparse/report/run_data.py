@@ -1,9 +1,9 @@
-"""What a report shows of one run: its folder, read once.
+"""The data of one run for a report: its folder, read once.
 
-Every line of `breakdown.jsonl` becomes a point of some columns; of `buckets.jsonl` only the last
-`WINDOW` iterations are kept, so that memory does not grow with the length of a run. What is missing
-or damaged and can be done without becomes a sentence in `RunData.gaps`, which the page shows;
-a folder without any iteration is an error.
+Every line of `breakdown.jsonl` becomes an entry in each column; of `buckets.jsonl` only the last
+`WINDOW` iterations are kept, so that memory does not grow with the length of a run. Missing or
+damaged files that a report can do without become a sentence in `RunData.gaps`, which the page
+shows; a folder without any iteration is an error.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from megatron_sparse.telemetry.run import BREAKDOWN_FILE, BUCKETS_FILE, SUMMARY_
 
 CONFIG_FILE = "config.yaml"
 WINDOW = 200
-"""Iterations at the end of a run of which buckets' medians are made."""
+"""Iterations at the end of a run that buckets' medians are taken over."""
 LINES_NAMED = 5
 
 
 @dataclass(frozen=True)
 class Iterations:
-    """One value an iteration; NaN where there is none.
+    """Columns with one value for each iteration; NaN where a value is missing.
 
     Attributes:
-        number: as the training loop counts.
-        loss: of the iteration.
+        number: the iteration's number, as the training loop counts.
+        loss: loss of the iteration.
         iteration_ms: wall-clock time.
-        dense_bytes: what a dense ring would have sent.
-        wire_bytes: what was sent.
-        stage_ms: by stage of `recording.STAGES`.
+        dense_bytes: bytes that a dense ring would have sent.
+        wire_bytes: bytes sent.
+        stage_ms: milliseconds of each stage in `recording.STAGES`.
     """
 
     number: np.ndarray
@@ -72,16 +72,16 @@ class BucketMedians:
     """One bucket at the end of a run: medians over its last iterations with the last scheme.
 
     Attributes:
-        name: the bucket's.
-        scheme: that carried it last.
-        count: iterations that the medians are of.
-        numel: elements.
-        density: sent.
-        dense_bytes: what a dense ring would send.
-        wire_bytes: what was sent.
-        stage_us: by stage.
-        measured_us: all stages together.
-        predicted_us: what the cost model expected of them; None where no model chose.
+        name: name of the bucket.
+        scheme: the scheme that carried it last.
+        count: number of iterations behind the medians.
+        numel: number of elements.
+        density: density sent.
+        dense_bytes: bytes that a dense ring would send.
+        wire_bytes: bytes sent.
+        stage_us: microseconds by stage.
+        measured_us: microseconds of all stages together.
+        predicted_us: the cost model's prediction for them; None if no model chose the scheme.
     """
 
     name: str
@@ -101,20 +101,20 @@ class RunData:
     """Everything that a report needs of one run.
 
     Attributes:
-        index: of the run in the report, from 0.
-        folder: as the user wrote it.
-        name: of the run.
-        summary: the fields of `summary.json`; of a run that has not ended, those that its
-            iterations give.
-        iterations: see there.
-        buckets: by name, in the order in which they are launched.
+        index: position of the run in the report, from 0.
+        folder: the folder, as the user wrote it.
+        name: name of the run.
+        summary: the fields of `summary.json`; for a run that has not ended, the fields that its
+            iterations provide.
+        iterations: one value for each iteration.
+        buckets: medians by bucket name, in launch order.
         plan: rows of `plan.json`, by bucket.
-        profiles: of the gradients' sparsity, by bucket.
-        profiled: where they come from, in words.
-        readiness: what ranks waited for one another, by bucket.
-        command: that started the run; empty if unknown.
-        config: keys with dots -> values.
-        gaps: what is missing, in sentences.
+        profiles: sparsity of the gradients, by bucket.
+        profiled: origin of the profiles, in words.
+        readiness: the ranks' waits for one another, by bucket.
+        command: the command that started the run; empty if unknown.
+        config: configuration values by dotted key.
+        gaps: sentences about missing data.
     """
 
     index: int
@@ -133,7 +133,7 @@ class RunData:
 
     @property
     def key(self) -> str:
-        """A letter that stands for the run where its name takes too much room."""
+        """A letter for the run, for places too small for its name."""
         return chr(ord("A") + self.index)
 
 
@@ -141,12 +141,12 @@ def load_run(folder: Path, index: int) -> RunData:
     """Reads a run's folder; the run may still be going on.
 
     Args:
-        folder: of the run.
-        index: of the run in the report, from 0.
+        folder: the run's folder.
+        index: position of the run in the report, from 0.
 
     Raises:
-        ConfigError: it is no run's folder, holds no whole iteration, or was written by a version
-            whose lines have other fields.
+        ConfigError: the folder is not a run's, holds no complete iteration, or was written by a
+            version whose lines have other fields.
     """
     gaps: list[str] = []
     lines, history = load_breakdown(folder, gaps)
@@ -184,15 +184,15 @@ def load_run(folder: Path, index: int) -> RunData:
 
 
 def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdown], RunHistory]:
-    """The iterations of a run in order, at least one, and what a summary is made of.
+    """The iterations of a run in order, at least one, and their history.
 
     Args:
-        folder: of the run.
-        gaps: sentences about damaged lines are added to it.
+        folder: the run's folder.
+        gaps: receives sentences about damaged lines.
 
     Raises:
-        ConfigError: it is no run's folder, holds no whole iteration, or was written by a version
-            whose lines have other fields.
+        ConfigError: the folder is not a run's, holds no complete iteration, or was written by a
+            version whose lines have other fields.
     """
     path, damaged = folder / BREAKDOWN_FILE, []
     history = RunHistory()
@@ -202,10 +202,10 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
             history.append(line)
     except OSError as error:
         raise ConfigError(
-            f"{folder} is no run's folder",
+            f"{folder} is not the folder of a run",
             expected=f"a folder with {BREAKDOWN_FILE}, such as runs/quickstart",
             got=f"{path.name}: {error.strerror}",
-            remedy="name the folder that training printed; its first lines are written after "
+            remedy="name the folder that training printed; training writes its first lines after "
             "tracking.flush_every iterations",
         ) from None
     except (TypeError, ValueError, KeyError) as error:
@@ -213,9 +213,9 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
     if not lines:
         raise ConfigError(
             f"{folder} has no iteration to report",
-            expected=f"at least one whole line in {BREAKDOWN_FILE}",
+            expected=f"at least one complete line in {BREAKDOWN_FILE}",
             got=_damaged_sentence(path, damaged) if damaged else "an empty file",
-            remedy="train for longer; lines are written every tracking.flush_every iterations",
+            remedy="train longer; training writes lines every tracking.flush_every iterations",
         )
     _note_damaged(path, damaged, gaps)
     return lines, history
@@ -244,7 +244,7 @@ def _note_damaged(path: Path, damaged: list[int], gaps: list[str]) -> None:
 def _load_summary(
     folder: Path, history: RunHistory, config: Mapping[str, Any], gaps: list[str]
 ) -> Mapping[str, Any]:
-    """Totals of the iterations there are; of the file what they do not say."""
+    """The summary file's fields, with totals taken from the iterations."""
     path = folder / SUMMARY_FILE
     found: Any = {}
     if path.exists():
@@ -257,19 +257,19 @@ def _load_summary(
             gaps.append(f"{SUMMARY_FILE} is damaged: {_one_line(error.got)}")
     else:
         gaps.append(
-            f"the run has not ended, or was killed: there is no {SUMMARY_FILE}, and totals are "
-            "those of the iterations so far"
+            f"the run has not ended, or was killed: {SUMMARY_FILE} is missing, and totals cover the "
+            "iterations so far"
         )
     known = {"name": config.get("name"), "target_density": config.get("compression.density")}
     return {**known, **found, **history.summary()}
 
 
 def load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:
-    """The command in the first line, and the keys with dots; nothing where there is no file.
+    """The start command in the file's first line, and the values by dotted key; empty if missing.
 
     Args:
-        folder: of the run.
-        gaps: a sentence about a file that is missing or damaged is added to it.
+        folder: the run's folder.
+        gaps: receives a sentence about a missing or damaged file.
     """
     path = folder / CONFIG_FILE
     try:
@@ -278,7 +278,7 @@ def load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:
         if not isinstance(values, dict):
             raise ValueError("not the sections of a run")
     except OSError:
-        gaps.append(f"there is no {CONFIG_FILE}: nothing is known of how the run was configured")
+        gaps.append(f"{CONFIG_FILE} is missing: the run's configuration is unknown")
         return "", {}
     except (ValueError, yaml.YAMLError) as error:
         gaps.append(f"{CONFIG_FILE} is damaged: {_one_line(error)}")
@@ -292,7 +292,7 @@ def _load_plan(
     folder: Path, gaps: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, SparsityProfile]]:
     if not (folder / PLAN_FILE).exists():
-        gaps.append(f"there is no {PLAN_FILE}, which a run writes when it ends")
+        gaps.append(f"{PLAN_FILE} is missing; a run writes it when it ends")
         return {}, {}
     try:
         rows = read_plan(folder)
@@ -308,7 +308,7 @@ def _load_plan(
 
 
 def _recorded_profiles(folder: Path, gaps: list[str]) -> tuple[dict[str, SparsityProfile], str]:
-    """Exact ones, of the last recorded iteration: reads as much as the ranks have written in it."""
+    """Exact profiles of the last recorded iteration; reads all gradients recorded in it."""
     profiles: dict[str, SparsityProfile] = {}
     try:
         dump = GradientDump.open(folder)
@@ -325,7 +325,7 @@ def _recorded_profiles(folder: Path, gaps: list[str]) -> tuple[dict[str, Sparsit
 
 
 def _load_buckets(folder: Path, last: int, gaps: list[str]) -> dict[str, BucketMedians]:
-    """Of the iterations from `last - WINDOW + 1` on."""
+    """The buckets' medians over the iterations from `last - WINDOW + 1` on."""
     path, damaged = folder / BUCKETS_FILE, []
     recent: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=WINDOW))
     try:
@@ -334,7 +334,7 @@ def _load_buckets(folder: Path, last: int, gaps: list[str]) -> dict[str, BucketM
                 recent[line["bucket"]].append(line)
         found = {name: _medians(name, list(lines)) for name, lines in recent.items()}
     except OSError as error:
-        gaps.append(f"{BUCKETS_FILE} cannot be read ({error.strerror}): no times by bucket")
+        gaps.append(f"{BUCKETS_FILE} cannot be read ({error.strerror}): no times for buckets")
         return {}
     except (TypeError, ValueError, KeyError) as error:
         raise _other_version(path, error) from None

@@ -1,4 +1,4 @@
-"""The tables of a report: plain cells of text, which the page escapes."""
+"""The tables of a report: cells of plain text, which the page escapes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron_sparse.telemetry.readiness import statistics_of
 MOST_BUCKETS = 48
 UNKNOWN = "-"
 OF_THE_RUN_ITSELF = ("name", "runs_dir")
-"""Keys that always differ."""
+"""Keys that differ in every run."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under headers; the first column names the row, the others are numbers or words.
+    """Rows under headers; the first column names the row, the others hold numbers or words.
 
     Attributes:
-        title: what it shows; empty where the section's heading says it.
-        headers: one a column.
-        rows: as many cells each.
-        note: how to read it, or what it leaves out.
-        words: columns that hold words: they are aligned left, and wrapped.
+        title: title of the table; empty if the section's heading is enough.
+        headers: one for each column.
+        rows: one cell for each column.
+        note: how to read the table, or what it leaves out.
+        words: columns of words, which are aligned left and wrapped.
     """
 
     title: str
@@ -46,7 +46,7 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         ("ranks", lambda run: _ranks(run.summary)),
         ("loss, first to last", _losses),
         ("schemes at the end", _schemes),
-        ("density asked for", _target_density),
+        ("target density", _target_density),
         ("density sent", lambda run: percent(at_target(run)["density"])),
         ("bytes sent / dense", lambda run: percent(at_target(run)["wire_ratio"])),
         ("bytes sent, whole run", lambda run: _traffic(run.summary)),
@@ -57,8 +57,8 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         ("versions", _versions),
     ]
     note = (
-        "Density, bytes against dense and iteration time are those at the target density, after "
-        "warm-up and ramp, where the run has got there. Milliseconds are medians."
+        "Density, bytes / dense and iteration time are those at the target density, after warm-up "
+        "and ramp, if the run has reached it. Milliseconds are medians."
     )
     if len(runs) > 1:
         rows.insert(9, (f"against {runs[0].key}", lambda run: _against(run, runs[0])))
@@ -72,7 +72,7 @@ def summary_table(runs: Sequence[RunData]) -> Table:
 
 
 def at_target(run: RunData) -> dict[str, Any]:
-    """The part of the summary at the target density; all of it where there is none."""
+    """The summary of the iterations at the target density; of all iterations if there are none."""
     return run.summary["phases"].get("target", run.summary)
 
 
@@ -98,7 +98,7 @@ def _schemes(run: RunData) -> str:
 
 
 def _target_density(run: RunData) -> str:
-    """With compression switched off, the configuration's density was never asked for."""
+    """The target density; unknown if compression was off all the time."""
     is_off = set(run.summary["phases"]) == {"off"}
     return UNKNOWN if is_off else percent(run.summary.get("target_density"))
 
@@ -154,7 +154,7 @@ def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
     left_out = len(run.buckets) - len(shown)
     note = (
         "Measured: all stages of the bucket, medians. Predicted: by the planner's cost model; "
-        "a dash where none chose. Ratio: measured over predicted."
+        "a dash if no model chose the scheme. Ratio: measured / predicted."
     )
     if left_out:
         note += f" {left_out} faster buckets are left out; buckets.jsonl has them."
@@ -169,7 +169,7 @@ def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
             "predicted ms",
             "measured ms",
             "ratio",
-            "why this scheme",
+            "reason for the scheme",
         ],
         [_bucket_row(bucket, run) for bucket in shown],
         note,
@@ -212,7 +212,7 @@ def sparsity_table(run: RunData, runs: Sequence[RunData]) -> Table:
     note = f"{run.profiled.capitalize()}. Overlap: the median over pairs of ranks."
     return Table(
         f"Sparsity, {label_of(run, runs)}",
-        ["bucket", "elements", "density", "overlap", "of the sum", "densified", "skewness"],
+        ["bucket", "elements", "density", "overlap", "sum density", "densified", "skewness"],
         rows,
         note + (f" {left_out} more buckets are left out." if left_out else ""),
     )
@@ -240,14 +240,15 @@ def straggler_table(runs: Sequence[RunData]) -> Table:
         )
     return Table(
         "Delay of the last rank",
-        ["run", "count", "median ms", "mean ms", "max ms", "most often rank", "in", "again"],
+        ["run", "count", "median ms", "mean ms", "max ms", "most often rank", "share", "again"],
         rows,
-        "Again: how often the last rank of a step was the last one of the next step too.",
+        "Share: how often that rank was last. Again: how often the last rank of a step was also "
+        "last in the next step.",
     )
 
 
 def difference_table(runs: Sequence[RunData]) -> Table:
-    """Keys of the configuration in which the runs differ; of those whose configuration is known."""
+    """Configuration keys in which the runs differ; runs of unknown configuration are left out."""
     known = [run for run in runs if run.config]
     keys = dict.fromkeys(key for run in known for key in run.config)
     rows = []
@@ -256,7 +257,7 @@ def difference_table(runs: Sequence[RunData]) -> Table:
         if key not in OF_THE_RUN_ITSELF and len(set(cells)) > 1:
             rows.append([key, *cells])
     return Table(
-        "Configuration: what differs",
+        "Configuration: differences",
         ["key", *(label_of(run, runs) for run in known)],
         rows,
         "" if rows else "Nothing differs.",

@@ -1,7 +1,7 @@
-"""Colours of a report: drawn in those of paper, shown in those of the reader's screen.
+"""Colours of a report, for light pages, dark pages and PNGs.
 
 Charts are drawn once, in the colours of the light theme. In the page each colour becomes a CSS
-variable, whose value the page sets for light, dark and print; PNGs keep the light ones.
+variable, whose value the page sets for light, dark and print; PNGs keep the light colours.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class Colour:
     """One colour of the page.
 
     Attributes:
-        name: of the CSS variable, without its dashes.
-        light: on a light page, and in PNGs; lower case, unique among all colours.
-        dark: on a dark page.
+        name: name of the CSS variable, without its dashes.
+        light: value on a light page and in PNGs; lower case, unique among all colours.
+        dark: value on a dark page.
     """
 
     name: str
@@ -31,8 +31,8 @@ MUTED = Colour("muted", "#59636e", "#9aa5b1")
 LINE = Colour("line", "#d4dae0", "#3a424b")
 WARNING = Colour("warning", "#8a4b00", "#f0b35e")
 
-# Okabe and Ito's, told apart by colour-blind readers; the dark ones are lighter where the original
-# would be too faint on black.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; the dark values are lighter
+# where the original would be too faint on black.
 SERIES = (
     Colour("blue", "#0072b2", "#4aa3dd"),
     Colour("vermilion", "#d55e00", "#f0803c"),
@@ -57,7 +57,7 @@ STAGES = {
     "decode": SERIES[2],
     "profile": SERIES[7],
 }
-"""A colour for each stage; the training thread's and the buckets' are never in one chart."""
+"""A colour for each stage; no chart shows stages of the training thread and of buckets together."""
 
 
 def of_run(index: int) -> Colour:

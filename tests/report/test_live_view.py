@@ -103,7 +103,7 @@ def test_a_name_of_the_user_is_text_in_the_picture(tmp_path):
 
 
 def test_mistakes(run, tmp_path, capsys):
-    assert "is no run's folder" in refused(capsys, tmp_path)
+    assert "is not the folder of a run" in refused(capsys, tmp_path)
     err = refused(capsys, run, "--iteration", 13)
     assert "has no iteration 13" in err
     assert "expected: 1 to 12" in err

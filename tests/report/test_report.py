@@ -157,7 +157,7 @@ def test_numbers_of_the_summary(run, tmp_path):
     table = cells(tables.summary_table(runs))
     assert table["iterations"] == ["12", "12"]
     assert table["loss, first to last"] == ["9.0000 to 0.7500"] * 2
-    assert table["density asked for"] == ["1.00%", "5.00%"]
+    assert table["target density"] == ["1.00%", "5.00%"]
     # 3 buckets of 12,000 and 60,000 bytes against 600,000, at the target.
     assert table["bytes sent / dense"] == ["2.00%", "10.00%"]
     assert table["density sent"] == ["1.00%", "5.00%"]
@@ -174,7 +174,7 @@ def test_a_run_without_compression_asked_for_no_density(tmp_path):
     for text, asked in ((before, "1.00%"), (before.replace('"warmup"', '"off"'), "-")):
         (folder / "breakdown.jsonl").write_text(text)
         data = load_run(folder, 0)
-        assert cells(tables.summary_table([data]))["density asked for"] == [asked]
+        assert cells(tables.summary_table([data]))["target density"] == [asked]
 
 
 def test_a_stage_that_took_no_time_is_not_in_the_legend(run):
@@ -246,7 +246,7 @@ class TestGaps:
         assert data.summary["iterations"] == 12
         gaps = " ".join(data.gaps)
         assert "has not ended" in gaps
-        assert "no plan.json" in gaps
+        assert "plan.json is missing" in gaps
         text = sentences(folder)
         for sentence in ("has not ended", "tracking.record_gradients_iters", "mode=observe"):
             assert sentence in text
@@ -273,8 +273,8 @@ class TestGaps:
         for name in ("buckets.jsonl", "config.yaml"):
             (folder / name).unlink()
         text = sentences(folder)
-        assert "No times by bucket" in text
-        assert "nothing is known of how the run was configured" in text
+        assert "No times for buckets" in text
+        assert "the run's configuration is unknown" in text
 
     def test_no_finite_loss_and_one_rank(self, tmp_path):
         folder = make_run(tmp_path / "run", "run", iterations=1, plan=False, delays=False)
@@ -301,7 +301,7 @@ class TestMistakes:
     def test_no_run(self, tmp_path, capsys):
         for folder in (tmp_path / "missing", tmp_path):
             err = self.refused(capsys, str(folder))
-            assert "is no run's folder" in err
+            assert "is not the folder of a run" in err
             assert "remedy" in err
 
     def test_no_iteration(self, tmp_path, capsys):
