@@ -257,8 +257,8 @@ def _load_summary(
             gaps.append(f"{SUMMARY_FILE} is damaged: {_one_line(error.got)}")
     else:
         gaps.append(
-            f"the run has not ended, or was killed: {SUMMARY_FILE} is missing, and totals cover the "
-            "iterations so far"
+            f"the run has not ended, or was killed: {SUMMARY_FILE} is missing, and totals cover "
+            "the iterations so far"
         )
     known = {"name": config.get("name"), "target_density": config.get("compression.density")}
     return {**known, **found, **history.summary()}
