@@ -1,9 +1,9 @@
-"""The typed configuration: with `compression_config` and `tracking_config` the only place where
-defaults live.
+"""The typed configuration of the plugin: with `config.compression` and `config.tracking` the only
+place where its defaults are.
 
 Every section is a dataclass that checks itself when it is made, so a wrong value is one
 `ConfigError` that names the key, wherever it came from (Hydra, a YAML file, Python).
-Here is what the plugin itself takes; `run_config` adds what a whole training run of ours takes.
+`config.run` adds the keys of a whole training run.
 """
 
 from __future__ import annotations
