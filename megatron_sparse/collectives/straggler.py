@@ -5,7 +5,7 @@ The bucket is cut into n - 1 chunks, at multiples of 4096 elements where it is l
 
 Phase 1, n - 2 rounds, without the straggler: the n - 1 early ranks send each other the parts of
 their chunks, one peer at a time. Early rank number i adds the parts of chunk i in rank order.
-Greeting, on CPU: when the straggler comes, it and each early rank tell each other what they mean
+Handshake, on CPU: when the straggler comes, it and each early rank tell each other what they mean
 (`straggler_shares`); the first round of phase 2 is posted at the same time.
 Phase 2, n + log2 n - 2 rounds for powers of two (`make_schedule`): in round r the straggler and
 early rank r exchange chunk r and add, so that both hold it complete; all others pass on complete
@@ -50,7 +50,7 @@ from megatron_sparse.collectives.dense_ring import dense_ring
 from megatron_sparse.collectives.gather import in_rank_order, pairwise_rounds
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.straggler_shares import (
-    Greeting,
+    Handshake,
     Share,
     meetings_of,
     shares_of,
@@ -66,7 +66,7 @@ def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     Raises:
         CommunicationError: ranks mean different collectives, or straggler, or buckets (on CPU).
         ConfigError: the straggler is no rank of the group.
-        WireFormatError: a greeting is damaged.
+        WireFormatError: a handshake is damaged.
     """
     late = straggler_of(exchange)
     if late is None:
@@ -81,17 +81,17 @@ def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
         early = Subgroup(transport, [share.rank for share in shares], group.tag)
         yield from sums.reduce_early(shares, early)
         sent_bytes = early.sent_bytes
-    greeting = None
+    handshake = None
     if transport.device.type == "cpu":
-        greeting = Greeting(Agreement(identity), [], late, transport)
-    yield from _meet(sums, shares, late, group, greeting)
+        handshake = Handshake(Agreement(identity), [], late, transport)
+    yield from _meet(sums, shares, late, group, handshake)
     if bucket.op is CollectiveOp.ALL_REDUCE:
         store(bucket.grad_N, values_N)
     return sent_bytes + group.sent_bytes
 
 
 def _meet(
-    sums: _Sums, shares: list[Share], late: int, group: Subgroup, greeting: Greeting | None
+    sums: _Sums, shares: list[Share], late: int, group: Subgroup, handshake: Handshake | None
 ) -> Phase:
     """Phase 2."""
     is_late = group.rank == late
@@ -112,13 +112,13 @@ def _meet(
             work = group.post(sends, receives)
         if number == len(meetings) - 1:
             yield POSTED
-        if number == 0 and greeting is not None:
+        if number == 0 and handshake is not None:
             if not is_late:
                 # The next bucket's early part need not wait for the straggler of this one.
                 yield UNORDERED
             # First, so that of a straggler that never comes it is the name that the error has.
-            yield greeting.work
-            greeting.sizes()
+            yield handshake.work
+            handshake.sizes()
         yield work
         if incoming is not None:
             sums.complete(*incoming, is_late=is_late)

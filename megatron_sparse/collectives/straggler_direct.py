@@ -8,7 +8,7 @@ Phase 1, without the straggler, `direct` among the n - 1 early ranks: they agree
 sends early rank i the records of chunk i (n - 2 rounds), which adds them in rank order and encodes
 the sum once. All-reduce: the sums are all-gathered (n - 2 rounds), so that every early rank has the
 early sum. Reduce-scatter: early rank i adds up its own shard, and piece i of the straggler's.
-Greeting, 1 round (`straggler_shares`): the straggler and each early rank tell each other what they
+Handshake, 1 round (`straggler_shares`): the straggler and each early rank tell each other what they
 mean and the sizes of what follows.
 Phase 2, at most the R rounds of `make_schedule`: the straggler gives early rank r part r of its
 message and gets the sum of chunk r, and the others pass on parts of its message. Each rank adds
@@ -67,7 +67,7 @@ from megatron_sparse.collectives.gather import (
 from megatron_sparse.collectives.records import Cut, SparseSum, check_size, message_part
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.straggler_shares import (
-    Greeting,
+    Handshake,
     chunk_cuts,
     copies_of,
     early_transport,
@@ -176,7 +176,7 @@ class _Run:
         own = sums.encode(gives[early.rank], sums.partial_dtype, sums.take("given", capacity))
         if self.bucket.op is CollectiveOp.ALL_REDUCE:
             yield from self._gather_early(own, early)
-        (sizes,) = yield from self._greet([own.numel()])
+        (sizes,) = yield from self._shake_hands([own.numel()])
         for size, cut in zip(sizes, self.takes, strict=True):
             check_size(size, cut, self.message.value_dtype, self.late)
         takes, sizes = self._message_parts(sizes)
@@ -195,7 +195,7 @@ class _Run:
         """Returns the bytes that this rank has sent."""
         sums, message = self.sums, self.message
         own_sizes = [message_part(message, cut).numel() for cut in self.takes]
-        rows = yield from self._greet(own_sizes)
+        rows = yield from self._shake_hands(own_sizes)
         sizes = [size for (size,) in rows]
         for size, cut, share in zip(sizes, self.gives, self.shares, strict=True):
             check_size(size, cut, sums.partial_dtype, share.rank)
@@ -280,13 +280,13 @@ class _Run:
         joined = [sum(sizes[a:b]) for a, b in pairwise(borders)]
         return cuts, joined + [0] * (len(sizes) - len(cuts))
 
-    def _greet(self, sizes: list[int]) -> Generator[Yielded, None, list[list[int]]]:
-        greeting = Greeting(Agreement(self.identity), sizes, self.late, self.transport)
+    def _shake_hands(self, sizes: list[int]) -> Generator[Yielded, None, list[list[int]]]:
+        handshake = Handshake(Agreement(self.identity), sizes, self.late, self.transport)
         if self.transport.rank != self.late and self.transport.device.type == "cpu":
             # The next bucket's early part need not wait for the straggler of this one.
             yield UNORDERED
-        yield greeting.work
-        return greeting.sizes()
+        yield handshake.work
+        return handshake.sizes()
 
     def _meet(
         self,

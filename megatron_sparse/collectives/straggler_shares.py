@@ -1,4 +1,4 @@
-"""What the straggler-aware collectives share: who reduces what, who meets whom, and the greeting.
+"""What the straggler-aware collectives share: who reduces what, who meets whom, and the handshake.
 
 All but one of n ranks are early. They add up what they have as soon as they have it: early rank
 number i reduces share i. When the straggler comes it exchanges with each of them once: it gives its
@@ -7,7 +7,7 @@ own contribution to one part of the bucket and takes the early ranks' sum of the
 contribution to rank i's shard).
 
 Agreement on CPU, and wherever sizes must be known: no early rank may wait for the straggler before
-its own part is done, so the two kinds greet each other when they meet: a row of 8 (n + 1) bytes
+its own part is done, so the two kinds have a handshake when they meet: a row of 8 (n + 1) bytes
 each way between the straggler and every early rank says what is meant, and the sizes of what
 follows. Rows have a tag of their own, so that ranks that mean something else do meet, and are told.
 """
@@ -28,8 +28,8 @@ from megatron_sparse.straggler.schedule import Meetings, check_ranks, scatter_me
 from megatron_sparse.transport import Transport, Work
 from megatron_sparse.transport.subset import SubsetTransport
 
-GREETING_TAG = 0x5742_4747
-"""The same for all buckets: between two ranks greetings meet in the order of the buckets."""
+HANDSHAKE_TAG = 0x5742_4747
+"""The same for all buckets: between two ranks handshakes meet in the order of the buckets."""
 ALIGNMENT = 4096
 """Elements: a tile of the sparse formats, and whole pages of memory."""
 MIN_UNITS = 256
@@ -117,7 +117,7 @@ def copies_of(world_size: int, straggler: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(chunks)) for chunks in passed_on)
 
 
-class Greeting:
+class Handshake:
     """The rows by which the straggler and the early ranks meet; see the module's docstring.
 
     Args:
@@ -143,7 +143,7 @@ class Greeting:
         self.work = transport.exchange(
             [(peer, row) for peer in self._peers],
             list(zip(self._peers, self._rows, strict=True)),
-            GREETING_TAG,
+            HANDSHAKE_TAG,
         )
 
     def sizes(self) -> list[list[int]]:
@@ -164,4 +164,4 @@ class Greeting:
 def early_transport(transport: Transport, straggler: int) -> SubsetTransport:
     """The early ranks as a transport of their own, for their agreement."""
     early = [rank for rank in range(transport.world_size) if rank != straggler]
-    return SubsetTransport(transport, early, GREETING_TAG)
+    return SubsetTransport(transport, early, HANDSHAKE_TAG)

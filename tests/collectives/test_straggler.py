@@ -190,7 +190,7 @@ def test_a_straggler_with_another_bucket_is_told_when_it_comes(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_damaged_greeting_names_its_sender(name):
+def test_a_damaged_handshake_names_its_sender(name):
     case = _case(name, 4, CollectiveOp.ALL_REDUCE, DTYPES[0], 500, 2)
     cluster = VirtualCluster(4)
     deliver = cluster._deliver

@@ -26,7 +26,7 @@ LINK = Link(1e-5, 1e-9)
 SCALE = 256.0
 """What the clock takes a byte for, so that small buckets take as long as large ones."""
 WITHIN = 0.01
-"""Greetings and headers take less than this part of the time: buckets are chosen so."""
+"""Handshakes and headers take less than this part of the time: buckets are chosen so."""
 
 
 def _run(case, delay_s=0.0, late=None, link=LINK, scale=SCALE):
@@ -132,12 +132,12 @@ def test_dense_bytes_are_those_of_the_header(op, dtypes):
         cluster, reported = _run(case)
         b = 4 if dtypes[1] == "fp32" else 2
         p = 2 if dtypes == ("fp32", "bf16") else 4
-        greeting = 8 * (n + 1)
+        handshake = 8 * (n + 1)
         for rank in range(n):
             sent = _dense_bytes(case, rank, straggler, b, p)
             assert reported[rank] == sent
-            greetings = (n - 1 if rank == straggler else 1) * greeting
-            assert cluster.sent_bytes(rank) == sent + greetings
+            handshakes = (n - 1 if rank == straggler else 1) * handshake
+            assert cluster.sent_bytes(rank) == sent + handshakes
 
 
 def _dense_bytes(case, rank, straggler, b, p):
@@ -155,8 +155,8 @@ def _dense_bytes(case, rank, straggler, b, p):
     return (n - 2) * chunk * b + (len(transfers) - 1) * chunk * b + chunk * p
 
 
-def test_greetings_do_not_grow_with_a_scaled_bucket():
-    """A bucket so small that greetings are most of what is sent."""
+def test_handshakes_do_not_grow_with_a_scaled_bucket():
+    """A bucket so small that handshakes are most of what is sent."""
     case, scale = _dense(8, 7, chunk=1), 1e6
     rounds = len(make_schedule(8).rounds)
     expected = straggler_aware_cost(8, rounds).time_s(4 * case.numel * scale, LINK)
@@ -238,7 +238,7 @@ def test_sparse_bytes_are_those_of_the_header(op, dtypes):
         row = 8 * (n + 1)
         for rank in range(n):
             assert reported[rank] == parts.sent(rank), (n, rank)
-            # The early ranks' agreement is two rows to each, and all greet.
+            # The early ranks' agreement is two rows to each, and all have a handshake.
             rows = n - 1 if rank == straggler else 2 * (n - 2) + 1
             assert cluster.sent_bytes(rank) == reported[rank] + rows * row, (n, rank)
 

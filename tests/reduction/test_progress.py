@@ -82,7 +82,7 @@ def test_a_bucket_whose_other_posts_need_no_order_lets_the_next_one_post(progres
 
     def job():
         yield GATE
-        log.append("a greets")
+        log.append("a shakes hands")
         yield UNORDERED
         yield straggler
         log.append("a posts the rest")
@@ -93,7 +93,7 @@ def test_a_bucket_whose_other_posts_need_no_order_lets_the_next_one_post(progres
     done = ManualWork()
     done.event.set()
     progress.submit("b", _job("b", log, [done]), StageTimer()).wait()
-    assert log[0] == "a greets"
+    assert log[0] == "a shakes hands"
     assert "a posts the rest" not in log
     straggler.event.set()
     last.event.set()
