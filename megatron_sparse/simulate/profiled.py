@@ -55,7 +55,7 @@ RECORDED = "recorded gradients"
 
 
 class Sample(Protocol):
-    """What is drawn: see `profile_report.Sample`."""
+    """One bucket in one iteration, as `report.profile.Sample` holds it."""
 
     @property
     def bucket(self) -> str:
@@ -79,12 +79,12 @@ class Sample(Protocol):
 
     @property
     def contiguous(self) -> Loads:
-        """Who gets how much where a shard is a range."""
+        """Loads of the servers if each owns a contiguous range."""
         ...
 
     @property
     def hashed(self) -> Loads:
-        """The same where a hash spreads the elements."""
+        """Loads of the servers if a hash spreads the elements."""
         ...
 
 
@@ -236,7 +236,7 @@ def rows_8(sample: Sample) -> list[Row]:
     names.pop("Sparse PS", None)  # Not in the paper's figure either.
     for n in union_counts(len(sample.elements))[1:]:
         parts = [thinned(own_K, sample.numel, MOST_SIMULATED) for own_K in sample.elements[:n]]
-        # Shards are equal: the last elements are made up, and zero.
+        # Shards have equal size: pad the end with zeros.
         numel = -(-parts[0][1] // n) * n
 
         def gradient(rank: int, parts: list = parts, numel: int = numel) -> torch.Tensor:
@@ -278,7 +278,7 @@ def rows_16(sample: Sample) -> list[Row]:
             start_s = time.perf_counter()
             hierarchical_hash(h0, indices_K, values_K, parallel_slots=slots, rehashes=rehashes)
             times.append((time.perf_counter() - start_s) * 1e3)
-        return min(times)  # What another process takes is not its cost.
+        return min(times)  # Other processes only add to the time.
 
     time_ms(1, 1)  # The first call loads the extension.
     rows = [_row("a", "k = 3", memory, time_ms(memory, 3)) for memory in (1, 2, 3, 4)]

@@ -95,11 +95,11 @@ SCHEME_OF = {
     "ZEN": "zen",
 }
 OWN_FORMAT = ("omnireduce", "zen", "direct")
-"""Schemes that are left to choose."""
+"""Schemes that choose their own message format."""
 
 
 def available() -> dict[str, str]:
-    """The schemes of the figures that the registry has; says which it has not."""
+    """The figures' schemes that are in the registry; prints the names of missing ones."""
     for name, scheme in SCHEME_OF.items():
         if scheme not in SCHEMES:
             print(f"{name} is left out: {scheme} is not in the registry")
@@ -107,12 +107,12 @@ def available() -> dict[str, str]:
 
 
 def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str, Outcome]:
-    """What schemes and the dense all-reduce cost.
+    """The costs of schemes and of the dense all-reduce.
 
     Args:
-        job: where, and on how many ranks; its format is chosen here.
-        gradients: of each rank.
-        names: the schemes by the name under which they are returned.
+        job: machine and number of ranks; its format is overridden here.
+        gradients: makes each rank's gradient.
+        names: schemes by the name under which their costs are returned.
 
     Returns:
         `AllReduce` and the others, by name.
