@@ -133,7 +133,7 @@ class DDPState:
 
     @property
     def enabled(self) -> bool:
-        """The running switch: off, buckets go dense and take what the residual holds with them.
+        """The running switch: if False, buckets are synchronised dense and send their residual too.
 
         Set it to the same value on every rank between two steps.
         """

@@ -57,7 +57,7 @@ class MessageSpec:
 
 
 class Agreed(NamedTuple):
-    """What ranks have agreed on before the selection.
+    """The residual and the threshold that ranks have agreed on before the selection.
 
     Attributes:
         residual_N: the residual, as `Selector.begin` returned it.

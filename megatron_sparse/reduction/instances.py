@@ -22,7 +22,7 @@ from megatron_sparse.transport.base import Marker
 
 
 class SecondHalf(Protocol):
-    """What follows the collective of a bucket's group."""
+    """The stage that follows the collective of a bucket's group."""
 
     def after(self, steps: Steps, exchange: Exchange, step: int) -> Steps:
         """Runs the steps of a collective, then the second half; returns the bytes sent in both.

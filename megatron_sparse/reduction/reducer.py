@@ -3,7 +3,7 @@
     prepare     divide the gradient by the number of ranks, where the average is wanted
     select      gradient + residual -> message and new residual; a dense plan takes their whole sum
                 -- the gate: buckets pass it, and post messages, in the order of their launch --
-    agree       with the other ranks: which rank to skip, and what the planner wants to know
+    agree       with the other ranks on the rank to skip; exchange the planner's numbers
     exchange    run the collective of the plan, which overwrites the gradient with the sum
     finish      complete the record
 
@@ -56,7 +56,7 @@ class GradientListener(Protocol):
     def on_selected(
         self, bucket: Bucket, step: int, message: Message, buffers: MessageBuffers
     ) -> None:
-        """The message holds what was selected; not called for a dense plan."""
+        """The message holds the selection; not called for a dense plan."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class GradientReducer:
         return message
 
     def _agree(self, job: BucketJob, selected: Message | torch.Tensor) -> Stage[Exchange]:
-        """Which rank to skip, if any; and what the planner shares with the other ranks."""
+        """Decides which rank to skip, if any; exchanges the planner's numbers."""
         bucket, plan, record = job.bucket, job.plan, job.record
         record.straggler = yield from self._stragglers.decide(bucket, plan)
         record.scheme = self._stragglers.scheme_of(plan, record.straggler)

@@ -1,4 +1,4 @@
-"""Sets of elements, a bit each: their sizes, unions and overlaps.
+"""Sets of elements, one bit for each element: their sizes, unions and overlaps.
 
 Shape suffixes: n ranks, W words. A word is 64 bits of a set, so a pass over the bits of N elements
 reads N / 8 bytes a rank.
@@ -60,7 +60,7 @@ def unions(words_nW: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def overlap_ratios(words_nW: np.ndarray, most_pairs: int) -> list[float]:
-    """The overlap ratio of pairs of ranks: what both have over what the smaller set has.
+    """The overlap ratio of pairs of ranks: the size of the intersection over the smaller set's.
 
     ZEN, definition 3. Pairs of which one has nothing are left out.
 

@@ -1,13 +1,13 @@
-"""What is known about the sparsity of one bucket's gradients: ZEN's characteristics C1, C2 and C3.
+"""Measures the sparsity of one bucket's gradients: ZEN's characteristics C1, C2 and C3.
 
 ZEN (section 2.1): the density of a rank's gradient (definition 2); the overlap ratio of two ranks'
 (definition 3); the densification ratio of the sum of k ranks' (definition 4); the skewness ratio
-over even, contiguous partitions (definition 5). To them come the fractions of blocks that hold a
-non-zero element, which OmniReduce sends by.
+over even, contiguous partitions (definition 5). In addition, the fractions of blocks that hold a
+non-zero element, which decide about the bytes that OmniReduce sends.
 
-`profile_of` is exact; `planner.sampling` estimates the same numbers in training. A sum's non-zero
-elements are those that some rank has: that two values cancel is not looked for. `-0.0` counts as
-zero, NaN does not.
+`profile_of` is exact; `sparsity.sampling` estimates the same numbers in training. A sum's non-zero
+elements are those that are non-zero on some rank; values that cancel one another are not detected.
+`-0.0` counts as zero, NaN does not.
 
 Deviations: definition 4 with k below the number of ranks is the mean over groups of k neighbouring
 ranks; definition 5 is the mean over ranks.
@@ -40,15 +40,15 @@ from megatron_sparse.sparsity.bit_sets import (
 )
 
 MOST_PAIRS = 64 * 63 // 2
-"""Pairs of ranks whose overlap is looked at: all of 64 ranks."""
+"""Pairs of ranks whose overlap is measured at most: all pairs of 64 ranks."""
 
 
 def nonzero_elements(gradient: torch.Tensor) -> np.ndarray:
     """The elements that are not zero: int64, ascending, counted in row-major order.
 
     Args:
-        gradient: dense, or torch's sparse COO (an embedding's rows too); on any device, which is
-            waited for.
+        gradient: dense, or torch's sparse COO (an embedding's rows too); on any device, for which
+            the host waits.
     """
     if gradient.is_sparse:
         whole = gradient.coalesce()
@@ -64,7 +64,7 @@ def nonzero_elements(gradient: torch.Tensor) -> np.ndarray:
 
 
 def union_of(elements: Sequence[np.ndarray], numel: int) -> np.ndarray:
-    """What any of some ranks has: int64, ascending.
+    """The union of some ranks' elements: int64, ascending.
 
     Args:
         elements: of each rank, in [0, numel).
@@ -106,7 +106,7 @@ def profile_of(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
 
 
 def profile_of_elements(elements: Sequence[np.ndarray], numel: int) -> SparsityProfile:
-    """What `profile_of` gives, from each rank's non-zero elements.
+    """The result of `profile_of`, from each rank's non-zero elements.
 
     Args:
         elements: of each rank, at least one: int64, ascending, in [0, numel).

@@ -1,10 +1,10 @@
-"""Gradient dumps: what a training run had to synchronise, per iteration, rank and bucket.
+"""Gradient dumps: the gradients of a training run on disk, per iteration, rank and bucket.
 
-A folder, one file for each tensor, so that ranks write without knowing of each other and a reader
-takes only what it asks for:
+A dump is a folder with one file for each tensor: ranks write independently, and a reader loads only
+the tensors it needs:
 
     iteration-000003/group-0-4/rank-0002/<bucket>.gradient.pt    before selection
-    iteration-000003/group-0-4/rank-0002/<bucket>.selected.pt    what was selected
+    iteration-000003/group-0-4/rank-0002/<bucket>.selected.pt    the selection
 
 `group-0-4` are the 4 ranks that reduce together, of which global rank 0 is the first. A bucket's
 name is percent-encoded. A file is torch's own format (`torch.save`), read with `weights_only=True`:
@@ -42,7 +42,7 @@ _ITERATION, _GROUP = re.compile(r"iteration-(\d+)"), re.compile(r"group-(\d+)-(\
 
 
 class Kind(StrEnum):
-    """What of a bucket is dumped: its gradient, or what was selected from it."""
+    """The tensor of a bucket that is dumped: its gradient, or the selection from it."""
 
     GRADIENT = "gradient"
     SELECTED = "selected"
@@ -56,7 +56,7 @@ class GradientDumpWriter:
     Args:
         folder: of the dump; made when something is written.
         iterations: those that are dumped, as the training loop counts, from 1.
-        kinds: what is dumped.
+        kinds: the tensors that are dumped.
         rank: in the group.
         world_size: of the group.
         first_rank: the group's first global rank.
@@ -124,7 +124,7 @@ class GradientDumpWriter:
     def on_selected(
         self, bucket: Bucket, step: int, message: Message, buffers: MessageBuffers
     ) -> None:
-        """Writes what was selected from a bucket."""
+        """Writes the selection from a bucket."""
         if self.wants(step + 1, Kind.SELECTED):
             selected_N = selected_values(bucket, message, buffers)
             self.write(bucket.name, step + 1, Kind.SELECTED, selected_N)
@@ -197,7 +197,7 @@ class DumpedBucket:
 
 
 class GradientDump:
-    """Reads what `GradientDumpWriter` wrote.
+    """Reads the files of a `GradientDumpWriter`.
 
     Attributes:
         folder: of the dump.
@@ -244,7 +244,7 @@ class GradientDump:
         return {name: DumpedBucket(name, *key) for key, name in names.items()}
 
     def kinds(self, iteration: int, bucket: str) -> list[Kind]:
-        """What was dumped of a bucket in an iteration, on its first rank.
+        """The kinds of tensors that a bucket's first rank dumped in an iteration.
 
         Raises:
             ProfileError: there is no such iteration or bucket.

@@ -68,7 +68,7 @@ def sample_profile(
     *,
     seed: int,
 ) -> Generator[Work, None, SparsityProfile]:
-    """Estimates the profile of what all ranks selected; the same bits on every rank.
+    """Estimates the profile of all ranks' selections; the same bits on every rank.
 
     Call it between the selection and the exchange of the message.
 
@@ -155,7 +155,7 @@ def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """What is looked at in a step, and how a rank's part of the answer is laid out.
+    """The sample of a step, and the layout of a rank's part of the answer.
 
     A part is int64: non-zero elements of each finest partition, of each of n partitions, non-zero
     blocks of each size of `BLOCK_SIZES`, and the windows, bit i of a word being its element i.
@@ -224,7 +224,7 @@ class SamplePlan:
         return torch.cat(parts).cpu()
 
     def profile(self, parts: np.ndarray) -> SparsityProfile:
-        """What all ranks' parts say together.
+        """The profile that follows from all ranks' parts.
 
         Only operations that IEEE 754 rounds exactly are used, and sums that do not depend on their
         order: ranks on different processors get the same bits.

@@ -1,6 +1,6 @@
 """`bench planner`: the planner's choice beside the best of all candidates, all of them run: MODELS.
 
-The planner sees what it sees in training: a profile that the ranks sampled (`planner.sampling`,
+The planner sees what it sees in training: a profile that the ranks sampled (`sparsity.sampling`,
 here through the virtual cluster) and its cost models. The truth is `virtual_truth`: real messages
 on the cluster's alpha-beta clock, codec work charged call by call by prices that the cost models do
 not know. A bucket of some hundred thousand elements stands for one of `Setting.full_numel`.
