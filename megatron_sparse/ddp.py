@@ -21,6 +21,7 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
+from megatron_sparse.collectives import check
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
@@ -77,7 +78,9 @@ class DDPState:
         **overrides: Any,
     ) -> None:
         device = _device_of(ddp)
-        self.config = with_swept_thresholds(SparseConfig.given("DDPState", config, overrides))
+        self.config = with_swept_thresholds(
+            check(SparseConfig.given("DDPState", config, overrides))
+        )
         _check_no_step_is_undone(self.config, ddp)
         _check_state_is_own(self.config)
         self.step = 0

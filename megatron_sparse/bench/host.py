@@ -30,7 +30,6 @@ from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_thr
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import Input, over_groups
 from megatron_sparse.compression.methods import method_of
-from megatron_sparse.config.sparse import NCCL_ENGINE_SCHEMES
 from megatron_sparse.cuda_ext.nccl_ops import SumCall
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
@@ -256,7 +255,7 @@ def rows(sweep: HostSweep) -> Iterator[HostRow]:
         with _fake_group(n):
             for scheme in sweep.schemes:
                 yield _measure(sweep, scheme, n)
-                if sweep.nccl_engine and scheme in NCCL_ENGINE_SCHEMES:
+                if sweep.nccl_engine and over_groups()[scheme].has_engine:
                     yield _measure(sweep, scheme, n, nccl_engine=True)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign_share
 from megatron_sparse.bench.table import cell, check_arguments, describe_cpu
-from megatron_sparse.config.sparse import SCHEMES, STRAGGLER_SCHEMES
+from megatron_sparse.collectives import AUTO, SCHEMES, skips_straggler
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
 from megatron_sparse.run.json_lines import write_rows
@@ -39,7 +39,7 @@ class Setting:
     """What to train, and where.
 
     Attributes:
-        schemes: `plain` and names of `config.SCHEMES`; the first is what the others are compared
+        schemes: `plain` and names of schemes; the first is what the others are compared
             with.
         densities: for the schemes that compress.
         ranks: processes on this machine.
@@ -63,7 +63,7 @@ class Setting:
     slow_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        known = (PLAIN, *SCHEMES)
+        known = (PLAIN, AUTO, *SCHEMES)
         check_arguments(
             "bench training",
             [
@@ -127,7 +127,7 @@ class Setting:
             f"straggler.inject_rank={self.slow_rank}",
             f"straggler.inject_delay_ms={self.slow_ms:g}",
         ]
-        if scheme not in STRAGGLER_SCHEMES:
+        if not skips_straggler(scheme):
             return asleep
         return [*asleep, "straggler.mode=pinned", f"straggler.rank={self.slow_rank}"]
 

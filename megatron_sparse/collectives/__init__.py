@@ -9,10 +9,19 @@ one still waits and decodes.
 """
 
 from megatron_sparse.collectives.base import POSTED, UNORDERED, Exchange, Steps
-from megatron_sparse.collectives.registry import SCHEMES, over_groups
+from megatron_sparse.collectives.registry import (
+    AUTO,
+    SCHEMES,
+    candidates,
+    check,
+    check_names,
+    over_groups,
+    skips_straggler,
+)
 from megatron_sparse.collectives.scheme import Input, Scheme
 
 __all__ = [
+    "AUTO",
     "POSTED",
     "SCHEMES",
     "UNORDERED",
@@ -20,5 +29,9 @@ __all__ = [
     "Input",
     "Scheme",
     "Steps",
+    "candidates",
+    "check",
+    "check_names",
     "over_groups",
+    "skips_straggler",
 ]

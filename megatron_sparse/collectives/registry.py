@@ -14,7 +14,12 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_sparse.collectives.scheme import Scheme
+from megatron_sparse.config.checks import one_of
+from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import ConfigError
+
+AUTO = "auto"
+"""What `scheme.name` says where the planner chooses."""
 
 
 class Registry(MutableMapping[str, Scheme]):
@@ -90,3 +95,84 @@ def two_of(name: str) -> ConfigError:
 def over_groups() -> dict[str, Scheme]:
     """The schemes that run over any process group and on the virtual cluster."""
     return {name: scheme for name, scheme in SCHEMES.items() if not scheme.needs_windows}
+
+
+def candidates() -> list[str]:
+    """The schemes that the planner can choose from: those that have a cost."""
+    return [name for name, scheme in SCHEMES.items() if scheme.cost is not None]
+
+
+def skips_straggler(name: str) -> bool:
+    """Whether a scheme, or `auto`, does not wait for the straggler."""
+    return name in SCHEMES and SCHEMES[name].skips_straggler
+
+
+def check(config: SparseConfig) -> SparseConfig:
+    """Refuses a configuration that names a scheme wrongly, or does not fit its scheme.
+
+    Called when a configuration is resolved, before ranks start. `config` itself knows no schemes.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    scheme = config.scheme
+    check_names(scheme, config.planner)
+    chosen = None if scheme.name == AUTO else SCHEMES[scheme.name]
+    if chosen is not None and chosen.own_format and scheme.format != "auto":
+        raise ConfigError(
+            f"scheme.name={scheme.name} has messages of its own format",
+            expected="scheme.format=auto",
+            got=scheme.format,
+            remedy="leave scheme.format out, or choose another scheme",
+        )
+    _check_engine(scheme, has_engine=chosen is None or chosen.has_engine)
+    _check_straggler(config)
+    return config
+
+
+def check_names(scheme: SchemeConfig, planner: PlannerConfig) -> None:
+    """Refuses names that no scheme has; part of `check`.
+
+    Raises:
+        ConfigError: lists the names.
+    """
+    one_of("scheme.name", scheme.name, (AUTO, *SCHEMES))
+    inners = tuple(name for name, each in SCHEMES.items() if each.runs_across_nodes)
+    one_of("scheme.inner", scheme.inner, inners)
+    for name in planner.schemes or ():
+        one_of("planner.schemes", name, tuple(candidates()))
+
+
+def _check_engine(scheme: SchemeConfig, *, has_engine: bool) -> None:
+    if scheme.nccl_engine and (scheme.capacity is None or not has_engine):
+        able = [AUTO, *(name for name, each in SCHEMES.items() if each.has_engine)]
+        raise ConfigError(
+            "scheme.nccl_engine=true with messages of unknown size",
+            expected=f"a scheme.capacity, and scheme.name in {', '.join(able)}",
+            got=f"scheme.capacity={scheme.capacity}, scheme.name={scheme.name}",
+            remedy="set scheme.capacity=1.25, or leave scheme.nccl_engine out",
+        )
+
+
+def _check_straggler(config: SparseConfig) -> None:
+    name, straggler = config.scheme.name, config.straggler
+    if skips_straggler(name) and not straggler.leaves_behind:
+        raise ConfigError(
+            f"scheme.name={name} needs a straggler, but straggler.mode="
+            f"{straggler.mode} never names one",
+            expected="straggler.mode=pinned | persistent | dynamic",
+            got=f"straggler.mode={straggler.mode}",
+            remedy="set straggler.mode=pinned straggler.rank=RANK, or "
+            "straggler.mode=persistent scheme.deterministic=false",
+        )
+    able = [AUTO, *filter(skips_straggler, SCHEMES)]
+    if straggler.leaves_behind and name not in able:
+        raise ConfigError(
+            f"scheme.name={name} waits for every rank",
+            expected=f"{' | '.join(able)} with straggler.mode={straggler.mode}",
+            got=name,
+            remedy="choose one of them, or straggler.mode=observe, which only measures",
+        )

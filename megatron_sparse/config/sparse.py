@@ -3,7 +3,8 @@ place where its defaults are.
 
 Every section is a dataclass that checks itself when it is made, so a wrong value is one
 `ConfigError` that names the key, wherever it came from (Hydra, a YAML file, Python).
-`config.run` adds the keys of a whole training run.
+`collectives.check` checks the names of schemes, and what depends on the scheme. `config.run` adds the
+keys of a whole training run.
 """
 
 from __future__ import annotations
@@ -21,53 +22,9 @@ from megatron_sparse.errors import ConfigError
 
 DTYPES = ("fp32", "bf16", "fp16")
 MESSAGE_FORMATS = ("auto", "coo", "pici", "dense")
-SCHEMES = (
-    "auto",
-    "dense",
-    "dense_ring",
-    "dense_rhd",
-    "dense_allpairs",
-    "dense_broadcast",
-    "dense_hierarchical",
-    "agsparse",
-    "direct",
-    "ssar_rd",
-    "ssar_split_ag",
-    "dsar_split_ag",
-    "sparse_ring",
-    "sparse_ps",
-    "omnireduce",
-    "zen",
-    "adaptive_ring",
-    "hierarchical",
-    "straggler",
-    "straggler_direct",
-    "peer_two_shot",
-)
-"""`auto` and the names in `collectives.SCHEMES`."""
-FORMAT_OF_SCHEME = {"omnireduce": "blocks", "zen": "coo"}
-"""Schemes whose messages have a format of their own, whatever `scheme.format` says."""
-INNER_SCHEMES = (
-    "agsparse",
-    "direct",
-    "ssar_rd",
-    "ssar_split_ag",
-    "dsar_split_ag",
-    "sparse_ring",
-    "sparse_ps",
-    "omnireduce",
-    "zen",
-    "adaptive_ring",
-)
-"""What `hierarchical` can run across the nodes: every other sparse scheme but `straggler_direct`,
-whose straggler is a rank of the whole group, and `peer_two_shot`, which ends at the node."""
 RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
 """Thresholds of `adaptive_ring` inside nodes, between them, and for its all-gather: SpCCL's choice
 for its cluster (sections IV-C and IV-D, there as sparsities)."""
-STRAGGLER_SCHEMES = ("straggler", "straggler_direct")
-"""Schemes that go on without the straggler: the dense form and the sparse one."""
-NCCL_ENGINE_SCHEMES = ("auto", "direct", "agsparse")
-"""Schemes that `scheme.nccl_engine` is for; `auto` may choose the others, which go by c10d."""
 NCCL_ERRORS = ("torch", "typed")
 PEER_WINDOWS = ("auto", "symmetric_memory", "cuda_ipc")
 STRAGGLER_MODES = ("off", "observe", "pinned", "persistent", "dynamic")
@@ -75,8 +32,6 @@ TIMED_STRAGGLER_MODES = ("persistent", "dynamic")
 """Those that decide from timing."""
 MIN_STRAGGLER_HISTORY = 5
 """Fewer steps say nothing about who will be last."""
-CANDIDATES = tuple(name for name in SCHEMES if name not in ("auto", *STRAGGLER_SCHEMES))
-"""What the planner chooses from."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 """What the encoder takes."""
 
@@ -89,7 +44,7 @@ class SchemeConfig:
         name: `auto` (with `planner.cluster` the scheme that is predicted to take the least time;
             else `agsparse` or `direct`, whichever is predicted to send fewer bytes, or `dense`
             where that would save less than 30 %), `dense` (the backend's own collective,
-            uncompressed), or another of `SCHEMES`; docs/collectives.md says what each costs.
+            uncompressed), or another registered scheme; docs/collectives.md says what each costs.
         wire_dtype: dtype in which values travel; null takes the gradient's own. A narrower one is
             rounded stochastically and the rounding error goes to the residual.
         format: of sparse messages: `coo` (4 bytes an entry beside its value), `pici` (a bitmap:
@@ -113,7 +68,7 @@ class SchemeConfig:
         ring_inter_density: the same for links between nodes; SpCCL's: 0.4 for `coo`, else 0.5.
         ring_gather_density: the same for complete sums, whatever link they cross; SpCCL's: 0.5 for
             `coo`, else 0.9.
-        inner: `hierarchical`: the sparse scheme that runs across the nodes, one of `INNER_SCHEMES`.
+        inner: `hierarchical`: the sparse scheme that runs across the nodes.
         peer_windows: `peer_two_shot`: where the memory comes from that all ranks reach by pointer:
             `symmetric_memory` (torch's), `cuda_ipc`, or `auto`, the first of them that works.
         peer_in_order_of_coming: `peer_two_shot`: owners fetch each rank's part as soon as that rank
@@ -152,17 +107,9 @@ class SchemeConfig:
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        one_of("scheme.name", self.name, SCHEMES)
         if self.wire_dtype is not None:
             one_of("scheme.wire_dtype", self.wire_dtype, DTYPES)
         one_of("scheme.format", self.format, MESSAGE_FORMATS)
-        if self.name in FORMAT_OF_SCHEME and self.format != "auto":
-            raise ConfigError(
-                f"scheme.name={self.name} has messages of its own format",
-                expected="scheme.format=auto",
-                got=self.format,
-                remedy="leave scheme.format out, or choose another scheme",
-            )
         if self.capacity is not None:
             in_range("scheme.capacity", self.capacity, 0, math.inf, low_open=True)
         in_range("scheme.block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE, integer=True)
@@ -177,19 +124,11 @@ class SchemeConfig:
         in_range("scheme.hash_rounds", self.hash_rounds, 0, 64, integer=True)
         for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
             in_range(f"scheme.ring_{link}_density", density, 0, math.inf)
-        one_of("scheme.inner", self.inner, INNER_SCHEMES)
         one_of("scheme.peer_windows", self.peer_windows, PEER_WINDOWS)
         is_flag("scheme.peer_in_order_of_coming", self.peer_in_order_of_coming)
         is_flag("scheme.watch_peers", self.watch_peers)
         one_of("scheme.nccl_errors", self.nccl_errors, NCCL_ERRORS)
         is_flag("scheme.nccl_engine", self.nccl_engine)
-        if self.nccl_engine and (self.capacity is None or self.name not in NCCL_ENGINE_SCHEMES):
-            raise ConfigError(
-                "scheme.nccl_engine=true with messages of unknown size",
-                expected=f"a scheme.capacity, and scheme.name in {', '.join(NCCL_ENGINE_SCHEMES)}",
-                got=f"scheme.capacity={self.capacity}, scheme.name={self.name}",
-                remedy="set scheme.capacity=1.25, or leave scheme.nccl_engine out",
-            )
         is_flag("scheme.deterministic", self.deterministic)
         in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
 
@@ -236,8 +175,6 @@ class PlannerConfig:
     pin: str | None = None
 
     def __post_init__(self) -> None:
-        for name in self.schemes or ():
-            one_of("planner.schemes", name, CANDIDATES)
         if self.schemes is not None and not self.schemes:
             raise ConfigError(
                 "planner.schemes is empty",
@@ -317,23 +254,6 @@ class SparseConfig:
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
 
     def __post_init__(self) -> None:
-        if self.scheme.name in STRAGGLER_SCHEMES and not self.straggler.leaves_behind:
-            raise ConfigError(
-                f"scheme.name={self.scheme.name} needs a straggler, but straggler.mode="
-                f"{self.straggler.mode} never names one",
-                expected="straggler.mode=pinned | persistent | dynamic",
-                got=f"straggler.mode={self.straggler.mode}",
-                remedy="set straggler.mode=pinned straggler.rank=RANK, or "
-                "straggler.mode=persistent scheme.deterministic=false",
-            )
-        able = ("auto", *STRAGGLER_SCHEMES)
-        if self.straggler.leaves_behind and self.scheme.name not in able:
-            raise ConfigError(
-                f"scheme.name={self.scheme.name} waits for every rank",
-                expected=f"{' | '.join(able)} with straggler.mode={self.straggler.mode}",
-                got=self.scheme.name,
-                remedy="choose one of them, or straggler.mode=observe, which only measures",
-            )
         priced = self.scheme.name == "auto" and self.planner.cluster is not None
         if self.compression.threshold_scope == "tp_group" and priced and not self.planner.pin:
             raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.attachment import Attachment
@@ -49,7 +50,7 @@ def attach(
         >>> attachment = attach(ddp_model, optimizer, density=0.01)  # doctest: +SKIP
     """
     require_host_symbols("attach")
-    config = SparseConfig.given("attach", config, overrides)
+    config = check(SparseConfig.given("attach", config, overrides))
     chunks = list(model) if isinstance(model, Sequence) else [model]
     if optimizer is None and any(is_fp16(chunk) for chunk in chunks):
         raise ConfigError(

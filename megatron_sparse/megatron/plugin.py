@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron.training.checkpointing import get_checkpoint_name
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
+from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint
@@ -326,7 +327,7 @@ def install(
             remedy="close() the first plugin",
         )
     _installed = Plugin(
-        SparseConfig.given("install", config, overrides),
+        check(SparseConfig.given("install", config, overrides)),
         Path(run_dir) if run_dir is not None else None,
         resolved_config,
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from megatron_sparse.collectives import SCHEMES, Input
-from megatron_sparse.config.sparse import CANDIDATES, SchemeConfig
+from megatron_sparse.collectives import SCHEMES, Input, registry
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.planner.costs import predict_all
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.profile import SparsityProfile
@@ -23,14 +23,14 @@ WAITS_ON_CUDA = "zen"
 
 
 def candidates(schemes: Collection[str] | None) -> list[str]:
-    """The schemes to choose from, in the order of `CANDIDATES`; `dense` always is one of them.
+    """The schemes to choose from, in the order of the registry; `dense` always is one of them.
 
     Args:
         schemes: as `planner.schemes`; None takes all that run over any process group.
     """
     if schemes is None:
-        return [name for name in CANDIDATES if not SCHEMES[name].needs_windows]
-    return [name for name in CANDIDATES if name in {*schemes, DENSE}]
+        return [name for name in registry.candidates() if not SCHEMES[name].needs_windows]
+    return [name for name in registry.candidates() if name in {*schemes, DENSE}]
 
 
 def runnable(

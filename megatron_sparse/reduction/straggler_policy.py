@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives import POSTED, SCHEMES, Input
-from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, TIMED_STRAGGLER_MODES, SparseConfig
+from megatron_sparse.collectives import POSTED, SCHEMES, Input, skips_straggler
+from megatron_sparse.config.sparse import TIMED_STRAGGLER_MODES, SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
 from megatron_sparse.planner import Plan
@@ -215,7 +215,7 @@ class StragglerPolicy:
         Raises:
             CommunicationError: a rank is gone, or several ranks did not come in time.
         """
-        aware = self._acts and plan.scheme in STRAGGLER_SCHEMES
+        aware = self._acts and skips_straggler(plan.scheme)
         mode = self._config.mode
         if mode == "pinned":
             return self._config.rank if aware else None
@@ -259,7 +259,7 @@ class StragglerPolicy:
             the straggler is pinned). None for a bucket that always waits.
         """
         scheme = self.adapt(bucket, plan).scheme
-        if not self._acts or scheme not in STRAGGLER_SCHEMES:
+        if not self._acts or not skips_straggler(scheme):
             return None
         if self._config.mode == "pinned":
             return {"scheme": scheme, "rank": self._config.rank, "least_delay_ms": None}

@@ -32,6 +32,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from megatron_sparse.collectives import AUTO, SCHEMES, check, check_names
 from megatron_sparse.config.redaction import redact, redact_command
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
@@ -41,16 +42,23 @@ CONFIG_MODULE = "megatron_sparse.configs"
 CONFIG_NAME = "train"
 GROUPS = ("model", "compression", "scheme", "cluster", "data", "tracking", "experiment")
 
+SCHEME = "scheme"
+"""The group whose options are the registered schemes; the others have a file for each option."""
+
 _FREE = re.compile(r"(megatron|cluster\.env)\.")
 
 
 def register_schema() -> None:
     """Makes `RunConfig` the base of `configs/train.yaml`. Idempotent."""
     ConfigStore.instance().store(name="run_config", node=RunConfig)
+    names = ", ".join(group_options(SCHEME))
+    OmegaConf.register_new_resolver("schemes", lambda: names, replace=True)
 
 
 def group_options(group: str) -> list[str]:
     """The options of a group, sorted."""
+    if group == SCHEME:
+        return sorted([AUTO, *SCHEMES])
     folder = files(CONFIG_MODULE) / group
     names = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
     return sorted(name.removesuffix(".yaml") for name in names)
@@ -63,7 +71,20 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     belong at the root, for which it asks for `experiment@_global_`.
     """
     added = [f"++{text}" if _FREE.match(text) else text for text in overrides]
-    return [re.sub(r"^experiment=", "experiment@_global_=", text) for text in added]
+    spelt = [re.sub(r"^experiment=", "experiment@_global_=", text) for text in added]
+    return [_scheme_override(text) for text in spelt]
+
+
+def _scheme_override(text: str) -> str:
+    """Spells `scheme=NAME` as `scheme.name=NAME`: schemes have no files of their own."""
+    group, _, value = text.partition("=")
+    if group != SCHEME:
+        return text
+    known = group_options(SCHEME)
+    for name in value.split(","):
+        if re.fullmatch(r"\w+", name) and name not in known:
+            raise _unknown_option(f"{SCHEME}/{name}", known)
+    return f"{SCHEME}.name={value}"
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
@@ -78,9 +99,10 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
     """
     register_schema()
     GlobalHydra.instance().clear()
+    spelt = hydra_overrides(overrides)
     try:
         with initialize_config_module(CONFIG_MODULE, version_base=None):
-            return from_hydra(hydra_compose(CONFIG_NAME, overrides=hydra_overrides(overrides)))
+            return from_hydra(hydra_compose(CONFIG_NAME, overrides=spelt))
     except (HydraException, OmegaConfBaseException) as error:
         raise config_error(error) from None
 
@@ -106,6 +128,10 @@ def from_mapping(mapping: Mapping[str, Any]) -> RunConfig:
     except OmegaConfBaseException as error:
         raise config_error(error) from None
     assert isinstance(config, RunConfig)
+    if config.plugin:
+        check(config.sparse)
+    else:
+        check_names(config.scheme, config.planner)
     return config
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import Input, over_groups
 from megatron_sparse.collectives.base import POSTED
-from megatron_sparse.config.sparse import INNER_SCHEMES, SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError, WireFormatError
 from megatron_sparse.formats.message import WIRE_CODES
 from megatron_sparse.transport import ProcessGroupTransport, Topology, VirtualCluster
@@ -32,6 +32,7 @@ from tests.collectives.cases import (
 from tests.collectives.faults import Fault, FaultyTransport
 from tests.ranks import run_ranks
 
+INNER_SCHEMES = [name for name, scheme in over_groups().items() if scheme.runs_across_nodes]
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 NODES = [(1,), (4,), (1, 1, 1), (2, 2), (4, 4), (2, 2, 2), (3, 2), (1, 4), (3, 1, 2, 2)]
 

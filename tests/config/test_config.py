@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron_sparse.collectives import SCHEMES as COLLECTIVES
+from megatron_sparse.collectives import check
 from megatron_sparse.config.checks import divides, in_range, is_flag, is_pattern, one_of
 from megatron_sparse.config.run import (
     ClusterConfig,
@@ -17,8 +17,8 @@ from megatron_sparse.config.run import (
     TrainingConfig,
 )
 from megatron_sparse.config.sparse import (
-    SCHEMES,
     CompressionConfig,
+    PlannerConfig,
     SchemeConfig,
     SparseConfig,
     TrackingConfig,
@@ -72,8 +72,18 @@ class TestChecks:
 class TestPluginSections:
     """What `install` and `attach` take."""
 
-    def test_every_collective_can_be_chosen_and_nothing_else(self):
-        assert set(SCHEMES) == {"auto", *COLLECTIVES}
+    @pytest.mark.parametrize(
+        ("overrides", "words"),
+        [
+            ({"scheme": "ring"}, ["scheme.name ", "auto | dense | dense_ring"]),
+            ({"inner": "dense"}, ["scheme.inner ", "agsparse | direct"]),
+            ({"planner": PlannerConfig(schemes=["straggler"])}, ["planner.schemes "]),
+            ({"scheme": "zen", "format": "coo"}, ["scheme.name=zen", "scheme.format=auto"]),
+        ],
+    )
+    def test_the_registry_refuses_what_no_scheme_takes(self, overrides, words):
+        text = refusal(lambda: check(SparseConfig.from_overrides(**overrides)))
+        assert all(word in text for word in words), text
 
     @pytest.mark.parametrize(
         ("section", "key", "value"),
@@ -85,7 +95,6 @@ class TestPluginSections:
             (CompressionConfig, "enabled", "false"),
             (CompressionConfig, "keep_patterns", ["("]),
             (CompressionConfig, "residual_dtype", "fp16"),
-            (SchemeConfig, "name", "ring"),
             (SchemeConfig, "wire_dtype", "int8"),
             (SchemeConfig, "timeout_s", 0),
             (SchemeConfig, "deterministic", 1),
@@ -103,9 +112,11 @@ class TestPluginSections:
         "others", [{}, {"name": "direct"}, {"name": "ssar_split_ag", "capacity": 1.5}]
     )
     def test_the_nccl_engine_needs_messages_of_fixed_size(self, others):
-        assert "nccl_engine=true with messages" in refusal(SchemeConfig, nccl_engine=True, **others)
+        wrong = SparseConfig(scheme=SchemeConfig(nccl_engine=True, **others))
+        assert "nccl_engine=true with messages" in refusal(check, wrong)
         for name in ("auto", "direct", "agsparse"):
-            assert SchemeConfig(name=name, capacity=1.5, nccl_engine=True).nccl_engine
+            scheme = SchemeConfig(name=name, capacity=1.5, nccl_engine=True)
+            assert check(SparseConfig(scheme=scheme)).scheme.nccl_engine
 
     def test_from_overrides_sorts_keywords_into_sections(self):
         config = SparseConfig.from_overrides(density=0.5, scheme="dense", timeout_s=7)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sparse.collectives import SCHEMES, skips_straggler
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.config.sparse import SCHEMES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.run import composition
 from megatron_sparse.run.composition import GROUPS, compose, from_mapping, group_options, load, save
 
-CONFIGS = Path(composition.__file__).parent.parent / "configs"
+CONFIGS = Path(composition.__file__).parents[2] / "configs"
 # Model clusters are no group of Hydra: tests/planner/test_cluster.py has them. The launcher is of
 # Hydra's own group, which is composed in a multirun only.
 FILES = sorted(
@@ -28,8 +28,9 @@ COMMAND = re.compile(r"# (?:srun )?python scripts/train\.py (.+)")
 
 
 def test_files_are_those_that_hydra_lists():
-    assert {path.parent.name for path in FILES} == {*GROUPS, "configs"}
-    for group in GROUPS:
+    with_files = [group for group in GROUPS if group != "scheme"]
+    assert {path.parent.name for path in FILES} == {*with_files, "configs"}
+    for group in with_files:
         assert group_options(group) == sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
 
 
@@ -70,10 +71,11 @@ def test_the_documented_command():
     assert config.cluster.device == "cuda"
 
 
-def test_every_scheme_has_a_file_of_its_name():
-    assert group_options("scheme") == sorted(SCHEMES)
+def test_every_registered_scheme_composes():
+    assert group_options("scheme") == sorted(["auto", *SCHEMES])
     for name in group_options("scheme"):
-        assert compose([f"scheme={name}"]).scheme.name == name
+        pinned = ["straggler.mode=pinned", "straggler.rank=0"] if skips_straggler(name) else []
+        assert compose([f"scheme={name}", *pinned]).scheme.name == name
 
 
 def test_pruned_fractions_are_what_the_names_say():
@@ -140,6 +142,8 @@ def test_free_keys_need_no_plus():
     ("override", "words"),
     [
         ("model=gpt3", ["model has no option 'gpt3'", "gpt2_xl | gpt_tiny"]),
+        ("scheme=dirct", ["scheme has no option 'dirct'", "did you mean direct?"]),
+        ("scheme=direct,zen", ["scheme.name=direct,zen"]),
         ("experiment=quickstat", ["did you mean quickstart?"]),
         ("compresion=topk99", ["'compresion'", "did you mean compression?"]),
         ("lr=1", ["'lr'", "did you mean training.lr?"]),

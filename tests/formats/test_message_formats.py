@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import (
-    FORMAT_OF_SCHEME,
     MESSAGE_FORMATS,
     CompressionConfig,
     SchemeConfig,
@@ -61,7 +61,10 @@ def test_each_format_carries_the_same(density, smallest):
 
 
 def test_the_names_are_those_of_the_configuration():
-    assert set(FORMAT_CODES) == {*MESSAGE_FORMATS, *FORMAT_OF_SCHEME.values()}
+    assert set(FORMAT_CODES) == {
+        *MESSAGE_FORMATS,
+        *(s.own_format for s in SCHEMES.values() if s.own_format),
+    }
     with pytest.raises(ConfigError, match=r"scheme\.format"):
         SchemeConfig(format="csr")
 

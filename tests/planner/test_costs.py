@@ -15,8 +15,8 @@ import torch
 from megatron_sparse.bench.cost_models import virtual_truth
 from megatron_sparse.bench.cost_models.virtual_truth import Setting, full_size_bytes
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input, over_groups
-from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, SchemeConfig
+from megatron_sparse.collectives import SCHEMES, Input, over_groups, skips_straggler
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import (
@@ -35,7 +35,7 @@ from megatron_sparse.transport import Link
 
 OPTIONS = SchemeConfig()
 NUMEL = 2**17
-PRICED = [name for name in over_groups() if name not in STRAGGLER_SCHEMES]
+PRICED = [name for name in over_groups() if not skips_straggler(name)]
 SPARSE = [name for name in PRICED if SCHEMES[name].takes is Input.SPARSE]
 CASES = [(name, op) for name in PRICED for op in CollectiveOp if op in SCHEMES[name].ops]
 LATENCY, BANDWIDTH = Link(1.0, 0.0), Link(0.0, 1e-9)

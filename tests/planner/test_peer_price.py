@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.config.sparse import CANDIDATES, CompressionConfig, PlannerConfig, SchemeConfig
+from megatron_sparse.collectives import SCHEMES, registry
+from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.ddp import _check_no_windows
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner import Planner
@@ -143,7 +143,7 @@ def test_elsewhere_it_has_no_price(where: ClusterModel) -> None:
 
 
 def test_it_is_a_candidate_only_where_it_is_named_and_has_windows() -> None:
-    assert candidates(None) == [name for name in CANDIDATES if name != NAME]
+    assert candidates(None) == [name for name in registry.candidates() if name != NAME]
     named = candidates(["direct", NAME])
     assert named == ["dense", "direct", NAME]
     assert runnable(named, COO, "cuda", has_windows=False) == ["dense", "direct"]

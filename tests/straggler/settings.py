@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_sparse.config.sparse import STRAGGLER_SCHEMES, StragglerConfig
+from megatron_sparse.collectives import skips_straggler
+from megatron_sparse.config.sparse import StragglerConfig
 
 
 def section_for(scheme: str, rank: int = 0) -> StragglerConfig:
     """A rank pinned for a scheme that must know a straggler; nothing for the others."""
-    if scheme in STRAGGLER_SCHEMES:
+    if skips_straggler(scheme):
         return StragglerConfig(mode="pinned", rank=rank)
     return StragglerConfig()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run.composition import compose
@@ -43,7 +44,7 @@ def test_wrong_values_are_one_error_that_names_the_key(values):
 )
 def test_sections_that_contradict_one_another_are_refused(overrides, words):
     with pytest.raises(ConfigError, match=words):
-        SparseConfig.from_overrides(**overrides)
+        check(SparseConfig.from_overrides(**overrides))
 
 
 @pytest.mark.parametrize("mode", ["persistent", "dynamic"])

@@ -15,11 +15,9 @@ import torch
 
 from megatron_sparse.bench.table import check_arguments
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives import SCHEMES, Input, check, skips_straggler
 from megatron_sparse.config.sparse import (
-    FORMAT_OF_SCHEME,
     MESSAGE_FORMATS,
-    STRAGGLER_SCHEMES,
     SparseConfig,
     StragglerConfig,
 )
@@ -64,19 +62,22 @@ class Case:
             sweep: how the case is run.
             straggler: the rank that is taken for late by schemes that need one.
         """
-        form = "auto" if self.scheme in FORMAT_OF_SCHEME else sweep.message_format
+        known = SCHEMES.get(self.scheme)
+        form = "auto" if known and known.own_format else sweep.message_format
         pinned = None
-        if self.scheme in STRAGGLER_SCHEMES:
+        if skips_straggler(self.scheme):
             pinned = StragglerConfig(mode="pinned", rank=straggler)
-        return SparseConfig.from_overrides(
-            scheme=self.scheme,
-            density=self.density,
-            warmup_iters=0,
-            ramp_iters=0,
-            format=form,
-            timeout_s=sweep.timeout_s,
-            straggler=pinned,
-            capacity=self._capacity(sweep),
+        return check(
+            SparseConfig.from_overrides(
+                scheme=self.scheme,
+                density=self.density,
+                warmup_iters=0,
+                ramp_iters=0,
+                format=form,
+                timeout_s=sweep.timeout_s,
+                straggler=pinned,
+                capacity=self._capacity(sweep),
+            )
         )
 
     def _capacity(self, sweep: Sweep) -> float | None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from megatron_sparse.bench.collectives.sweep import Case, Sweep
 from megatron_sparse.bench.table import check_arguments
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input
-from megatron_sparse.config.sparse import STRAGGLER_SCHEMES
+from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.straggler.critical import dense_split
 from megatron_sparse.transport import Link
@@ -110,9 +109,9 @@ def taken_by_the_rule(like: Case, n: int, delay_s: float, link: Link) -> Case:
 
 def is_dense_baseline(case: Case) -> bool:
     """Whether a case is one that the straggler-aware dense form has to beat."""
-    return SCHEMES[case.scheme].takes is Input.DENSE and case.scheme not in STRAGGLER_SCHEMES
+    return SCHEMES[case.scheme].takes is Input.DENSE and not skips_straggler(case.scheme)
 
 
 def is_sparse_baseline(case: Case) -> bool:
     """Whether a case is one that the straggler-aware sparse form has to beat."""
-    return SCHEMES[case.scheme].takes is Input.SPARSE and case.scheme not in STRAGGLER_SCHEMES
+    return SCHEMES[case.scheme].takes is Input.SPARSE and not skips_straggler(case.scheme)
