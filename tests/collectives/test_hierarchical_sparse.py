@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import Input, over_groups
+from megatron_sparse.collectives import Input, check, over_groups
 from megatron_sparse.collectives.base import POSTED
-from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
 from megatron_sparse.errors import ConfigError, WireFormatError
 from megatron_sparse.formats.message import WIRE_CODES
 from megatron_sparse.transport import ProcessGroupTransport, Topology, VirtualCluster
@@ -61,7 +61,7 @@ def test_every_other_sparse_scheme_can_be_the_inner_one():
     assert set(INNER_SCHEMES) == sparse - {"hierarchical", "straggler_direct"}
     for name in ("dense_ring", "hierarchical", "straggler_direct", "peer_two_shot"):
         with pytest.raises(ConfigError, match=r"scheme\.inner"):
-            SchemeConfig(name="hierarchical", inner=name)
+            check(SparseConfig(scheme=SchemeConfig(name="hierarchical", inner=name)))
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))

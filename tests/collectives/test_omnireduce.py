@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.collectives import check
+from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.header import read_headers
 from megatron_sparse.transport import VirtualCluster
@@ -108,4 +109,4 @@ def test_ranks_with_other_blocks_are_refused():
 )
 def test_a_wrong_parameter_is_one_error(values, words):
     with pytest.raises(ConfigError, match=words):
-        SchemeConfig(**values)
+        check(SparseConfig(scheme=SchemeConfig(**values)))
