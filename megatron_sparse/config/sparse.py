@@ -3,8 +3,8 @@ place where its defaults are.
 
 Every section is a dataclass that checks itself when it is made, so a wrong value is one
 `ConfigError` that names the key, wherever it came from (Hydra, a YAML file, Python).
-`collectives.check` checks the names of schemes, and what depends on the scheme. `config.run` adds the
-keys of a whole training run.
+`collectives.check` checks the names of schemes, and what depends on the scheme.
+`config.run` adds the keys of a whole training run.
 """
 
 from __future__ import annotations
