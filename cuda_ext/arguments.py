@@ -27,7 +27,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls what refuses as the compiled ops do, and makes that an `ExtensionError`."""
+    """Calls a function that refuses as compiled ops do; that becomes an `ExtensionError`."""
     try:
         return op(*arguments)
     except RuntimeError as error:
@@ -80,7 +80,7 @@ def check_device(op: str, name: str, tensor: torch.Tensor) -> str:
 def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None:
     """Refuses anything but ascending int64 offsets from 0 to `numel` on the CPU."""
     check_flat(op, name, offsets, (torch.int64,), device=CPU)
-    # numpy looks at so few numbers in a tenth of torch's time, and this is asked in every step.
+    # numpy looks at so few numbers in a tenth of torch's time, and this check runs in every step.
     table = offsets.numpy()
     if not table.size or table[0] != 0 or table[-1] != numel or (table[1:] < table[:-1]).any():
         raise refusal(
@@ -98,7 +98,7 @@ def check_selection(
     residual_dtypes: tuple[torch.dtype, ...],
     range_offsets: torch.Tensor,
 ) -> int:
-    """Checks what everything that selects takes; returns the number of ranges."""
+    """Checks the arguments that all selecting ops share; returns the number of ranges."""
     numel = grad_N.numel()
     check_flat(op, "grad", grad_N, GRAD_DTYPES)
     if residual_N is not None:

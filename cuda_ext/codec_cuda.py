@@ -40,7 +40,7 @@ def read_report(
 
 
 def check_report(op: str, words: torch.Tensor, segment_offsets: torch.Tensor) -> None:
-    """Refuses what an encoder's report, on the CPU, complains about; see `read_report`."""
+    """Raises the error that an encoder's report, on the CPU, holds, if any; see `read_report`."""
     code, segment, needed, there = words[:STATUS_WORDS].tolist()
     if code == _CAPACITY:
         raise refusal(op, "the output buffer is too small", f"{needed} bytes", there)
@@ -50,15 +50,15 @@ def check_report(op: str, words: torch.Tensor, segment_offsets: torch.Tensor) ->
     if code == _SLOT:
         what = f"the slot of segment {segment} is too small"
         raise refusal(op, what, f"{needed} bytes", there)
-    assert code == 0, f"{op}: the wrapper has checked what status {code} complains about"
+    assert code == 0, f"{op}: the wrapper has ruled out status {code}"
 
 
 def check_status(
     status: torch.Tensor, segment_offsets: torch.Tensor, base: int, acc_numel: int
 ) -> None:
-    """Refuses what a decoder's status, on the CPU, says of the arguments.
+    """Raises the error of the arguments that a decoder's status, on the CPU, holds, if any.
 
-    Of the message it says what the CPU's decoder says.
+    What it says of the message is the same as on the CPU; `refuse_message` raises that.
 
     Raises:
         ExtensionError: the segments do not lie in the accumulator, which is untouched.

@@ -9,8 +9,6 @@ CPU tensors are worked on by torch's own thread pool; results do not depend on t
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from megatron_sparse.cuda_ext import codec_cuda, threshold_torch
@@ -26,11 +24,9 @@ from megatron_sparse.cuda_ext.arguments import (
 from megatron_sparse.cuda_ext.codec_checks import message_capacity, scratch_capacity
 from megatron_sparse.cuda_ext.decode_ops import decode_add_
 from megatron_sparse.cuda_ext.encode_ops import encode, prune_encode
-from megatron_sparse.errors import ConfigError
 
 __all__ = [
     "GRAD_DTYPES",
-    "PRUNE_BACKEND",
     "RESIDUAL_DTYPES",
     "decode_add_",
     "encode",
@@ -42,8 +38,6 @@ __all__ = [
     "supported_isas",
     "threshold_of_samples",
 ]
-
-PRUNE_BACKEND = "MEGATRON_SPARSE_PRUNE"
 
 
 def prune_(
@@ -78,12 +72,10 @@ def prune_(
 
     Returns:
         int64 nnz_R on the gradient's device: stored values that are not zero. No host
-        synchronisation; on CUDA everything is on the current stream, the kernel is Triton's, or
-        the compiled one with MEGATRON_SPARSE_PRUNE=cuda.
+        synchronisation; on CUDA everything is on the current stream, and the kernel is Triton's.
 
     Raises:
         ExtensionError: arguments that do not fit together.
-        ConfigError: MEGATRON_SPARSE_PRUNE is neither triton nor cuda.
 
     Example:
         >>> g, e = torch.tensor([3.0, 1.0]), torch.tensor([0.0, 0.5])
@@ -99,15 +91,10 @@ def prune_(
         return call(
             "prune_", grad_N, residual_N, range_offsets, thresholds_R, leak, wire_dtype, key
         )
-    offsets = codec_cuda.on_device(range_offsets, grad_N.device)
-    backend = os.environ.get(PRUNE_BACKEND, "triton")
-    if backend == "triton":
-        from megatron_sparse.triton_kernels import prune
+    from megatron_sparse.triton_kernels import prune
 
-        return prune.prune_(grad_N, residual_N, offsets, thresholds_R, leak, wire_dtype, key)
-    if backend != "cuda":
-        raise ConfigError(f"{PRUNE_BACKEND} is unknown", expected="triton | cuda", got=backend)
-    return call("prune_", grad_N, residual_N, offsets, thresholds_R, leak, wire_dtype, key)
+    offsets = codec_cuda.on_device(range_offsets, grad_N.device)
+    return prune.prune_(grad_N, residual_N, offsets, thresholds_R, leak, wire_dtype, key)
 
 
 def sample_threshold(

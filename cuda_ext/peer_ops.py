@@ -9,6 +9,9 @@ known to the host.
 Nothing here waits for the device. Errors on the device are left in the error words; `look_at` turns
 them into a typed error once they have been copied to the host.
 
+Longer than 400 lines: layout, domain, call and errors are together the Python side of one header,
+`csrc/peer_launch.h`.
+
 Shape suffixes: N elements of the bucket, S segments, W ranks.
 """
 

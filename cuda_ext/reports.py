@@ -1,9 +1,9 @@
-"""What codec calls report, read on the host once for many of them.
+"""The reports of codec calls, read on the host once for many calls.
 
-A kernel leaves its status in words on the device. Reading them waits for the device, so whoever
-does not need to know before it goes on (capacity mode, whose sizes are fixed) collects them here:
-one copy and one wait for all calls on a bucket. On the CPU nothing is waited for, and the calls are
-looked at in the same place, so that errors do not depend on the device.
+A kernel leaves its status in words on the device. Reading them waits for the device. In capacity
+mode sizes are fixed and callers need not know the status before they go on, so they collect the
+words here: one copy and one wait for all calls on a bucket. On the CPU nothing waits, and the words
+are checked in the same place, so that errors do not depend on the device.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from collections.abc import Callable
 import torch
 
 Look = Callable[[torch.Tensor], None]
-"""Is given a call's words on the CPU; raises what they complain about."""
+"""Takes a call's words on the CPU and raises the error that they hold, if any."""
 
 
 class Reports:
-    """The words of codec calls that nobody has looked at yet, all on one device."""
+    """The words of codec calls that were not checked yet, all on one device."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[torch.Tensor, Look]] = []
         self._statuses: list[torch.Tensor] = []
 
     def add(self, words: torch.Tensor, look: Look, *, is_status: bool = True) -> None:
-        """Takes what a call reports.
+        """Adds the report of a call.
 
         Args:
             words: int64; a status begins with 0 where all is well.
             look: called by `read`, in the order of the calls.
-            is_status: whether they are a status; else numbers that somebody wants to know.
+            is_status: whether the words are a status; else they are results, such as counts.
         """
         self._calls.append((words, look))
         if is_status:
             self._statuses.append(words[:1])
 
     def spoil_(self, records: torch.Tensor) -> None:
-        """Where a call so far has failed, makes records useless to who receives them.
+        """Spoils records for their receivers if any call so far has failed.
 
-        Their first byte becomes 0, which is no record's. Nothing is read on the host.
+        Their first byte becomes 0, with which no record begins. Nothing is read on the host.
 
         Args:
             records: uint8, on the calls' device. Mutated.
@@ -59,10 +59,10 @@ class Reports:
         return HostCopy(calls)
 
     def read(self) -> None:
-        """Looks at all calls; on CUDA this waits for the device, once.
+        """Checks all calls; on CUDA this waits for the device, once.
 
         Raises:
-            MegatronSparseError: the first that a call complains about.
+            MegatronSparseError: the first error of a call.
         """
         self.begin_read().finish()
 
@@ -71,7 +71,7 @@ class HostCopy:
     """Words on their way to the host; a `Work`.
 
     Args:
-        calls: words, and who looks at them.
+        calls: words, and the functions that check them.
     """
 
     def __init__(self, calls: list[tuple[torch.Tensor, Look]]) -> None:
@@ -107,10 +107,10 @@ class HostCopy:
         threading.Thread(target=wait, name="megatron_sparse_report", daemon=True).start()
 
     def finish(self) -> None:
-        """Looks at the words; waits for them if they are not there.
+        """Checks the words; waits for them if they are not there.
 
         Raises:
-            MegatronSparseError: the first that a call complains about.
+            MegatronSparseError: the first error of a call.
         """
         if self._copied is not None:
             self._copied.synchronize()

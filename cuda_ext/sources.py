@@ -48,7 +48,6 @@ ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
 """Instruction sets that kernels_isa.cpp is compiled for: fp32 lanes and flags."""
 CUDA_UNITS = (
     "prune_encode",
-    "prune",
     "encode",
     "decode",
     "hash_bitmap",
@@ -63,7 +62,6 @@ CUDA_UNITS = (
 """The CUDA library's kernels, each a .cu; those that compile longest come first."""
 CUDA_BINDINGS = (
     "prune_encode",
-    "prune",
     "encode",
     "decode",
     "hash_bitmap",

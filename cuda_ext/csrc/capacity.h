@@ -26,7 +26,7 @@ struct Capacity {
   }
 };
 
-// How many of the chunk's values stay; what lies before it was counted without a limit.
+// How many of the chunk's values stay. The values before the chunk were counted without a limit.
 inline int64_t staying(const StageChunk& chunk, const Capacity& capacity) {
   const int64_t left = capacity.of(chunk.segment, INT64_MAX) - chunk.nnz_before;
   return std::clamp(left, int64_t{0}, chunk.nnz);

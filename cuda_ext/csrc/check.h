@@ -24,9 +24,9 @@
 
 namespace megatron_sparse {
 
-// Refuses a call with a complaint that is "what | expected | got" already.
-[[noreturn]] inline void refuse(const std::string& complaint) {
-  throw std::runtime_error(complaint);
+// Refuses a call with an error text that is "what | expected | got" already.
+[[noreturn]] inline void refuse(const std::string& text) {
+  throw std::runtime_error(text);
 }
 
 using torch::headeronly::ScalarType;

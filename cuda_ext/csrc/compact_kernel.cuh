@@ -1,4 +1,4 @@
-// The CUDA encoders' one pass over a bucket: what is kept of it, compacted.
+// The CUDA encoders' one pass over a bucket: compacts what is kept of it.
 //
 // A block takes tiles of 4096 elements by ticket. Its source (encode_kernel.cuh: the gradient;
 // prune_encode_kernel.cuh: gradient + residual, pruned) leaves the tile's elements in shared
@@ -17,8 +17,9 @@
 
 #include "elementwise.h"
 #include "encode_workspace.cuh"
+#include "find_range.cuh"
 #include "lanes.h"
-#include "prune_kernel.cuh"
+#include "raw_type.cuh"
 
 namespace megatron_sparse {
 

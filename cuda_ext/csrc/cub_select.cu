@@ -1,5 +1,6 @@
 // CUB's DeviceSelect as a peer of `bench codecs`: the elements that are not zero, without their
-// indices. Compiled by the benchmark (megatron_sparse/bench/codecs/cub_peer.py), no part of the library.
+// indices. Compiled by the benchmark (megatron_sparse/bench/codecs/cub_peer.py), no part of the
+// library.
 #include <cub/device/device_select.cuh>
 
 namespace {

@@ -12,7 +12,7 @@ namespace megatron_sparse {
 namespace {
 
 Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& segment_offsets,
-                      int64_t value_dtype, int64_t epoch, int64_t base, bool fresh,
+                      int64_t value_dtype, int64_t step, int64_t base, bool fresh,
                       std::optional<Tensor> slots) {
   check_vector(acc, "decode_add_: acc", ScalarType::Float, -1);
   check_vector(message, "decode_add_: message", ScalarType::Byte, -1);
@@ -34,7 +34,7 @@ Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& se
   const Expected expected = {offsets,
                              segment_count,
                              static_cast<int>(value_dtype),
-                             static_cast<uint32_t>(epoch),
+                             static_cast<uint32_t>(step),
                              base,
                              check_slots(slots, segment_count, "decode_add_: slots")};
   const Status status = decode_records(

@@ -1,7 +1,7 @@
 // decode_add_ on CUDA: checks, device, stream, launch. Its schema is library.cpp's.
 //
-// segment_offsets lies on the device, and the status stays there: reading it is the caller's
-// synchronisation.
+// segment_offsets lies on the device, and the status stays there: the caller waits for the device
+// when it reads it.
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -16,7 +16,7 @@ namespace megatron_sparse {
 namespace {
 
 Tensor decode_add_cuda(const Tensor& acc, const Tensor& message, const Tensor& segment_offsets,
-                       int64_t value_dtype, int64_t epoch, int64_t base, bool fresh,
+                       int64_t value_dtype, int64_t step, int64_t base, bool fresh,
                        std::optional<Tensor> slots) {
   check_vector(acc, "decode_add_: acc", ScalarType::Float, -1);
   check_vector(message, "decode_add_: message", ScalarType::Byte, -1);
@@ -54,7 +54,7 @@ Tensor decode_add_cuda(const Tensor& acc, const Tensor& message, const Tensor& s
       {static_cast<float*>(acc.mutable_data_ptr()), acc.numel(),
        static_cast<const uint8_t*>(message.const_data_ptr()), message.numel(),
        static_cast<const int64_t*>(segment_offsets.const_data_ptr()), segment_count, base,
-       static_cast<int>(value_dtype), static_cast<uint32_t>(epoch), fresh,
+       static_cast<int>(value_dtype), static_cast<uint32_t>(step), fresh,
        workspace.mutable_data_ptr(), static_cast<int64_t*>(status.mutable_data_ptr()), slot},
       stream);
   STD_CUDA_KERNEL_LAUNCH_CHECK();

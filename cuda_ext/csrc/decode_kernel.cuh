@@ -237,8 +237,8 @@ __device__ __forceinline__ void add_block(float* acc, const Unit& unit,
 }
 
 // Says what the checks found, in the first block's first thread.
-__device__ inline void write_complaint(const DecodeArguments& call, const DecodeWorkspace& work,
-                                       unsigned long long wrong) {
+__device__ inline void write_entry_error(const DecodeArguments& call, const DecodeWorkspace& work,
+                                         unsigned long long wrong) {
   const int64_t segment = static_cast<int64_t>(wrong >> 33);
   const int64_t entry = static_cast<int64_t>(wrong >> 1 & 0xffffffffu);
   const bool beyond_numel = wrong & 1;
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
   __shared__ TileWords tiles[kDecodeWarps];
   const unsigned long long wrong = *work.wrong;
   if (wrong != kNothingWrong) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) write_complaint(call, work, wrong);
+    if (blockIdx.x == 0 && threadIdx.x == 0) write_entry_error(call, work, wrong);
     return;
   }
   const int64_t unit_count = work.unit_begin[call.segment_count];

@@ -14,7 +14,7 @@ enum DecodeField : int64_t {
   kDecodeFormat,
   kDecodeDtype,
   kDecodeFlags,
-  kDecodeEpoch,
+  kDecodeStep,
   kDecodeOffset,
   kDecodeNumel,
   kDecodeNnz,
@@ -43,7 +43,7 @@ struct DecodeArguments {
   int64_t segment_count;
   int64_t base;  // acc's first element in the bucket
   int value_dtype;
-  uint32_t epoch;
+  uint32_t step;
   bool fresh;       // take the segments' part of acc for zero, whatever it holds
   void* workspace;  // 256-byte aligned
   int64_t* status;  // [4], written
@@ -54,16 +54,17 @@ struct DecodeArguments {
 
 int64_t decode_workspace_bytes(int64_t segment_count);
 
-// Launches on `stream` (a cudaStream_t) and returns at once; the launches' error is the caller's to
-// read with cudaGetLastError.
+// Launches on `stream` (a cudaStream_t) and returns at once; the caller reads the launches' error
+// with cudaGetLastError.
 void launch_decode_add(const DecodeArguments& arguments, void* stream);
 
-// Whether the messages of a call meet in acc.
+// Whether the messages of a call add to the same elements of acc.
 enum class DecodeParts { kTheSame, kApart };
 
 // Several messages, each with a workspace and a status of its own and of one value_dtype. Where
-// they meet they are added in this order. All are walked together and checked together, and added
-// together where they lie apart: walking takes the device as long for many as for one.
+// they add to the same elements they do so in this order. All are walked together and checked
+// together, and added together where their elements differ: walking takes the device as long for
+// many as for one.
 void launch_decode_add_all(const DecodeArguments* calls, int64_t count, DecodeParts parts,
                            void* stream);
 

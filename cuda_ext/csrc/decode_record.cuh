@@ -24,38 +24,39 @@ struct DecodeRecord {
   uint8_t kind;
 };
 
-struct Complaint {
+struct FieldError {
   bool wrong;
   int64_t field;
   int64_t value;
 };
 
-__device__ __forceinline__ Complaint complain(DecodeField field, uint64_t value) {
+__device__ __forceinline__ FieldError field_error(DecodeField field, uint64_t value) {
   return {true, field, static_cast<int64_t>(value)};
 }
 
 // Checks one record and, if nothing is wrong, describes it. `available` counts from the header's
 // end to that of the record's slot or, without slots, the message's.
-__device__ inline Complaint check_record(const DecodeArguments& call, int64_t segment, int64_t at,
-                                         DecodeRecord& record) {
+__device__ inline FieldError check_record(const DecodeArguments& call, int64_t segment, int64_t at,
+                                          DecodeRecord& record) {
   const int64_t slot_end = call.slots != nullptr ? call.slots[segment + 1] : call.message_bytes;
   const int64_t available = slot_end - at - kHeaderBytes;
-  if (available < 0) return complain(kDecodeSize, static_cast<uint64_t>(slot_end));
+  if (available < 0) return field_error(kDecodeSize, static_cast<uint64_t>(slot_end));
   const Header header = *reinterpret_cast<const Header*>(call.message + at);
   const int64_t offset = call.segment_offsets[segment];
   const int64_t numel = call.segment_offsets[segment + 1] - offset;
   const int64_t value_bytes = dtype_bytes(call.value_dtype);
-  if (header.magic != kMagic) return complain(kDecodeMagic, header.magic);
-  if (header.version != kVersion) return complain(kDecodeVersion, header.version);
-  if (header.checksum != checksum_of(header)) return complain(kDecodeChecksum, header.checksum);
-  if (header.format > kFormatBlocks) return complain(kDecodeFormat, header.format);
-  if (header.dtype != call.value_dtype) return complain(kDecodeDtype, header.dtype);
+  if (header.magic != kMagic) return field_error(kDecodeMagic, header.magic);
+  if (header.version != kVersion) return field_error(kDecodeVersion, header.version);
+  if (header.checksum != checksum_of(header)) return field_error(kDecodeChecksum, header.checksum);
+  if (header.format > kFormatBlocks) return field_error(kDecodeFormat, header.format);
+  if (header.dtype != call.value_dtype) return field_error(kDecodeDtype, header.dtype);
   const uint8_t flags_known = header.format == kFormatPici ? kFlagLinear : 0;
-  if ((header.flags & ~flags_known) != 0) return complain(kDecodeFlags, header.flags);
-  if (header.epoch != call.epoch) return complain(kDecodeEpoch, header.epoch);
-  if (header.offset != static_cast<uint64_t>(offset)) return complain(kDecodeOffset, header.offset);
-  if (header.numel != static_cast<uint64_t>(numel)) return complain(kDecodeNumel, header.numel);
-  if (header.nnz > header.numel) return complain(kDecodeNnz, header.nnz);
+  if ((header.flags & ~flags_known) != 0) return field_error(kDecodeFlags, header.flags);
+  if (header.step != call.step) return field_error(kDecodeStep, header.step);
+  if (header.offset != static_cast<uint64_t>(offset))
+    return field_error(kDecodeOffset, header.offset);
+  if (header.numel != static_cast<uint64_t>(numel)) return field_error(kDecodeNumel, header.numel);
+  if (header.nnz > header.numel) return field_error(kDecodeNnz, header.nnz);
 
   record.payload = call.message + at + kHeaderBytes;
   record.numel = numel;
@@ -67,27 +68,28 @@ __device__ inline Complaint check_record(const DecodeArguments& call, int64_t se
   const uint64_t announced = header.payload_bytes;
   if (record.kind == kKindBlocks) {
     // The sub-header says how long the record is: it must be there before it is read.
-    if (announced < kBlocksSubheader) return complain(kDecodePayloadBytes, announced);
-    if (available < kBlocksSubheader) return complain(kDecodeSize, available);
+    if (announced < kBlocksSubheader) return field_error(kDecodePayloadBytes, announced);
+    if (available < kBlocksSubheader) return field_error(kDecodeSize, available);
     const uint4 subheader = *reinterpret_cast<const uint4*>(record.payload);
     record.block_size = subheader.x;
     record.blocks = subheader.y;
     if (subheader.x == 0 || subheader.z != 0 || subheader.w != 0) {
-      return complain(kDecodeBlockSize, subheader.x);
+      return field_error(kDecodeBlockSize, subheader.x);
     }
     // As many as the segment has, so that the sizes below cannot overflow.
     const int64_t most = (numel + record.block_size - 1) / record.block_size;
     if (record.blocks > most || record.nnz > record.blocks * record.block_size) {
-      return complain(kDecodeBlockCount, subheader.y);
+      return field_error(kDecodeBlockCount, subheader.y);
     }
     record.units_per_block = (record.block_size + kUnitEntries - 1) / kUnitEntries;
   }
   record.sections =
       sections_of(record.kind, numel, record.nnz, record.blocks, record.block_size, value_bytes);
   if (announced != static_cast<uint64_t>(record.sections.payload)) {
-    return complain(kDecodePayloadBytes, announced);
+    return field_error(kDecodePayloadBytes, announced);
   }
-  if (record.sections.payload > available) return complain(kDecodeSize, kHeaderBytes + available);
+  if (record.sections.payload > available)
+    return field_error(kDecodeSize, kHeaderBytes + available);
   return {false, 0, 0};
 }
 

@@ -62,7 +62,7 @@ Status check_record(const Header& header, const uint8_t* payload, int64_t availa
   if (header.dtype != expected.value_dtype) return wrong(kFieldDtype, header.dtype);
   const uint8_t known_flags = header.format == kFormatPici ? kFlagLinear : 0;
   if ((header.flags & ~known_flags) != 0) return wrong(kFieldFlags, header.flags);
-  if (header.epoch != expected.epoch) return wrong(kFieldEpoch, header.epoch);
+  if (header.step != expected.step) return wrong(kFieldStep, header.step);
   if (header.offset != static_cast<uint64_t>(offset)) return wrong(kFieldOffset, header.offset);
   if (header.numel != static_cast<uint64_t>(numel)) return wrong(kFieldNumel, header.numel);
   if (header.nnz > header.numel) return wrong(kFieldNnz, header.nnz);
@@ -158,7 +158,7 @@ Status check_blocks(const DecodeChunk& chunk, int64_t value_bytes) {
   return {};
 }
 
-// The elements of the segment that the chunk answers for: up to the next chunk's first one.
+// The elements of the segment that the chunk covers: up to the next chunk's first one.
 struct Span {
   int64_t begin;
   int64_t end;
@@ -231,7 +231,7 @@ Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected
     const Status status = check_record(header, message + at, end - at, expected, chunk);
     if (status.wrong) return status;
     const int64_t step = step_of(chunk);
-    // A record without units has one chunk all the same, which answers for the whole segment.
+    // A record without units still has one chunk, which covers the whole segment.
     do {
       chunk.end = std::min(chunk.begin + step, chunk.units);
       chunks.push_back(chunk);

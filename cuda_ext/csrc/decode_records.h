@@ -24,7 +24,7 @@ enum Field : int64_t {
   kFieldFormat,
   kFieldDtype,
   kFieldFlags,
-  kFieldEpoch,
+  kFieldStep,
   kFieldOffset,
   kFieldNumel,
   kFieldNnz,
@@ -49,7 +49,7 @@ struct Expected {
   const int64_t* offsets;
   int64_t segment_count;
   int value_dtype;
-  uint32_t epoch;
+  uint32_t step;
   int64_t base;  // the bucket's element that the accumulator begins with
   // Where the records begin, and the end of the last one's place; null for back to back. What lies
   // behind a record in its place is not looked at.

@@ -93,12 +93,11 @@ __global__ void __launch_bounds__(kWalkThreads)
     status[3] = call.segment_offsets[first_outside + 1];
   } else if (first_wrong != 0xffffffffu) {
     DecodeRecord unused;
-    const Complaint complaint =
-        check_record(call, first_wrong, work.header_at[first_wrong], unused);
+    const FieldError error = check_record(call, first_wrong, work.header_at[first_wrong], unused);
     status[0] = kDecodeMessage;
     status[1] = first_wrong;
-    status[2] = complaint.field;
-    status[3] = complaint.value;
+    status[2] = error.field;
+    status[3] = error.value;
   } else if (walked < call.segment_count || end != call.message_bytes) {
     status[0] = kDecodeMessage;
     status[1] = call.slots == nullptr ? walked : call.segment_count;

@@ -13,7 +13,7 @@ namespace megatron_sparse {
 namespace {
 
 Tensor encode_cpu(const Tensor& grad, const Tensor& segment_offsets, const Tensor& segment_dense,
-                  const Tensor& nnz, int64_t value_dtype, int64_t epoch, const Tensor& out,
+                  const Tensor& nnz, int64_t value_dtype, int64_t step, const Tensor& out,
                   const Tensor& scratch, int64_t kind, int64_t block_size,
                   std::optional<Tensor> slots) {
   check_flat(grad, "encode: grad");
@@ -21,13 +21,13 @@ Tensor encode_cpu(const Tensor& grad, const Tensor& segment_offsets, const Tenso
            "all on the CPU", "another");
   const int grad_dtype = dtype_code(grad, "encode: grad");
   const EncodeRequest request = check_encode("encode", grad.numel(), segment_offsets, segment_dense,
-                                             value_dtype, epoch, out, scratch, kind, block_size);
+                                             value_dtype, step, out, scratch, kind, block_size);
   check_vector(nnz, "encode: nnz", ScalarType::Long, request.segment_count);
   const int64_t* counts = static_cast<const int64_t*>(nnz.const_data_ptr());
   const int64_t* offsets = request.offsets;
 
-  // Blocks are known only when the gradient was looked at; until then a record that could be one
-  // is.
+  // The number of blocks is known only after the pass over the gradient; until then every record
+  // that could be of blocks counts as one.
   std::vector<SegmentCount> found(request.segment_count);
   for (int64_t s = 0; s < request.segment_count; ++s) {
     const int64_t numel = offsets[s + 1] - offsets[s];
@@ -74,7 +74,7 @@ Tensor encode_cpu(const Tensor& grad, const Tensor& segment_offsets, const Tenso
   if (slot != nullptr) used = slot[request.segment_count];
   MS_CHECK(used <= out.numel(), "encode: the output buffer is too small", used << " bytes",
            out.numel());
-  start_records(records, static_cast<int>(value_dtype), static_cast<uint32_t>(epoch),
+  start_records(records, static_cast<int>(value_dtype), static_cast<uint32_t>(step),
                 static_cast<uint8_t*>(out.mutable_data_ptr()), slot);
   torch::stable::parallel_for(0, chunk_count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {

@@ -20,13 +20,13 @@ struct EncodeRequest {
 };
 
 inline EncodeRequest check_encode(const char* op, int64_t numel, const Tensor& segment_offsets,
-                                  const Tensor& segment_dense, int64_t value_dtype, int64_t epoch,
+                                  const Tensor& segment_dense, int64_t value_dtype, int64_t step,
                                   const Tensor& out, const Tensor& scratch, int64_t kind,
                                   int64_t block_size) {
   const auto name = [op](const char* what) { return std::string(op) + ": " + what; };
   MS_CHECK(out.is_cpu() && segment_dense.is_cpu() && scratch.is_cpu(),
            name("a tensor is on the wrong device"), "all on the CPU", "another");
-  MS_CHECK(epoch >= 0, name("epoch is out of range"), "0 or more", epoch);
+  MS_CHECK(step >= 0, name("step is out of range"), "0 or more", step);
   check_dtype_code(value_dtype, name("value_dtype").c_str());
   check_vector(segment_dense, name("segment_dense").c_str(), ScalarType::Byte, -1);
   const int64_t segment_count = segment_dense.numel();

@@ -18,7 +18,7 @@ struct EncodeRequest {
   const Tensor& segment_offsets;
   const Tensor& segment_formats;
   int64_t value_dtype;
-  int64_t epoch;
+  int64_t step;
   int64_t block_size;
   const Tensor& out;
   std::optional<Tensor> slots;
@@ -39,7 +39,7 @@ inline void check_encode(const EncodeRequest& r) {
   // The contents of these two are on the device; the kernels check them and set the status.
   check_vector(r.segment_formats, "encode: segment_formats", ScalarType::Byte, -1);
   check_vector(r.segment_offsets, "encode: segment_offsets", ScalarType::Long, segment_count + 1);
-  MS_CHECK(r.epoch >= 0, "encode: epoch is out of range", "0 or more", r.epoch);
+  MS_CHECK(r.step >= 0, "encode: step is out of range", "0 or more", r.step);
   check_vector(r.out, "encode: out", ScalarType::Byte, -1);
   MS_CHECK(reinterpret_cast<uintptr_t>(r.out.const_data_ptr()) % 16 == 0,
            "encode: out is not aligned", "an address that 16 divides", "another");
@@ -79,7 +79,7 @@ Tensor run_encoder(const EncodeRequest& r, Launch launch) {
       static_cast<const int64_t*>(r.segment_offsets.const_data_ptr()),
       static_cast<const uint8_t*>(r.segment_formats.const_data_ptr()),
       segment_count,
-      static_cast<uint32_t>(r.epoch),
+      static_cast<uint32_t>(r.step),
       r.block_size,
       static_cast<uint8_t*>(r.out.mutable_data_ptr()),
       r.out.numel(),

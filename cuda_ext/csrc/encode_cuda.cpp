@@ -7,10 +7,10 @@ namespace megatron_sparse {
 namespace {
 
 Tensor encode_records_cuda(const Tensor& grad, const Tensor& segment_offsets,
-                           const Tensor& segment_formats, int64_t value_dtype, int64_t epoch,
+                           const Tensor& segment_formats, int64_t value_dtype, int64_t step,
                            int64_t block_size, const Tensor& out, std::optional<Tensor> slots) {
   const EncodeRequest request = {
-      grad, segment_offsets, segment_formats, value_dtype, epoch, block_size, out, slots, {}};
+      grad, segment_offsets, segment_formats, value_dtype, step, block_size, out, slots, {}};
   check_encode(request);
   torch::stable::accelerator::DeviceGuard guard(grad.get_device_index());
   return run_encoder(request, launch_encode);
@@ -22,7 +22,7 @@ Tensor encode_records_cuda(const Tensor& grad, const Tensor& segment_offsets,
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
   m.def(
       "encode_records(Tensor grad, Tensor segment_offsets, Tensor segment_formats, "
-      "int value_dtype, int epoch, int block_size, Tensor(a!) out, Tensor? slots=None) "
+      "int value_dtype, int step, int block_size, Tensor(a!) out, Tensor? slots=None) "
       "-> Tensor");
 }
 

@@ -3,8 +3,6 @@
 
 #include <cstdint>
 
-#include "prune_launch.h"
-
 namespace megatron_sparse {
 
 // What goes wrong on the device: status[0].
@@ -25,7 +23,7 @@ struct EncodeArguments {
   const int64_t* segment_offsets;  // [segment_count + 1]
   const uint8_t* segment_kinds;    // [segment_count], RecordKind
   int64_t segment_count;
-  uint32_t epoch;
+  uint32_t step;
   int64_t block_size;      // of blocks: a power of two in [64, 4096]; 0 where none is asked for
   uint8_t* out;            // 16-byte aligned
   int64_t capacity;        // bytes of `out`
@@ -40,14 +38,24 @@ struct EncodeArguments {
   const int64_t* most_nnz;
 };
 
+// What prune_encode does before it encodes. All pointers are on the device.
+struct PruneArguments {
+  void* residual;                // changed
+  const int64_t* range_offsets;  // [range_count + 1]
+  const float* thresholds;       // [range_count]
+  int64_t range_count;
+  float leak;
+  int64_t key;  // of the random bits; negative for rounding to nearest
+  int residual_dtype;
+};
+
 int64_t encode_workspace_bytes(const EncodeArguments& arguments);
 
 // Encode what is not zero in the gradient. Launches on `stream` (a cudaStream_t) and returns at
-// once; the launches' error is the caller's to read with cudaGetLastError.
+// once; the caller reads the launches' error with cudaGetLastError.
 void launch_encode(const EncodeArguments& arguments, void* stream);
 
-// The same for the pruned gradient + residual: `prune` gives residual, ranges, thresholds, leak,
-// key and dtypes (its grad and nnz are not used); the gradient is left alone.
+// The same for the pruned gradient + residual; the gradient is left alone.
 void launch_prune_encode(const EncodeArguments& arguments, const PruneArguments& prune,
                          void* stream);
 

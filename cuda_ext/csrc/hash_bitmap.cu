@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kBitmapThreads, 4)
   }
 }
 
-// The words of a tile that this lane sees to; zeros behind the last.
+// The words of a tile that this lane handles; zeros behind the last.
 __device__ __forceinline__ int load_lane_words(const BitmapArguments& call, int64_t tile,
                                                uint32_t words[kLaneWords]) {
   const int64_t word_count = 2 * ((call.positions + 63) / 64);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kBitmapThreads, 4)
   }
 }
 
-// What is wrong with the bitmap, now that it was counted; the first thread says so.
+// Decides, after the count, what is wrong with the bitmap; the first thread writes it.
 __device__ __forceinline__ bool bitmap_fits(const BitmapArguments& call,
                                             const BitmapWorkspace& work, int64_t tiles) {
   const int64_t counted = prefix_after(work.states, tiles - 1);
@@ -242,7 +242,7 @@ int64_t bitmap_workspace_bytes(int64_t positions) {
   return lay_out_bitmap(nullptr, positions).bytes;
 }
 
-void launch_bitmap_pack(const BitmapPackArguments& call, void* stream_pointer) {
+void launch_hash_bitmap_pack(const BitmapPackArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const BitmapWorkspace work = lay_out_bitmap(call.workspace, call.positions);
   cudaMemsetAsync(work.states, 0, static_cast<size_t>(work.zeroed_bytes), stream);
@@ -258,7 +258,7 @@ void launch_bitmap_pack(const BitmapPackArguments& call, void* stream_pointer) {
   }
 }
 
-void launch_bitmap_add(const BitmapArguments& call, void* stream_pointer) {
+void launch_hash_bitmap_add(const BitmapArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const BitmapWorkspace work = lay_out_bitmap(call.workspace, call.positions);
   launch_checks(call, work, stream);
@@ -272,7 +272,7 @@ void launch_bitmap_add(const BitmapArguments& call, void* stream_pointer) {
   }
 }
 
-void launch_bitmap_elements(const BitmapArguments& call, void* stream_pointer) {
+void launch_hash_bitmap_elements(const BitmapArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const BitmapWorkspace work = lay_out_bitmap(call.workspace, call.positions);
   launch_checks(call, work, stream);

@@ -1,6 +1,6 @@
 // The hash bitmap on CUDA: checks, device, stream, launch. Its schemas are hash_bitmap.cpp's.
 //
-// Status and nnz stay on the device: reading them is the caller's synchronisation.
+// Status and nnz stay on the device: the caller waits for the device when it reads them.
 #include "cuda_binding.h"
 #include "hash_check.h"
 #include "hash_launch.h"
@@ -22,7 +22,7 @@ Tensor hash_bitmap_pack_cuda(const Tensor& values, const Tensor& words, const Te
   torch::stable::accelerator::DeviceGuard guard(values.get_device_index());
   const Tensor nnz = new_words(values, 1);
   const Tensor workspace = new_workspace(values, bitmap_workspace_bytes(positions));
-  launch_bitmap_pack(
+  launch_hash_bitmap_pack(
       {values.const_data_ptr(), dtype, positions, static_cast<uint32_t*>(words.mutable_data_ptr()),
        packed.mutable_data_ptr(), words_of(nnz), workspace.mutable_data_ptr()},
       current_stream(values));
@@ -30,7 +30,7 @@ Tensor hash_bitmap_pack_cuda(const Tensor& values, const Tensor& words, const Te
   return nnz;
 }
 
-// What both readers are given; checks it and fills in all but the outputs.
+// Checks the arguments that both readers share, and fills in all but the outputs.
 BitmapArguments check_bitmap(const Tensor& words, int64_t nnz, int64_t numel, int64_t partition,
                              int64_t partitions, int64_t seed,
                              const std::optional<Tensor>& index_set, const char* op) {
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor> hash_bitmap_elements_cuda(const Tensor& words, int64_
   call.elements = words_of(elements);
   call.status = words_of(status);
   call.workspace = workspace.mutable_data_ptr();
-  launch_bitmap_elements(call, current_stream(words));
+  launch_hash_bitmap_elements(call, current_stream(words));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {elements, status};
 }
@@ -96,7 +96,7 @@ Tensor hash_bitmap_add_cuda(const Tensor& acc, const Tensor& words, const Tensor
   call.acc = static_cast<float*>(acc.mutable_data_ptr());
   call.status = words_of(status);
   call.workspace = workspace.mutable_data_ptr();
-  launch_bitmap_add(call, current_stream(acc));
+  launch_hash_bitmap_add(call, current_stream(acc));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return status;
 }

@@ -1,9 +1,8 @@
 // The launchers of ZEN's hashing on CUDA, between nvcc (no torch) and the bindings.
 //
 // All pointers of the arguments are on the device; workspaces are 256-byte aligned. Launches go to
-// `stream` (a cudaStream_t) and return at once; their error is the caller's to read with
-// cudaGetLastError. What the kernels find wrong is a position in a status word, kNothingFound where
-// there is nothing, and the caller's to read too.
+// `stream` (a cudaStream_t) and return at once; the caller reads their error with cudaGetLastError.
+// A status word holds the position of what is wrong, or kNothingFound; the caller reads it, too.
 #pragma once
 
 #include <cstdint>
@@ -101,12 +100,12 @@ enum BitmapField : int64_t { kFits = 0, kFieldNnz = 1, kFieldBitmap = 2, kFieldI
 
 int64_t bitmap_workspace_bytes(int64_t positions);
 
-void launch_bitmap_pack(const BitmapPackArguments& arguments, void* stream);
+void launch_hash_bitmap_pack(const BitmapPackArguments& arguments, void* stream);
 
 // Adds the values to their elements of acc; acc is untouched unless the bitmap fits.
-void launch_bitmap_add(const BitmapArguments& arguments, void* stream);
+void launch_hash_bitmap_add(const BitmapArguments& arguments, void* stream);
 
 // Writes the elements of the set bits by position; -1 everywhere unless the bitmap fits.
-void launch_bitmap_elements(const BitmapArguments& arguments, void* stream);
+void launch_hash_bitmap_elements(const BitmapArguments& arguments, void* stream);
 
 }  // namespace megatron_sparse

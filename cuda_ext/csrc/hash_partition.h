@@ -1,6 +1,6 @@
 // h0 of ZEN (Algorithm 1): which of n partitions an element of a segment belongs to.
 //
-// Two hashes, both a pure function of (seed, element), so all ranks agree without a word:
+// Two hashes, both a pure function of (seed, element), so all ranks agree without communication:
 //
 //   permutation (ours): a keyed bijection of [0, numel). Partition p is the p-th of n equal blocks
 //     of permuted positions, so (element) <-> (partition, position) costs O(1) memory both ways.

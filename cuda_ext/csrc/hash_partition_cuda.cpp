@@ -1,8 +1,8 @@
 // The partition hash, the stable partition and Algorithm 1 on CUDA: checks, device, stream, launch.
 //
 // Each call waits for its launches and reads a few words: what they found out of range.
-#include "complaints.h"
 #include "cuda_binding.h"
+#include "error_text.h"
 #include "hash_check.h"
 #include "hash_launch.h"
 
@@ -13,7 +13,7 @@ namespace {
 void check_found(int64_t found, const int64_t* entries, int64_t limit, const char* name,
                  void* stream) {
   if (found == kNothingFound) return;
-  refuse(entry_refusal(name, found, limit, read_words(entries + found, 1, stream)[0]));
+  refuse(entry_error_text(name, found, limit, read_words(entries + found, 1, stream)[0]));
 }
 
 Tensor map_entries(HashMap map, const Tensor& entries, int64_t numel, int64_t partitions,

@@ -82,7 +82,7 @@ __device__ __forceinline__ void count_digits(const SplitPass& pass, int64_t tile
   __syncwarp();
   const WarpRange range = warp_range(pass, tile);
   for (int64_t at = range.begin; at < range.end; at += 32) {
-    // Lanes past the end meet in a digit that there is not.
+    // Lanes past the end share a digit that no entry has.
     const bool inside = at + lane < range.end;
     const unsigned digit = inside ? pass.digit(pass.entry(at + lane)) : kDigits;
     const unsigned peers = __match_any_sync(kAllLanes, digit);

@@ -1,4 +1,5 @@
-// The 48-byte header of a record; megatron_sparse/formats/header.py is the same in Python.
+// The 48-byte header of a record; megatron_sparse/formats/header.py and wire.py are the
+// same in Python.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ struct Header {
   uint64_t nnz;
   uint64_t payload_bytes;
   uint64_t offset;
-  uint32_t epoch;
+  uint32_t step;
   uint32_t checksum;  // CRC-32 of the bytes before it
 };
 static_assert(sizeof(Header) == 48, "the wire format has no compiler padding");

@@ -14,16 +14,16 @@ STABLE_TORCH_LIBRARY(megatron_sparse, m) {
       "int samples, Tensor keys) -> Tensor");
   m.def(
       "encode(Tensor grad, Tensor segment_offsets, Tensor segment_dense, Tensor nnz, "
-      "int value_dtype, int epoch, Tensor(a!) out, Tensor(b!) scratch, int kind, int block_size, "
+      "int value_dtype, int step, Tensor(a!) out, Tensor(b!) scratch, int kind, int block_size, "
       "Tensor? slots=None) -> Tensor");
   m.def(
       "prune_encode(Tensor grad, Tensor(a!) residual, Tensor range_offsets, Tensor thresholds, "
       "Tensor segment_offsets, Tensor segment_dense, float leak, int wire_dtype, int key, "
-      "int epoch, Tensor(b!) out, Tensor(c!) scratch, int kind, int block_size, "
+      "int step, Tensor(b!) out, Tensor(c!) scratch, int kind, int block_size, "
       "Tensor? capacity=None, Tensor? slots=None) -> (Tensor, Tensor)");
   m.def(
       "decode_add_(Tensor(a!) acc, Tensor message, Tensor segment_offsets, int value_dtype, "
-      "int epoch, int base, bool fresh=False, Tensor? slots=None) -> Tensor");
+      "int step, int base, bool fresh=False, Tensor? slots=None) -> Tensor");
   m.def("supported_isas() -> str");
 }
 

@@ -1,5 +1,5 @@
 // Capacity on CUDA, between compaction and placing: what a segment has staged beyond the most that
-// it may send is taken back. capacity.h says by what rule; the bits are the CPU's.
+// it may send is taken back. capacity.h has the rule; the result has the same bits as the CPU's.
 //
 // A warp takes one tile after the other. Bytes: two prefixes a tile and, where a segment has too
 // many, 1/8 an element of bits read and written, and value and residual of what goes back.
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kLimitThreads, 4)
       for (; left != 0; left &= left - 1, ++k) {
         const int64_t at = begin + 32 * w + __ffs(static_cast<int>(left)) - 1;
         if (give_back<VALUE, RESIDUAL>(call, at, values[staged + k])) continue;
-        // Whoever writes here writes the same.
+        // All threads that write here write the same value.
         if (most > 0) {
           values[first_value + most - 1] = raw_nan<VALUE>();
         } else {

@@ -1,5 +1,5 @@
 // The sparse sum of a bucket over NCCL: `direct` and `agsparse` with messages of fixed size, queued
-// without a word to the host in between.
+// without the host in between.
 //
 // Shards go to their owners in one group of sends and receives; the owner adds them in rank order,
 // encodes the sum once and sends it to everyone in another. Launches for up to 16 ranks: 3 and one
@@ -18,8 +18,8 @@ namespace {
 
 constexpr int kSpoilThreads = 32;
 
-// Where anything has failed so far, makes records useless to who receives them: their first byte
-// becomes 0, which is no record's.
+// If anything has failed so far, spoils the records for their receivers: the first byte becomes 0,
+// with which no record begins.
 __global__ void spoil_kernel(const int64_t* earlier, int64_t earlier_count, const int64_t* statuses,
                              int64_t status_count, uint8_t* records) {
   bool failed = false;
@@ -44,8 +44,8 @@ int64_t entry(const NcclSum& sum, const NcclShard& shard) {
   return shard.first_segment + (&shard - sum.shards);
 }
 
-uint32_t sum_epoch(const NcclSum& sum, const NcclShard& shard) {
-  return static_cast<uint32_t>(sum.sum_epochs[&shard - sum.shards]);
+uint32_t sum_step(const NcclSum& sum, const NcclShard& shard) {
+  return static_cast<uint32_t>(sum.sum_steps[&shard - sum.shards]);
 }
 
 int64_t encoder_report_words(const NcclShard& shard) {
@@ -62,7 +62,7 @@ EncodeArguments encoder_of(const NcclSum& sum) {
           sum.tables.shard_offsets + entry(sum, own),
           sum.tables.segment_kinds + own.first_segment,
           own.segment_count,
-          sum_epoch(sum, own),
+          sum_step(sum, own),
           0,
           sum.sums + own.sum_begin,
           own.sum_bytes,
@@ -83,12 +83,12 @@ int in_one_group(const NcclSum& sum, Add add) {
   for (int step = 1; step < sum.world && result == kNcclSuccess; ++step) {
     result = add((sum.rank + step) % sum.world);
   }
-  // A group that was begun must be ended, whatever became of it.
+  // A group must be ended once it was begun, even after an error.
   const int ended = sum.nccl.group_end();
   return result != kNcclSuccess ? result : ended;
 }
 
-// No message without bytes: NCCL would make one of it all the same.
+// Empty messages are skipped: NCCL would send them.
 int exchange(const NcclSum& sum, int peer, const uint8_t* from, int64_t send_bytes, uint8_t* into,
              int64_t receive_bytes, void* stream) {
   int result = kNcclSuccess;
@@ -159,7 +159,7 @@ class Queue {
       calls.push_back({sum_.acc + own_.begin, own_.numel,
                        is_own ? sum_.message + own_.message_begin : received_from(rank),
                        own_.message_bytes, sum_.tables.segment_offsets + own_.first_segment,
-                       own_.segment_count, own_.begin, sum_.value_dtype, sum_.epoch, rank == 0,
+                       own_.segment_count, own_.begin, sum_.value_dtype, sum_.step, rank == 0,
                        memory.take<uint8_t>(decode_workspace_bytes(own_.segment_count)),
                        sum_.report + kStatusWords * rank,
                        sum_.tables.message_slots + entry(sum_, own_)});
@@ -188,7 +188,7 @@ class Queue {
       const NcclShard& shard = shard_of(sum_, rank);
       calls.push_back({sum_.acc + shard.begin, shard.numel, sum_.sums + shard.sum_begin,
                        shard.sum_bytes, sum_.tables.shard_offsets + entry(sum_, shard),
-                       shard.segment_count, 0, sum_.value_dtype, sum_epoch(sum_, shard), true,
+                       shard.segment_count, 0, sum_.value_dtype, sum_step(sum_, shard), true,
                        memory.take<uint8_t>(decode_workspace_bytes(shard.segment_count)),
                        statuses + kStatusWords * rank, sum_.tables.sum_slots + entry(sum_, shard)});
     }
@@ -217,7 +217,7 @@ int64_t nccl_sum_workspace_bytes(const NcclSum& sum) {
   return std::max({messages.used(), sums.used(), encode_workspace_bytes(encoder_of(sum))});
 }
 
-int launch_nccl_sum(const NcclSum& sum, void* stream) {
+int launch_nccl_sparse_sum(const NcclSum& sum, void* stream) {
   return Queue(sum, stream).run();
 }
 

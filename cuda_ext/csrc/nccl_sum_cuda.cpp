@@ -1,7 +1,7 @@
 // nccl_sparse_sum: checks, device, stream, launch.
 //
-// The host learns nothing of the device and waits for nothing, but NCCL may block it: in a group's
-// end, while connections to peers are made for the first time.
+// Reads nothing from the device and waits for nothing. NCCL may block the host at a group's end,
+// while it connects to peers for the first time.
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -31,9 +31,9 @@ std::tuple<Tensor, int64_t> nccl_sparse_sum(const Tensor& acc, const Tensor& rec
                                             const Tensor& sums, const Tensor& message,
                                             const Tensor& communicator, const Tensor& shards,
                                             const Tensor& tables, const Tensor& kinds,
-                                            const Tensor& earlier, const Tensor& sum_epochs,
-                                            const Tensor& events, int64_t value_dtype,
-                                            int64_t epoch, bool gathers) {
+                                            const Tensor& earlier, const Tensor& sum_steps,
+                                            const Tensor& events, int64_t value_dtype, int64_t step,
+                                            bool gathers) {
   const int64_t* word =
       check_words(communicator, kCommunicatorWords, "nccl_sparse_sum: communicator");
   const int64_t rank = word[0], world = word[1];
@@ -105,8 +105,8 @@ std::tuple<Tensor, int64_t> nccl_sparse_sum(const Tensor& acc, const Tensor& rec
   sum.received = static_cast<uint8_t*>(received.mutable_data_ptr());
   sum.sums = static_cast<uint8_t*>(sums.mutable_data_ptr());
   sum.value_dtype = static_cast<int>(value_dtype);
-  sum.epoch = static_cast<uint32_t>(epoch);
-  sum.sum_epochs = check_words(sum_epochs, shard_count, "nccl_sparse_sum: sum_epochs");
+  sum.step = static_cast<uint32_t>(step);
+  sum.sum_steps = check_words(sum_steps, shard_count, "nccl_sparse_sum: sum_steps");
   sum.earlier = entries_of(earlier);
   sum.earlier_count = earlier.numel();
   const int64_t* event = check_words(events, kNcclMarks, "nccl_sparse_sum: events");
@@ -117,7 +117,7 @@ std::tuple<Tensor, int64_t> nccl_sparse_sum(const Tensor& acc, const Tensor& rec
   const Tensor workspace = new_workspace(acc, nccl_sum_workspace_bytes(sum));
   sum.report = words_of(report);
   sum.workspace = workspace.mutable_data_ptr();
-  const int64_t result = launch_nccl_sum(sum, current_stream(acc));
+  const int64_t result = launch_nccl_sparse_sum(sum, current_stream(acc));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {report, result};
 }
@@ -129,7 +129,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
   m.def(
       "nccl_sparse_sum(Tensor(a!) acc, Tensor(b!) received, Tensor(c!) sums, Tensor message, "
       "Tensor communicator, Tensor shards, Tensor tables, Tensor kinds, Tensor earlier, "
-      "Tensor sum_epochs, Tensor events, int value_dtype, int epoch, bool gathers) "
+      "Tensor sum_steps, Tensor events, int value_dtype, int step, bool gathers) "
       "-> (Tensor, int)");
 }
 

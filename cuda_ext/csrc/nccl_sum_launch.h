@@ -50,8 +50,8 @@ struct NcclSum {
   uint8_t* received;  // room for this rank's shard of every rank's message
   uint8_t* sums;      // room for the sums of all shards
   int value_dtype;    // of the values in messages and sums
-  uint32_t epoch;
-  const int64_t* sum_epochs;  // [shard_count], on the host
+  uint32_t step;
+  const int64_t* sum_steps;  // [shard_count], on the host
   // Statuses of what made the message: one that is not 0 makes the sum useless to everyone.
   const int64_t* earlier;
   int64_t earlier_count;
@@ -66,8 +66,8 @@ struct NcclSum {
 int64_t nccl_sum_report_words(const NcclSum& sum);
 int64_t nccl_sum_workspace_bytes(const NcclSum& sum);
 
-// Queues everything on `stream` (a cudaStream_t); returns NCCL's first complaint, behind which
+// Queues everything on `stream` (a cudaStream_t); returns NCCL's first error, behind which
 // nothing more was queued. The launches' own error is the caller's to read with cudaGetLastError.
-int launch_nccl_sum(const NcclSum& sum, void* stream);
+int launch_nccl_sparse_sum(const NcclSum& sum, void* stream);
 
 }  // namespace megatron_sparse

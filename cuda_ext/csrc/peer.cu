@@ -7,8 +7,8 @@
 // Each rank leaves its message in its own window, one record for each segment in a slot that holds
 // it even if it is dense. The owner of a shard adds its records from all windows in rank order, in
 // fp32, and encodes the sum once, into its own window; all ranks read it there. Fill-in is met
-// once, the result is bit-identical on all ranks, and no size is known to any host. SparCML's and
-// ZEN's split and all-gather; formats and thresholds are SpCCL's.
+// once, the result is bit-identical on all ranks, and no host knows a size. SparCML's and ZEN's
+// split and all-gather; formats and thresholds are SpCCL's.
 //
 // Bytes of an element for one of n ranks, density d of a message and D of the sum, v bytes a value,
 // in Pici: the encoder's (compact_kernel.cuh) v + 1/4 + 3 v d + 1/8; 1/8 + v d read from peers, for
@@ -17,8 +17,8 @@
 //
 // Launches are in stream order. Those in which ranks wait for one another have the ranks that this
 // process runs along y, so that virtual ranks on one GPU are under way together; each has few
-// enough blocks to be resident. The others run rank after rank. Not deterministic are only times:
-// what is added, in which order, does not depend on them.
+// enough blocks to be resident. The others run rank after rank. Only the timing varies between
+// runs: what is added, and in which order, does not depend on it.
 #include "encode_steps.cuh"
 #include "peer_move.cuh"
 #include "peer_tile.cuh"
@@ -31,7 +31,7 @@ struct PeerScratch {
   void* encode;           // of the message's or the own shard's encoder
   uint8_t* kinds;         // what segments are to become
   int64_t* status;        // of encoders and cuts
-  int64_t* encoded;       // [2 * segments]: sizes and counts, which nobody reads
+  int64_t* encoded;       // [2 * segments]: sizes and counts; not read
   int64_t* header_at;     // [segments]
   DecodeRecord* records;  // of what is read
   int64_t* tile_begin;    // [segments + 1], of the output
@@ -57,7 +57,7 @@ EncodeArguments encode_of(const PeerCall& call, const PeerScratch& scratch, int6
   a.grad_dtype = call.dtype;
   a.value_dtype = call.value_dtype;
   a.segment_count = segments;
-  a.epoch = call.epoch;
+  a.step = call.step;
   a.capacity = room;
   a.workspace = scratch.encode;
   a.segment_bytes = scratch.encoded;
@@ -111,7 +111,7 @@ PeerReading reading_of(const PeerStep& step, PeerPhase phase) {
   const PeerCall& call = step.call;
   return {call.domain, step.stage(phase),   step.rank,   call.buffers[phase],
           call.tables, call.segment_count,  step.staged, call.value_dtype,
-          call.epoch,  step.scratch.records};
+          call.step,   step.scratch.records};
 }
 
 // From compaction to the records in their slots.

@@ -1,7 +1,7 @@
 // peer_collective: checks, device, stream, launch.
 //
-// The host learns nothing and waits for nothing: what goes wrong on the device lies in the windows'
-// error words.
+// Reads nothing from the device and waits for nothing: errors on the device are left in the
+// windows' error words.
 #include <optional>
 #include <vector>
 
@@ -36,7 +36,7 @@ const int64_t* check_domain(const Tensor& domain) {
 void peer_collective(const Tensor& out, const std::vector<Tensor>& more_outs,
                      const std::vector<Tensor>& inputs, int64_t operation, const Tensor& domain,
                      const std::vector<Tensor>& tables, const Tensor& cuts,
-                     std::optional<Tensor> message_slots, int64_t value_dtype, int64_t epoch,
+                     std::optional<Tensor> message_slots, int64_t value_dtype, int64_t step,
                      double message_density, double sum_density, bool in_order_of_coming) {
   const int64_t* word = check_domain(domain);
   const int64_t world = word[0], local_ranks = word[2];
@@ -98,7 +98,7 @@ void peer_collective(const Tensor& out, const std::vector<Tensor>& more_outs,
   call.ranks = ranks.data();
   call.dtype = dtype_code(out, "peer_collective: outs");
   call.value_dtype = static_cast<int>(value_dtype);
-  call.epoch = static_cast<uint32_t>(epoch);
+  call.step = static_cast<uint32_t>(step);
   call.message_density = message_density;
   call.sum_density = sum_density;
   call.in_order_of_coming = in_order_of_coming;
@@ -119,7 +119,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
   m.def(
       "peer_collective(Tensor(a!) out, Tensor(b!)[] more_outs, Tensor[] inputs, int operation, "
       "Tensor domain, Tensor[] tables, Tensor cuts, Tensor? message_slots, int value_dtype, "
-      "int epoch, float message_density, float sum_density, bool in_order_of_coming) -> ()");
+      "int step, float message_density, float sum_density, bool in_order_of_coming) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CUDA, m) {

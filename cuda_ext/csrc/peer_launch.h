@@ -33,7 +33,7 @@ enum PeerErrorField : int {
   kErrorPhase = 2,
   kErrorEpoch = 3,     // operations of the phase so far, this one included
   kErrorRank = 4,      // the rank that is missing, or whose record is wrong
-  kErrorReporter = 5,  // who found it
+  kErrorReporter = 5,  // the rank that found it
   kErrorSegment = 6,   // of the record, counted through the bucket; -1 where another rank found it
   kErrorField = 7,     // DecodeField
   kErrorValue = 8,
@@ -94,7 +94,7 @@ struct PeerCall {
   const PeerRank* ranks;          // [local_ranks]
   int dtype;                      // of gradients and outputs
   int value_dtype;                // of records
-  uint32_t epoch;                 // of the records' headers
+  uint32_t step;                  // of the records' headers
   // From these densities on a shard travels dense: of a rank's message, of the sum.
   double message_density;
   double sum_density;

@@ -22,8 +22,8 @@ __device__ __forceinline__ void move_record(uint8_t* to, const uint8_t* from, in
   }
 }
 
-// One block: where the records of an own message begin, and the count of the operation. What does
-// not fit the slots is the rank's error.
+// One block: finds where the records of this rank's message begin, and counts the operation. A
+// record that does not fit its slot is the rank's error.
 __global__ void __launch_bounds__(kMoveThreads)
     peer_locate_kernel(PeerDomain domain, PeerStage stage, int rank, int buffer,
                        DecodeArguments message, const int64_t* message_slots, const int64_t* slots,

@@ -1,11 +1,11 @@
-// What lies in windows, described: which records this rank reads, checked; and what its own are to
-// become. Launches of few blocks between those that touch every element.
+// Describes the records in windows: checks those that this rank reads, and decides the formats of
+// its own. These launches have few blocks and lie between those that touch every element.
 #pragma once
 
 #include "decode_record.cuh"
 #include "encode_workspace.cuh"
+#include "find_range.cuh"
 #include "peer_sync.cuh"
-#include "prune_kernel.cuh"
 
 namespace megatron_sparse {
 
@@ -23,11 +23,12 @@ struct PeerReading {
   int64_t segment_count;  // of the bucket
   const uint8_t* staged;  // the messages' parts where they were taken; null in the windows
   int value_dtype;
-  uint32_t epoch;
+  uint32_t step;
   DecodeRecord* records;  // messages: [world][segments of the shard]; sums: [segments]
 };
 
-// Describes one record, or makes it nothing and the finding the rank's error.
+// Describes one record. A wrong record becomes kKindNothing, and what is wrong becomes the rank's
+// error.
 __device__ inline void read_record(const PeerReading& call, int sender, const uint8_t* base,
                                    const int64_t* offsets, const int64_t* slots, int64_t segment,
                                    int64_t number, DecodeRecord& record) {
@@ -36,15 +37,15 @@ __device__ inline void read_record(const PeerReading& call, int sender, const ui
   arguments.segment_offsets = offsets;
   arguments.slots = slots;
   arguments.value_dtype = call.value_dtype;
-  arguments.epoch = call.epoch;
-  Complaint complaint = check_record(arguments, segment, slots[segment], record);
-  if (!complaint.wrong && record.kind != kKindDense && record.kind != kKindCoo &&
+  arguments.step = call.step;
+  FieldError error = check_record(arguments, segment, slots[segment], record);
+  if (!error.wrong && record.kind != kKindDense && record.kind != kKindCoo &&
       record.kind != kKindPici) {
-    complaint = complain(kDecodeFormat, record.kind);  // nobody writes these into a window
+    error = field_error(kDecodeFormat, record.kind);  // no rank writes these into a window
   }
-  if (!complaint.wrong) return;
+  if (!error.wrong) return;
   fail(control_of(call.domain, call.rank), call.stage,
-       {kPeerRecord, sender, call.rank, number, complaint.field, complaint.value});
+       {kPeerRecord, sender, call.rank, number, error.field, error.value});
   record.kind = kKindNothing;
 }
 

@@ -1,12 +1,12 @@
 // Peers meet: a rank raises its flag in every peer's window, and waits for theirs in its own.
 //
-// A flag is the number of the operation (an epoch, which only grows; a peer may be one ahead), or
-// with the highest bit set what the rank failed of: then whoever waits fails of the same at once,
-// instead of at a deadline of its own that would name the wrong rank.
+// A flag holds the number of the operation (an epoch, which only grows; a peer may be one ahead).
+// With the highest bit set it holds the rank's failure instead: ranks that wait then fail with the
+// same error at once, not at their own deadlines, which would name the wrong rank.
 //
 // Order: everything that this GPU wrote before is released by __threadfence_system() and a volatile
 // store, which is a relaxed one at system scope; a volatile load and the same fence acquire it. No
-// spin is without a deadline, and none traps. A rank whose error word is set waits for nobody.
+// spin is without a deadline, and none traps. A rank whose error word is set waits for no other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -58,7 +58,7 @@ __device__ __forceinline__ bool has_failed(const PeerControl* control) {
   return *static_cast<const volatile int64_t*>(&control->error[kErrorCode]) != kPeerOk;
 }
 
-// What goes into the error word: the first one stays.
+// Writes the error words; the first error stays.
 struct PeerFault {
   PeerError code;
   int64_t rank;
@@ -134,14 +134,14 @@ __device__ __forceinline__ void begin_wait(PeerWait& wait) {
   __syncthreads();
 }
 
-// How long a rank waits. For sums twice as long: a peer may still be waiting for messages, and says
-// what it failed of when that ends.
+// How long a rank waits. For sums twice as long: a peer may still be waiting for messages, and
+// reports its own failure when that wait ends.
 __device__ __forceinline__ int64_t patience_ns(const PeerDomain& domain, PeerPhase phase) {
   return phase == kPeerSums ? 2 * domain.deadline_ns : domain.deadline_ns;
 }
 
-// Called by the whole block: makes of what was waited for in vain the rank's error, which comes
-// first from a peer that has failed, for it knows more; and tells everyone, wherever they wait.
+// Called by the whole block: turns a timed-out wait into this rank's error, and raises its failure
+// flag in all windows. The error of a peer that has failed comes first, because it names the cause.
 __device__ __forceinline__ void end_wait(const PeerWait& wait, const PeerDomain& domain, int rank,
                                          const PeerStage& stage) {
   PeerControl* own = control_of(domain, rank);
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kMeetThreads)
   PeerControl* own = control_of(domain, rank);
   begin_wait(wait);
   if (peer < domain.world) raise_flag(domain, rank, peer, stage.phase);
-  if (has_failed(own)) return;  // nobody in this launch sets it before all have read it
+  if (has_failed(own)) return;  // no block of this launch sets it before all have read it
   __syncthreads();
   if (peer < domain.world) {
     const int64_t begin_ns = clock_ns();

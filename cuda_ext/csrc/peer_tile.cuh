@@ -1,9 +1,9 @@
 // A tile of a sum: 4096 elements in shared memory, to which the records of one or all ranks are
 // added where they lie, in rank order. Nothing of the sum is written before it is complete.
 //
-// Each warp sees to 512 neighbours, whatever the format, so that ranks follow one another without a
-// barrier of the block but the one by which its warps tell where their entries begin. Payloads are
-// checked as they are read: what is wrong adds nothing and becomes the rank's error.
+// Each warp sees to 512 neighbours, whatever the format, so that the ranks need only one barrier of
+// the block: the one at which its warps learn where their entries begin. Payloads are checked as
+// they are read: what is wrong adds nothing and becomes the rank's error.
 //
 // Bytes an element at density d and v bytes a value, for each rank: COO (4 + v) d and two searches
 // of log32 nnz loads for each warp; Pici 1/8 + v d; dense v. The sum is written once.
@@ -23,14 +23,14 @@ struct TileMarks {
 };
 
 // One tile, and from which records it comes: record k of `count` is records[k * stride]. In shared
-// memory, with what an error needs, for registers are what these kernels are short of.
+// memory, with what an error needs, because these kernels are short of registers.
 struct PeerTile {
   const DecodeRecord* records;
   int64_t stride;
   int64_t segment;  // in the bucket
   PeerControl* control;
   PeerStage stage;
-  int rank;        // who reads
+  int rank;        // the rank that reads
   int first_rank;  // whose record 0 is
   int count;
   int number;  // in the segment
@@ -41,14 +41,14 @@ struct PeerTile {
   }
 };
 
-__device__ __attribute__((noinline)) inline void complain_of(const PeerTile& tile, int k,
-                                                             DecodeField field, int64_t value) {
+__device__ __attribute__((noinline)) inline void report_wrong(const PeerTile& tile, int k,
+                                                              DecodeField field, int64_t value) {
   fail(tile.control, tile.stage,
        {kPeerRecord, tile.first_rank + k, tile.rank, tile.segment, field, value});
 }
 
 // The first of `count` ascending indices that is not below `wanted`; called by a whole warp. For
-// indices that do not ascend it is some place, always the same.
+// indices that do not ascend the result is an arbitrary place, always the same.
 __device__ __forceinline__ int64_t warp_lower_bound(const uint32_t* indices, int64_t count,
                                                     int64_t wanted) {
   const int lane = threadIdx.x % 32;
@@ -109,14 +109,14 @@ __device__ __forceinline__ void add_coo_part(const DecodeRecord& record, const P
   for (int64_t i = first + lane; i < end; i += 32) {
     const uint32_t at = indices[i] - tile_begin;
     if (at < from || at >= to || (i > first && indices[i] <= indices[i - 1])) {
-      complain_of(tile, k, kDecodeIndices, static_cast<int32_t>(indices[i]));
+      report_wrong(tile, k, kDecodeIndices, static_cast<int32_t>(indices[i]));
     } else {
       sums[at] += value_at<VALUE>(record.payload + record.sections.values, i);
     }
   }
   if (threadIdx.x % 32 == 0 &&
       (first > end || (tile.is_last(record) && marks[kCompactWarps] != record.nnz))) {
-    complain_of(tile, k, kDecodeIndices, end);
+    report_wrong(tile, k, kDecodeIndices, end);
   }
 }
 
@@ -141,7 +141,7 @@ __device__ __forceinline__ void add_pici_part(const DecodeRecord& record, const 
   if (before_tile + nnz != after_tile || after_tile > record.nnz || after_tile < before_tile ||
       (tile.number == 0 && before_tile != 0) ||
       (tile.is_last(record) && after_tile != record.nnz)) {
-    if (threadIdx.x == 0) complain_of(tile, k, kDecodePrefix, after_tile);
+    if (threadIdx.x == 0) report_wrong(tile, k, kDecodePrefix, after_tile);
     return;
   }
   const uint8_t* values = record.payload + record.sections.values +
@@ -159,7 +159,7 @@ __device__ __forceinline__ void add_pici_part(const DecodeRecord& record, const 
       stray = true;
     }
   }
-  if (stray) complain_of(tile, k, kDecodeWords, tile.number);
+  if (stray) report_wrong(tile, k, kDecodeWords, tile.number);
 }
 
 // Called by a block of kCompactThreads: the tile's sum. A barrier must come before, so that all see
@@ -189,7 +189,7 @@ struct PeerSource {
   static constexpr int kVector = 1;
 
   PeerReading reading;
-  const void* grad;        // read by nobody: there is no gradient whose alignment counts
+  const void* grad;        // never read: there is no gradient whose alignment counts
   const int64_t* offsets;  // of the shard's segments, from its first element on
   int64_t count;           // of them
   int64_t first;           // of them, in the bucket

@@ -131,7 +131,7 @@ Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t nu
   return sparse.at.payload < dense.at.payload ? sparse : dense;
 }
 
-void start_records(std::vector<Record>& records, int value_dtype, uint32_t epoch, uint8_t* out,
+void start_records(std::vector<Record>& records, int value_dtype, uint32_t step, uint8_t* out,
                    const int64_t* slots) {
   for (Record& record : records) {
     Header header = {kMagic,
@@ -143,7 +143,7 @@ void start_records(std::vector<Record>& records, int value_dtype, uint32_t epoch
                      static_cast<uint64_t>(record.nnz),
                      static_cast<uint64_t>(record.at.payload),
                      static_cast<uint64_t>(record.offset),
-                     epoch,
+                     step,
                      0};
     header.checksum = header_checksum(header);
     std::memcpy(out, &header, sizeof header);

@@ -36,7 +36,7 @@ Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t nu
 
 // Writes header and padding of all records and sets their payloads. Records lie back to back from
 // `out` on or, given slots, record s at slots[s]; what is left of its slot is cleared.
-void start_records(std::vector<Record>& records, int value_dtype, uint32_t epoch, uint8_t* out,
+void start_records(std::vector<Record>& records, int value_dtype, uint32_t step, uint8_t* out,
                    const int64_t* slots = nullptr);
 
 // Writes the chunk's part of its record from what was staged, and not a byte more.

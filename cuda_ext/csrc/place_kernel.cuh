@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     header.nnz = static_cast<uint64_t>(plan.nnz);
     header.payload_bytes = static_cast<uint64_t>(plan.sections.payload);
     header.offset = static_cast<uint64_t>(offset);
-    header.epoch = call.epoch;
+    header.step = call.step;
     header.checksum = checksum_of(header);
     *reinterpret_cast<Header*>(call.out + plan.at) = header;
 

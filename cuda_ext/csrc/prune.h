@@ -1,4 +1,4 @@
-// The checks that prune_'s CPU and CUDA bindings share.
+// The checks that prune_ and both bindings of prune_encode share.
 #pragma once
 
 #include "check.h"

@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
                                             const Tensor& range_offsets, const Tensor& thresholds,
                                             const Tensor& segment_offsets,
                                             const Tensor& segment_dense, double leak,
-                                            int64_t wire_dtype, int64_t key, int64_t epoch,
+                                            int64_t wire_dtype, int64_t key, int64_t step,
                                             const Tensor& out, const Tensor& scratch, int64_t kind,
                                             int64_t block_size, std::optional<Tensor> capacity_nnz,
                                             std::optional<Tensor> slots) {
@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
   const int64_t* ranges = check_offsets(range_offsets, "prune_encode: range_offsets");
   check_cut(ranges, range_count, grad.numel(), "prune_encode: range_offsets");
   const EncodeRequest request =
-      check_encode("prune_encode", grad.numel(), segment_offsets, segment_dense, wire_dtype, epoch,
+      check_encode("prune_encode", grad.numel(), segment_offsets, segment_dense, wire_dtype, step,
                    out, scratch, kind, block_size);
   const Capacity capacity = {
       check_capacity(capacity_nnz, request.segment_count, "prune_encode: capacity")};
@@ -142,7 +142,7 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
   list_sizes(records, static_cast<int64_t*>(record_bytes.mutable_data_ptr()));
   int64_t* nonzero = static_cast<int64_t*>(nnz.mutable_data_ptr());
   for (const SegmentCount& count : counts) *nonzero++ = count.nnz;
-  start_records(records, static_cast<int>(wire_dtype), static_cast<uint32_t>(epoch),
+  start_records(records, static_cast<int>(wire_dtype), static_cast<uint32_t>(step),
                 static_cast<uint8_t*>(out.mutable_data_ptr()), slot);
   torch::stable::parallel_for(0, chunk_count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {

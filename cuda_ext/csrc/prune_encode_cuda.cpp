@@ -8,11 +8,11 @@ namespace {
 Tensor prune_encode_records_cuda(const Tensor& grad, const Tensor& residual,
                                  const Tensor& range_offsets, const Tensor& thresholds, double leak,
                                  int64_t key, const Tensor& segment_offsets,
-                                 const Tensor& segment_formats, int64_t value_dtype, int64_t epoch,
+                                 const Tensor& segment_formats, int64_t value_dtype, int64_t step,
                                  int64_t block_size, const Tensor& out,
                                  std::optional<Tensor> capacity, std::optional<Tensor> slots) {
   const EncodeRequest request = {
-      grad, segment_offsets, segment_formats, value_dtype, epoch, block_size, out, slots, capacity};
+      grad, segment_offsets, segment_formats, value_dtype, step, block_size, out, slots, capacity};
   check_encode(request);
   const PruneTypes types = check_prune(grad, residual, thresholds, leak, value_dtype);
   const auto device = grad.get_device_index();
@@ -23,25 +23,21 @@ Tensor prune_encode_records_cuda(const Tensor& grad, const Tensor& residual,
            "prune_encode_records: a tensor is on the wrong device", "all on grad's CUDA device",
            "another");
   const int64_t range_count = thresholds.numel();
-  // As in prune_: the kernel finds a range of the table for every element whatever it holds.
+  // The content of range_offsets is on the device and is not looked at: the kernel finds a range of
+  // the table for every element whatever it holds.
   check_vector(range_offsets, "prune_encode_records: range_offsets", ScalarType::Long,
                range_count + 1);
   MS_CHECK(range_count > 0 || grad.numel() == 0, "prune_encode_records: thresholds is empty",
            "one for each range", 0);
 
   torch::stable::accelerator::DeviceGuard guard(device);
-  const PruneArguments pruning = {nullptr,
-                                  residual.mutable_data_ptr(),
+  const PruneArguments pruning = {residual.mutable_data_ptr(),
                                   static_cast<const int64_t*>(range_offsets.const_data_ptr()),
                                   static_cast<const float*>(thresholds.const_data_ptr()),
-                                  nullptr,
                                   range_count,
-                                  grad.numel(),
                                   static_cast<float>(leak),
                                   key,
-                                  types.grad,
-                                  types.residual,
-                                  static_cast<int>(value_dtype)};
+                                  types.residual};
   return run_encoder(request, [&](const EncodeArguments& arguments, void* stream) {
     launch_prune_encode(arguments, pruning, stream);
   });
@@ -55,7 +51,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
       "prune_encode_records(Tensor grad, Tensor(a!) residual, Tensor range_offsets, Tensor "
       "thresholds, "
       "float leak, int key, Tensor segment_offsets, Tensor segment_formats, int value_dtype, "
-      "int epoch, int block_size, Tensor(b!) out, Tensor? capacity=None, "
+      "int step, int block_size, Tensor(b!) out, Tensor? capacity=None, "
       "Tensor? slots=None) -> Tensor");
 }
 

@@ -1,5 +1,5 @@
-// The source of prune_encode: x = gradient + residual, pruned as prune_kernel.cuh prunes, bit for
-// bit; the new residual is written, the gradient is left alone.
+// The source of prune_encode: x = gradient + residual, pruned as prune_ prunes it, bit for bit;
+// the new residual is written, the gradient is left alone.
 //
 // Bytes an element of g-byte gradient, e-byte residual and v-byte values, at density d:
 //   this launch        g + e read, e + 1/8 + d v written
@@ -13,6 +13,11 @@
 #include "compact_kernel.cuh"
 
 namespace megatron_sparse {
+
+// Infinity is never dropped; a NaN threshold keeps everything.
+__device__ __forceinline__ float clamp_threshold(float threshold) {
+  return threshold > 3.402823466e+38f ? 3.402823466e+38f : threshold;
+}
 
 template <int GRAD, int RESIDUAL, Grid G, bool STOCHASTIC>
 struct PruneSource {

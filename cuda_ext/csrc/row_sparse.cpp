@@ -36,7 +36,7 @@ const int64_t* check_ascending(const Tensor& indices, const char* name) {
   const int64_t bad =
       first_bad(indices.numel(), [at](int64_t i) { return at[i] <= (i == 0 ? -1 : at[i - 1]); });
   if (bad != indices.numel()) {
-    refuse(ascend_refusal(name, bad, bad == 0 ? -1 : at[bad - 1], at[bad]));
+    refuse(ascend_error_text(name, bad, bad == 0 ? -1 : at[bad - 1], at[bad]));
   }
   return at;
 }
@@ -201,7 +201,7 @@ Tensor row_sparse_match_cpu(const Tensor& local, const Tensor& all) {
     }
   });
   const int64_t missing = first_bad(local.numel(), [out](int64_t i) { return out[i] < 0; });
-  if (missing != local.numel()) refuse(missing_refusal(wanted[missing]));
+  if (missing != local.numel()) refuse(missing_error_text(wanted[missing]));
   return result;
 }
 
@@ -232,7 +232,7 @@ Tensor row_sparse_expand_cpu(const Tensor& local, const Tensor& rows, const Tens
         }
         found += matches;
       });
-  if (found != local.numel()) refuse(absent_refusal(local.numel(), found));
+  if (found != local.numel()) refuse(absent_error_text(local.numel(), found));
   return result;
 }
 

@@ -213,7 +213,7 @@ void launch_ascend(const int64_t* indices, int64_t count, int64_t* status, cudaS
 
 }  // namespace
 
-void launch_row_match(const RowMatchArguments& call, void* stream_pointer) {
+void launch_row_sparse_match(const RowMatchArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   cudaMemsetAsync(call.status, 0xff, 3 * sizeof *call.status, stream);
   launch_ascend(call.local, call.local_count, &call.status[0], stream);
@@ -223,7 +223,7 @@ void launch_row_match(const RowMatchArguments& call, void* stream_pointer) {
   cudaLaunchKernelEx(&items, row_match_kernel, call);
 }
 
-void launch_row_expand(const RowExpandArguments& call, void* stream_pointer) {
+void launch_row_sparse_expand(const RowExpandArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   cudaMemsetAsync(call.status, 0xff, 2 * sizeof *call.status, stream);
   cudaMemsetAsync(&call.status[2], 0, sizeof *call.status, stream);
@@ -240,7 +240,7 @@ void launch_row_expand(const RowExpandArguments& call, void* stream_pointer) {
   }
 }
 
-void launch_row_sum(const RowSumArguments& call, void* stream_pointer) {
+void launch_row_sparse_sum(const RowSumArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   cudaMemsetAsync(call.status, 0xff, 2 * sizeof *call.status, stream);
   const cudaLaunchConfig_t checks =
@@ -261,7 +261,7 @@ int64_t row_union_workspace_bytes(int64_t count) {
   return lay_out_union(nullptr, count).bytes;
 }
 
-void launch_row_union(const RowUnionArguments& call, void* stream_pointer) {
+void launch_row_sparse_union(const RowUnionArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const UnionWorkspace work = lay_out_union(call.workspace, call.count);
   cudaMemsetAsync(call.status, 0, 6 * sizeof *call.status, stream);

@@ -2,14 +2,14 @@
 //
 // Each call waits for its launches and reads a few words: what they found wrong, and the size of
 // the union. Tables of offsets lie on the device, too.
-#include "complaints.h"
 #include "cuda_binding.h"
+#include "error_text.h"
 #include "row_sparse_launch.h"
 
 namespace megatron_sparse {
 namespace {
 
-// A strictly ascending set of row indices; what it holds is looked at on the device.
+// A strictly ascending set of row indices; the device checks its content.
 void check_set(const Tensor& indices, const Tensor& beside, const char* name) {
   check_vector(indices, name, ScalarType::Long, -1);
   check_beside(indices, beside, name);
@@ -21,7 +21,7 @@ void check_ascends(int64_t found, const Tensor& indices, const char* name, void*
   const int64_t first = found == 0 ? 0 : found - 1;
   const std::vector<int64_t> there =
       read_words(entries_of(indices) + first, found - first + 1, stream);
-  refuse(ascend_refusal(name, found, found == 0 ? -1 : there.front(), there.back()));
+  refuse(ascend_error_text(name, found, found == 0 ? -1 : there.front(), there.back()));
 }
 
 void check_rows(const Tensor& rows, const char* name) {
@@ -40,19 +40,19 @@ Tensor row_sparse_sum_cuda(const Tensor& rows, const Tensor& order, const Tensor
   const Tensor result = torch::stable::new_empty(rows, {segments, rows.size(1)});
   const Tensor status = new_words(rows, 2);
   void* stream = current_stream(rows);
-  launch_row_sum(
+  launch_row_sparse_sum(
       {rows.const_data_ptr(), rows.size(0), rows.size(1), dtype, entries_of(order), order.numel(),
        entries_of(offsets), segments, result.mutable_data_ptr(), words_of(status)},
       stream);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   const std::vector<int64_t> found = read_words(words_of(status), 2, stream);
   if (found[0] != kNothingFound) {
-    refuse(entry_refusal("row_sparse_sum: order", found[0], rows.size(0),
-                         read_words(entries_of(order) + found[0], 1, stream)[0]));
+    refuse(entry_error_text("row_sparse_sum: order", found[0], rows.size(0),
+                            read_words(entries_of(order) + found[0], 1, stream)[0]));
   }
   if (found[1] != kNothingFound) {
-    refuse(cut_refusal(found[1], order.numel(),
-                       read_words(entries_of(offsets) + found[1], 1, stream)[0]));
+    refuse(cut_error_text(found[1], order.numel(),
+                          read_words(entries_of(offsets) + found[1], 1, stream)[0]));
   }
   return result;
 }
@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor> row_sparse_union_cuda(const Tensor& indices, const Te
   const int64_t count = indices.numel(), sets = offsets.numel() - 1;
   torch::stable::accelerator::DeviceGuard guard(offsets.get_device_index());
   void* stream = current_stream(offsets);
-  // A table as long as the group: the kernels rely on it, so it is looked at here.
+  // A table as long as the group: the kernels rely on it, so it is checked here.
   const std::vector<int64_t> cut = read_words(entries_of(offsets), sets + 1, stream);
   for (int64_t s = 0; s < sets; ++s) {
     MS_CHECK(cut[s] <= cut[s + 1], "row_sparse_union: offsets is not ascending",
@@ -74,9 +74,9 @@ std::tuple<Tensor, Tensor> row_sparse_union_cuda(const Tensor& indices, const Te
   check_cut(cut.data(), sets, count, "row_sparse_union: offsets");
   Tensor merged = new_words(offsets, count), status = new_words(offsets, 6);
   const Tensor workspace = new_workspace(offsets, row_union_workspace_bytes(count));
-  launch_row_union({entries_of(indices), count, entries_of(offsets), sets, num_rows,
-                    words_of(merged), words_of(status), workspace.mutable_data_ptr()},
-                   stream);
+  launch_row_sparse_union({entries_of(indices), count, entries_of(offsets), sets, num_rows,
+                           words_of(merged), words_of(status), workspace.mutable_data_ptr()},
+                          stream);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   const int64_t size = read_words(words_of(status), 1, stream)[0];
   return {torch::stable::narrow(merged, 0, 0, size), torch::stable::narrow(status, 0, 2, 4)};
@@ -88,15 +88,15 @@ Tensor row_sparse_match_cuda(const Tensor& local, const Tensor& all) {
   torch::stable::accelerator::DeviceGuard guard(local.get_device_index());
   const Tensor positions = new_words(local, local.numel()), status = new_words(local, 3);
   void* stream = current_stream(local);
-  launch_row_match({entries_of(local), local.numel(), entries_of(all), all.numel(),
-                    words_of(positions), words_of(status)},
-                   stream);
+  launch_row_sparse_match({entries_of(local), local.numel(), entries_of(all), all.numel(),
+                           words_of(positions), words_of(status)},
+                          stream);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   const std::vector<int64_t> found = read_words(words_of(status), 3, stream);
   check_ascends(found[0], local, "row_sparse_match: local", stream);
   check_ascends(found[1], all, "row_sparse_match: union", stream);
   if (found[2] != kNothingFound) {
-    refuse(missing_refusal(read_words(entries_of(local) + found[2], 1, stream)[0]));
+    refuse(missing_error_text(read_words(entries_of(local) + found[2], 1, stream)[0]));
   }
   return positions;
 }
@@ -112,14 +112,15 @@ Tensor row_sparse_expand_cuda(const Tensor& local, const Tensor& rows, const Ten
   const Tensor result = torch::stable::new_empty(rows, {all.numel(), rows.size(1)});
   const Tensor status = new_words(rows, 3);
   void* stream = current_stream(rows);
-  launch_row_expand({entries_of(local), local.numel(), entries_of(all), all.numel(),
-                     rows.const_data_ptr(), result.mutable_data_ptr(), row_bytes, words_of(status)},
-                    stream);
+  launch_row_sparse_expand(
+      {entries_of(local), local.numel(), entries_of(all), all.numel(), rows.const_data_ptr(),
+       result.mutable_data_ptr(), row_bytes, words_of(status)},
+      stream);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   const std::vector<int64_t> found = read_words(words_of(status), 3, stream);
   check_ascends(found[0], local, "row_sparse_expand: local", stream);
   check_ascends(found[1], all, "row_sparse_expand: union", stream);
-  if (found[2] != local.numel()) refuse(absent_refusal(local.numel(), found[2]));
+  if (found[2] != local.numel()) refuse(absent_error_text(local.numel(), found[2]));
   return result;
 }
 

@@ -1,8 +1,8 @@
 // The launchers of row-sparse gradients on CUDA, between nvcc (no torch) and the bindings.
 //
 // All pointers of the arguments are on the device; workspaces are 256-byte aligned. Launches go to
-// `stream` (a cudaStream_t) and return at once; their error is the caller's to read with
-// cudaGetLastError, and so is the status, where kNothingFound is nothing wrong.
+// `stream` (a cudaStream_t) and return at once; the caller reads their error with cudaGetLastError,
+// and the status, where kNothingFound stands for no error.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct RowMatchArguments {
   int64_t* status;
 };
 
-void launch_row_match(const RowMatchArguments& arguments, void* stream);
+void launch_row_sparse_match(const RowMatchArguments& arguments, void* stream);
 
 struct RowExpandArguments {
   const int64_t* local;
@@ -36,7 +36,7 @@ struct RowExpandArguments {
   int64_t* status;
 };
 
-void launch_row_expand(const RowExpandArguments& arguments, void* stream);
+void launch_row_sparse_expand(const RowExpandArguments& arguments, void* stream);
 
 struct RowSumArguments {
   const void* rows;  // [row_count, width], of dtype
@@ -51,7 +51,7 @@ struct RowSumArguments {
   int64_t* status;  // [2], written: the first wrong place of order, and of offsets
 };
 
-void launch_row_sum(const RowSumArguments& arguments, void* stream);
+void launch_row_sparse_sum(const RowSumArguments& arguments, void* stream);
 
 struct RowUnionArguments {
   const int64_t* indices;  // [count]: all sets back to back, not trusted
@@ -68,6 +68,6 @@ struct RowUnionArguments {
 
 int64_t row_union_workspace_bytes(int64_t count);
 
-void launch_row_union(const RowUnionArguments& arguments, void* stream);
+void launch_row_sparse_union(const RowUnionArguments& arguments, void* stream);
 
 }  // namespace megatron_sparse

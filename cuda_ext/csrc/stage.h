@@ -29,7 +29,7 @@ struct StageChunk {
   uint64_t* words;  // bit i is set if element begin + i is not zero; cleared up to the tile's end
   uint64_t* signs;  // bit i is set if it is -0.0
   uint8_t* slot;    // where values may lie: those of this chunk's elements and of later ones
-  uint8_t* values;  // where they do lie; set by whoever stages the chunk
+  uint8_t* values;  // where they do lie; set by the thread that stages the chunk
   int64_t nnz;
   int64_t nnz_before;  // in the segment
   int64_t blocks;      // that hold something, where blocks are asked for

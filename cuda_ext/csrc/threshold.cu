@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThresholdThreads)
     if (threadIdx.x == 0) {
       call.thresholds[r] = ScalarLanes::as_float(break_tie(threshold, largest));
     }
-    // The next range's writes to shared memory come after everybody's reads.
+    // The next range's writes to shared memory come after the reads of all threads.
     __syncthreads();
   }
 }

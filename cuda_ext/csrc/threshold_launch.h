@@ -23,8 +23,8 @@ struct ThresholdArguments {
 
 int64_t threshold_workspace_bytes(int64_t range_count, int64_t numel, int64_t samples);
 
-// Launches on `stream` (a cudaStream_t) and returns at once; the launch's error is the caller's to
-// read with cudaGetLastError.
+// Launches on `stream` (a cudaStream_t) and returns at once; the caller reads the launch's error
+// with cudaGetLastError.
 void launch_sample_threshold(const ThresholdArguments& arguments, void* stream);
 
 }  // namespace megatron_sparse

@@ -90,21 +90,16 @@ class EncodeArguments(ctypes.Structure):
 
 
 class PruneArguments(ctypes.Structure):
-    """Mirrors the struct of prune_launch.h."""
+    """Mirrors the struct of encode_launch.h."""
 
     _fields_ = (
-        ("grad", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("range_offsets", ctypes.c_void_p),
         ("thresholds", ctypes.c_void_p),
-        ("nnz", ctypes.c_void_p),
         ("range_count", ctypes.c_int64),
-        ("numel", ctypes.c_int64),
         ("leak", ctypes.c_float),
         ("key", ctypes.c_int64),
-        ("grad_dtype", ctypes.c_int),
         ("residual_dtype", ctypes.c_int),
-        ("wire_dtype", ctypes.c_int),
     )
 
 
@@ -281,18 +276,13 @@ class Codecs:
             limits = Buffer.of(torch.tensor(prune["thresholds"], dtype=torch.float32))
             buffers += [residual, ranges, limits]
             pruning = PruneArguments(
-                None,
                 residual.pointer,
                 ranges.pointer,
                 limits.pointer,
-                None,
                 len(prune["thresholds"]),
-                grad_N.numel(),
                 prune["leak"],
                 prune["key"],
-                DTYPE_CODES[grad_N.dtype],
                 DTYPE_CODES[prune["residual"].dtype],
-                DTYPE_CODES[value_dtype],
             )
             self.run("prune_encode", buffers, ctypes.byref(arguments), ctypes.byref(pruning))
         assert torch.equal(grad.read(torch.uint8), _bytes(grad_N)), "the gradient was changed"

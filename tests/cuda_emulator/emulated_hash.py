@@ -20,13 +20,13 @@ _LAUNCHERS = (
     "hash_map",
     "hash_split",
     "hash_memory",
-    "bitmap_pack",
-    "bitmap_add",
-    "bitmap_elements",
-    "row_match",
-    "row_expand",
-    "row_sum",
-    "row_union",
+    "hash_bitmap_pack",
+    "hash_bitmap_add",
+    "hash_bitmap_elements",
+    "row_sparse_match",
+    "row_sparse_expand",
+    "row_sparse_sum",
+    "row_sparse_union",
 )
 _REFUSALS = ("entry", "set", "missing", "absent", "cut")
 
@@ -135,7 +135,7 @@ class HashOps:
         bits, rest = self._output(words.numel()), self._output(packed.numel())
         nnz = Buffer(8)
         self._launch(
-            "bitmap_pack",
+            "hash_bitmap_pack",
             self._input(values),
             _Int(DTYPE_CODES[values.dtype]),
             values.numel(),
@@ -162,7 +162,7 @@ class HashOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         elements = Buffer(8 * nnz)
         status = self._read(
-            "bitmap_elements",
+            "hash_bitmap_elements",
             words,
             nnz,
             numel,
@@ -192,7 +192,7 @@ class HashOps:
         assert values.numel() == nnz * _VALUE_BYTES[value_dtype], "the binding refuses others"
         sums = self._input(acc)
         status = self._read(
-            "bitmap_add",
+            "hash_bitmap_add",
             words,
             nnz,
             acc.numel(),
@@ -214,7 +214,7 @@ class HashOps:
         segments, width = offsets.numel() - 1, rows.shape[1]
         out, status = self._output(segments * width * rows.element_size()), Buffer(16)
         self._launch(
-            "row_sum",
+            "row_sparse_sum",
             self._input(rows),
             rows.shape[0],
             width,
@@ -238,7 +238,7 @@ class HashOps:
         count = indices.numel()
         merged, status = Buffer(8 * count), Buffer(48)
         self._launch(
-            "row_union",
+            "row_sparse_union",
             self._input(indices),
             count,
             self._input(offsets),
@@ -254,7 +254,7 @@ class HashOps:
     def row_sparse_match(self, local: torch.Tensor, union: torch.Tensor) -> torch.Tensor:
         positions, status = Buffer(8 * local.numel()), Buffer(24)
         self._launch(
-            "row_match",
+            "row_sparse_match",
             self._input(local),
             local.numel(),
             self._input(union),
@@ -275,7 +275,7 @@ class HashOps:
         row_bytes = rows.shape[1] * rows.element_size()
         out, status = self._output(union.numel() * row_bytes), Buffer(24)
         self._launch(
-            "row_expand",
+            "row_sparse_expand",
             self._input(local),
             local.numel(),
             self._input(union),

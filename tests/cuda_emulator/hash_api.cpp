@@ -1,8 +1,8 @@
 // The launchers of hashing and row-sparse gradients, unmodified, compiled for the emulator; and the
-// complaints that their bindings make of what they find.
+// error texts that their bindings make from what they find.
 #include "emulator_api.h"
 
-#include "complaints.h"
+#include "error_text.h"
 #include "hash_bitmap.cu"
 #include "hash_memory.cu"
 #include "hash_partition.cu"
@@ -19,13 +19,13 @@ using namespace megatron_sparse;
 EXPORT_LAUNCH(hash_map, HashMapArguments)
 EXPORT_LAUNCH(hash_split, HashSplitArguments)
 EXPORT_LAUNCH(hash_memory, HashMemoryArguments)
-EXPORT_LAUNCH(bitmap_pack, BitmapPackArguments)
-EXPORT_LAUNCH(bitmap_add, BitmapArguments)
-EXPORT_LAUNCH(bitmap_elements, BitmapArguments)
-EXPORT_LAUNCH(row_match, RowMatchArguments)
-EXPORT_LAUNCH(row_expand, RowExpandArguments)
-EXPORT_LAUNCH(row_sum, RowSumArguments)
-EXPORT_LAUNCH(row_union, RowUnionArguments)
+EXPORT_LAUNCH(hash_bitmap_pack, BitmapPackArguments)
+EXPORT_LAUNCH(hash_bitmap_add, BitmapArguments)
+EXPORT_LAUNCH(hash_bitmap_elements, BitmapArguments)
+EXPORT_LAUNCH(row_sparse_match, RowMatchArguments)
+EXPORT_LAUNCH(row_sparse_expand, RowExpandArguments)
+EXPORT_LAUNCH(row_sparse_sum, RowSumArguments)
+EXPORT_LAUNCH(row_sparse_union, RowUnionArguments)
 
 EXPORT int64_t workspace_of_hash_split(int64_t count) {
   return hash_split_workspace_bytes(count);
@@ -45,21 +45,21 @@ EXPORT int64_t workspace_of_row_union(int64_t count) {
 
 EXPORT const char* refusal_of_entry(const char* name, int64_t position, int64_t limit,
                                     int64_t got) {
-  return keep(entry_refusal(name, position, limit, got));
+  return keep(entry_error_text(name, position, limit, got));
 }
 
 EXPORT const char* refusal_of_set(const char* name, int64_t position, int64_t before, int64_t got) {
-  return keep(ascend_refusal(name, position, before, got));
+  return keep(ascend_error_text(name, position, before, got));
 }
 
 EXPORT const char* refusal_of_missing(int64_t row) {
-  return keep(missing_refusal(row));
+  return keep(missing_error_text(row));
 }
 
 EXPORT const char* refusal_of_absent(int64_t wanted, int64_t found) {
-  return keep(absent_refusal(wanted, found));
+  return keep(absent_error_text(wanted, found));
 }
 
 EXPORT const char* refusal_of_cut(int64_t position, int64_t count, int64_t got) {
-  return keep(cut_refusal(position, count, got));
+  return keep(cut_error_text(position, count, got));
 }

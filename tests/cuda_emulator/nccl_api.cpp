@@ -17,5 +17,5 @@ EXPORT int64_t workspace_of_nccl_sum(const NcclSum* sum) {
 }
 
 EXPORT const char* nccl_sum(const NcclSum* sum, int* result) {
-  return guarded([&] { *result = megatron_sparse::launch_nccl_sum(*sum, nullptr); });
+  return guarded([&] { *result = megatron_sparse::launch_nccl_sparse_sum(*sum, nullptr); });
 }

@@ -22,6 +22,7 @@ from megatron_sparse.cuda_ext import (
     row_sparse_ops,
 )
 from megatron_sparse.formats import codec_choice
+from megatron_sparse.triton_kernels import prune as triton_prune
 from tests.cuda_emulator.device import dispatcher, to_gpu
 from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs
 from tests.cuda_emulator.emulated_hash import HashOps
@@ -47,8 +48,8 @@ class EmulatedDevice:
             "sample_threshold": codecs.sample_threshold,
             **HashOps(codecs).ops(),
         }
-        monkeypatch.setenv(ops.PRUNE_BACKEND, "cuda")
         self.call = dispatcher(self.ops, arguments.call)
+        monkeypatch.setattr(triton_prune, "prune_", partial(self.call, "prune_"))
         for module in (encode_ops, decode_ops, hash_ops, nccl_ops, row_sparse_ops, ops):
             monkeypatch.setattr(module, "call", self.call)
         monkeypatch.setattr(codec_choice, "_is_compiled", lambda device, wanted: True)

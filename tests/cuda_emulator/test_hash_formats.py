@@ -89,17 +89,17 @@ def test_bitmaps(place: Place, dtype: torch.dtype, kind: type, density: float) -
     wanted = records_of(h, 1, values_P)
     record = records_of(h, 1, place(values_P, 1))
     assert_same(record, wanted)
-    where = {"offset": 16, "step": STEP, "rank": 4}
+    where = {"offset": 16, "step": STEP}
     for got, plain in zip(
-        hash_bitmap.decode(record, PartitionRecord(h, 1, dtype, **where)),
-        hash_bitmap.decode(wanted, PartitionRecord(h, 1, dtype, **where)),
+        hash_bitmap.decode(record, PartitionRecord(h, 1, dtype, **where), rank=4),
+        hash_bitmap.decode(wanted, PartitionRecord(h, 1, dtype, **where), rank=4),
         strict=True,
     ):
         assert_same(got, plain)
     acc_M = torch.randn(9001)
     sums_M = place(acc_M, 3)
-    hash_bitmap.decode_add_(acc_M, wanted, PartitionRecord(h, 1, dtype, **where))
-    hash_bitmap.decode_add_(sums_M, record, PartitionRecord(h, 1, dtype, **where))
+    hash_bitmap.decode_add_(acc_M, wanted, PartitionRecord(h, 1, dtype, **where), rank=4)
+    hash_bitmap.decode_add_(sums_M, record, PartitionRecord(h, 1, dtype, **where), rank=4)
     assert_same(sums_M, acc_M)
 
 

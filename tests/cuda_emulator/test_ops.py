@@ -289,19 +289,18 @@ def test_prune_encode_with_a_capacity(
     slots_S = Slots.of(SEGMENTS, KEEP, LIMITS[limit], code, form["record_format"]).offsets
     grad, rest = place(grad_N, number % 5), place(residual_N, number % 7)
     out, got = room(code), place(room(code))
-    limits = {"capacity_S": LIMITS[limit], "slots_S": slots_S}
     sizes, nnz = ops.prune_encode(
         grad_N,
-        Pruning(residual_N, ranges, thresholds_R, 0.9, key),
-        Segments(SEGMENTS, KEEP),
-        RecordSpec(code, STEP, **form, **limits),
+        Pruning(residual_N, ranges, thresholds_R, 0.9, key, LIMITS[limit]),
+        Segments(SEGMENTS, KEEP, slots_S),
+        RecordSpec(code, STEP, **form),
         out[:-32],
     )
     got_sizes, got_nnz = ops.prune_encode(
         grad,
-        Pruning(rest, ranges, place(thresholds_R), 0.9, key),
-        Segments(SEGMENTS, KEEP),
-        RecordSpec(code, STEP, **form, **limits),
+        Pruning(rest, ranges, place(thresholds_R), 0.9, key, LIMITS[limit]),
+        Segments(SEGMENTS, KEEP, slots_S),
+        RecordSpec(code, STEP, **form),
         got[:-32],
     )
     assert got_sizes.tolist() == sizes.tolist()
@@ -367,14 +366,14 @@ def test_a_bad_message_in_slots_has_the_same_error(place: Place) -> None:
 
 
 BAD_LIMITS = {
-    "capacity has the wrong length": {"capacity_S": torch.tensor([1])},
-    "capacity is out of range": {"capacity_S": torch.full((6,), -1)},
-    "slots has the wrong length": {"slots_S": torch.tensor([0, 16])},
-    "slots are no places of records": {"slots_S": torch.arange(1, 8) * 16},
-    "slots is not ascending": {"slots_S": torch.tensor([0, 48, 32, 64, 80, 96, 112])},
-    "the slot of segment 1 is too small": {"slots_S": torch.arange(7) * 48},
-    "the output buffer is too small": {"slots_S": torch.arange(7) * 2**20},
-    "blocks have no capacity": {"capacity_S": LIMITS["all"], **FORMS["blocks"]},
+    "capacity has the wrong length": {"capacity": torch.tensor([1])},
+    "capacity is out of range": {"capacity": torch.full((6,), -1)},
+    "slots has the wrong length": {"slots": torch.tensor([0, 16])},
+    "slots are no places of records": {"slots": torch.arange(1, 8) * 16},
+    "slots is not ascending": {"slots": torch.tensor([0, 48, 32, 64, 80, 96, 112])},
+    "the slot of segment 1 is too small": {"slots": torch.arange(7) * 48},
+    "the output buffer is too small": {"slots": torch.arange(7) * 2**20},
+    "blocks have no capacity": {"capacity": LIMITS["all"], "form": FORMS["blocks"]},
 }
 
 
@@ -382,12 +381,13 @@ BAD_LIMITS = {
 def test_bad_limits_are_refused(place: Place, problem: str) -> None:
     grad, rest, out = place(torch.ones(NUMEL)), place(torch.zeros(NUMEL)), place(room(0))
     ranges, thresholds_R = SEGMENTS[[0, -1]], place(torch.zeros(1))
+    bad = BAD_LIMITS[problem]
     with pytest.raises(ExtensionError, match=problem):
         ops.prune_encode(
             grad,
-            Pruning(rest, ranges, thresholds_R, 1.0, 1),
-            Segments(SEGMENTS, KEEP),
-            RecordSpec(0, STEP, **BAD_LIMITS[problem]),
+            Pruning(rest, ranges, thresholds_R, 1.0, 1, bad.get("capacity")),
+            Segments(SEGMENTS, KEEP, bad.get("slots")),
+            RecordSpec(0, STEP, **bad.get("form", {})),
             out,
         )
     assert not rest.any(), "a refused call changed the residual"

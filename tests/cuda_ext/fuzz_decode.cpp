@@ -30,7 +30,7 @@ using namespace megatron_sparse;
 namespace {
 
 constexpr size_t kControl = 8;
-constexpr uint32_t kEpoch = 7;
+constexpr uint32_t kStep = 7;
 constexpr int64_t kFirst = 1000;        // where the segments begin in the bucket
 constexpr int64_t kMaxNumel = 160'000;  // more than a chunk of tiles
 
@@ -117,7 +117,7 @@ std::vector<uint8_t> repair(const std::vector<uint8_t>& message, const Control& 
     header.numel = numel;
     header.nnz %= numel + 1;
     header.offset = control.offsets[s];
-    header.epoch = kEpoch;
+    header.step = kStep;
     if (header.format == kFormatPici && (control.options & kRepairPrefix)) {
       repair_prefix(payload, numel, header);
     }
@@ -193,7 +193,7 @@ void try_message(const Control& control, std::vector<uint8_t> content) {
   const int64_t bytes = static_cast<int64_t>(content.size());
   const std::unique_ptr<uint8_t[]> message = exact_copy(content);
   const Expected expected = {control.offsets, 2,      control.dtype,
-                             kEpoch,          kFirst, in_slots ? slots.at : nullptr};
+                             kStep,           kFirst, in_slots ? slots.at : nullptr};
   const int64_t numel = control.offsets[2] - kFirst;
   Status first;
   std::unique_ptr<float[]> first_sum;
@@ -258,7 +258,7 @@ std::vector<uint8_t> encode(const std::vector<float>& grad, const int64_t* offse
     bytes += records.back().bytes();
   }
   const std::unique_ptr<uint8_t[]> message(new uint8_t[bytes]);
-  start_records(records, how.dtype, kEpoch, message.get());
+  start_records(records, how.dtype, kStep, message.get());
   for (StageChunk& chunk : chunks) {
     chunk.begin += kFirst;
     chunk.end += kFirst;
@@ -327,7 +327,7 @@ void round_trip(Control control, uint32_t seed) {
   if (in_slots) slots = spread(sent, control.slack, false);
   const std::unique_ptr<uint8_t[]> message = exact_copy(sent);
   const Expected expected = {control.offsets, 2,      how.dtype,
-                             kEpoch,          kFirst, in_slots ? slots.at : nullptr};
+                             kStep,           kFirst, in_slots ? slots.at : nullptr};
   for (const Kernels* kernel : all_kernels()) {
     if (encode(grad, control.offsets, how, *kernel) != content) {
       fail("two instruction sets encode differently");

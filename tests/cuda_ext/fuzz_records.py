@@ -227,19 +227,19 @@ def decode_bitmap(rng: random.Random) -> bool:
     else:
         record, intact = damaged(rng, record)
     acc_M, acc_P = torch.full((h0.numel,), UNTOUCHED), torch.full((place.positions,), UNTOUCHED)
-    where = {"offset": OFFSET, "step": STEP, "rank": 0}
+    where = {"offset": OFFSET, "step": STEP}
 
     def decode() -> None:
         match rng.randrange(3):
             case 0:
                 elements, found = hash_bitmap.decode(
-                    record, PartitionRecord(h0, partition, dtype, **where)
+                    record, PartitionRecord(h0, partition, dtype, **where), rank=0
                 )
                 assert elements.numel() == found.numel()
                 assert bool(((elements >= 0) & (elements < h0.numel)).all())
             case 1:
                 hash_bitmap.decode_add_(
-                    acc_M, record, PartitionRecord(h0, partition, dtype, **where)
+                    acc_M, record, PartitionRecord(h0, partition, dtype, **where), rank=0
                 )
             case _:
                 hash_bitmap.accumulate_(acc_P, record, place, rank=0)

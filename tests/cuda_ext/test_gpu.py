@@ -1,4 +1,4 @@
-"""On a GPU: both CUDA kernels of `prune_`, and the sampled threshold, equal their oracles."""
+"""On a GPU: `prune_` and the sampled threshold equal their oracles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Pruning
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.reference import threshold as threshold_oracle
 from tests.cuda_ext import cases
@@ -20,12 +19,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("wire", range(3))
 @pytest.mark.parametrize("residual_dtype", cases.RESIDUAL_DTYPES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_prune(dtype, residual_dtype, wire, backend, monkeypatch):
-    monkeypatch.setenv(ops.PRUNE_BACKEND, backend)
+def test_prune(dtype, residual_dtype, wire):
     for numel in cases.SIZES:
         offsets = cases.cut(numel, 5, seed=numel)
         thresholds = torch.tensor([-1.0, math.inf, 1e-3, 1.0, cases.FLT_MAX])
@@ -37,7 +34,7 @@ def test_prune(dtype, residual_dtype, wire, backend, monkeypatch):
             for place in (torch.clone, cases.unaligned):
                 got_grad, got_residual = (place(t).cuda() for t in (grad, residual))
                 nnz = ops.prune_(got_grad, got_residual, offsets, thresholds.cuda(), 0.9, wire, key)
-                what = f"{backend} {kind} {numel} {key}"
+                what = f"{kind} {numel} {key}"
                 cases.assert_same_bits(got_grad.cpu(), expected[0], f"{what}: grad")
                 cases.assert_same_bits(got_residual.cpu(), expected[1], f"{what}: residual")
                 assert torch.equal(nnz.cpu(), expected[2]), what
@@ -50,12 +47,3 @@ def test_sample_threshold():
     expected = threshold_oracle.sample_threshold(grad, residual, *arguments)
     got = ops.sample_threshold(grad.cuda(), residual.cuda(), *arguments)
     cases.assert_same_bits(got.cpu(), expected, "thresholds")
-
-
-def test_an_unknown_backend_is_one_typed_error(monkeypatch):
-    monkeypatch.setenv(ops.PRUNE_BACKEND, "opencl")
-    grad = torch.zeros(4, device="cuda")
-    with pytest.raises(ConfigError, match="MEGATRON_SPARSE_PRUNE"):
-        ops.prune_(
-            grad, grad.clone(), torch.tensor([0, 4]), torch.zeros(1, device="cuda"), 1.0, 0, 0
-        )

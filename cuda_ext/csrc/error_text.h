@@ -1,4 +1,4 @@
-// What the bindings of hashing and row-sparse gradients complain about: "what | expected | got".
+// Error texts of the bindings of hashing and row-sparse gradients: "what | expected | got".
 //
 // Free of torch, so that the emulator's tests read the same text as a GPU's user.
 #pragma once
@@ -10,7 +10,8 @@
 namespace megatron_sparse {
 
 // An entry outside [0, limit).
-inline std::string entry_refusal(const char* name, int64_t position, int64_t limit, int64_t got) {
+inline std::string entry_error_text(const char* name, int64_t position, int64_t limit,
+                                    int64_t got) {
   std::ostringstream text;
   text << name << " is out of range at position " << position << " | 0 to " << limit - 1 << " | "
        << got;
@@ -18,7 +19,8 @@ inline std::string entry_refusal(const char* name, int64_t position, int64_t lim
 }
 
 // A set of rows that does not ascend strictly.
-inline std::string ascend_refusal(const char* name, int64_t position, int64_t before, int64_t got) {
+inline std::string ascend_error_text(const char* name, int64_t position, int64_t before,
+                                     int64_t got) {
   std::ostringstream text;
   text << name << " is not strictly ascending from 0 | more than " << before << " at position "
        << position << " | " << got;
@@ -26,14 +28,14 @@ inline std::string ascend_refusal(const char* name, int64_t position, int64_t be
 }
 
 // A local row that the match does not find.
-inline std::string missing_refusal(int64_t row) {
+inline std::string missing_error_text(int64_t row) {
   std::ostringstream text;
   text << "row_sparse_match: a local row is not in the union | every local index | " << row;
   return text.str();
 }
 
 // Local rows that the compacted buffer has no place for.
-inline std::string absent_refusal(int64_t wanted, int64_t found) {
+inline std::string absent_error_text(int64_t wanted, int64_t found) {
   std::ostringstream text;
   text << "row_sparse_expand: a local row is not in the union | " << wanted
        << " local rows in it | " << found;
@@ -41,7 +43,7 @@ inline std::string absent_refusal(int64_t wanted, int64_t found) {
 }
 
 // Offsets of groups that are empty, or do not cut the order.
-inline std::string cut_refusal(int64_t position, int64_t count, int64_t got) {
+inline std::string cut_error_text(int64_t position, int64_t count, int64_t got) {
   std::ostringstream text;
   text << "row_sparse_sum: offsets does not cut the order into groups | strictly ascending from 0 "
        << "to " << count << " | " << got << " at position " << position;
