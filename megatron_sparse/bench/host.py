@@ -17,16 +17,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_sparse.bench.collectives.case import Case
 from megatron_sparse.bench.collectives.path import HalvedPath, LastRecord, new_residuals
-from megatron_sparse.bench.collectives.sweep import Case, Sweep
-from megatron_sparse.bench.table import check_arguments, describe_cpu, torch_threads
+from megatron_sparse.bench.collectives.sweep import Sweep
+from megatron_sparse.bench.options import above_zero, at_least, check_arguments, known
+from megatron_sparse.bench.table import (
+    Columns,
+    TableRow,
+    describe_cpu,
+    print_table,
+    torch_threads,
+)
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import Input, over_groups
 from megatron_sparse.compression.methods import method_of
@@ -35,7 +43,6 @@ from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
-from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import POSTING, NcclLibrary
@@ -50,7 +57,6 @@ SCHEMES = tuple(
 NUMEL_A_RANK = 64
 DENSITY = 0.25
 TIMEOUT_S = 30.0
-HEADER = "# ranks  scheme             posts  host(us)  of it c10d(us)  dense(us)  times dense"
 
 
 @dataclass(frozen=True)
@@ -81,16 +87,16 @@ class HostSweep:
             "bench host",
             [
                 ("ranks", self.ranks, all(2 <= n <= 256 for n in self.ranks), "2 to 256"),
-                ("scheme", self.schemes, set(self.schemes) <= set(SCHEMES), " | ".join(SCHEMES)),
-                ("capacity", self.capacity, self.capacity > 0, "above 0"),
-                ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
-                ("iters", self.iters, self.iters >= 1, "1 or more"),
+                known("scheme", self.schemes, SCHEMES),
+                above_zero("capacity", self.capacity),
+                at_least("warmup", self.warmup, 0),
+                at_least("iters", self.iters, 1),
             ],
         )
 
 
 @dataclass(frozen=True)
-class HostRow:
+class HostRow(TableRow):
     """Medians for one bucket.
 
     Attributes:
@@ -103,6 +109,13 @@ class HostRow:
         nccl_engine: with `scheme.nccl_engine`.
     """
 
+    COLUMNS = Columns(
+        "world_size >7 ranks | name <17 scheme | posts >5 | host_cpu_us >8.0f host(us) | "
+        "c10d_us >14.0f of it c10d(us) | dense_us >9.0f dense(us) | "
+        "host_cpu_us/dense_us >11.1f times dense",
+        gap="  ",
+    )
+
     scheme: str
     world_size: int
     posts: int
@@ -111,13 +124,10 @@ class HostRow:
     dense_us: float
     nccl_engine: bool = False
 
-    def line(self) -> str:
-        """A row of the table under `HEADER`."""
-        name = f"{self.scheme} (engine)" if self.nccl_engine else self.scheme
-        return (
-            f"{self.world_size:7}  {name:17}  {self.posts:5}  {self.host_cpu_us:8.0f}  "
-            f"{self.c10d_us:14.0f}  {self.dense_us:9.0f}  {self.host_cpu_us / self.dense_us:11.1f}"
-        )
+    @property
+    def name(self) -> str:
+        """The scheme, and whether it is the engine's."""
+        return f"{self.scheme} (engine)" if self.nccl_engine else self.scheme
 
 
 class _Recorded:
@@ -236,17 +246,10 @@ def run(sweep: HostSweep, json_path: Path | None) -> list[HostRow]:
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_rows(json_path, [])
     print(f"# {describe_cpu(1)}")
     print("# posts reach nobody: launches, NCCL's own time and the device's are not in it")
-    print(HEADER)
-    measured: list[HostRow] = []
     with torch_threads(1):
-        for row in rows(sweep):
-            measured.append(row)
-            print(row.line(), flush=True)
-            write_rows(json_path, [asdict(each) for each in measured])
-    return measured
+        return print_table(HostRow.COLUMNS, rows(sweep), json_path)
 
 
 def rows(sweep: HostSweep) -> Iterator[HostRow]:
@@ -312,12 +315,10 @@ class _Path:
         density = 1.0 if over_groups()[name].takes is Input.DENSE else DENSITY
         case = Case(CollectiveOp.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
         settings = Sweep(
-            4 * case.numel,
-            4 * case.numel,
-            [density],
-            ["fp32"],
-            [name],
-            ["all_reduce"],
+            min_bytes=4 * case.numel,
+            max_bytes=4 * case.numel,
+            densities=[density],
+            schemes=[name],
             capacity=sweep.capacity,
             timeout_s=TIMEOUT_S,
         )

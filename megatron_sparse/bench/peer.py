@@ -13,29 +13,80 @@ in rank order first, bit by bit; a wrong row is not timed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated
 
 import torch
+import typer
 
 from megatron_sparse.bench.codecs import cuda
-from megatron_sparse.bench.table import copy_action
+from megatron_sparse.bench.options import Options, command, option, parse_counts, parse_densities
+from megatron_sparse.bench.table import Columns, TableRow, copy_action, print_table
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
-from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseError
+from megatron_sparse.errors import DependencyError, MegatronSparseError
 from megatron_sparse.transport.peer_memory import PeerMemory, VirtualRanks
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, HEADER_BYTES, payload_bytes
 
 DEADLINE_S = 10.0
-HEADER = (
-    "# ranks  density    size(B)   floor(B)  time(us)  copy(us)  of copy  host(us)  windows(B)  "
-    "#wrong"
-)
+WARMUP = 3
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions(Options):
+    """What is measured."""
+
+    megabytes: int = option(64, "Of a gradient.", min=1)
+    ranks: Sequence[int] = option("2,4,8", "Virtual ranks.", parse_counts)
+    density: Sequence[float] = option("0.01,0.1", "Fractions of a gradient.", parse_densities)
+    iters: int = option(20, "Runs that are timed.", min=1)
+
+
+@dataclass(kw_only=True)
+class PeerRow(TableRow):
+    """One case; times are medians in microseconds, null where wrong.
+
+    Attributes:
+        density: of each rank's gradient.
+        count: elements.
+        bytes: of the gradient.
+        world_size: virtual ranks.
+        bytes_moved: the floor, see the module's docstring.
+        time_us: of the device, for all ranks together.
+        copy_us: of a plain copy of `bytes_moved`.
+        host_us: of the call.
+        window_bytes: memory of the windows.
+        wrong: elements of all results that differ.
+    """
+
+    COLUMNS = Columns(
+        "world_size >7 ranks | density >7g | bytes >9 size(B) | bytes_moved >9 floor(B) | "
+        "time_us >8.1f time(us) | copy_us >8.1f copy(us) | copy_us/time_us >7.0% of copy | "
+        "host_us >8.1f host(us) | window_bytes >10 windows(B) | wrong >6 #wrong",
+        gap="  ",
+    )
+
+    op: str = "all_reduce"
+    scheme: str = "peer_two_shot"
+    dtype: str = "fp32"
+    density: float
+    count: int
+    bytes: int
+    world_size: int
+    bytes_moved: int
+    time_us: float | None = None
+    copy_us: float | None = None
+    host_us: float | None = None
+    window_bytes: int
+    transport: str = "virtual ranks on one GPU"
+    modelled: bool = False
+    wrong: int
 
 
 def even_layout(numel: int, ranks: int) -> PeerLayout:
@@ -65,7 +116,7 @@ def floor_bytes(grads: Sequence[torch.Tensor], total_N: torch.Tensor, layout: Pe
 
 def measure(
     numel: int, ranks: int, density: float, device: torch.device, warmup: int, iters: int
-) -> dict[str, Any]:
+) -> PeerRow:
     """One row; see the module's docstring.
 
     Raises:
@@ -91,23 +142,15 @@ def measure(
         total_N += grad
     wrong = sum(int((out.view(torch.int32) != total_N.view(torch.int32)).sum()) for out in outs)
     moved = floor_bytes(grads, total_N, layout)
-    row: dict[str, Any] = {
-        "op": "all_reduce",
-        "scheme": "peer_two_shot",
-        "dtype": "fp32",
-        "density": density,
-        "count": numel,
-        "bytes": 4 * numel,
-        "world_size": ranks,
-        "bytes_moved": moved,
-        "time_us": None,
-        "copy_us": None,
-        "host_us": None,
-        "window_bytes": peers.nbytes,
-        "transport": "virtual ranks on one GPU",
-        "modelled": False,
-        "wrong": wrong,
-    }
+    row = PeerRow(
+        density=density,
+        count=numel,
+        bytes=4 * numel,
+        world_size=ranks,
+        bytes_moved=moved,
+        window_bytes=peers.nbytes,
+        wrong=wrong,
+    )
     if wrong:
         return row
     times_us, copies_us = cuda.time_in_turn([action, copy_action(moved, device)], warmup, iters)
@@ -118,34 +161,12 @@ def measure(
         action()
         hosts_us.append((time.perf_counter() - start_s) * 1e6)
     peers.check("bench", 0)
-    row |= {
-        "time_us": median(times_us),
-        "copy_us": median(copies_us),
-        "host_us": median(hosts_us),
-    }
+    row.time_us, row.copy_us = median(times_us), median(copies_us)
+    row.host_us = median(hosts_us)
     return row
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row of the table."""
-    times = "       -         -        -         -"
-    if not row["wrong"]:
-        share = row["copy_us"] / row["time_us"]
-        times = f"{row['time_us']:8.1f}  {row['copy_us']:8.1f}  {share:6.0%}  {row['host_us']:8.1f}"
-    return (
-        f"{row['world_size']:7}  {row['density']:7g}  {row['bytes']:9}  {row['bytes_moved']:9}  "
-        f"{times}  {row['window_bytes']:10}  {row['wrong']:6}"
-    )
-
-
-def run(
-    megabytes: int,
-    ranks: Sequence[int],
-    densities: Sequence[float],
-    iters: int,
-    json_path: Path | None,
-    device: torch.device,
-) -> list[dict[str, Any]]:
+def run(options: PeerOptions, json_path: Path | None, device: torch.device) -> list[PeerRow]:
     """Prints the table and returns its rows.
 
     Raises:
@@ -159,55 +180,35 @@ def run(
             remedy="run it where there is one; the tests run the kernels in an emulator",
         )
     print("# virtual ranks on one GPU: the kernels' cost for all ranks together, not NVLink's")
-    print(HEADER, flush=True)
-    rows = []
-    for count in ranks:
-        for density in densities:
-            rows.append(measure(megabytes * 2**18, count, density, device, 3, iters))
-            print(line(rows[-1]), flush=True)
+    cases = product(options.ranks, options.density)
+    measured = (
+        measure(options.megabytes * 2**18, n, density, device, WARMUP, options.iters)
+        for n, density in cases
+    )
+    rows = print_table(PeerRow.COLUMNS, measured, json_path)
     peak = torch.cuda.max_memory_allocated(device) / 2**20
     print(f"# at most {peak:.0f} MiB of memory, gradients and results of all ranks included")
-    if json_path is not None:
-        json_path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 1 where a row is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_sparse.bench.peer",
-        description="Times the two-shot all-reduce on virtual ranks of one GPU.",
-    )
-    parser.add_argument("--megabytes", type=int, default=64, metavar="N", help="of a gradient")
-    parser.add_argument("--ranks", default="2,4,8", metavar="N,...")
-    parser.add_argument("--density", default="0.01,0.1", metavar="D,...")
-    parser.add_argument("--iters", type=int, default=20, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    chosen = parser.parse_args(arguments)
+@command(app, "Times the two-shot all-reduce on virtual ranks of one GPU.")
+def two_shot(
+    options: PeerOptions,
+    json: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+) -> None:
+    """Exits with 1 where a row is wrong."""
+    rows = run(options, json, torch.device("cuda"))
+    raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; exits with its code."""
     try:
-        ranks, densities = _numbers("--ranks", chosen.ranks), _numbers("--density", chosen.density)
-        rows = run(
-            chosen.megabytes,
-            [int(n) for n in ranks],
-            densities,
-            chosen.iters,
-            chosen.json,
-            torch.device("cuda"),
-        )
+        app(arguments)
     except MegatronSparseError as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 1 if any(row["wrong"] for row in rows) else 0
-
-
-def _numbers(option: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"{option} is no list of numbers", expected="numbers with commas between", got=text
-        ) from None
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

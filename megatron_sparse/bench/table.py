@@ -8,72 +8,22 @@ moves: it reads as many as it writes.
 from __future__ import annotations
 
 import platform
+import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.run.json_lines import append_row, write_rows
 from megatron_sparse.version import __version__
 
-SIZE_FACTOR = 4
-
 type Action = Callable[[], object]
-type Check = tuple[str, object, bool, str]
-"""An argument's name, its value, whether that fits, and what would."""
-
-
-def check_arguments(bench: str, checks: Iterable[Check]) -> None:
-    """Refuses the first argument that does not fit.
-
-    Raises:
-        ConfigError: names the bench and the argument.
-    """
-    for name, value, fits, expected in checks:
-        if not fits:
-            raise ConfigError(f"{bench}: {name} is out of range", expected=expected, got=value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeSweep:
-    """What every bench of the codec sweeps over, and how often it measures.
-
-    Attributes:
-        min_bytes: size of the smallest gradient; each is `SIZE_FACTOR` times the one before.
-        max_bytes: no gradient is larger.
-        warmup: rounds before the first that counts.
-        iters: rounds that count.
-        threads: torch's threads; None leaves them.
-    """
-
-    min_bytes: int = 2**20
-    max_bytes: int = 2**26
-    warmup: int = 3
-    iters: int = 20
-    threads: int | None = None
-
-    def range_checks(self) -> list[Check]:
-        """For `check_arguments`."""
-        warmup, iters, threads = self.warmup, self.iters, self.threads
-        at_most = f"4 to max_bytes ({self.max_bytes})"
-        return [
-            ("min_bytes", self.min_bytes, 4 <= self.min_bytes <= self.max_bytes, at_most),
-            # One wire segment holds what is measured.
-            ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
-            ("warmup", warmup, warmup >= 0, "0 or more"),
-            ("iters", iters, iters >= 1, "1 or more"),
-            ("threads", threads, threads is None or threads >= 1, "1 or more"),
-        ]
-
-    def sizes(self) -> Iterator[int]:
-        """Bytes of each gradient."""
-        size = self.min_bytes
-        while size <= self.max_bytes:
-            yield size
-            size *= SIZE_FACTOR
 
 
 @contextmanager
@@ -116,6 +66,108 @@ def time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[lis
     return times_us
 
 
-def cell(value: float | None, width: int, digits: int) -> str:
-    """A number of `digits` decimals to the right of `width` columns; `-` for None."""
-    return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
+class Columns:
+    """A table's columns, declared once: the header and every line follow from them.
+
+    Args:
+        text: `attribute format title`, columns separated by `|`; a title that is left out is the
+            attribute. A format has a width, such as `>10.1f` or `<14`. `a/b` in place of an
+            attribute is a ratio of two, or of one and a number.
+        gap: between two columns.
+
+    Attributes:
+        header: the line above the table.
+
+    Example:
+        >>> columns = Columns("bytes >8 size(B) | time_us >9.1f time(us)")
+        >>> columns.header
+        '#size(B)  time(us)'
+    """
+
+    def __init__(self, text: str, gap: str = " ") -> None:
+        self._gap, self._columns = gap, []
+        titles = []
+        for column in text.split("|"):
+            attribute, spec, *title = column.split(maxsplit=2)
+            found = re.match(r"([<>])[+]?(\d+)", spec)
+            assert found is not None, f"{spec} has no width"
+            blank = found[1] + found[2]
+            self._columns.append((attribute, spec, blank))
+            titles.append(format((title or [attribute])[0].strip(), blank))
+        # A left-aligned first column stands behind the header's #.
+        self._begin = "  " if self._columns[0][2].startswith("<") else ""
+        self.header = "#" + (self._begin + gap.join(titles).rstrip())[1:]
+
+    def line(self, row: object) -> str:
+        """A row's line; `-` for None. Noisy rows say how much of the machine others took."""
+        cells = []
+        for attribute, spec, blank in self._columns:
+            value = _value(row, attribute)
+            cells.append(format("-", blank) if value is None else format(value, spec))
+        noise = f"  noisy: {row.foreign_load:.0%}" if getattr(row, "noisy", False) else ""  # type: ignore[attr-defined]
+        return self._begin + self._gap.join(cells).rstrip() + noise
+
+
+def _value(row: object, expression: str) -> Any:
+    first, *below = expression.split("/")
+    value = getattr(row, first)
+    for part in below:
+        value = ratio(value, float(part) if part[0].isdigit() else getattr(row, part))
+    return value
+
+
+class TableRow:
+    """A dataclass that is a line of a table and a JSON object."""
+
+    COLUMNS: ClassVar[Columns]
+
+    def line(self) -> str:
+        """The table's line."""
+        return self.COLUMNS.line(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object."""
+        return asdict(self)  # type: ignore[call-overload] - subclasses are dataclasses
+
+
+def print_table[Row: TableRow](
+    columns: Columns, rows: Iterable[Row], json_path: Path | None
+) -> list[Row]:
+    """Prints rows as they come and writes one JSON object a line; returns them.
+
+    A sweep that is stopped keeps what it has.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_rows(json_path, [])
+    print(columns.header, flush=True)
+    done: list[Row] = []
+    for row in rows:
+        clear_progress()
+        print(row.line(), flush=True)
+        done.append(row)
+        append_row(json_path, row.to_dict())
+    if any(getattr(row, "noisy", False) for row in done):
+        print(
+            "# noisy: other programs took so much of the machine in the meantime; measure again",
+            flush=True,
+        )
+    return done
+
+
+def show_progress(text: str) -> None:
+    """Says on a terminal what is being measured."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
+
+
+def clear_progress() -> None:
+    """Takes away what `show_progress` said."""
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """`above / below`; None where either is missing or `below` is 0."""
+    return None if above is None or not below else above / below

@@ -11,27 +11,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign_share
-from megatron_sparse.bench.table import cell, check_arguments, describe_cpu
+from megatron_sparse.bench.options import at_least, check_arguments, known
+from megatron_sparse.bench.table import Columns, TableRow, describe_cpu, print_table
 from megatron_sparse.collectives import AUTO, SCHEMES, skips_straggler
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
-from megatron_sparse.run.json_lines import write_rows
 
 PLAIN = "plain"
 ITERATION = re.compile(
     r"iteration +\d+/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)"
 )
 TAIL_LINES = 30
-HEADER = (
-    f"#{'scheme':>19} {'density':>8} {'iteration(ms)':>13} {'slowest':>9} {'exposed(ms)':>11} "
-    f"{'cpu(us)':>8} {'wire(B)':>11} {'dense(B)':>11} {'speedup':>7} {'loss':>17}"
-)
 
 
 @dataclass(frozen=True)
@@ -63,34 +59,25 @@ class Setting:
     slow_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        known = (PLAIN, AUTO, *SCHEMES)
         check_arguments(
             "bench training",
             [
-                ("scheme", self.schemes, set(self.schemes) <= set(known), " | ".join(known)),
-                ("ranks", self.ranks, self.ranks >= 1, "1 or more"),
-                ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
-                ("iters", self.iters, self.iters >= 1, "1 or more"),
+                known("scheme", self.schemes, (PLAIN, AUTO, *SCHEMES)),
+                at_least("ranks", self.ranks, 1),
+                at_least("warmup", self.warmup, 0),
+                at_least("iters", self.iters, 1),
             ],
         )
         if self.slow_rank is None:
             return
+        fits = f"0 to {self.ranks - 1}"
+        awake = f"no {PLAIN} with --slow-rank: it is the plugin that sleeps"
         check_arguments(
             "bench training",
             [
-                (
-                    "slow-rank",
-                    self.slow_rank,
-                    self.slow_rank < self.ranks,
-                    f"0 to {self.ranks - 1}",
-                ),
+                ("slow-rank", self.slow_rank, self.slow_rank < self.ranks, fits),
                 ("slow-ms", self.slow_ms, self.slow_ms > 0, "more than 0 with --slow-rank"),
-                (
-                    "scheme",
-                    self.schemes,
-                    PLAIN not in self.schemes,
-                    f"no {PLAIN} with --slow-rank: it is the plugin that sleeps",
-                ),
+                ("scheme", self.schemes, PLAIN not in self.schemes, awake),
             ],
         )
 
@@ -133,7 +120,7 @@ class Setting:
 
 
 @dataclass
-class Row:
+class Row(TableRow):
     """One run; times are milliseconds.
 
     Attributes:
@@ -157,6 +144,12 @@ class Row:
         noisy: whether that was too much for the times to be believed.
     """
 
+    COLUMNS = Columns(
+        "scheme >20 | density >8g | iteration_ms >13.1f iteration(ms) | slowest_ms >9.1f slowest | "
+        "exposed_ms >11.1f exposed(ms) | host_cpu_us >8.0f cpu(us) | wire_bytes >11.0f wire(B) | "
+        "dense_bytes >11.0f dense(B) | speedup >7.2f | losses >17 loss"
+    )
+
     op: str
     scheme: str
     density: float
@@ -175,16 +168,10 @@ class Row:
     foreign_load: float
     noisy: bool
 
-    def line(self) -> str:
-        """The table's line."""
-        return (
-            f"{self.scheme:>20} {self.density:>8g} {self.iteration_ms:>13.1f} "
-            f"{self.slowest_ms:>9.1f} {cell(self.exposed_ms, 11, 1)} "
-            f"{cell(self.host_cpu_us, 8, 0)} {cell(self.wire_bytes, 11, 0)} "
-            f"{cell(self.dense_bytes, 11, 0)} {self.speedup:>7.2f} "
-            f"{self.loss_first:>7.4f} -> {self.loss_last:.4f}"
-            f"{f'  noisy: {self.foreign_load:.0%}' if self.noisy else ''}"
-        )
+    @property
+    def losses(self) -> str:
+        """The first and the last one."""
+        return f"{self.loss_first:>7.4f} -> {self.loss_last:.4f}"
 
 
 def run(setting: Setting, out: Path, json_path: Path | None = None) -> list[dict[str, Any]]:
@@ -206,16 +193,19 @@ def run(setting: Setting, out: Path, json_path: Path | None = None) -> list[dict
     slow = f", rank {setting.slow_rank} sleeps {setting.slow_ms:g} ms an iteration"
     print(
         f"# {describe_cpu(1)}\n# {setting.ranks} ranks, gloo, {where}, {setting.warmup} + "
-        f"{setting.iters} iterations, medians{'' if setting.slow_rank is None else slow}\n"
-        f"{HEADER}",
+        f"{setting.iters} iterations, medians{'' if setting.slow_rank is None else slow}",
         flush=True,
     )
-    rows: list[Row] = []
+    rows = print_table(Row.COLUMNS, _rows(setting, out), json_path)
+    return [row.to_dict() for row in rows]
+
+
+def _rows(setting: Setting, out: Path) -> Iterator[Row]:
+    first = None
     for scheme, density in setting.rows():
-        rows.append(_train(setting, scheme, density, out, rows[0] if rows else None))
-        print(rows[-1].line(), flush=True)
-        write_rows(json_path, [asdict(row) for row in rows])
-    return [asdict(row) for row in rows]
+        row = _train(setting, scheme, density, out, first)
+        first = first or row
+        yield row
 
 
 def _train(setting: Setting, scheme: str, density: float, out: Path, first: Row | None) -> Row:

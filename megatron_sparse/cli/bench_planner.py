@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_sparse.cli.bench import JsonFile, parse_size
+from megatron_sparse.bench.options import parse_counts, parse_size
+from megatron_sparse.cli.bench import JsonFile
 from megatron_sparse.errors import ConfigError
 
 
@@ -80,7 +81,8 @@ def planner(
         usual = cases.QUICK_KINDS if quick else tuple(cases.KINDS)
         workloads = cases.synthetic(kinds.split(",") if kinds else usual, numel)
     if not is_real:
-        sizes = parse_ranks(ranks, cases.QUICK_WORLD_SIZES if quick else cases.WORLD_SIZES)
+        usual_sizes = cases.QUICK_WORLD_SIZES if quick else cases.WORLD_SIZES
+        sizes = usual_sizes if ranks is None else parse_counts("--ranks", ranks, 2)
         trial = runner.Trial(workloads, sizes, where, candidates, full_numel, CollectiveOp(op))
         raise typer.Exit(0 if runner.run(trial, json).holds else 1)
     real = planner_ranks.RealTrial(
@@ -108,24 +110,6 @@ def planner(
     }
     arguments = [f"--{key}={value}" for key, value in values.items() if value is not None]
     arguments += ["--quick"] if quick else []
-    (count,) = parse_ranks(ranks, (4,))[:1]
+    count = parse_counts("--ranks", ranks or "4", 2)[0]
     command = local_ranks.command_line(["bench", "planner", *arguments])
     raise typer.Exit(local_ranks.run_netbed(command, count, mbit or 0, count))
-
-
-def parse_ranks(text: str | None, usual: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers of ranks, separated by commas; `usual` where there is no text.
-
-    Raises:
-        ConfigError: one of them is no number, or below 2.
-    """
-    if text is None:
-        return usual
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) >= 2 for part in parts):
-        raise ConfigError(
-            "--ranks is not a list of group sizes",
-            expected="numbers from 2 on with commas between them, such as 2,8,64",
-            got=repr(text),
-        )
-    return tuple(int(part) for part in parts)

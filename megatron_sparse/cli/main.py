@@ -17,7 +17,6 @@ from megatron_sparse.cli import plans, results, runs
 from megatron_sparse.cli.bench import bench
 from megatron_sparse.cli.bench_convergence import convergence
 from megatron_sparse.cli.bench_planner import planner
-from megatron_sparse.cli.bench_stragglers import stragglers
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.version import __version__
@@ -74,7 +73,6 @@ app.command("dashboard", help="Make a W&B workspace: communication time first, t
 app.command("simulate", help="Draw the papers' figures anew on the virtual cluster: a model.")(
     plans.simulate
 )
-bench.command(help="Time from the last rank's arrival to the end, scheme by scheme.")(stragglers)
 bench.command(help="Compare the planner's choice with the best of all schemes.")(planner)
 bench.command(
     context_settings=_PASSES_ARGUMENTS_ON,

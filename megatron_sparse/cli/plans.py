@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_sparse.cli.bench import JsonFile, parse_densities, parse_size
+from megatron_sparse.bench.options import parse_densities, parse_size
+from megatron_sparse.cli.bench import JsonFile
 from megatron_sparse.errors import ConfigError
 
 
@@ -89,7 +90,7 @@ def calibrate(
         force=force,
         formats=format.split(",") if sweep else [],
         size_bytes=parse_size("--size", size),
-        densities=tuple(parse_densities(density)),
+        densities=parse_densities("--density", density),
         timeout_s=timeout,
     )
     place = runner.Place(ranks, netbed, mbit, ranks_per_node, cluster if virtual else None)

@@ -10,14 +10,15 @@ from typing import Any
 from megatron_sparse.errors import ConfigError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file.
+def write_text(path: Path, text: str, mode: str = "w") -> None:
+    """Writes a file; appends to it with mode `a`.
 
     Raises:
         ConfigError: it cannot be written.
     """
     try:
-        path.write_text(text, "utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(
             "the measurements cannot be written",
@@ -35,3 +36,13 @@ def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
     """
     if path is not None:
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def append_row(path: Path | None, row: dict[str, Any]) -> None:
+    """Adds one JSON object to a file of `write_rows`; None writes nothing.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is not None:
+        write_text(path, json.dumps(row) + "\n", "a")

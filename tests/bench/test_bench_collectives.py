@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from megatron_sparse.bench.collectives import command as collectives
+from megatron_sparse.bench.collectives.case import Case, cases_of
 from megatron_sparse.bench.collectives.floor import codec_bytes, payload_rate
 from megatron_sparse.bench.collectives.path import HalvedPath, residual_of
 from megatron_sparse.bench.collectives.row import MEASURED, Row, in_order
-from megatron_sparse.bench.collectives.sweep import Case, Sweep
+from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli import main
@@ -179,11 +180,12 @@ class TestInputs:
         assert (kept[0] & kept[1]).double().mean() == pytest.approx(0.01, rel=0.2)
 
     def test_dense_schemes_run_once_and_missing_forms_are_left_out(self):
-        cases = sweep(
+        swept = sweep(
             schemes=["dense", "direct", "ssar_rd"],
             densities=[0.1, 0.2],
             ops=["all_reduce", "reduce_scatter"],
-        ).cases(3)
+        )
+        cases = cases_of(swept, 3)
         names = [(case.op, case.scheme, case.density) for case in cases]
         assert names.count((CollectiveOp.ALL_REDUCE, "dense", 1.0)) == 1
         assert (CollectiveOp.ALL_REDUCE, "ssar_rd", 0.2) in names
@@ -226,7 +228,7 @@ class TestFigures:
         )
 
     def test_the_slowest_rank_of_each_round_counts(self):
-        row = Row.of(self.CASE, "agsparse", "gloo", 1000, 2, 0)
+        row = Row.of(self.CASE, "agsparse", 2, 0, transport="gloo", mbit=1000)
         row.measured(self.CASE, self.rounds(), 1e6, prune=True)
         assert (row.time_us, row.dense_us) == (60, 120)
         assert row.network_us == 30
@@ -253,7 +255,7 @@ class TestFigures:
         ]
 
     def test_noisy_rows_say_so(self):
-        row = Row.of(self.CASE, "agsparse", "gloo", None, 2, 0)
+        row = Row.of(self.CASE, "agsparse", 2, 0, transport="gloo")
         row.measured(self.CASE, self.rounds(), 1e6, prune=True)
         assert "noisy" not in row.line()
         row.noisy, row.foreign_load = True, 0.37

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_sparse.bench import prune as bench
+from megatron_sparse.bench.codecs.sweep import PruneSweep
 from megatron_sparse.errors import ConfigError
 
 FIELDS = {
@@ -33,17 +34,17 @@ FIELDS = {
 def test_rows_are_right_timed_and_written(dtype, residual_dtype, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     threads = torch.get_num_threads()
-    rows = bench.run(
-        2**14,
-        2**16,
-        [0.01, 0.9],
-        dtype,
-        residual_dtype,
+    sweep = PruneSweep(
+        min_bytes=2**14,
+        max_bytes=2**16,
+        densities=[0.01, 0.9],
+        dtype=dtype,
+        residual_dtype=residual_dtype,
         warmup=1,
         iters=2,
-        json_path=path,
         threads=1,
     )
+    rows = bench.run(sweep, path)
     assert torch.get_num_threads() == threads
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
     assert len(rows) == 2 * 2 * 3  # sizes, densities, operations
@@ -65,7 +66,8 @@ def test_a_wrong_result_is_counted_and_not_timed(monkeypatch, capsys):
 
     real = bench.ops.prune_
     monkeypatch.setattr(bench.ops, "prune_", broken)
-    row = next(r for r in bench.run(2**12, 2**12, iters=1) if r["op"] == "prune")
+    sweep = PruneSweep(min_bytes=2**12, max_bytes=2**12, densities=[0.01], iters=1)
+    row = next(r for r in bench.run(sweep) if r["op"] == "prune")
     assert row["wrong"] == 3
     assert row["time_us"] is None
 
@@ -86,4 +88,4 @@ def test_a_wrong_result_is_counted_and_not_timed(monkeypatch, capsys):
 def test_refuses(argument, value):
     call = {"min_bytes": 4, "max_bytes": 64} | {argument: value}
     with pytest.raises(ConfigError, match="bench prune"):
-        bench.run(**call)
+        PruneSweep(**call)

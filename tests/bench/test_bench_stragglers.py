@@ -9,17 +9,13 @@ import json
 import pytest
 import torch
 
-from megatron_sparse.bench.collectives.sweep import Case, Sweep
+from megatron_sparse.bench.collectives.case import Case
 from megatron_sparse.bench.stragglers import command as stragglers
 from megatron_sparse.bench.stragglers import figure as straggler_figure
+from megatron_sparse.bench.stragglers.groups import AUTO_FACTOR, RULE
 from megatron_sparse.bench.stragglers.ranks import StragglerBench
 from megatron_sparse.bench.stragglers.row import StragglerRow, compare, modelled_us
-from megatron_sparse.bench.stragglers.sweep import (
-    AUTO_FACTOR,
-    DEFAULT_SCHEMES,
-    RULE,
-    StragglerSweep,
-)
+from megatron_sparse.bench.stragglers.sweep import DEFAULT_SCHEMES, StragglerSweep
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli import main
 from megatron_sparse.collectives import SCHEMES
@@ -41,7 +37,8 @@ def bench(delays_ms, straggler=None, rule=True, **changed) -> StragglerSweep:
         "schemes": list(DEFAULT_SCHEMES),
         "ops": ["all_reduce"],
     }
-    return StragglerSweep(Sweep(**fields | changed), delays_ms, rule, straggler)
+    given = {"delays_ms": delays_ms, "rule": rule, "straggler": straggler}
+    return StragglerSweep(**fields | changed | given)
 
 
 def run_virtual(n, delays_ms, path=None, figure=None, **changed):
@@ -169,7 +166,8 @@ class TestRow:
 
     def row(self, scheme="straggler", delay_s=0.5):
         case = dataclasses.replace(self.CASE, scheme=scheme)
-        return StragglerRow.of(scheme, case, scheme, 3, 2, delay_s, LINK, 0)
+        late = {"straggler": 2, "delay_us": delay_s * 1e6, "alpha_us": LINK.alpha_s * 1e6}
+        return StragglerRow.of(case, scheme, 3, 0, **late)
 
     def test_time_counts_from_the_last_arrival_to_the_last_end(self):
         rounds = torch.tensor(

@@ -81,17 +81,14 @@ class TestTruth:
         prices = MemoryBoundPrices(1e11)
         times = [virtual_truth.run("direct", given(), setting(prices)) for _ in range(2)]
         assert times[0] == times[1]
-        assert times[0].total_s == max(times[0].rank_s)
 
     def test_local_work_costs_in_proportion_to_its_price(self):
         fast, slow = (
-            virtual_truth.run("direct", given(), setting(MemoryBoundPrices(rate)), split=True)
+            virtual_truth.run("direct", given(), setting(MemoryBoundPrices(rate)))
             for rate in (1e11, 1e10)
         )
         assert slow.codec_s == pytest.approx(10 * fast.codec_s, rel=1e-9)
-        assert slow.network_s == fast.network_s
-        assert slow.network_s is not None
-        assert slow.network_s < fast.total_s < slow.total_s
+        assert fast.total_s < slow.total_s
 
     def test_a_small_bucket_stands_for_a_large_one(self):
         """Of which both have an exact share: the fourth of it, or all of it."""

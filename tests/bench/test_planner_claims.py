@@ -85,7 +85,16 @@ def test_the_planner_sees_a_sample():
 def row(chosen_us, best_us, dense_us):
     predictions = {"dense": 2.0, "direct": 1.0, "agsparse": 3.0}
     taken = {"dense": dense_us, "direct": chosen_us, "agsparse": best_us}
-    return PlannerRow.of("k", 2, "c", 8, 0.1, predictions, taken, modelled=True)
+    return PlannerRow.of(
+        predictions,
+        taken,
+        case="k",
+        world_size=2,
+        cluster="c",
+        numel=8,
+        density=0.1,
+        modelled=True,
+    )
 
 
 def test_a_row_and_the_verdict():

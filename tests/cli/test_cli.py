@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import megatron_sparse
-from megatron_sparse.cli import bench, main
+from megatron_sparse.bench.codecs.sweep import PruneSweep
+from megatron_sparse.bench.options import parse_size
+from megatron_sparse.cli import main
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.run import launch
 from megatron_sparse.run.composition import GROUPS, group_options
@@ -192,17 +194,20 @@ class TestOthers:
             "rows.jsonl",
         )
         assert code == 1
-        assert calls["megatron_sparse.bench.prune"][1] == {
-            "min_bytes": 2**16,
-            "max_bytes": 2**20,
-            "densities": [0.001, 0.01],
-            "dtype": "bf16",
-            "residual_dtype": "bf16",
-            "warmup": 1,
-            "iters": 2,
-            "json_path": Path("rows.jsonl"),
-            "threads": 1,
-        }
+        sweep = PruneSweep(
+            min_bytes=2**16,
+            max_bytes=2**20,
+            densities=(0.001, 0.01),
+            dtype="bf16",
+            residual_dtype="bf16",
+            warmup=1,
+            iters=2,
+            threads=1,
+        )
+        assert calls["megatron_sparse.bench.prune"] == ((sweep, Path("rows.jsonl")), {})
+        asked = dict(argument.split("=") for argument in sweep.arguments())
+        assert asked["--density"] == "0.001,0.01"
+        assert asked["--min-bytes"] == str(2**16)
 
     @pytest.mark.parametrize(
         "arguments",
@@ -225,12 +230,12 @@ class TestOthers:
 
 
 def test_sizes_are_powers_of_two():
-    assert bench.parse_size("--x", "1M") == 2**20
-    assert bench.parse_size("--x", "3g") == 3 * 2**30
-    assert bench.parse_size("--x", "64KB") == 2**16
-    assert bench.parse_size("--x", "1000") == 1000
+    assert parse_size("--x", "1M") == 2**20
+    assert parse_size("--x", "3g") == 3 * 2**30
+    assert parse_size("--x", "64KB") == 2**16
+    assert parse_size("--x", "1000") == 1000
     with pytest.raises(ConfigError, match="--x"):
-        bench.parse_size("--x", "1.5M")
+        parse_size("--x", "1.5M")
 
 
 def test_doctor_for_real_writes_json(tmp_path):

@@ -7,7 +7,7 @@ do where they can: none of them writes a header, checks an index or rounds stoch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
@@ -61,8 +61,8 @@ class Task:
     bytes_moved: int
     wrong: int
     run: Action
-    stream: Action | None
-    peers: dict[str, Action]
+    stream: Action | None = None
+    peers: dict[str, Action] = field(default_factory=dict)
 
 
 def make_tasks(
@@ -125,8 +125,7 @@ def _prune_encode_task(case: _Case, grad_N: torch.Tensor) -> Task:
         grad_N.nbytes + 2 * residual_N.nbytes + used,
         case.wrong,
         prune_encode,
-        None,
-        _prune_encode_peers(grad_N, float(case.thresholds)) if case.peers else {},
+        peers=_prune_encode_peers(grad_N, float(case.thresholds)) if case.peers else {},
     )
 
 

@@ -11,8 +11,8 @@ time / copy over the rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -22,87 +22,32 @@ import torch
 
 from megatron_sparse.bench import table
 from megatron_sparse.bench.codecs import baseline, cases, cuda, hash_cases
-from megatron_sparse.bench.codecs.cases import DTYPES, Task
-from megatron_sparse.bench.table import Action, cell
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.bench.codecs.cases import Task
+from megatron_sparse.bench.codecs.row import OperationRow
+from megatron_sparse.bench.codecs.sweep import BUCKET_FORMS, Sweep
+from megatron_sparse.bench.table import Action, Columns, print_table
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.version import __version__
 
-BUCKET_FORMS = tuple(cases.FORMS)
-"""Records of a bucket."""
-FORMS = (*BUCKET_FORMS, "hash_bitmap", "pairs", "row_sparse")
-BUCKET_OPS = ("prune_encode", "encode", "decode_add")
-OPS = (*BUCKET_OPS, "hash_partition", "row_union", "row_match", "row_expand")
-"""Each format has those that it knows."""
-
 
 @dataclass
-class Row:
-    """One line of the table and one JSON object; times are medians in microseconds.
-
-    There is a row for each peer; the operation's own numbers are the same in all of them.
-    """
-
-    op: str
-    format: str
-    dtype: str
-    density: float
-    count: int
-    bytes_moved: int
-    time_us: float | None
-    copy_us: float | None
-    stream_us: float | None
-    ratio: float | None
-    peer: str | None
-    peer_us: float | None
-    device: str
-    wrong: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep(table.SizeSweep):
-    """What to measure.
+class Row(OperationRow):
+    """There is a row for each peer; the operation's own numbers are the same in all of them.
 
     Attributes:
-        densities: fractions that are sent, in (0, 1].
-        dtypes: of the gradient and of the values on the wire.
-        forms: names in `FORMS`.
-        ops: names in `OPS`.
-        peers: whether to time them too.
-        device: `cpu` or `cuda`; on a GPU what is timed is the device's work.
+        stream_us: reads what an encoder reads, or writes what a scatter-add writes.
+        ratio: the median over the rounds of time / copy.
     """
 
-    densities: Sequence[float] = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
-    dtypes: Sequence[str] = ("fp32",)
-    forms: Sequence[str] = BUCKET_FORMS
-    ops: Sequence[str] = OPS
-    peers: bool = True
-    device: str = "cpu"
+    COLUMNS = Columns(
+        "size >13 size(B) | count >11 | dtype >5 type | op >12 | format >10 | density >7g | "
+        "bytes_moved >11 moved(B) | time_us >10.1f time(us) | copy_us >10.1f copy(us) | "
+        "ratio >6.2f | stream_us >10.1f stream(us) | peer_us >11.1f peer(us) | "
+        "peer_us/time_us >6.1f x | wrong >6 #wrong | peer <1"
+    )
 
-    def __post_init__(self) -> None:
-        table.check_arguments(
-            "bench codecs",
-            [
-                *self.range_checks(),
-                (
-                    "density",
-                    self.densities,
-                    all(0 < d <= 1 for d in self.densities),
-                    "above 0, at most 1",
-                ),
-                ("dtype", self.dtypes, set(self.dtypes) <= set(DTYPES), " | ".join(DTYPES)),
-                ("format", self.forms, set(self.forms) <= set(FORMS), " | ".join(FORMS)),
-                ("op", self.ops, set(self.ops) <= set(OPS), " | ".join(OPS)),
-                ("device", self.device, self.device in ("cpu", "cuda"), "cpu | cuda"),
-            ],
-        )
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                "bench codecs: there is no CUDA device",
-                expected="a GPU that torch sees",
-                got="none",
-                remedy="measure with --device cpu; see megatron-sparse doctor",
-            )
+    stream_us: float | None = None
+    ratio: float | None = None
 
 
 def run(
@@ -141,24 +86,9 @@ def run(
 
 def measure(sweep: Sweep) -> list[dict[str, Any]]:
     """Prints the table once and returns its rows."""
-    rows: list[Row] = []
     with table.torch_threads(sweep.threads):
         print(f"# {header(sweep)}")
-        print(
-            f"# {'size(B)':>11} {'count':>11} {'type':>5} {'op':>12} {'format':>10} {'density':>7} "
-            f"{'moved(B)':>11} {'time(us)':>10} {'copy(us)':>10} {'ratio':>6} {'stream(us)':>10} "
-            f"{'peer(us)':>11} {'x':>6} {'#wrong':>6} peer"
-        )
-        for size, dtype, density, form in product(
-            sweep.sizes(), sweep.dtypes, sweep.densities, sweep.forms
-        ):
-            for task in _tasks(sweep, size, density, dtype, form):
-                if task.op not in sweep.ops:
-                    continue
-                for row in _rows(task, size, density, dtype, sweep):
-                    rows.append(row)
-                    print(_line(row, size), flush=True)
-    return [asdict(row) for row in rows]
+        return [row.to_dict() for row in print_table(Row.COLUMNS, _rows(sweep), None)]
 
 
 def header(sweep: Sweep) -> str:
@@ -180,26 +110,20 @@ def _tasks(sweep: Sweep, size: int, density: float, dtype: str, form: str) -> It
     return cuda.make_tasks(size, density, dtype, form, torch.device(sweep.device))
 
 
-def _rows(task: Task, size: int, density: float, dtype: str, sweep: Sweep) -> list[Row]:
-    peers: dict[str | None, Action] = {**task.peers} if sweep.peers else {}
-    own = Row(
-        op=task.op,
-        format=task.format,
-        dtype=dtype,
-        density=density,
-        count=size // DTYPES[dtype].itemsize,
-        bytes_moved=task.bytes_moved,
-        time_us=None,
-        copy_us=None,
-        stream_us=None,
-        ratio=None,
-        peer=None,
-        peer_us=None,
-        device=sweep.device,
-        wrong=task.wrong,
-    )
+def _rows(sweep: Sweep) -> Iterator[Row]:
+    for size, dtype, density, form in product(
+        sweep.sizes(), sweep.dtypes, sweep.densities, sweep.forms
+    ):
+        for task in _tasks(sweep, size, density, dtype, form):
+            if task.op in sweep.ops:
+                yield from _measure(task, Row.of(task, size, density, dtype, sweep.device), sweep)
+
+
+def _measure(task: Task, own: Row, sweep: Sweep) -> list[Row]:
+    """Fills in the times; a row for each peer."""
     if task.wrong:
         return [own]
+    peers: dict[str, Action] = {**task.peers} if sweep.peers else {}
     actions: list[Action] = [task.run, table.copy_action(task.bytes_moved, sweep.device)]
     if task.stream is not None:
         actions.append(task.stream)
@@ -209,19 +133,5 @@ def _rows(task: Task, size: int, density: float, dtype: str, sweep: Sweep) -> li
     own.time_us, own.copy_us = median(times_us[0]), median(times_us[1])
     own.stream_us = None if task.stream is None else median(times_us[2])
     own.ratio = median(a / b for a, b in zip(times_us[0], times_us[1], strict=True))
-    if not peers:
-        return [own]
-    return [
-        Row(**(asdict(own) | {"peer": name, "peer_us": median(spent)}))
-        for name, spent in zip(peers, times_us[first_peer:], strict=True)
-    ]
-
-
-def _line(row: Row, size: int) -> str:
-    faster = None if row.peer_us is None or row.time_us is None else row.peer_us / row.time_us
-    return (
-        f"  {size:>11} {row.count:>11} {row.dtype:>5} {row.op:>12} {row.format:>10} "
-        f"{row.density:>7g} {row.bytes_moved:>11} {cell(row.time_us, 10, 1)} "
-        f"{cell(row.copy_us, 10, 1)} {cell(row.ratio, 6, 2)} {cell(row.stream_us, 10, 1)} "
-        f"{cell(row.peer_us, 11, 1)} {cell(faster, 6, 1)} {row.wrong:>6} {row.peer or '-'}"
-    )
+    spent_us = zip(peers, times_us[first_peer:], strict=True)
+    return [replace(own, peer=name, peer_us=median(us)) for name, us in spent_us] or [own]

@@ -51,21 +51,8 @@ def make_tasks(
         return 48 + int(out[24:32].view(torch.int64))
 
     # Leak 0 leaves nothing behind but rounding errors, so that all rounds see the same numbers.
-    fused = partial(
-        overload("prune_encode_records"),
-        grad_N,
-        residual_N,
-        offsets,
-        thresholds_R,
-        0.0,
-        KEY,
-        offsets,
-        kinds,
-        code,
-        STEP,
-        block_size,
-        out,
-    )
+    at = (offsets, thresholds_R, 0.0, KEY, offsets, kinds, code, STEP, block_size)
+    fused = partial(overload("prune_encode_records"), grad_N, residual_N, *at, out)
     fused()
     rest_N, limit = torch.zeros(numel, device=device), float(threshold)
     yield Task(
@@ -74,8 +61,7 @@ def make_tasks(
         grad_N.nbytes + 2 * residual_N.nbytes + used(),
         wrong,
         fused,
-        None,
-        {"torch ops": lambda: cases.prune_encode_in_torch(grad_N, rest_N, limit)},
+        peers={"torch ops": lambda: cases.prune_encode_in_torch(grad_N, rest_N, limit)},
     )
 
     pruned_N = grad_N.clone()
@@ -91,8 +77,7 @@ def make_tasks(
         pruned_N.nbytes + message.numel(),
         wrong,
         encode,
-        None,
-        _encode_peers(pruned_N),
+        peers=_encode_peers(pruned_N),
     )
 
     acc_N, peer_N = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
@@ -107,8 +92,7 @@ def make_tasks(
         message.numel() + 2 * touched,
         wrong,
         partial(overload("decode_add_"), acc_N, message, offsets, code, STEP, 0, False),
-        None,
-        {"torch index_add_": lambda: peer_N.index_add_(0, index_K, values_K)},
+        peers={"torch index_add_": lambda: peer_N.index_add_(0, index_K, values_K)},
     )
 
 

@@ -123,8 +123,7 @@ def _bitmap_tasks(numel: int, density: float, dtype: str, device: torch.device) 
         used + 2 * touched,
         wrong,
         decode_add,
-        None,
-        {"torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)},
+        peers={"torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)},
     )
 
 
@@ -148,8 +147,7 @@ def _pair_tasks(numel: int, density: float, dtype: str, device: torch.device) ->
         2 * entry_bytes,
         wrong,
         lambda: hierarchical_hash.split(h0, index_K, values_K),
-        None,
-        {"Algorithm 1": lambda: hierarchical_hash.hierarchical_hash(h0, index_K, values_K)},
+        peers={"Algorithm 1": lambda: hierarchical_hash.hierarchical_hash(h0, index_K, values_K)},
     )
 
     def encode() -> list[torch.Tensor]:
@@ -167,8 +165,8 @@ def _pair_tasks(numel: int, density: float, dtype: str, device: torch.device) ->
     expected = [_by_position(grad_N, place).float() for place in places]
     wrong += sum(int((a != b).sum()) for a, b in zip(accs, expected, strict=True))
     touched = sum(map(_touched_bytes, expected))
-    yield Task("encode", "pairs", entry_bytes + used, wrong, encode, None, {})
-    yield Task("decode_add", "pairs", used + 2 * touched, wrong, decode_add, None, {})
+    yield Task("encode", "pairs", entry_bytes + used, wrong, encode)
+    yield Task("decode_add", "pairs", used + 2 * touched, wrong, decode_add)
 
 
 def _row_sets(num_rows: int, density: float, device: torch.device) -> list[torch.Tensor]:
@@ -214,8 +212,6 @@ def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> 
         local_K.nbytes + rows_KD.nbytes + out.numel(),
         wrong,
         lambda: part.encode(gradient, positions, out),
-        None,
-        {},
     )
 
     union_U = row_sparse.union(sets, num_rows)
@@ -226,8 +222,7 @@ def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> 
         every.nbytes + union_U.nbytes,
         wrong,
         lambda: row_sparse.union(sets, num_rows),
-        None,
-        {"torch unique": lambda: torch.unique(every)},
+        peers={"torch unique": lambda: torch.unique(every)},
     )
     yield Task(
         "row_match",
@@ -235,8 +230,7 @@ def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> 
         2 * local_K.nbytes + union_U.nbytes,
         wrong,
         lambda: row_sparse.match(local_K, union_U),
-        None,
-        {"torch searchsorted": lambda: torch.searchsorted(union_U, local_K)},
+        peers={"torch searchsorted": lambda: torch.searchsorted(union_U, local_K)},
     )
 
     def zeros_and_copy() -> torch.Tensor:
@@ -251,6 +245,5 @@ def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> 
         local_K.nbytes + union_U.nbytes + rows_KD.nbytes + target_bytes,
         wrong,
         lambda: gradient.expand(union_U),
-        None,
-        {"torch index_copy_": zeros_and_copy},
+        peers={"torch index_copy_": zeros_and_copy},
     )

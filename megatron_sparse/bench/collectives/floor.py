@@ -14,7 +14,7 @@ the cache. For dense schemes the wire is all: their additions go on while bytes 
 
 from __future__ import annotations
 
-from megatron_sparse.bench.collectives.sweep import Case
+from megatron_sparse.bench.collectives.case import Case
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.formats.message import VALUE_DTYPES

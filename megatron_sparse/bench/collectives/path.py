@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_sparse.bench.collectives.sweep import Case, Sweep
+from megatron_sparse.bench.collectives.case import Case
+from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps

@@ -11,13 +11,14 @@ On CUDA devices the backend is NCCL; that has not been run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_sparse.bench.collectives.case import CHECK_STEPS, Case, cases_of
 from megatron_sparse.bench.collectives.floor import payload_rate
 from megatron_sparse.bench.collectives.path import (
     HalvedPath,
@@ -26,8 +27,8 @@ from megatron_sparse.bench.collectives.path import (
     residual_of,
 )
 from megatron_sparse.bench.collectives.row import Row, in_order
-from megatron_sparse.bench.collectives.sweep import CHECK_STEPS, Case, Sweep
-from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
+from megatron_sparse.bench.collectives.sweep import Sweep
+from megatron_sparse.bench.host_load import HostLoad
 from megatron_sparse.bench.rank_group import RankGroup
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.compression.methods import method_of
@@ -65,6 +66,7 @@ class RankBench(RankGroup):
     def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
         self._sweep = sweep
         super().__init__(sweep.timeout_s, store, rank, world_size, nccl_engine=sweep.nccl_engine)
+        self._place = {"transport": self.backend, "mbit": sweep.mbit}
 
     def rows(self, progress: Progress) -> Iterator[Row]:
         """Every case, on every rank; the rows are the same on all.
@@ -74,11 +76,11 @@ class RankBench(RankGroup):
             MegatronSparseError: a collective refuses a case.
         """
         wire_rate = self.wire_rate()
-        cases = self._sweep.cases(self.world_size)
+        cases = cases_of(self._sweep, self.world_size)
         for number, case in enumerate(cases):
             progress(number, len(cases), case)
             wrong, carried_by = self._check(case)
-            row = Row.of(case, carried_by, self.backend, self._sweep.mbit, self.world_size, wrong)
+            row = Row.of(case, carried_by, self.world_size, wrong, **self._place)
             if not wrong:
                 self._time(case, row, wire_rate)
             yield row
@@ -87,16 +89,25 @@ class RankBench(RankGroup):
         """Payload bytes a second that each rank's link carries, measured unless it is known."""
         if self._sweep.mbit is not None:
             return payload_rate(self._sweep.mbit)
+        return LINK_BYTES / self._round_us(LINK_BYTES, LINK_ROUNDS) * 1e6
+
+    def _round_us(self, nbytes: int, rounds: int) -> float:
+        """Median microseconds in which all ranks send so many bytes round the ring."""
         n, rank = self.world_size, self.rank
-        sent = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=self._device)
+        sent = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         sends = [((rank + 1) % n, sent)] if n > 1 else []
         receives = [((rank - 1) % n, torch.empty_like(sent))] if n > 1 else []
-        times_us = [
-            self._timed(lambda: self._transport.exchange(sends, receives, 1).finish())
-            for _ in range(LINK_ROUNDS)
-        ]
+        return self._median_us(
+            [
+                self._timed(lambda: self._transport.exchange(sends, receives, 1).finish())
+                for _ in range(rounds)
+            ]
+        )
+
+    def _median_us(self, times_us: Sequence[float]) -> float:
+        """The median over the rounds of the slowest rank's time."""
         slowest = self._gather(torch.tensor(times_us, dtype=torch.float64)).max(0).values
-        return LINK_BYTES / median(slowest.tolist()) * 1e6
+        return median(slowest.tolist())
 
     def _check(self, case: Case) -> tuple[int, str]:
         """Wrong elements on all ranks, and the scheme that the planner took."""
@@ -155,8 +166,7 @@ class RankBench(RankGroup):
                 action()
             figures["copy"] = self._timed(lambda: spare_N.copy_(base_N))
             rounds.append(in_order(figures))
-        row.foreign_load = self._foreign_load(load)
-        row.noisy = row.foreign_load > MOST_FOREIGN_LOAD
+        row.set_load(self._foreign_load(load))
         counted = torch.tensor(rounds[self._sweep.warmup :], dtype=torch.float64)
         row.measured(case, self._gather(counted), wire_rate, prune=self._sweep.prune)
 

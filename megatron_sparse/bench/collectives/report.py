@@ -9,18 +9,21 @@ import json
 import os
 import platform
 import subprocess
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from megatron_sparse.bench.collectives.case import Case
 from megatron_sparse.bench.collectives.ranks import Progress, RankBench
-from megatron_sparse.bench.collectives.sweep import Case
+from megatron_sparse.bench.collectives.row import CaseRow
+from megatron_sparse.bench.collectives.sweep import Place
 from megatron_sparse.bench.rank_group import as_rank
+from megatron_sparse.bench.table import Columns, print_table, show_progress
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.run import local_ranks
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.run.local_ranks import CHECKOUT
 from megatron_sparse.transport import Link, Topology
@@ -29,25 +32,11 @@ from megatron_sparse.version import __version__
 Rows = list[dict[str, Any]]
 
 
-class TableRow(Protocol):
-    """A line of a table, and its JSON object."""
-
-    noisy: bool
-
-    def line(self) -> str:
-        """The table's line."""
-        ...
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON object."""
-        ...
-
-
 def run_as_rank[Bench: RankBench](
     make: Callable[[Any, int, int], Bench],
-    rows: Callable[[Bench, Progress], Iterable[TableRow]],
+    rows: Callable[[Bench, Progress], Iterable[CaseRow]],
     settings: Any,
-    header: str,
+    columns: Columns,
     json_path: Path | None,
 ) -> Rows:
     """One rank's part where RANK and WORLD_SIZE are set; rank 0 prints and writes.
@@ -58,50 +47,77 @@ def run_as_rank[Bench: RankBench](
         make: the bench of this process, from the store, its rank and the number of ranks.
         rows: what the bench measures.
         settings: a dataclass, printed.
-        header: of the table.
-        json_path: written anew after each row.
+        columns: of the table.
+        json_path: gets a line after each row; None writes none.
     """
 
     def measure(bench: Bench) -> Rows:
         if bench.rank:
             return [row.to_dict() for row in rows(bench, _show_nothing)]
         where = f"{bench.world_size} ranks, {bench.backend}, hosts: {len(bench.nodes)}"
-        print_head(settings, where, header)
-        return print_rows(rows(bench, show_progress), json_path)
+        print_head(settings, where)
+        return dicts(print_table(columns, rows(bench, progress_of), json_path))
 
     return as_rank(make, measure)
 
 
-def print_head(settings: Any, where: str, header: str) -> None:
-    """Prints the machine, the versions, the resolved settings and the table's header."""
+def run_anywhere(
+    place: Place,
+    mbit: int | None,
+    json_path: Path | None,
+    *,
+    check: Callable[[int], object],
+    virtual: Callable[[Topology], Rows],
+    rank: Callable[[], Rows],
+    command: Sequence[str],
+) -> int:
+    """Starts the ranks that are missing, or does one rank's part; returns the exit code.
+
+    Args:
+        place: where the ranks are.
+        mbit: rate of the test bed's links.
+        json_path: for one JSON object a line; None writes none.
+        check: refuses a number of ranks that does not fit, before anything starts.
+        virtual: measures virtual ranks.
+        rank: measures as one of the ranks that were started.
+        command: arguments of `megatron-sparse` for each rank, without `--json`.
+
+    Raises:
+        ConfigError: flags that contradict one another, or what does not fit.
+        MegatronSparseError: what a collective raises.
+    """
+    started = local_ranks.started_ranks()
+    local_ranks.check_place(
+        netbed=place.netbed, virtual=place.virtual, mbit=mbit, ranks=place.ranks, started=started
+    )
+    ranks = place.ranks or started or 4
+    check(ranks)
+    if not started:
+        write_rows(json_path, [])
+    if place.virtual or started:
+        rows = virtual(place.topology(ranks)) if place.virtual else rank()
+        return 1 if any(row["wrong"] for row in rows) else 0
+    output = [] if json_path is None else [f"--json={json_path}"]
+    of_rank = local_ranks.command_line([*command, *output])
+    if place.netbed:
+        return local_ranks.run_netbed(of_rank, ranks, mbit or 0, place.nodes(ranks))
+    return local_ranks.run_loopback(of_rank, ranks)
+
+
+def dicts(rows: Iterable[CaseRow]) -> Rows:
+    """The JSON objects of rows."""
+    return [row.to_dict() for row in rows]
+
+
+def print_head(settings: Any, where: str) -> None:
+    """Prints the machine, the versions and the resolved settings."""
     machine = platform.processor() or platform.machine()
     print(
         f"# {machine}, {os.cpu_count()} cores, megatron_sparse {__version__} {_commit()}, torch "
         f"{torch.__version__}, {ops.supported_isas()[-1]}\n"
-        f"# {where}\n# {json.dumps(asdict(settings))}\n{header}",
+        f"# {where}\n# {json.dumps(asdict(settings))}",
         flush=True,
     )
-
-
-def print_rows(rows: Iterable[TableRow], json_path: Path | None) -> Rows:
-    """Writes the file anew after each row: a sweep that is stopped keeps what it has.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    done: Rows = []
-    write_rows(json_path, done)
-    for row in rows:
-        _clear_progress()
-        print(row.line(), flush=True)
-        done.append(row.to_dict())
-        write_rows(json_path, done)
-    if any(row["noisy"] for row in done):
-        print(
-            "# noisy: other programs took so much of the machine in the meantime; measure again",
-            flush=True,
-        )
-    return done
 
 
 def virtual_place(topology: Topology) -> str:
@@ -113,16 +129,10 @@ def virtual_place(topology: Topology) -> str:
     )
 
 
-def show_progress(number: int, of: int, case: Case) -> None:
+def progress_of(number: int, of: int, case: Case) -> None:
     """Says on a terminal what is being measured."""
-    if sys.stderr.isatty():
-        what = f"{case.op} {case.scheme} {case.density:g} {case.nbytes} B {case.dtype}"
-        print(f"\r\033[K{number + 1}/{of}: {what} ...", end="", file=sys.stderr, flush=True)
-
-
-def _clear_progress() -> None:
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    what = f"{case.op} {case.scheme} {case.density:g} {case.nbytes} B {case.dtype}"
+    show_progress(f"{number + 1}/{of}: {what}")
 
 
 def _show_nothing(*_: object) -> None:

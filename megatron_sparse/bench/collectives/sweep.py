@@ -1,244 +1,139 @@
-"""What `bench collectives` measures: the sweep, and the inputs of each case.
-
-Two inputs for each case. Small integers are what `#wrong` is counted on: peaks where a selection of
-the case's density finds them, plus and minus one elsewhere, so small that every sum of them is
-exact in the gradient's dtype, in whatever order. Normal values, independent on each rank, are what
-is timed: what selection keeps of them lies at independent uniform positions.
-"""
+"""Options of `bench collectives`: what is measured, and where."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from megatron_sparse.bench.table import check_arguments
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input, check, skips_straggler
-from megatron_sparse.config.sparse import (
-    MESSAGE_FORMATS,
-    SparseConfig,
-    StragglerConfig,
+from megatron_sparse.bench.options import (
+    DTYPE_NAMES,
+    Check,
+    Options,
+    Sizes,
+    above_zero,
+    check_arguments,
+    fractions,
+    known,
+    option,
+    parse_densities,
+    parse_names,
+    parse_size,
 )
-from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import VALUE_DTYPES
 
-SIZE_FACTOR = 4
-CHECK_STEPS = 2
-"""The second one has a residual, and buffers that are not new."""
-SMALLEST_PEAK, LARGEST_PEAK = 3, 7
-EXACT_INTEGERS = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11}
-"""Up to which magnitude a dtype has all integers."""
+if TYPE_CHECKING:
+    from megatron_sparse.transport import Topology
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row: a collective on one size and density.
+def parse_schemes(flag: str, text: str) -> tuple[str, ...]:
+    """Names of schemes; `all` is each of them and `auto`."""
+    if text != "all":
+        return parse_names(flag, text)
+    from megatron_sparse.collectives import over_groups
 
-    Attributes:
-        op: all-reduce or reduce-scatter.
-        scheme: a name in `SCHEMES`, or `auto`.
-        dtype: of the gradient: fp32, bf16 or fp16.
-        density: what selection aims at; 1 for dense schemes.
-        numel: elements, a multiple of the number of ranks.
-    """
-
-    op: CollectiveOp
-    scheme: str
-    dtype: str
-    density: float
-    numel: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradient."""
-        return self.numel * VALUE_DTYPES[self.dtype].itemsize
-
-    def config(self, sweep: Sweep, straggler: int) -> SparseConfig:
-        """A configuration in which the first step is at the target already.
-
-        Args:
-            sweep: how the case is run.
-            straggler: the rank that is taken for late by schemes that need one.
-        """
-        known = SCHEMES.get(self.scheme)
-        form = "auto" if known and known.own_format else sweep.message_format
-        pinned = None
-        if skips_straggler(self.scheme):
-            pinned = StragglerConfig(mode="pinned", rank=straggler)
-        return check(
-            SparseConfig.from_overrides(
-                scheme=self.scheme,
-                density=self.density,
-                warmup_iters=0,
-                ramp_iters=0,
-                format=form,
-                timeout_s=sweep.timeout_s,
-                straggler=pinned,
-                capacity=self._capacity(sweep),
-            )
-        )
-
-    def _capacity(self, sweep: Sweep) -> float | None:
-        """None for schemes that take none; what `auto` goes by does."""
-        known = SCHEMES.get(self.scheme)
-        return sweep.capacity if known is None or known.takes_slots else None
-
-    def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
-        """One pruned parameter that is the whole bucket."""
-        parameters = [ParameterSlice("weight", 0, self.numel)]
-        return Bucket("bench", grad_N, parameters, self.op, world_size)
-
-    def owned(self, rank: int, world_size: int) -> slice:
-        """The elements of the sum that a rank ends up with."""
-        if self.op is CollectiveOp.ALL_REDUCE:
-            return slice(None)
-        shard = self.numel // world_size
-        return slice(rank * shard, (rank + 1) * shard)
-
-    def normal_values(self, rank: int) -> torch.Tensor:
-        """What is timed: the gradient of a rank."""
-        generator = torch.Generator().manual_seed(1000 + rank)
-        return torch.randn(self.numel, generator=generator).to(VALUE_DTYPES[self.dtype])
-
-    def small_integers(self, rank: int, world_size: int, step: int) -> torch.Tensor:
-        """What `#wrong` is counted on: the gradient of a rank in one of `CHECK_STEPS` steps.
-
-        Raises:
-            ConfigError: the sums of so many ranks are not exact in the dtype.
-        """
-        # A peak that was not sent in one step is added to that of the next.
-        most = min(LARGEST_PEAK, EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * world_size))
-        if most < SMALLEST_PEAK:
-            raise ConfigError(
-                f"bench collectives: too many ranks to count #wrong in {self.dtype}",
-                expected="at most "
-                f"{EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * SMALLEST_PEAK)} ranks",
-                got=world_size,
-                remedy="measure fp32",
-            )
-        generator = torch.Generator().manual_seed(CHECK_STEPS * rank + step)
-        values = torch.randint(SMALLEST_PEAK, most + 1, (self.numel,), generator=generator)
-        values[torch.rand(self.numel, generator=generator) >= self.density] = 1
-        values *= torch.randint(0, 2, (self.numel,), generator=generator) * 2 - 1
-        return values.to(VALUE_DTYPES[self.dtype])
+    return ("auto", *over_groups())
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Sizes):
     """All cases, and how they are timed.
 
-    Attributes:
-        min_bytes: size of the smallest gradient; each is four times the one before.
-        max_bytes: no gradient is larger.
-        densities: in (0, 1]; dense schemes run once, whatever they are.
-        dtypes: of the gradient.
-        schemes: names in `SCHEMES`, or `auto`.
-        ops: `all_reduce`, `reduce_scatter`; a scheme that lacks one is left out of it.
-        message_format: `scheme.format`, but for schemes with a format of their own.
-        warmup: rounds before the first that counts.
-        iters: rounds that count.
-        capacity: `scheme.capacity` of those schemes that take it; None exchanges sizes.
-        prune: time selection too; else the collective alone, from its message.
-        mbit: rate of each rank's link; None measures it.
-        timeout_s: seconds after which an operation that has not finished is an error.
-        nccl_engine: `scheme.nccl_engine`, for the schemes that have it.
+    Schemes that lack an operation are left out of it; dense ones run once, whatever the density.
     """
 
-    min_bytes: int
-    max_bytes: int
-    densities: Sequence[float]
-    dtypes: Sequence[str]
-    schemes: Sequence[str]
-    ops: Sequence[str]
-    message_format: str = "auto"
-    warmup: int = 2
-    iters: int = 7
-    capacity: float | None = None
-    prune: bool = True
-    mbit: int | None = None
-    timeout_s: float = 120.0
-    nccl_engine: bool = False
+    NAME = "bench collectives"
+
+    min_bytes: int = option("64M", "Such as 64K, 1M.", parse_size)
+    max_bytes: int = option("64M", "Such as 64M, 1G.", parse_size)
+    densities: Sequence[float] = option(
+        "0.001,0.01,0.05", "Fractions selected.", parse_densities, flag="--density"
+    )
+    dtypes: Sequence[str] = option(
+        "fp32", "fp32 | bf16 | fp16", parse_names, flag="--dtype", metavar="TYPE,..."
+    )
+    schemes: Sequence[str] = option(
+        "all",
+        "Of docs/collectives.md, auto, or all.",
+        parse_schemes,
+        flag="--scheme",
+        metavar="NAME,...",
+    )
+    ops: Sequence[str] = option(
+        "all_reduce", "all_reduce | reduce_scatter", parse_names, flag="--op", metavar="OP,..."
+    )
+    message_format: str = option("auto", "scheme.format", flag="--format")
+    capacity: float | None = option(None, "scheme.capacity of the schemes that take it.")
+    nccl_engine: bool = option(
+        False, "scheme.nccl_engine; on GPUs, with a capacity.", flag="--nccl-engine"
+    )
+    prune: bool = option(True, "Time selection with the collective.", flag="--prune/--no-prune")
+    mbit: int | None = option(None, "Rate of each link, in Mbit/s; else measured.", min=1)
+    warmup: int = option(2, "Rounds that are not timed.", min=0)
+    iters: int = option(7, "Rounds that are timed.", min=1)
+    timeout_s: float = option(120.0, "Seconds that an operation may take.", flag="--timeout")
 
     def __post_init__(self) -> None:
-        names, forms = ("auto", *SCHEMES), tuple(str(op) for op in CollectiveOp)
-        check_arguments(
-            "bench collectives",
-            [
-                (
-                    "min_bytes",
-                    self.min_bytes,
-                    64 <= self.min_bytes <= self.max_bytes,
-                    f"64 to max_bytes ({self.max_bytes})",
-                ),
-                ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
-                (
-                    "density",
-                    self.densities,
-                    all(0 < d <= 1 for d in self.densities),
-                    "above 0, at most 1",
-                ),
-                ("warmup", self.warmup, self.warmup >= 0, "0 or more"),
-                ("iters", self.iters, self.iters >= 1, "1 or more"),
-                (
-                    "dtype",
-                    self.dtypes,
-                    set(self.dtypes) <= set(VALUE_DTYPES),
-                    " | ".join(VALUE_DTYPES),
-                ),
-                ("scheme", self.schemes, set(self.schemes) <= set(names), " | ".join(names)),
-                ("op", self.ops, set(self.ops) <= set(forms), " | ".join(forms)),
-                (
-                    "format",
-                    self.message_format,
-                    self.message_format in MESSAGE_FORMATS,
-                    " | ".join(MESSAGE_FORMATS),
-                ),
-                ("capacity", self.capacity, self.capacity is None or self.capacity > 0, "above 0"),
-                ("mbit", self.mbit, self.mbit is None or self.mbit > 0, "above 0"),
-                ("timeout", self.timeout_s, self.timeout_s > 0, "above 0 s"),
-                (
-                    "nccl_engine",
-                    self.nccl_engine,
-                    not self.nccl_engine or self.capacity is not None,
-                    "false without a capacity",
-                ),
-            ],
-        )
-        if not self.cases(1):
-            raise ConfigError(
-                "bench collectives: there is nothing to measure",
-                expected="a scheme that has the form",
-                got=f"{', '.join(self.schemes)} for {', '.join(self.ops)}",
-                remedy="leave out --op, or choose another --scheme",
-            )
+        check_arguments(self.NAME, self.checks())
 
-    def cases(self, world_size: int) -> list[Case]:
-        """Sizes outermost, schemes innermost, so that neighbours can be compared.
+    def checks(self) -> list[Check]:
+        """Every argument's."""
+        from megatron_sparse.bucket import CollectiveOp
+        from megatron_sparse.collectives import SCHEMES
+        from megatron_sparse.config.sparse import MESSAGE_FORMATS
 
-        Raises:
-            ConfigError: a gradient has fewer elements than there are ranks.
-        """
-        return list(self._cases(world_size))
+        engine_fits = not self.nccl_engine or self.capacity is not None
+        return [
+            *self.range_checks(64),
+            fractions("density", self.densities),
+            known("dtype", self.dtypes, DTYPE_NAMES),
+            known("scheme", self.schemes, ("auto", *SCHEMES)),
+            known("op", self.ops, CollectiveOp),
+            known("format", [self.message_format], MESSAGE_FORMATS),
+            above_zero("capacity", self.capacity),
+            above_zero("mbit", self.mbit),
+            above_zero("timeout", self.timeout_s, " s"),
+            ("nccl_engine", self.nccl_engine, engine_fits, "false without a capacity"),
+        ]
 
-    def _cases(self, world_size: int) -> Iterator[Case]:
-        size = self.min_bytes
-        while size <= self.max_bytes:
-            for op in map(CollectiveOp, self.ops):
-                for dtype in self.dtypes:
-                    numel = size // VALUE_DTYPES[dtype].itemsize // world_size * world_size
-                    if numel == 0:
-                        raise ConfigError(
-                            "bench collectives: a gradient is smaller than the group",
-                            expected=f"--min-bytes of an element for each of {world_size} ranks",
-                            got=f"{size} bytes of {dtype}",
-                            remedy="raise --min-bytes",
-                        )
-                    for index, density in enumerate(self.densities):
-                        for scheme in self.schemes:
-                            known = SCHEMES.get(scheme)
-                            is_dense = known is not None and known.takes is Input.DENSE
-                            if (known is None or op in known.ops) and not (is_dense and index):
-                                yield Case(op, scheme, dtype, 1.0 if is_dense else density, numel)
-            size *= SIZE_FACTOR
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Options):
+    """Where the ranks are."""
+
+    ranks: int | None = option(None, "4, or as many as a launcher has started.", min=1)
+    netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
+    virtual: bool = option(False, "On virtual ranks: a model.", flag="--virtual")
+    alpha_us: float = option(10.0, "Virtual latency of a message.", min=0)
+
+    def nodes(self, ranks: int) -> int:
+        """Hosts of the test bed."""
+        return ranks
+
+    def topology(self, ranks: int) -> Topology:
+        """The virtual cluster."""
+        raise NotImplementedError
+
+    def _topology(self, ranks: int, ranks_per_node: int, intra: float, inter: float) -> Topology:
+        from megatron_sparse.transport import Link, Topology
+
+        one, other = (Link(self.alpha_us * 1e-6, 8e-9 / gbit) for gbit in (intra, inter))
+        return Topology.even(ranks, ranks_per_node, one, other)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace(Place):
+    """Ranks on nodes; virtual links inside of nodes and between them have rates of their own."""
+
+    ranks_per_node: int | None = option(
+        None, "1 on the test bed; virtually all on one node.", min=1
+    )
+    intra_gbit: float = option(1600.0, "Virtual links in a node.", min=1e-6)
+    inter_gbit: float = option(25.0, "Virtual links between.", min=1e-6)
+
+    def nodes(self, ranks: int) -> int:
+        """See `Place`."""
+        return -(-ranks // (self.ranks_per_node or 1))
+
+    def topology(self, ranks: int) -> Topology:
+        """See `Place`."""
+        return self._topology(ranks, self.ranks_per_node or ranks, self.intra_gbit, self.inter_gbit)

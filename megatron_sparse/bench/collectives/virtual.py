@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from megatron_sparse.bench.collectives.case import CHECK_STEPS, Case, cases_of
 from megatron_sparse.bench.collectives.path import HalvedPath, residual_of
 from megatron_sparse.bench.collectives.ranks import Progress
 from megatron_sparse.bench.collectives.row import Row
-from megatron_sparse.bench.collectives.sweep import CHECK_STEPS, Case, Sweep
+from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.host_load import free_memory_bytes
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import StageTimer
@@ -46,7 +47,7 @@ def rows(sweep: Sweep, topology: Topology, progress: Progress) -> Iterator[Row]:
         MegatronSparseError: a collective refuses a case.
     """
     n = topology.world_size
-    cases = sweep.cases(n)
+    cases = cases_of(sweep, n)
     check_memory(cases, n)
     for number, case in enumerate(cases):
         progress(number, len(cases), case)
@@ -73,8 +74,7 @@ def _row(case: Case, sweep: Sweep, topology: Topology) -> Row:
     n = topology.world_size
     ranks = VirtualRanks(case, sweep, topology)
     wrong = sum(ranks.count_wrong(step) for step in range(CHECK_STEPS))
-    row = Row.of(case, ranks.carried_by, TRANSPORT, None, n, wrong)
-    row.modelled = True
+    row = Row.of(case, ranks.carried_by, n, wrong, transport=TRANSPORT, modelled=True)
     if wrong:
         return row
     given = [case.normal_values(rank) for rank in range(n)]

@@ -8,24 +8,19 @@ seeds' largest and smallest value of the same quantity.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from megatron_sparse.bench.convergence.command import Result, label_of
 from megatron_sparse.bench.convergence.settings import BY_NAME, CORPORA, SETTINGS
-from megatron_sparse.bench.table import cell
-from megatron_sparse.run.json_lines import write_rows
+from megatron_sparse.bench.table import Columns, TableRow, print_table
 from megatron_sparse.simulate import figures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-HEADER = (
-    f"#{'model':>9} {'setting':>28} {'seeds':>5} {'loss':>7} {'spread(%)':>9} {'to dense(%)':>11} "
-    f"{'spread(%)':>9} {'noise(%)':>8} {'wire':>6} {'wire, target':>12}"
-)
 CURVES, FINAL = "convergence-curves", "convergence-final"
 """Names of the pictures and their CSV."""
 DENSITIES = ("topk01", "topk1", "topk5", "dense")
@@ -33,7 +28,7 @@ DENSITIES = ("topk01", "topk1", "topk5", "dense")
 
 
 @dataclass
-class Row:
+class Row(TableRow):
     """A setting of a model; percentages, and ratios of bytes.
 
     Attributes:
@@ -53,6 +48,12 @@ class Row:
         wire_ratio_target: the same over the iterations at the target density.
     """
 
+    COLUMNS = Columns(
+        "model >10 | label >28 setting | seeds >5 | final >7.4f loss | spread >9.2f spread(%) | "
+        "to_dense >+11.2f to dense(%) | to_dense_spread >9.2f spread(%) | noise >8.2f noise(%) | "
+        "wire_ratio >6.3f wire | wire_ratio_target >12.4f wire, target"
+    )
+
     op: str
     model: str
     setting: str
@@ -65,15 +66,6 @@ class Row:
     noise: float | None
     wire_ratio: float
     wire_ratio_target: float
-
-    def line(self) -> str:
-        """The table's line."""
-        to_dense = "-" if self.to_dense is None else f"{self.to_dense:+.2f}"
-        return (
-            f"{self.model:>10} {self.label:>28} {self.seeds:>5} {self.final:>7.4f} "
-            f"{cell(self.spread, 9, 2)} {to_dense:>11} {cell(self.to_dense_spread, 9, 2)} "
-            f"{cell(self.noise, 8, 2)} {self.wire_ratio:>6.3f} {self.wire_ratio_target:>12.4f}"
-        )
 
 
 def report(results: Sequence[Result], folder: Path | None, json_path: Path | None) -> None:
@@ -88,11 +80,7 @@ def report(results: Sequence[Result], folder: Path | None, json_path: Path | Non
         ConfigError: a file cannot be written.
         DependencyError: matplotlib is missing.
     """
-    rows = rows_of(results)
-    print(HEADER)
-    for row in rows:
-        print(row.line())
-    write_rows(json_path, [asdict(row) for row in rows])
+    rows = print_table(Row.COLUMNS, rows_of(results), json_path)
     if folder is not None:
         for path in draw(results, rows, folder):
             print(path)
@@ -151,7 +139,7 @@ def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path) -> list[P
     canvas_of = figures.canvas_class()
     folder.mkdir(parents=True, exist_ok=True)
     curves = curve_rows(results)
-    finals = [asdict(row) for row in rows]
+    finals = [row.to_dict() for row in rows]
     written = []
     for name, data, draw_onto, height_in in (
         (CURVES, curves, _draw_curves, 4.8),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_sparse.bench.table import check_arguments
+from megatron_sparse.bench.options import check_arguments, known
 
 DENSE, DEFAULT = "dense", "topk1"
 SGD_DENSE = "sgd_dense"
@@ -97,18 +97,14 @@ class Study:
     overrides: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        whole = self.iters > 0 and self.iters % VALIDATIONS == 0
         check_arguments(
             "bench convergence",
             [
-                ("model", self.models, set(self.models) <= set(CORPORA), " | ".join(CORPORA)),
-                ("setting", self.settings, set(self.settings) <= set(BY_NAME), " | ".join(BY_NAME)),
+                known("model", self.models, CORPORA),
+                known("setting", self.settings, BY_NAME),
                 ("seeds", self.seeds, min(self.seeds, default=0) >= 1, "numbers of 1 or more"),
-                (
-                    "iters",
-                    self.iters,
-                    self.iters > 0 and self.iters % VALIDATIONS == 0,
-                    f"a multiple of {VALIDATIONS}",
-                ),
+                ("iters", self.iters, whole, f"a multiple of {VALIDATIONS}"),
             ],
         )
 

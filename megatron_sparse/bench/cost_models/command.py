@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean
@@ -26,7 +26,8 @@ from megatron_sparse.bench.cost_models.codec_prices import (
     MemoryBoundPrices,
     TimedPrices,
 )
-from megatron_sparse.bench.table import check_arguments, torch_threads
+from megatron_sparse.bench.options import check_arguments, fractions, known
+from megatron_sparse.bench.table import Columns, TableRow, print_table, torch_threads
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import over_groups
 from megatron_sparse.config.sparse import SchemeConfig
@@ -36,7 +37,6 @@ from megatron_sparse.planner.costs import fits, predict
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
-from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.simulate import gradients
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.gradients import GradientModel
@@ -56,17 +56,10 @@ LEAST_NNZ = 32
 """Non-zero elements that a shard should have: with fewer, chance outweighs what is looked at."""
 LEAST_NUMEL, MOST_NUMEL = 2**16, 2**19
 TARGET = 0.10
-WRITTEN_AT_ONCE = 50
-"""Rows; a sweep that is stopped keeps the others."""
-
-HEADER = (
-    f"# {'scheme':<18} {'op':<14} {'kind':<11} {'density':>8} {'ranks':>5} {'cluster':<17} "
-    f"{'predicted(us)':>13} {'taken(us)':>13} {'error':>7}"
-)
 
 
 @dataclass(frozen=True)
-class CostRow:
+class CostRow(TableRow):
     """One case; times are microseconds.
 
     Attributes:
@@ -84,6 +77,11 @@ class CostRow:
         taken_us: by the virtual cluster, or measured.
         modelled: whether `taken_us` is that of a virtual cluster.
     """
+
+    COLUMNS = Columns(
+        "scheme <18 | op <14 | kind <11 | density >8g | world_size >5 ranks | cluster <17 | "
+        "predicted_us >13.1f predicted(us) | taken_us >13.1f taken(us) | error >+7.1%"
+    )
 
     scheme: str
     op: str
@@ -104,17 +102,9 @@ class CostRow:
         """How much too long the prediction is."""
         return self.predicted_us / self.taken_us - 1
 
-    def line(self) -> str:
-        """For the table."""
-        return (
-            f"  {self.scheme:<18} {self.op:<14} {self.kind:<11} {self.density:>8g} "
-            f"{self.world_size:>5} {self.cluster:<17} {self.predicted_us:>13.1f} "
-            f"{self.taken_us:>13.1f} {self.error:>+7.1%}"
-        )
-
     def to_dict(self) -> dict[str, Any]:
-        """For JSON lines."""
-        return asdict(self) | {"error": self.error}
+        """The JSON object."""
+        return super().to_dict() | {"error": self.error}
 
 
 @dataclass(frozen=True)
@@ -148,21 +138,11 @@ class CostSweep:
         check_arguments(
             "bench cost-models",
             [
-                (
-                    "scheme",
-                    self.schemes,
-                    set(self.schemes) <= set(over_groups()),
-                    " | ".join(over_groups()),
-                ),
-                ("kind", self.kinds, set(self.kinds) <= set(KINDS), " | ".join(KINDS)),
-                ("density", self.densities, all(0 < d <= 1 for d in self.densities), "in (0, 1]"),
+                known("scheme", self.schemes, over_groups()),
+                known("kind", self.kinds, KINDS),
+                fractions("density", self.densities),
                 ("ranks", self.world_sizes, all(n >= 2 for n in self.world_sizes), "2 or more"),
-                (
-                    "size",
-                    self.full_numel,
-                    self.full_numel >= smallest,
-                    f"{smallest} elements or more",
-                ),
+                ("size", self.full_numel, self.full_numel >= smallest, f"{smallest} elements"),
             ],
         )
 
@@ -187,17 +167,9 @@ class CostSweep:
             for scheme in self.schemes:
                 if fits(scheme, self.op, options):
                     taken_s = virtual_truth.run(scheme, given, setting).total_s
-                    yield _row(
-                        scheme,
-                        shape,
-                        profile,
-                        cluster,
-                        options,
-                        kind,
-                        density,
-                        taken_s,
-                        modelled=True,
-                    )
+                    found = predict(scheme, shape, profile, cluster, options)
+                    case = {"scheme": scheme, "kind": kind, "density": density}
+                    yield _row(shape, found, cluster, taken_s, modelled=True, **case)
 
 
 def prices_of(cluster: str) -> CodecPrices:
@@ -213,32 +185,26 @@ def _timed_prices() -> TimedPrices:
 
 
 def _row(
-    scheme: str,
     shape: BucketShape,
-    profile: SparsityProfile,
+    found: Prediction,
     cluster: ClusterModel,
-    options: SchemeConfig,
-    kind: str,
-    density: float,
     taken_s: float,
     *,
     modelled: bool,
+    **case: Any,
 ) -> CostRow:
-    found = predict(scheme, shape, profile, cluster, options)
     return CostRow(
-        scheme,
-        str(shape.op),
-        kind,
-        density,
-        shape.world_size,
-        cluster.name,
-        shape.numel,
-        found.total_s * 1e6,
-        found.network_s * 1e6,
-        found.codec_s * 1e6,
-        found.host_s * 1e6,
-        taken_s * 1e6,
-        modelled,
+        op=str(shape.op),
+        world_size=shape.world_size,
+        cluster=cluster.name,
+        count=shape.numel,
+        predicted_us=found.total_s * 1e6,
+        network_us=found.network_s * 1e6,
+        codec_us=found.codec_s * 1e6,
+        host_us=found.host_s * 1e6,
+        taken_us=taken_s * 1e6,
+        modelled=modelled,
+        **case,
     )
 
 
@@ -275,17 +241,9 @@ def measured_rows(path: Path, cluster: ClusterModel) -> Iterator[CostRow]:
         shape = BucketShape(numel, 0, value_bytes, op, n)
         density = row["sent_density"]
         profile = SparsityProfile.uniform(numel, density, n)
-        yield _row(
-            scheme,
-            shape,
-            profile,
-            cluster,
-            options,
-            "measured",
-            density,
-            row["time_us"] / 1e6,
-            modelled=False,
-        )
+        found = predict(scheme, shape, profile, cluster, options)
+        case = {"scheme": scheme, "kind": "measured", "density": density}
+        yield _row(shape, found, cluster, row["time_us"] / 1e6, modelled=False, **case)
     if left_out:
         print(f"# {left_out} rows are left out: modelled, not timed, or without a cost model")
 
@@ -370,18 +328,10 @@ def report(rows: Iterable[CostRow], json_path: Path | None) -> list[SchemeErrors
     Raises:
         ConfigError: the JSON file cannot be written, or there is no row.
     """
-    done: list[CostRow] = []
-    write_rows(json_path, [])
-    print(HEADER, flush=True)
     with torch_threads(1):
-        for row in rows:
-            print(row.line(), flush=True)
-            done.append(row)
-            if len(done) % WRITTEN_AT_ONCE == 0:
-                write_rows(json_path, [row.to_dict() for row in done])
+        done = print_table(CostRow.COLUMNS, rows, json_path)
     if not done:
         raise ConfigError("there is nothing to compare", expected="one row at least", got="none")
-    write_rows(json_path, [row.to_dict() for row in done])
     errors = errors_by_scheme(done)
     for error in errors:
         print(error.line())

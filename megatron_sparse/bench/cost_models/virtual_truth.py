@@ -60,17 +60,10 @@ class VirtualTiming:
     Attributes:
         total_s: until the last rank was done.
         codec_s: local work of the rank that had most of it; part may be hidden behind the network.
-        network_s: what `total_s` would be if local work and the host took no time; null unless it
-            was asked for.
-        rank_s: when each rank was done.
-        wire_bytes: sent by the busiest rank in pairwise messages, at full size.
     """
 
     total_s: float
     codec_s: float
-    network_s: float | None
-    rank_s: tuple[float, ...]
-    wire_bytes: float
 
 
 class FullSizeCluster(VirtualCluster):
@@ -153,9 +146,7 @@ def at_full_size(profile: SparsityProfile, numel: int) -> SparsityProfile:
     return replace(without_chance(profile), numel=numel)
 
 
-def run(
-    scheme: str, gradients: Sequence[torch.Tensor], setting: Setting, *, split: bool = False
-) -> VirtualTiming:
+def run(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting) -> VirtualTiming:
     """Runs one collective on all ranks' gradients.
 
     Args:
@@ -163,7 +154,6 @@ def run(
         gradients: fp32, one for each rank, mostly zeros; all that is not zero is selected. Not
             mutated.
         setting: where.
-        split: run it once more for `network_s`.
 
     Raises:
         ConfigError: the scheme has not this form; gradients of different sizes.
@@ -177,37 +167,26 @@ def run(
             got=f"{sorted(numels)} elements, {setting.op}",
         )
     if SCHEMES[scheme].takes is Input.DENSE:
-        return _run_dense(scheme, len(gradients), setting, split)
-    return _run(scheme, gradients, setting, split)
+        return _run_dense(scheme, len(gradients), setting)
+    return _run(scheme, gradients, setting)
 
 
 @lru_cache(maxsize=4096)
-def _run_dense(scheme: str, world_size: int, setting: Setting, split: bool) -> VirtualTiming:
+def _run_dense(scheme: str, world_size: int, setting: Setting) -> VirtualTiming:
     # All that they send and add grows with the bucket; any number of equal shards will do.
     numel = min(PICI_TILE, setting.full_numel // world_size) * world_size
-    return _run(scheme, [torch.ones(numel)] * world_size, setting, split)
+    return _run(scheme, [torch.ones(numel)] * world_size, setting)
 
 
-def _run(
-    scheme: str, gradients: Sequence[torch.Tensor], setting: Setting, split: bool
-) -> VirtualTiming:
-    cluster, timers, sent = _drive(scheme, gradients, setting)
-    network_s = None
-    if split:
-        free = replace(setting, prices=None, host_s_per_message=0.0)
-        network_s = _drive(scheme, gradients, free)[0].modelled_s
-    return VirtualTiming(
-        total_s=cluster.modelled_s + setting.host_s_per_bucket,
-        codec_s=max(timer.charged_s for timer in timers),
-        network_s=network_s,
-        rank_s=tuple(cluster.clock_s),
-        wire_bytes=max(sent) * cluster.message_scale,
-    )
+def _run(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting) -> VirtualTiming:
+    cluster, timers = _drive(scheme, gradients, setting)
+    total_s = cluster.modelled_s + setting.host_s_per_bucket
+    return VirtualTiming(total_s, max(timer.charged_s for timer in timers))
 
 
 def _drive(
     scheme: str, gradients: Sequence[torch.Tensor], setting: Setting
-) -> tuple[VirtualCluster, list[ChargingTimer], list[int]]:
+) -> tuple[VirtualCluster, list[ChargingTimer]]:
     n, numel = len(gradients), gradients[0].numel()
     entry, options = SCHEMES[scheme], setting.options
     scale = setting.full_numel / numel
@@ -248,7 +227,8 @@ def _drive(
         )
         return entry.run(exchange, message)
 
-    return cluster, timers, cluster.run(start)
+    cluster.run(start)
+    return cluster, timers
 
 
 class HostedTransport:

@@ -18,8 +18,8 @@ import torch
 from megatron_sparse.bench.cost_models import virtual_truth
 from megatron_sparse.bench.cost_models.codec_prices import MemoryBoundPrices
 from megatron_sparse.bench.planner.cases import Workload
-from megatron_sparse.bench.planner.row import HEADER, PlannerRow, Verdict
-from megatron_sparse.bench.table import torch_threads
+from megatron_sparse.bench.planner.row import PlannerRow, Verdict
+from megatron_sparse.bench.table import print_table, torch_threads
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
@@ -28,7 +28,6 @@ from megatron_sparse.pricing.cluster import find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.sparsity.sampling import sample_profile
@@ -91,13 +90,13 @@ class Trial:
             for scheme in predictions_us
         }
         return PlannerRow.of(
-            kind,
-            n,
-            cluster_name,
-            self.full_numel,
-            profile.density,
             predictions_us,
             taken_us,
+            case=kind,
+            world_size=n,
+            cluster=cluster_name,
+            numel=self.full_numel,
+            density=profile.density,
             modelled=True,
         )
 
@@ -131,7 +130,7 @@ def run(trial: Trial, json_path: Path | None) -> Verdict:
     with torch_threads(1):
         print(
             f"# MODELLED times of virtual clusters; buckets of {trial.full_numel} fp32 elements, "
-            f"{trial.op}\n{HEADER}",
+            f"{trial.op}",
             flush=True,
         )
         return report(trial.rows(), json_path)
@@ -143,12 +142,7 @@ def report(rows: Iterable[PlannerRow], json_path: Path | None) -> Verdict:
     Raises:
         ConfigError: the JSON file cannot be written.
     """
-    done: list[PlannerRow] = []
-    write_rows(json_path, [])
-    for row in rows:
-        print(row.line(), flush=True)
-        done.append(row)
-        write_rows(json_path, [row.to_dict() for row in done])
+    done = print_table(PlannerRow.COLUMNS, rows, json_path)
     verdict = Verdict.of(done)
     print(verdict.line(), flush=True)
     return verdict

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from megatron_sparse.bench.collectives.case import Case
 from megatron_sparse.bench.collectives.path import new_residuals
 from megatron_sparse.bench.collectives.ranks import RankBench
-from megatron_sparse.bench.collectives.sweep import Case, Sweep
+from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.planner.cases import Workload
 from megatron_sparse.bench.planner.command import report
-from megatron_sparse.bench.planner.row import HEADER, PlannerRow, Verdict
+from megatron_sparse.bench.planner.row import PlannerRow, Verdict
 from megatron_sparse.bench.rank_group import as_rank
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration.measure import QUICK, calibrate
@@ -35,7 +36,6 @@ from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.sparsity.sampling import sample_profile
 
@@ -69,8 +69,6 @@ class RealTrial:
         return Sweep(
             min_bytes=nbytes,
             max_bytes=nbytes,
-            densities=[1.0],
-            dtypes=["fp32"],
             schemes=["dense"],
             ops=[str(self.op)],
             warmup=self.warmup,
@@ -114,13 +112,13 @@ class PlannerRanks(RankBench):
             )
             taken_us = self._race(list(predictions_us), grad_N, profile.density)
             yield PlannerRow.of(
-                workload.kind,
-                self.world_size,
-                cluster.name,
-                grad_N.numel(),
-                profile.density,
                 predictions_us,
                 taken_us,
+                case=workload.kind,
+                world_size=self.world_size,
+                cluster=cluster.name,
+                numel=grad_N.numel(),
+                density=profile.density,
                 modelled=False,
             )
 
@@ -180,10 +178,8 @@ def run_rank(trial: RealTrial, json_path: Path | None) -> Verdict:
     def measure(group: PlannerRanks) -> Verdict:
         if group.rank:
             return Verdict.of(list(group.planner_rows()))
-        write_rows(json_path, [])
         print(
-            f"# {group.world_size} ranks, {group.backend}, hosts: {len(group.nodes)}; "
-            f"measured\n{HEADER}",
+            f"# {group.world_size} ranks, {group.backend}, hosts: {len(group.nodes)}; measured",
             flush=True,
         )
         return report(group.planner_rows(), json_path)

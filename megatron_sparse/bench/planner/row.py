@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
+from megatron_sparse.bench.table import Columns, TableRow
 from megatron_sparse.planner.prices import DENSE, least
 
 NEAR = 0.05
@@ -14,14 +15,9 @@ ENOUGH = 0.95
 """Part of the cases that must be near the best."""
 WORST_OVER_DENSE = 1.05
 
-HEADER = (
-    f"# {'case':<14} {'ranks':>5} {'cluster':<17} {'chosen':<14} {'chosen(us)':>11} "
-    f"{'predicted':>11} {'best':<14} {'best(us)':>11} {'dense(us)':>11} {'regret':>7}"
-)
-
 
 @dataclass(frozen=True)
-class PlannerRow:
+class PlannerRow(TableRow):
     """One case. Times are microseconds.
 
     Attributes:
@@ -41,6 +37,12 @@ class PlannerRow:
         predictions_us: what each was predicted to take.
     """
 
+    COLUMNS = Columns(
+        "case <14 | world_size >5 ranks | cluster <17 | chosen <14 | chosen_us >11.1f chosen(us) | "
+        "predicted_us >11.1f predicted | best <14 | best_us >11.1f best(us) | "
+        "dense_us >11.1f dense(us) | regret >7.1%"
+    )
+
     case: str
     world_size: int
     cluster: str
@@ -58,46 +60,27 @@ class PlannerRow:
 
     @classmethod
     def of(
-        cls,
-        case: str,
-        world_size: int,
-        cluster: str,
-        numel: int,
-        density: float,
-        predictions_us: Mapping[str, float],
-        taken_us: Mapping[str, float],
-        *,
-        modelled: bool,
-    ) -> PlannerRow:
+        cls, predictions_us: Mapping[str, float], taken_us: Mapping[str, float], **case: Any
+    ) -> Self:
         """Chooses by the predictions and looks up what was taken.
 
         Args:
-            case: see the attributes, here and below.
-            world_size: see there.
-            cluster: see there.
-            numel: see there.
-            density: see there.
             predictions_us: by scheme; `dense` is one of them.
             taken_us: of the same schemes.
-            modelled: see there.
+            case: the other attributes: what the case is.
         """
         chosen = least(dict(predictions_us), list(predictions_us))
         best = least(dict(taken_us), list(taken_us))
         return cls(
-            case,
-            world_size,
-            cluster,
-            numel,
-            density,
-            chosen,
-            taken_us[chosen],
-            predictions_us[chosen],
-            best,
-            taken_us[best],
-            taken_us[DENSE],
-            modelled,
-            dict(taken_us),
-            dict(predictions_us),
+            chosen=chosen,
+            chosen_us=taken_us[chosen],
+            predicted_us=predictions_us[chosen],
+            best=best,
+            best_us=taken_us[best],
+            dense_us=taken_us[DENSE],
+            taken_us=dict(taken_us),
+            predictions_us=dict(predictions_us),
+            **case,
         )
 
     @property
@@ -110,17 +93,9 @@ class PlannerRow:
         """The chosen scheme's time over that of dense."""
         return self.chosen_us / self.dense_us
 
-    def line(self) -> str:
-        """For the table."""
-        return (
-            f"  {self.case:<14} {self.world_size:>5} {self.cluster:<17} {self.chosen:<14} "
-            f"{self.chosen_us:>11.1f} {self.predicted_us:>11.1f} {self.best:<14} "
-            f"{self.best_us:>11.1f} {self.dense_us:>11.1f} {self.regret:>6.1%}"
-        )
-
     def to_dict(self) -> dict[str, Any]:
-        """For JSON lines."""
-        return asdict(self) | {"regret": self.regret}
+        """The JSON object."""
+        return super().to_dict() | {"regret": self.regret}
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,49 @@ virtual (a model).
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_sparse.bench.collectives.report import (
     Rows,
+    dicts,
     print_head,
-    print_rows,
+    progress_of,
+    run_anywhere,
     run_as_rank,
-    show_progress,
     virtual_place,
 )
 from megatron_sparse.bench.stragglers import figure as straggler_figure
 from megatron_sparse.bench.stragglers import virtual
+from megatron_sparse.bench.stragglers.groups import groups_of
 from megatron_sparse.bench.stragglers.ranks import StragglerBench
-from megatron_sparse.bench.stragglers.row import HEADER
-from megatron_sparse.bench.stragglers.sweep import StragglerSweep
-from megatron_sparse.bench.table import torch_threads
+from megatron_sparse.bench.stragglers.row import StragglerRow
+from megatron_sparse.bench.stragglers.sweep import LinkPlace, StragglerSweep
+from megatron_sparse.bench.table import print_table, torch_threads
 from megatron_sparse.transport import Topology
+from megatron_sparse.transport.netbed import netbed_mbit
+
+
+def run(
+    bench: StragglerSweep, place: LinkPlace, json_path: Path | None, figure: Path | None
+) -> int:
+    """Measures a sweep; returns the exit code, 1 where a row is wrong. See `run_anywhere`."""
+    bench = replace(bench, mbit=bench.mbit or netbed_mbit())
+    drawn = [] if figure is None else [f"--figure={figure}"]
+
+    def check(ranks: int) -> None:
+        bench.late_rank(ranks)
+        groups_of(bench, ranks)
+
+    return run_anywhere(
+        place,
+        bench.mbit,
+        json_path,
+        check=check,
+        virtual=lambda topology: run_virtual(bench, topology, json_path, figure),
+        rank=lambda: run_rank(bench, json_path, figure),
+        command=["bench", "stragglers", *bench.arguments(), *drawn],
+    )
 
 
 def run_virtual(
@@ -37,7 +63,7 @@ def run_virtual(
     Args:
         bench: what to measure.
         topology: the cluster.
-        json_path: written anew after each row.
+        json_path: gets a line after each row; None writes none.
         figure: folder to draw the rows in.
 
     Raises:
@@ -45,8 +71,9 @@ def run_virtual(
         MegatronSparseError: a collective refuses a case.
     """
     with torch_threads(1):
-        print_head(bench, virtual_place(topology), HEADER)
-        rows = print_rows(virtual.rows(bench, topology, show_progress), json_path)
+        print_head(bench, virtual_place(topology))
+        found = virtual.rows(bench, topology, progress_of)
+        rows = dicts(print_table(StragglerRow.COLUMNS, found, json_path))
     _draw(rows, figure)
     return rows
 
@@ -57,7 +84,7 @@ def run_rank(bench: StragglerSweep, json_path: Path | None, figure: Path | None)
         lambda store, rank, world_size: StragglerBench(bench, store, rank, world_size),
         lambda ranks, progress: ranks.straggler_rows(progress),
         bench,
-        HEADER,
+        StragglerRow.COLUMNS,
         json_path,
     )
     if os.environ["RANK"] == "0":

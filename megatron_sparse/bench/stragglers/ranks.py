@@ -17,24 +17,24 @@ import hashlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
+from megatron_sparse.bench.collectives.case import Case
 from megatron_sparse.bench.collectives.path import HalvedPath
 from megatron_sparse.bench.collectives.ranks import Progress, RankBench
-from megatron_sparse.bench.collectives.sweep import Case
-from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
-from megatron_sparse.bench.stragglers.row import StragglerRow, compare
-from megatron_sparse.bench.stragglers.sweep import (
+from megatron_sparse.bench.host_load import HostLoad
+from megatron_sparse.bench.stragglers.groups import (
     AUTO_FACTOR,
     RULE,
     Group,
-    StragglerSweep,
+    groups_of,
     reduce_scatter_of,
     taken_by_the_rule,
 )
+from megatron_sparse.bench.stragglers.row import StragglerRow, compare
+from megatron_sparse.bench.stragglers.sweep import StragglerSweep
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
@@ -42,7 +42,7 @@ from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import GATE
 from megatron_sparse.transport import Link
 
-LATENCY_ROUNDS, DELAY_ROUNDS = 20, 3
+LATENCY_ROUNDS, LATENCY_BYTES, DELAY_ROUNDS = 20, 8, 3
 CHECK_DELAY_S = 0.05
 """How late the straggler is in every other step that is checked."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -68,7 +68,7 @@ class StragglerBench(RankBench):
     def __init__(self, bench: StragglerSweep, store: Any, rank: int, world_size: int) -> None:
         self._bench = bench
         self._late_rank = bench.late_rank(world_size)
-        super().__init__(bench.sweep, store, rank, world_size)
+        super().__init__(bench, store, rank, world_size)
 
     def straggler_rows(self, progress: Progress) -> Iterator[StragglerRow]:
         """Every group with every delay, on every rank; the rows are the same on all.
@@ -79,8 +79,9 @@ class StragglerBench(RankBench):
             MegatronSparseError: a collective refuses a case.
         """
         self._check_clocks()
-        link = Link(self._latency_s(), 1 / self.wire_rate())
-        for group in self._bench.groups(self.world_size):
+        latency_us = self._round_us(LATENCY_BYTES, LATENCY_ROUNDS)
+        link = Link(latency_us * 1e-6, 1 / self.wire_rate())
+        for group in groups_of(self._bench, self.world_size):
             checked = []
             for number, case in enumerate(group):
                 progress(number, len(group), case)
@@ -103,25 +104,12 @@ class StragglerBench(RankBench):
                 remedy="measure on the test bed: --netbed --mbit R --ranks N",
             )
 
-    def _latency_s(self) -> float:
-        """Seconds that the smallest exchange takes, round the ring; the slowest rank counts."""
-        n, rank = self.world_size, self.rank
-        word = torch.zeros(1, dtype=torch.int64, device=self._device)
-        sends, receives = [((rank + 1) % n, word)], [((rank - 1) % n, torch.empty_like(word))]
-        times_us = [
-            self._timed(lambda: self._transport.exchange(sends, receives, 1).finish())
-            for _ in range(LATENCY_ROUNDS)
-        ]
-        slowest = self._gather(torch.tensor(times_us, dtype=torch.float64)).max(0).values
-        return median(slowest.tolist()) * 1e-6
-
     def _auto_delay_s(self, group: Group) -> float:
         case = reduce_scatter_of(group)
         bucket = case.bucket(case.normal_values(self.rank).to(self._device), self.world_size)
         run = self._whole_path(case, bucket)
         times_us = [run(step)["total"] for step in range(1 + DELAY_ROUNDS)][1:]
-        slowest = self._gather(torch.tensor(times_us, dtype=torch.float64)).max(0).values
-        delay_s = AUTO_FACTOR * median(slowest.tolist()) * 1e-6
+        delay_s = AUTO_FACTOR * self._median_us(times_us) * 1e-6
         if delay_s >= self._sweep.timeout_s:
             raise ConfigError(
                 "bench stragglers: the automatic delay is longer than a rank may wait",
@@ -154,7 +142,15 @@ class StragglerBench(RankBench):
             checked = [*checked, self._check(taken)]
         rows = [
             StragglerRow.of(
-                name, case, carried_by, self.world_size, self._late_rank, delay_s, link, wrong
+                case,
+                carried_by,
+                self.world_size,
+                wrong,
+                scheme=name,
+                straggler=self._late_rank,
+                delay_us=delay_s * 1e6,
+                alpha_us=link.alpha_s * 1e6,
+                **self._place,
             )
             for (name, case), (wrong, carried_by) in zip(named, checked, strict=True)
         ]
@@ -176,11 +172,10 @@ class StragglerBench(RankBench):
                 rounds[index].append(right[index](number, delay_s))
         share = self._foreign_load(load)
         for index, row in enumerate(rows):
-            row.transport, row.mbit = self.backend, self._sweep.mbit
             if index in right:
                 counted = torch.tensor(rounds[index][self._sweep.warmup :], dtype=torch.float64)
                 row.measured(self._gather(counted), link)
-                row.foreign_load, row.noisy = share, share > MOST_FOREIGN_LOAD
+                row.set_load(share)
         compare(group, rows)
         return rows
 

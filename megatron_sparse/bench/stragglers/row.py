@@ -7,16 +7,16 @@ ranks' clocks must be one clock (`straggler_ranks` sees to it).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_sparse.bench.collectives.sweep import Case
-from megatron_sparse.bench.stragglers.sweep import is_dense_baseline, is_sparse_baseline
-from megatron_sparse.bench.table import cell
+from megatron_sparse.bench.collectives.case import Case
+from megatron_sparse.bench.collectives.row import CaseRow
+from megatron_sparse.bench.stragglers.groups import is_dense_baseline, is_sparse_baseline
+from megatron_sparse.bench.table import Columns
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.straggler import make_schedule
@@ -26,39 +26,17 @@ from megatron_sparse.transport import Link
 MEASURED = ("arrived_s", "ended_s", "wire_bytes", "nnz")
 """What a rank measures in a round: two readings of one clock, bytes and elements."""
 
-HEADER = (
-    f"#{'size(B)':>10} {'count':>10} {'type':>5} {'op':>14} {'scheme':>18} {'density':>8} "
-    f"{'delay(us)':>10} {'wire(B)':>11} {'after(us)':>10} {'p99(us)':>10} {'total(us)':>10} "
-    f"{'algbw':>7} {'#wrong':>6} {'/model':>6} {'vs dense':>8} {'vs sparse':>9}"
-)
 
-
-@dataclass
-class StragglerRow:
-    """One collective with one delay; times are medians over the rounds, null where wrong.
+@dataclass(kw_only=True)
+class StragglerRow(CaseRow):
+    """One collective with one delay.
 
     Attributes:
-        op: `all_reduce` or `reduce_scatter`.
-        scheme: as asked for; `rule` for what is left to the rule.
-        carried_by: the scheme that did it.
-        dtype: of the gradient and of the values sent.
-        density: as asked for.
-        count: elements.
-        bytes: of the gradient.
-        world_size: ranks.
         straggler: the rank that is late.
         delay_us: how late it was made.
         late_us: how much later than the last but one the last rank was, in fact.
-        time_us: from the last rank's arrival to the last rank's end.
-        p99_us: `time_us` of the slowest round but one in a hundred.
         total_us: from the first rank's arrival on.
-        wire_bytes: sent by the busiest rank.
-        sent_density: what was selected, of all elements.
-        transport: `gloo`, `nccl` or `virtual`.
-        mbit: rate of each rank's link in Mbit/s as given; null where it was measured.
         alpha_us: latency of a message, measured by a small exchange, or the model's.
-        modelled: times are those of an alpha-beta clock.
-        wrong: elements, on all ranks, that differ from the exact sum.
         model_us: what the alpha-beta model says for this delay, from table 1 of StragglAR; null for
             schemes that it has no line for.
         best_dense: the fastest dense scheme that knows of no straggler, in the same rounds.
@@ -67,31 +45,22 @@ class StragglerRow:
         best_sparse: the fastest sparse one, at this density; null for dense schemes.
         best_sparse_us: its `time_us`.
         sparse_speedup: `best_sparse_us` over `time_us`.
-        foreign_load: the share of the machine that other programs took; null where unknown.
-        noisy: whether that was too much for a figure to be believed.
     """
 
-    op: str
-    scheme: str
-    carried_by: str
-    dtype: str
-    density: float
-    count: int
-    bytes: int
-    world_size: int
+    COLUMNS = Columns(
+        "bytes >11 size(B) | count >10 | dtype >5 type | op >14 | name >18 scheme | density >8g | "
+        "delay_us >10.0f delay(us) | wire_bytes >11.0f wire(B) | time_us >10.0f after(us) | "
+        "p99_us >10.0f p99(us) | total_us >10.0f total(us) | bytes/time_us/1000 >7.3f algbw | "
+        "wrong >6 #wrong | time_us/model_us >6.2f /model | dense_speedup >8.2f vs dense | "
+        "sparse_speedup >9.2f vs sparse"
+    )
+    """`algbw` is GB/s of the gradient, after the straggler's arrival."""
+
     straggler: int
     delay_us: float
-    transport: str
-    mbit: int | None
     alpha_us: float
-    modelled: bool
-    wrong: int
     late_us: float | None = None
-    time_us: float | None = None
-    p99_us: float | None = None
     total_us: float | None = None
-    wire_bytes: int | None = None
-    sent_density: float | None = None
     model_us: float | None = None
     best_dense: str | None = None
     best_dense_us: float | None = None
@@ -99,39 +68,6 @@ class StragglerRow:
     best_sparse: str | None = None
     best_sparse_us: float | None = None
     sparse_speedup: float | None = None
-    foreign_load: float | None = None
-    noisy: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        case: Case,
-        carried_by: str,
-        n: int,
-        straggler: int,
-        delay_s: float,
-        link: Link,
-        wrong: int,
-    ) -> StragglerRow:
-        """The row of a case that has been checked and not yet timed; `transport` is to be set."""
-        return cls(
-            op=str(case.op),
-            scheme=name,
-            carried_by=carried_by,
-            dtype=case.dtype,
-            density=case.density,
-            count=case.numel,
-            bytes=case.nbytes,
-            world_size=n,
-            straggler=straggler,
-            delay_us=delay_s * 1e6,
-            transport="",
-            mbit=None,
-            alpha_us=link.alpha_s * 1e6,
-            modelled=False,
-            wrong=wrong,
-        )
 
     def measured(self, rounds_nRM: torch.Tensor, link: Link) -> StragglerRow:
         """Fills in times and bytes; mutates and returns the row.
@@ -151,24 +87,6 @@ class StragglerRow:
         self.sent_density = float(rounds["nnz"].mean()) / self.count
         self.model_us = modelled_us(self, link)
         return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON object."""
-        return asdict(self)
-
-    def line(self) -> str:
-        """The table's line; algbw in GB/s: of the gradient, after the straggler's arrival."""
-        name = self.scheme if self.carried_by == self.scheme else f"{self.scheme}:{self.carried_by}"
-        speed = None if not self.time_us else self.bytes / self.time_us / 1e3
-        over = None if not (self.time_us and self.model_us) else self.time_us / self.model_us
-        return (
-            f"{self.bytes:>11} {self.count:>10} {self.dtype:>5} {self.op:>14} {name:>18} "
-            f"{self.density:>8g} {self.delay_us:>10.0f} {cell(self.wire_bytes, 11, 0)} "
-            f"{cell(self.time_us, 10, 0)} {cell(self.p99_us, 10, 0)} {cell(self.total_us, 10, 0)} "
-            f"{cell(speed, 7, 3)} {self.wrong:>6} {cell(over, 6, 2)} "
-            f"{cell(self.dense_speedup, 8, 2)} {cell(self.sparse_speedup, 9, 2)}"
-            f"{f'  noisy: {self.foreign_load:.0%}' if self.noisy else ''}"
-        )
 
 
 def compare(cases: Sequence[Case], rows: Sequence[StragglerRow]) -> None:

@@ -9,18 +9,19 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_sparse.bench.collectives.case import CHECK_STEPS, Case
 from megatron_sparse.bench.collectives.ranks import Progress
-from megatron_sparse.bench.collectives.sweep import CHECK_STEPS, Case
 from megatron_sparse.bench.collectives.virtual import TRANSPORT, VirtualRanks, check_memory
-from megatron_sparse.bench.stragglers.row import StragglerRow, compare
-from megatron_sparse.bench.stragglers.sweep import (
+from megatron_sparse.bench.stragglers.groups import (
     AUTO_FACTOR,
     RULE,
     Group,
-    StragglerSweep,
+    groups_of,
     reduce_scatter_of,
     taken_by_the_rule,
 )
+from megatron_sparse.bench.stragglers.row import StragglerRow, compare
+from megatron_sparse.bench.stragglers.sweep import StragglerSweep
 from megatron_sparse.transport import Link, Topology
 
 
@@ -32,12 +33,12 @@ def rows(bench: StragglerSweep, topology: Topology, progress: Progress) -> Itera
         MegatronSparseError: a collective refuses a case.
     """
     n, straggler = topology.world_size, bench.late_rank(topology.world_size)
-    groups = bench.groups(n)
+    groups = groups_of(bench, n)
     check_memory([case for group in groups for case in group], n)
     for group in groups:
         for delay_ms in bench.delays_ms:
             if delay_ms is None:
-                ranks = VirtualRanks(reduce_scatter_of(group), bench.sweep, topology)
+                ranks = VirtualRanks(reduce_scatter_of(group), bench, topology)
                 scatter_s, _ = ranks.run(_given(group[0], n), 0)
                 delay_s = AUTO_FACTOR * scatter_s
             else:
@@ -79,13 +80,23 @@ def _row(
     link: Link,
 ) -> StragglerRow:
     n = topology.world_size
-    ranks = VirtualRanks(case, bench.sweep, topology, straggler, delay_s)
+    ranks = VirtualRanks(case, bench, topology, straggler, delay_s)
     wrong = sum(ranks.count_wrong(step) for step in range(CHECK_STEPS))
-    row = StragglerRow.of(name, case, ranks.carried_by, n, straggler, delay_s, link, wrong)
-    row.transport, row.modelled = TRANSPORT, True
+    row = StragglerRow.of(
+        case,
+        ranks.carried_by,
+        n,
+        wrong,
+        scheme=name,
+        straggler=straggler,
+        delay_us=delay_s * 1e6,
+        alpha_us=link.alpha_s * 1e6,
+        transport=TRANSPORT,
+        modelled=True,
+    )
     if wrong:
         return row
-    ranks = VirtualRanks(case, bench.sweep, topology, straggler, delay_s)
+    ranks = VirtualRanks(case, bench, topology, straggler, delay_s)
     _, outcomes = ranks.run(_given(case, n), 0)
     figures = [
         [[delay_s if rank == straggler else 0.0, ranks.clock_s[rank], o.wire_bytes, o.nnz]]

@@ -1,6 +1,6 @@
 """Row-sparse all-reduce against torch's own sparse all_reduce and the dense one, over gloo.
 
-    torchrun --nproc-per-node 4 -m megatron_sparse.bench.row_sparse.all_reduce
+    torchrun --nproc-per-node 4 -m megatron_sparse.bench.row_sparse_ranks
 
 Every rank touches `rows` rows of an embedding, drawn with Zipf's frequencies as tokens are. Times
 are medians over rounds of the slowest rank, from a sparse COO gradient to the reduced one; integers

@@ -1,0 +1,121 @@
+"""Options of `bench codecs` and of `bench prune`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_sparse.bench.options import (
+    DTYPE_NAMES,
+    Check,
+    Sizes,
+    at_least,
+    check_arguments,
+    fractions,
+    known,
+    option,
+    parse_densities,
+    parse_names,
+    parse_size,
+)
+from megatron_sparse.errors import ConfigError
+
+BUCKET_FORMS = ("auto", "coo", "pici", "pici_paper", "blocks")
+"""Records of a bucket."""
+FORMS = (*BUCKET_FORMS, "hash_bitmap", "pairs", "row_sparse")
+OPS = (
+    *("prune_encode", "encode", "decode_add"),
+    *("hash_partition", "row_union", "row_match", "row_expand"),
+)
+"""Each format has those that it knows."""
+RESIDUAL_DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecSizes(Sizes):
+    """What every bench of the codec sweeps over."""
+
+    threads: int | None = option(None, "CPU threads; all by default.", min=1)
+
+    def size_checks(self) -> list[Check]:
+        """For `check_arguments`."""
+        return [*self.range_checks(4), at_least("threads", self.threads, 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(CodecSizes):
+    """What `bench codecs` measures.
+
+    On a GPU the device's work is what is timed.
+    """
+
+    densities: Sequence[float] = option(
+        "0.001,0.01,0.05,0.1,0.5,1", "Fractions sent.", parse_densities, flag="--density"
+    )
+    dtypes: Sequence[str] = option(
+        "fp32", "fp32 | bf16 | fp16", parse_names, flag="--dtype", metavar="TYPE,..."
+    )
+    forms: Sequence[str] = option(
+        ",".join(BUCKET_FORMS),
+        " | ".join(FORMS),
+        parse_names,
+        flag="--format",
+        metavar="FORMAT,...",
+    )
+    ops: Sequence[str] = option(
+        ",".join(OPS),
+        "prune_encode | encode | decode_add | hash_partition (pairs) | row_union | row_match | "
+        "row_expand (row_sparse)",
+        parse_names,
+        flag="--op",
+        metavar="OP,...",
+    )
+    peers: bool = option(True, "Time torch, numpy and scipy too.", flag="--peers/--no-peers")
+    device: str = option("cpu", "cpu | cuda")
+
+    def __post_init__(self) -> None:
+        check_arguments(
+            "bench codecs",
+            [
+                *self.size_checks(),
+                fractions("density", self.densities),
+                known("dtype", self.dtypes, DTYPE_NAMES),
+                known("format", self.forms, FORMS),
+                known("op", self.ops, OPS),
+                known("device", [self.device], ("cpu", "cuda")),
+            ],
+        )
+        if self.device == "cuda":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    "bench codecs: there is no CUDA device",
+                    expected="a GPU that torch sees",
+                    got="none",
+                    remedy="measure with --device cpu; see megatron-sparse doctor",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneSweep(CodecSizes):
+    """What `bench prune` measures."""
+
+    max_bytes: int = option("256M", "Such as 64M, 1G.", parse_size)
+    densities: Sequence[float] = option(
+        "0.001,0.01", "Fractions kept.", parse_densities, flag="--density"
+    )
+    dtype: str = option("fp32", "fp32 | bf16 | fp16")
+    residual_dtype: str = option("fp32", "fp32 | bf16")
+
+    def __post_init__(self) -> None:
+        below_one = all(0 < density < 1 for density in self.densities)
+        check_arguments(
+            "bench prune",
+            [
+                *self.size_checks(),
+                ("density", self.densities, below_one, "above 0 and below 1"),
+                known("dtype", [self.dtype], DTYPE_NAMES),
+                known("residual_dtype", [self.residual_dtype], RESIDUAL_DTYPES),
+            ],
+        )

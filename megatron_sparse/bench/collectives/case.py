@@ -1,0 +1,159 @@
+"""A case of `bench collectives`: a collective on one size and density, and its inputs.
+
+Two inputs for each case. Small integers are what `#wrong` is counted on: peaks where a selection of
+the case's density finds them, plus and minus one elsewhere, so small that every sum of them is
+exact in the gradient's dtype, in whatever order. Normal values, independent on each rank, are what
+is timed: what selection keeps of them lies at independent uniform positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from megatron_sparse.bench.collectives.sweep import Sweep
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.collectives import SCHEMES, Input, check, skips_straggler
+from megatron_sparse.config.sparse import (
+    SparseConfig,
+    StragglerConfig,
+)
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import VALUE_DTYPES
+
+CHECK_STEPS = 2
+"""The second one has a residual, and buffers that are not new."""
+SMALLEST_PEAK, LARGEST_PEAK = 3, 7
+EXACT_INTEGERS = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11}
+"""Up to which magnitude a dtype has all integers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a collective on one size and density.
+
+    Attributes:
+        op: all-reduce or reduce-scatter.
+        scheme: a name in `SCHEMES`, or `auto`.
+        dtype: of the gradient: fp32, bf16 or fp16.
+        density: what selection aims at; 1 for dense schemes.
+        numel: elements, a multiple of the number of ranks.
+    """
+
+    op: CollectiveOp
+    scheme: str
+    dtype: str
+    density: float
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.numel * VALUE_DTYPES[self.dtype].itemsize
+
+    def config(self, sweep: Sweep, straggler: int) -> SparseConfig:
+        """A configuration in which the first step is at the target already.
+
+        Args:
+            sweep: how the case is run.
+            straggler: the rank that is taken for late by schemes that need one.
+        """
+        known = SCHEMES.get(self.scheme)
+        form = "auto" if known and known.own_format else sweep.message_format
+        pinned = None
+        if skips_straggler(self.scheme):
+            pinned = StragglerConfig(mode="pinned", rank=straggler)
+        return check(
+            SparseConfig.from_overrides(
+                scheme=self.scheme,
+                density=self.density,
+                warmup_iters=0,
+                ramp_iters=0,
+                format=form,
+                timeout_s=sweep.timeout_s,
+                straggler=pinned,
+                capacity=self._capacity(sweep),
+            )
+        )
+
+    def _capacity(self, sweep: Sweep) -> float | None:
+        """None for schemes that take none; what `auto` goes by does."""
+        known = SCHEMES.get(self.scheme)
+        return sweep.capacity if known is None or known.takes_slots else None
+
+    def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
+        """One pruned parameter that is the whole bucket."""
+        parameters = [ParameterSlice("weight", 0, self.numel)]
+        return Bucket("bench", grad_N, parameters, self.op, world_size)
+
+    def owned(self, rank: int, world_size: int) -> slice:
+        """The elements of the sum that a rank ends up with."""
+        if self.op is CollectiveOp.ALL_REDUCE:
+            return slice(None)
+        shard = self.numel // world_size
+        return slice(rank * shard, (rank + 1) * shard)
+
+    def normal_values(self, rank: int) -> torch.Tensor:
+        """What is timed: the gradient of a rank."""
+        generator = torch.Generator().manual_seed(1000 + rank)
+        return torch.randn(self.numel, generator=generator).to(VALUE_DTYPES[self.dtype])
+
+    def small_integers(self, rank: int, world_size: int, step: int) -> torch.Tensor:
+        """What `#wrong` is counted on: the gradient of a rank in one of `CHECK_STEPS` steps.
+
+        Raises:
+            ConfigError: the sums of so many ranks are not exact in the dtype.
+        """
+        # A peak that was not sent in one step is added to that of the next.
+        most = min(LARGEST_PEAK, EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * world_size))
+        if most < SMALLEST_PEAK:
+            raise ConfigError(
+                f"bench collectives: too many ranks to count #wrong in {self.dtype}",
+                expected="at most "
+                f"{EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * SMALLEST_PEAK)} ranks",
+                got=world_size,
+                remedy="measure fp32",
+            )
+        generator = torch.Generator().manual_seed(CHECK_STEPS * rank + step)
+        values = torch.randint(SMALLEST_PEAK, most + 1, (self.numel,), generator=generator)
+        values[torch.rand(self.numel, generator=generator) >= self.density] = 1
+        values *= torch.randint(0, 2, (self.numel,), generator=generator) * 2 - 1
+        return values.to(VALUE_DTYPES[self.dtype])
+
+
+def cases_of(sweep: Sweep, world_size: int) -> list[Case]:
+    """Sizes outermost, schemes innermost, so that neighbours can be compared.
+
+    Raises:
+        ConfigError: there is no case, or a gradient has fewer elements than there are ranks.
+    """
+    cases = list(_cases(sweep, world_size))
+    if not cases:
+        raise ConfigError(
+            "bench collectives: there is nothing to measure",
+            expected="a scheme that has the collective operation",
+            got=f"{', '.join(sweep.schemes)} for {', '.join(sweep.ops)}",
+            remedy="leave out --op, or choose another --scheme",
+        )
+    return cases
+
+
+def _cases(sweep: Sweep, world_size: int) -> Iterator[Case]:
+    for size, op, dtype in product(sweep.sizes(), map(CollectiveOp, sweep.ops), sweep.dtypes):
+        numel = size // VALUE_DTYPES[dtype].itemsize // world_size * world_size
+        if numel == 0:
+            raise ConfigError(
+                "bench collectives: a gradient is smaller than the group",
+                expected=f"--min-bytes of an element for each of {world_size} ranks",
+                got=f"{size} bytes of {dtype}",
+                remedy="raise --min-bytes",
+            )
+        for index, density in enumerate(sweep.densities):
+            for scheme in sweep.schemes:
+                known = SCHEMES.get(scheme)
+                is_dense = known is not None and known.takes is Input.DENSE
+                if (known is None or op in known.ops) and not (is_dense and index):
+                    yield Case(op, scheme, dtype, 1.0 if is_dense else density, numel)

@@ -1,1 +1,0 @@
-"""Benchmarks of the row-sparse all-reduce."""
