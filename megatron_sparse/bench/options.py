@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Self, get_type_hints
 
 import typer
@@ -159,9 +159,12 @@ def option(
         flag: such as `--dtype`; that of the field's name where it is left out.
         typer_settings: more arguments of `typer.Option`.
     """
-    value = default if parse is None or default is None else parse(flag, default)
     settings = {"help": help, "metavar": _METAVARS.get(parse), **typer_settings}
-    return field(default=value, metadata={_KEY: (flag, default, parse, settings)})
+    metadata = {_KEY: (flag, default, parse, settings)}
+    if parse is None or default is None:
+        return field(default=default, metadata=metadata)
+    # Read when it is needed: some names are those of a registry.
+    return field(default_factory=lambda: parse(flag, default), metadata=metadata)
 
 
 class Options:
@@ -198,7 +201,8 @@ class Options:
         found = []
         for each, flag, _, _, _ in _options(type(self)):
             value = getattr(self, each.name)
-            if value == each.default:
+            usual = each.default if each.default_factory is MISSING else each.default_factory()
+            if value == usual:
                 continue
             on, _, off = flag.partition("/")
             if isinstance(value, bool):

@@ -19,12 +19,15 @@ from megatron_sparse.bench.options import (
     command,
     parse_counts,
     parse_densities,
+    parse_list,
     parse_size,
 )
+from megatron_sparse.bench.planner.options import PlannerOptions
 from megatron_sparse.bench.stragglers.sweep import LinkPlace, StragglerSweep
 
 bench = typer.Typer(help="Measures one part on this machine.", no_args_is_help=True)
 
+PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write one JSON object a line.")
 ]
@@ -138,7 +141,7 @@ def stragglers(
 
 
 @bench.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings=PASSES_ARGUMENTS_ON,
     help="Iterations of a small Megatron GPT: plain Megatron beside compressed gradients.",
 )
 def training(
@@ -222,3 +225,53 @@ def cost_models(
         full_numel=parse_size("--size", size) // 4,
     )
     runner.report(sweep.rows(), json)
+
+
+@command(bench, "Compare the planner's choice with the best of all schemes.")
+def planner(options: PlannerOptions, json: JsonFile = None) -> None:
+    """Exits with 1 when the planner is worse than it claims. See docs/planner.md."""
+    from megatron_sparse.bench.planner import start
+
+    raise typer.Exit(start.run(options, json))
+
+
+@bench.command(
+    context_settings=PASSES_ARGUMENTS_ON,
+    help="Final validation loss of small models, compressed beside dense.",
+)
+def convergence(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(metavar="NAME,...", help="gpt | starcoder")] = (
+        "gpt,starcoder"
+    ),
+    setting: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Of docs/results/convergence.md, or all.")
+    ] = "all",
+    seeds: Annotated[str, typer.Option(metavar="N,...", help="Each trains every setting.")] = "1,2",
+    iters: Annotated[int, typer.Option(help="Iterations of each run.")] = 1500,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs' folders.")] = Path(
+        "runs/convergence"
+    ),
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write pictures and their CSV here.")
+    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Train nothing: report what is there.")
+    ] = False,
+    json: JsonFile = None,
+) -> None:
+    """More arguments are overrides of `train`. A run that is there already is not repeated."""
+    from megatron_sparse.bench.convergence import command as runner
+    from megatron_sparse.bench.convergence import report as reporter
+    from megatron_sparse.bench.convergence.settings import BY_NAME, Study
+
+    study = Study(
+        models=model.split(","),
+        settings=list(BY_NAME) if setting == "all" else setting.split(","),
+        seeds=parse_list("--seeds", seeds, int, "seeds: whole numbers with commas between"),
+        iters=iters,
+        out=out,
+        overrides=context.args,
+    )
+    results = runner.found(study) if report else runner.run(study)
+    reporter.report(results, figures, json)

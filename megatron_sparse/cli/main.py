@@ -14,9 +14,7 @@ from typing import Annotated
 import typer
 
 from megatron_sparse.cli import plans, results, runs
-from megatron_sparse.cli.bench import bench
-from megatron_sparse.cli.bench_convergence import convergence
-from megatron_sparse.cli.bench_planner import planner
+from megatron_sparse.cli.bench import PASSES_ARGUMENTS_ON, bench
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.version import __version__
@@ -27,12 +25,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 # Set up and start runs.
 app.command(
     "train",
-    context_settings=_PASSES_ARGUMENTS_ON,
+    context_settings=PASSES_ARGUMENTS_ON,
     add_help_option=False,
     help="Train a model; `train --help` shows groups, options and every key.",
 )(runs.train)
@@ -73,11 +69,6 @@ app.command("dashboard", help="Make a W&B workspace: communication time first, t
 app.command("simulate", help="Draw the papers' figures anew on the virtual cluster: a model.")(
     plans.simulate
 )
-bench.command(help="Compare the planner's choice with the best of all schemes.")(planner)
-bench.command(
-    context_settings=_PASSES_ARGUMENTS_ON,
-    help="Final validation loss of small models, compressed beside dense.",
-)(convergence)
 app.add_typer(bench, name="bench")
 
 

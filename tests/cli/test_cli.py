@@ -206,8 +206,9 @@ class TestOthers:
         )
         assert calls["megatron_sparse.bench.prune"] == ((sweep, Path("rows.jsonl")), {})
         asked = dict(argument.split("=") for argument in sweep.arguments())
-        assert asked["--density"] == "0.001,0.01"
+        assert asked["--dtype"] == "bf16"
         assert asked["--min-bytes"] == str(2**16)
+        assert "--density" not in asked, "the same as without it"
 
     @pytest.mark.parametrize(
         "arguments",

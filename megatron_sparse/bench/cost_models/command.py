@@ -36,7 +36,7 @@ from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner.costs import fits, predict
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.profile import SparsityProfile
-from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.pricing.shape import BucketShape, Prediction
 from megatron_sparse.simulate import gradients
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.gradients import GradientModel
