@@ -106,9 +106,9 @@ class TestVirtual:
         assert row["time_us"] == pytest.approx(expected_s * 1e6, rel=0.2)
 
     def test_a_wrong_sum_is_counted_and_not_timed(self, monkeypatch, capsys):
-        def broken(bucket, *arguments):
-            sent = yield from real(bucket, *arguments)
-            bucket.grad_N[3] += 1
+        def broken(exchange, *arguments):
+            sent = yield from real(exchange, *arguments)
+            exchange.bucket.grad_N[3] += 1
             return sent
 
         real = SCHEMES["direct"].run

@@ -134,9 +134,9 @@ class TestVirtual:
         assert found["straggler", 500]["model_us"] is None
 
     def test_a_wrong_sum_is_counted_and_not_timed(self, monkeypatch):
-        def broken(bucket, *arguments):
-            sent = yield from real(bucket, *arguments)
-            bucket.grad_N[3] += 1
+        def broken(exchange, *arguments):
+            sent = yield from real(exchange, *arguments)
+            exchange.bucket.grad_N[3] += 1
             return sent
 
         real = SCHEMES["straggler"].run
