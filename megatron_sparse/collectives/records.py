@@ -156,9 +156,9 @@ class SparseSum:
         """
         message = self._message
         slots_S = None if message.slots is None else message.slots.part(cut.segments)
-        self._decode(
-            records, cut, cut.offsets, message.value_dtype, message.step, rank, fresh, slots_S
-        )
+        code = WIRE_CODES[message.value_dtype]
+        expected = Expected(cut.offsets, code, message.step, rank=rank, slots=slots_S)
+        self._decode(records, cut, expected, fresh=fresh)
 
     def add_sum(
         self,
@@ -176,7 +176,9 @@ class SparseSum:
             WireFormatError: they are not what that rank announced.
         """
         step = sum_step(self._message.step, cut)
-        self._decode(records, cut, cut.own_offsets, value_dtype, step, rank, fresh, slots_S)
+        code = WIRE_CODES[value_dtype]
+        expected = Expected(cut.own_offsets, code, step, rank=rank, slots=slots_S)
+        self._decode(records, cut, expected, fresh=fresh)
 
     def add_dense(self, sum_M: torch.Tensor, cut: Cut) -> None:
         """Adds a sum that came as plain values."""
@@ -271,25 +273,10 @@ class SparseSum:
             with self._timer.stage("decode"):
                 self._bucket.grad_N[elements].copy_(self.sum_N[elements])
 
-    def _decode(
-        self,
-        records: torch.Tensor,
-        cut: Cut,
-        offsets: torch.Tensor,
-        value_dtype: str,
-        step: int,
-        rank: int,
-        fresh: bool,
-        slots_S: torch.Tensor | None,
-    ) -> None:
+    def _decode(self, records: torch.Tensor, cut: Cut, expected: Expected, *, fresh: bool) -> None:
+        sum_M, reports = self.sum_N[cut.elements], self._message.reports
         with self._timer.stage("decode"):
-            decode_add_(
-                self.sum_N[cut.elements],
-                records,
-                Expected(offsets, WIRE_CODES[value_dtype], step, rank=rank, slots=slots_S),
-                fresh=fresh,
-                reports=self._message.reports,
-            )
+            decode_add_(sum_M, records, expected, fresh=fresh, reports=reports)
 
 
 @lru_cache(TABLES)
