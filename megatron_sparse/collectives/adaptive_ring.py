@@ -119,7 +119,12 @@ def _initial_densities(
 
 
 def cost(run: DryRun) -> None:
-    """Dense from a density on that depends on the link."""
+    """`sparse_ring.cost`, with sums that go dense from a density on that depends on the link.
+
+    SpCCL's equations 3 to 6 as in `sparse_ring.cost`. The rule is followed link by link: the
+    density of a sum by equation 7, calibrated by each record that crosses the link
+    (`link_density`).
+    """
     intra, inter, gather = run.options.ring_densities()
     own = run.format(SCHEME.message_format(run.options))
     form = run.format(run.options.format)

@@ -98,7 +98,12 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
 
 
 def cost(run: DryRun) -> None:
-    """Every message to every rank, pairwise."""
+    """Every message to every rank, pairwise.
+
+    With messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the sizes that
+    are sent first; and additions in rank order, so that every rank but 0 starts to add late. A
+    reduce-scatter is `split_cost`.
+    """
     form = run.format(SCHEME.message_format(run.options))
     if run.scatter:
         split_cost(run, form)
@@ -119,7 +124,8 @@ def cost(run: DryRun) -> None:
 def _additions(n: int, number: int) -> np.ndarray:
     """Messages that each rank adds when it holds its own and those of `number` ranks after it.
 
-    They are added in rank order, so rank r > 0 waits for rank 0's, which comes as number n - r.
+    Messages are added in rank order. Rank r > 0 therefore waits for the message of rank 0, which
+    arrives as number n - r.
     """
     ranks = np.arange(n)
     own = np.where(number >= n - ranks, 1, 0)

@@ -57,7 +57,14 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
 
 
 def cost(run: DryRun) -> None:
-    """The backend's own collective, as a ring of what was measured of it (`ClusterModel.dense`)."""
+    """The backend's own collective, as a ring over its measured link (`ClusterModel.dense`).
+
+    With s = N b bytes: 2 (n - 1) alpha + 2 (n - 1) / n s beta (Patarasuk and Yuan 2009; equation 2
+    of SpCCL and of PCCL, twice). A reduce-scatter takes half. Added on CPU: the agreement.
+
+    A dense plan selects nothing. It sends gradient and residual whole (`Selector.take_whole`),
+    which is free while there is no residual.
+    """
     if run.cluster.device == "cpu":
         run.agree()
     link = run.cluster.dense_link(run.n)

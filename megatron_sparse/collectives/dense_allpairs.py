@@ -60,7 +60,11 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
 
 
 def cost(run: DryRun) -> None:
-    """All pieces at once, twice; the n parts of a piece are added in between."""
+    """All pieces at once, twice; the n parts of a piece are added in between.
+
+    With s = N b bytes: 2 alpha + 2 (n - 1) / n s beta. A reduce-scatter takes the first half.
+    Added: n - 1 additions and two copies of one piece.
+    """
     numel = run.shape.numel / run.n
     run.clocks.everybody_at_once(numel * run.b, run.host_s)
     run.work((run.n - 1) * run.plain(CodecOp.ADD, numel) + 2 * run.plain(CodecOp.COPY, numel))

@@ -86,7 +86,11 @@ def _broadcast(values_N: torch.Tensor, rank_of: list[int], group: Subgroup) -> P
 
 
 def cost(run: DryRun) -> None:
-    """All but the last rank all-reduce; then one and the last; then everybody else."""
+    """All ranks but the last all-reduce; one of them meets the last; the sum is then broadcast.
+
+    With s = N b bytes: (2 (n - 2) + ceil(log2 n)) alpha + (2 (n - 2) / (n - 1) + ceil(log2 n))
+    s beta (StragglAR, appendix F). Added: the additions.
+    """
     n, numel = run.n, run.shape.numel
     if n == 1:
         return

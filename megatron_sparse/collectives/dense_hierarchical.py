@@ -179,7 +179,13 @@ def _unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: i
 
 
 def cost(run: DryRun) -> None:
-    """Rings within nodes, halving and doubling between them; surplus ranks fold into a lane."""
+    """Rings within nodes, halving and doubling between them (PCCL, section 4.1).
+
+    With s = N b bytes, m lanes and k nodes: 2 (m - 1) alpha + 2 (m - 1) / m s beta on the links
+    inside a node, and 2 log2 k alpha + 2 (k - 1) / (m k) s beta on those between nodes. A
+    reduce-scatter takes half. Added: the additions, the shuffle of a reduce-scatter, and the rounds
+    in which surplus ranks fold into a lane.
+    """
     sizes = run.clocks.topology.node_sizes
     lanes, nodes = min(sizes), len(sizes)
     guests = max(sizes) - lanes

@@ -177,12 +177,17 @@ def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: b
 
 
 def cost(run: DryRun) -> None:
-    """Recursive halving, then doubling."""
+    """Recursive halving, then doubling.
+
+    With s = N b bytes: 2 log2 n alpha + 2 (n - 1) / n s beta (PCCL, section 2.2). A reduce-scatter
+    takes the first half. Added: the addition of a piece in each halving round; and, where n is no
+    power of two, two more rounds that carry the whole bucket.
+    """
     halving_doubling_cost(run, run.shape.numel)
 
 
 def halving_doubling_cost(run: DryRun, numel: float) -> None:
-    """`dense_rhd` of some elements: the same steps as the collective's, on its cuts."""
+    """The cost of `dense_rhd` on `numel` elements: the collective's own steps, on its own cuts."""
     n, ranks = run.n, np.arange(run.n)
     active = 1 << (n.bit_length() - 1)
     surplus = n - active

@@ -81,14 +81,19 @@ def ring_all_gather(
 
 
 def cost(run: DryRun) -> None:
-    """Reduce-scatter round the ring, all-gather round the ring."""
+    """Reduce-scatter round the ring, then all-gather round the ring.
+
+    With s = N b bytes: 2 (n - 1) alpha + 2 (n - 1) / n s beta (Patarasuk and Yuan 2009; equation 2
+    of SpCCL and of PCCL, twice). A reduce-scatter takes the first half. Added: the addition of one
+    piece in each round of the reduce-scatter.
+    """
     ring_reduce_scatter_cost(run, run.shape.numel)
     if not run.scatter:
         ring_all_gather_cost(run, run.shape.numel)
 
 
 def ring_reduce_scatter_cost(run: DryRun, numel: float) -> None:
-    """In n - 1 rounds of a piece, each with an addition."""
+    """Each of n - 1 rounds sends one piece and adds one piece."""
     addition_s = run.plain(CodecOp.ADD, numel / run.n)
     for _ in range(run.n - 1):
         run.shift(-1, numel / run.n * run.p)
@@ -96,7 +101,7 @@ def ring_reduce_scatter_cost(run: DryRun, numel: float) -> None:
 
 
 def ring_all_gather_cost(run: DryRun, numel: float) -> None:
-    """In n - 1 rounds of a piece."""
+    """Each of n - 1 rounds sends one piece."""
     for _ in range(run.n - 1):
         run.shift(-1, numel / run.n * run.b)
 

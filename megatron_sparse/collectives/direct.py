@@ -139,7 +139,13 @@ def encode_own_shard(
 
 
 def cost(run: DryRun) -> None:
-    """Contiguous shards to their owners, their sums to everybody."""
+    """Contiguous shards to their owners, the owners' sums to every rank.
+
+    ZEN's appendix B.1, the parameter server with contiguous shards: s times the (n - 1) / n (d + D)
+    2 M / B of ZEN's equation 1 (`zen.cost`), s being the skewness of the densest shard (definition
+    5). Here each shard has its own density instead. Added: bytes of the real records; n - 1 rounds
+    of alpha in each half; encoding, and adding one message after the other.
+    """
     form = run.format(SCHEME.message_format(run.options))
     split_cost(run, form)
     if not run.scatter:
@@ -165,20 +171,20 @@ def split_cost(run: DryRun, form: RecordFormat | BlockFormat) -> None:
 
 
 def send_shards_cost(run: DryRun, sizes: Density) -> None:
-    """Every rank sends each other its shard, pairwise; sizes are by owner."""
+    """Every rank sends every owner its shard, pairwise; `sizes` are by owner."""
     ranks, sizes_n = np.arange(run.n), np.broadcast_to(sizes, run.n)
     run.shifts([(step, sizes_n[(ranks - step) % run.n], 0.0) for step in range(1, run.n)])
 
 
 def encode_own_shard_cost(run: DryRun, form: RecordFormat | BlockFormat, sum_n: np.ndarray) -> None:
-    """Each owner encodes its sum; sizes are told unless they are fixed."""
+    """Each owner encodes its sum; sizes are exchanged unless they are fixed."""
     run.work(form.seconds(CodecOp.ENCODE, run.piece(run.n), sum_n, run.b))
     if not run.has_slots:
         run.agree()
 
 
 def gather_sums_cost(run: DryRun, sizes: Density, decoding: Density) -> None:
-    """Every owner sends its sum to all, pairwise; each is decoded while the next is on its way."""
+    """Every owner sends its sum to all, pairwise; a sum is decoded while the next one travels."""
     ranks = np.arange(run.n)
     sizes_n, decoding_n = (np.broadcast_to(values, run.n) for values in (sizes, decoding))
     run.shifts(

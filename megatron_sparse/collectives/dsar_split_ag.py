@@ -44,7 +44,11 @@ def dsar_split_ag(exchange: Exchange, message: Message) -> Steps:
 
 
 def cost(run: DryRun) -> None:
-    """The same with dense sums, whose sizes are known."""
+    """As `ssar_split_ag`, with dense sums, whose sizes are known.
+
+    With messages of m bytes: ((n - 1) + log2 n) alpha + (n - 1) / n (m + N b) beta (SparCML,
+    section 5). Added: the sizes of the messages, encoding and adding.
+    """
     split_cost(run, run.format(SCHEME.message_format(run.options)))
     form, shard = run.format("dense"), run.piece(run.n)
     run.work(form.seconds(CodecOp.ENCODE, shard, 1.0, run.b))

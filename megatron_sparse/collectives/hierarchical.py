@@ -2,34 +2,40 @@
 
 The two levels of `dense_hierarchical` (PCCL, section 4.1; its lanes are used here), for gradients
 that were selected rank by rank: links inside a node are fast, so there the contributions are added
-densely; between nodes only what is not zero travels, and once a node instead of once a rank.
+densely. Between nodes only non-zero values travel, once for each node instead of once for each
+rank.
 `scheme.inner` names the scheme that runs across the nodes.
 
 With m lanes (the ranks of the smallest node) and k nodes, lane l of every node holds one of m parts
 of the bucket; it has the k ranks that carry the part across.
 
-Agreement: one all-gather of what is meant, 8 (2 + n) bytes a rank.
-Decoding (local): a rank turns its own message into a dense vector; for a reduce-scatter its shards
-are put in the order of the lanes, so that a lane's part is contiguous.
+Agreement: one all-gather of the collective's identity, 8 (2 + n) bytes a rank.
+Decoding (local): a rank turns its own message into a dense vector. For a reduce-scatter it puts
+the shards in the order of the lanes, so that a lane's part is contiguous.
 Phase 1, rounds inside the nodes, as many as the largest node has other ranks: every rank sends each
 lane its part, one peer at a time; the lane's rank adds them.
 Phase 2, the inner scheme: each lane's rank encodes its part of the node's sum, and the lane's ranks
-reduce it across the nodes, with an agreement of their own (8 (2 + k) bytes to each of the others,
-once or more often, as the scheme has it). Its form is the bucket's; but a lane all-reduces, and
-each rank keeps its own, where the scheme has no reduce-scatter or nodes differ in size.
-Phase 3, rounds inside the nodes: a lane's rank sends its part to the node's other ranks, for a
-reduce-scatter only what belongs to a rank without a lane.
+reduce it across the nodes. They have an agreement of their own (8 (2 + k) bytes to each of the
+others, once or more often, depending on the scheme). The operation is the bucket's. But where the
+inner scheme has no reduce-scatter, or nodes differ in size, a lane all-reduces and each rank keeps
+its own shard.
+Phase 3, rounds inside the nodes: a lane's rank sends its part to the node's other ranks. In a
+reduce-scatter it sends each rank without a lane the shard of that rank, and nothing else.
 
 A node with more ranks than lanes has ranks that only send in phase 1 and only receive in phase 3.
-Inside a node partial sums travel in fp32, complete ones as the gradient's dtype. Between nodes both
-are fp32, or `scheme.wire_dtype` where that narrows an fp32 gradient: a node's sum is never rounded
-to bf16 before the last addition. A lane's records are in `scheme.format`.
+Inside a node partial sums travel in fp32, and complete sums in the gradient's dtype. Between nodes
+both are fp32, or `scheme.wire_dtype` where that narrows an fp32 gradient. So a node's sum of bf16
+gradients is never rounded to bf16 before the last addition. A lane's records are in
+`scheme.format`.
 
 Of N elements a rank with a lane sends (m - 1) / m N 4 bytes in phase 1, in phase 3 for each other
-rank of its node N / m b bytes, and between nodes what the inner scheme sends for N / m elements
-with the density of a node's sum among k ranks. A rank without one sends 4 N bytes. In a
+rank of its node N / m b bytes, and between nodes the inner scheme's bytes for N / m elements
+with the density of a node's sum among k ranks. A rank without a lane sends 4 N bytes. In a
 reduce-scatter phase 3 is 4 N / n bytes for each rank without a lane that the rank serves. A rank
 with a lane holds up to N values of fp32 more than the other schemes, for phase 1.
+
+This is one file because its three phases share one layout of parts (`LaneParts`), and a scheme's
+cost stands in the scheme's file.
 """
 
 from __future__ import annotations
@@ -82,8 +88,8 @@ NAME = "hierarchical"
 def hierarchical(exchange: Exchange, message: Message, inners: Mapping[str, Scheme]) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors as of `agsparse`; `inners` has the schemes that can run across the nodes,
-    by name: `scheme.inner` chooses one.
+    Arguments and errors are those of `agsparse`. `inners` maps names to the schemes that can run
+    across the nodes; `scheme.inner` chooses one.
     """
     inner = inners[exchange.options.inner]
     bucket, transport, scatter = exchange.bucket, exchange.transport, exchange.scatters
@@ -104,7 +110,7 @@ def hierarchical(exchange: Exchange, message: Message, inners: Mapping[str, Sche
     sent_bytes = 0
     if has_lane and nodes > 1:
         lane = SubsetTransport(transport, [members[lanes.lane] for members in lanes.members], tag)
-        # The inner scheme is a sparse one: those use only what a subset of the ranks has.
+        # Sparse schemes, as the inner one is, use only the methods that a subset transport has.
         across = replace(
             exchange,
             bucket=parts.lane_bucket(values_N, lanes, inner),
@@ -127,13 +133,13 @@ def hierarchical(exchange: Exchange, message: Message, inners: Mapping[str, Sche
 class LaneParts:
     """Where the lanes' parts lie in a vector that holds the whole bucket, lane by lane.
 
-    For an all-reduce that is the bucket itself. For a reduce-scatter its shards are moved: first
-    those of lane 0's owners, node by node.
+    For an all-reduce the vector has the bucket's own order. For a reduce-scatter the shards are
+    moved: first those of lane 0's owners, node by node.
 
     Args:
-        bucket: what is synchronised.
+        bucket: the bucket to synchronise.
         message: a rank's message, cut into shards for a reduce-scatter.
-        lanes: who is where.
+        lanes: each rank's node and lane.
     """
 
     def __init__(self, bucket: Bucket, message: Message, lanes: Lanes) -> None:
@@ -160,7 +166,7 @@ class LaneParts:
         return slice(start, start + self._shard_numel)
 
     def lane_bucket(self, values_N: torch.Tensor, lanes: Lanes, inner: Scheme) -> Bucket:
-        """This rank's part as a bucket of the ranks of its lane, in the form that `inner` takes."""
+        """This rank's part as a bucket of its lane's ranks, with an operation that `inner` has."""
         part = self.part(lanes.lane)
         sizes = {len(lanes.owners(lanes.lane, node)) for node in range(len(lanes.members))}
         is_shared_out = len(sizes) == 1 and self._bucket.op in inner.ops
@@ -241,11 +247,11 @@ class LaneSum:
             self._room = [received[peer * numel : (peer + 1) * numel] for peer in range(peers)]
 
     def piece(self, source: int, number: int) -> list[Piece]:
-        """What a round receives, counted from 1."""
+        """Where round `number`, counted from 1, receives from `source`; empty without a lane."""
         return [(source, self._room[number - 1])] if self._room else []
 
     def add(self, number: int) -> None:
-        """Adds what the round before `number`, counted from 0, has brought."""
+        """Adds the part that the round before `number`, counted from 0, has received."""
         if self._part_M is not None and self._room and number:
             with self._timer.stage("decode"):
                 self._part_M.add_(self._room[number - 1])
@@ -297,9 +303,9 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) 
 
 
 def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yielded, None, int]:
-    """Phase 2: drives the inner scheme, whose end is not the whole collective's unless `last`.
+    """Phase 2: drives the inner scheme; passes its `POSTED` on only if `last`.
 
-    The inner scheme numbers its ranks from 0; its errors shall name those of the group.
+    The inner scheme numbers its ranks from 0; this renames them in its errors to the group's.
     """
     while True:
         try:
@@ -342,7 +348,16 @@ def _give_shards(values_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside:
 
 
 def cost(run: DryRun, inners: Mapping[str, Scheme]) -> None:
-    """The three phases; of the lanes the densest counts."""
+    """The three phases; the densest lane decides.
+
+    With m lanes, k nodes and s = N b bytes: (m - 1) (alpha + 4 N / m beta) inside the nodes, the
+    inner scheme on N / m elements and k ranks, and (m - 1) (alpha + s / m beta) inside the nodes.
+    This is PCCL's dense hierarchy (section 4.1) with another middle. The inner scheme sees the
+    density of a node's sum: gamma of ZEN's definition 4 times that of a rank.
+
+    Added: decoding the whole message first, counting and encoding a lane's part, surplus ranks.
+    Lanes that share a network card share its rate in proportion to the bytes that each sends.
+    """
     sizes = run.clocks.topology.node_sizes
     lanes, nodes, largest = min(sizes), len(sizes), max(sizes)
     whole, part = run.piece(), run.piece(lanes)
@@ -363,7 +378,7 @@ def cost(run: DryRun, inners: Mapping[str, Scheme]) -> None:
 def _within_node_cost(
     run: DryRun, ranks: int, lanes: int, value_bytes: int, addition_s: float
 ) -> None:
-    """Each rank and each lane exchange a part, pairwise; one addition a round later."""
+    """Each rank exchanges a part with each lane, pairwise, and adds it one round later."""
     inside = run.part(run.shape, run.node(ranks))
     nbytes = run.shape.numel / lanes * value_bytes
     inside.shifts([(step, nbytes, addition_s if step > 1 else 0.0) for step in range(1, ranks)])

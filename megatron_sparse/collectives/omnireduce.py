@@ -48,7 +48,11 @@ def omnireduce(exchange: Exchange, message: Message) -> Steps:
 
 
 def cost(run: DryRun) -> None:
-    """`direct` with blocks."""
+    """`direct` with blocks: `direct.cost`, with the bytes of the blocks that hold something.
+
+    ZEN's appendix B.1 for contiguous shards (see `direct.cost`), with the density of blocks in each
+    shard in place of the density of elements.
+    """
     form, shard, n = run.format("blocks"), run.piece(run.n), run.n
     size = run.options.block_size
     own_n = run.densities.block_density(1, n, size)

@@ -1,17 +1,17 @@
 """Two-shot sparse all-reduce and reduce-scatter over peer memory: no host in the loop.
 
-`direct` inside an NVLink domain, as kernels (`csrc/peer.cu` says what each reads and writes): the
-message goes to the rank's own window, owners add the shards of all windows in rank order and encode
-the sum once, all ranks read it there. No size is exchanged and none is known to the host, which
-launches about a dozen kernels and reads 72 bytes of error words at the end. Formats are decided for
-each shard on the device, by `scheme.ring_intra_density` for messages and `ring_gather_density` for
+`direct` inside an NVLink domain, as kernels (`csrc/peer.cu` lists what each reads and writes). A
+rank puts its message into its own window. Owners add the shards of all windows in rank order and
+encode the sum once. All ranks read the sum there. No size is exchanged and the host knows none: it
+launches about a dozen kernels and reads 72 bytes of error words at the end. The device decides the
+format of each shard, by `scheme.ring_intra_density` for messages and `ring_gather_density` for
 sums (SpCCL's thresholds). The result is bit for bit that of `direct`.
 
-It needs windows that were made for all buckets of the group beforehand (`peer_windows`); they come
-with the options. The transport moves nothing.
+It needs windows that were made beforehand for all buckets of the group (`peer_windows`). They are
+`Exchange.windows`. The transport moves nothing.
 
-Rank r reads from its peers about |shard_r of their messages| and all sums but its own: the same
-bytes that `direct` sends, in two meetings.
+Rank r reads from its peers about |shard_r of their messages| and all sums but its own. These are
+the bytes that `direct` sends; ranks meet twice.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def peer_two_shot(exchange: Exchange, message: Message) -> Steps:
     to the gradient's.
 
     Args:
-        exchange: the bucket, and the windows, of which this process runs one rank. The timer gets
-            the time of all kernels as `network`.
+        exchange: the bucket, and the windows; this process runs one of their ranks. The timer
+            counts the time of all kernels as `network`.
         message: this rank's contribution, cut into shards, with or without slots.
 
     Raises:
@@ -111,13 +111,30 @@ def peer_two_shot(exchange: Exchange, message: Message) -> Steps:
 
 
 def sent_bytes(message: Message, rank: int) -> int:
-    """Bytes of the own message that other ranks read, whose slots' sizes are what is known."""
+    """Bytes of this rank's message that other ranks read; with slots, the slots' sizes."""
     sizes = torch.tensor(message.shard_bytes())
     return int(sizes.sum() - sizes[rank])
 
 
 def cost(run: DryRun) -> None:
-    """Messages to their owners' adders, sums to everybody."""
+    """Owners read and add their shards, then all ranks read all sums: a MODEL, never measured.
+
+    With shard i of m(i) bytes in a message of m, shard i of the sum of s(i) bytes, and beta of the
+    links inside a node:
+
+        put     2 m bytes through a rank's own memory: its message into its window
+        meet    alpha
+        add     max((n - 1) m(i) beta, n additions of shard i), by its owner
+        encode  the sum of shard i, by its owner
+        meet    alpha
+        write   max(beta times all s but the own, decoding of all s)
+
+    A reduce-scatter ends after `add`. Records are added while they are read, so the slower of the
+    two counts. Passes over memory cost what the cluster file has for codecs on the same records.
+    Sums are dense from `scheme.ring_gather_density` on. No sizes are agreed on, and slots are not
+    read beyond their records. Left out: launches (they are in the cluster's `host_s_per_bucket`),
+    and the copies of `in_order_of_coming`.
+    """
     n, shard = run.n, run.piece(run.n)
     if n == 1:
         return
@@ -152,7 +169,7 @@ def _of_sum(run: DryRun, shard: Piece, density: float) -> tuple[float, float, fl
 
 
 def _read_cost(run: DryRun, network_n: Density, local_n: Density) -> None:
-    """What comes over the links and is worked on as it comes."""
+    """Time of a read over the links and of the local work that overlaps it: the longer one."""
     run.clocks.work(np.maximum(network_n, run.local(local_n)))
 
 

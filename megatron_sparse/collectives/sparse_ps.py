@@ -97,7 +97,12 @@ def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
 
 
 def cost(run: DryRun) -> None:
-    """Everything to rank 0 and back."""
+    """Everything to rank 0 and back.
+
+    ZEN's equation 1 with one server instead of n: (n - 1) (d + D) 2 M / B, d being the density of a
+    message and D that of the sum. Added: bytes of the real records; the agreement and the sizes;
+    encoding, and adding one message after the other.
+    """
     n, whole = run.n, run.piece()
     own, form = run.format(SCHEME.message_format(run.options)), run.format()
     is_server_n = np.arange(n) == 0

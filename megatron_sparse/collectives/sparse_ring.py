@@ -210,7 +210,15 @@ def _pass_on(
 
 
 def cost(run: DryRun) -> None:
-    """Encoded again in each step."""
+    """The sum is encoded again in each step.
+
+    Reduce-scatter: (n - 1) alpha + sum over steps s of (n'_s / n beta + T_comp + T_decomp), n'_s
+    being the bytes of the records of the sum of s ranks (SpCCL, in the paper's words). All-gather:
+    (n - 1) alpha + (n - 1) / n n' beta + T_cd (SpCCL's equation 6), n' being the bytes of the
+    records (equation 4 for Pici) and T_cd one encoding and n - 1 decodings (equation 5). Added: 8
+    bytes with the size before each record; and the shards' own densities: the crowded shard passes
+    every rank, so each step waits for it.
+    """
     own = run.format(SCHEME.message_format(run.options))
     ring_reduce_scatter_cost(run, own, run.format(), thresholds=(np.inf, np.inf))
     if not run.scatter:
@@ -223,10 +231,10 @@ def ring_reduce_scatter_cost(
     form: RecordFormat | BlockFormat,
     thresholds: tuple[float, float],
 ) -> np.ndarray:
-    """In n - 1 steps of one shard; the thresholds are those of links within and between nodes.
+    """Has n - 1 steps of one shard; the thresholds are for links within and between nodes.
 
     Returns:
-        What each rank takes its own shard's density for at the end.
+        The density that each rank assumes for its own shard at the end.
     """
     n, ranks, shard = run.n, np.arange(run.n), run.piece(run.n)
     nodes = np.array(run.clocks.topology.nodes)
@@ -262,7 +270,7 @@ def ring_reduce_scatter_cost(
 def ring_gather_sums_cost(
     run: DryRun, dense_n: np.ndarray, form: RecordFormat | BlockFormat
 ) -> None:
-    """Each sum is encoded once and goes round; those marked go as dense records."""
+    """Each sum is encoded once and goes round the ring; dense records where `dense_n` is true."""
     n, ranks, shard = run.n, np.arange(run.n), run.piece(run.n)
     total_n, whole = run.densities.shards(n, n), RecordFormat("dense", run.cluster)
     ones_n = np.ones(n)

@@ -87,7 +87,12 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
 
 
 def cost(run: DryRun) -> None:
-    """The whole sum, doubled in each round and encoded again."""
+    """The whole sum: in each round it covers twice as many ranks and is encoded again.
+
+    log2 n alpha + beta times the sum of the sizes of the sums of 1, 2, 4, ..., n / 2 ranks
+    (SparCML, section 5; for COO this is ZEN's equation 2). Added: the size that is sent before each
+    record; folding where n is no power of two; and the encoding of the sum in each step.
+    """
     n, whole = run.n, run.piece()
     active = 1 << (n.bit_length() - 1)
     ranks = np.arange(n)

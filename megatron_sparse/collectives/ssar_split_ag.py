@@ -46,7 +46,11 @@ def ssar_split_ag(exchange: Exchange, message: Message) -> Steps:
 
 
 def cost(run: DryRun) -> None:
-    """Shards to their owners; their sums by recursive doubling."""
+    """Shards to their owners; the sums of shards by recursive doubling.
+
+    With messages of m bytes and a sum of M bytes: ((n - 1) + log2 n) alpha + (n - 1) / n (m + M)
+    beta (SparCML, section 5). Added: the sizes that are sent first, encoding and adding.
+    """
     split_cost(run, run.format(SCHEME.message_format(run.options)))
     form, shard = run.format(), run.piece(run.n)
     sum_n = run.densities.shards(run.n, run.n)
