@@ -1,4 +1,4 @@
-"""Plans: how each bucket is synchronised in a step, agreed by all ranks without talking."""
+"""Plans: how each bucket is synchronised in a step; every rank derives the same."""
 
 from megatron_sparse.planner.plan import FixedPlanner, Plan, Planner
 

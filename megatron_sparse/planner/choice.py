@@ -5,25 +5,27 @@ the cluster's model; the cheapest is chosen, dense included. ZEN (section 2.4) c
 equations in this way. Here every scheme of the registry is compared for each bucket, with the costs
 of codecs and host.
 
-Until a profile is measured, independent uniform positions are assumed. Ranks sample a profile
-(`sampling`) in the first steps of ramp and target, whenever the target density has fallen by half
-since, and every `planner.profile_every` steps. Sampling needs a message, so a dense bucket uses the
-best sparse candidate in such a step, unless no sparse candidate would be cheaper than dense even at
-full overlap. A bucket changes its scheme only for a gain of more than `planner.hysteresis`.
+Until a profile is measured, the planner assumes independent uniform positions. Ranks sample a
+profile (`sampling`) in the first steps of ramp and target, whenever the target density has fallen
+by half since, and every `planner.profile_every` steps. Sampling needs a message, so a dense bucket
+uses the best sparse candidate in such a step, unless no sparse candidate would be cheaper than
+dense even at full overlap. A bucket changes its scheme only for a gain of more than
+`planner.hysteresis`.
 
 With `scheme.deterministic=false` measured times count too. Every `planner.replan_every` steps the
 ranks exchange their times of the present scheme and of `dense` (each rank's median over the last
-steps; the slowest rank's counts). A scheme that is slower than `dense` by more than the hysteresis
-is replaced by it. After `planner.retry_after` steps, or when the target density has fallen by half,
-the next best candidate is tried, and after the last one the first again. Dense is measured in the
-warm-up and whenever a bucket is dense; if that is `planner.retry_after` steps ago, or never
-happened, `PROBE_STEPS` steps are dense to measure it.
+steps; the slowest rank's counts). `dense` replaces a scheme that is slower than `dense` by more
+than the hysteresis. After `planner.retry_after` steps, or when the target density has fallen by
+half, the planner tries the next best candidate; after the last one it starts again at the first.
+Dense is measured in the warm-up and whenever a bucket is dense; if the last measurement is
+`planner.retry_after` steps old, or there is none, the planner makes `PROBE_STEPS` steps dense to
+measure it.
 
-All ranks decide alike: from the configuration and from exchanged numbers, the same bits on every
-rank, in the same order. Times travel with a fingerprint of the bucket's state, so ranks whose
-states differ get an error. Cost: the sampler's exchange in a profile step; 8 (2 + n) bytes a rank
-and bucket in a replan step; both before the collective, on the progress thread. Changes take effect
-in the next step.
+All ranks decide alike. They use only the configuration and exchanged numbers, which are the same
+bits on every rank, in the same order. Times travel with a fingerprint of the bucket's state, so
+ranks whose states differ get an error. Cost: the sampler's exchange in a profile step, and 8 (2 +
+n) bytes per rank and bucket in a replan step. Both run before the collective, on the progress
+thread. Changes take effect in the next step.
 """
 
 from __future__ import annotations
@@ -78,14 +80,14 @@ PRICED_OPTIONS = (
     "ring_gather_density",
     "inner",
 )
-"""Fields of `SchemeConfig` that predicted times depend on."""
+"""The fields of `SchemeConfig` that affect predicted times."""
 
 logger = logging.getLogger("megatron_sparse")
 
 KEPT_RECORDS = 15
-"""The measured time is the median over so many steps."""
+"""The measured time is the median over this many steps."""
 PROBE_STEPS = 5
-"""Dense steps to measure dense with."""
+"""Number of steps that run dense to measure `dense`."""
 
 
 class PricedPlanner(FixedPlanner):
@@ -96,7 +98,7 @@ class PricedPlanner(FixedPlanner):
         scheme: options of the candidates; `name` is `auto`.
         planner: see `PlannerConfig`.
         cluster: the cost of links, codecs and the host.
-        logs: whether changes of plan are logged; on one rank of a group.
+        logs: whether this rank logs changes of plan; set it on one rank of a group.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class PricedPlanner(FixedPlanner):
         state.hopeless = False
         before, failed = state.chosen, set(state.failed)
         if not any(prices[name] < prices[DENSE] for name in prices.keys() - failed - {DENSE}):
-            state.failed = []  # All have had their turn.
+            state.failed = []  # All have been tried.
         best = least(prices, [name for name in prices if name not in state.failed])
         keeps = before in prices and before not in state.failed
         if keeps and prices[best] >= (1 - self._config.hysteresis) * prices[str(before)]:
@@ -236,7 +238,7 @@ class PricedPlanner(FixedPlanner):
         """See `Planner`.
 
         Raises:
-            CommunicationError: a rank has planned otherwise.
+            CommunicationError: another rank has a different plan.
         """
         if plan.phase is Phase.OFF or bucket.world_size == 1:
             return
@@ -244,7 +246,7 @@ class PricedPlanner(FixedPlanner):
         if not self._scheme.deterministic and step and step % self._config.replan_every == 0:
             yield from self._compare(bucket, state, plan, step, transport)
         if plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup_iters:
-            # Now, and not at the launch of the next step: pricing takes time.
+            # Pricing takes time, so it is done here and not at the launch of the next step.
             _, density = phase_and_density(self._compression, step + 1)
             self._decide(bucket, state, step + 1, density)
         if message is not None and self._profiles(state, step, plan.density):
@@ -260,7 +262,7 @@ class PricedPlanner(FixedPlanner):
     def _compare(
         self, bucket: Bucket, state: BucketState, plan: Plan, step: int, transport: Transport
     ) -> Generator[Work, None, None]:
-        """Agrees on the times of dense and of the present scheme, and acts on them."""
+        """Exchanges the times of dense and of the present scheme; may change the plan."""
         chosen = state.chosen or DENSE
         names = list(dict.fromkeys([DENSE, chosen]))
         own_ns = [self._measured_ns(bucket.name, name, step) for name in names]
@@ -307,11 +309,11 @@ class PricedPlanner(FixedPlanner):
     # Reports and checkpoints
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
-        """See `Planner`; the profile and the measured times are in it too."""
+        """See `Planner`. The row also holds the profile and the measured times."""
         plan, state = self.plan_for(bucket, step), self._state_of(bucket)
         choice = Choice(plan.scheme, plan.reason)
         if plan.phase in (Phase.RAMP, Phase.TARGET) and bucket.world_size > 1:
-            choice = _settled(state, step)  # without the detour of a step that samples
+            choice = _settled(state, step)  # ignores the temporary scheme of a sampling step
         return {
             "bucket": bucket.name,
             **bucket_facts(bucket, self._scheme.wire_dtype),
@@ -331,14 +333,14 @@ class PricedPlanner(FixedPlanner):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Planner`.
 
-        With other settings than they were made with, profiles are kept and plans are made anew;
-        so is, when it is next synchronised, everything about a bucket of another size or group.
+        If the settings have changed, profiles are kept and plans are made anew. If a bucket's size
+        or group has changed, all its state is made anew when the bucket is next synchronised.
 
         Raises:
             CheckpointError: the state is damaged.
         """
         if not state:
-            return  # of a run that had another planner
+            return  # the state is of a run with another planner
         try:
             self._states = {
                 name: BucketState.from_dict(values) for name, values in state["buckets"].items()

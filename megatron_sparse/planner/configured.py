@@ -14,10 +14,10 @@ from megatron_sparse.pricing.cluster import find
 
 
 def with_swept_thresholds(config: SparseConfig) -> SparseConfig:
-    """The thresholds of `adaptive_ring` that the cluster file has for the format in use.
+    """Sets the thresholds of `adaptive_ring` from the cluster file, for the format in use.
 
-    What the configuration says itself stays, and so does all of it without a file, or where
-    `calibrate --sweep` was not run.
+    The configuration is returned unchanged if it sets a threshold itself, if there is no cluster
+    file, or if that file has no results of `calibrate --sweep`.
 
     Raises:
         ConfigError: the cluster file cannot be read.
@@ -43,7 +43,7 @@ def planner_of(config: SparseConfig, *, logs: bool) -> Planner:
     """The planner that a configuration asks for.
 
     Args:
-        config: `scheme.name`, `planner.cluster` and `planner.pin` decide.
+        config: `scheme.name`, `planner.cluster` and `planner.pin` select the planner.
         logs: whether it logs changes of plan.
 
     Raises:

@@ -1,16 +1,16 @@
 """Predicted times of every registered collective, from a bucket's shape and sparsity: a MODEL.
 
-`predict` runs a collective's rounds on modelled clocks of all ranks, without data, on the sizes
-that the profile lets expect (`cost` in the scheme's file; the papers' equations are
-what is left of them on one level of links, without codecs). A time goes from the final gradient to
-the dense sum: selection is part of a sparse scheme's; dense schemes have none, they send gradient
-and residual whole (`Selector.take_whole`).
+`predict` runs a collective's rounds on modelled clocks of all ranks. It moves no data; it uses the
+message sizes that the profile predicts (`cost` in the scheme's file). On one level of links and
+without codecs, these costs reduce to the papers' equations. A time spans from the final gradient to
+the dense sum. A sparse scheme's time includes selection; dense schemes select nothing, they send
+gradient and residual whole (`Selector.take_whole`).
 
-Every rank that is given the same numbers predicts the same, bit for bit, on the same kind of CPU:
-no measurement, no random number, no order of a set is in it.
+On the same kind of CPU, ranks with the same inputs make the same prediction, bit for bit: it uses
+no measurement, no random number and no iteration over a set.
 
-Cost of a prediction: O(n) steps of numpy on n ranks; where the ranks of a node share a network card
-every message is looked at. All schemes on 64 ranks: 0.13 s, with shared cards 0.6 s (one core).
+Cost of a prediction: O(n) steps of numpy on n ranks; if the ranks of a node share a network card,
+every message is modelled. All schemes on 64 ranks: 0.13 s, with shared cards 0.6 s (one core).
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def predict(
     Args:
         scheme: a name in `SCHEMES`.
         shape: the bucket.
-        profile: what its gradients are like: of the whole bucket, or of its pruned part, which
-            `numel` tells.
+        profile: the sparsity of its gradients. `profile.numel` tells whether it covers the whole
+            bucket or only the pruned part.
         cluster: links, codecs and host.
-        options: as collectives get them; the inner scheme of `hierarchical` is in it.
+        options: the same that collectives get; they name the inner scheme of `hierarchical`.
 
     Raises:
         ConfigError: the scheme is unknown, lacks the form, does not fit the options, or needs
-            windows of peer memory where the cluster has none; the profile is of another bucket; the
-            cluster file lacks a codec.
+            windows of peer memory on a cluster without them; the profile is of another bucket; or
+            the cluster file lacks a codec.
 
     Example:
         >>> from megatron_sparse.config.sparse import SchemeConfig
@@ -123,12 +123,12 @@ def predict_all(
     """`predict` for every scheme that has the form and fits the options.
 
     Args:
-        shape: as of `predict`, like all but the last.
-        profile: see there.
-        cluster: see there.
-        options: see there.
-        schemes: which ones; None for all of `SCHEMES`. Those that do not fit are left out, and
-            those that need peer memory where the cluster has none.
+        shape: see `predict`.
+        profile: see `predict`.
+        cluster: see `predict`.
+        options: see `predict`.
+        schemes: the schemes to price; None for all of `SCHEMES`. Schemes that do not fit are left
+            out, and so are schemes that need peer memory if the cluster has none.
     """
     wanted = SCHEMES if schemes is None else schemes
     n = shape.world_size
@@ -140,15 +140,15 @@ def predict_all(
 
 
 def reachable(scheme: str, world_size: int, cluster: ClusterModel) -> bool:
-    """Whether a cluster has the links that a scheme runs on: peer memory, if it needs windows."""
+    """Whether a cluster has the links that a scheme needs: peer memory if it uses windows."""
     return not SCHEMES[scheme].needs_windows or cluster.has_peer_memory(world_size)
 
 
 def fits(scheme: str, op: CollectiveOp, options: SchemeConfig) -> bool:
-    """Whether a scheme has a model, can do a form, and has messages of fixed size if it must.
+    """Whether a scheme has a model, supports the form, and has fixed-size messages if required.
 
-    `straggler` and `straggler_direct` have none: they need a rank that is known to be late, whose
-    delay decides (`straggler.cost`).
+    `straggler` and `straggler_direct` have no model here: their time depends on the delay of a rank
+    that is known to be late (`straggler.cost`).
     """
     entry = SCHEMES[scheme]
     if entry.cost is None:

@@ -15,10 +15,10 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def fingerprint(transport: ProcessGroupTransport) -> dict[str, str]:
-    """The properties with which a calibration stays valid; see `check_fingerprint`.
+    """The properties that must match for a calibration to stay valid; see `check_fingerprint`.
 
-    The number of hosts and ranks is not part of it, only whether there are several hosts: a
-    cluster is measured on a few nodes, and used on many.
+    The fingerprint tells whether there are several hosts, but not how many hosts and ranks: a
+    cluster is measured on a few nodes and used on many.
     """
     mbit = netbed_mbit()
     return {
@@ -31,7 +31,7 @@ def fingerprint(transport: ProcessGroupTransport) -> dict[str, str]:
 
 
 def processor(device: torch.device) -> str:
-    """The model of the GPU, or of the CPU as far as the system tells."""
+    """The model of the GPU, or of the CPU if the system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if CPU_INFO.is_file():

@@ -1,13 +1,13 @@
 """Measures the links between ranks, and the backend's own all-reduce, as alpha and beta.
 
-Collectives send in rounds: every rank sends to one peer while it receives from another. So such
-rounds are measured, and not a ping-pong, which never loads a port both ways. The ranks of a node
-form a ring and all send to the next one at once (`intra`); so do the first ranks of all nodes
+Collectives send in rounds: every rank sends to one peer while it receives from another. So this
+module measures such rounds. A ping-pong would never load a port both ways. The ranks of a node form
+a ring, and all send to the next rank at once (`intra`). The first ranks of all nodes do the same
 (`inter`). If nodes have several ranks, all ranks also send between nodes at once: if that takes as
 long as taking turns, the ranks of a node share a port (`nic`).
 
-Several rounds follow one another between two readings of the clock; the slowest rank counts, and of
-the repetitions the median. `fit_link` says how alpha and beta follow.
+Several rounds run between two readings of the clock. A repetition's time is the slowest rank's; the
+result is the median of the repetitions. `fit_link` says how alpha and beta follow.
 
 Everything is a generator over a `Transport` with a given clock, so a virtual cluster's links can be
 measured in the same way as real ones.
@@ -33,7 +33,7 @@ type Clock = Callable[[], float]
 type Measuring[T] = Generator[Work, None, T]
 
 SMALL_BYTES = 1024
-"""Messages that take no longer than empty ones on any network that trains models."""
+"""Size up to which a message takes no longer than an empty one on training networks."""
 TAG = 1
 
 
@@ -42,9 +42,9 @@ class LinkSweep:
     """The messages that are measured.
 
     Attributes:
-        message_bytes: sizes, multiples of 8 in ascending order; one at least is small
-            (`SMALL_BYTES`), and two are more than twice that.
-        repeats: how often each is timed.
+        message_bytes: sizes, multiples of 8 in ascending order; at least one is small
+            (`SMALL_BYTES`), and at least two are more than twice `SMALL_BYTES`.
+        repeats: how often each size is timed.
         rounds: exchanges between two readings of the clock.
     """
 
@@ -74,7 +74,7 @@ def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measu
     Args:
         transport: at least 2 ranks.
         sweep: the sizes.
-        clock: seconds; this rank's.
+        clock: this rank's clock, in seconds.
 
     Raises:
         ConfigError: there is one rank only.
@@ -108,10 +108,11 @@ def one_rank() -> ConfigError:
 def fit_link(message_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
     """The alpha and beta of a link.
 
-    Beta is the slope of the least-squares line through all sizes that are not small: a network
-    that lets short bursts pass unlimited carries the small ones faster. Where noise hides the
-    slope, beta is what the largest message would need if all of its time were its bytes': too slow
-    rather than free. Alpha is the median of what is left at the small sizes.
+    Beta is the slope of the least-squares line through all sizes that are not small; small sizes
+    are left out because some networks do not limit the rate of short bursts. If noise hides the
+    slope, beta is the largest message's time divided by its bytes: that overestimates beta, where a
+    slope of 0 would make bytes free. Alpha is the median, over the small sizes, of the time minus
+    beta times the bytes.
 
     Example:
         >>> fit_link([0, 2000, 4000], [1.0, 5.0, 9.0])
@@ -147,13 +148,14 @@ def gather_rows(own: Sequence[float], transport: Transport) -> Measuring[torch.T
 def timed(
     transport: Transport, repeats: int, clock: Clock, action: Callable[[], Iterable[Yielded]]
 ) -> Measuring[float]:
-    """The median over repetitions of the slowest rank's seconds; the first one is left out.
+    """The median over repetitions of the slowest rank's seconds; the first repetition is left out.
 
     Args:
         transport: all ranks begin together.
-        repeats: that count.
+        repeats: how many repetitions count.
         clock: this rank's.
-        action: makes the works, one after the other; what it does in between is timed, too.
+        action: yields the works, one after the other; the time that it takes between works counts
+            too.
     """
     spent = []
     for _ in range(repeats + 1):
@@ -177,7 +179,7 @@ def _members(transport: Transport) -> list[list[int]]:
 def _ring_times(
     transport: Transport, rings: Sequence[Sequence[int]], sweep: LinkSweep, clock: Clock
 ) -> Measuring[list[float]]:
-    """Seconds of a round, by size; ranks in no ring look on."""
+    """Seconds of a round, by size; ranks outside the rings send nothing."""
     times_s = []
     for nbytes in sweep.message_bytes:
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
@@ -220,7 +222,7 @@ def _measure_nic(
     rings = [[ranks[lane] for ranks in nodes] for lane in range(lanes)]
     (one_s,) = yield from _ring_times(transport, rings[:1], largest, clock)
     (all_s,) = yield from _ring_times(transport, rings, largest, clock)
-    # Ports of their own: one_s. A port that they share: lanes * one_s.
+    # With a port for each rank, all_s is about one_s; with a shared port, lanes * one_s.
     return "node" if all_s > one_s * (1 + lanes) / 2 else "rank"
 
 
@@ -241,7 +243,7 @@ def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Meas
 
 
 def host_clock(device: torch.device) -> Clock:
-    """The host's clock; on CUDA it waits for the device first."""
+    """The host's clock; on CUDA each reading waits for the device first."""
     if device.type != "cuda":
         return time.perf_counter
 

@@ -15,7 +15,7 @@ from megatron_sparse.transport import Transport
 
 
 class PinnedPlanner(FixedPlanner):
-    """Takes each bucket's scheme from a `plan.json`; density and phases are the configuration's.
+    """Takes each bucket's scheme from a `plan.json`, density and phases from the configuration.
 
     Args:
         compression: the schedule of densities.
@@ -23,7 +23,7 @@ class PinnedPlanner(FixedPlanner):
         path: the file, or the folder of a run.
 
     Raises:
-        ConfigError: it is no plan.
+        ConfigError: the file is not a plan.
     """
 
     def __init__(self, compression: CompressionConfig, scheme: SchemeConfig, path: Path) -> None:
@@ -32,13 +32,13 @@ class PinnedPlanner(FixedPlanner):
         self._rows = read_plan(path)
 
     def windows(self, transport: Transport) -> Windows:
-        """See `Planner`: a pinned scheme must have its windows."""
+        """See `Planner`: a pinned scheme that uses windows requires them."""
         names = {row["chosen"] for row in self._rows.values()}
         needed = any(name in SCHEMES and SCHEMES[name].needs_windows for name in names)
         return Windows.REQUIRED if needed else Windows.NONE
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
-        """As in the plan.
+        """Returns the plan file's choice.
 
         Raises:
             ConfigError: the plan is of another model or group, or its scheme does not exist or

@@ -19,7 +19,7 @@ from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.transport import Transport, Work
 
 WORTHWHILE = 0.7
-"""Part of the dense bytes; a scheme that would send more is not worth its codec's time."""
+"""Fraction of the dense bytes; a scheme that would send more is not worth its codec's time."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Plan:
         density: target density of the pruned parameters; 1 for dense plans.
         wire_dtype: dtype of the values on the wire, null for the gradient's own.
         sharded: whether the message is cut at shard borders.
-        reason: why, in words.
-        predicted_us: microseconds that it should take, where a cost model has chosen it.
+        reason: why this scheme was chosen, in words.
+        predicted_us: predicted microseconds, if a cost model chose the scheme; else None.
     """
 
     scheme: str
@@ -49,7 +49,7 @@ class Plan:
         return asdict(self)
 
     def message_spec(self, bucket: Bucket, options: SchemeConfig) -> MessageSpec:
-        """The message that a sparse plan makes of `bucket`."""
+        """The layout of the message that a sparse plan makes from `bucket`."""
         scheme = SCHEMES[self.scheme]
         return MessageSpec(
             density=self.density,
@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Choice:
-    """A scheme, and why.
+    """A scheme, and the reason for it.
 
     Attributes:
         scheme: its name.
@@ -78,16 +78,16 @@ class Choice:
 
 
 class Windows(Enum):
-    """Whether a group's buckets are to have windows of peer memory."""
+    """Whether a group's buckets need windows of peer memory."""
 
     NONE = "none"
     WELCOME = "welcome"
-    """A candidate needs windows; without them the other candidates are left."""
+    """A candidate needs windows; without windows the planner uses the other candidates."""
     REQUIRED = "required"
 
 
 class Planner(Protocol):
-    """Takes the same decision on every rank: it never uses what only one rank knows."""
+    """Makes the same decision on every rank: it never uses data that only one rank has."""
 
     enabled: bool
 
@@ -104,7 +104,7 @@ class Planner(Protocol):
         ...
 
     def follow(self, record: BucketRecord) -> None:
-        """Called at each launch of a bucket; the record is completed while it is under way."""
+        """Called at each launch of a bucket; the record is completed during the flight."""
         ...
 
     def share(
@@ -117,15 +117,15 @@ class Planner(Protocol):
         buffers: MessageBuffers,
         timer: StageTimer,
     ) -> Generator[Work, None, None]:
-        """Exchanges numbers with the other ranks before the bucket's collective; mostly none.
+        """Exchanges numbers with the other ranks before the bucket's collective; usually none.
 
-        Driven by the progress thread, on every rank in the order of launches. Its changes take
-        effect in the next step.
+        The progress thread drives it, on every rank in the order of launches. Changes of the plan
+        take effect in the next step.
 
         Args:
             bucket: about to be synchronised.
-            plan: of the bucket.
-            step: the present one.
+            plan: the bucket's.
+            step: the present step.
             message: this rank's selection; None for a dense plan.
             transport: the group.
             buffers: of this group's messages.
@@ -138,11 +138,11 @@ class Planner(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The state from which a resumed run plans the same; plain values, for a checkpoint."""
+        """The state that a resumed run needs to plan the same; plain values, for a checkpoint."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the result of `state_dict`."""
+        """Restores the result of `state_dict`."""
         ...
 
 
@@ -150,7 +150,8 @@ class FixedPlanner:
     """Follows the configuration; `scheme=auto` compares bytes on the wire.
 
     Attributes:
-        enabled: the running switch; False plans dense, which also empties the residual.
+        enabled: switch that may change during the run; False plans dense, which also empties the
+            residual.
     """
 
     def __init__(self, compression: CompressionConfig, scheme: SchemeConfig) -> None:
@@ -200,12 +201,12 @@ class FixedPlanner:
         """See `Planner`: every group is accepted."""
 
     def windows(self, transport: Transport) -> Windows:
-        """See `Planner`: a scheme that is configured by name must have its windows."""
+        """See `Planner`: a scheme that is configured by name and uses windows requires them."""
         scheme = SCHEMES.get(self._scheme.name)
         return Windows.REQUIRED if scheme is not None and scheme.needs_windows else Windows.NONE
 
     def follow(self, record: BucketRecord) -> None:
-        """See `Planner`: ignored."""
+        """See `Planner`. Does nothing."""
 
     def share(
         self,
@@ -217,7 +218,7 @@ class FixedPlanner:
         buffers: MessageBuffers,
         timer: StageTimer,
     ) -> Generator[Work, None, None]:
-        """See `Planner`: all ranks know everything that is needed."""
+        """See `Planner`. Exchanges nothing: the configuration is enough."""
         yield from ()
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
@@ -253,7 +254,7 @@ class FixedPlanner:
         )
 
     def _check_op(self, bucket: Bucket) -> None:
-        """Checked in the first step already, not only when the warm-up ends."""
+        """Checks the operation in the first step, not only after the warm-up."""
         name = self._scheme.name
         if self._scheme.capacity is not None and name != "auto" and not SCHEMES[name].takes_slots:
             raise ConfigError(
@@ -274,7 +275,7 @@ class FixedPlanner:
 
 
 def bucket_facts(bucket: Bucket, wire_dtype: str | None) -> dict[str, Any]:
-    """The facts besides the gradients that a plan depends on, as in `plan.json`."""
+    """Everything that a plan depends on except the gradients, as in `plan.json`."""
     element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)].itemsize
     narrowed = element_bytes < bucket.grad_N.element_size()
     return {

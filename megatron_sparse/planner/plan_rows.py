@@ -48,8 +48,8 @@ class Pricing:
         Args:
             name: the bucket's.
             shape: its sizes.
-            profile: of the gradients.
-            basis: where the profile comes from, in words.
+            profile: the sparsity of its gradients.
+            basis: the source of the profile, in words.
         """
         prices = prices_us(
             shape,
@@ -80,11 +80,11 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
     Args:
         path: the run's folder, or its `plan.json`.
         pricing: None leaves the plan as it was written.
-        ranks: with `pricing`, another number of ranks than the run's; None for the run's.
+        ranks: used only with `pricing`: the number of ranks; None for the run's.
 
     Raises:
         ConfigError: there is no plan.
-        ProfileError: a profile in it is damaged.
+        ProfileError: a profile in the plan is damaged.
     """
     rows = read_plan(path)
     if pricing is None:
@@ -112,12 +112,12 @@ def of_dump(
     """Each bucket of a dump's last iteration.
 
     Args:
-        path: of the dump, or of the run that made it.
+        path: the dump's folder, or the folder of the run that made it.
         pricing: see `Pricing`.
-        ranks: another number than the dump has: the profile is extrapolated.
-        density: prunes each rank's gradient to its largest elements; None takes what was
-            selected, or, where only gradients were recorded, these with the zeros they have.
-        op: of the buckets.
+        ranks: number of ranks; if it differs from the dump's, the profile is extrapolated.
+        density: prunes each rank's gradient to its largest elements. None takes the recorded
+            selection or, if only gradients were recorded, their non-zero elements.
+        op: the buckets' operation.
 
     Raises:
         ProfileError: the dump is missing or damaged.
@@ -158,7 +158,7 @@ def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
 
     Args:
         gradient: dense or torch's sparse COO; only read.
-        density: part of the elements that is kept, at least one of them.
+        density: fraction of the elements to keep; at least one is kept.
 
     Example:
         >>> largest(torch.tensor([1.0, -3.0, 2.0, 0.5]), 0.5).tolist()
@@ -179,11 +179,11 @@ def rows(
     density: float | None,
     op: CollectiveOp,
 ) -> list[Row]:
-    """The rows of whichever of `run`, `dump` and `sizes` is given; see `of_run` and so on.
+    """The rows for `run`, `dump` or `sizes`: exactly one is given. See `of_run` and so on.
 
     Raises:
-        ConfigError: none or several of them are given, or what they need is not; or there is no
-            plan.
+        ConfigError: none or several of them are given, an argument that they need is missing, or
+            there is no plan.
         ProfileError: the dump is missing or damaged.
     """
     given = {"RUN": run, "--recording": dump, "--bucket-bytes": sizes}

@@ -1,7 +1,7 @@
 """A planner's knowledge and decisions about each bucket, as in checkpoints and `plan.json`.
 
-The same on every rank: it is made of shapes, of the configuration, and of numbers that the ranks
-have exchanged.
+The state is the same on every rank: it depends only on shapes, the configuration, and numbers that
+the ranks have exchanged.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class BucketState:
         op: all-reduce or reduce-scatter.
         world_size: ranks.
         chosen: the scheme, None before the first choice.
-        reason: for it, in words.
+        reason: why it was chosen, in words.
         density: the target density that it was chosen for.
-        predicted_us: of every candidate, when it was chosen.
-        profile: the last one, None before the first.
-        profile_density: the target density of the step it was taken in.
-        hopeless: no candidate would beat dense even if all ranks selected the same elements.
-        measured_us: by scheme, the last time that all ranks agreed upon.
-        dense_step: when dense was last measured; -1 if never.
-        failed: schemes that were slower than dense by measurement and are not tried again yet.
-        failed_density: the target density at which the last of them failed.
-        dense_until: the bucket is dense before this step, whatever is predicted; 0 for no step.
-        dense_reason: why.
+        predicted_us: every candidate's predicted time when the scheme was chosen. profile: the last
+            sampled profile, None before the first.
+        profile_density: the target density of the step that sampled it. hopeless: True if no
+            candidate would beat dense even if all ranks selected the same elements.
+        measured_us: by scheme, the last time that all ranks agreed on. dense_step: the step in
+            which dense was last measured; -1 if never. failed: schemes that measured slower than
+            dense and are not to be tried again yet. failed_density: the target density at which the
+            last of them failed. dense_until: before this step the bucket is dense, regardless of
+            predictions; 0 for no step.
+            dense_reason: the reason for `dense_until`.
     """
 
     numel: int
@@ -66,7 +66,7 @@ class BucketState:
         return cls(bucket.numel, str(bucket.op), bucket.world_size)
 
     def fits(self, bucket: Bucket) -> bool:
-        """Whether the state is of this bucket: another model, cut or group may use its name."""
+        """Whether the state is this bucket's: in another model, cut or group its name may recur."""
         own = (self.numel, self.op, self.world_size)
         return own == (bucket.numel, str(bucket.op), bucket.world_size)
 
@@ -86,14 +86,14 @@ class BucketState:
 
         Raises:
             TypeError: a field is missing or unknown.
-            ProfileError: the profile is none.
+            ProfileError: the profile is invalid.
         """
         profile = values["profile"]
         made = None if profile is None else SparsityProfile.from_dict(profile)
         return cls(**{**values, "profile": made})
 
     def fingerprint(self) -> int:
-        """A number that two ranks share only if they have decided alike from the same numbers."""
+        """A checksum, equal only on ranks with equal decisions from equal numbers."""
         return zlib.crc32(json.dumps(self.to_dict(), sort_keys=True).encode())
 
 
@@ -101,10 +101,10 @@ def read_plan(path: Path) -> dict[str, dict[str, Any]]:
     """The rows of a `plan.json`, by bucket.
 
     Args:
-        path: the file, or the folder of a run that has it.
+        path: the file, or the run's folder.
 
     Raises:
-        ConfigError: there is none, or it is no plan.
+        ConfigError: the file is missing, or it is not a plan.
     """
     file = path / PLAN_FILE if path.is_dir() else path
     needed = {"bucket", "numel", "op", "world_size", "density", "chosen", "predicted_us"}

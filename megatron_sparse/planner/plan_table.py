@@ -14,11 +14,11 @@ NAMES_SHOWN = 4
 
 
 def print_plan(rows: Sequence[dict[str, Any]], file: IO[str] | None = None) -> None:
-    """Prints a table for all buckets that are alike.
+    """Prints one table for each set of buckets that are alike.
 
     Args:
         rows: see `plan_rows`.
-        file: where to; standard output if None. Plain text without a terminal.
+        file: the output; standard output if None. Plain text if it is not a terminal.
     """
     console = Console(file=file, highlight=False, width=None if file is None else 100)
     groups: dict[str, list[dict[str, Any]]] = {}

@@ -1,7 +1,7 @@
 """The predicted time of each candidate for one bucket, and the comparison of the candidates.
 
 Pure functions of a bucket's shape, its profile and the cluster: the planner in training, the
-command `plan` and the bench of the planner choose by the same ones.
+command `plan` and the bench of the planner all use them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 
 DENSE = "dense"
-"""The backend's own collective; no choice may be slower."""
+"""The backend's own collective; the planner must not choose a slower scheme."""
 WAITS_ON_CUDA = "zen"
-"""On CUDA it waits for the host many times for each record, which no cost model includes."""
+"""On CUDA it waits for the host many times for each record; no cost model includes these waits."""
 
 
 def candidates(schemes: Collection[str] | None) -> list[str]:
-    """The schemes to choose from, in the order of the registry; `dense` always is one of them.
+    """The schemes to choose from, in the order of the registry; always includes `dense`.
 
     Args:
-        schemes: as `planner.schemes`; None takes all that run over any process group.
+        schemes: as `planner.schemes`; None takes all schemes that run over any process group.
     """
     if schemes is None:
         return [name for name in registry.candidates() if not SCHEMES[name].needs_windows]
@@ -61,7 +61,7 @@ def prices_us(
     """Predicted microseconds of the schemes in `names` that fit the operation and `options`.
 
     Raises:
-        ConfigError: the cluster lacks a rate.
+        ConfigError: the cluster file lacks a rate.
     """
     found = predict_all(shape, profile, cluster, options, names)
     return {name: prediction.total_s * 1e6 for name, prediction in found.items()}
@@ -73,12 +73,12 @@ def takes_dense(scheme: str) -> bool:
 
 
 def least(prices: dict[str, float], names: Collection[str]) -> str:
-    """The name with the least price; the first of several."""
+    """The name with the lowest price; among equals the first."""
     return min(names, key=lambda name: prices[name])
 
 
 def prior(shape: BucketShape, density: float) -> SparsityProfile:
-    """The profile assumed before a bucket was sampled: independent, uniform positions."""
+    """The profile assumed until a bucket is sampled: independent, uniform positions."""
     return SparsityProfile.uniform(shape.pruned_numel or shape.numel, density, shape.world_size)
 
 
@@ -94,7 +94,7 @@ def fully_overlapping(profile: SparsityProfile) -> SparsityProfile:
 
 
 def alike(first: SparsityProfile, second: SparsityProfile, tolerance: float) -> bool:
-    """Whether two profiles differ by at most a part `tolerance` in what costs depend on."""
+    """Whether the numbers that determine costs differ by at most the fraction `tolerance`."""
 
     def costs(profile: SparsityProfile) -> list[float]:
         n = profile.world_size
@@ -109,7 +109,7 @@ def alike(first: SparsityProfile, second: SparsityProfile, tolerance: float) -> 
 
 
 def explain(chosen: str, prices: dict[str, float], basis: str) -> str:
-    """The reason in words: the chosen scheme's time, dense's and the next one's."""
+    """The reason in words: the times of the chosen scheme, of dense and of the next best scheme."""
     told = [f"{chosen} {prices[chosen]:.0f} us"]
     others = [name for name in prices if name not in (chosen, DENSE)]
     if chosen != DENSE:

@@ -1,4 +1,4 @@
-"""Bytes that a scheme is expected to send, from sizes and the target density, which all ranks know.
+"""Expected bytes that a scheme sends, from the sizes and the target density.
 
 For a bucket of N elements of b bytes on n ranks, m(d) bytes an element of a message of density d,
 the smallest of dense (b), COO (d (4 + b)) and Pici (d b + 1/8), and independent uniform positions,
@@ -10,12 +10,11 @@ so that the sum has the density D = 1 - (1 - d)^n (ZEN, definition 4):
 
 A reduce-scatter sends half of the first and (n - 1) / n N m(d) in the others (SparCML, Renggli et
 al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions make D smaller, so
-`direct` is never worse than predicted. With `scheme.capacity` c, messages and sums take what they
-may hold at most: d becomes min(c d, 1), and D becomes min(n c d, 1). Where the distributed
-optimizer has k instances, every scheme sends 2 (k - 1) / k N b / n more.
-
-How dense a lossless parameter's gradient is nobody knows beforehand: it is taken to be as dense as
-what is pruned. With `planner.cluster` it is sampled.
+`direct` is never worse than predicted. With `scheme.capacity` c, messages and sums always have
+their maximum size: d becomes min(c d, 1), and D becomes min(n c d, 1). If the distributed optimizer
+has k instances, every scheme sends 2 (k - 1) / k N b / n more. The density of a lossless
+parameter's gradient is unknown in advance; it is assumed to equal that of the pruned part. With
+`planner.cluster` it is sampled.
 """
 
 from __future__ import annotations
