@@ -1,11 +1,11 @@
 """Collectives: one file per algorithm, written against `Transport` and the wire formats.
 
-Each is a function that yields the works it must wait for, so that one thread can drive many of
-them at once (`reduction.progress`). It yields `POSTED` as soon as it will post nothing more, or
-`UNORDERED` when what it will post needs no order: from then on the next bucket may post, while this
+Each collective is a generator that yields the works it must wait for, so that one thread can drive
+many of them at once (`reduction.progress`). It yields `POSTED` when it will post nothing more, or
+`UNORDERED` when its remaining posts need no order. From then on the next bucket may post while this
 one still waits and decodes.
 
-`SCHEMES` has them by the name that `scheme.name` takes.
+`SCHEMES` maps each value of `scheme.name` to its scheme.
 """
 
 from megatron_sparse.collectives.base import POSTED, UNORDERED, Exchange, Steps

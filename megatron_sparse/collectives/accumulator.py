@@ -1,8 +1,8 @@
 """The fp32 sum of a dense collective, and how partial sums travel.
 
-Partial sums travel in fp32. Only where the gradient is fp32 and its values travel narrower
-(`scheme.wire_dtype`) do they travel as narrow as the values, rounded to nearest even. The final sum
-is rounded once to the dtype of the values, and travels as such.
+Partial sums travel in fp32, with one exception: if the gradient is fp32 and `scheme.wire_dtype`
+narrows its values, partial sums are narrowed to the same dtype, rounded to nearest even. The final
+sum is rounded once to the dtype of the values, and travels in that dtype.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Accumulator:
 
 
 def partial_dtype(bucket: Bucket, values_N: torch.Tensor) -> torch.dtype:
-    """How partial sums of these values travel."""
+    """The dtype in which partial sums of these values travel."""
     return torch.float32 if values_N.dtype == bucket.grad_N.dtype else values_N.dtype
 
 

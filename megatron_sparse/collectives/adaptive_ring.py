@@ -1,29 +1,29 @@
 """Adaptive ring (SpCCL, section IV): a ring whose sums go dense when that is faster.
 
-Re-encoding a sum pays only while it is sparse, and how sparse depends on the link that it is about
-to cross. Three densities decide (section IV-C; the paper states them as sparsities):
-`scheme.ring_intra_density` for links inside a node, `scheme.ring_inter_density` for links between
-nodes, and `scheme.ring_gather_density` for the all-gather, whose records are encoded once only.
+Re-encoding a sum pays only while it is sparse. The density up to which it pays depends on the link
+that the sum will cross next. Three densities decide (section IV-C; the paper states them as
+sparsities): `scheme.ring_intra_density` for links inside a node, `scheme.ring_inter_density` for
+links between nodes, and `scheme.ring_gather_density` for the all-gather, whose records are encoded
+once only.
 
 The phases are those of `sparse_ring`; ranks are numbered as they follow one another there.
-Agreement: one all-gather of what is meant, thresholds included, and of the non-zero elements
-that each rank has selected, 8 (2 + n) bytes a rank.
-Reduce-scatter, n - 1 steps: as `sparse_ring`, but from the second step on a rank passes the sum on
-as it is when its density has reached the threshold of the link to its successor: no count, no
+Agreement: one all-gather of the collective's identity, thresholds included, and of the number of
+non-zero elements that each rank has selected, 8 (2 + n) bytes a rank.
+Reduce-scatter, n - 1 steps: as `sparse_ring`. But from the second step on, if the density of a sum
+has reached the threshold of the link to the successor, the rank sends the sum dense: no count, no
 encoding, no size round, no copy of an fp32 sum. The density is measured in the records that cross a
-link and extrapolated by equation (7) from there on (`link_density`); it never falls while
-nothing is measured, so a link that has gone dense stays dense, while another, of the other kind,
-may still be sparse: what a shard crosses densely between two sparse transfers is the paper's dense
-send in between.
-All-gather (all-reduce only): as `sparse_ring`; a sum whose density, extrapolated from the link that
-it came by, has reached the third threshold goes as dense records, each rank deciding for its own
-(the paper's phase-aware adaptivity).
+link and extrapolated from there by equation (7) (`link_density`). It never falls while nothing is
+measured, so a link that has gone dense stays dense. A link of the other kind may still be sparse: a
+shard that goes dense between two sparse transfers is the paper's dense send in between.
+All-gather (all-reduce only): as `sparse_ring`. Each rank extrapolates the density of its own sum
+from the link that the sum came by. If it has reached the third threshold, the rank sends dense
+records (the paper's phase-aware adaptivity).
 
-Sums travel in the format that `scheme.format` names (section IV-D: Pici or COO); whatever is not
-smaller than dense is dense.
+Sums travel in the format that `scheme.format` names (section IV-D: Pici or COO). A segment that is
+not smaller in that format than dense travels dense.
 
-Deviations, beside those of `link_density`: rank r's first transfer is always sparse, for selection
-has encoded it already; whole shards are encoded, not slices of a pipeline.
+Deviations, beside those of `link_density`: rank r's first transfer is always sparse, because
+selection has encoded it already; whole shards are encoded, not slices of a pipeline.
 
 In step s rank r sends 8 bytes and the records of the sum of shard r - s by ranks r - s + 1, ..., r
 in one round each, or its N / n partial sums of p bytes (`dense_ring`) in one round.
@@ -100,7 +100,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
 def _initial_densities(
     identity: Identity, message: Message, cuts: Sequence[Cut], transport: Transport
 ) -> Generator[Yielded, None, list[float]]:
-    """The agreement: the density of what each rank has selected, as it announces it."""
+    """The agreement: the density of each rank's selection, as the rank announces it."""
     own = message.buffer[: message.nbytes].split(message.shard_bytes())
     parts = zip(own, cuts, strict=True)
     nnz = sum(prunable_nnz(records, cut, transport.rank) for records, cut in parts)

@@ -1,18 +1,17 @@
 """AGsparse: every rank sends its sparse message to every other, and each adds them all up.
 
 The all-gather of SparCML (Renggli et al. 2019, section 5.3) and of PyTorch's sparse all-reduce.
-It never meets fill-in on the way, and it sends (n - 1) messages from each rank, so it suits few
-ranks.
+No message fills in on the way. Each rank sends (n - 1) messages, so the scheme suits few ranks.
 
-Agreement: one all-gather of what is meant and of every rank's message size, 8 (2 + n) bytes a
-rank.
+Agreement: one all-gather of the collective's identity and of every rank's message size, 8 (2 + n)
+bytes a rank.
 Phase 1, n - 1 rounds: every rank sends its message to every other, one peer at a time. Meanwhile
-the sum is cleared, and what has arrived is added: in rank order, so that all ranks hold the same
-bits.
+the rank clears the sum and adds the messages that have arrived, in rank order, so that all ranks
+hold the same bits.
 The reduce-scatter form is `direct`'s: each peer gets only the records of its own shard.
 
-In capacity mode sizes are known and there is no agreement: what ranks must agree on is in the tag
-of their messages and in the records' headers.
+In capacity mode sizes are known and there is no agreement: the identity is in the tag of the
+messages and in the records' headers.
 
 Rank r sends (n - 1) |message_r| bytes, in a reduce-scatter |message_r| - |shard_r of it|.
 """

@@ -1,4 +1,4 @@
-"""What collectives share: how they are driven, and the agreement that precedes every exchange."""
+"""Shared parts of collectives: steps, exchanges, and the agreement that precedes each exchange."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from megatron_sparse.transport.subset import SubsetTransport
 POSTED, UNORDERED = Marker.POSTED, Marker.UNORDERED
 
 Yielded = Work | Marker
-"""What a collective hands to whoever drives it."""
+"""What a collective yields to the thread that drives it."""
 
 Steps = Generator[Yielded, None, int]
 """Yields works to wait for and, at most once each, `UNORDERED` and `POSTED`; returns the bytes that
 this rank sent.
 
-They are those of pairwise messages, sizes included; the all-gathers of the agreement are not in it.
-For `dense` they are a ring's.
+The count covers pairwise messages, sizes included, but not the all-gathers of the agreement. For
+`dense` it is the count of a ring.
 """
 
 Phase = Generator[Yielded, None, None]
 """A part of a collective."""
 
 Piece = tuple[int, torch.Tensor]
-"""A peer, and what goes to it or comes from it."""
+"""A peer, and the tensor to send to it or to receive from it."""
 
 Round = tuple[Sequence[Piece], Sequence[Piece]]
-"""What is sent and what is received in one exchange."""
+"""The sends and the receives of one exchange."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What every collective takes: the bucket of one rank, and the means to synchronise it.
+    """The arguments that every collective takes: one rank's bucket and the means to synchronise it.
 
     A sparse collective is `run(exchange, message)`, a dense one `run(exchange, values_N, step)`.
 
@@ -53,10 +53,10 @@ class Exchange:
         transport: the group of ranks.
         buffers: where received messages, partial sums and a narrower gradient's fp32 sum live.
         timer: receives the seconds of network, encoding and decoding.
-        options: `scheme` of the configuration, the same on every rank. What the wire depends on is
-            part of a collective's `Identity`.
-        straggler: the rank of the group that is known to come last to this bucket; None if no rank
-            is. All ranks have agreed on it.
+        options: `scheme` of the configuration, the same on every rank. Options that change the
+            messages are part of a collective's `Identity`.
+        straggler: the rank of the group that is expected to come last to this bucket; None if no
+            straggler is known. All ranks have agreed on it.
         windows: peer memory of the group's buckets; None if none was made (`peer_windows`).
     """
 
@@ -87,7 +87,7 @@ class Identity:
 
     Attributes:
         scheme: the collective's name, followed by the options that its messages depend on.
-        bucket: what is synchronised; its name, op and size count.
+        bucket: the bucket; ranks must agree on its name, op and size.
         value_dtype: dtype on the wire.
         step: the training step.
     """
@@ -132,8 +132,8 @@ class Agreement:
     """The rows of words by which ranks check that they take part in the same collective.
 
     Args:
-        identity: what they must agree on.
-        count: of sizes, where it decides how many rows follow.
+        identity: the facts that they must agree on.
+        count: number of sizes, where it decides how many rows follow.
     """
 
     def __init__(self, identity: Identity, count: int | None = None) -> None:
@@ -176,11 +176,10 @@ def exchange_sizes(
     transport: Transport | SubsetTransport,
     names: Sequence[int] | None = None,
 ) -> Generator[Work, None, list[list[int]]]:
-    """Tells every rank the sizes of what this rank will send: 8 (2 + n) bytes for up to n sizes.
+    """Sends every rank the sizes of this rank's coming messages: 8 (2 + n) bytes for up to n sizes.
 
-    All rows have the same length, whatever the collective and its number of sizes: gloo ends a
-    process that gathers rows of another size than its peers. More than n sizes take another
-    all-gather.
+    All rows have the same length in every collective, for any number of sizes: gloo ends a process
+    that gathers rows of another size than its peers. More than n sizes take another all-gather.
 
     Args:
         sizes: the same count on every rank.
@@ -208,7 +207,7 @@ def exchange_sizes(
 
 
 class Subgroup:
-    """Some ranks of a transport, numbered from 0: what a phase of a collective runs on.
+    """Some ranks of a transport, numbered from 0; a phase of a collective runs on them.
 
     Attributes:
         rank: this rank's number in the subgroup.
@@ -234,7 +233,7 @@ class Subgroup:
     def exchange(
         self, sends: Sequence[Piece], receives: Sequence[Piece], *, last: bool = False
     ) -> Phase:
-        """`Transport.exchange` in the subgroup's numbers, waited for.
+        """`Transport.exchange` in the subgroup's numbers; waits for it.
 
         Args:
             sends: (peer, contiguous tensor) each.
@@ -253,10 +252,10 @@ class Subgroup:
     ) -> Phase:
         """Exchanges that follow one another, with local work while they are on their way.
 
-        One at a time is what keeps every port at full rate on a network where senders that meet at
-        a receiver slow one another down (gloo over TCP). On CUDA all are posted at once, and
-        `independent` ones are one exchange: NCCL serves all peers of a call together, and the call
-        costs the host more than what is in it.
+        On gloo over TCP, senders that meet at one receiver slow one another down; one exchange at a
+        time keeps every port at full rate. On CUDA all exchanges are posted at once, and
+        `independent` ones are one call: NCCL serves all peers of a call together, and a call costs
+        the host more than its messages do.
 
         Args:
             rounds: a round may send what an earlier one received, unless they are `independent`.
@@ -284,7 +283,7 @@ class Subgroup:
     def _in_one(
         self, rounds: Sequence[Round], meanwhile: Callable[[int], None] | None, *, last: bool
     ) -> Phase:
-        """`in_rounds` for all of them at once: what would come in turn has come at the end."""
+        """`in_rounds` with all rounds in one exchange: all messages have arrived at its end."""
 
         def all_came(number: int) -> None:
             if meanwhile is not None:
@@ -296,7 +295,7 @@ class Subgroup:
         yield from self.in_rounds([(sends, receives)], all_came, last=last)
 
     def post(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Work:
-        """`Transport.exchange` in the subgroup's numbers, not waited for."""
+        """`Transport.exchange` in the subgroup's numbers; does not wait for it."""
         self.sent_bytes += sum(values.nbytes for _, values in sends)
         return self._transport.exchange(
             [(self.ranks[peer], values) for peer, values in sends],

@@ -1,7 +1,8 @@
-"""Sizes that tell when they were damaged: a check in the bits that a size does not need.
+"""Sizes with a checksum, in the bits that a size does not need.
 
 A size decides how long a receive buffer is, and gloo ends the process when a message is longer than
-its buffer; a wrong size must therefore be found before anything is posted by it. Costs no bytes.
+its buffer. So a damaged size must be found before a receive of that size is posted. The check costs
+no bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def open_row(words: Sequence[int], rank: int) -> tuple[int, list[int]]:
     """The fingerprint and the sizes that the first of some words carry.
 
     Args:
-        words: as received; what follows the last size is not looked at.
+        words: as received; words after the last size are ignored.
         rank: the sender, for the error's text.
 
     Raises:

@@ -1,13 +1,14 @@
 """Dense: the backend's own all-reduce or reduce-scatter of the whole bucket.
 
-Agreement, on CPU only: one all-gather of what is meant, 8 (2 + n) bytes a rank. gloo's own
-reductions end the process where ranks disagree about the size; on CUDA, where the answer would have
-to be read on the host, ranks that disagree wait for NCCL's watchdog.
+Agreement, on CPU only: one all-gather of the collective's identity, 8 (2 + n) bytes a rank. It is
+needed there because gloo's own reductions end the process where ranks disagree about the size. On
+CUDA the host would have to read the answer, so there is no agreement: ranks that disagree wait for
+NCCL's watchdog.
 
 Bytes on the wire: 2 (n - 1) / n N b for a ring all-reduce, half of it for a reduce-scatter. This
-is also how Megatron synchronises, so on the same backend and ranks the sums are bit for bit its
-own. Where values travel in a narrower dtype, the backend adds in that dtype; a bucket whose
-`fp32_sums` forbids that is reduce-scattered by `dense_allpairs`, which is what Megatron's
+is also how Megatron synchronises, so on the same backend and ranks the sums have the same bits as
+Megatron's. Where values travel in a narrower dtype, the backend adds in that dtype. If
+`Bucket.fp32_sums` forbids that, `dense_allpairs` does the reduce-scatter, as Megatron's
 `reduce_scatter_with_fp32_accumulation` does.
 """
 

@@ -1,6 +1,6 @@
 """Dense all-pairs: every rank sends every other its piece at once (MSCCL's all-pairs).
 
-Two rounds, whatever the number of ranks: for small buckets, where the rounds cost more than the
+It takes two rounds for any number of ranks. It suits small buckets, where rounds cost more than
 bytes. The bucket is cut into n pieces.
 
 Phase 1, 1 round: rank r sends piece i to rank i, for all i at once. Each rank adds the n parts of
@@ -8,7 +8,7 @@ its piece in rank order, in fp32.
 Phase 2 (all-reduce only), 1 round: each rank sends its summed piece to all others at once.
 
 Rank r sends (N - |c_r|) b bytes, and (n - 1) |c_r| b in the second phase: with equal pieces
-2 (n - 1) / n N b. No partial sum travels, so nothing is rounded but the final sum.
+2 (n - 1) / n N b. No partial sum travels, so only the final sum is rounded.
 """
 
 from __future__ import annotations

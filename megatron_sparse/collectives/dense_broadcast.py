@@ -1,16 +1,16 @@
 """Dense broadcast: the naive straggler-aware baseline (StragglAR's appendix F).
 
-The straggler is `Exchange.straggler`, or the last rank where none is known. The others
-all-reduce without it, so that only little is left to do when it comes; that little is the whole
-bucket, several times.
+The straggler is `Exchange.straggler`, or the last rank where none is known. The others all-reduce
+without it, so that few rounds are left when it comes. But each of those rounds carries the whole
+bucket.
 
 Phase 1, 2 (n - 2) rounds: the early ranks run `dense_ring`'s all-reduce, unrounded.
 Phase 2, 1 round: the first early rank and the straggler exchange everything and add: both hold the
 sum.
-Phase 3, ceil(log2 n) - 1 rounds: those who have the sum send it, whole, to those who have not.
+Phase 3, ceil(log2 n) - 1 rounds: ranks that have the sum send all of it to ranks that do not.
 
 Early rank r sends (N - |c_r|) p + (N - |c_{r+1}|) 4 bytes in phase 1 (n - 1 pieces), the first one
-and the straggler N p more in phase 2, and those who have a partner N b in each round of phase 3.
+and the straggler N p more in phase 2, and a sender of phase 3 N b in each of its rounds.
 Bytes of a value and of a partial sum are as for `dense_ring`. All-reduce only.
 """
 
@@ -61,7 +61,7 @@ def dense_broadcast(exchange: Exchange, values_N: torch.Tensor, step: int) -> St
         only = group.world_size == 2
         yield from group.exchange([(peer, sent)], [(peer, received)], last=only)
         with exchange.timer.stage("decode"):
-            # What was sent, not what it was rounded from: both ends add the same two numbers.
+            # Adds the rounded values that were sent, so that both ends add the same two numbers.
             torch.add(sent.float(), received, out=accumulator.sum_N)
     if group.rank in holders:
         store(values_N, accumulator.sum_N)

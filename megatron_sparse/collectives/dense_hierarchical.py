@@ -4,8 +4,8 @@ Every node has m lanes; lane l of each node forms a group across the k nodes. Al
 other nodes at the same time, so all network cards are busy, and the rounds between nodes are
 logarithmic.
 
-Shuffle (reduce-scatter only, local): shards are reordered lane by lane, so that what the lanes of a
-node share out among themselves is contiguous. (In an all-reduce PCCL's two shuffles cancel out.)
+Shuffle (reduce-scatter only, local): shards are reordered lane by lane, so that each lane's part is
+contiguous. (In an all-reduce PCCL's two shuffles cancel out.)
 Phase 1, m - 1 rounds inside the nodes: ring reduce-scatter of m lane parts.
 Phase 2, log2 k rounds between nodes (2 more if k is no power of two): recursive halving of the lane
 part, as in `dense_rhd`.
@@ -13,9 +13,9 @@ All-reduce only: phase 3, recursive doubling between nodes; phase 4, m - 1 round
 inside the nodes.
 
 Nodes of different size: m is the size of the smallest. A surplus rank folds into a lane of its
-node: it sends everything there first and gets everything (its own shard for a reduce-scatter) from
-there last, one round each way inside the node. Its lane rank adds for it. The sum is exact, but
-a group of one small and many large nodes is slow.
+node: first it sends all its values to the lane's rank, which adds them; last it receives the result
+from there (in a reduce-scatter its own shard). This takes one round each way inside the node. The
+sum is exact, but a group of one small and many large nodes is slow.
 
 With equal nodes and k a power of two, a rank sends (m - 1) / m N (p + b) bytes inside its node and
 (k - 1) / (m k) N (p + b) to other nodes; the reduce-scatter sends the p terms only. Bytes of a
@@ -53,7 +53,7 @@ from megatron_sparse.pricing.shape import BucketShape
 
 
 class Lanes:
-    """Who is where: this rank's node, lane, guests.
+    """The place of each rank: its node, its lane and its guests.
 
     Attributes:
         members: for each node its ranks, ascending.
@@ -156,7 +156,7 @@ def _shuffled(exchange: Exchange, values_N: torch.Tensor, owners: list[int]) -> 
 
 
 def _fold(accumulator: Accumulator, lanes: Lanes, inside: Subgroup, rank: int) -> Phase:
-    """Surplus ranks give all they have to their lane's rank, which adds it."""
+    """Surplus ranks send all their values to their lane's rank, which adds them."""
     numel = accumulator.sum_N.numel()
     here = lanes.members[lanes.node]
     if rank != lanes.home:
@@ -169,7 +169,7 @@ def _fold(accumulator: Accumulator, lanes: Lanes, inside: Subgroup, rank: int) -
 
 
 def _unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: int) -> Phase:
-    """Each surplus rank gets its result from its lane's rank; in fp32 where it is a shard's sum."""
+    """Each surplus rank gets its result from its lane's rank; a shard's sum comes in fp32."""
     here = lanes.members[lanes.node]
     if rank != lanes.home:
         yield from inside.exchange([], [(here.index(lanes.home), results[0])], last=True)

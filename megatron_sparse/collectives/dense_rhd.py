@@ -5,8 +5,9 @@ values to the even rank before it and sits out; p active ranks remain. Active ra
 the piece of its own rank and that of the rank that folded into it. Blocks are contiguous.
 
 Fold (1 round, if n > p): odd ranks send everything.
-Halving, log2 p rounds: active ranks at distance p / 2, p / 4, ..., 1 exchange the half of what they
-still hold that the other will own, and add. Afterwards each holds the sum of its block.
+Halving, log2 p rounds: active ranks at distance p / 2, p / 4, ..., 1 halve the blocks they still
+hold. Each sends the half that its partner will own and adds the half that it receives. Afterwards
+each holds the sum of its block.
 Doubling (all-reduce only), log2 p rounds: at distance 1, 2, ..., p / 2 they exchange all they have.
 Unfold (1 round, if n > p): folded ranks get the result: everything, or their own piece.
 
@@ -58,12 +59,12 @@ def dense_rhd(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
 
 
 class Folding:
-    """Which ranks of a group are active, and who folds into whom.
+    """Which ranks of a group are active, and which rank each other rank folds into.
 
     Attributes:
         group: the group.
         leads: the rank of each active one, in order, and n behind them.
-        index: this rank's number among the active ones; that of the one it folds into if folded.
+        index: this rank's number among the active ones; for a folded rank, that of its partner.
         folded: whether this rank sits out.
         guest: the rank that folds into this one, if any.
         folds: whether any rank of the group is folded.
@@ -101,9 +102,9 @@ class Folding:
 
 
 def halve(accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: bool) -> Phase:
-    """Leaves the sum of this rank's block in the accumulator; folded ranks only give.
+    """Leaves the sum of this rank's block in the accumulator; folded ranks only send.
 
-    `last` must be false where ranks are folded: `unfold_pieces` or `double` comes after.
+    `last` must be false where ranks are folded, because `unfold_pieces` or `double` follows.
     """
     group, whole = folding.group, (cuts[0], cuts[-1])
     if folding.folded:
@@ -137,7 +138,7 @@ def halve(accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: 
 def unfold_pieces(
     accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: bool
 ) -> Phase:
-    """Gives each folded rank the sum of its own piece. No work where nobody is folded."""
+    """Gives each folded rank the sum of its own piece. Does nothing if no rank is folded."""
     if not folding.folds:
         return
     group = folding.group

@@ -1,18 +1,18 @@
 """Direct: the once-encoded bucket's shards are exchanged pairwise, added, and all-gathered.
 
-ZEN's point-to-point with parallelism (its section on the schemes' design space) on the records as
-selection left them: no fill-in on the way, and one encode more than AGsparse, of a shard, instead
-of one in each step of a ring.
+ZEN's point-to-point with parallelism (its section on the schemes' design space), on the records as
+selection has encoded them. No sum fills in on the way. The scheme encodes one shard more than
+AGsparse does; a ring encodes one in each step.
 
-Agreement: one all-gather of what is meant and of every rank's n shard sizes, 8 (2 + n) bytes a
-rank.
+Agreement: one all-gather of the collective's identity and of every rank's n shard sizes, 8 (2 + n)
+bytes a rank.
 Phase 1, n - 1 rounds (`split`): rank r sends shard i of its message to rank i, one peer at a time.
 Rank i adds the n records in rank order: the sum of a shard is made in one place, in fp32.
 All-reduce only: the sum is encoded once, the sizes are all-gathered (as many bytes), and in
 phase 2, n - 1 rounds, each rank sends its sum to every other.
 
-In capacity mode all sizes are known: there is no agreement (what ranks must agree on is in the tag
-of their messages and in the records' headers), and |sum_r| is the most that it can be.
+In capacity mode all sizes are known. There is no agreement (the identity is in the tag of the
+messages and in the records' headers), and |sum_r| is the largest size that the sum can have.
 
 Rank r sends |message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
 """
@@ -68,7 +68,7 @@ def direct(exchange: Exchange, message: Message) -> Steps:
 
 
 def reduce_shards(scheme: str, exchange: Exchange, message: Message, sums: SparseSum) -> Steps:
-    """All of `direct`, under the name of a scheme and with its kind of sum. Mutates `sums`."""
+    """All of `direct`, under another scheme's name and with its kind of sum. Mutates `sums`."""
     transport, scatter = exchange.transport, exchange.scatters
     identity = Identity.of_message(scheme, exchange, message)
     group = group_of(identity, message, transport)
@@ -119,7 +119,7 @@ def split(
 def encode_own_shard(
     identity: Identity, cuts: Sequence[Cut], sums: SparseSum, transport: Transport
 ) -> Generator[Yielded, None, tuple[torch.Tensor, list[int]]]:
-    """Encodes the sum of this rank's shard and, where sizes are not fixed, tells everyone its own.
+    """Encodes the sum of this rank's shard; if sizes are not fixed, sends its size to every rank.
 
     Returns:
         A buffer that begins with the records and has room for those of all ranks; their sizes.

@@ -1,14 +1,16 @@
 """DSAR split all-gather (SparCML, Renggli et al. 2019): sparse split, then a dense all-gather.
 
-For sums that have filled in: the second half is as dense as it can get, and its sizes need not be
-announced. Phase 1 is `direct`'s: the agreement, then n - 1 rounds in which every shard goes to its
+For sums that have filled in. The second half sends dense records, whose sizes are known, so that no
+sizes are announced.
+
+Phase 1 is `direct`'s: the agreement, then n - 1 rounds in which every shard goes to its
 owner, who adds it up. Phase 2, ceil(log2 n) rounds: the sums, as dense records, are all-gathered by
 recursive doubling, for any number of ranks (Bruck's order).
 
 Rank r sends |message_r| - |shard_r of it| bytes, and dense records (48 bytes of header and the
-values, padded to 16, for each segment): in the round in which d sums are held those of ranks
-r ... r + d - 1, in the last round only as many as are missing; with equal shards together
-(n - 1) / n N b. All-reduce only: as a reduce-scatter it is `direct`.
+values, padded to 16, for each segment). In a round that starts with d sums held it sends those of
+ranks r ... r + d - 1, in the last round only as many as are missing. With equal shards that is
+(n - 1) / n N b in total. All-reduce only: as a reduce-scatter it would be `direct`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """All-gathers of pieces of different size, which every rank knows: three orders of the same bytes.
 
-Every rank receives all pieces but its own. Each one is handed over when it has arrived, this rank's
-own first, while the next ones are on their way. And the paced all-to-all that comes before one.
+Every rank receives all pieces but its own. Each piece is handed over when it has arrived, this
+rank's own first, while the next ones are on their way. This file also has the paced all-to-all that
+precedes an all-gather.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.records import Density
 
 Arrived = Callable[[int, torch.Tensor], None]
-"""Is given a rank and its piece, once for each rank."""
+"""Called with a rank and its piece, once for each rank."""
 
 
 class Pieces:
     """Where the pieces of all ranks lie in a buffer that begins with this rank's own.
 
-    Those of the ranks after it follow, so that what is sent in one message is contiguous.
+    The pieces of the next ranks follow in order, so that the pieces of one message are contiguous.
 
     Attributes:
         starts: offset of the piece of each rank from this one on, and the end.
@@ -53,8 +54,8 @@ def pairwise_all_to_all(
     In round i rank r sends to r - i and receives from r + i, so no port is ever shared.
 
     Args:
-        sent: what goes to each rank; this rank's own is left alone.
-        received: room for what comes from each rank, exactly as long.
+        sent: the piece for each rank; this rank's own entry is not used.
+        received: room for the piece of each rank, exactly as long as the piece.
         group: the ranks.
         last: this rank will post nothing more.
     """
@@ -78,11 +79,11 @@ def pairwise_rounds(
 
 
 def in_rank_order(group: Subgroup, add: Callable[[int], None]) -> Callable[[int], None]:
-    """For `in_rounds` of `pairwise_rounds`: what came is added in rank order, as soon as it can be.
+    """For `in_rounds` of `pairwise_rounds`: adds pieces in rank order, as early as possible.
 
     Args:
         group: the ranks.
-        add: is given each rank once, this one included, after all those before it.
+        add: called once for each rank, this one included, in ascending order.
     """
     arrived: set[int] = set()
     added = 0
@@ -116,7 +117,7 @@ def pairwise_all_gather(
         room: as long as the pieces of all others.
         sizes: of each rank's piece.
         group: the ranks.
-        arrived: is given the pieces.
+        arrived: called with each piece.
         last: this rank will post nothing more.
     """
     n, rank = group.world_size, group.rank
@@ -164,8 +165,9 @@ def doubling_all_gather(
 ) -> Phase:
     """Recursive doubling for any number of ranks (Bruck et al. 1997): ceil(log2 n) rounds.
 
-    In a round each rank, holding the pieces of the d ranks from itself on, sends them to rank
-    r - d and gets those of the next d from rank r + d; in the last round only what is missing.
+    At the start of a round rank r holds the pieces of the d ranks from itself on. It sends them to
+    rank r - d and gets those of the next d from rank r + d. The last round carries only the missing
+    pieces.
     """
     n, rank = group.world_size, group.rank
     pieces = Pieces(buffer, sizes, rank)
@@ -194,7 +196,7 @@ def doubling_all_gather_cost(run: DryRun, nbytes: Density, decoding: Density) ->
     nbytes_n, decoding_n = (np.broadcast_to(values, n) for values in (nbytes, decoding))
 
     def of_next(values_n: np.ndarray, first: int, last: int) -> np.ndarray:
-        """Of the ranks `first` to `last` after each one, together."""
+        """For each rank, the sum of the values of the ranks `first` to `last` after it."""
         return sum((values_n[(ranks + place) % n] for place in range(first, last)), np.zeros(n))
 
     decoded, held = 0, 1

@@ -1,18 +1,19 @@
-"""How dense the sums are that cross one link of a ring: measured where possible, else extrapolated.
+"""The density of the sums that cross one link of a ring: measured if possible, else extrapolated.
 
 SpCCL (section IV-C) lets a rank forward a dense sum once the density passes a threshold of the link
-that it crosses. Nobody counts a dense sum, so its density is extrapolated by equation (7),
+that it crosses. The non-zeros of a dense sum are not counted, so its density is extrapolated by
+equation (7),
 
     next = 1 - (1 - previous) (1 - initial),
 
 for positions that are uniform and independent across ranks; the next sum that is encoded
 calibrates it again.
 
-Deviations: `initial` is the density of the rank whose contribution the sum has grown by (the ranks
-announce theirs before they start), not this rank's own. The threshold is compared with the density
-of the sum that is about to be sent, one step ahead of the last measurement, where the paper
-compares that measurement itself. Both ends of a link follow it, from the headers of the
-records that cross it, and come to the same decisions without telling each other.
+Deviations: `initial` is the density of the rank whose contribution was added last (the ranks
+announce their densities before they start), not this rank's own. The threshold is compared with the
+density of the next sum to send, one step ahead of the last measurement; the paper compares that
+measurement itself. Both ends of a link compute the density from the headers of the records that
+cross it, so they come to the same decisions without a message.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def prunable_nnz(records: torch.Tensor, cut: Cut, rank: int) -> int:
     Args:
         records: of the cut's segments, in order.
         cut: the segments.
-        rank: who made them, for the error's text.
+        rank: the rank that made them, for the error's text.
 
     Raises:
         WireFormatError: a header is damaged.

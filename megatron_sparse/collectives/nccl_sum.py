@@ -1,9 +1,9 @@
 """`direct` and `agsparse` in one call of C++ for each bucket, on NCCL (`scheme.nccl_engine`).
 
-For messages of fixed size. What is sent, added, encoded and rounded is what the collectives of the
-same name do, bit for bit; they come here where their transport has a communicator of its own. The
-host's part is a plan that is made once, and one call: where buckets are many and ranks too, that is
-what the host spends its time on otherwise (`megatron-sparse bench host`).
+For messages of fixed size. The result is bit for bit that of the collectives of the same name,
+which call this module if their transport has a communicator of its own. The host makes a plan once
+and then one call for each bucket. Without this module, the calls take most of the host's time when
+buckets and ranks are many (`megatron-sparse bench host`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sum_in_one_call(
         message: this rank's contribution, in slots.
         sums: where it is added up. Mutated.
         communicator: of the group.
-        by_owners: shards are added up by their owners; else everyone adds up everything.
+        by_owners: shards are added up by their owners; else every rank adds up everything.
 
     Raises:
         CommunicationError: a rank did not come in time or is gone, or NCCL failed.
@@ -87,7 +87,7 @@ def sum_in_one_call(
     yield POSTED
 
     def look(words: torch.Tensor) -> None:
-        # What an aborted communicator leaves behind looks like damaged records.
+        # An aborted communicator leaves buffers that look like damaged records: check it first.
         communicator.check()
         summed.check(words)
 

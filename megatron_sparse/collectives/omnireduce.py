@@ -1,10 +1,10 @@
 """OmniReduce (Fei et al., 2021): only blocks that hold something travel, there and back.
 
 A message is the non-zero blocks of `scheme.block_size` consecutive elements, each with its number
-instead of an index for every element; selection encodes it so. Aggregators add what they are sent
-and multicast the blocks of the sum that are not zero. Meant for gradients whose non-zero elements
-lie together, as rows of an embedding do: of values that were selected here and there most blocks
-hold one, and a shard whose blocks are not smaller than dense travels dense.
+instead of an index for every element; selection encodes messages this way. Aggregators add the
+blocks that they receive and multicast the non-zero blocks of the sum. Meant for gradients whose
+non-zero elements lie together, as rows of an embedding do. If the selected values are scattered,
+most blocks hold one, and a shard whose blocks are not smaller than dense travels dense.
 
 Deviations: aggregators are not machines of their own, but rank i is that of shard i (the paper's
 co-located mode); a rank knows all its non-zero blocks when it starts, so instead of asking block by
@@ -12,8 +12,8 @@ block for the next one, a shard's blocks go in one message, one peer at a time. 
 each segment of the bucket; segments that are always sent whole are dense.
 
 Agreement and phases are those of `direct`, with blocks in both: 8 (2 + n) bytes a rank and n - 1
-rounds, twice in an all-reduce. Of an fp32 segment of which B blocks hold something travel
-16 + 4 B + 1024 B bytes (256 elements a block), header and padding aside. Rank r sends
+rounds, twice in an all-reduce. An fp32 segment with B non-zero blocks takes 16 + 4 B + 1024 B bytes
+(256 elements a block), header and padding aside. Rank r sends
 |message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
 """
 

@@ -1,4 +1,4 @@
-"""Windows of peer memory for the buckets of a group: who may have them, and where they come from.
+"""Windows of peer memory for the buckets of a group: which groups can have them, and providers.
 
 `peer_two_shot` runs in windows that all ranks of a group reach by pointer. They are made once, when
 a model is attached, with room for the largest bucket, and serve all of the group's buckets in turn:
@@ -34,7 +34,7 @@ PROVIDERS: Mapping[str, Callable[[dist.ProcessGroup, torch.device], WindowProvid
     "symmetric_memory": SymmetricMemory,
     "cuda_ipc": CudaIpc,
 }
-"""What `scheme.peer_windows` may name, in the order in which `auto` tries them."""
+"""The values of `scheme.peer_windows`, in the order in which `auto` tries them."""
 
 DEADLINE_FACTOR = 0.5
 """Of `scheme.timeout_s`, for messages; sums may take twice as long. Both together end before the
@@ -42,7 +42,7 @@ progress thread gives up, so that the error names the rank that is missing."""
 
 
 class ProcessRanks(Protocol):
-    """What is asked of a group: `ProcessGroupTransport` has it.
+    """The properties of a group that windows need; `ProcessGroupTransport` has them.
 
     Attributes:
         rank: of this process.
@@ -60,7 +60,7 @@ class ProcessRanks(Protocol):
 
 
 def check_domain(ranks: ProcessRanks) -> None:
-    """Refuses a group whose ranks cannot be an NVLink domain; alike on every rank.
+    """Refuses a group whose ranks cannot be an NVLink domain; the same answer on every rank.
 
     Raises:
         ConfigError: it is not on CUDA, spreads over machines, or is too large.
@@ -81,7 +81,7 @@ def refusal(got: str) -> ConfigError:
     """The error for ranks that can have no windows.
 
     Args:
-        got: what they are.
+        got: a description of the ranks.
     """
     return ConfigError(
         f"{NAME} needs the memory of GPUs that reach one another",
@@ -105,12 +105,12 @@ def open_windows(
         ranks: the group.
         buckets: all that will ever be synchronised, in the same order on every rank.
         scheme: dtype and format of records, provider and timeout.
-        in_order_of_coming: owners take parts as their ranks come.
+        in_order_of_coming: owners add parts in the order in which ranks arrive.
 
     Raises:
         ConfigError: the group is not one that can have windows.
-        HostError: the ranks cannot reach one another's memory, whatever the provider; raised on
-            every rank.
+        HostError: the ranks cannot reach one another's memory with any provider; raised on every
+            rank.
         DependencyError: this torch lacks the provider that is asked for.
     """
     check_domain(ranks)

@@ -1,12 +1,14 @@
 """Sums as records: encoding them again, exchanging them, and putting the last ones together.
 
 Offsets of re-encoded records count from the first element that they hold, not from the bucket's
-start; in the place of the step they carry a number made from the step and that element
-(`sum_step`), so that no sum is taken for another shard's or for a rank's own message.
+start. In the step's field they carry a number made from the step and that element (`sum_step`). So
+a sum is never mistaken for that of another shard or for a rank's own message.
 
-Partial sums travel in fp32; only where the gradient is fp32 and `scheme.wire_dtype` narrows its
-values are they rounded to that, to nearest even. Final sums travel in the message's dtype: for a
-bf16 gradient that is the one rounding at the end.
+Partial sums travel in fp32. Only where the gradient is fp32 and `scheme.wire_dtype` narrows its
+values are they rounded to that dtype, to nearest even. Final sums travel in the message's dtype:
+for a bf16 gradient that is the one rounding at the end.
+
+This is one file because cuts, sums and the checks of announced sizes share the rules for records.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from megatron_sparse.transport import Transport
 from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_DENSE, RECORD_ALIGNMENT
 
 CUTS = 1024
-"""Layouts whose shards' cuts are kept: a bucket has one for each kind of scheme."""
+"""Number of layouts whose cuts are cached; a bucket has one layout for each kind of scheme."""
 
 
 class Cut:
@@ -55,7 +57,7 @@ class Cut:
         offsets: of the segments in the bucket; a message's records have these.
         own_offsets: of the segments from the cut's start; records of sums have these.
         keep: uint8, segments that are always dense.
-        segments: which of the layout's they are.
+        segments: their numbers in the layout.
     """
 
     def __init__(
@@ -100,18 +102,19 @@ def whole_cut(layout: Layout) -> Cut:
 class SparseSum:
     """The fp32 sum that a sparse collective adds up for one bucket, and its records.
 
-    The first records that are added to a part of it must be `fresh`: they replace what it held,
-    which saves the pass that would clear it.
+    The first records that are added to a part of it must be `fresh`. They replace the part's old
+    values, so that no pass is needed to clear it.
 
     Attributes:
         sum_N: fp32, the whole bucket; undefined at first. The gradient itself where that is fp32.
-        partial_dtype: how sums travel that more will be added to.
-        final_dtype: how complete sums travel.
+        partial_dtype: dtype in which partial sums travel.
+        final_dtype: dtype in which complete sums travel.
 
     Args:
         exchange: whose bucket receives the sum.
         message: this rank's contribution.
-        form: format code of the sum's records; a segment that is not smaller in it is dense.
+        form: format code of the sum's records; a segment that is not smaller in this format than
+            dense is dense.
         block_size: of `FORMAT_BLOCKS`.
     """
 
@@ -137,7 +140,7 @@ class SparseSum:
             self.sum_N = self.take("sum", bucket.numel, torch.float32)
 
     def take(self, purpose: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """A buffer of this bucket's own; see `MessageBuffers.take`."""
+        """A buffer that belongs to this bucket; see `MessageBuffers.take`."""
         name = f"{purpose}:{self._bucket.name}"
         return self._buffers.take(name, numel, self._bucket.grad_N.device, dtype)
 
@@ -201,8 +204,8 @@ class SparseSum:
     ) -> Callable[[int, torch.Tensor], None]:
         """For an all-gather of complete sums: puts the records of cut i, made by rank i, in place.
 
-        They replace what this rank had, its own included: the same bits on every rank. `dense`
-        sums, whose size is fixed anyway, have no slots.
+        They replace this rank's values, also in its own shard, so that every rank has the same
+        bits. `dense` sums have a fixed size and therefore no slots.
         """
 
         def place(rank: int, records: torch.Tensor) -> None:
@@ -214,7 +217,7 @@ class SparseSum:
         return place
 
     def round_partial(self, cut: Cut) -> None:
-        """Rounds a partial sum as its peers will see it, so that both go on from the same bits."""
+        """Rounds a partial sum as peers will receive it, so that all go on from the same bits."""
         if self.partial_dtype != "fp32":
             part = self.sum_N[cut.elements]
             part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
@@ -260,15 +263,15 @@ class SparseSum:
             )
             if reports is None:
                 return out[: int(sizes.sum())]
-            # Sizes are fixed. What was added up may be wrong without anyone knowing it yet: then
-            # nobody shall be able to use it.
+            # Sizes are fixed. The sum may contain bad records whose error no rank has read yet.
+            # `spoil_` then makes the encoded sum useless, so that no rank can use it.
             assert dense or slots_S is not None, "in capacity mode sums have slots or are dense"
             nbytes = cut.capacity(value_dtype) if slots_S is None else int(slots_S[-1])
             reports.spoil_(out[:nbytes])
             return out[:nbytes]
 
     def write(self, elements: slice) -> None:
-        """Rounds part of the sum to the gradient's dtype and puts it there."""
+        """Rounds part of the sum to the gradient's dtype and writes it to the gradient."""
         if self.sum_N is not self._bucket.grad_N:
             with self._timer.stage("decode"):
                 self._bucket.grad_N[elements].copy_(self.sum_N[elements])
@@ -281,7 +284,7 @@ class SparseSum:
 
 @lru_cache(TABLES)
 def sum_slots(slots: Slots, cut: Cut, ranks: int, value_dtype: int, form: int) -> Slots:
-    """`SparseSum.slots_of_sum` of this many ranks, in a format; kept for the next step."""
+    """`SparseSum.slots_of_sum` for this many ranks, in a format; kept for the next step."""
     capacity_S = slots.capacity_S[cut.segments] * ranks
     return Slots.of(cut.own_offsets, cut.keep, capacity_S, value_dtype, form)
 
@@ -289,7 +292,7 @@ def sum_slots(slots: Slots, cut: Cut, ranks: int, value_dtype: int, form: int) -
 def group_of(identity: Identity, message: Message, transport: Transport) -> Subgroup:
     """All ranks, with the tag of a collective whose messages may be of fixed size.
 
-    That size is part of the tag: nothing else tells ranks of another capacity apart.
+    The size is part of the tag, because nothing else detects ranks with another capacity.
     """
     if message.slots is not None:
         sized = f"{identity.scheme} in {message.slots.sizes} bytes"
@@ -298,10 +301,11 @@ def group_of(identity: Identity, message: Message, transport: Transport) -> Subg
 
 
 def reads_reports(collective: SparseCollective) -> SparseCollective:
-    """Lets a collective that takes messages of fixed size check what the codec calls report.
+    """Lets a collective that takes messages of fixed size check the reports of the codec calls.
 
-    On CUDA they report errors to device memory, which is read when everything has been posted.
-    The collective then raises `WireFormatError` if a peer's records are not what was announced.
+    On CUDA the calls report errors to device memory. The host reads it when everything has been
+    posted. The collective then raises `WireFormatError` if a peer's records are not what was
+    announced.
     """
 
     @wraps(collective)
@@ -318,7 +322,7 @@ def reads_reports(collective: SparseCollective) -> SparseCollective:
 
 
 def sum_step(step: int, cut: Cut) -> int:
-    """What records of a sum carry in the place of the step."""
+    """The number that records of a sum carry in the step's field."""
     return zlib.crc32(f"{step}|{cut.elements.start}".encode())
 
 
@@ -335,13 +339,13 @@ def exchange_records(
     host.
 
     Args:
-        group: the ranks' numbers are its.
+        group: peers are numbered in it.
         send: peer and records, or None.
         receive: peer and room for the most bytes that it may send, or None.
         last: this rank will post nothing more.
 
     Returns:
-        What was received, a view of the given room; nothing if `receive` is None.
+        The received records, a view of the given room; empty if `receive` is None.
 
     Raises:
         WireFormatError: the peer announces more than there is room for, or its size is damaged.
@@ -367,7 +371,7 @@ def exchange_records(
 
 
 def is_possible(announced: int, capacity: int) -> bool:
-    """Whether records can have this size; all begin at a multiple of 16, as decoders demand."""
+    """Whether records can have this size; decoders require multiples of 16 bytes."""
     return 0 <= announced <= capacity and announced % RECORD_ALIGNMENT == 0
 
 
@@ -382,7 +386,7 @@ def impossible_size(rank: int, announced: int, capacity: int) -> WireFormatError
 
 
 def check_announced(sizes: Sequence[int], cuts: Sequence[Cut], value_dtype: str) -> None:
-    """Refuses sizes that no valid records of the cuts have, before memory is taken for them.
+    """Refuses sizes that no valid records of the cuts have, before memory is allocated for them.
 
     Raises:
         WireFormatError: names the rank.

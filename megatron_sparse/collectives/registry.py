@@ -1,7 +1,7 @@
-"""The registry of schemes: all that this package's modules define as `SCHEME`.
+"""The registry of schemes: every `SCHEME` that a module of this package defines.
 
-A new scheme needs no line here: its file is found. The package is scanned at the first request for
-a scheme, once in a process.
+A new scheme needs no line here: the registry finds its file. It scans the package at the first
+request for a scheme, once in a process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseCon
 from megatron_sparse.errors import ConfigError
 
 AUTO = "auto"
-"""What `scheme.name` says where the planner chooses."""
+"""The value of `scheme.name` that lets the planner choose."""
 
 
 class Registry(MutableMapping[str, Scheme]):
@@ -30,7 +30,7 @@ class Registry(MutableMapping[str, Scheme]):
         return find_schemes()
 
     def add(self, scheme: Scheme) -> None:
-        """Makes a scheme of another package known by its name, in this process.
+        """Registers a scheme of another package under its name, in this process.
 
         Raises:
             ConfigError: there is a scheme of that name.
@@ -108,9 +108,10 @@ def skips_straggler(name: str) -> bool:
 
 
 def check(config: SparseConfig) -> SparseConfig:
-    """Refuses a configuration that names a scheme wrongly, or does not fit its scheme.
+    """Refuses a configuration that names an unknown scheme or does not fit its scheme.
 
-    Called when a configuration is resolved, before ranks start. `config` itself knows no schemes.
+    Called when a configuration is resolved, before ranks start. The package `config` itself does
+    not import the schemes.
 
     Returns:
         The configuration.

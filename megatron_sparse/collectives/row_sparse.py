@@ -1,13 +1,13 @@
-"""Row-sparse all-reduce: the rows that each rank touched, in; all ranks' rows, summed, out.
+"""Row-sparse all-reduce: takes the rows that each rank touched, gives the sum of all rows.
 
 "Sparse All-Reduce in PyTorch" (MacLeod) gathers the row indices of all ranks on rank 0, broadcasts
-their union, and reduces a buffer of the union's rows densely: every rank sends 2 (n - 1) / n U rows
-whatever it has itself. Here rows travel as records (`formats/row_record.py`), and no rank needs to
-know the union beforehand. Two ways, of which the group takes the one with fewer bytes, as far as it
-can tell from the counts of rows:
+their union, and reduces a buffer of the union's rows densely: every rank sends 2 (n - 1) / n U
+rows, however few it has itself. Here rows travel as records (`formats/row_record.py`), and no rank
+needs to know the union beforehand. There are two ways. From the counts of rows the group predicts
+which one sends fewer bytes, and takes it:
 
-Agreement: one all-gather of what is meant and of every rank's rows in each of n parts, 8 (2 + n)
-bytes a rank. Part i holds the rows with index modulo n = i.
+Agreement: one all-gather of the collective's identity and of every rank's number of rows in each of
+n parts, 8 (2 + n) bytes a rank. Part i holds the rows with index modulo n = i.
 
 `gather`, n - 1 rounds: every rank sends its record to every other, and each adds them all up.
 `direct`, n - 1 rounds: rank r sends part i of its rows to rank i, one peer at a time, and rank i
@@ -18,8 +18,8 @@ With B(k) the bytes of a record of k rows, K(r, i) the rows of rank r in part i 
 the sum's part i, rank r sends (n - 1) B(sum_i K(r, i)), or sum_{i != r} B(K(r, i)) + (n - 1) B(U(r)).
 `direct` needs overlap between ranks, and three ranks, to be the cheaper one.
 
-Rows are added in rank order, in fp32, and rounded once, after the division where the average is
-asked for: both ways give the same bits, on every rank.
+Rows are added in rank order, in fp32, and rounded once, for an average after the division. So both
+ways give the same bits, on every rank.
 """  # noqa: E501 - the cost's formula is a line
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True)
 class Reduced:
-    """What an all-reduce of rows gives.
+    """The result of an all-reduce of rows.
 
     Attributes:
         gradient: the sum or the average.
@@ -122,10 +122,10 @@ def row_sparse(
 
 
 def cheapest_way(counts: Sequence[Sequence[int]], parts: Sequence[RowPart]) -> Way:
-    """Compares the bytes of the busiest rank, taking each rank's rows for drawn at random.
+    """Compares the bytes of the busiest rank, as if each rank had drawn its rows at random.
 
     Args:
-        counts: of each rank the rows in each part.
+        counts: for each rank its number of rows in each part.
         parts: of the gradient.
 
     Rows of real batches overlap more than random ones, so that `direct` costs less than predicted.
@@ -168,7 +168,7 @@ class _Run:
     def agree(
         self, own_counts: list[int], parts: Sequence[RowPart]
     ) -> Generator[Yielded, None, list[list[int]]]:
-        """Tells every rank the rows in the records to come; one count for each of `parts`."""
+        """Sends every rank the numbers of rows in the coming records, one for each of `parts`."""
         table = yield from exchange_sizes(own_counts, self._identity, self._transport)
         for rank, row in enumerate(table):
             for part, count in zip(parts, row, strict=True):
@@ -199,8 +199,8 @@ class _Run:
         yield from pairwise_all_to_all(sent, received, self.group, last=False)
         total = self._reduce([mine.decode(record, r) for r, record in enumerate(received)])
 
-        # One count a rank, of its own part: the largest part bounds them all here, and the
-        # record's decoder knows the part.
+        # Each rank sends one count, that of its own part. Part 0 is the largest, so its size bounds
+        # all counts here; the record's decoder checks against the part itself.
         largest = self._parts[0]
         stored = yield from self.agree([total.indices_K.numel()], [largest])
         sums = yield from self._all_gather(total, self._parts, [row[0] for row in stored])
@@ -209,7 +209,7 @@ class _Run:
     def _all_gather(
         self, own: RowSparse, parts: Sequence[RowPart], counts: Sequence[int]
     ) -> Generator[Yielded, None, list[RowSparse]]:
-        """Every rank's rows, of which there are `counts`, all in the rank's one of `parts`."""
+        """Every rank's rows: rank r has `counts[r]` rows, all in `parts[r]`."""
         rank = self.group.rank
         sizes = [part.record_bytes(count) for part, count in zip(parts, counts, strict=True)]
         buffer = self._take("gathered", sum(sizes))

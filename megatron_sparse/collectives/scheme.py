@@ -1,4 +1,4 @@
-"""A scheme: a collective, and what the rest of the program must know to use it.
+"""A scheme: a collective, and the facts that the rest of the program needs to use it.
 
 Every file of this package that holds a scheme ends with `SCHEME = Scheme(...)`; the registry finds
 it there. docs/adding-a-scheme.md shows how to write one.
@@ -19,7 +19,7 @@ ALL_REDUCE_ONLY = frozenset({CollectiveOp.ALL_REDUCE})
 
 
 class Input(StrEnum):
-    """What a collective takes from each rank."""
+    """The input that a collective takes from each rank."""
 
     DENSE = "dense"
     SPARSE = "sparse"
@@ -33,20 +33,20 @@ def no_cuts(bucket: Bucket) -> Cuts:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A collective and what one must know to use it.
+    """A collective and the facts that are needed to use it.
 
     Attributes:
         name: as in `scheme.name`; also its module's.
         takes: a `DENSE` scheme runs on the whole gradient, a `SPARSE` one on an encoded message.
         run: the collective: a `DenseCollective` or a `SparseCollective`.
-        place: of the scheme in tables and lists, by which they are sorted. Of schemes with the same
-            predicted time the planner takes the first.
-        cost: what it costs, predicted: runs the scheme's rounds, without data, on the modelled
-            clocks of a `DryRun`. None: the planner never chooses it.
-        ops: what it can compute.
+        place: tables and lists are sorted by it. If schemes have the same predicted time, the
+            planner takes the one with the lowest place.
+        cost: predicts the time: runs the scheme's rounds, without data, on the modelled clocks of a
+            `DryRun`. None: the planner never chooses the scheme.
+        ops: the operations that it can compute.
         needs_shards: its messages are cut at the shards' borders even for an all-reduce.
         extra_cuts: further elements of a bucket at which its messages are cut.
-        own_format: of its messages; None takes the format that `scheme.format` names.
+        own_format: the format of its messages; None: the one that `scheme.format` names.
         takes_slots: it takes messages of fixed size, which `scheme.capacity` asks for.
         has_engine: with `scheme.nccl_engine` a bucket is one call of C++ (`nccl_sum`).
         needs_windows: it runs in windows of peer memory (`peer_windows`), which are made for all

@@ -1,10 +1,10 @@
 """Sparse parameter server: one server, rank 0, adds everybody's messages.
 
-The centralised corner of ZEN's design space, and the baseline that everything beats: the server's
-link carries everything. (With a server on every rank it is `direct`.)
+The centralised corner of ZEN's design space, and the baseline that every other scheme beats: all
+bytes cross the server's link. (With a server on every rank it is `direct`.)
 
-Agreement: one all-gather of what is meant and of every rank's message size, 8 (2 + n) bytes a
-rank.
+Agreement: one all-gather of the collective's identity and of every rank's message size, 8 (2 + n)
+bytes a rank.
 Push, 1 round: every rank sends its whole message to the server, which adds them in rank order.
 Pull, 2 rounds (8 bytes with the size, then the records): the server encodes the sum and sends it to
 every rank; in a reduce-scatter it encodes and sends each shard's sum to its owner.

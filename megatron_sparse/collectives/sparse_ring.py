@@ -1,13 +1,13 @@
 """Sparse ring (SparCML's ring; SpCCL, section IV-B): a ring that encodes its sums again and again.
 
-The skeleton of `adaptive_ring`, which adds SpCCL's thresholds: here each message is sparse or
-dense, whatever is smaller. Ranks of one node are neighbours (`ring_order`), so that of the n links
-only as many cross nodes as there are nodes. Ranks are numbered below as they follow one another.
+The skeleton of `adaptive_ring`, which adds SpCCL's thresholds. Here each message is sparse or
+dense, whichever is smaller. Ranks of one node are neighbours (`ring_order`), so the number of links
+that cross nodes is the number of nodes. Below, ranks are numbered by their place in the ring.
 
-Agreement: one all-gather of what is meant, 8 (2 + n) bytes a rank.
+Agreement: one all-gather of the collective's identity, 8 (2 + n) bytes a rank.
 Reduce-scatter, n - 1 steps of two rounds (8 bytes with the size, then the records): every rank
-passes the sum of one shard to its successor, adds its own contribution to the one it gets, and
-encodes that again. Shard i starts at rank i + 1, as it was encoded at first, and ends at rank i.
+passes the sum of one shard to its successor, adds its own contribution to the sum that it gets, and
+encodes the result again. Shard i starts at rank i + 1, in its first encoding, and ends at rank i.
 All-reduce only: the sums are encoded once more, their sizes all-gathered (as many bytes), and in
 n - 1 rounds the records go round the ring unchanged.
 
@@ -90,8 +90,8 @@ def ring_reduce_scatter(
         cuts: the shard of each rank.
         sums: receives it. Mutated.
         group: all ranks, in the ring's order.
-        links: what decides whether a sum goes dense, for the link to the successor and the one from
-            the predecessor; None encodes all. A dense sum has no records and no size round.
+        links: decide whether a sum goes dense: one for the link to the successor, one for the link
+            from the predecessor; None encodes all. A dense sum has no records and no size round.
         last: this rank will post nothing more.
 
     Raises:
@@ -189,8 +189,8 @@ def _pass_on(
 ) -> Generator[Yielded, None, torch.Tensor]:
     """Sends to the successor and receives from the predecessor; sizes of records go first.
 
-    `exchange_records` for a transfer whose two directions may differ: dense sums have a size that
-    both ends know.
+    As `exchange_records`, but one direction may be sparse and the other dense. Both ends know the
+    size of a dense sum, so it is not sent.
     """
     n, place = group.world_size, group.rank
     target, source = (place + 1) % n, (place - 1) % n

@@ -3,15 +3,15 @@
 For small or very sparse buckets: few rounds, but every rank sends its growing sum in each of them.
 Let p be the largest power of two that is at most n; of the ranks above it, number p + i folds.
 
-Agreement: one all-gather of what is meant, 8 (2 + n) bytes a rank.
+Agreement: one all-gather of the collective's identity, 8 (2 + n) bytes a rank.
 Fold (if n > p): rank p + i sends its message to rank i, which adds it.
-Doubling: for d = 1, 2, ..., p / 2, ranks at distance d exchange what they have and add. Addition
-commutes, so both have the same bits. What has not changed since it was encoded is sent as it is.
+Doubling: for d = 1, 2, ..., p / 2, ranks at distance d exchange their sums and add. Addition
+commutes, so both have the same bits. A message that has not changed is not encoded again.
 Unfold (if n > p): rank i sends the sum to rank p + i.
 
 Each of these log2 p (+ 2) steps is two rounds: 8 bytes with the size, then the records. Rank r < p
 sends the records of the sum of its d (folded ones too) for each d; the fold sends |message|, the
-unfold |sum|. Partial sums are encoded again in every step, sparse or dense, whatever is smaller.
+unfold |sum|. Partial sums are encoded again in every step, sparse or dense, whichever is smaller.
 All-reduce only.
 """
 
@@ -65,7 +65,7 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
     distance = 1
     while distance < active:
         peer = rank ^ distance
-        # Of the first exchange both ends know who has only a message of their own to send.
+        # In the first exchange both ends know which of them has only its own message to send.
         sent_is_sum = distance > 1 or guest is not None
         received_is_sum = distance > 1 or peer + active < n
         sent = sums.encode(whole, sums.partial_dtype, out) if sent_is_sum else own

@@ -4,10 +4,11 @@ Phase 1 is `direct`'s: the agreement, then n - 1 rounds in which every shard goe
 adds it up. Phase 2, ceil(log2 n) rounds after one all-gather of sizes (8 (2 + n) bytes a rank): the
 encoded sums are all-gathered by recursive doubling, for any number of ranks (Bruck's order).
 
-Fewer rounds than `direct` and the same bytes in total, but the ranks pass on others' sums, so who
-sends most depends on where the non-zeros are. Rank r sends |message_r| - |shard_r of it| bytes, and
-in the round in which d sums are held those of ranks r ... r + d - 1 (in the last round only as many
-as are missing). All-reduce only: as a reduce-scatter it is `direct`.
+Fewer rounds than `direct` and the same bytes in total. But ranks pass on the sums of others, so the
+busiest rank depends on the places of the non-zeros. Rank r sends |message_r| - |shard_r of it|
+bytes in phase 1. In a round of phase 2 that starts with d sums held it sends those of ranks
+r ... r + d - 1 (in the last round only as many as are missing). All-reduce only: as a
+reduce-scatter it would be `direct`.
 """
 
 from __future__ import annotations

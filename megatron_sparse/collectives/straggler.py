@@ -1,28 +1,28 @@
 """Straggler-aware dense reduction (StragglAR, section 3): the others do not wait for the last one.
 
-All ranks know who the straggler is (`Exchange.straggler`); deciding that is not done here.
+All ranks know the straggler (`Exchange.straggler`); this file does not choose it.
 The bucket is cut into n - 1 chunks, at multiples of 4096 elements where it is long enough.
 
 Phase 1, n - 2 rounds, without the straggler: the n - 1 early ranks send each other the parts of
 their chunks, one peer at a time. Early rank number i adds the parts of chunk i in rank order.
-Handshake, on CPU: when the straggler comes, it and each early rank tell each other what they mean
-(`straggler_shares`); the first round of phase 2 is posted at the same time.
+Handshake, on CPU: when the straggler comes, it and each early rank exchange their identities
+(`straggler_shares`). The first round of phase 2 is posted at the same time.
 Phase 2, n + log2 n - 2 rounds for powers of two (`make_schedule`): in round r the straggler and
 early rank r exchange chunk r and add, so that both hold it complete; all others pass on complete
 chunks, each to at most one peer in a round.
 
 Reduce-scatter: early rank i reduces its own shard, and piece i of n - 1 of the straggler's. In
 phase 2, n - 1 rounds, the straggler exchanges with each early rank: its part of that rank's shard
-against the early sum of a piece of its own. No scheme could take less time after its arrival: its
-port must let (n - 1) / n N b bytes out.
+against the early sum of a piece of its own. No scheme could take less time after its arrival,
+because (n - 1) / n N b bytes must leave its port.
 
 The sum is early ranks' parts in rank order, then the straggler's. So it differs from
 `dense_allpairs` in the order of additions only, and not at all when the last rank is the straggler.
 Partial sums travel as in `accumulator`; complete chunks in the values' dtype.
 
 Deviations: phase 1 is pairwise instead of a ring (the same bytes in fp32, half in bf16, and in rank
-order); messages between two ranks of the one group, none of the paper's barriers, so ranks meet as
-soon as both can. Odd n, and any rank as the straggler.
+order); messages between two ranks of the one group, and none of the paper's barriers, so two ranks
+meet as soon as both are ready; odd n is possible, and any rank can be the straggler.
 
 An early rank sends (n - 2) / (n - 1) N b bytes in phase 1. After the straggler's arrival: R rounds
 of N / (n - 1) elements, of b bytes each, or p from an early rank to the straggler.
@@ -64,7 +64,7 @@ def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     Arguments as of `dense`.
 
     Raises:
-        CommunicationError: ranks mean different collectives, or straggler, or buckets (on CPU).
+        CommunicationError: ranks disagree about collective, straggler or bucket (on CPU).
         ConfigError: the straggler is no rank of the group.
         WireFormatError: a handshake is damaged.
     """
@@ -98,7 +98,7 @@ def _meet(
     meetings = meetings_of(sums.op, group.world_size, late)[group.rank]
     for number, (peer, gives, takes) in enumerate(meetings):
         incoming = None
-        # What the straggler receives and what it is given have to be added; all else is complete.
+        # Tensors that the straggler receives or sends must still be added; all others are complete.
         if takes is not None and (is_late or (peer == late and gives is not None)):
             summed = shares[takes]
             sent, room = sums.parts(summed, is_late=is_late)
@@ -116,7 +116,7 @@ def _meet(
             if not is_late:
                 # The next bucket's early part need not wait for the straggler of this one.
                 yield UNORDERED
-            # First, so that of a straggler that never comes it is the name that the error has.
+            # Wait for the handshake first: if the straggler never comes, the error names it.
             yield handshake.work
             handshake.sizes()
         yield work
@@ -137,7 +137,7 @@ class _Sums:
         self.values_N, self.op = values_N, bucket.op
         self._bucket, self._buffers, self._timer = bucket, exchange.buffers, exchange.timer
         self._partial_dtype = partial_dtype(bucket, values_N)
-        # What the sums of an all-reduce are rounded to travels on; else they stay here.
+        # The rounded sums of an all-reduce travel on; those of a reduce-scatter stay here.
         self._target_N = values_N if bucket.op is CollectiveOp.ALL_REDUCE else bucket.grad_N
         self._early_sums: dict[int, torch.Tensor] = {}
 
@@ -167,9 +167,9 @@ class _Sums:
         )
 
     def parts(self, share: Share, *, is_late: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the straggler and an early rank send each other, and room for what comes back.
+        """The tensor that this rank sends to its peer, and room for the one that it receives.
 
-        An early rank goes on from its sum as it travels, so that both add the same numbers.
+        An early rank rounds its own sum as it travels, so that both add the same numbers.
         """
         if is_late:
             numel, dtype = share.gives.stop - share.gives.start, self._partial_dtype

@@ -1,15 +1,15 @@
-"""What the straggler-aware collectives share: who reduces what, who meets whom, and the handshake.
+"""Shared parts of the straggler-aware collectives: shares, meetings and the handshake.
 
-All but one of n ranks are early. They add up what they have as soon as they have it: early rank
-number i reduces share i. When the straggler comes it exchanges with each of them once: it gives its
-own contribution to one part of the bucket and takes the early ranks' sum of the same part
-(all-reduce: chunk i of n - 1), or of a piece of its own shard (reduce-scatter: it gives its
-contribution to rank i's shard).
+All but one of n ranks are early. They add up their contributions without waiting for the straggler:
+early rank number i reduces share i. When the straggler comes, it exchanges once with each of them.
+In an all-reduce it gives its contribution to chunk i of n - 1 and takes the early ranks' sum of the
+same chunk. In a reduce-scatter it gives its contribution to rank i's shard and takes the early
+ranks' sum of a piece of its own shard.
 
 Agreement on CPU, and wherever sizes must be known: no early rank may wait for the straggler before
-its own part is done, so the two kinds have a handshake when they meet: a row of 8 (n + 1) bytes
-each way between the straggler and every early rank says what is meant, and the sizes of what
-follows. Rows have a tag of their own, so that ranks that mean something else do meet, and are told.
+its own part is done. So an early rank and the straggler have a handshake when they meet: a row of
+8 (n + 1) bytes each way with the collective's identity and the sizes of the messages that follow.
+Rows have a tag of their own, so that rows of ranks that disagree do meet and raise an error.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ HANDSHAKE_TAG = 0x5742_4747
 ALIGNMENT = 4096
 """Elements: a tile of the sparse formats, and whole pages of memory."""
 MIN_UNITS = 256
-"""A chunk has so many units of alignment at least, so that none is larger than another by 1 %."""
+"""Least number of alignment units in a chunk; keeps the sizes of chunks within 1 %."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one early rank has to do.
+    """The work of one early rank.
 
     Attributes:
         rank: of the group.
@@ -99,7 +99,7 @@ def chunk_cuts(elements: slice, pieces: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def meetings_of(op: CollectiveOp, world_size: int, straggler: int) -> Meetings:
-    """Whom each rank meets after the straggler's arrival, and which shares' parts they exchange."""
+    """Each rank's meetings after the straggler's arrival: peers, and the shares they exchange."""
     if op is CollectiveOp.REDUCE_SCATTER:
         return scatter_meetings(world_size, straggler)
     return make_schedule(world_size, straggler).meetings()
@@ -107,7 +107,7 @@ def meetings_of(op: CollectiveOp, world_size: int, straggler: int) -> Meetings:
 
 @lru_cache(maxsize=64)
 def copies_of(world_size: int, straggler: int) -> tuple[tuple[int, ...], ...]:
-    """For each round, which chunks are passed on beside what the straggler exchanges."""
+    """For each round, the chunks that other ranks pass on beside the straggler's exchange."""
     schedule = make_schedule(world_size, straggler)
     passed_on = []
     for number, transfers in enumerate(schedule.rounds):
@@ -121,8 +121,8 @@ class Handshake:
     """The rows by which the straggler and the early ranks meet; see the module's docstring.
 
     Args:
-        agreement: what this rank means.
-        sizes: what this rank will send; n - 1 at most.
+        agreement: made from this rank's identity.
+        sizes: of this rank's coming messages; n - 1 at most.
         straggler: its rank.
         transport: of the whole group.
 
@@ -147,12 +147,12 @@ class Handshake:
         )
 
     def sizes(self) -> list[list[int]]:
-        """What each peer will send: the straggler's peers are the early ranks, in rank order.
+        """The sizes that each peer will send. The straggler's peers are the early ranks, in order.
 
         Reads the rows on the host.
 
         Raises:
-            CommunicationError: a peer means something else.
+            CommunicationError: a peer takes part in another collective.
             WireFormatError: a row is damaged.
         """
         return [
