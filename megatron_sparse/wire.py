@@ -1,7 +1,7 @@
 """The wire's constants and the sizes that follow from them; docs/wire-format.md specifies both.
 
 Format codes, flags, alignments and section sizes, for everything that writes or reads records: the
-kernels' wrappers (`cuda_ext`) and the messages (`formats`). The C++ side has its own copy of them
+kernels' wrappers (`cuda_ext`) and the messages (`formats`). C++ has its own copy
 (`cuda_ext/csrc/header.h`, `record.h`).
 """
 
@@ -15,19 +15,19 @@ from megatron_sparse.errors import WireFormatError
 
 HEADER_BYTES = 48
 RECORD_ALIGNMENT = 16
-"""Of records and of their sections, in bytes."""
+"""Alignment of records and of their sections, in bytes."""
 MAGIC = b"MSPG"
 VERSION = 1
 
 FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS, FORMAT_HASH_BITMAP = range(5)
 FORMAT_ROW_SPARSE = 5
 FORMAT_ADAPTIVE = -1
-"""Not a format of a record: asks the encoder for the smallest of dense, COO and Pici."""
+"""Not a record format: the encoder chooses the smallest of dense, COO and Pici."""
 FORMAT_NAMES = ("dense", "coo", "pici", "blocks", "hash_bitmap", "row_sparse")
 FLAG_PICI_LINEAR = 1
 PICI_TILE = 4096
 BLOCKS_SUBHEADER = struct.Struct("<IIQ")
-"""Block size, number of blocks, zero."""
+"""Sub-header of a blocks record: block size, number of blocks, zero."""
 VALUE_BYTES = (4, 2, 2)
 """Bytes of a value, by dtype code: fp32, bf16, fp16."""
 
@@ -35,7 +35,9 @@ VALUE_BYTES = (4, 2, 2)
 def payload_bytes[T: (int, torch.Tensor)](
     record_format: int, numel: T, nnz: T, value_dtype: int
 ) -> T:
-    """Bytes of the sections of a dense, COO or Pici record, padding included; or of many records.
+    """Bytes of the sections of a dense, COO or Pici record, padding included.
+
+    Tensors of `numel` and `nnz` give the bytes of many records.
 
     Example:
         >>> payload_bytes(FORMAT_COO, 1000, 3, 1)  # 12 bytes of indices, 6 of values
@@ -68,7 +70,7 @@ def pad16[T: (int, torch.Tensor)](nbytes: T) -> T:
 
 
 def wrong_field(rank: int, field: str, expected: object, got: object) -> WireFormatError:
-    """The error that names the sending rank and the field of its message that is wrong."""
+    """The error for a wrong field of a message; names the sending rank and the field."""
     return WireFormatError(
         f"rank {rank}: field {field} is wrong",
         expected=expected,

@@ -3,16 +3,20 @@
 Each rank reports its arrival once for each bucket and step: it adds 2^32 + its rank to a counter in
 the c10d store at which the ranks met. The counter's upper half is the number of ranks that have
 arrived; its lower half is the sum of their numbers, which names the missing rank when only one is
-missing. The last rank but one to arrive therefore knows the straggler. It may name it at once, or
-give it some grace; a straggler that arrives in time reports that no rank is missing. Both do so by
-a compare-and-set on one key, which every rank reads: the first one to set it has decided for all
-of them. The decision never waits for late ranks.
+missing. The second-to-last rank to arrive therefore knows the straggler. It may name it at once, or
+give it some grace; a straggler that arrives in time reports that no rank is missing. Both report by
+a compare-and-set on one key, which every rank reads: the first rank to set it decides for all. The
+decision never waits for late ranks.
 
-A rank measures how long before the last one it was ready on its own clock, from its own arrival to
-the last one; no clocks are compared. Cost for each rank, bucket and step: one `add`, and a `check`
-now and then while a rank is missing, at intervals of 1/`PATIENCE` of the time waited so far, so
-that waits are measured too long by that part at most; one `compare_set` more where a decision is
-asked for. One thread for each group does all of it, on a connection of its own.
+Each rank measures on its own clock how long it waited, from its own arrival to the last one; clocks
+of different ranks are never compared. Cost for each rank, bucket and step:
+
+- one `add`;
+- while a rank is missing, a `check` at intervals of 1/`PATIENCE` of the time waited so far, so a
+  measured wait is too long by at most that fraction;
+- one `compare_set` if the caller asks for a decision.
+
+One thread for each group does all of this, on its own connection.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ import torch.distributed as dist
 from megatron_sparse.transport.operation import Operation
 
 ONE_ARRIVAL = 1 << 32
-"""What the counter's upper half counts in; the lower half adds up the ranks' numbers."""
+"""One arrival in the counter's upper half; the lower half adds up the ranks' numbers."""
 PATIENCE = 20
 SHORTEST_POLL_S, LONGEST_POLL_S = 2e-4, 5e-3
 JOIN_S = 2.0
@@ -79,8 +83,8 @@ class ArrivalCounter(Protocol):
 
         Args:
             bucket: its name; the n-th calls of all ranks for a bucket belong together.
-            grace: asks for a decision; given on every rank or on none. Called on the last rank but
-                one to arrive, perhaps by another thread.
+            grace: asks for a decision; pass it on every rank or on none. The second-to-last rank
+                to arrive calls it, perhaps on another thread.
         """
         ...
 
@@ -155,7 +159,7 @@ class StoreArrivalCounter:
 
     Args:
         store: a connection for this counter alone.
-        prefix: of its keys; the same on all ranks of the group and in no other group.
+        prefix: of its keys; the same on all ranks of the group, and unique to the group.
         rank: of this process in the group.
         world_size: ranks of the group.
         device: of the gradients.
@@ -187,11 +191,11 @@ class StoreArrivalCounter:
             target=self._main, name="megatron_sparse_arrivals", daemon=True
         )
         self._thread.start()
-        # A thread inside the store's C++ while the interpreter shuts down would crash the process.
+        # A thread that is in the store's C++ code at interpreter shutdown would crash the process.
         atexit.register(self.close)
 
     def arrive(self, bucket: str, grace: Grace | None) -> StoreArrival:
-        """See `ArrivalCounter`. On CUDA the rank is ready when the current stream gets here."""
+        """See `ArrivalCounter`. On CUDA the rank is ready when the current stream gets this far."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
@@ -205,7 +209,7 @@ class StoreArrivalCounter:
         return arrival
 
     def close(self) -> None:
-        """See `ArrivalCounter`. Waits at most for the thread's present call of the store."""
+        """See `ArrivalCounter`. Waits at most for the thread's current call to the store."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -226,11 +230,11 @@ class StoreArrivalCounter:
             self._open = self._still_open([*self._open, *fresh])
 
     def _still_open(self, arrivals: list[StoreArrival]) -> list[StoreArrival]:
-        """Those at which a rank is missing.
+        """The arrivals at which a rank is missing.
 
         Arrivals are in order: when all ranks have arrived at one, they have arrived at every
         earlier one. This settles arrivals whose keys were deleted before this thread read them,
-        which happens if it was held up for several steps.
+        which happens if the thread was delayed for several steps.
         """
         done = [number for number, arrival in enumerate(arrivals) if arrival.waited().done()]
         for arrival in arrivals[: max(done, default=0)]:
@@ -295,7 +299,7 @@ class StoreArrivalCounter:
         arrival.decided.set_result(None if held == NOBODY else held)
 
     def _forget_before_last(self, arrival: StoreArrival) -> None:
-        """Deletes the keys of two visits ago: every rank has arrived twice since and read them."""
+        """Deletes the keys of two visits ago: every rank has since arrived twice and read them."""
         if arrival.visit > 2:
             for end in ("", "/all", "/without"):
                 self._store.delete_key(f"{arrival.bucket}/{arrival.visit - 2}{end}")

@@ -18,13 +18,13 @@ from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 
 
 class Marker(Enum):
-    """Yielded by a collective, beside works, to say what it will still post."""
+    """A collective yields one, besides its works, to say which operations it may still post."""
 
     POSTED = "posted"
-    """Nothing more."""
+    """It posts nothing more."""
     UNORDERED = "unordered"
-    """Only pairwise messages with a tag of their own, which may be posted in any order relative to
-    those of other collectives. Not with NCCL, which has no tags."""
+    """It posts only pairwise messages with a tag of their own. They may be posted in any order
+    relative to other collectives' messages. Not with NCCL, which has no tags."""
 
 
 class Work(Protocol):
@@ -35,9 +35,9 @@ class Work(Protocol):
         ...
 
     def when_ready(self, wake: Callable[[], None]) -> None:
-        """Has `wake` called, by any thread, as soon as `ready` may have become true.
+        """Registers `wake`: some thread calls it as soon as `ready` may have become true.
 
-        An operation that never ends does not call it: ask `ready` now and then, too.
+        An operation that never ends never calls it, so also poll `ready` now and then.
         """
         ...
 
@@ -45,7 +45,7 @@ class Work(Protocol):
         """Makes the result usable: the host waits (CPU), or the current stream does (CUDA).
 
         Raises:
-            CommunicationError: the operation failed or ran out of time.
+            CommunicationError: the operation failed or timed out.
         """
         ...
 
@@ -58,7 +58,7 @@ class Transport(Protocol):
         world_size: ranks in the group.
         device: where tensors must live.
         nodes: for each rank the node it is on; equal numbers share a host.
-        communicator: NCCL's, for collectives in one call of C++ (`collectives.nccl_sum`); None
+        communicator: NCCL's, for collectives that are one C++ call (`collectives.nccl_sum`); None
             without `scheme.nccl_engine`.
     """
 
@@ -71,7 +71,7 @@ class Transport(Protocol):
     def open_arrival_counter(self) -> ArrivalCounter:
         """Makes a counter of the ranks that are ready. Collective; closed with the transport.
 
-        One small broadcast, for which the host waits.
+        The host waits for one small broadcast.
         """
         ...
 
@@ -99,12 +99,12 @@ class Transport(Protocol):
         """Sends to and receives from single peers, all at once; other ranks need not take part.
 
         Messages between two ranks with the same tag match in the order in which they were posted.
-        Tensors without elements are left out on both sides. The sent tensors must not change, and
-        the received ones must not be read, before the work is finished.
+        Empty tensors are skipped on both sides. Until the work is finished, do not change the sent
+        tensors and do not read the received ones.
 
         Args:
             sends: (peer, contiguous tensor) each; never to this rank itself.
-            receives: (peer, contiguous tensor) each, exactly as long as what the peer sends.
+            receives: (peer, contiguous tensor) each, exactly as long as the tensor the peer sends.
             tag: 0 to 2^31 - 1; keeps different collectives apart where the backend has tags.
         """
         ...

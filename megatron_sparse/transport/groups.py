@@ -1,12 +1,13 @@
-"""Process groups of the plugin's own, pooled.
+"""The plugin's own process groups, pooled.
 
-Only the members call `new_group(use_local_synchronization=True)`, which is all that a plugin can
-arrange. torch names such a group after its ranks and the number of groups that the calling process
-is in. That number may differ between members (it does between the stages of a pipeline), and
-members with different names wait for one another until the timeout. So this module names the group:
-after its ranks, and the number of groups that the plugin has made of them before. `attach` and
-`detach` are collective, so borrowing is too, and the members agree. A destroyed group would leave
-its addresses in the store, so groups are kept for the life of the process and lent again.
+Only the members call `new_group(use_local_synchronization=True)`: a plugin cannot make the other
+ranks call it. torch names such a group after its ranks and the number of groups that the calling
+process is in. That number may differ between members (it does between the stages of a pipeline),
+and members with different names wait for one another until the timeout. So this module names the
+group itself: after its ranks, and the number of groups that the plugin has already made of these
+ranks. `attach` and `detach` are collective, so borrowing is too, and the members agree on the name.
+A destroyed group would leave its addresses in the store, so groups are kept for the life of the
+process and lent again.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
     """A group of these global ranks for the caller alone. Collective over `ranks`."""
-    # Groups end with the default group that existed when they were made. A weak reference tells it
-    # from the next default group, which may have the same address.
+    # A group ends with the default group that existed when it was made. A weak reference tells that
+    # default group from the next one, which may have the same address.
     for old in [key for key in _free if key[0]() is None]:
         del _free[old]
     key = (weakref.ref(dist.group.WORLD), tuple(ranks), backend, timeout_s)

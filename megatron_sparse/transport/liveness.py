@@ -3,7 +3,7 @@
 gloo and NCCL wait out their timeout for a rank that is stopped, and often for one that has died. So
 every group also has a side channel: each member holds one TCP connection to the group's first rank,
 which passes on which ranks have died, have failed, or are silent (`peer_links`). A process has one
-thread for this, whatever the number of its groups; the data path only pays two attribute reads an
+thread for this, however many groups it is in; the data path pays only two attribute reads per
 operation. Cost: each rank sends 1 line of about 100 bytes a second and receives one; the first rank
 of a group of n does so n - 1 times.
 

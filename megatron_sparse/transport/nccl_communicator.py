@@ -35,7 +35,7 @@ class Deadline(Protocol):
         ...
 
     def error(self, cause: Exception | None = None) -> CommunicationError:
-        """The error to raise then."""
+        """The error to raise when waiting is pointless."""
         ...
 
 
@@ -118,8 +118,8 @@ class NcclCommunicator:
             A function to call with NCCL's result; it raises unless that is ncclSuccess.
 
         Raises:
-            CommunicationError: NCCL failed, now or before, or a rank is gone, which the error names
-                if it is known. The communicator cannot be used any more.
+            CommunicationError: NCCL failed, now or before, or a rank is gone; the error names that
+                rank if it is known. The communicator cannot be used any more.
         """
         started = _Call(self._deadline(name))
         with self._change:
@@ -142,7 +142,7 @@ class NcclCommunicator:
             summed: the messages and the buffers of the sum. Mutated.
 
         Returns:
-            The report, for `SumCall.check`, before which `check` must be called.
+            The report. Call `check` first, then pass the report to `SumCall.check`.
 
         Raises:
             CommunicationError: see `call`.
@@ -250,7 +250,7 @@ def _make(
     device: torch.device,
     timeout_s: float,
 ) -> int:
-    """Makes the communicator in a thread, because NCCL waits for the other ranks without end."""
+    """Makes the communicator in a thread: NCCL waits for the other ranks without a time limit."""
     made: Future[int] = Future()
 
     def run() -> None:

@@ -102,8 +102,8 @@ class HealthCheck:
 
     Args:
         timeout_s: seconds that an agreement may take.
-        gone: returns in words which rank is known to be gone, None while none is.
-        device: an agreement waits for its work.
+        gone: returns, in words, which rank is known to be gone; None while no rank is.
+        device: the device; an agreement waits for its work.
         groups: returns the groups to check.
 
     Raises:

@@ -1,8 +1,8 @@
-"""NCCL's C functions, of the very library that torch has loaded, through ctypes.
+"""NCCL's C functions through ctypes, from the same library that torch has loaded.
 
-C++ (`cuda_ext.nccl_ops`) makes the calls of every bucket, with the functions' addresses from here;
-this module makes communicators, asks them for errors and ends them. Functions and numbers are those
-of nccl.h since NCCL 2.7.
+C++ (`cuda_ext.nccl_ops`) makes the calls of every bucket and takes the functions' addresses from
+here. This module makes communicators, asks them for errors and ends them. Functions and numbers are
+those of nccl.h since NCCL 2.7.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NcclLibrary:
         return found.value
 
     def unique_id(self) -> bytes:
-        """Makes the identifier of a communicator; one rank does and sends it to the others."""
+        """Makes a communicator's identifier. One rank calls this and sends it to the others."""
         made = _UniqueId()
         self._call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)

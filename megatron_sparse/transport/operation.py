@@ -12,8 +12,8 @@ class Operation:
     """A posted operation's name, its deadline, and how its failure becomes a typed error.
 
     Args:
-        name: what was posted and with whom.
-        liveness: of the group's ranks; None where `scheme.watch_peers` is off.
+        name: the operation and its peers, for errors.
+        liveness: knows which of the group's ranks are gone; None if `scheme.watch_peers` is off.
         timeout_s: seconds that it may take.
     """
 
@@ -34,10 +34,10 @@ class Operation:
         return time.monotonic() >= self._deadline_s
 
     def error(self, cause: Exception | None = None) -> CommunicationError:
-        """The error to raise; may block for a moment until it is known which rank is at fault.
+        """The error to raise; may block briefly to learn which rank is at fault.
 
         Args:
-            cause: the backend's exception; None if it still waits.
+            cause: the backend's exception; None if the backend still waits.
         """
         is_late = self.is_late() or "Timed out" in str(cause)
         trouble, got = None, str(cause).splitlines()[0] if str(cause) else repr(cause)

@@ -218,8 +218,8 @@ class PeerLinks:
                     else:
                         self._read(key.data)
                 if time.monotonic() >= beat_s:
-                    # After everything was read: a process that was itself stopped must not
-                    # report the others as silent.
+                    # Only after all messages were read: a process that was itself stopped must
+                    # not report the others as silent.
                     beat_s = time.monotonic() + BEAT_S
                     self._beat()
         self._selector.close()
@@ -324,7 +324,7 @@ class PeerLinks:
 
 
 def own_hosts() -> list[str]:
-    """Addresses at which other ranks may reach this host, the likeliest first."""
+    """Addresses at which other ranks may reach this host, the most likely first."""
     found: list[str] = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         name = os.environ.get(variable, "").split(",")[0]

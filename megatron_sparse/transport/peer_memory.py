@@ -78,7 +78,7 @@ class WindowProvider(Protocol):
 class VirtualRanks:
     """Several ranks in one process, on one GPU: for tests, and to time the kernels.
 
-    They share its memory and caches, so the times do not predict those over NVLink.
+    They share the GPU's memory and caches, so the times do not predict times over NVLink.
 
     Args:
         world_size: number of ranks.
@@ -123,7 +123,7 @@ class _OneRankEach:
         """Shares the outcome with all ranks; on return every rank has zeroed its control.
 
         Raises:
-            HostError: some rank cannot reach the others, on all ranks alike.
+            HostError: some rank cannot reach the others; raised on all ranks.
         """
         if error is None:
             torch.cuda.synchronize(self.device)
@@ -216,7 +216,7 @@ class PeerMemory:
     Args:
         provider: makes the windows.
         layouts: of all buckets, by name; windows have room for the largest.
-        deadline_s: of each wait for messages; a wait for sums has twice as long.
+        deadline_s: seconds for each wait for messages; twice as many for a wait for sums.
         in_order_of_coming: owners add shards as they arrive, for groups with stragglers.
 
     Raises:
@@ -280,7 +280,7 @@ class PeerMemory:
             outs: of each local rank. Mutated.
             step: the step.
             densities: above these, messages and sums are dense.
-            message_slots: of messages in capacity mode.
+            message_slots: where the records of messages lie in capacity mode.
 
         Raises:
             ExtensionError: arguments that do not fit together; nothing was launched.

@@ -1,12 +1,16 @@
 """Transport over c10d's public operations: gloo on CPU, NCCL on CUDA, any group.
 
-Streams, watchdog, flight recorder and timeouts are c10d's. The transport makes a group of its own,
-with its own timeout, so that its operations cannot interleave with Megatron's on one communicator.
+Streams, watchdog, flight recorder and timeouts are c10d's. The transport makes its own group, with
+its own timeout, so that its operations cannot interleave with Megatron's on one communicator.
 
-Added for gloo: an operation ends as soon as a rank of the group is known to be gone (`liveness`),
-and at the latest `timeout_s` after it was posted, whatever gloo waits for; its error names the
-rank; a pairwise message that is shorter than its receive buffer is an error. With NCCL the next
-operation posted after a rank is gone raises the error; the watchdog ends those already posted.
+For gloo the transport adds:
+
+- An operation ends as soon as a rank of the group is known to be gone (`liveness`), and at the
+  latest `timeout_s` after it was posted. Its error names the rank.
+- A pairwise message that is shorter than its receive buffer is an error.
+
+With NCCL the next operation posted after a rank is gone raises the error; the watchdog ends the
+operations already posted.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ class GlooWork:
     Args:
         operation: their name and deadline.
         waiting: done when gloo has finished or failed.
-        check: of the received bytes, called when gloo has finished.
+        check: checks the received bytes; called when gloo has finished.
     """
 
     def __init__(
@@ -142,7 +146,7 @@ class ProcessGroupTransport:
         nccl_engine: make a communicator of NCCL's beside the group.
 
     Raises:
-        ConfigError: the device does not fit the backend, or `nccl_engine` is for a CPU.
+        ConfigError: the device does not fit the backend, or `nccl_engine` is set on a CPU.
         DependencyError: NCCL's functions cannot be called.
         CommunicationError: the ranks cannot reach one another.
     """
@@ -193,7 +197,7 @@ class ProcessGroupTransport:
         )
 
     def trouble(self) -> str | None:
-        """Which rank of the group is gone and why, in words; None while none is known to be."""
+        """Which rank of the group is gone and why, in words; None while no rank is known to be."""
         return None if self._liveness is None else self._liveness.trouble()
 
     def _broadcast(self, text: bytes) -> bytes:
@@ -207,7 +211,7 @@ class ProcessGroupTransport:
         return bytes(words.tolist())
 
     def _find_nodes(self) -> tuple[int, ...]:
-        """Compares host names: one small all-gather, for which the host waits."""
+        """Compares host names: the host waits for one small all-gather."""
         digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest()
         own = torch.tensor([int.from_bytes(digest)], dtype=torch.int64, device=self.device)
         gathered = own.new_empty(self.world_size)
@@ -282,7 +286,7 @@ class ProcessGroupTransport:
         receives: Sequence[tuple[int, torch.Tensor]],
         tag: int,
     ) -> GlooWork | StreamWork | NoWork:
-        """See `Transport`. NCCL has no tags; there, the order of the posts tells them apart.
+        """See `Transport`. NCCL has no tags; it matches messages by the order of the posts.
 
         With gloo a message that is longer than its receive buffer aborts the process: agree on
         sizes first. One that is shorter by 8 bytes or more is an error.
@@ -328,10 +332,10 @@ class ProcessGroupTransport:
         post: Callable[[], list[dist.Work | None]],
         check: Callable[[], None] | None = None,
     ) -> GlooWork:
-        """Posts works of gloo and has a thread wait for them.
+        """Posts gloo's works and lets a thread wait for them.
 
         gloo offers no completion callback, and some works complete only inside wait(): pairwise
-        ones, and the reduce-scatter, which reduces everything and copies the shard out there.
+        messages, and the reduce-scatter, which reduces everything and copies the shard there.
         """
         try:
             posted = post()
@@ -368,11 +372,11 @@ class ProcessGroupTransport:
         )
 
     def close(self, *, broken: bool = False) -> None:
-        """Gives the transport's own group back. Never waits for pending operations.
+        """Returns the transport's own group to the pool. Never waits for pending operations.
 
         Args:
-            broken: an operation has failed: the group is not used again, and the other ranks are
-                told that this one is gone.
+            broken: an operation has failed. The group is not used again, and the other ranks learn
+                that this one is gone.
         """
         for counter in self._arrival_counters:
             counter.close()
@@ -403,7 +407,7 @@ def _with_everyone(
 ) -> bool:
     """Whether this rank sends one tensor to, and receives one from, every other rank.
 
-    Tensors without elements count.
+    Empty tensors count too.
     """
     return all(
         len(pieces) == world_size - 1 == len({peer for peer, _ in pieces})

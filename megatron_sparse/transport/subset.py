@@ -1,8 +1,8 @@
-"""Some ranks of a transport as a transport of their own.
+"""A transport for a subset of another transport's ranks.
 
 For a collective inside a part of a group, for example across the nodes of a hierarchy: the other
-ranks of the group need not take part. It makes no process group: everything is pairwise exchange on
-the whole group's transport.
+ranks of the group need not take part. It makes no process group: all its operations are pairwise
+exchanges on the whole group's transport.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class SubsetTransport:
         world_size: ranks in the subset.
         device: where tensors must live.
         nodes: for each rank of the subset the node it is on.
-        ranks: the number of each in the whole group.
-        communicator: None; the whole group's cannot serve a part of it.
+        ranks: each one's number in the whole group.
+        communicator: None; the whole group's communicator cannot serve a part of it.
 
     Args:
         transport: of the whole group.

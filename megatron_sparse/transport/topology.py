@@ -15,7 +15,7 @@ class Link:
 
     Attributes:
         alpha_s: seconds that a message takes before its first byte arrives.
-        beta_s: seconds a byte; the reciprocal of the bandwidth.
+        beta_s: seconds per byte; the reciprocal of the bandwidth.
     """
 
     alpha_s: float
@@ -59,7 +59,7 @@ class Topology:
     def even(
         cls, world_size: int, ranks_per_node: int, intra: Link, inter: Link, nic: str = "rank"
     ) -> Topology:
-        """Fills nodes of `ranks_per_node`; the last one takes what is left."""
+        """Fills nodes of `ranks_per_node`; the last one takes the remaining ranks."""
         full, rest = divmod(world_size, ranks_per_node)
         sizes = (ranks_per_node,) * full + ((rest,) if rest else ())
         return cls(sizes, intra, inter, nic)

@@ -1,16 +1,17 @@
 """n ranks in one process: real messages and codecs, counted bytes, and a modelled clock.
 
 Every message is really copied, so a collective computes the same here as over a network, and every
-byte is counted on its directed link. The time is a MODEL and must be labelled so wherever it is
-shown: a message of m bytes from a to b starts when both have posted it and both ports are free,
-occupies the ports for beta m, and arrives after alpha + beta m; alpha and beta are those of the
-topology's link. Messages start in the order of their modelled times; at equal times, in the order
-in which the later of their two ranks posted them. Local work costs nothing unless the caller
-charges it.
+byte is counted on its directed link.
 
-Errors that a real network shows only by chance show here always: a receive buffer is overwritten
-with 0xFF when it is posted and filled at the last moment, and a sent buffer is read at that moment,
-so that touching either before the work is finished gives wrong results.
+The time is a MODEL; label it so wherever you show it. A message of m bytes from a to b starts when
+both ranks have posted it and both ports are free. It occupies the ports for beta m and arrives
+after alpha + beta m; alpha and beta are those of the topology's link. Messages start in the order
+of their modelled times. At equal times they start in the order in which the later of their two
+ranks posted them. Local work costs nothing unless the caller charges it.
+
+A real network shows some errors only by chance; here they always show. A receive buffer is
+overwritten with 0xFF when it is posted, and filled at the last moment. A sent buffer is read at
+that moment. So touching either before the work is finished gives wrong results.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class VirtualCluster:
         topology: nodes and links; None for one node whose links take no time.
         device: where the ranks' tensors live.
         message_scale: the clock prices each byte as this many, so that a small bucket can stand
-            for a large one. All-gathers and int64 words, by which ranks agree about sizes, do not
-            grow with the bucket and are priced as they are; the byte counters are not scaled.
+            for a large one. All-gathers and int64 words, with which ranks agree about sizes, do
+            not grow with the bucket and are not scaled; neither are the byte counters.
 
     Attributes:
         transports: one for each rank.
@@ -193,7 +194,7 @@ class VirtualCluster:
                 return
 
     def priced_bytes(self, data: torch.Tensor) -> float:
-        """The number of bytes that the clock prices a message as; subclasses may override it."""
+        """The number of bytes that the clock charges for a message; subclasses may override it."""
         return self.message_scale * data.nbytes
 
     def post_half(
@@ -205,7 +206,7 @@ class VirtualCluster:
         assert data.is_contiguous(), "messages are contiguous"
         waiting_for = f"rank {peer} to {'receive' if is_send else 'send'}"
         is_agreement = work.what == "all_gather" or data.dtype == torch.int64
-        # A receive buffer holds nothing yet; the sender's side has the price.
+        # A receive buffer holds nothing yet; the sender's side sets the price.
         priced = float(data.nbytes) if is_agreement or not is_send else self.priced_bytes(data)
         half = _Half(
             rank, peer, data, work, self.clock_s[rank], next(self._numbers), priced, waiting_for
@@ -273,8 +274,8 @@ class VirtualCluster:
         step_s = 0.0
         for rank in range(n if n > 1 else 0):
             after = (rank + 1) % n
-            # In a ring a rank passes on every piece but the one that ends with it (reduce-scatter)
-            # and then every piece but its successor's own (all-gather).
+            # In a ring a rank passes on every piece except the one that ends with it
+            # (reduce-scatter), then every piece except its successor's own (all-gather).
             sent = sum(sizes) - sizes[rank] + (0 if scatter else sum(sizes) - sizes[after])
             self.link_bytes[rank, after] += sent
             self.link_messages[rank, after] += (n - 1) * (1 if scatter else 2)

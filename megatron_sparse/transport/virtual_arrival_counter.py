@@ -42,14 +42,14 @@ class VirtualArrival(VirtualWork):
 
 
 class VirtualArrivalCounter:
-    """See `ArrivalCounter`; one rank's.
+    """See `ArrivalCounter`; each rank has one.
 
     Args:
         rank: in the cluster.
         clock_s: the modelled clock of each rank, in seconds.
         pending: the arrivals of every visit at which ranks are missing, shared by all ranks.
             Mutated.
-        resume: takes the arrivals of a visit that has been decided.
+        resume: called with the arrivals of each visit that has been decided.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class VirtualWork:
         """See `Work`; the cluster resumes the rank by itself."""
 
     def finish(self) -> None:
-        """Moves the rank's modelled clock on to the work's end."""
+        """Advances the rank's modelled clock to the work's end."""
         assert self.ready(), "the cluster resumes a rank only when its work is done"
         self._clock_s[self.rank] = max(self._clock_s[self.rank], self.done_s)
 
@@ -85,11 +85,11 @@ class VirtualTransport:
         return self._cluster.open_arrival_counter(self.rank)
 
     def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:
-        """See `Transport`. Counted and timed as a ring; added in rank order, in its own dtype."""
+        """See `Transport`. Timed and counted as a ring; sums in rank order in the input dtype."""
         return self._reduce("all_reduce", values_N, values_N)
 
     def reduce_scatter(self, shard_M: torch.Tensor, values_N: torch.Tensor) -> VirtualWork:
-        """See `Transport`. Counted and timed as a ring; added in rank order, in its own dtype."""
+        """See `Transport`. Timed and counted as a ring; sums in rank order in the input dtype."""
         return self._reduce("reduce_scatter", values_N, shard_M)
 
     def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> VirtualWork:

@@ -1,7 +1,7 @@
 """Threads that wait for operations that cannot be polled.
 
-Unlike the threads of a `ThreadPoolExecutor` they are daemons: a thread that gloo blocks until its
-timeout, because a rank is stopped, does not keep the process from ending.
+Unlike the threads of a `ThreadPoolExecutor` they are daemons. If a rank is stopped, gloo blocks a
+thread until the timeout; a daemon thread does not keep the process from ending meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Waiters:
         self._threads = 0
 
     def submit(self, wait: Callable[[], None]) -> Future[None]:
-        """Has a thread call `wait`. Call it from one thread at a time."""
+        """Queues `wait` for a thread to call. Submit from one thread at a time."""
         waiting: Future[None] = Future()
         self._tasks.put((wait, waiting))
         if not self._idle.acquire(blocking=False) and self._threads < self._most:
@@ -37,7 +37,7 @@ class Waiters:
         return waiting
 
     def close(self) -> None:
-        """Ends every thread after its present task, without waiting for that."""
+        """Ends every thread after its current task. Does not wait for the tasks."""
         for _ in range(self._threads):
             self._tasks.put(None)
 
