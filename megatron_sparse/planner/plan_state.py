@@ -31,16 +31,17 @@ class BucketState:
         chosen: the scheme, None before the first choice.
         reason: why it was chosen, in words.
         density: the target density that it was chosen for.
-        predicted_us: every candidate's predicted time when the scheme was chosen. profile: the last
-            sampled profile, None before the first.
-        profile_density: the target density of the step that sampled it. hopeless: True if no
-            candidate would beat dense even if all ranks selected the same elements.
-        measured_us: by scheme, the last time that all ranks agreed on. dense_step: the step in
-            which dense was last measured; -1 if never. failed: schemes that measured slower than
-            dense and are not to be tried again yet. failed_density: the target density at which the
-            last of them failed. dense_until: before this step the bucket is dense, regardless of
-            predictions; 0 for no step.
-            dense_reason: the reason for `dense_until`.
+        predicted_us: every candidate's predicted time when the scheme was chosen.
+        profile: the last sampled profile, None before the first.
+        profile_density: the target density of the step that sampled it.
+        hopeless: True if no candidate would beat dense even if all ranks selected the same
+            elements.
+        measured_us: by scheme, the last time that all ranks agreed on.
+        dense_step: the step in which dense was last measured; -1 if never.
+        failed: schemes that measured slower than dense and are not to be tried again yet.
+        failed_density: the target density at which the last of them failed.
+        dense_until: before this step the bucket is dense, regardless of predictions; 0 for no step.
+        dense_reason: the reason for `dense_until`.
     """
 
     numel: int

@@ -1,8 +1,8 @@
-"""Figures of the papers, regenerated from the virtual cluster with their clusters' parameters.
+"""The papers' figures, regenerated on the virtual cluster with the parameters of their clusters.
 
 A MODEL, not a measurement: messages and codecs are real, time is alpha-beta (`pricing`). One module
-for each paper, with its figures in `FIGURES`; docs/results/figures.md shows them and says what
-agrees.
+for each paper, with its figures in `FIGURES`; docs/results/figures.md shows them and compares them
+with the papers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def select(paper: str | None, number: int | None) -> list[Figure]:
 
     Args:
         paper: spccl, zen, pccl or stragglar; None for all.
-        number: in the paper; None for all of it.
+        number: the figure's number in the paper; None for all of its figures.
 
     Raises:
         ConfigError: there is no such figure.

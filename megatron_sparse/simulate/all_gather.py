@@ -1,8 +1,8 @@
-"""The all-gathers of the figures, put together from the phases of the registered all-reduces.
+"""The all-gathers of the figures, built from the phases of the registered all-reduces.
 
-The registry has all-reduce and reduce-scatter, which is what gradients need; SpCCL and PCCL
-measure the all-gather alone. Shard r of a rank's bucket is what rank r contributes.
-`seconds_of_ring` prices a dense ring without running it.
+The registry has only all-reduce and reduce-scatter, because gradients need no others; SpCCL and
+PCCL measure the all-gather alone. Rank r contributes shard r of the bucket. `seconds_of_ring`
+prices a dense ring without running it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ring(bucket: Bucket, transport: Transport) -> Steps:
 def hierarchical(bucket: Bucket, transport: Transport, timer: StageTimer) -> Steps:
     """Dense (PCCL, section 4.1): recursive doubling between the nodes, rings inside, a shuffle.
 
-    The second half of `dense_hierarchical`, with the reordering that an all-reduce is spared.
+    The second half of `dense_hierarchical`, plus a reordering that an all-reduce does not need.
 
     Args:
         bucket: its shards in the order of the ranks; filled.
@@ -73,7 +73,7 @@ def hierarchical(bucket: Bucket, transport: Transport, timer: StageTimer) -> Ste
 
 
 def _fold(gathered_N: torch.Tensor, cuts: list[int], folding: Folding) -> Phase:
-    """Ranks that sit out give their shard to the one before; one round, where there are any."""
+    """Ranks that sit out send their shard to the rank before them, in one round."""
     group = folding.group
     if folding.folded:
         own = gathered_N[cuts[group.rank] : cuts[group.rank + 1]]
@@ -89,11 +89,11 @@ def sparse_ring(exchange: Exchange) -> Steps:
     The second half of `adaptive_ring`.
 
     Args:
-        exchange: its bucket holds this rank's shard and is filled. Records have the format of its
-            options where that is smaller than dense.
+        exchange: its bucket holds this rank's shard and is filled with all shards. Records have the
+            format of its options if that is smaller than dense.
     """
     layout = exchange.bucket.layout(sharded=True)
-    # Says how the bucket is cut; nothing of it is sent.
+    # Only its layout is used, to cut the bucket; this message is not sent.
     message = Message(torch.empty(0, dtype=torch.uint8), layout, [0], "fp32", 0, 0)
     transport = exchange.transport
     sums = SparseSum(exchange, message, form=FORMAT_CODES[exchange.options.format])
@@ -107,16 +107,16 @@ def sparse_ring(exchange: Exchange) -> Steps:
 def seconds_of_ring(
     world_size: int, nbytes: float, links: tuple[Link, ...], seconds_a_byte: float = 0.0
 ) -> float:
-    """What the virtual cluster's clock shows for a dense ring's all-gather or reduce-scatter.
+    """The virtual cluster's time for a dense ring's all-gather or reduce-scatter, in closed form.
 
-    A rank starts a step when it has received and sent the one before, so all keep the pace of the
-    slowest link, which n - 1 pieces cross one after another. Thousands of ranks take millions of
-    messages; this takes none.
+    A rank starts a step when it has sent and received the messages of the step before. So all ranks
+    keep the pace of the slowest link, and n - 1 pieces cross that link one after another. A
+    simulation of thousands of ranks would take millions of messages; this formula takes none.
 
     Args:
-        world_size: ranks n, in a ring that leaves each rank once.
+        world_size: ranks n; the ring passes each rank once.
         nbytes: of the whole buffer.
-        links: the kinds of links in the ring; none is used by two ranks at once.
+        links: the kinds of links in the ring; no two ranks use a link at once.
         seconds_a_byte: of local work on each piece that arrives.
 
     Example:

@@ -1,12 +1,12 @@
-"""The model clusters that `configs/cluster_models` holds, made from the papers' machines: MODELS.
+"""Makes the model clusters in `configs/cluster_models` from the papers' machines: MODELS.
 
 Links are those of `machines`. The backend's all-reduce is the virtual cluster's: a ring at the rate
-of the links between nodes. Codec rates are not measured on any GPU. Each call of the codec is made
-on the CPU, the bytes that its tensor operations move are counted (`TrafficCounter`), and they
-are taken to move at half of the peak rate of the GPU's memory (`Machine.codec_rate`). Nothing is
-charged for launches, and nothing for the host: the virtual clock knows neither.
+of the links between nodes. Codec rates were not measured on a GPU. Instead each call of the codec
+runs on the CPU, `TrafficCounter` counts the bytes that its tensor operations move, and the model
+assumes that a GPU moves them at half of its memory's peak rate (`Machine.codec_rate`). Launches and
+the host cost nothing: the virtual clock models neither.
 
-`python -m megatron_sparse.simulate.cluster_models` writes the files anew.
+`python -m megatron_sparse.simulate.cluster_models` rewrites the files.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ MACHINES = {
     "ethernet_100gbit": (AWS_100, 16),
     "perlmutter": (PERLMUTTER_RING, 16),
 }
-"""Of each model cluster the machine, and the nodes that the paper used."""
+"""For each model cluster: the machine, and the number of nodes that the paper used."""
 NUMELS = (2**16, 2**18)
-"""Bytes are counted at. They are linear in it; a sample for the threshold is smaller than both."""
+"""Elements at which bytes are counted. Bytes are linear in them. The threshold's sample is
+smaller."""
 
 
 def model(name: str) -> ClusterModel:
-    """A model cluster, made anew; takes seconds."""
+    """Computes a model cluster; takes seconds."""
     machine, nodes = MACHINES[name]
     return ClusterModel(
         name=name,
@@ -63,7 +64,7 @@ def comment(name: str) -> str:
 
 
 def path_of(name: str) -> Path:
-    """The shipped file."""
+    """The path of the shipped file."""
     return Path(str(files(CONFIG_MODULE) / FOLDER / f"{name}.yaml"))
 
 
@@ -78,7 +79,7 @@ def _rates(machine: Machine) -> Iterator[CodecRate]:
 
 
 def moved_bytes(call: CodecCall) -> float:
-    """Bytes that one call moves, when its buffers exist already."""
+    """Bytes that one call moves if its buffers exist already."""
     call.run()
     with TrafficCounter() as counter:
         call.run()

@@ -1,8 +1,8 @@
-"""A figure: how its rows are made, and how they become a CSV and a PNG.
+"""A figure: makes its rows, and turns them into a CSV and a PNG.
 
-The picture is drawn from nothing but the rows that the CSV holds. Every title says where they come
-from: unless it says otherwise, from a model. Colours are those of Okabe and Ito, told apart by
-colour-blind readers too; series also differ in marker and line.
+The picture uses only the rows in the CSV. Every title names their source; the default is a model.
+The colours are those of Okabe and Ito, which colour-blind readers can tell apart; series also
+differ in marker and line.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Figure:
         paper: spccl, zen, pccl or stragglar.
         number: in the paper.
         title: what it shows.
-        assumptions: the subtitle: what the model takes for granted.
-        rows: makes the data; with `fast` a much smaller sweep.
+        assumptions: the subtitle: the model's assumptions.
+        rows: makes the data; its argument `fast` asks for a much smaller sweep.
         draw: puts rows onto an empty canvas.
         height_in: of the picture.
-        label: says in the title where the numbers come from.
+        label: the source of the numbers, for the title.
     """
 
     paper: str
@@ -55,7 +55,7 @@ class Figure:
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """The name of its files, without the suffix."""
         return f"{self.paper}-figure-{self.number}"
 
     def make(self, folder: Path, *, fast: bool) -> list[Path]:
@@ -63,7 +63,7 @@ class Figure:
 
         Args:
             folder: made if missing.
-            fast: a much smaller sweep, which says so in the title.
+            fast: make a much smaller sweep; the title says so.
 
         Returns:
             The files.
@@ -88,7 +88,7 @@ class Figure:
 
 
 def canvas_class() -> type[Canvas]:
-    """Matplotlib's figure, imported when something is drawn: that takes a second.
+    """Matplotlib's figure. Imported only for drawing: the import takes a second.
 
     Raises:
         DependencyError: matplotlib is missing.
@@ -106,7 +106,7 @@ def canvas_class() -> type[Canvas]:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Writes rows under the names of the first one's columns; numbers in full."""
+    """Writes rows; the header is the first row's columns. Numbers keep full precision."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -116,7 +116,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def groups(rows: Sequence[Row], *keys: str) -> dict[Any, list[Row]]:
-    """Rows by the value of a column, or of several, in the order in which they come."""
+    """Groups rows by the value of one or several columns; keeps their order."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         value = tuple(row[key] for key in keys)
@@ -131,12 +131,12 @@ Style = tuple[str, str, str]
 def styles_of(
     rows: Sequence[Row], colour: str = "series", form: str = "series"
 ) -> dict[str, Style]:
-    """How each series of a figure is drawn, whatever panel it is in.
+    """The style of each series of a figure, the same in all panels.
 
     Args:
         rows: of the whole figure.
-        colour: column whose values have a colour each.
-        form: column whose values have a marker and a dash each.
+        colour: column; each of its values gets a colour.
+        form: column; each of its values gets a marker and a dash.
     """
     colours = dict(zip(groups(rows, colour), itertools.cycle(COLOURS), strict=False))
     markers = dict(zip(groups(rows, form), itertools.cycle(MARKERS), strict=False))
@@ -207,7 +207,7 @@ def shared_legend(canvas: Canvas, axes: Sequence[Axes]) -> None:
 
 
 def draw_bars(axes: Axes, rows: Sequence[Row], group: str, y: str) -> None:
-    """A group of bars for each value of a column, a bar in each for every series.
+    """Draws a group of bars for each value of a column, with one bar for each series.
 
     Args:
         axes: drawn on.
@@ -245,7 +245,7 @@ def draw_heatmap(
     most: float,
     number: str = "{:.2f}",
 ) -> None:
-    """A cell for each row with its number in it; above 1 is green-blue, below is brown.
+    """Draws a cell for each row, with its number; ratios above 1 are green-blue, below 1 brown.
 
     Args:
         axes: drawn on.
@@ -253,8 +253,9 @@ def draw_heatmap(
         x: column.
         y: column; its values go upwards.
         value: column of a ratio.
-        most: ratio from which (and below whose inverse) the colour grows no darker; 1 has none.
-        number: how the ratio is written.
+        most: ratio at which the colour is darkest, as it is at its inverse; a ratio of 1 has no
+            colour.
+        number: format of the ratio.
     """
     import numpy as np
 

@@ -2,11 +2,11 @@
 
 ZEN (section 2.1) characterises sparse gradients by three numbers: the overlap of two ranks'
 positions (definition 3), the densification of the sum of n ranks (definition 4) and the skew over n
-partitions (definition 5). Here a gradient is rows of consecutive elements, as those of an embedding
-are; each rank has row i with probability p_i, independently of other ranks, and as many rows as
-their sum says, as top-k selection has. One vector of probabilities then settles all three, in
-closed form, and can be fitted to published values (`embedding_like`). Only `hardly_overlapping`
-needs ranks that know of each other.
+partitions (definition 5). Here a gradient consists of rows of consecutive elements, like an
+embedding's. Each rank has row i with probability p_i, independently of other ranks. A rank's number
+of rows is fixed to the sum of the p_i, as in top-k selection. The vector of probabilities then
+determines all three numbers in closed form, and can be fitted to published values
+(`embedding_like`). Only in `hardly_overlapping` do a rank's rows depend on other ranks.
 
 Everything is a pure function of (arguments, seed, rank). Values are normally distributed.
 """
@@ -28,12 +28,12 @@ class GradientModel:
 
     Attributes:
         numel: elements of the gradient.
-        row_numel: consecutive elements that are zero or not together; divides `numel`.
-        probability_R: float64, of each row, that a rank has it.
+        row_numel: elements of a row, which are all zero or all non-zero; divides `numel`.
+        probability_R: float64; for each row the probability that a rank has it.
         seed: of all draws.
         ranks_share_rows: all ranks have the same rows: full overlap.
-        disjoint: ranks have different rows as long as there are enough; a rank then has exactly
-            the expected number of rows, and where they lie is uniform.
+        disjoint: ranks have different rows as long as there are enough. A rank then has exactly the
+            expected number of rows, at uniform positions.
 
     Example:
         >>> model = uniform(4096, density=0.5)
@@ -53,14 +53,14 @@ class GradientModel:
         rows_R = torch.from_numpy(self._rows(rank))
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + rank)
         values_K = torch.randn(int(rows_R.sum()) * self.row_numel, generator=generator)
-        # A drawn zero would not be sent.
+        # A zero drawn as a value would not be sent.
         values_K[values_K == 0] = 1.0
         grad = torch.zeros(rows_R.numel(), self.row_numel)
         grad[rows_R] = values_K.view(-1, self.row_numel)
         return grad.flatten()
 
     def _rows(self, rank: int) -> np.ndarray:
-        """Systematic sampling in random order: the probabilities are met, and so is their sum."""
+        """Systematic sampling in random order: keeps probabilities and the number of rows."""
         rows = self.probability_R.size
         own = 0 if self.ranks_share_rows or self.disjoint else rank + 1
         generator = np.random.default_rng([self.seed, own])
@@ -75,7 +75,7 @@ class GradientModel:
         return held
 
     def summed(self, n: int) -> GradientModel:
-        """The gradients of nodes whose n ranks, each with this model, have added theirs."""
+        """The model of a node's gradient: the sum over its n ranks, each with this model."""
         probability_R = 1 - (1 - self.probability_R) ** n
         return replace(self, probability_R=probability_R)
 
@@ -128,7 +128,7 @@ def fully_overlapping(numel: int, density: float, seed: int = 0) -> GradientMode
 
 
 def hardly_overlapping(numel: int, density: float, seed: int = 0) -> GradientModel:
-    """No two ranks share a position until all are taken: the sum of n is n times as dense."""
+    """No two ranks share a position until all are taken: the sum of n ranks is n times as dense."""
     probability = np.full(_rows_of(numel, 1, density), density)
     return GradientModel(numel, 1, probability, seed, disjoint=True)
 
@@ -136,12 +136,12 @@ def hardly_overlapping(numel: int, density: float, seed: int = 0) -> GradientMod
 def skewed(
     numel: int, density: float, exponent: float = 1.0, row_numel: int = 1, seed: int = 0
 ) -> GradientModel:
-    """Row i is drawn with a rate proportional to (i + 1)^-exponent: most are at the beginning.
+    """Row i is drawn with a rate proportional to (i + 1)^-exponent: most are near row 0.
 
     Args:
         numel: elements.
         density: expected, of one rank.
-        exponent: 0 is uniform; words of a language have about 1 (Zipf).
+        exponent: 0 is uniform; the words of a language have about 1 (Zipf).
         row_numel: elements of a row.
         seed: of the draws.
     """
@@ -164,7 +164,7 @@ def embedding_like(
         density: expected, of one rank.
         sum_density: expected, of the sum of `ranks`: from `density` (full overlap) to that of
             uniform positions.
-        ranks: see there.
+        ranks: the number of ranks in that sum.
         row_numel: elements of a row, such as the width of an embedding.
         seed: of the draws.
 
@@ -195,7 +195,7 @@ def embedding_like(
 
 
 def _zipf_probability(rows: int, density: float, exponent: float) -> np.ndarray:
-    """Of having drawn row i at least once, in as many draws as give the density."""
+    """Probability that row i is drawn at least once, with as many draws as give the density."""
     if density == 1:
         return np.ones(rows)
     popularity = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
@@ -203,7 +203,7 @@ def _zipf_probability(rows: int, density: float, exponent: float) -> np.ndarray:
     def excess(log_draws: float) -> float:
         return float(-np.expm1(-np.exp(log_draws) * popularity).mean()) - density
 
-    # The rarest row alone needs this many draws to be had with the probability of the density.
+    # With this many draws even the rarest row has a probability of `density`: an upper bound.
     most = np.log(-np.log1p(-density) / popularity[-1])
     draws = np.exp(_root(excess, np.log(-np.log1p(-density)) - 1, most + 1))
     return -np.expm1(-draws * popularity)

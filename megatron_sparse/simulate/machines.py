@@ -1,8 +1,7 @@
 """The clusters of the papers as alpha-beta topologies: published link rates, stated latencies.
 
-A rate is the hardware's peak in one direction. No latency is stated in the papers for a single
-message; where each one comes from stands beside it, and docs/results/figures.md lists the same
-numbers.
+A rate is the hardware's peak in one direction. The papers state no latency for a single message; a
+comment beside each latency names its source, and docs/results/figures.md lists the same numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ MIB, GIB = 2**20, 2**30
 GBIT = 1e9 / 8
 
 CODEC_FRACTION = 0.5
-"""Part of the memory's peak rate at which codecs move bytes. An assumption: no GPU codec was
+"""Fraction of the memory's peak rate at which codecs move bytes. An assumption: no GPU codec was
 measured for these figures. Half is what a streaming kernel with some irregular access reaches."""
 
 
@@ -26,8 +25,8 @@ class Machine:
 
     Attributes:
         name: for titles.
-        ranks_per_node: GPUs (on Frontier GCDs) of a node; 1 where the node's own sum is taken
-            for granted.
+        ranks_per_node: GPUs (on Frontier GCDs) of a node; 1 if the model leaves out the sum within
+            a node.
         intra: between two ranks of a node.
         inter: between two ranks of different nodes.
         nic: see `Topology.nic`.
@@ -42,7 +41,7 @@ class Machine:
     memory_rate: float
 
     def topology(self, world_size: int) -> Topology:
-        """Its topology for a number of ranks."""
+        """The machine's topology for a number of ranks."""
         return Topology.even(world_size, self.ranks_per_node, self.intra, self.inter, self.nic)
 
     @property
@@ -63,7 +62,7 @@ PERLMUTTER_RING = Machine(
     nic="node",
     memory_rate=1555 * GB,
 )
-"""As one ring of the whole machine sees it: only one rank of a node sends to the next node."""
+"""Perlmutter for one ring over all ranks: only one rank of a node sends to the next node."""
 
 PERLMUTTER_LANES = Machine(
     "Perlmutter, A100",
@@ -75,20 +74,20 @@ PERLMUTTER_LANES = Machine(
     nic="rank",
     memory_rate=1555 * GB,
 )
-"""As PCCL's hierarchical algorithms see it: all ranks send to other nodes at once."""
+"""Perlmutter for PCCL's hierarchical algorithms: all ranks send to other nodes at once."""
 
 FRONTIER_LANES = Machine(
     "Frontier, MI250X",
     ranks_per_node=8,
     # 200 GB/s within a card, 50 to 100 GB/s between cards (OLCF's user guide).
     intra=Link(75e-6, 1 / (100 * GB)),
-    # Four 25 GB/s cards for eight GCDs, which all send at once (PCCL, section 4.1): half a card
+    # Four 25 GB/s cards serve eight GCDs. All GCDs send at once (PCCL, section 4.1): half a card
     # each. Alpha: fitted, see `pccl`.
     inter=Link(450e-6, 1 / (12.5 * GB)),
     nic="rank",
     memory_rate=1600 * GB,
 )
-"""As PCCL's hierarchical algorithms see it."""
+"""Frontier for PCCL's hierarchical algorithms."""
 
 AWS_25 = Machine(
     "AWS p3.16xlarge, 25 Gbit/s",
@@ -99,7 +98,7 @@ AWS_25 = Machine(
     nic="rank",
     memory_rate=900 * GB,
 )
-"""ZEN's first test bed, a rank for each machine: the sum within a machine comes before."""
+"""ZEN's first test bed with a rank for each machine, which first sums its GPUs' gradients."""
 
 DGX_H100 = Machine(
     "DGX H100",
@@ -111,7 +110,7 @@ DGX_H100 = Machine(
     nic="rank",
     memory_rate=3350 * GB,
 )
-"""StragglAR's larger server, and what its scaling figures are simulated with."""
+"""StragglAR's larger server, also used for its simulated scaling figures."""
 
 DGX_A100 = Machine(
     "DGX A100", 256, Link(3e-6, 1 / (300 * GB)), Link(3e-6, 1 / (300 * GB)), "rank", 2039 * GB

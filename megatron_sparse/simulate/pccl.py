@@ -2,17 +2,17 @@
 
 PCCL's hierarchical algorithms run on the virtual cluster with all their messages: the
 reduce-scatter of `dense_hierarchical`, and its all-gather (`all_gather.hierarchical`). The bucket
-has a few elements for each rank; without headers the scaled price is exact (`pricing`).
-The libraries' flat rings would take 4 million messages on 2048 GPUs; they are priced by
-`all_gather.seconds_of_ring`, which is the virtual cluster's clock in closed form.
+has a few elements for each rank. The scaled price is exact, because dense messages have no headers
+(`pricing`). The libraries' flat rings would take 4 million messages on 2048 GPUs;
+`all_gather.seconds_of_ring` prices them, which is the virtual cluster's clock in closed form.
 
 Bandwidths are the hardware's. RCCL and NCCL stripe their ring over all cards of a node; Cray-MPICH
 uses one, and adds on the host (sections 3.2 and 3.3). Latencies are FITTED, because the paper
-states none: for each machine a step of the vendor's ring, of PCCL's recursive algorithms between
-nodes and of Cray-MPICH's ring. Fitted to: 7x over RCCL at 1024 MB and 33x at 16 MB on 2048 GCDs; 2
-to 3x over NCCL at 256 MB and 5x at 16 MB on 2048 GPUs; Cray-MPICH's stated distance on both. They
-stand for all that a message costs at that scale, contention included, not for what a ping-pong
-measures. What figures show beyond these points is the model's.
+states none. Each machine has three: for a step of the vendor's ring, of PCCL's recursive algorithms
+between nodes, and of Cray-MPICH's ring. Fitted to: 7x over RCCL at 1024 MB and 33x at 16 MB on 2048
+GCDs; 2 to 3x over NCCL at 256 MB and 5x at 16 MB on 2048 GPUs; Cray-MPICH's stated distance on
+both. The latencies include every cost of a message at that scale, also contention; a ping-pong
+would measure less. All other points of the figures are predictions of the model.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ NUMEL_A_RANK = 2
 RANKS, FAST_RANKS = (32, 64, 128, 256, 512, 1024, 2048), (16, 32)
 SIZES_MB = (16, 32, 64, 128, 256, 512, 1024)
 HOST_ADDS_RATE = 12.5 * GB
-"""Bytes a second that Cray-MPICH's reduction handles on the host: fitted to section 3.3's 10 to 15x
-behind RCCL."""
+"""Bytes a second that Cray-MPICH reduces on the host; fitted to 10 to 15x behind RCCL (3.3)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class System:
     """A machine and the libraries that PCCL is compared with there.
 
     Attributes:
-        machine: as PCCL's own algorithms see it.
+        machine: the machine as modelled for PCCL's own algorithms.
         vendor: the GPU vendor's library.
         vendor_links: its ring's links, inside a node and between nodes.
         mpi_links: Cray-MPICH's.
@@ -71,12 +70,12 @@ class System:
 
     @property
     def gpus(self) -> str:
-        """What the machine's paper calls a rank."""
+        """The paper's word for a rank on this machine."""
         return "GCDs" if self.vendor == "RCCL" else "GPUs"
 
 
 def _system(machine: Machine, vendor: str, mpi_alpha_s: float) -> System:
-    # The fitted latency of the vendor's ring is that of the rings that PCCL has it run in nodes.
+    # PCCL runs the vendor's ring within nodes, so this ring has that fitted latency too.
     ring = Link(machine.intra.alpha_s, 1 / (100 * GB))
     return System(
         machine, vendor, (machine.intra, ring), (machine.intra, Link(mpi_alpha_s, 1 / (25 * GB)))
@@ -89,10 +88,10 @@ PERLMUTTER = _system(PERLMUTTER_LANES, "NCCL", 30e-6)
 
 @cache
 def run_s(system: System, kind: str, world_size: int, size_mb: int) -> float:
-    """PCCL's time from the virtual cluster; its additions and shuffle are charged.
+    """PCCL's time from the virtual cluster, with its additions and its shuffle.
 
     Args:
-        system: where.
+        system: the machine.
         kind: all_gather or reduce_scatter.
         world_size: ranks, whole nodes.
         size_mb: MiB of the whole buffer.
@@ -111,10 +110,10 @@ def run_s(system: System, kind: str, world_size: int, size_mb: int) -> float:
 
 
 def pccl_s(system: System, kind: str, world_size: int, size_mb: int) -> float:
-    """`run_s`, between the smallest and the largest size by interpolation.
+    """`run_s`, interpolated between the smallest and the largest size.
 
-    All ranks do the same at the same time, so the time is a sum of alpha + beta m: linear in the
-    size, without an error.
+    All ranks do the same at the same time, so the time is a sum of terms alpha + beta m. It is
+    linear in the size, so the interpolation is exact.
     """
     low, high = SIZES_MB[0], SIZES_MB[-1]
     low_s, high_s = (run_s(system, kind, world_size, size) for size in (low, high))

@@ -1,17 +1,17 @@
 """Runs one collective on the virtual cluster at reduced size and prices it at full size: a MODEL.
 
-A bucket of some mebibytes stands for one of gibibytes. It is really encoded, sent, decoded and
-added, by the registered collective. In an alpha-beta model its time is made of rounds, which do not
-depend on the size, and of bytes, which grow with it; so each byte of a message counts `scale` times
-(full size over simulated size), and latencies and the agreement's all-gathers count as they are.
-What is off by that is headers (48 bytes a record), `scale` times too heavy. Dense collectives,
-which have none, are exact.
+A bucket of some mebibytes stands for one of gibibytes. The registered collective really encodes,
+sends, decodes and adds it. In an alpha-beta model the time has two parts: the rounds, which do not
+depend on the size, and the bytes, which grow with it. So each byte of a message counts `scale`
+times (full size over simulated size); latencies and the agreement's all-gathers count once. The
+error is in the headers (48 bytes a record), which count `scale` times too much. Dense collectives
+have no headers and are exact.
 
 Local work: `ChargingTimer` prices the tensor operations within a collective's stages and
-advances the rank's clock; here by the bytes that they read and write over a rate (`memory_bound`).
-It stands for a GPU whose kernels are bound by memory. Nothing is charged for launches, nor is
-network time hidden behind codecs within a round (SpCCL's slices do both). A GPU codec's real rate
-was not measured for this.
+advances the rank's clock; here the price is the bytes that they read and write, divided by a rate
+(`memory_bound`). This models a GPU whose kernels are bound by memory. Launches cost nothing, and
+network time is not hidden behind codecs within a round (with SpCCL's slices, launches cost time and
+network time is hidden). No GPU codec was measured for this rate.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from megatron_sparse.transport.virtual_rank import VirtualTransport
 from megatron_sparse.wire import HEADER_BYTES
 
 SECTOR_BYTES = 32
-"""What a GPU moves at least for one scattered element."""
+"""The least bytes that a GPU moves for one scattered element."""
 _WRITE_ONLY = ("copy_", "zero_", "fill_")
 _FREE = ("empty", "count_nonzero", "detach", "lift_fresh", "resize_")
 """Allocation; and the count of non-zeros, which the CUDA encoder does in its one pass."""
 
 
 Measure = Callable[[Any, tuple, dict, Any], float]
-"""Of an operation, its positional and keyword arguments and its result: bytes, or seconds."""
+"""Maps an operation, its positional and keyword arguments and its result to bytes or seconds."""
 
 
 class OperationMeter(TorchDispatchMode):
-    """Measures every tensor operation while it is entered.
+    """Measures every tensor operation within its `with` block.
 
     Args:
         measure: called after each operation.
 
     Attributes:
-        total: of all so far.
+        total: the sum over all operations so far.
     """
 
     def __init__(self, measure: Measure) -> None:
@@ -69,13 +69,13 @@ class OperationMeter(TorchDispatchMode):
 
 
 class TrafficCounter(OperationMeter):
-    """Counts the bytes that tensor operations move while it is entered.
+    """Counts the bytes that tensor operations move within its `with` block.
 
-    An operation reads its inputs once and writes its outputs once; what it updates is both. Views
-    and allocations are free. Encoding reads the elements and writes the records; selection reads
-    the gradient, too, updates the residual, and looks at a sector of both for each sample. Adding
-    records, bitmaps among them, reads them and touches a sector each way for every element, or the
-    whole sum if that is less.
+    An operation reads its inputs once and writes its outputs once; what it updates in place counts
+    as both. Views and allocations are free. Encoding reads the elements and writes the records;
+    selection reads the gradient, too, updates the residual, and looks at a sector of both for each
+    sample. Adding records, bitmaps among them, reads them and touches a sector each way for every
+    element, or the whole sum if that is less.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class TrafficCounter(OperationMeter):
 
     @property
     def moved_bytes(self) -> float:
-        """So far."""
+        """The bytes moved so far."""
         return self.total
 
 
@@ -103,7 +103,7 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
         return args[0].nbytes + float(result.sum())
     if func.namespace == "megatron_sparse" and name == "decode_add_":
         acc_M, records = args[:2]
-        fresh = args[6:] == (True,)  # An argument that has its default is left out.
+        fresh = args[6:] == (True,)  # args lacks arguments that have their default
         whole = acc_M.nbytes if fresh else 2 * acc_M.nbytes
         touched = 2 * SECTOR_BYTES * records_nnz(records)
         return records.nbytes + (whole if fresh else min(whole, touched))
@@ -145,14 +145,14 @@ def records_nnz(records: torch.Tensor) -> int:
 
 
 class ChargingTimer(StageTimer):
-    """Advances the modelled clock of a rank by the price of what is done in each stage.
+    """Advances the modelled clock of a rank by the price of the operations in each stage.
 
     Args:
-        transport: whose clock.
+        transport: of the rank with that clock.
         price: seconds of an operation; None makes local work free.
 
     Attributes:
-        charged_s: all that was charged.
+        charged_s: the sum of all charges, in seconds.
     """
 
     def __init__(self, transport: VirtualTransport, price: Measure | None) -> None:
@@ -163,7 +163,7 @@ class ChargingTimer(StageTimer):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Charges what happens within; the name does not matter."""
+        """Charges the operations within its `with` block; ignores the name."""
         if self._price is None:
             yield
             return
@@ -178,7 +178,7 @@ class Job:
     """One collective on one machine.
 
     Attributes:
-        machine: where.
+        machine: the machine.
         world_size: ranks.
         full_bytes: size of the fp32 bucket that is priced.
         numel: elements of the bucket that is simulated, a multiple of `world_size`.
@@ -202,18 +202,18 @@ class Job:
 
     @property
     def seconds_a_byte(self) -> float:
-        """Of local work."""
+        """The price of local work."""
         return self.scale / self.machine.codec_rate if self.charged else 0.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job cost, at full size.
+    """The cost of a job at full size.
 
     Attributes:
         time_s: modelled seconds until the last rank was done.
-        local_s: of those the most that a rank was charged for local work; part of it may have
-            been hidden behind the network.
+        local_s: modelled seconds charged for local work, of the rank with the most; the network may
+            hide part of them.
         wire_bytes: sent by the busiest rank in pairwise messages.
     """
 
@@ -230,7 +230,7 @@ Start = Callable[[VirtualTransport, ChargingTimer], Steps]
 
 
 def drive(job: Job, start: Start) -> Outcome:
-    """Runs any steps of all ranks on the job's machine."""
+    """Runs the steps of all ranks on the job's machine."""
     topology = job.machine.topology(job.world_size)
     cluster = VirtualCluster(job.world_size, topology, message_scale=job.scale)
     timers: list[ChargingTimer] = []
@@ -245,7 +245,7 @@ def drive(job: Job, start: Start) -> Outcome:
 
 
 def price(job: Job, scheme: str, gradients: Gradients) -> Outcome:
-    """Runs a registered scheme: encoding what was selected, and the collective."""
+    """Runs a registered scheme: encodes the selection and runs the collective."""
     entry = SCHEMES[scheme]
     options = SchemeConfig(name=scheme, format=job.format)
 
@@ -270,7 +270,7 @@ def make_bucket(job: Job, grad_N: torch.Tensor) -> Bucket:
 def make_message(
     bucket: Bucket, sharded: bool, form: str, buffers: MessageBuffers, timer: StageTimer
 ) -> Message:
-    """Encodes what was selected, which here is all that is not zero."""
+    """Encodes the selection; here all non-zero elements are selected."""
     layout = bucket.layout(sharded)
     pieces = bucket.grad_N.split(layout.range_offsets.diff().tolist())
     nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])

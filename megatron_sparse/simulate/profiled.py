@@ -1,11 +1,12 @@
 """ZEN's figures 2, 3, 8, 16 and 17 for the user's own gradients, from a recording.
 
-2 and 3 show what was recorded; 17 counts bytes of it; 16 times this machine's CPU on it. 8 is a
-MODEL as in `simulate.zen`: bytes on the busiest port only, of as many ranks as were recorded.
+Figures 2 and 3 show the recording, 17 counts its bytes, and 16 times this machine's CPU on it.
+Figure 8 is a MODEL as in `simulate.zen`: bytes on the busiest port only, with up to as many ranks
+as were recorded.
 
-Deviations: the paper's figure 16 is a V100's. Its figure 17b shows the speedup of training, which
-needs the rest of an iteration; here it is that of synchronisation, by the bytes that the busiest
-rank receives.
+Deviations: the paper measured its figure 16 on a V100. Its figure 17b shows the speedup of
+    training, which depends on the rest of an iteration. Here 17b shows the speedup of
+    synchronisation, computed from the bytes that the busiest rank receives.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ if TYPE_CHECKING:
 
 MOST_SERIES, MOST_DENSITY = 6, 0.5
 MOST_SIMULATED = 2**20
-"""Elements that figure 8 simulates: of a larger bucket evenly spread pieces stand for it."""
+"""Elements that figure 8 simulates; evenly spread pieces represent a larger bucket."""
 PIECE_NUMEL = 256
 MOST_HASHED, REPETITIONS = 2**18, 7
-"""Entries that figure 16 hashes, and how often."""
+"""Entries that figure 16 hashes, and the number of repetitions."""
 BINS, PARTITIONS, OMNIREDUCE_BLOCK = 25, 8, 256
 RECORDED = "recorded gradients"
 
@@ -64,17 +65,17 @@ class Sample(Protocol):
 
     @property
     def numel(self) -> int:
-        """Elements of it."""
+        """The bucket's elements."""
         ...
 
     @property
     def elements(self) -> Sequence[np.ndarray]:
-        """Each rank's non-zero ones: int64, ascending."""
+        """Each rank's non-zero elements: int64, ascending."""
         ...
 
     @property
     def profile(self) -> SparsityProfile:
-        """Exact."""
+        """The exact profile."""
         ...
 
     @property
@@ -89,7 +90,7 @@ class Sample(Protocol):
 
 
 def figures(samples: Sequence[Sample]) -> list[Figure]:
-    """The figures, to be made into a folder.
+    """The figures of a recording; `Figure.make` writes them.
 
     Args:
         samples: of at least one bucket. Those with the most non-zero elements are drawn.
@@ -105,7 +106,7 @@ def figures(samples: Sequence[Sample]) -> list[Figure]:
         name: by_bucket[name]
         for name in sorted(sorted(nnz, key=lambda name: -nnz[name])[:MOST_SERIES])
     }
-    # One bucket is what a scheme synchronises, not all together; and a dense one shows nothing.
+    # A scheme synchronises single buckets, so "all" is left out; a dense bucket shows nothing.
     single = [name for name in nnz if name.rpartition("/")[2] != "all"]
     sparse = [name for name in single if by_bucket[name][0].profile.density < MOST_DENSITY]
     largest = by_bucket[max(sparse or single, key=lambda name: nnz[name])][0]
@@ -216,10 +217,10 @@ def thinned(elements_K: np.ndarray, numel: int, most: int) -> tuple[np.ndarray, 
     Args:
         elements_K: its non-zero elements, ascending.
         numel: its size.
-        most: the most elements of what comes out.
+        most: the most elements of the result.
 
     Returns:
-        Non-zero elements of what comes out, and its size.
+        The result's non-zero elements, and its size.
     """
     if numel <= most:
         return elements_K, numel
@@ -231,7 +232,7 @@ def thinned(elements_K: np.ndarray, numel: int, most: int) -> tuple[np.ndarray, 
 
 
 def rows_8(sample: Sample) -> list[Row]:
-    """Time over the dense all-reduce's, against the number of ranks."""
+    """Time divided by the dense all-reduce's, for each number of ranks."""
     rows, names = [], available()
     names.pop("Sparse PS", None)  # Not in the paper's figure either.
     for n in union_counts(len(sample.elements))[1:]:
@@ -286,7 +287,7 @@ def rows_16(sample: Sample) -> list[Row]:
 
 
 def rows_17(shown: dict[str, list[Sample]], largest: Sample) -> list[Row]:
-    """a: fp32 sizes of one rank's part and of the sum over the dense size; b: speedups."""
+    """a: fp32 sizes of one rank's part and of the sum, divided by the dense size; b: speedups."""
     rows = []
     for density, blocks, servers in sorted(set(_spread(shown))):
         sizes = {
@@ -313,7 +314,7 @@ def rows_17(shown: dict[str, list[Sample]], largest: Sample) -> list[Row]:
 
 
 def _spread(shown: dict[str, list[Sample]]) -> Iterable[tuple[float, float, int]]:
-    """Density and fraction of blocks of every bucket and its sum, and its number of servers."""
+    """For every bucket and its sum: density and fraction of blocks; and the bucket's servers."""
     for members in shown.values():
         for profile in (sample.profile for sample in members):
             n, size = profile.world_size, OMNIREDUCE_BLOCK

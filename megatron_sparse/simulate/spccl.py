@@ -1,11 +1,11 @@
 """SpCCL's figures 5 to 9: sparse all-gather, all-reduce and reduce-scatter on Perlmutter.
 
 Gradients are uniform and independent across ranks (section VI-A), messages Pici, thresholds the
-paper's. The simulated bucket has 2^19 elements (2 MiB) whatever the size that is priced
-(`pricing`). The dense baseline is the ring that NCCL uses, its additions hidden behind the network,
-as in NCCL. SparCML is the best of its four algorithms, with indices and values (COO) in what is
-selected and the smallest format in sums: once with the GPU's memory, and once with a quarter of the
-host's, because the published code works on the CPU.
+paper's. The simulated bucket always has 2^19 elements (2 MiB), for every priced size (`pricing`).
+The dense baseline is the ring that NCCL uses; the network hides its additions, as in NCCL. SparCML
+is the best of its four algorithms. It sends selections as indices and values (COO), and sums in the
+smallest format. It is priced once with the GPU's memory, and once with a quarter of the host's,
+because the published code works on the CPU.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def sparse(
         kind: all_gather, reduce_scatter or all_reduce.
         world_size: ranks.
         size_mib: MiB of the whole buffer.
-        sparsity: 1 - density of what each rank puts in.
+        sparsity: 1 - density of each rank's input.
         numel: elements that are simulated.
         charged: whether codecs take time.
     """
@@ -152,7 +152,7 @@ def _dense_row(kind: str, n: int, size: int, sparsity: float, numel: int) -> Row
 
 
 def rows_5(fast: bool) -> list[Row]:
-    """Time of the all-gather over sparsity."""
+    """Time of the all-gather by sparsity."""
     ranks, numel = ((8,), FAST_NUMEL) if fast else ((8, 16, 64), NUMEL)
     sparsities = (0.5, 0.99) if fast else (0.01, 0.10, 0.50, 0.75, 0.90, 0.95, 0.99)
     rows = []
@@ -167,7 +167,7 @@ def rows_5(fast: bool) -> list[Row]:
 
 
 def rows_9(fast: bool) -> list[Row]:
-    """Time of the all-reduce over sparsity, with SparCML."""
+    """Time of the all-reduce by sparsity, with SparCML."""
     ranks, numel = ((4,), FAST_NUMEL) if fast else (RANKS, NUMEL)
     rows = []
     for size in (512,) if fast else (512, 2048):

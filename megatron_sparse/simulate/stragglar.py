@@ -1,12 +1,13 @@
-"""StragglAR's figures 5, 6c, 7 and 9: all-reduces of which one rank comes late.
+"""StragglAR's figures 5, 6c, 7 and 9: all-reduces in which one rank is late.
 
 The registered collectives run on the virtual cluster with all their messages; the late rank's clock
-begins later. As in the paper's section 4.3 time is alpha-beta alone: alpha = 3 us and the GPUs'
-published point-to-point rate, and local work takes no time. That is what the paper's figures 6c, 7
-and 9 show; its figure 5 was measured on GPUs, and is here the same model at its sizes and delays.
+begins later. As in the paper's section 4.3, time is alpha-beta alone: alpha = 3 us and the GPUs'
+published point-to-point rate; local work takes no time. The paper's figures 6c, 7 and 9 show this
+model too. Its figure 5 was measured on GPUs; here it is the same model at its sizes and delays.
 
-Series that know of a straggler come in two cases: *ideal*, where the delay hides all that the early
-ranks can do without it, and *no delay*, their worst. Times count from the last rank's arrival.
+Schemes that use a straggler have two series: *ideal*, where the delay hides all work that the early
+ranks can do without the straggler, and *no delay*, the worst case. Times count from the last rank's
+arrival.
 
 Beyond the paper: the critical delay is also taken from the cluster, as the worst case less the
 ring's time, beside the exact formula of appendix B and the one simplified for large n.
@@ -52,7 +53,7 @@ NAMES = {
     "dense_allpairs": "MSCCL (all-pairs)",
     "dense_broadcast": "broadcast",
 }
-"""What the paper calls each scheme."""
+"""The paper's name of each scheme."""
 AWARE = ("straggler", "dense_broadcast")
 """Schemes whose time depends on the delay."""
 IDEAL_S = 10.0
@@ -61,7 +62,7 @@ POWERS, FAST_POWERS = (4, 8, 16, 32, 64, 128, 256), (4, 8)
 EVENS, FAST_EVENS = (6, 10, 12, 14, 20, 24, 28, 36, 48, 60), (6, 10)
 """Not powers of two; from 60 ranks on, making a schedule takes seconds."""
 MEAN_DELAYS_MS = {DGX_H100.name: 4.48, DGX_A100.name: 9.46}
-"""Of the paper's fine-tuning runs (section 4.1)."""
+"""Mean delay in the paper's fine-tuning runs (section 4.1)."""
 
 
 @cache
@@ -71,13 +72,13 @@ def after_s(
     """Seconds from the straggler's arrival to the last rank's end.
 
     Args:
-        machine: all ranks on one node of it.
+        machine: the machine; all ranks are on one node.
         scheme: a dense one.
         world_size: ranks; the last one is late.
         full_bytes: size of the fp32 buffer.
-        delay_s: how late.
+        delay_s: the delay of the last rank.
     """
-    # So that neither n pieces nor n - 1 chunks have a remainder.
+    # Divisible by n pieces and by n - 1 chunks.
     numel = world_size * (world_size - 1) * 2
     job = Job(machine, world_size, full_bytes, numel, charged=False)
     options = SchemeConfig(name=scheme)
@@ -95,7 +96,7 @@ def after_s(
 
 
 def cases(schemes: Sequence[str] = tuple(NAMES)) -> list[tuple[str, str, float]]:
-    """Name, scheme and delay of each series: those that know of a straggler come twice."""
+    """Name, scheme and delay of each series; schemes that use a straggler have two series."""
     found = []
     for scheme in schemes:
         if scheme in AWARE:
@@ -123,7 +124,7 @@ def _row(
 
 
 def rows_5(fast: bool) -> list[Row]:
-    """Over sizes with an ideal and with the mean delay; over delays at the largest size."""
+    """By size, with an ideal and with the mean delay; by delay, at the largest size."""
     sizes = [2**power * MIB for power in ((4, 12) if fast else range(4, 13))]
     delays_ms = (0, 5) if fast else (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15)
     rows = []
@@ -152,16 +153,17 @@ def _scaling_rows(ranks: Sequence[int]) -> list[Row]:
 
 
 def critical_on_cluster_s(n: int, full_bytes: int) -> float:
-    """The delay from which on the straggler-aware form wins over the ring, as the cluster has it.
+    """The smallest delay at which the straggler-aware form beats the ring on the virtual cluster.
 
-    A delay below the reduce-scatter's time is hidden whole, so it is the difference without any.
+    A delay below the reduce-scatter's time is hidden completely, so the critical delay is the
+    difference of the two times without a delay.
     """
     aware_s = after_s(DGX_H100, "straggler", n, full_bytes, 0.0)
     return aware_s - after_s(DGX_H100, "dense_ring", n, full_bytes, 0.0)
 
 
 def rows_7(fast: bool) -> list[Row]:
-    """The critical delay of 1 GiB, and what of it grows with the size, over s beta."""
+    """The critical delay of 1 GiB, and its part that grows with the size, divided by s beta."""
     rows, link = [], DGX_H100.intra
     buffer_s = GIB * link.beta_s
     for n in FAST_POWERS if fast else POWERS:
@@ -169,7 +171,7 @@ def rows_7(fast: bool) -> list[Row]:
         cluster_s = critical_on_cluster_s(n, GIB)
         exact_s = critical_delay_s(n, rounds, GIB, link)
         simplified_s = (log_n - 2) * link.alpha_s + log_n / n * buffer_s
-        # It is linear in the size, so another GiB adds what beta has in it.
+        # It is linear in the size, so another GiB adds exactly the part that is due to beta.
         grows_s = {
             "on the cluster": critical_on_cluster_s(n, 2 * GIB) - cluster_s,
             "appendix B, exact": critical_delay_s(n, rounds, GIB, Link(0.0, link.beta_s)),

@@ -1,17 +1,17 @@
 """ZEN's figures 8 and 15: sparse schemes against a dense all-reduce, on overlapping gradients.
 
-The gradients are `gradients.embedding_like`. What the paper states fits them: density of one rank,
-and one density of a sum. Table 1 and section 5.1 give the first; the second is read from a stated
-speedup by the cost that the paper's scheme has, which makes that bar of ZEN's own no test
-(`WORKLOADS` says which). Bars of other schemes are the model's.
+The gradients are `gradients.embedding_like`. They are fitted to two numbers of the paper: the
+density of one rank, and one density of a sum. Table 1 and section 5.1 give the first. The second is
+computed from a stated speedup with the cost of the paper's scheme, so ZEN's own bar tests nothing
+there (`WORKLOADS` says for which models). The bars of other schemes are predictions of the model.
 
 Figure 8 counts bytes on the busiest port only, as section 2.4 does: no latency, no local work.
-Figure 15 is 16 machines at 25 Gbit/s, a rank for each: what a machine's GPUs have added up densely
-over NVLink before costs the same in every scheme and is left out. The all-reduce is a ring, as
-the backend's; its additions are free. AGsparse, SparCML (recursive doubling) and the parameter
-server send index and value (COO) of what is selected, but of sums the smallest of dense, COO and
-Pici. ZEN's formats have no fused kernel here: what is charged is every pass of their tensor
-operations, far more than the paper's kernels take; without any charge it is a series of its own.
+Figure 15 has 16 machines at 25 Gbit/s, with a rank for each. It leaves out the dense sum over
+NVLink within a machine, which costs the same in every scheme. The all-reduce is a ring, as in the
+backend; its additions are free. AGsparse, SparCML (recursive doubling) and the parameter server
+send selections as index and value (COO), and sums in the smallest of dense, COO and Pici. ZEN's
+formats have no fused kernel here. Every pass of their tensor operations is charged, which is far
+more than the paper's kernels take; another series shows ZEN without any charge.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Workload:
         full_numel: elements of the sparse gradient (tables 1 and 2).
         density: of one rank.
         sum_density: of the sum of `ranks` ranks.
-        ranks: see there.
-        row_numel: elements that are zero or not together.
-        gpus_a_rank: ranks that are added up within a machine first.
+        ranks: the number of ranks in that sum.
+        row_numel: elements of a row, which are all zero or all non-zero.
+        gpus_a_rank: GPUs whose gradients are added up within a machine first.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Workload:
     gpus_a_rank: int = GPUS_A_MACHINE
 
     def gradient_model(self, numel: int) -> GradientModel:
-        """Of one GPU (of a group of eight, for a model that is split over them)."""
+        """The gradient of one GPU (of a group of eight GPUs, if the model is split over them)."""
         return embedding_like(numel, self.density, self.sum_density, self.ranks, self.row_numel)
 
 
-# Section 2.4: with 128 GPUs Balanced Parallelism in COO, which sends d + d_128 of the elements
-# with an index each, takes 0.64 of the all-reduce's time: d_128 = 0.64 - 0.0247.
+# Section 2.4: with 128 GPUs, Balanced Parallelism in COO takes 0.64 of the all-reduce's time. It
+# sends d + d_128 of the elements with an index each: d_128 = 0.64 - 0.0247.
 NMT = Workload("NMT", 112e6, 0.0247, 0.615, 128, 512)
 WORKLOADS = (
     # 793,471 rows of 512. ZEN's 6.77x: 2 d_8 + 1/32 + d_128 = 2 / 6.77.
@@ -79,8 +79,8 @@ WORKLOADS = (
     # Section 5.3: 2.80 % of one GPU are 5.2 % of eight.
     Workload("DeepFM", 214e6, 0.0280, 0.052, 8, 16),
     NMT,
-    # 5 % of the gradient of eight GPUs that share one model. No speedup is stated for this one:
-    # as the other two.
+    # 5 % of the gradient of eight GPUs that share one model. The paper states no speedup for this
+    # model: assumed as for the other two.
     Workload("Llama3.2-3B", 3.2e9, 0.05, 0.44, 16, 1, 1),
     # ZEN's 3.44x and 3.51x: 2 d + 1/32 + d_16 = 2 / speedup.
     Workload("OPT-2.7B", 2.7e9, 0.05, 0.45, 16, 1, 1),
@@ -99,7 +99,7 @@ OWN_FORMAT = ("omnireduce", "zen", "direct")
 
 
 def available() -> dict[str, str]:
-    """The figures' schemes that are in the registry; prints the names of missing ones."""
+    """The figures' schemes that the registry has; prints the names of missing ones."""
     for name, scheme in SCHEME_OF.items():
         if scheme not in SCHEMES:
             print(f"{name} is left out: {scheme} is not in the registry")
@@ -110,12 +110,12 @@ def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str,
     """The costs of schemes and of the dense all-reduce.
 
     Args:
-        job: machine and number of ranks; its format is overridden here.
+        job: machine and number of ranks; each scheme's format overrides the job's.
         gradients: makes each rank's gradient.
-        names: schemes by the name under which their costs are returned.
+        names: schemes, by their names in the result.
 
     Returns:
-        `AllReduce` and the others, by name.
+        The costs of `AllReduce` and of the schemes, by name.
     """
     found = {"AllReduce": price(replace(job, charged=False), "dense", gradients)}
     for name, scheme in names.items():
@@ -146,7 +146,7 @@ def _row(name: str, where: Row, outcome: Outcome, dense: Outcome, model: Gradien
 
 
 def rows_8(fast: bool) -> list[Row]:
-    """Time over the dense all-reduce's, against the number of GPUs."""
+    """Time divided by the dense all-reduce's, for each number of GPUs."""
     numel = FAST_NUMEL if fast else NUMEL_8
     model = NMT.gradient_model(numel)
     names = available()
@@ -156,7 +156,7 @@ def rows_8(fast: bool) -> list[Row]:
         job = Job(BANDWIDTH_ONLY, n, 4 * NMT.full_numel, numel, charged=False)
         found = outcomes(job, model.gradient, names)
         dense = found["AllReduce"]
-        # As the paper counts: every element that is pushed, and every one that is pulled.
+        # The paper counts every element pushed and every element pulled.
         pushed = (model.density + model.sum_density(n)) / 2
         for name, part in (("in COO", 2 * pushed), ("without index", pushed)):
             ideal = Outcome(part * dense.time_s, 0.0, part * dense.wire_bytes)
