@@ -9,6 +9,9 @@ DDP hands over each bucket when its gradients are final; the reducer averages it
 its progress thread, which completes the bucket's future. The gradient of an
 `nn.Embedding(sparse=True)`, for which DDP makes a bucket of its own, goes through the row-sparse
 all-reduce instead, whole.
+
+This is one file because state and hook share one lifecycle: DDP's order of calls in a backward
+pass.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
@@ -45,8 +48,8 @@ VERSION = 1
 class DDPState:
     """The plugin's state for one DDP model in one process: `register_comm_hook`'s first argument.
 
-    Collective: every rank makes one, with the same configuration. Residuals are held by parameter
-    name, so that they outlive the new buckets that DDP makes after the first iteration.
+    Collective: every rank makes one, with the same configuration. Residuals are kept by parameter
+        name, because DDP makes new buckets after the first iteration.
 
     Args:
         ddp: the model, before its first backward pass.
@@ -179,8 +182,8 @@ class DDPState:
         self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
     ) -> PendingReduction:
         bucket = self._bucket_of(grad_bucket)
-        # DDP copies the result out, or finds that it is its own buffer. It must come after a
-        # failure too, or DDP would wait for ever; the error is raised by `_finish_backward`.
+        # DDP copies the result out, unless it is DDP's own buffer. Complete the future after a
+        # failure too, or DDP would wait for ever; `_finish_backward` raises the error.
         return self._reducer.start(bucket, self.step, lambda: future.set_result(bucket.grad_N))
 
     def _start_sparse(
@@ -224,7 +227,7 @@ class DDPState:
         self.step += 1
 
     def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
-        """Makes the reducer's bucket of DDP's; its parameters are adjacent."""
+        """Makes the reducer's bucket from DDP's; its parameters are adjacent."""
         index, slices, start = self._launched, [], 0
         for parameter in grad_bucket.parameters():
             name, stop = self._names[parameter], start + parameter.numel()
@@ -256,7 +259,7 @@ class DDPState:
     def _take_residuals_back(self) -> None:
         """Called when DDP has made new buckets: keeps residuals under their parameters' names.
 
-        Residuals of buckets that this step has launched already stay in place: they are in use.
+        Residuals of buckets that this step has already launched are in use and stay in place.
         """
         for index in self._buckets.keys() - self._placed:
             bucket = self._buckets.pop(index)
@@ -268,7 +271,7 @@ class DDPState:
                     store.load([bucket], {})
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, to be saved between two steps by every rank for itself.
+        """This rank's state. Every rank saves its own, between two steps.
 
         Tensors are copies on the host; on CUDA that waits for them. With
         `residual_checkpoint=none` it holds no residuals.
@@ -291,7 +294,7 @@ class DDPState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the result of `state_dict` on the same rank of as many ranks.
+        """Restores the result of `state_dict`, on the same rank and with the same number of ranks.
 
         Parameters that `state` does not name start without residual.
 
@@ -333,7 +336,7 @@ class DDPState:
         self.step, self._planner.enabled = state["step"], state["enabled"]
 
     def close(self) -> None:
-        """Ends the thread and gives the process group back; DDP cannot be used afterwards."""
+        """Ends the thread and releases the process group; DDP cannot be used afterwards."""
         self._progress.close()
         self._transport.close(broken=self._progress.broken)
 
@@ -371,7 +374,7 @@ def _device_of(ddp: object) -> torch.device:
 
 
 def _check_state_is_own(config: SparseConfig) -> None:
-    """Each rank saves for itself, so there is no one to add residuals up."""
+    """Each rank saves only its own state, so nothing can add residuals up."""
     if config.compression.residual_checkpoint == "sum":
         raise ConfigError(
             "compression.residual_checkpoint=sum does not go with plain DDP",
@@ -382,7 +385,7 @@ def _check_state_is_own(config: SparseConfig) -> None:
 
 
 def _check_no_windows(planner: Planner, transport: Transport) -> None:
-    """Windows are made for buckets that stay, and DDP makes new ones behind the first step."""
+    """Windows need buckets that stay, but DDP makes new buckets after the first step."""
     if planner.windows(transport) is Windows.REQUIRED:
         raise ConfigError(
             "peer_two_shot does not go with plain DDP, whose buckets change after the first step",
@@ -393,7 +396,7 @@ def _check_no_windows(planner: Planner, transport: Transport) -> None:
 
 
 def _check_no_step_is_undone(config: SparseConfig, ddp: DistributedDataParallel) -> None:
-    """The state does not see the optimizer, so a skipped step would lose what it selected."""
+    """The state does not see the optimizer, so a skipped step would lose its selection."""
     if config.compression.undo == "always":
         raise ConfigError(
             "compression.undo=always does not go with plain DDP",

@@ -2,7 +2,7 @@
 
 Every row is first checked against the oracle; `#wrong` counts elements (bytes, for a message) that
 differ, and a row that has any is not timed. Operation, copy and peer are measured in turn, in the
-same run, and medians are reported: what slows the machine down for a while slows all three.
+same run, and medians are reported: a temporary slowdown of the machine affects all three.
 
 `copy` is that of `bench/table.py`. The peer is the same thing in plain torch operations, rounding
 to nearest where the gradient is narrow.
@@ -99,7 +99,7 @@ def _tasks(size: int, density: float, dtype: str, residual_dtype: str) -> Iterat
     wrong = _wrong_prune(before, (grad_N, residual_N), nnz, limit, code)
     peer_grad_N, peer_residual_N = before
     peer_sum_N = torch.empty(numel)
-    # What is pruned already is pruned to itself again, so the rounds see the same numbers.
+    # Pruning a pruned gradient does not change it, so all rounds see the same numbers.
     yield Task(
         "prune",
         "-",
@@ -161,7 +161,7 @@ def _wrong_prune(
     limit: float,
     code: int,
 ) -> int:
-    """Elements of both buffers that the oracle disagrees with, and how far the count is off."""
+    """Elements of both buffers that differ from the oracle's, plus the error of the count."""
     wrong, nonzero = 0, 0
     numel = before[0].numel()
     for start in range(0, numel, _ORACLE_CHUNK):

@@ -1,8 +1,11 @@
-"""What this machine has of all that the plugin can use, and what to do about what is missing.
+"""Checks the environment and reports what is missing, with remedies.
 
-`megatron-sparse doctor` prints one line for each part. `fail` is what a training run cannot do
-without, `warn` what makes it slower, poorer or likely to surprise. Looking starts no training and
-changes nothing; it imports torch and Megatron, and asks the compilers for their versions.
+`megatron-sparse doctor` prints one line for each part. `fail` means that training cannot run;
+`warn` means that it runs slower, with fewer features or with surprises. The checks start no
+training and change nothing; they import torch and Megatron, and ask the compilers for their
+versions.
+
+This is one file because it is one flat list of small, independent checks.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Check:
     """One line of the report.
 
     Attributes:
-        name: the part that was looked at.
+        name: the part that was checked.
         status: `ok`, `warn` or `fail`.
         detail: what was found.
         remedy: what to do about it; empty when there is nothing to do.
@@ -57,17 +60,17 @@ class Check:
 
 
 def collect() -> list[Check]:
-    """Looks at every part. Never raises: a look that goes wrong is itself a failed check."""
+    """Runs every check. Never raises: an exception in a check becomes a failed check."""
     checks: list[Check] = []
     for look in _LOOKS:
         name = look.__name__.strip("_").replace("_", " ")
         try:
             with warnings.catch_warnings():
-                # What the packages warn about at import is what the checks report in words.
+                # The checks report in words what the packages warn about at import.
                 warnings.simplefilter("ignore")
                 for check in look():
                     checks.append(check)
-        except (Exception, SystemExit) as error:  # whatever a half-installed package throws
+        except (Exception, SystemExit) as error:  # a half-installed package may raise anything
             checks.append(
                 Check(
                     name,
@@ -92,7 +95,7 @@ def run(json: Path | None = None) -> int:
     table = Table("part", "", "found", "what to do", title="megatron_sparse doctor")
     for check in checks:
         style = _STYLE[check.status]
-        # escape: square brackets in a text, as in an extra's name, are no markup.
+        # escape: square brackets in a text, as in an extra's name, are not markup.
         table.add_row(
             check.name, f"[{style}]{check.status}[/]", escape(check.detail), escape(check.remedy)
         )
@@ -358,7 +361,7 @@ def _network() -> Iterator[Check]:
         else:
             yield Check(name, "ok", chosen)
         return
-    # Without the variable gloo connects through the address that the host's own name resolves to.
+    # Without the variable, gloo uses the address that the host's own name resolves to.
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
@@ -404,7 +407,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _tail(name: str) -> str:
-    """The attribute at the end of a dotted name: what a reader of the table knows it by."""
+    """The attribute at the end of a dotted name, which readers of the table recognise."""
     return name.rsplit(".", 1)[-1]
 
 
@@ -412,8 +415,8 @@ def _first_output(*command: str, last: bool = False) -> str:
     """The first (or last) line that a command prints.
 
     Raises:
-        OSError: it cannot be run.
-        subprocess.SubprocessError: it fails, or is not done after 20 seconds.
+        OSError: the command cannot be run.
+        subprocess.SubprocessError: the command fails, or takes more than 20 seconds.
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     return done.stdout.strip().splitlines()[-1 if last else 0]
@@ -435,7 +438,7 @@ def _find_nvcc() -> str | None:
 
 
 def _memory_gib() -> float:
-    """Memory of the machine, or of the container where its limit is lower."""
+    """Memory of the machine, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and limit.read_text().strip().isdigit():

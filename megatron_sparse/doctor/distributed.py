@@ -36,15 +36,15 @@ from megatron_sparse.run.json_lines import write_rows
 MATRIX_RANKS = 16
 """The most ranks whose links are printed one by one; `--json` has them all."""
 KEEP_ALIVE_S = 10.0
-"""What rank 0, which may hold the store, waits for the others to read the verdict."""
+"""How long rank 0, which may hold the store, waits for the others to read the verdict."""
 HARD_LIMIT = 4.0
-"""After so many timeouts the process ends, whatever hangs. There are three waits, each of one."""
+"""The watchdog ends the process after this many timeouts; three waits take up to one each."""
 _STYLE = {"warn": "yellow", "fail": "bold red"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for.
+    """The command's options.
 
     Attributes:
         ranks: processes to start on this machine; None takes those of a local_ranks.
@@ -65,7 +65,7 @@ class Request:
         in_range("--timeout", self.timeout_s, 1, 86_400)
 
     def arguments(self) -> list[str]:
-        """The command line that asks for the same of a rank."""
+        """The command line that runs one rank with the same options."""
         flags = ["--strict"] if self.strict else []
         flags += [] if self.cluster is None else [f"--cluster={self.cluster}"]
         flags += [] if self.json is None else [f"--json={self.json}"]
@@ -119,7 +119,7 @@ def run_rank(request: Request, rank: int, world_size: int) -> int:
 
         for name, value in compose([f"cluster={request.cluster}"]).cluster.env.items():
             os.environ.setdefault(name, value)
-    # It takes seconds, on a busy machine many, which are no rank's fault.
+    # The import takes seconds, many on a busy machine; they must not count against a rank.
     import_module("torch.distributed")
     watchdog = _start_watchdog(request.timeout_s, rank)
     try:
@@ -130,7 +130,7 @@ def run_rank(request: Request, rank: int, world_size: int) -> int:
 
 
 def _start_watchdog(timeout_s: float, rank: int) -> threading.Timer:
-    """Ends this process when something hangs that should not be able to."""
+    """Ends this process if it hangs where it should not be able to."""
 
     def give_up() -> None:
         error = _out_of_time(rank, HARD_LIMIT * timeout_s)
@@ -153,7 +153,7 @@ def _out_of_time(rank: int, seconds: float) -> CommunicationError:
 
 
 def _open_store(rank: int, world_size: int, timeout_s: float) -> Any:
-    """Where the ranks leave their answers; rank 0 has it, or torchrun's agent beside it.
+    """The store for the ranks' answers; rank 0 hosts it, or torchrun's agent beside rank 0.
 
     Raises:
         CommunicationError: it cannot be reached.
@@ -178,7 +178,7 @@ def _open_store(rank: int, world_size: int, timeout_s: float) -> Any:
             got=str(error).splitlines()[0],
             remedy="look at the first node: is rank 0 there, and is the port open?",
         ) from None
-    # The agent's store is that of every start of its ranks.
+    # The agent's store outlives restarts of its ranks, so each start needs its own prefix.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return _prefixed(f"megatron_sparse/doctor/{start}", store)
 
@@ -201,7 +201,7 @@ def _examine(request: Request, store: Any, rank: int, world_size: int) -> int:
         there = _meet(store, rank, world_size, request.timeout_s)
         pings = {
             peer: ping(Invitation(tuple(invitation["hosts"]), invitation["port"]))
-            # Each rank begins with the next one, so that nobody is asked by all at once.
+            # Each rank begins with the next one, so that all ranks do not ping one rank at once.
             for peer, invitation in sorted(
                 there.items(), key=lambda item: (item[0] - rank) % world_size
             )
@@ -236,7 +236,7 @@ def _examine(request: Request, store: Any, rank: int, world_size: int) -> int:
 
 
 def _meet(store: Any, rank: int, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:
-    """Who is there, the same on every rank: rank 0 says who came in time."""
+    """The ranks that came in time, the same on every rank: rank 0 decides."""
     if rank == 0:
         came = _collect(store, "here", range(world_size), timeout_s)
         store.set("there", json.dumps({peer: json.loads(text) for peer, text in came.items()}))
@@ -257,7 +257,7 @@ def _meet(store: Any, rank: int, world_size: int, timeout_s: float) -> dict[int,
 
 
 def _collect(store: Any, what: str, ranks: Any, timeout_s: float) -> dict[int, bytes]:
-    """The answers that are there in time."""
+    """The answers that arrive in time."""
     deadline_s, found = time.monotonic() + timeout_s, {}
     for rank in ranks:
         left_s = max(deadline_s - time.monotonic(), 0.01)
@@ -265,14 +265,14 @@ def _collect(store: Any, what: str, ranks: Any, timeout_s: float) -> dict[int, b
             store.wait([f"{what}/{rank}"], timedelta(seconds=left_s))
             found[rank] = store.get(f"{what}/{rank}")
         except RuntimeError:
-            continue  # it is late or gone, and whoever asks sees that it is missing
+            continue  # late or gone: the caller sees that the rank is missing
     return found
 
 
 def _try_backend(
     store: Any, rank: int, world_size: int, request: Request
 ) -> tuple[dict[int, float], str]:
-    """The rates of the backend's links, or why there are none."""
+    """The rates of the backend's links, or the reason why there are none."""
     import torch
     import torch.distributed as dist
 
@@ -282,7 +282,7 @@ def _try_backend(
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        # A rank that does not answer is then an exception, and not the end of this process.
+        # With it a rank that does not answer raises an exception instead of ending this process.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:
         dist.init_process_group(
@@ -323,7 +323,7 @@ def _conclude(request: Request, store: Any, there: Mapping[int, Any], world_size
 
 
 def _expected_hosts() -> list[str]:
-    """Where Slurm has put the ranks; empty elsewhere: the others come without a name."""
+    """The host of each rank under Slurm; empty under other launchers, which do not name it."""
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         return []  # torchrun's ranks are not Slurm's tasks
     return slurm.host_of_each_rank(os.environ)
@@ -337,7 +337,7 @@ def _parse(text: bytes) -> RankReport:
 
 
 def json_rows(reports: Sequence[RankReport], findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """One object for each rank, link and finding; `kind` says which it is."""
+    """One object for each rank, link and finding; `kind` tells them apart."""
     skew = clock_skew(reports)
     rows: list[dict[str, Any]] = [
         {

@@ -1,4 +1,4 @@
-"""Measures the links of a rank to every other, without giving up at the first that is broken.
+"""Measures a rank's links to all other ranks, and continues after a broken link.
 
 Two ways, because they tell different things:
 
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from megatron_sparse.transport.peer_links import own_hosts
 
 PINGS = 20
-"""Of which the fastest counts: the others have met a busy machine."""
+"""Number of pings; the fastest counts, because a busy machine delays the others."""
 EXCHANGES = 3
-"""Of which the fastest counts."""
+"""Number of exchanges; the fastest counts."""
 EXCHANGE_BYTES = 2**22
 CONNECT_S = 5.0
 """Longer than a lost packet of the handshake, which costs 1 and then 2 seconds."""
@@ -51,7 +51,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Ping:
-    """What plain TCP says of a link.
+    """A measurement of a link over plain TCP.
 
     Attributes:
         latency_us: half of the fastest round trip; None where the link is broken.
@@ -104,11 +104,11 @@ def _answer(connection: socket.socket) -> None:
             while _receive(connection, len(_MAGIC)) == _MAGIC:
                 connection.sendall(_CLOCK.pack(time.time()))
         except OSError:
-            return  # the other has gone, or is no doctor
+            return  # the peer has gone, or is not a doctor
 
 
 def ping(invitation: Invitation) -> Ping:
-    """Measures the link to who has invited; never raises."""
+    """Measures the link to the rank that sent the invitation; never raises."""
     error = "it has no address"
     for host in invitation.hosts:
         try:
@@ -151,7 +151,7 @@ def rounds(world_size: int) -> list[list[tuple[int, int]]]:
         >>> rounds(4)
         [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
     """
-    places = list(range(world_size + world_size % 2))  # an odd number has a partner who is not
+    places = list(range(world_size + world_size % 2))  # an odd number gets a dummy partner
     found = []
     for _ in range(len(places) - 1):
         pairs = zip(places[: len(places) // 2], reversed(places), strict=False)
@@ -169,7 +169,7 @@ def exchange_rates(rank: int, world_size: int, device: torch.device) -> dict[int
         device: what the group's backend takes.
 
     Raises:
-        RuntimeError: of the backend, when a rank does not answer within the group's timeout.
+        RuntimeError: from the backend, if a rank does not answer within the group's timeout.
     """
     sent = torch.zeros(EXCHANGE_BYTES, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)

@@ -1,4 +1,4 @@
-"""What the links of a job say about its nodes: which one is absent, cut off, slow or late.
+"""Finds the nodes of a job that are absent, cut off, slow or late, from its links.
 
 Pure functions of numbers. A link is compared with links of its kind only: inside a host, or between
 hosts. A rank's score is its *best* link of a kind: where a good rank talks to a bad one the link is
@@ -21,23 +21,23 @@ SLOW = 2.0
 """A rank whose best bandwidth is below the median's by this factor is slow, and so is a link."""
 SLOW_LATENCY = 3.0
 LATENCY_FLOOR_US = 200.0
-"""Times vary more than rates do, and what is below the floor costs nobody anything."""
+"""Times vary more than rates do; times below the floor do not matter."""
 CLOCK_S = 0.1
-"""Clocks that differ by more make logs of several nodes unreadable, and leases and files odd."""
+"""Clocks that differ by more make logs of several nodes unreadable and confuse leases and files."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has found.
+    """The measurements of one rank.
 
     Attributes:
         rank: its number.
         host: the name of its machine.
         latency_us: to each rank that it reached.
         gbit_s: of each link that the backend has measured, in each direction.
-        broken: why it could not reach a rank.
-        offset_s: the clock of each rank that it reached less its own.
-        failure: why the backend could not be tried; empty where it was.
+        broken: for each rank that it could not reach, the reason.
+        offset_s: for each rank that it reached, that rank's clock less its own.
+        failure: the reason why the backend was not tried; empty if it was.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Finding:
 
     Attributes:
         status: `fail` where training cannot run, `warn` where it would be slow or confusing.
-        who: the host, with the rank where not all of the host's ranks are meant.
+        who: the host, with the ranks if the finding does not concern all of the host's ranks.
         detail: what was found, with numbers.
         remedy: what to do about it.
     """
@@ -74,7 +74,7 @@ def judge(
     Args:
         reports: of the ranks that answered.
         world_size: ranks that were started.
-        expected_hosts: the host of each rank, where the launcher says it.
+        expected_hosts: the host of each rank, if the launcher tells it.
     """
     found = _absent(reports, world_size, expected_hosts)
     found += _unreachable(reports)
@@ -144,7 +144,7 @@ _NETWORK = (
 
 @dataclass(frozen=True)
 class Link:
-    """A pair of ranks and what was measured between them; None where nothing was.
+    """A pair of ranks and the measurements between them; None where nothing was measured.
 
     Attributes:
         ranks: the lower one first.
@@ -212,7 +212,7 @@ def _scores(
 
 def _outliers(scores: dict[int, float], is_bad: Callable[[float, float], bool]) -> list[int]:
     if len(scores) < 3:
-        return []  # of two there is no telling which
+        return []  # of two ranks, either may be the bad one
     middle = median(scores.values())
     return [rank for rank, score in scores.items() if is_bad(score, middle)]
 
@@ -220,7 +220,7 @@ def _outliers(scores: dict[int, float], is_bad: Callable[[float, float], bool]) 
 def _named(
     bad: Iterable[int], scores: dict[int, float], hosts: dict[int, str], unit: str, what: str
 ) -> list[Finding]:
-    """One line for each host, with its ranks where not all of them are bad."""
+    """One line for each host, with its ranks if not all of them are bad."""
     middle = median(scores.values()) if scores else 0.0
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank in bad:
@@ -259,7 +259,7 @@ def _slow_links(
 
 
 def _late_clocks(reports: Sequence[RankReport]) -> list[Finding]:
-    """Hosts whose clock is off the median host's, as the first rank that answered sees them."""
+    """Hosts whose clock is off the median host's, as measured by the first rank that answered."""
     skew = clock_skew(reports)
     hosts = {report.rank: report.host for report in reports}
     found = {}
@@ -275,7 +275,7 @@ def _late_clocks(reports: Sequence[RankReport]) -> list[Finding]:
 
 
 def clock_skew(reports: Sequence[RankReport]) -> dict[int, float]:
-    """Seconds of each rank's clock off the median clock; of those that the first one reached."""
+    """Seconds from the median clock to each rank's, for ranks that the first rank reached."""
     if not reports:
         return {}
     first = reports[0]

@@ -11,6 +11,9 @@ For gloo the transport adds:
 
 With NCCL the next operation posted after a rank is gone raises the error; the watchdog ends the
 operations already posted.
+
+This is one file because the transport and its three kinds of work share the rules for streams and
+timeouts.
 """
 
 from __future__ import annotations

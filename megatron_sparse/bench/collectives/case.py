@@ -1,9 +1,9 @@
 """A case of `bench collectives`: a collective on one size and density, and its inputs.
 
-Two inputs for each case. Small integers are what `#wrong` is counted on: peaks where a selection of
-the case's density finds them, plus and minus one elsewhere, so small that every sum of them is
-exact in the gradient's dtype, in whatever order. Normal values, independent on each rank, are what
-is timed: what selection keeps of them lies at independent uniform positions.
+Two inputs for each case. Small integers serve to count `#wrong`: as many peaks as the case's
+density selects, and plus or minus one elsewhere. They are so small that every sum of them is exact
+in the gradient's dtype, in any order. Normal values, independent on each rank, serve for timing:
+selection keeps elements at independent uniform positions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES
 
 CHECK_STEPS = 2
-"""The second one has a residual, and buffers that are not new."""
+"""The second step has a residual, and buffers that are not new."""
 SMALLEST_PEAK, LARGEST_PEAK = 3, 7
 EXACT_INTEGERS = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11}
 """Up to which magnitude a dtype has all integers."""
@@ -39,7 +39,7 @@ class Case:
         op: all-reduce or reduce-scatter.
         scheme: a name in `SCHEMES`, or `auto`.
         dtype: of the gradient: fp32, bf16 or fp16.
-        density: what selection aims at; 1 for dense schemes.
+        density: target of the selection; 1 for dense schemes.
         numel: elements, a multiple of the number of ranks.
     """
 
@@ -59,7 +59,7 @@ class Case:
 
         Args:
             sweep: how the case is run.
-            straggler: the rank that is taken for late by schemes that need one.
+            straggler: the late rank, for schemes that need one.
         """
         known = SCHEMES.get(self.scheme)
         form = "auto" if known and known.own_format else sweep.message_format
@@ -97,12 +97,12 @@ class Case:
         return slice(rank * shard, (rank + 1) * shard)
 
     def normal_values(self, rank: int) -> torch.Tensor:
-        """What is timed: the gradient of a rank."""
+        """A rank's gradient for timing."""
         generator = torch.Generator().manual_seed(1000 + rank)
         return torch.randn(self.numel, generator=generator).to(VALUE_DTYPES[self.dtype])
 
     def small_integers(self, rank: int, world_size: int, step: int) -> torch.Tensor:
-        """What `#wrong` is counted on: the gradient of a rank in one of `CHECK_STEPS` steps.
+        """A rank's gradient for counting `#wrong`, in one of `CHECK_STEPS` steps.
 
         Raises:
             ConfigError: the sums of so many ranks are not exact in the dtype.

@@ -2,14 +2,14 @@
 
 Wire: what the busiest rank sends, at the rate of its link. Codec, for sparse schemes: the bytes
 that each rank must read and write in memory, at the rate at which all ranks of the machine copy at
-once. Counted are the passes that no codec can do without:
+once. The floor counts the passes that every codec needs:
 
 - selection: gradient and residual are read, the residual is written;
 - the sum is written once;
 - a message is written once, and as many bytes as are sent are read.
 
 Scattered additions are not counted: a codec that merges messages tile by tile has none outside of
-the cache. For dense schemes the wire is all: their additions go on while bytes arrive.
+the cache. For dense schemes only the wire counts: they add while bytes arrive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_sparse.formats.message import VALUE_DTYPES
 
 INDEX_BYTES, RESIDUAL_BYTES = 4, 4
 PAYLOAD_SHARE = 1448 / 1514
-"""Of the bytes that Ethernet carries at an MTU of 1500: without the headers."""
+"""Payload fraction of the bytes that Ethernet carries at an MTU of 1500."""
 
 
 def payload_rate(mbit: float) -> float:

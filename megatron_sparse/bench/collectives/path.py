@@ -1,4 +1,4 @@
-"""The data path of one bucket in two halves, where they must be told apart.
+"""The data path of one bucket in two halves, for callers that must run them separately.
 
 `GradientReducer` runs both in one go on its progress thread. The virtual cluster drives the second
 half for many ranks in one thread, and `--no-prune` times it alone.
@@ -34,10 +34,10 @@ class HalvedPath:
         case: what is synchronised.
         sweep: how.
         transport: of the rank.
-        straggler: the rank that is taken for late by schemes that need one; None for the last.
+        straggler: the late rank, for schemes that need one; None for the last rank.
 
     Attributes:
-        residuals: what was not selected so far.
+        residuals: the gradients that were not selected so far.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class HalvedPath:
 
 
 class LastRecord(NullSink):
-    """Keeps what was told of the last bucket."""
+    """Keeps the record of the last bucket."""
 
     record: BucketRecord
 

@@ -1,9 +1,9 @@
 """Checks and times collectives between real ranks, from dense gradient to dense sum.
 
-What is timed is what training does: `GradientReducer` with its residual, sampled threshold, error
+It times the path that training uses: `GradientReducer` with its residual, sampled threshold, error
 feedback, progress thread and planner. A round is the scheme, the backend's own dense collective and
 a plain copy, each after a barrier and on fresh values; filling them in is not timed. Dense and
-scheme take turns at going first, so that what slows the machine down for a while slows both.
+scheme take turns at going first, so that a temporary slowdown of the machine affects both.
 
 On CUDA devices the backend is NCCL; that has not been run.
 """
@@ -47,7 +47,7 @@ LINK_ROUNDS = 7
 LINK_BYTES = 8 << 20
 
 Progress = Callable[[int, int, Case], None]
-"""Told the number of the case that begins, of how many, and the case."""
+"""Progress callback: the number of the case that begins, the number of cases, and the case."""
 
 
 class RankBench(RankGroup):
@@ -138,7 +138,7 @@ class RankBench(RankGroup):
         return int(counts.sum())
 
     def _exact_sum(self, sent_N: torch.Tensor) -> torch.Tensor:
-        """The sum of small integers over all ranks, by no reduction that is under test."""
+        """The sum of small integers over all ranks, without any reduction under test."""
         return self._gather(sent_N.to(torch.int8)).sum(0, dtype=torch.int32)
 
     def _time(self, case: Case, row: Row, wire_rate: float) -> None:
@@ -229,7 +229,7 @@ class RankBench(RankGroup):
         return reducer, sink
 
     def _dense(self, case: Case, values_N: torch.Tensor) -> None:
-        """What training without the plugin does."""
+        """The collective of training without the plugin."""
         if case.op is CollectiveOp.ALL_REDUCE:
             _typed(lambda: dist.all_reduce(values_N))
         else:

@@ -1,6 +1,6 @@
 """How a bench of collectives runs a rank, prints its table and writes its JSON lines.
 
-Rank 0 prints and writes; an error that several ranks find is told by the first of them.
+Rank 0 prints and writes. If several ranks find an error, the first of them reports it.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def run_anywhere(
         place: where the ranks are.
         mbit: rate of the test bed's links.
         json_path: for one JSON object a line; None writes none.
-        check: refuses a number of ranks that does not fit, before anything starts.
+        check: raises if the number of ranks does not fit, before anything starts.
         virtual: measures virtual ranks.
         rank: measures as one of the ranks that were started.
         command: arguments of `megatron-sparse` for each rank, without `--json`.
 
     Raises:
-        ConfigError: flags that contradict one another, or what does not fit.
-        MegatronSparseError: what a collective raises.
+        ConfigError: flags contradict one another, or an option does not fit.
+        MegatronSparseError: a collective failed.
     """
     started = local_ranks.started_ranks()
     local_ranks.check_place(
@@ -121,7 +121,7 @@ def print_head(settings: Any, where: str) -> None:
 
 
 def virtual_place(topology: Topology) -> str:
-    """Where virtual ranks run, in words that say that their times are a model's."""
+    """The place of virtual ranks, in words that mark their times as a model's."""
     return (
         f"{topology.world_size} virtual ranks, MODELLED times of an alpha-beta clock without local "
         f"work; nodes of {topology.node_sizes}, {_link(topology.intra)} inside, "
@@ -130,7 +130,7 @@ def virtual_place(topology: Topology) -> str:
 
 
 def progress_of(number: int, of: int, case: Case) -> None:
-    """Says on a terminal what is being measured."""
+    """Shows on a terminal which case is being measured."""
     what = f"{case.op} {case.scheme} {case.density:g} {case.nbytes} B {case.dtype}"
     show_progress(f"{number + 1}/{of}: {what}")
 

@@ -1,7 +1,8 @@
-"""A line of `bench collectives`, and how it is made from what every rank measured in every round.
+"""A line of `bench collectives`, computed from the figures of every rank in every round.
 
 The slowest rank's time counts. The stages are that rank's in the same round, so that they and
-`host_us` add up to its time; each figure is a median over the rounds, so that medians need not.
+`host_us` add up to its time; each figure is a median over the rounds, so the printed medians need
+not add up.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class CaseRow(TableRow):
             last rank's arrival to the last rank's end.
         p99_us: `time_us` of the slowest round but one in a hundred.
         foreign_load: the share of the machine that other programs took; null where unknown.
-        noisy: whether that was too much for a figure to be believed.
+        noisy: whether `foreign_load` was too high to trust the figures.
     """
 
     op: str
@@ -78,8 +79,8 @@ class CaseRow(TableRow):
         Args:
             case: what was checked.
             carried_by: see the attributes.
-            world_size: see there.
-            wrong: see there.
+            world_size: see the attributes.
+            wrong: see the attributes.
             more: other attributes.
         """
         named = {
@@ -113,7 +114,7 @@ class Row(CaseRow):
         speedup: of the pairs of dense and scheme, the median ratio.
         prune_us: threshold, error feedback, pruning and encoding; 0 with `--no-prune`.
         encode_us: encoding sums; encoding what is selected is part of `prune_us`.
-        network_us: waiting for messages, for slower ranks too.
+        network_us: waiting for messages, including the wait for slower ranks.
         decode_us: adding messages up.
         host_us: `time_us` less the stages: the launch, the progress thread, its polling.
         host_cpu_us: what the progress thread spent of the processor: on a CPU with the codecs, on

@@ -25,12 +25,13 @@ from megatron_sparse.transport.virtual_rank import VirtualTransport
 
 TRANSPORT = "virtual"
 BYTES_AN_ELEMENT = 40
-"""What a rank holds at most: gradient, input, residual before and after, sums, messages."""
+"""Most tensors that a rank holds: gradient, input, residual before and after, sums,
+messages."""
 
 
 @dataclass
 class _Outcome:
-    """What a rank ends a step with: its part of the result, and what it contributed."""
+    """A rank's outcome of a step: its part of the result, and its contribution."""
 
     result: torch.Tensor
     sent_N: torch.Tensor

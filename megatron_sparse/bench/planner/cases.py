@@ -1,4 +1,4 @@
-"""What the planner is tried on: gradients of several kinds, on several clusters and group sizes.
+"""The planner's test cases: gradients of several kinds, on several clusters and group sizes.
 
 Gradients are those of `simulate.gradients`, with the densities and overlaps that ZEN reports for
 natural sparsity and that top-k selection has at 99 %; or those of a gradient dump.
@@ -43,10 +43,10 @@ class Workload:
     """The gradients of one bucket.
 
     Attributes:
-        kind: what they are like.
+        kind: the kind of gradients.
         source: a rank's gradient: fp32, of `numel` elements.
         numel: elements.
-        most_ranks: how many ranks there are gradients of.
+        most_ranks: the number of ranks that have gradients.
     """
 
     kind: str

@@ -1,9 +1,10 @@
 """`bench planner`: the planner's choice beside the best of all candidates, all of them run: MODELS.
 
-The planner sees what it sees in training: a profile that the ranks sampled (`sparsity.sampling`,
-here through the virtual cluster) and its cost models. The truth is `virtual_truth`: real messages
-on the cluster's alpha-beta clock, codec work charged call by call by prices that the cost models do
-not know. A bucket of some hundred thousand elements stands for one of `Setting.full_numel`.
+The planner gets the same inputs as in training: a profile that the ranks sampled
+(`sparsity.sampling`, here through the virtual cluster) and its cost models. The truth is
+`virtual_truth`: real messages on the cluster's alpha-beta clock, codec work charged call by call by
+prices that the cost models do not know. A bucket of some hundred thousand elements stands for one
+of `Setting.full_numel`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from megatron_sparse.transport.virtual_rank import VirtualTransport
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried.
+    """The cases to try.
 
     Attributes:
         workloads: gradients.
-        world_sizes: ranks; those that a workload has no gradients of are left out.
+        world_sizes: ranks; sizes for which a workload has no gradients are left out.
         clusters: names of shipped model clusters.
         schemes: the candidates; None for all.
-        full_numel: elements of the bucket that is stood for.
+        full_numel: elements of the bucket that the small one represents.
         op: all-reduce or reduce-scatter.
     """
 
@@ -102,7 +103,7 @@ class Trial:
 
 
 def sampled_profile(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
-    """What the ranks find out about their gradients, by the sampler that training uses."""
+    """The profile that the ranks measure with the sampler that training uses."""
     numel, n = gradients[0].numel(), len(gradients)
 
     def start(transport: VirtualTransport) -> Generator[Any, None, SparsityProfile]:

@@ -2,9 +2,9 @@
 
 Each rank selects from its gradient of a kind at that kind's density, by `GradientReducer`. A round
 runs every candidate once, each after a barrier and on a fresh gradient, beginning with another one
-each time, so that what slows the machine down for a while slows all of them. The slowest rank
-counts; figures are medians over the rounds. The cluster is measured in the same launch unless a
-file is given.
+each time, so that a temporary slowdown of the machine affects all of them. The slowest rank counts;
+figures are medians over the rounds. The cluster is measured in the same launch unless a file is
+given.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_sparse.sparsity.sampling import sample_profile
 
 @dataclass(frozen=True)
 class RealTrial:
-    """What is tried between real ranks.
+    """The cases to try between real ranks.
 
     Attributes:
         workloads: gradients.
@@ -64,7 +64,7 @@ class RealTrial:
 
     @property
     def sweep(self) -> Sweep:
-        """As the collective bench's ranks want it."""
+        """The options in the form of the collective bench."""
         nbytes = 4 * max(workload.numel for workload in self.workloads)
         return Sweep(
             min_bytes=nbytes,
@@ -172,7 +172,7 @@ def run_rank(trial: RealTrial, json_path: Path | None) -> Verdict:
     Raises:
         ConfigError: the JSON file cannot be written, or the cluster file is another cluster's.
         CommunicationError: a rank is gone.
-        SystemExit: an error that another rank has told of already; with its exit code.
+        SystemExit: another rank has already reported the error; has that error's exit code.
     """
 
     def measure(group: PlannerRanks) -> Verdict:

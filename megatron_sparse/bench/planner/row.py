@@ -1,4 +1,4 @@
-"""A case of `bench planner`: what was chosen, what would have been best, and the verdict on all."""
+"""A case of `bench planner`: the chosen scheme, the best scheme, and the verdict on all cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_sparse.planner.prices import DENSE, least
 NEAR = 0.05
 """Regret up to which a choice counts as the best one."""
 ENOUGH = 0.95
-"""Part of the cases that must be near the best."""
+"""Fraction of the cases that must be near the best."""
 WORST_OVER_DENSE = 1.05
 
 
@@ -27,14 +27,14 @@ class PlannerRow(TableRow):
         numel: elements of the bucket.
         density: of a rank's gradient, as it was sampled.
         chosen: the planner's scheme.
-        chosen_us: what it took.
-        predicted_us: what it was predicted to take.
-        best: the scheme that took least.
-        best_us: what that took.
-        dense_us: what `dense` took.
+        chosen_us: its time.
+        predicted_us: its predicted time.
+        best: the fastest scheme.
+        best_us: its time.
+        dense_us: the time of `dense`.
         modelled: whether the times are those of a virtual cluster.
-        taken_us: what each candidate took.
-        predictions_us: what each was predicted to take.
+        taken_us: each candidate's time.
+        predictions_us: each candidate's predicted time.
     """
 
     COLUMNS = Columns(
@@ -62,7 +62,7 @@ class PlannerRow(TableRow):
     def of(
         cls, predictions_us: Mapping[str, float], taken_us: Mapping[str, float], **case: Any
     ) -> Self:
-        """Chooses by the predictions and looks up what was taken.
+        """Chooses by the predictions and looks up the real times.
 
         Args:
             predictions_us: by scheme; `dense` is one of them.
@@ -85,7 +85,7 @@ class PlannerRow(TableRow):
 
     @property
     def regret(self) -> float:
-        """By which part the chosen scheme took longer than the best one."""
+        """The chosen scheme's extra time, as a fraction of the best scheme's time."""
         return self.chosen_us / self.best_us - 1
 
     @property
@@ -100,11 +100,11 @@ class PlannerRow(TableRow):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rows say together.
+    """The verdict on all rows.
 
     Attributes:
         cases: how many there are.
-        near: part of them whose choice is within `NEAR` of the best.
+        near: fraction of them whose choice is within `NEAR` of the best.
         worst_over_dense: the largest time of a choice over that of dense.
     """
 
