@@ -1,7 +1,7 @@
-"""A scheme of one's own in one file: `sparse_star`, all through one rank (docs/adding-a-scheme.md).
+"""Your own scheme in one file: `sparse_star` sends all through one rank (docs/adding-a-scheme.md).
 
-Agreement: one all-gather of what is meant and of every rank's message size, 8 (2 + n) bytes a
-rank.
+Agreement: one all-gather of the collective's identity and of every rank's message size, 8 (2 + n)
+bytes a rank.
 Phase 1, n - 1 rounds: every rank sends its message to rank 0, which adds them up in rank order.
 Phase 2, 1 round: rank 0 sends the sum to all others, dense.
 
@@ -61,7 +61,7 @@ def sparse_star(exchange: Exchange, message: Message) -> Steps:
     room = sums.take("received", sum(sizes) - sizes[MIDDLE])
     messages = [own, *room.split([sizes[rank] for rank in others])]
     sums.clear()
-    # While one message is on its way, the one before it is added: its own comes first.
+    # While one message is on its way, the previous one is added; rank 0's own comes first.
     yield from group.in_rounds(
         [([], [(rank, messages[rank])]) for rank in others],
         lambda rank: sums.add_message(messages[rank], whole, rank),

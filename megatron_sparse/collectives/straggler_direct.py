@@ -1,19 +1,20 @@
 """Straggler-aware sparse reduction: StragglAR's schedule on records, with `direct` before it.
 
-No paper has it. All ranks know who the straggler is (`Exchange.straggler`). Messages are cut
-at the borders of the n shards and of the n - 1 chunks (reduce-scatter: of the n - 1 pieces of every
-shard), whoever is late, so they can be encoded before that is known.
+No paper describes this scheme. All ranks know the straggler (`Exchange.straggler`). Messages are
+cut at the borders of the n shards and of the n - 1 chunks (reduce-scatter: of the n - 1 pieces of
+every shard). The cuts do not depend on the straggler, so messages can be encoded before it is
+known.
 
 Phase 1, without the straggler, `direct` among the n - 1 early ranks: they agree on sizes, and each
 sends early rank i the records of chunk i (n - 2 rounds), which adds them in rank order and encodes
 the sum once. All-reduce: the sums are all-gathered (n - 2 rounds), so that every early rank has the
 early sum. Reduce-scatter: early rank i adds up its own shard, and piece i of the straggler's.
-Handshake, 1 round (`straggler_shares`): the straggler and each early rank tell each other what they
-mean and the sizes of what follows.
+Handshake, 1 round (`straggler_shares`): the straggler and each early rank exchange their identities
+and the sizes of the records that follow.
 Phase 2, at most the R rounds of `make_schedule`: the straggler gives early rank r part r of its
 message and gets the sum of chunk r, and the others pass on parts of its message. Each rank adds
-those to the early sum. How many parts there are is for the sizes to say (`parts_of`): the larger
-the sums, the fewer parts still cross with them, and the sooner the others have them all.
+those to the early sum. The number of parts depends on the sizes (`parts_of`): the larger the sums,
+the fewer the parts, and the sooner the other ranks have all of them.
 Reduce-scatter, n - 1 rounds: the straggler gives each early rank the records of its shard and gets
 the sum of a piece of its own.
 
@@ -21,13 +22,13 @@ The sum is early ranks' messages in rank order, then the straggler's: with the l
 bits of `direct`. The early sum travels as partial sums do (`records`), rounded once in the end.
 
 Let m be the straggler's message, D the records of the early sum, D' those of the whole sum, and let
-chunks be equal. After the straggler's arrival the busiest port carries D bytes in n rounds where
-D is several times m: then the message is everywhere before the last sums have come, and nothing
-can be less, because the straggler's own port must carry D. Where D is m, it carries
+chunks be equal. If D is several times m, the busiest port carries D bytes in n rounds after the
+straggler's arrival. The message is then everywhere before the last sums have come, and no scheme
+needs less, because the straggler's own port must carry D. If D is m, the busiest port carries
 m + (R - n + 1) m / (n - 1) in R + 1 rounds, R - n + 1 being log2 n - 1 for powers of two.
-The other way, to add the straggler's message to the sums where they are and to all-gather only
-then, would take m + (n - 2) / (n - 1) D' in 2 n - 2 rounds: more bytes, because D' is at least D
-and m. It would be the better one with no delay, by one D; then `direct` is better than both.
+The alternative is to add the straggler's message to the sums at their owners, and to all-gather
+only then. It would take m + (n - 2) / (n - 1) D' in 2 n - 2 rounds: more bytes, because D' is at
+least D and m. Without delay it would be better by one D, but then `direct` is better than both.
 A reduce-scatter's busiest port carries (n - 1) / n m after the arrival, which the straggler has to
 send anyway.
 
@@ -81,7 +82,7 @@ NAME = "straggler_direct"
 
 
 def straggler_cuts(bucket: Bucket) -> Cuts:
-    """Where messages of a bucket are cut beside the shards' borders, whoever is late."""
+    """Where messages of a bucket are cut beside the shards' borders, for any straggler."""
     pieces = bucket.world_size - 1
     if pieces == 0:
         return ()
@@ -115,15 +116,15 @@ def parts_of(
     early_sizes: Sequence[int],
     copies: Sequence[Sequence[int]],
 ) -> list[int]:
-    """Where the straggler's message is divided: the fewest parts of those that take least.
+    """Where the straggler's message is divided into parts: the cheapest choice of the candidates.
 
-    One part, two, four, ..., or one for each chunk: what takes least is the sum over all rounds of
-    the longest message in each.
+    Candidates are 1, 2, 4, ... parts, or one for each chunk. The cost is the sum over all rounds of
+    the longest message in each. Of candidates with equal cost the one with the fewest parts wins.
 
     Args:
         message_sizes: bytes of the straggler's message in each chunk.
         early_sizes: bytes of the early ranks' sum of each chunk.
-        copies: for each round, which parts others pass on (`copies_of`).
+        copies: for each round, the parts that other ranks pass on (`copies_of`).
 
     Returns:
         Borders among the chunks, from 0 to their number.
@@ -151,7 +152,7 @@ def parts_of(
 
 
 class _Run:
-    """One rank's part of it; the arguments are the collective's."""
+    """The collective on one rank; the arguments are those of the collective."""
 
     def __init__(self, exchange: Exchange, message: Message, late: int, sums: SparseSum) -> None:
         bucket, transport = exchange.bucket, exchange.transport
@@ -265,7 +266,7 @@ class _Run:
     def _message_parts(self, sizes: list[int]) -> tuple[list[Cut], list[int]]:
         """The straggler's message as it is sent: the cuts of its parts, and one size a share.
 
-        Shares beyond the parts have nothing of it.
+        If there are fewer parts than shares, the other shares have size 0.
         """
         if self.bucket.op is CollectiveOp.REDUCE_SCATTER:
             return self.takes, sizes
@@ -294,12 +295,12 @@ class _Run:
         received: Sequence[torch.Tensor],
         arrived: Callable[[int], None],
     ) -> Phase:
-        """Phase 2; what one round has brought is added while the next one is on its way.
+        """Phase 2; the records of one round are added while the next round is on its way.
 
         Args:
-            part_for: of a peer and a share, what goes to that peer.
+            part_for: takes a peer and a share; returns the records for that peer.
             received: room for each share.
-            arrived: is given each share that has come.
+            arrived: called with each share that has arrived.
         """
         rounds: list[Round] = []
         for peer, gives, takes in self.meetings:

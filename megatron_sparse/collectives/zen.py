@@ -6,8 +6,8 @@ about as many of them, so with M of them the imbalance ratios of Push and Pull (
 1 + O(sqrt(n log n / M)) (theorem 2). With `direct`'s contiguous shards the server of a crowded one
 would be everybody's bottleneck.
 
-Agreement: one all-gather of what is meant, hash included, and of every rank's n record sizes,
-8 (2 + n) bytes a rank.
+Agreement: one all-gather of the collective's identity, hash included, and of every rank's n record
+sizes, 8 (2 + n) bytes a rank.
 Push, n - 1 rounds: a rank cuts what it has selected by partition (Algorithm 1, or a sort) and sends
 each server its pairs of index and value, one peer at a time. The server adds them up in rank order,
 in fp32.
@@ -17,8 +17,8 @@ every other rank, as a hash bitmap (Algorithm 2).
 Rank r sends its n - 1 push records, K (4 + b) bytes for K pairs and 80 for headers each, and
 (n - 1) times its pull record, N / (8 n) bytes and b for each sum that is not zero, and 80.
 
-There is no reduce-scatter: its shards are contiguous, these are not. What is always sent whole
-travels among the pairs: 4 bytes more for each such element.
+There is no reduce-scatter, because its shards are contiguous and these are not. Elements that are
+always sent whole travel among the pairs: 4 bytes more for each.
 
 Deviations: by default h0 is a permutation, which needs no index sets (`scheme.partition_hash`);
 a push record is a bitmap or dense where that is smaller (`formats.hash_pairs`), and a pull record
@@ -165,7 +165,7 @@ def _pull(
     sums: SparseSum,
     group: Subgroup,
 ) -> Phase:
-    """Leaves the sums of all partitions in `sums`, this rank's own as the others see it."""
+    """Leaves the sums of all partitions in `sums`; its own as rounded for the other ranks."""
     table = yield from exchange_sizes([own.numel()], identity, exchange.transport)
     sizes = [row[0] for row in table]
     _check_sizes(sizes, places)
@@ -180,7 +180,7 @@ def _pull(
 
 
 def _check_sizes(sizes: list[int], places: list[PartitionRecord]) -> None:
-    """Refuses sizes that no record has, before memory is taken for them."""
+    """Refuses sizes that no record has, before memory is allocated for them."""
     for rank, (size, place) in enumerate(zip(sizes, places, strict=True)):
         if not is_possible(size, place.capacity):
             raise impossible_size(rank, size, place.capacity)

@@ -1,10 +1,10 @@
-"""The modelled clocks of all ranks: what a collective's rounds take on a topology.
+"""The modelled clocks of all ranks: the time of a collective's rounds on a topology.
 
 A cost model runs a collective's rounds without data, on expected sizes. The network is the
 alpha-beta model (Hockney; SpCCL's equation 1) on two levels of links, as in `VirtualCluster`: a
 message starts when both ends have posted it and both ports are free, occupies the ports for beta m,
-and arrives after alpha + beta m. A rank goes on when what it sends has left and what it receives
-has come, so one slow rank holds up who waits for it.
+and arrives after alpha + beta m. A rank goes on when its own message has left and its peer's
+message has arrived, so one slow rank holds up every rank that waits for it.
 
 With one level, equal pieces of m bytes and no local work, n - 1 rounds take
 (n - 1)(alpha + beta m): the ring of the equations 2 of SpCCL and PCCL, and with m halved or doubled
@@ -27,11 +27,11 @@ from megatron_sparse.transport.topology import Link, Topology
 
 @dataclass(frozen=True)
 class Round:
-    """What every rank does in one round; it sends at most one message and receives at most one.
+    """One round of all ranks; each sends at most one message and receives at most one.
 
     Attributes:
-        target_n: to whom each rank sends; -1 for nobody.
-        nbytes_n: how much, by sender; nothing sends no message.
+        target_n: the rank that each rank sends to; -1 for none.
+        nbytes_n: bytes of the message, by sender; 0 sends no message.
         meanwhile_n: seconds of local work of each rank while its messages are on their way.
     """
 
@@ -44,8 +44,8 @@ class RankClocks:
     """See the module's docstring.
 
     Attributes:
-        now_n: seconds, of each rank. Mutated by everything that takes time.
-        card_free_s: since when each node's card is free, by port. Mutated.
+        now_n: seconds, of each rank. Mutated by every method that takes time.
+        card_free_s: the time from which each node's card is free, by port. Mutated.
 
     Args:
         topology: nodes and links.
@@ -70,7 +70,7 @@ class RankClocks:
         nbytes: float | np.ndarray,
         meanwhile_s: float | np.ndarray = 0.0,
     ) -> Round:
-        """A round, from values for all ranks or for each."""
+        """A round, from one value for all ranks or one for each rank."""
         n = target_n.shape
         return Round(target_n, np.broadcast_to(nbytes, n), np.broadcast_to(meanwhile_s, n))
 
@@ -81,11 +81,11 @@ class RankClocks:
         return self.round((self.ranks_n - step) % self.ranks_n.size, nbytes, meanwhile_s)
 
     def in_rounds(self, rounds: Sequence[Round], host_s: float = 0.0) -> None:
-        """Rounds that follow one another, for each rank when it is done with the one before.
+        """Rounds in sequence; each rank begins a round when it has ended the one before.
 
         Args:
             rounds: of all ranks.
-            host_s: what a message costs its two ends before it is posted.
+            host_s: seconds that a message costs each of its two ends before it is posted.
         """
         if self._shares_nic and len(rounds) > 1 and len(self.topology.node_sizes) > 1:
             QueuedRounds(self.topology, rounds, host_s).run(self)
@@ -120,7 +120,7 @@ class RankClocks:
         port_s: np.ndarray,
         crosses: np.ndarray,
     ) -> None:
-        """Moves `start` of messages that wait for their nodes' ports. Mutates it."""
+        """Delays `start` of messages that wait for their nodes' ports. Mutates `start`."""
         for i in sorted(np.flatnonzero(crosses), key=start.__getitem__):
             ports = self.topology.ports(int(senders[i]), int(targets[i]))
             start[i] = max(start[i], *(self.card_free_s[port] for port in ports))
@@ -128,13 +128,13 @@ class RankClocks:
                 self.card_free_s[port] = start[i] + port_s[i]
 
     def wait_for(self, others: RankClocks) -> None:
-        """All ranks go on when some of them, who began together, have done something."""
+        """All ranks wait until `others`, a part of them that began together, has ended."""
         self.now_n = np.full(self.ranks_n.size, self.now_n.max() + others.now_n.max())
 
     def everybody_at_once(self, nbytes: float, host_s: float = 0.0) -> None:
-        """Every rank sends as much to every other, all posted together; ends at one time for all.
+        """Every rank sends `nbytes` to every other, all posted at once; all end at the same time.
 
-        Exact where all ranks begin at one time.
+        Exact if all ranks begin at the same time.
         """
         n = self.ranks_n.size
         if n == 1:
@@ -144,11 +144,11 @@ class RankClocks:
         self.now_n = np.full(n, latest_s + alpha_s + bytes_beta_s * nbytes)
 
     def with_root(self, nbytes_n: np.ndarray, host_s: float = 0.0) -> None:
-        """Every rank sends to rank 0, or it to every rank; ends at one time for all.
+        """Every rank sends to rank 0, or rank 0 to every rank; all end at the same time.
 
         Args:
-            nbytes_n: on the way between rank 0 and each rank; its own counts nothing.
-            host_s: as of `in_rounds`, for each of rank 0's messages.
+            nbytes_n: bytes between rank 0 and each rank; the entry of rank 0 is not used.
+            host_s: as in `in_rounds`, for each of rank 0's messages.
         """
         peers = self.ranks_n[1:]
         if not peers.size:
@@ -164,13 +164,13 @@ class RankClocks:
 class QueuedRounds:
     """Many rounds where the ranks of a node share a network card: messages take turns at it.
 
-    A rank that is ahead uses the card while another waits for its peer, so rounds cannot be looked
-    at one by one: here every message is an event, as in `VirtualCluster`.
+    A rank that is ahead uses the card while another waits for its peer, so rounds cannot be
+    computed one by one. Here every message is an event, as in `VirtualCluster`.
 
     Args:
         topology: nodes and links.
         rounds: of all ranks.
-        host_s: what a message costs its two ends before it is posted.
+        host_s: seconds that a message costs each of its two ends before it is posted.
     """
 
     def __init__(self, topology: Topology, rounds: Sequence[Round], host_s: float) -> None:
@@ -189,7 +189,7 @@ class QueuedRounds:
         self._ready: list[tuple[float, int, int, int]] = []
 
     def _sources(self, each: Round) -> list[int]:
-        """From whom each rank receives in a round, -1 for nobody."""
+        """The rank that each rank receives from in a round; -1 for none."""
         source_n = np.full(each.target_n.shape, -1)
         senders = np.flatnonzero((each.target_n >= 0) & (each.nbytes_n > 0))
         source_n[each.target_n[senders]] = senders
@@ -220,7 +220,7 @@ class QueuedRounds:
         clocks.now_n = np.array(self._now_s)
 
     def _enter(self, rank: int) -> None:
-        """Posts a rank's messages of its next round, or of the first one that has some."""
+        """Posts a rank's messages of its next round that has any; passes over empty rounds."""
         while (number := self._place[rank]) < len(self._rounds):
             target, source = self._target[number][rank], self._source[number][rank]
             sends = target >= 0 and self._nbytes[number][rank] > 0
@@ -251,9 +251,10 @@ class QueuedRounds:
 def _all_pairs(topology: Topology) -> tuple[float, float]:
     """Seconds, and seconds for each byte of a message, of all ranks' messages to all others.
 
-    A `VirtualCluster` starts messages by rank, whenever both ports are free: with private ports as
-    many in a row as there are other ranks in the next power of two, which is not the shortest
-    order for other numbers. Of a port that a node shares it is the sum of what crosses it.
+    A `VirtualCluster` starts messages by rank, as soon as both ports are free. With private ports
+    the number of messages in a row is the next power of two of the number of ranks, less one; this
+    is the shortest order for powers of two only. A port that a node shares takes the sum of all
+    messages that cross it.
     """
     n, sizes = topology.world_size, topology.node_sizes
     largest = max(sizes)
@@ -271,7 +272,7 @@ def _next_power(number: int) -> int:
 
 
 def slowest(topology: Topology) -> Link:
-    """The slowest link that a ring over all ranks has: what paces it."""
+    """The slowest link of a ring over all ranks, which sets the ring's pace."""
     inter_is_used = len(topology.node_sizes) > 1
     used = [topology.intra] * (max(topology.node_sizes) > 1) + [topology.inter] * inter_is_used
     if not used:

@@ -1,13 +1,16 @@
-"""What a cluster costs: links, the backend's all-reduce, codecs and the host, in one YAML file.
+"""The costs of a cluster: links, the backend's all-reduce, codecs and the host, in one YAML file.
 
 `calibrate` measures a file on the user's own ranks; three model clusters are shipped. Cost models
-read it, all ranks the same one. An alpha-beta model (Hockney): a message of m bytes takes
-alpha + beta m. A codec's call on N elements takes seconds_per_call + N seconds_per_element, the
-latter by operation, format and density.
+read the file; all ranks read the same one. The network is an alpha-beta model (Hockney): a message
+of m bytes takes alpha + beta m. A codec's call on N elements takes seconds_per_call +
+N seconds_per_element, the latter by operation, format and density.
 
-Between two measured densities a codec's time is taken to be linear, as that of a scan with some
-work for each entry is; beyond them it is that of the nearest one. Where a record changes its form
-time jumps (`PAIRS_END`), and the lines of either side are carried on to there.
+Between two measured densities a codec's time is assumed to be linear, as for a scan with some work
+for each entry. Outside of them the time of the nearest density counts. Where a record changes its
+form, the time jumps (`PAIRS_END`); the line of each side is extended to that density.
+
+This is one file because the YAML's fields, their checks and their use in predictions belong to the
+one class `ClusterModel`.
 """
 
 from __future__ import annotations
@@ -33,23 +36,23 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.transport.topology import Link, Topology
 
 FORMATS = ("dense", "coo", "pici", "blocks", "pairs", "hash_bitmap")
-"""Records; `pairs` and `hash_bitmap` are those of ZEN's Push and Pull, whole buckets of them."""
+"""Formats of records; `pairs` and `hash_bitmap` are ZEN's Push and Pull, of whole buckets."""
 PAIRS_END = 1 / 32
-"""Density from which a record of `pairs` holds a bitmap, which is smaller, whatever the dtype."""
+"""Density from which a record of `pairs` holds a bitmap, which is smaller for every dtype."""
 RING_FORMATS = ("coo", "pici")
-"""Whose thresholds of the adaptive ring a file may hold."""
+"""Formats for which a file may hold thresholds of the adaptive ring."""
 CONFIG_MODULE, FOLDER = "megatron_sparse.configs", "cluster_models"
 _REMEASURE = "measure anew: megatron-sparse calibrate --out FILE --force"
 
 
 class CodecOp(StrEnum):
-    """What a rank does to a bucket locally.
+    """A rank's local operations on a bucket.
 
     Attributes:
         SELECT: sampled threshold, error feedback, pruning and encoding of a dense gradient.
         ENCODE: a dense vector into a record, its non-zeros counted first.
         DECODE_ADD: a record into a dense sum.
-        DECODE: a record into a dense buffer whose content does not count.
+        DECODE: a record into a dense buffer; overwrites the buffer's content.
         ADD: a dense vector into a dense sum.
         COPY: a dense vector.
         PARTITION: a message's entries, cut by hash for all servers (`pairs`).
@@ -72,7 +75,7 @@ class CodecRate:
         op: what was done.
         format: of the record; `dense` where there is none.
         density: non-zeros / elements of the whole vector.
-        seconds_per_call: whatever the number of elements.
+        seconds_per_call: the part that does not depend on the number of elements.
         seconds_per_element: of the whole vector, zeros included.
     """
 
@@ -100,15 +103,15 @@ class ClusterModel:
         nodes: ranks on each node that was measured.
         nic: as `Topology.nic`.
         intra: between two ranks of a node.
-        inter: between nodes. Of the two, a link that the measured ranks do not have is written as
-            the other; `topology` never uses it.
+        inter: between nodes. If the measured ranks lack one of these two links, the file has the
+            other link's numbers in its place; `topology` never uses it.
         dense: of the backend's own all-reduce, seen as a ring over all nodes: n ranks and m bytes
             take 2 (n - 1) (alpha + beta m / n); half for a reduce-scatter.
-        host_s_per_message: what the progress thread adds to a pairwise message.
-        host_s_per_bucket: what a bucket costs besides: plan, launch, threads, records.
+        host_s_per_message: seconds that the progress thread adds to a pairwise message.
+        host_s_per_bucket: further seconds for each bucket: plan, launch, threads, records.
         codec: the rates.
         ring_densities: `scheme.ring_{intra,inter,gather}_density` by format, found by `calibrate
-            --sweep`; a format that it lacks was not swept.
+            --sweep`; a missing format was not swept.
         fingerprint: of the machine that was measured, see `check_fingerprint`; empty for a model.
 
     Raises:
@@ -154,15 +157,15 @@ class ClusterModel:
 
     @property
     def is_model(self) -> bool:
-        """Whether nothing of it was measured on the cluster that it stands for."""
+        """Whether none of its numbers was measured on the cluster that it describes."""
         return not self.fingerprint
 
     def topology(self, world_size: int) -> Topology:
         """Nodes and links for a number of ranks.
 
-        The measured nodes where they have as many ranks. Else, if there was one node only, one node
-        with all ranks; and if there were several, nodes as large as the largest, the last one with
-        what is left.
+        If the measured nodes have `world_size` ranks, those nodes. Else, if one node was measured,
+        one node with all ranks. Else nodes as large as the largest measured one; the last node has
+        the remaining ranks.
 
         Example:
             >>> find("perlmutter").topology(6).node_sizes
@@ -176,7 +179,7 @@ class ClusterModel:
         return Topology.even(world_size, max(self.nodes), *links)
 
     def has_peer_memory(self, world_size: int) -> bool:
-        """Whether a number of ranks would be the GPUs of one node, which is what windows need."""
+        """Whether a number of ranks would be the GPUs of one node, as windows need."""
         return self.device == "cuda" and len(self.topology(world_size).node_sizes) == 1
 
     def dense_link(self, world_size: int) -> Link:
@@ -194,9 +197,9 @@ class ClusterModel:
         """Seconds that a rank takes for one call.
 
         Args:
-            op: what it does.
-            format: of the record, one of `FORMATS`; `dense` for what is no record.
-            numel: elements of the vector, zeros included; nothing takes no time.
+            op: the operation.
+            format: of the record, one of `FORMATS`; `dense` where there is no record.
+            numel: elements of the vector, zeros included; 0 takes no time.
             density: non-zeros / elements.
             element_bytes: of a value on the wire. Copies and additions take time in proportion;
                 the rest does not get faster with narrower values (docs/codecs.md).
@@ -337,9 +340,9 @@ def find(name_or_path: str | Path) -> ClusterModel:
 
 
 def _on_this_side(rates: Sequence[CodecRate], density: float) -> Sequence[CodecRate]:
-    """Rates of pairs, or of bitmaps, whichever a record holds, carried on to where they change.
+    """Rates of the form that a record has at `density` (pairs or bitmap), extended to `PAIRS_END`.
 
-    All rates where fewer than two are of that form, too few for a line.
+    Returns all rates if fewer than two have that form, too few for a line.
     """
     is_pairs = density < PAIRS_END
     side = [rate for rate in rates if (rate.density < PAIRS_END) is is_pairs]

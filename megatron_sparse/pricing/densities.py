@@ -1,17 +1,17 @@
-"""How dense the sums of ranks' contributions are expected to be: whole, by shard, by block.
+"""Expected densities of the sums of ranks' contributions: whole, by shard, by block.
 
 A profile (`SparsityProfile`) says how dense the sum of k ranks is (ZEN, definition 4), how much
 denser the densest of p partitions is than the mean (definition 5), for one rank and for the sum of
-all, and which part of the blocks holds something. What a collective needs beside that is assumed:
+all, and which part of the blocks holds a non-zero element. The rest is assumed:
 
-- The densest partitions lie within one another, from the bucket's beginning on, as those of rows
-  sorted by frequency do: the densest of 4 is in the denser half. The skewness at 2, 4, ... n
-  partitions is then a Lorenz curve, which gives the density of every shard.
+- The densest partitions lie within one another, from the bucket's beginning on, as for rows sorted
+  by frequency: the densest of 4 is in the denser half. The skewness at 2, 4, ... n partitions is
+  then a Lorenz curve, which gives the density of every shard.
 - A shard's sum of k ranks lies on the power law in u = -log(1 - density) through its own densities
-  for one and for all ranks, as `SparsityProfile.sum_density` has it for the whole bucket; for
-  independent positions that is SpCCL's equation 7 again and again.
-- Within a shard a block holds something as if e of its elements were chosen independently, e being
-  such that all shards together have the measured fraction.
+  for one and for all ranks, as in `SparsityProfile.sum_density` for the whole bucket. For
+  independent positions this is SpCCL's equation 7, applied repeatedly.
+- Within a shard a block is non-zero with the probability for e independently chosen elements; e is
+  set so that all shards together have the measured fraction.
 
 Legend: P partitions.
 """
@@ -29,7 +29,7 @@ from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 
 MOST_DENSITY = 1 - 1e-12
-"""Taken for 1 where a logarithm would be infinite."""
+"""Replaces 1 where a logarithm would be infinite."""
 
 
 class SumDensities:
@@ -39,8 +39,8 @@ class SumDensities:
         profile: of the whole bucket, or, where it has as many elements, of its pruned part; see
             `without_chance`.
         shape: the bucket.
-        ranks_each: ranks whose sum counts as one contribution, as a node's does.
-        lanes: only the first, densest, of so many parts of the bucket is looked at.
+        ranks_each: ranks whose sum counts as one contribution, as the sum of a node does.
+        lanes: the densities are those of the first, densest, of this many parts of the bucket.
     """
 
     def __init__(
@@ -54,21 +54,21 @@ class SumDensities:
             self._kept = shape.kept_numel / shape.numel
 
     def of_lane(self, ranks_each: int, lanes: int) -> SumDensities:
-        """Where `ranks_each` ranks have added theirs: of the densest of `lanes` equal parts."""
+        """Densities of sums of `ranks_each` ranks, in the densest of `lanes` equal parts."""
         return SumDensities(self._profile, self._shape, ranks_each, lanes)
 
     def whole(self, ranks: int) -> float:
-        """Of the sum of some contributions."""
+        """The density of the sum of `ranks` contributions."""
         if self._lanes > 1:
             return float(self._partitions(ranks * self._ranks_each, self._lanes)[0])
         return self._mean(ranks * self._ranks_each)
 
     def shards(self, ranks: int, parts: int) -> np.ndarray:
-        """Of the sum of some contributions: of each of P equal parts, densest first."""
+        """The density of the sum of `ranks` contributions in P equal parts, densest first."""
         return self._partitions(ranks * self._ranks_each, parts * self._lanes)[:parts]
 
     def block_density(self, ranks: int, parts: int, block_size: int) -> np.ndarray:
-        """Fraction of a part's blocks that hold something, for one contribution or all of them."""
+        """Fraction of a part's blocks that are non-zero, for one contribution or all of them."""
         profile = self._profile
         of_sum = ranks > 1
         measured = _at(profile.sum_block_density if of_sum else profile.block_density, block_size)
@@ -104,7 +104,7 @@ class SumDensities:
 
 
 def without_chance(profile: SparsityProfile) -> SparsityProfile:
-    """The profile with skewness that lasts: without what chance adds to the densest partition.
+    """The profile without the skewness that chance alone adds to the densest partition.
 
     With m clumps of non-zero elements expected in each of p partitions, the fullest is about
     q / sqrt(m) above the mean, q being the largest of p normal numbers (Blom's approximation); it
@@ -128,7 +128,7 @@ def without_chance(profile: SparsityProfile) -> SparsityProfile:
 
 
 def _clump_numel(profile: SparsityProfile) -> float:
-    """Elements that come together, as a row of an embedding does; 1 where they are independent."""
+    """Elements that are non-zero together, as in an embedding's row; 1 if independent."""
     size = min(profile.block_density)
     filled = profile.block_density[size]
     if not filled:
@@ -156,7 +156,7 @@ def _at(measured: Mapping[int, float], size: int) -> float:
 
 
 def _independent_elements(density_P: np.ndarray, fraction: float, block_size: int) -> float:
-    """Elements of a block that, chosen independently, make this fraction of blocks hold one."""
+    """Independently chosen elements per block that make this fraction of blocks non-zero."""
     log_empty_P = np.log1p(-np.minimum(density_P, MOST_DENSITY))
 
     def filled(elements: float) -> float:

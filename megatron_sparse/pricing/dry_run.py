@@ -1,4 +1,4 @@
-"""A collective without data: what the cost models run their rounds on.
+"""A collective without data; the cost models run their rounds on it.
 
 Added to the papers' equations, in all models alike: local work by operation, format and density;
 what the host adds to each message and bucket; the agreement's all-gathers; headers; and every
@@ -31,19 +31,19 @@ class DryRun:
 
     Attributes:
         shape: the bucket.
-        densities: of what its ranks contribute.
-        cluster: what things cost.
+        densities: of the ranks' contributions and their sums.
+        cluster: the costs.
         options: of the scheme.
         n: ranks.
         scatter: whether it is a reduce-scatter.
         clocks: of all ranks. Mutated.
-        host_s: what a message costs its ranks' hosts.
+        host_s: seconds that a message costs the host of each of its two ranks.
         has_slots: message sizes are fixed beforehand (capacity mode), and nothing is agreed upon.
 
     Args:
         shape: the bucket.
-        densities: of what its ranks contribute.
-        cluster: what things cost.
+        densities: of the ranks' contributions and their sums.
+        cluster: the costs.
         options: of the scheme.
         topology: the ranks' nodes and links.
         charged: whether local work takes time.
@@ -81,7 +81,7 @@ class DryRun:
         return RecordFormat(name, self.cluster)
 
     def message_density(self, parts: int = 1) -> np.ndarray:
-        """What a message's shards may hold, or in capacity mode their slots."""
+        """Densities of a message's shards, or in capacity mode of their slots."""
         density_P = self.densities.shards(1, parts)
         return self._with_slots(density_P, self.densities.whole(1))
 
@@ -117,7 +117,7 @@ class DryRun:
         self.clocks.work(self.local(seconds))
 
     def local(self, seconds: Density) -> Density:
-        """What local work counts: nothing where only the network does."""
+        """The seconds that local work counts: 0 if only the network takes time."""
         return seconds if self.charged else 0.0
 
     def plain(self, op: CodecOp, numel: float) -> float:
@@ -127,7 +127,7 @@ class DryRun:
     def part(
         self, shape: BucketShape, topology: Topology, densities: SumDensities | None = None
     ) -> DryRun:
-        """The same on some ranks, from the time 0 on; its clocks are its own."""
+        """A dry run on some of the ranks, with clocks of its own that start at 0."""
         return DryRun(
             shape,
             densities or self.densities,
@@ -147,8 +147,8 @@ class DryRun:
         """One rank of each node.
 
         Args:
-            sharing: what all lanes of a node send to other nodes over what this one does; it slows
-                this one down where they share a network card.
+            sharing: bytes that all lanes of a node send to other nodes, divided by this lane's; it
+                slows this lane down where the lanes share a network card.
         """
         topology = self.clocks.topology
         shared = sharing if topology.nic == "node" else 1.0
@@ -180,5 +180,5 @@ class DryRun:
         )
 
     def agree(self) -> None:
-        """The all-gather of what is meant and of sizes: 8 (2 + n) bytes from each to each."""
+        """The agreement: an all-gather of identity and sizes, 8 (2 + n) bytes from each to each."""
         self.clocks.everybody_at_once(WORD_BYTES * (2 + self.n), self.host_s)

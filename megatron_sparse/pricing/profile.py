@@ -1,4 +1,4 @@
-"""The sparsity of one bucket's gradients in numbers: what costs depend on beside its size.
+"""The sparsity of one bucket's gradients in numbers, on which costs depend beside its size.
 
 ZEN's characteristics (section 2.1): density (definition 2), overlap of two ranks (definition 3),
 densification of sums (definition 4), skewness over even, contiguous partitions (definition 5); and
@@ -27,7 +27,7 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def union_counts(n: int) -> list[int]:
-    """How many ranks are added up where unions are looked at: 1, 2, 4, ... and n.
+    """The numbers of ranks for which unions are measured: 1, 2, 4, ... and n.
 
     Example:
         >>> union_counts(6)
@@ -37,7 +37,7 @@ def union_counts(n: int) -> list[int]:
 
 
 def partition_counts(numel: int, world_size: int) -> list[int]:
-    """Into how many partitions a gradient is cut: 2, 4, ..., 128 and the number of ranks.
+    """The numbers of partitions that a gradient is cut into: 2, 4, ..., 128 and `world_size`.
 
     Example:
         >>> partition_counts(1000, 3)
@@ -56,9 +56,9 @@ def quantiles(values: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class SparsityProfile:
-    """What all ranks know about one bucket's gradients.
+    """Measured sparsity of one bucket's gradients, the same on all ranks.
 
-    Where nothing is non-zero, ratios are 1 and overlaps are 0.
+    If all elements are zero, ratios are 1 and overlaps are 0.
 
     Attributes:
         numel: elements of the bucket.
@@ -114,7 +114,7 @@ class SparsityProfile:
             return 0.0
         if any(k < ranks and density >= 1 for k, density in points.items()):
             return 1.0
-        # An element that nobody has is taken for half of one: full density would be infinite.
+        # At most all elements but half a one are non-zero: u would be infinite at full density.
         most = 1 - 0.5 / self.numel
         known = sorted(points)
         if len(known) == 1:
@@ -127,7 +127,7 @@ class SparsityProfile:
 
     @classmethod
     def uniform(cls, numel: int, density: float, world_size: int) -> Self:
-        """Independent, uniform positions: what is believed before anything was measured.
+        """Independent, uniform positions: the assumption before the first measurement.
 
         Args:
             numel: elements of the bucket.
@@ -166,7 +166,7 @@ class SparsityProfile:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """Reads what `to_dict` gave, also after a trip through JSON.
+        """Reads the result of `to_dict`, also after a trip through JSON.
 
         Raises:
             ProfileError: a field is missing, unknown or of the wrong kind, or numbers contradict
@@ -214,7 +214,7 @@ def _wrong(field: str, expected: object, got: object) -> ProfileError:
 
 
 def _check(profile: SparsityProfile) -> None:
-    """Refuses what no gradients could have; the comparisons are also false for NaN."""
+    """Refuses numbers that no gradients have; the comparisons are also false for NaN."""
     if not profile.numel >= 0:
         raise _wrong("numel", "at least 0", profile.numel)
     if not profile.world_size >= 1:

@@ -3,7 +3,7 @@
 Bytes are those of docs/wire-format.md for long records (`record_bytes`) and a header;
 sections' padding is left out. Seconds are the cluster's, as calibrated.
 
-A record of part of a bucket has the kept elements of that part as a dense record of its own.
+The kept elements of a part of a bucket are a dense record of their own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RecordFormat:
 
     Attributes:
         name: `auto` (the smallest of dense, COO and Pici), `coo`, `pici` or `dense`.
-        cluster: whose codecs.
+        cluster: its codec rates give the seconds.
     """
 
     name: str
@@ -68,7 +68,7 @@ class RecordFormat:
         )
 
     def written(self, density: float, value_bytes: int) -> str:
-        """What a record of this density is encoded as."""
+        """The format in which a record of this density is encoded."""
         names = ("coo", "pici") if self.name == "auto" else (self.name,)
         sizes = {name: record_bytes(density, value_bytes, name) for name in names}
         least = min(sizes, key=lambda name: sizes[name])
@@ -77,10 +77,10 @@ class RecordFormat:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """The same for OmniReduce's blocks; densities are fractions of blocks that hold something.
+    """The same for OmniReduce's blocks; densities are fractions of non-zero blocks.
 
-    Codecs were measured on elements at random places: the rates that are taken are those of the
-    density at which as many blocks hold one.
+    Codecs were measured on elements at random places. So this class takes the rates of the element
+    density at which random places give the same fraction of non-zero blocks.
     """
 
     block_size: int
@@ -136,7 +136,7 @@ def each(function: Callable[[float], float], density: Density) -> Density:
 
 
 def record_bytes(density: float, element_bytes: int, form: str) -> float:
-    """Bytes for each element of a long record, as `scheme.format` has it written."""
+    """Bytes for each element of a long record in the format that `scheme.format` names."""
     sizes = {
         "coo": density * (INDEX_BYTES + element_bytes),
         "pici": density * element_bytes + BITMAP_BYTES,

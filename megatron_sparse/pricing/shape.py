@@ -1,4 +1,4 @@
-"""What a cost model is asked about, and what it answers."""
+"""The question to a cost model, a bucket's shape, and its answer, a prediction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BucketShape:
 
     Attributes:
         numel: elements, kept ones included.
-        kept_numel: of them, those that are always sent whole; taken to lie evenly in the bucket.
+        kept_numel: elements that are always sent whole; assumed to lie evenly in the bucket.
         element_bytes: of a value on the wire: 4 or 2.
         op: all-reduce or reduce-scatter.
         world_size: ranks of the group.
@@ -56,10 +56,10 @@ class Prediction:
     """Seconds until the last rank has its result, from a final gradient on: a MODEL.
 
     Attributes:
-        network_s: what the links alone would take.
-        codec_s: what local work adds to that: selection, records, additions. What is hidden behind
-            the network is not in it.
-        host_s: what the host adds: a bucket's overhead, and that of the busiest rank's messages.
+        network_s: time on the links alone.
+        codec_s: time that local work adds: selection, records, additions. Work that overlaps with
+            the network does not count.
+        host_s: time that the host adds: for the bucket, and for the busiest rank's messages.
     """
 
     network_s: float
