@@ -13,9 +13,9 @@ from megatron_sparse.cuda_ext.slots import TABLES
 
 @lru_cache(TABLES)
 def segment_capacity(layout: Layout, density: float) -> torch.Tensor:
-    """Elements of each segment that may be sent: all of the kept ones, of others this density.
+    """How many elements each segment may send: all of a kept one, this density of the others.
 
-    Kept for the next step; only to read.
+    The result is cached for the next step; do not write to it.
 
     Returns:
         int64; the numbers are the same on every machine (one fp64 product, rounded up).

@@ -1,9 +1,10 @@
 """Which codec makes and reads the messages of a device: the compiled one, or torch operations.
 
-On the CPU it is always the compiled one. On a CUDA device it is too, where the extension has its
-CUDA part or can be built, and the kernels were compiled for that GPU; else `torch_codec` stands in,
-and a line in the log says so and why. MEGATRON_SPARSE_CODEC=cuda makes that an error, and =torch
-asks for it. Ranks need not agree as long as no rank sends Pici, which only the compiled one reads.
+On the CPU it is always the compiled codec. On a CUDA device it is the compiled codec if the
+extension's CUDA part is there or can be built, and its kernels were compiled for that GPU. Else
+`torch_codec` replaces it, and a line in the log says why. MEGATRON_SPARSE_CODEC=cuda makes that an
+error; MEGATRON_SPARSE_CODEC=torch selects `torch_codec`. Ranks need not agree as long as no rank
+sends Pici, which only the compiled codec reads.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def is_compiled(device: torch.device) -> bool:
 
     Raises:
         ConfigError: MEGATRON_SPARSE_CODEC is none of auto, cuda and torch.
-        DependencyError: it is `cuda`, and what the build needs is missing.
+        DependencyError: it is `cuda`, and a compiler or library for the build is missing.
         ExtensionError: it is `cuda`, and the kernels cannot be built or do not fit the GPU.
     """
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a message of this rank's own holds, as indices and values.
+"""The entries of a message that this rank made, as indices and values.
 
 On CUDA the host waits for a copy of all headers, and for each dense record.
 """
@@ -21,8 +21,8 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
         message: of COO and dense records, as `scheme.format=coo` makes them; made by this rank.
 
     Returns:
-        int64 ascending elements of the bucket, and their values in the dtype that they travel in,
-        on the message's device.
+        int64 ascending elements of the bucket, and their values in the wire's dtype, on the
+        message's device.
 
     Example:
         A segment at offset 4 whose COO record holds index 1 gives element 5.

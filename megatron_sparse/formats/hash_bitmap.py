@@ -1,13 +1,13 @@
 """The hash bitmap (ZEN, Algorithm 2): one server's partition of a segment, for the Pull.
 
-A server holds the sums of its partition by position; one bit says whether a position is zero, and
-the values of those that are not follow in order. With partition size P = numel / n this costs
-P / 8 bytes and the values, so the bitmaps of all n servers together cost numel / 8 bytes (the
-paper's |G| / 32 fp32 values), whatever n is; headers and padding add under 112 bytes each.
-Where the values of all positions are not larger, they travel without a bitmap: the dense form.
+A server holds the sums of its partition by position. One bit for each position says whether its
+value is zero, and the non-zero values follow in order. With partition size P = numel / n this costs
+P / 8 bytes and the values. So the bitmaps of all n servers together cost numel / 8 bytes (the
+paper's |G| / 32 fp32 values) for any n; headers and padding add under 112 bytes each. Where the
+values of all positions are not larger, they travel without a bitmap: the dense form.
 
-Layout: docs/wire-format.md. Decoding needs the partition hash that encoded: with `PermutationHash`
-elements are computed, with `IndexSetHash` (the paper's way) looked up.
+Layout: docs/wire-format.md. Decoding needs the same partition hash as encoding: `PermutationHash`
+computes the elements, `IndexSetHash` (the paper's way) looks them up.
 
 On the CPU or a CUDA device, with the same bytes. On CUDA encoding waits for the device once, for
 nnz, and decoding twice: for the record's head, and for the check of its bitmap.
@@ -35,7 +35,7 @@ from megatron_sparse.wire import pad16, wrong_field
 
 
 class _Sections(NamedTuple):
-    """What a record holds; the bitmap is not compared with nnz yet."""
+    """The sections of a record; the bitmap is not compared with nnz yet."""
 
     words: torch.Tensor
     values: torch.Tensor
@@ -64,7 +64,7 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
     Args:
         values_P: fp32, bf16 or fp16, by position; travel bit for bit, except that in the bitmap
             form `-0.0` is zero and is not sent. Only read.
-        place: what the record says.
+        place: which partition, segment and step the record is for.
 
     Returns:
         uint8 beside the values; a view of a buffer that would have room for all of them.
@@ -121,8 +121,8 @@ def decode(
         rank: the sender, for the error's text.
 
     Returns:
-        int64 elements of the segment, different from one another but not ascending; and their
-        values, possibly a view of the record.
+        int64 elements of the segment, distinct but not ascending; and their values, possibly a
+        view of the record.
 
     Raises:
         WireFormatError: names the rank and the field that is wrong.
@@ -184,7 +184,7 @@ def accumulate_(
             "accumulate_: acc has the wrong length", expected=place.positions, got=acc_P.numel()
         )
     words, values, nnz = _read(record, place, rank)
-    # Here positions are the elements: the one partition of a segment that is not permuted.
+    # Here positions are the elements, as in a segment with one partition and no permutation.
     positions_P = torch.arange(place.positions, dtype=torch.int32, device=acc_P.device)
     field, found = hash_ops.bitmap_add_(
         acc_P, words, values, place.code, nnz, BitmapPlace(0, 1, 0, positions_P)

@@ -1,10 +1,10 @@
-"""The record of ZEN's Push: what one rank has for one server, as pairs of index and value.
+"""The record of ZEN's Push: one rank's entries for one server, as pairs of index and value.
 
-Of a partition with P elements of which K are not zero, pairs take 4 K bytes and the values (the
-paper's COO). Deviation: where that is not the smallest, the record is a hash bitmap (P / 8 bytes
-and the values, from a density of 1/32 on), or dense; so it never exceeds the dense size by more
-than the headers, and its reader takes all three. Layout: docs/wire-format.md. On the CPU or a CUDA
-device; there reading waits for it at every check of what a peer sent.
+For a partition with P elements, K of them non-zero, pairs take 4 K bytes and the values (the
+paper's COO). Deviation: where another form is smaller, the record is a hash bitmap (P / 8 bytes and
+the values, from a density of 1/32 on), or dense. So it never exceeds the dense size by more than
+the headers, and its reader accepts all three forms. Layout: docs/wire-format.md. On the CPU or a
+CUDA device; on CUDA every check of a received record waits for the device.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_sparse.wire import pad16, wrong_field
 
 
 def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
-    """Writes what a rank pushes to the server of a partition.
+    """Writes the record that a rank pushes to the server of a partition.
 
     Args:
         indices_K: int64 elements of the segment that are in the partition, strictly ascending.
         values_K: their values in the record's dtype, none of them zero; travel bit for bit.
-        place: what the record says.
+        place: which partition, segment and step the record is for.
 
     Returns:
         uint8.
@@ -74,9 +74,9 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
 def accumulate_(
     acc_P: torch.Tensor, record: torch.Tensor, place: PartitionRecord, rank: int
 ) -> None:
-    """Adds what a rank pushed to a server's partition, held by position.
+    """Adds a rank's pushed record to a server's partition, held by position.
 
-    Arguments and errors as of `hash_bitmap.accumulate_`.
+    Arguments and errors are those of `hash_bitmap.accumulate_`.
     """
     form, nnz = place.read_head(record, rank, ALL_FORMS)
     if form != FORM_PAIRS:

@@ -1,14 +1,14 @@
 """ZEN's partition hash h0 (section 3.2): which server an element belongs to.
 
-h0 gives every element of a segment to one of n partitions, on all ranks alike: partition i goes to
-server i, whatever the indices are. Two of them:
+h0 assigns every element of a segment to one of n partitions, the same on all ranks; partition i
+goes to server i. There are two such hashes:
 
-- `PermutationHash` (ours, the default): equal blocks of a keyed permutation. It can be inverted, so
-  an element and its (partition, position) follow from one another in O(1) time and no memory, and
-  partitions differ by one element at most.
-- `IndexSetHash` (the paper's): a general hash, which needs the sorted elements of each partition,
-  computed beforehand: 4 bytes for each element of the segment, as much as an fp32 gradient of it,
-  and about 32 bytes an element while they are made.
+- `PermutationHash` (ours, the default): equal blocks of a keyed permutation. It can be inverted:
+  an element gives its (partition, position), and the pair gives the element, in O(1) time and
+  without memory. Partition sizes differ by one element at most.
+- `IndexSetHash` (the paper's): a general hash. It needs the sorted elements of each partition,
+  computed beforehand: 4 bytes for each element of the segment, as much as its fp32 gradient, and
+  about 32 bytes an element during the computation.
 
 `hierarchical_hash` uses them for the Push, `hash_bitmap` for the Pull.
 """
@@ -44,7 +44,7 @@ class PartitionHash(Protocol):
 
     @property
     def seed(self) -> int:
-        """What the hash is a function of, besides the element."""
+        """The key of the hash."""
         ...
 
     @property
@@ -189,8 +189,8 @@ class PermutationHash:
 class IndexSetHash:
     """The paper's general hash (murmur3's finaliser, scaled), with its index sets.
 
-    Made once for a segment on the CPU, in O(numel log numel) time; holds 4 bytes an element there,
-    and as many on every other device that asked for them. Partition sizes follow the hash, so they
+    Made once for a segment on the CPU, in O(numel log numel) time. Holds 4 bytes an element on the
+    CPU, and as many on every other device that uses them. Partition sizes follow the hash, so they
     differ by a few standard deviations, sqrt(numel / n).
 
     Attributes:
@@ -284,7 +284,7 @@ class IndexSetHash:
         return self._offsets[partition + 1] - self._offsets[partition]
 
     def index_set(self, partition: int, device: torch.device) -> torch.Tensor:
-        """The partition's elements, int32, ascending; a view of a copy that is kept.
+        """The partition's elements, int32, ascending; a view of a cached copy.
 
         Raises:
             ExtensionError: there is no such partition.
@@ -303,7 +303,7 @@ def _check_hash(partition_hash: PermutationHash | IndexSetHash) -> None:
 
 
 def check_partition(partition: int, partitions: int) -> None:
-    """Refuses the number of a partition that there is not.
+    """Refuses a partition number that is out of range.
 
     Raises:
         ExtensionError: it is not in [0, partitions).

@@ -1,8 +1,8 @@
-"""What every record of one hash partition begins with, and how long each of its forms is.
+"""The head of every record of a hash partition, and the length of each of its forms.
 
-ZEN pushes a partition as pairs of index and value and pulls its sum as a hash bitmap; both are
+ZEN pushes a partition as pairs of index and value and pulls its sum as a hash bitmap. Both are
 records of the format `hash bitmap` (docs/wire-format.md), with the same header and sub-header, in
-one of three forms. `hash_bitmap` and `hash_pairs` read and write the sections behind.
+one of three forms. `hash_bitmap` and `hash_pairs` read and write the sections after the head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORM_BITMAP, FORM_DENSE, FORM_PAIRS = range(3)
 FORM_NAMES = ("bitmap", "dense", "pairs")
 BY_POSITION = (FORM_DENSE, FORM_BITMAP)
 ALL_FORMS = (FORM_DENSE, FORM_BITMAP, FORM_PAIRS)
-"""In the order in which a tie is decided."""
+"""In a tie the first of these wins."""
 
 _SUB_HEADER = struct.Struct("<IIQIIQ")
 _SUB_HEADER_FIELDS = ("partition", "partitions", "seed", "hash", "form", "positions")
@@ -35,7 +35,7 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 @dataclass(frozen=True)
 class PartitionRecord:
-    """What the two ends of a record agree on before it is sent.
+    """The facts about a record on which sender and receiver agree before it is sent.
 
     Attributes:
         partition_hash: h0, the same on all ranks.
@@ -85,7 +85,7 @@ class PartitionRecord:
         return BitmapPlace(self.partition, h0.partitions, h0.seed, index_set_P)
 
     def section_bytes(self, form: int, nnz: int) -> int:
-        """Bytes behind the sub-header, padding included.
+        """Bytes after the sub-header, padding included.
 
         Args:
             form: one of the `FORM_*` codes.
@@ -98,11 +98,11 @@ class PartitionRecord:
         return pad16(beside) + pad16(nnz * value_bytes)
 
     def smallest(self, nnz: int, forms: Sequence[int]) -> int:
-        """The form that takes the fewest bytes; the first of them where some take as many."""
+        """The form that takes the fewest bytes; the first one in a tie."""
         return min(forms, key=lambda form: self.section_bytes(form, nnz))
 
     def nbytes(self, nnz: int, forms: Sequence[int]) -> int:
-        """Bytes of a whole record in the smallest of some forms."""
+        """Bytes of a whole record in the smallest of these forms."""
         return SECTIONS_AT + self.section_bytes(self.smallest(nnz, forms), nnz)
 
     @property
@@ -137,7 +137,7 @@ class PartitionRecord:
         return HEADER_BYTES + payload_bytes
 
     def read_head(self, record: torch.Tensor, rank: int, forms: Sequence[int]) -> tuple[int, int]:
-        """Compares every field with what is expected; afterwards the sections lie in the record.
+        """Compares every field with its expected value; then the sections fit in the record.
 
         On CUDA this copies the 80 bytes to the host and waits for them.
 
@@ -187,14 +187,14 @@ class PartitionRecord:
 
 
 def as_dtype(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes as numbers; copied where a caller's slice left them unaligned."""
+    """The bytes as numbers; copied if the caller's slice is unaligned."""
     if raw.storage_offset() % dtype.itemsize or raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype)
 
 
 def expect(rank: int, field: str, expected: object, got: object) -> None:
-    """Refuses a field that is not what it should be.
+    """Refuses a field that does not have its expected value.
 
     Raises:
         WireFormatError: names the rank and the field.

@@ -29,7 +29,7 @@ _BEFORE_CHECKSUM = struct.Struct("<4sBBBBQQQQI")
 
 @dataclass(frozen=True)
 class Header:
-    """What precedes a record's sections.
+    """The header, which precedes a record's sections.
 
     Attributes:
         format: one of the `FORMAT_*` codes.
@@ -107,7 +107,7 @@ class Header:
         rank: int,
         formats: Sequence[int] = (FORMAT_DENSE, FORMAT_COO),
     ) -> None:
-        """Compares every field with what is expected.
+        """Compares every field with its expected value.
 
         Args:
             value_dtype: dtype code of the values.
@@ -116,10 +116,10 @@ class Header:
             step: the step.
             available: bytes from the header's first to the message's last.
             rank: the sender, for the error's text.
-            formats: what the caller can decode, out of dense, COO, Pici and blocks.
+            formats: those of dense, COO, Pici and blocks that the caller can decode.
 
-        The size of a blocks record depends on its sub-header, which the caller must look at; here
-        it is only at least that of the sub-header.
+        The size of a blocks record depends on its sub-header, which the caller must check. This
+        method checks only that the record has room for the sub-header.
 
         Raises:
             WireFormatError: names the rank and the first field that is wrong.

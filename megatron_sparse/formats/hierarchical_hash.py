@@ -1,11 +1,16 @@
 """ZEN's hierarchical hashing (Algorithm 1): a rank's sparse gradient, cut for the Push.
 
-Deviations from the paper: a memory slot holds the number of an entry instead of its index, so that
-values need not lie in a dense tensor; check, write and read after write are one compare-and-swap,
-because apart they can lose an entry (the reason is in `csrc/hash_partition_hierarchical.cpp`); the
-serial memory grows by what overflows it; each partition comes sorted, so the result does not depend
-on threads, nor on the device (`csrc/hash_memory.cu`). On the wire an entry costs its COO record's 4
-bytes and its value.
+Deviations from the paper:
+
+- A memory slot holds the number of an entry instead of its index, so that values need not lie in a
+  dense tensor.
+- Check, write and read after write are one compare-and-swap. As separate steps they can lose an
+  entry (the reason is in `csrc/hash_partition_hierarchical.cpp`).
+- The serial memory grows to hold the entries that overflow it.
+- Each partition comes sorted, so the result depends neither on threads nor on the device
+  (`csrc/hash_memory.cu`).
+
+On the wire an entry costs its COO record's 4 bytes and its value.
 """
 
 from __future__ import annotations
@@ -23,15 +28,15 @@ from megatron_sparse.wire import wrong_field
 
 @dataclass(frozen=True)
 class Partitioned:
-    """What Algorithm 1 puts out: the entries of every partition, each sorted by index.
+    """The result of Algorithm 1: the entries of every partition, each sorted by index.
 
     Attributes:
         indices_K: int64, partition after partition.
         values_K: their values, bits unchanged.
         offsets: n + 1 offsets of the partitions.
         serial: entries that found no free slot in k rehashes.
-        grown: those of them beyond the serial memory r2. A count that stays above zero says that r1
-            or r2 is too small. Both counts may vary between runs; the entries do not.
+        grown: those of them beyond the serial memory r2. If this stays above zero, r1 or r2 is too
+            small. Both counts may vary between runs; the entries do not.
     """
 
     indices_K: torch.Tensor
@@ -69,11 +74,11 @@ def hierarchical_hash(
 ) -> Partitioned:
     """Algorithm 1: cuts a rank's sparse gradient into the partitions of all servers.
 
-    The paper sets r1 = 2 |G| d_G, r2 = r1 / 10 and k = 3; read as sizes of the whole memory, which
-    is how it reports them, that is 2 K / n slots for each partition, the default here.
+    The paper sets r1 = 2 |G| d_G, r2 = r1 / 10 and k = 3. It reports them as sizes of the whole
+    memory; read that way they are 2 K / n slots for each partition, the default here.
 
-    Growth: an entry that finds the serial memory of its partition full is set aside; afterwards
-    that partition's serial memory is extended by exactly as many slots. Nothing is ever lost, even
+    Growth: an entry that finds the serial memory of its partition full is set aside. Afterwards
+    that partition's serial memory is extended by exactly as many slots. No entry is ever lost, even
     if all indices fall into one partition.
 
     Args:
@@ -112,11 +117,11 @@ def hierarchical_hash(
 def split(
     partition_hash: PartitionHash, indices_K: torch.Tensor, values_K: torch.Tensor
 ) -> Partitioned:
-    """What `hierarchical_hash` computes, by a stable partition instead of a memory.
+    """Computes the result of `hierarchical_hash` by a stable partition instead of a hash memory.
 
-    For indices that ascend the two results are equal. On a CPU it is a sort and takes a tenth of
-    Algorithm 1's time, which saves one where thousands of threads write at once; on CUDA there is
-    no sort here, and there is one there, because records want ascending indices.
+    For ascending indices the two results are equal. On a CPU this is a sort and takes a tenth of
+    Algorithm 1's time: the algorithm avoids a sort where thousands of threads write at once. On
+    CUDA this needs no sort, but `hierarchical_hash` does, because records want ascending indices.
 
     Args:
         partition_hash: h0; the same on all ranks.
@@ -151,7 +156,7 @@ def accumulate_(
     *,
     rank: int,
 ) -> None:
-    """Adds what one rank pushed to a server's partition, held by position.
+    """Adds the entries that one rank pushed to a server's partition, held by position.
 
     Args:
         acc_P: fp32 sums of the partition, one for each position. Mutated.
@@ -163,7 +168,7 @@ def accumulate_(
 
     Raises:
         WireFormatError: an index is out of range or of another partition; `acc_P` is untouched.
-        ExtensionError: `acc_P` has not the partition's size.
+        ExtensionError: `acc_P` does not have the partition's size.
     """
     expected = partition_hash.partition_numel(partition)
     if acc_P.numel() != expected:

@@ -3,11 +3,11 @@
 A record is a 48-byte header and 16-byte aligned sections (`formats/header.py`). Records of one
 shard are adjacent, so a bucket is encoded once and each shard's bytes can be sent apart.
 
-The compiled codec of `cuda_ext` does the work, on the CPU and on CUDA: the same bytes. On CUDA each
-call waits once for the device: record sizes must be known before records can be sent, and a bad
-record before its sum is used. In capacity mode sizes are known beforehand, and the calls of a
-bucket leave what they report in its message's `Reports`, read once at the end. Where the extension
-has no CUDA part it is `torch_codec` that works on CUDA tensors (`codec_choice`).
+The compiled codec of `cuda_ext` does the work, with the same bytes on the CPU and on CUDA. On CUDA
+each call waits once for the device: a sender must know record sizes before it can send, and a
+receiver must find a bad record before it uses the sum. In capacity mode sizes are known beforehand:
+the calls of a bucket collect their status in the message's `Reports`, which are read once at the
+end. Where the extension has no CUDA part, `torch_codec` works on CUDA tensors (`codec_choice`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FORMAT_CODES = {
     "dense": FORMAT_DENSE,
     "blocks": FORMAT_BLOCKS,
 }
-"""What `scheme.format` may name, and the blocks of `scheme.name=omnireduce`."""
+"""The names that `scheme.format` accepts, and the blocks of `scheme.name=omnireduce`."""
 
 
 def wire_dtype_of(grad_dtype: torch.dtype, wire_dtype: str | None) -> str:
@@ -65,14 +65,15 @@ class Message:
     """One rank's encoded bucket.
 
     Attributes:
-        buffer: uint8; the first `nbytes` of it are records, what follows is workspace.
+        buffer: uint8; its first `nbytes` are records, the rest is workspace.
         layout: how the bucket was cut.
         segment_bytes: bytes of each record, or of its place where there are slots.
         value_dtype: fp32, bf16 or fp16.
         step: the training step, checked by the receiver.
         counted: `nnz`, None until the reports have been read.
         slots: where the records lie in capacity mode; None for back to back.
-        reports: in capacity mode of all codec calls on the bucket; None where each is looked at.
+        reports: in capacity mode, those of all codec calls on the bucket; None where each call
+            checks its own.
         counted_pruned: `pruned_nnz`, None until the reports have been read.
     """
 
@@ -88,14 +89,14 @@ class Message:
 
     @property
     def nnz(self) -> int:
-        """Non-zero elements, kept ones included. Reads the reports where they have not been."""
+        """Non-zero elements, kept ones included. Reads the reports unless they have been read."""
         self._read_counts()
         assert self.counted is not None, "the encoder's count is one of the reports"
         return self.counted
 
     @property
     def pruned_nnz(self) -> int:
-        """Those of them in segments that are pruned. Reads the reports as `nnz` does."""
+        """Non-zero elements in the segments that are pruned. Reads the reports as `nnz` does."""
         self._read_counts()
         assert self.counted_pruned is not None, "counted together with nnz"
         return self.counted_pruned
@@ -150,7 +151,7 @@ def record_spec(
     record_format: str = "coo",
     block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> RecordSpec:
-    """What records become, by the names of the configuration.
+    """The `RecordSpec` for names of the configuration.
 
     Args:
         value_dtype: dtype of the values in the records, a key of `WIRE_CODES`.
@@ -166,18 +167,18 @@ def record_spec(
 def encode(
     bucket: Bucket, layout: Layout, nnz_R: torch.Tensor, spec: RecordSpec, buffers: MessageBuffers
 ) -> Message:
-    """Encodes the pruned bucket, each segment as asked for or, where that is not smaller, dense.
+    """Encodes the pruned bucket; a segment is dense where the requested format is not smaller.
 
     Args:
-        bucket: its gradient holds zeros wherever nothing is sent; it is only read.
+        bucket: its gradient is zero at all elements that are not sent; only read.
         layout: the cut that `nnz_R` was counted for.
         nnz_R: int64 non-zero counts of the layout's ranges.
-        spec: what the records become.
+        spec: the format of the records.
         buffers: where the message's memory comes from.
 
     Raises:
-        ExtensionError: counts that are not the gradient's; Pici or blocks where `torch_codec`
-            works.
+        ExtensionError: the counts are not the gradient's, or Pici or blocks are requested where
+            `torch_codec` works.
     """
     segments = Segments(layout.segment_offsets, layout.segment_keep)
     nnz_S = torch.zeros(layout.segment_keep.numel(), dtype=torch.int64)
@@ -201,14 +202,14 @@ def encode_segments(
     Args:
         values_N: only read.
         segments: its pieces, and where their records begin.
-        nnz_S: int64 counts, on any device; None has them counted.
-        spec: what the records become.
+        nnz_S: int64 counts, on any device; None: the call counts.
+        spec: the format of the records.
         out: uint8 of `ops.message_capacity` bytes. Mutated.
         buffers: where scratch memory comes from.
         reports: receives the report of the call, which then does not wait.
 
     Returns:
-        int64 bytes, of each record or, with slots, of each slot: on the CPU, but for records on
+        int64 bytes of each record or, with slots, of each slot; on the CPU, except for records on
         CUDA with `reports`.
 
     Raises:
@@ -233,12 +234,12 @@ def prune_encode(
     """Selects from a bucket and encodes what was selected, in one pass.
 
     Args:
-        bucket: its gradient is only read; where `torch_codec` works it becomes what is sent, and
-            there are two passes.
-        layout: the cut that the thresholds are of.
+        bucket: its gradient is only read. Where `torch_codec` works, it is overwritten with the
+            sent values, and there are two passes.
+        layout: the cut that the thresholds were made for.
         pruning: what is selected, by ranges of the layout. Its residual is mutated. Its capacity
             fixes the message's size.
-        spec: what the records become.
+        spec: the format of the records.
         buffers: where the message's memory comes from.
 
     Raises:
@@ -321,7 +322,7 @@ def _take_scratch(
 def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tensor:
     pieces = values_N.split(segment_offsets.diff().tolist())
     if values_N.device.type == "cpu":
-        # On a CPU torch takes ten times as long for it as numpy where a third is not zero.
+        # On a CPU torch takes ten times as long as numpy where a third of the values is not zero.
         return torch.tensor([_nonzero(piece) for piece in pieces], dtype=torch.int64)
     counts = [piece.count_nonzero() for piece in pieces]
     return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
@@ -330,7 +331,7 @@ def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tenso
 def _nonzero(values_N: torch.Tensor) -> int:
     if values_N.dtype == torch.float32:
         return int(np.count_nonzero(values_N.numpy()))
-    # numpy knows no bf16: what is left without the sign bit is zero for 0.0 and -0.0 alone.
+    # numpy has no bf16. Without the sign bit only 0.0 and -0.0 are zero.
     return int(np.count_nonzero(values_N.view(torch.int16).numpy() << 1))
 
 
@@ -348,12 +349,12 @@ def decode_add_(
         acc_M: fp32; element 0 is the first element of the first segment. Mutated.
         records: uint8, exactly the records of the given segments, or their slots.
         expected: what the records must say.
-        fresh: take the segments' part of `acc_M` for zero, whatever it holds.
+        fresh: treat the segments' part of `acc_M` as zero and ignore its content.
         reports: receives the status of the call, which then does not wait; reading the reports
             raises the error.
 
     Raises:
-        WireFormatError: the records are not what was announced; `acc_M` is as it was.
+        WireFormatError: the records are not as expected; `acc_M` is as it was.
     """
     base = int(expected.segment_offsets[0])
     if not is_compiled(acc_M.device):

@@ -1,6 +1,6 @@
 """The wire record of a row-sparse gradient; docs/wire-format.md is the specification.
 
-A part of a gradient [R, D] cut into p parts holds the rows i with i mod p = part: frequent tokens
+A gradient [R, D] is cut into p parts; a part holds the rows i with i mod p = part. Frequent tokens
 have low numbers, so blocks of adjacent rows would leave most of the work to the first rank.
 
 K rows of D values of b bytes take 48 + 32 bytes of headers, 4 K bytes of indices (8 K where R is
@@ -24,12 +24,12 @@ _SUB_HEADER = struct.Struct("<QQQII")
 """Rows and columns of the whole gradient, rows in the record, part, parts."""
 SECTIONS_AT = HEADER_BYTES + _SUB_HEADER.size
 MAX_NARROW_ROWS = 2**31
-"""Up to so many rows an index takes 4 bytes."""
+"""Up to this many rows an index takes 4 bytes."""
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """What every record of one part of one gradient has in common.
+    """The properties that all records of one part of one gradient share.
 
     Attributes:
         num_rows: R, of the whole gradient.
@@ -62,7 +62,7 @@ class RowPart:
         return torch.int32 if self.num_rows <= MAX_NARROW_ROWS else torch.int64
 
     def record_bytes(self, stored_rows: int) -> int:
-        """Bytes of a record with so many rows."""
+        """Bytes of a record with this many rows."""
         values = self._value_bytes(stored_rows)
         return SECTIONS_AT + pad16(stored_rows * self._index_dtype.itemsize) + pad16(values)
 

@@ -1,8 +1,8 @@
 """Row-sparse gradients: the rows of an embedding that a batch touched.
 
 The synchronisation follows "Sparse All-Reduce in PyTorch" (MacLeod): gather the row indices of all
-ranks, take their union, write the local rows into a compacted [U, D] buffer, all-reduce that one
-densely. Each rank has K of U rows, of D values of b bytes; n ranks.
+ranks, take their union, write the local rows into a compacted [U, D] buffer, and all-reduce this
+buffer densely. Each of n ranks has K of U rows; a row has D values of b bytes.
 
 | step | there | here |
 |---|---|---|
@@ -11,9 +11,9 @@ densely. Each rank has K of U rows, of D values of b bytes; n ranks.
 | compacted buffer | zeros, then scatter: (U + K) D b bytes written | with the match, in one pass: U D b bytes written |
 | wire | 8 nK bytes of indices, 2 (n-1)/n U D b of values | the same; no broadcast |
 
-Every step is deterministic, and gives the same bits on the CPU and on a CUDA device. There the host
-waits at every step, for whether its arguments were right and for sizes; steps are searches instead of
-merges (`csrc/row_sparse.cu`).
+Every step is deterministic, and gives the same bits on the CPU and on a CUDA device. On CUDA the
+host waits at every step, for the check of the arguments and for sizes, and steps are searches
+instead of merges (`csrc/row_sparse.cu`).
 """  # noqa: E501 - a table's rows are lines
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class RowSparse:
             [[2.0], [5.0]]
         """
         check_coo(gradient)
-        # The public accessors refuse tensors that are not coalesced; torch's own coalesce promises
-        # no order of summation.
+        # The public accessors refuse tensors that are not coalesced, and torch's own coalesce
+        # guarantees no order of summation.
         indices, rows = gradient._indices()[0], gradient._values()
         return coalesce(indices, rows, gradient.shape[0])
 
@@ -108,7 +108,7 @@ class RowSparse:
 
 
 def check_coo(gradient: torch.Tensor) -> None:
-    """Refuses what `RowSparse.from_coo` cannot take; looks at no element.
+    """Refuses a gradient that `RowSparse.from_coo` cannot take; looks at no element.
 
     Raises:
         ExtensionError: another layout, shape, dtype or device.
@@ -138,9 +138,9 @@ def check_coo(gradient: torch.Tensor) -> None:
 def coalesce(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> RowSparse:
     """Sorts rows by index and sums those of the same index, in the order in which they stand.
 
-    O(K log K) comparisons of indices and one pass over the rows; where the indices ascend already,
-    one comparison each, and the result shares memory. Sums are taken in fp32 and rounded once; a
-    row that comes once keeps its bits.
+    O(K log K) comparisons of indices and one pass over the rows. Where the indices ascend already,
+    one comparison for each, and the result shares memory. Sums are taken in fp32 and rounded once;
+    a row that occurs once keeps its bits.
 
     Args:
         indices: int64 [K], in any order, repeated or not.

@@ -1,6 +1,6 @@
 """The message codec in plain torch operations, on any device.
 
-For CUDA tensors where the compiled codec does not serve them (`codec_choice`), and a peer of the
+For CUDA tensors that the compiled codec does not serve (`codec_choice`), and for comparison in the
 benchmarks. Dense and COO records only, byte for byte those of the compiled codec. It synchronises
 with the host: once to encode (record sizes follow from the non-zero counts) and once for each
 record to decode (the walk reads every header).
