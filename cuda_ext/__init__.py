@@ -35,7 +35,7 @@ def load(part: Literal["cpu", "cuda"] = "cpu") -> None:
 
 
 def status() -> dict[str, dict[str, object]]:
-    """What there is of each part, for `doctor`. Loads what is built; builds nothing.
+    """The state of each part, for `doctor`. Loads the libraries that are built; builds nothing.
 
     Returns:
         For `cpu` and `cuda`: `path` (str), `built` (current with its sources), `loaded`, and

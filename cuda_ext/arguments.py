@@ -27,7 +27,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that refuses as compiled ops do; that becomes an `ExtensionError`."""
+    """Calls a function that refuses as compiled ops do; its refusal becomes an `ExtensionError`."""
     try:
         return op(*arguments)
     except RuntimeError as error:
@@ -39,13 +39,13 @@ def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
 
 @cache
 def overload(name: str) -> Callable[..., Any]:
-    """The op itself, past the look-up that costs as much as the call of a small one."""
+    """The op itself. This skips torch's look-up, which costs as much as calling a small op."""
     load()
     return getattr(torch.ops.megatron_sparse, name).default
 
 
 def refusal(op: str, what: str, expected: object, got: object) -> ExtensionError:
-    """The error of an op that refuses an argument."""
+    """The error for an argument that an op refuses."""
     return ExtensionError(f"{op}: {what}", expected=expected, got=got)
 
 
@@ -80,7 +80,7 @@ def check_device(op: str, name: str, tensor: torch.Tensor) -> str:
 def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None:
     """Refuses anything but ascending int64 offsets from 0 to `numel` on the CPU."""
     check_flat(op, name, offsets, (torch.int64,), device=CPU)
-    # numpy looks at so few numbers in a tenth of torch's time, and this check runs in every step.
+    # numpy reads so few numbers in a tenth of torch's time, and this check runs in every step.
     table = offsets.numpy()
     if not table.size or table[0] != 0 or table[-1] != numel or (table[1:] < table[:-1]).any():
         raise refusal(

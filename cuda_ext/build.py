@@ -4,12 +4,12 @@
         [--ptxas | --sanitize]
 
 `setup.py` runs it when the package is installed; `megatron_sparse.cuda_ext.load` runs it when a
-library is missing or older than its sources. Both libraries use torch's stable ABI, hold no Python
-symbols, and load in torch 2.11 and later, whichever they were built with. Kernels are free of torch
-headers, so that nvcc sees none of them.
+library is missing or older than its sources. Both libraries use torch's stable ABI and hold no
+Python symbols. They load in torch 2.11 and later, whatever version built them. Kernels include no
+torch headers, so nvcc never compiles those.
 
 A library is rebuilt when its sources, its flags or the version of torch changed; a stamp beside it
-says what it was built from. Only the standard library is needed to import this module.
+records them. Only the standard library is needed to import this module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STRICT = "MEGATRON_SPARSE_STRICT"
 
 @dataclass(frozen=True)
 class Part:
-    """What became of one library.
+    """The outcome for one library.
 
     Attributes:
         name: `cpu` or `cuda`.
@@ -76,10 +76,10 @@ def build(
         verbose: print every command.
         parts: which libraries, of `cpu` and `cuda`.
         sanitize: build the CPU library under the address and undefined behaviour sanitizers, for
-            `scripts/fuzz.sh`; only into another folder than the one that `load` looks into.
+            `scripts/fuzz.sh`; not into the folder from which `load` loads.
 
     Returns:
-        What became of each part.
+        The outcome for each part.
 
     Raises:
         DependencyError: a compiler or torch is missing, for a part that is not optional.
@@ -228,7 +228,7 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
 
 
 def compile_report(verbose: bool = False) -> dict[str, list[ptxas.Compiled]]:
-    """Compiles all CUDA kernels, keeps nothing, and returns what ptxas says of each source's.
+    """Compiles all CUDA kernels, keeps nothing, and returns ptxas's report for each source.
 
     Raises:
         DependencyError: nvcc or the C++ compiler is missing.
@@ -299,9 +299,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_for_install(out: Path) -> list[Part]:
-    """What `setup.py` calls: leaves out what cannot be built, unless strict.
+    """For `setup.py`: leaves out a part that cannot be built, unless strict.
 
-    The package is usable all the same, for the first use builds what is missing.
+    The package stays usable, because the first use builds a missing part.
 
     Raises:
         ConfigError: MEGATRON_SPARSE_CUDA is none of auto, on, off.

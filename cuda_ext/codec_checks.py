@@ -1,7 +1,7 @@
-"""What the codec's ops check, and the sizes that follow from a plan alone.
+"""The checks of the codec's ops, and the sizes that follow from a plan alone.
 
-The compiled ops check a CPU call themselves. What lies on the host of a CUDA call is checked here:
-kernels rely on it, and a refusal must come before anything was launched.
+The compiled ops check a CPU call themselves. For a CUDA call, this module checks the arguments that
+lie on the host: kernels rely on them, and a refusal must come before any launch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def record_kind(spec: RecordSpec) -> int:
 def check_encode(
     op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec, out: torch.Tensor
 ) -> int:
-    """Checks what both encoders take; returns the native op's kind."""
+    """Checks the arguments of both encoders; returns the native op's kind."""
     check_offsets(op, "segment_offsets", segments.offsets, grad_N.numel())
     count = segments.offsets.numel() - 1
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
@@ -103,7 +103,7 @@ def check_encode(
 def check_scratch(
     op: str, scratch: torch.Tensor | None, segment_offsets: torch.Tensor, value_dtype: int
 ) -> torch.Tensor:
-    """The CPU encoders' scratch, allocated where there is none."""
+    """The CPU encoders' scratch; allocates it if the caller gave none."""
     if scratch is None:
         return torch.empty(scratch_capacity(segment_offsets, value_dtype), dtype=torch.uint8)
     check_flat(op, "scratch", scratch, (torch.uint8,), device=CPU)
@@ -119,7 +119,7 @@ def refuse_scratch(op: str, scratch: torch.Tensor | None) -> None:
 def check_slots[T: (torch.Tensor, None)](
     op: str, slots_S: torch.Tensor | None, segments: int, out: T
 ) -> T:
-    """Checks what the kernels rely on, as the CPU's bindings do; returns the slots' part."""
+    """Checks the slots, on which kernels rely, as the CPU's bindings do; returns their part."""
     if slots_S is None:
         return out
     check_flat(op, "slots", slots_S, (torch.int64,), segments + 1, CPU)
@@ -145,7 +145,7 @@ def _check_room(op: str, needed: int, out: torch.Tensor) -> None:
 def check_capacity(
     segments: Segments, spec: RecordSpec, out: torch.Tensor, capacity_S: torch.Tensor | None
 ) -> None:
-    """Refuses what may turn out not to fit: the residual changes before the sizes are known."""
+    """Refuses a buffer that may prove too small: the residual changes before sizes are known."""
     op, most_S, slots_S = "prune_encode", segments.offsets.diff(), segments.slots
     if capacity_S is None and slots_S is None:
         return _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
@@ -171,7 +171,7 @@ def check_capacity(
 
 
 def compare_counts(found_S: torch.Tensor, given_S: torch.Tensor) -> None:
-    """Refuses counts that are not what the encoder found, in the words of the CPU's."""
+    """Refuses counts that differ from the encoder's, with the error text of the CPU encoder."""
     for segment, (found, given) in enumerate(zip(found_S.tolist(), given_S.tolist(), strict=True)):
         if found != given:
             what = f"nnz of segment {segment} is not what the gradient holds"

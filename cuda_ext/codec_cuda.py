@@ -1,10 +1,10 @@
-"""How the codec's ops are called on CUDA tensors: tables, launches, and what is read afterwards.
+"""How the codec's ops are called on CUDA tensors: tables, launches, and reports.
 
-Kernels are launched on the current stream. A host needs to know how long a record is before it can
-send it, and whether a peer's record was right before anyone steps with it, so each call ends with
-one copy to the host of a few words, and waits for it: an encoder's report (status, sizes and counts
-of its segments), a decoder's status. Where sizes are fixed `reports` has all of them read together.
-Tables of offsets lie on the host, where the plan made them; their copies on the device are kept.
+Kernels are launched on the current stream. The host must know a record's length before it can send
+it, and whether a peer's record was right before the optimizer uses it. So each call ends with one
+copy of a few words to the host, and waits for it: an encoder's report (status, sizes and counts of
+its segments), or a decoder's status. Where sizes are fixed, `reports` reads all of them together.
+Tables of offsets lie on the host, where the plan made them; their copies on the device are cached.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_status(
 ) -> None:
     """Raises the error of the arguments that a decoder's status, on the CPU, holds, if any.
 
-    What it says of the message is the same as on the CPU; `refuse_message` raises that.
+    The status says the same about the message as on the CPU; `refuse_message` raises that error.
 
     Raises:
         ExtensionError: the segments do not lie in the accumulator, which is untouched.
@@ -73,10 +73,10 @@ def check_status(
 
 
 def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:
-    """A copy of a small table of the host, if there is one, kept for the next call. Only to read.
+    """A cached copy of a small host table, or None for None. Do not write to it.
 
-    For the CPU it is the table itself. Nothing is waited for. Copies belong to the stream that made
-    them, so that memory which the cache lets go is free when that stream gets there.
+    For the CPU it is the table itself. Never waits. A copy belongs to the stream that made it, so
+    memory that the cache releases is free when that stream gets there.
     """
     if table is None or device.type == "cpu":
         return table
@@ -97,9 +97,9 @@ def _stream(device: torch.device) -> int:
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What lies on the host as a copy there; what is there, as it is. Nothing is waited for.
+    """A host tensor's copy on the device; a tensor already there is returned as is. Never waits.
 
-    Through pinned memory: from other memory CUDA may wait for all that the stream has queued.
+    Copies through pinned memory: from other memory CUDA may wait for all work in the stream.
     """
     if values.device.type == device.type:
         return values
@@ -107,7 +107,7 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def record_kinds(segment_dense: torch.Tensor, kind: int, device: torch.device) -> torch.Tensor:
-    """What each segment is asked to become: `RecordKind` of `csrc/record.h`. Only to read."""
+    """The requested `RecordKind` (`csrc/record.h`) of each segment. Only to read."""
     return on_device(_record_kinds(segment_dense.numpy().tobytes(), kind & 0xFF), device)
 
 

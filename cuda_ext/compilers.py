@@ -1,4 +1,4 @@
-"""Runs the compilers, and puts what they made in place.
+"""Runs the compilers, and installs their output.
 
 Only the standard library is needed to import this module.
 """
@@ -23,7 +23,7 @@ LOCK = ".lock"
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Holds the folder's lock; the lock is the process's, and ends with it."""
+    """Holds the folder's lock; the lock belongs to the process, and ends with it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / LOCK, "w")  # noqa: SIM115 - closed below, after the lock is released

@@ -1,4 +1,4 @@
-"""The op that adds up messages, typed and checked. `ops` passes it on; shape suffixes are its."""
+"""The op that adds up messages, typed and checked. `ops` exports it and defines the suffixes."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def decode_add_(
     Args:
         acc_M: fp32 on the CPU or a CUDA device; element 0 is the bucket's element `base`. Mutated.
         message: uint8 on the same device, exactly the records of these segments; on CUDA aligned
-            to 16 bytes, as all records of a message are whose first one is.
+            to 16 bytes: if the first record of a message is aligned, all are.
         expected: what the records must say.
         base: the bucket's element that `acc_M` begins with.
-        fresh: take the segments' part of `acc_M` for zero, whatever it holds: the first message
-            then needs no pass of its own that clears it.
-        reports: receives the call's status, and the call does not wait: reading the reports raises
-            what is wrong with the message.
+        fresh: treat the segments' part of `acc_M` as zero and ignore its content. The first message
+            of a sum then needs no separate pass that clears `acc_M`.
+        reports: receives the call's status, and the call does not wait. Reading the reports raises
+            the message's error.
 
     Raises:
         WireFormatError: names the rank and the field of the message that is wrong.
@@ -86,7 +86,7 @@ def decode_add_(
 
 
 def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -> None:
-    """Raises what the decoder's status says of a message, if anything."""
+    """Raises the error that the decoder's status reports for a message, if any."""
     code, segment, field, value = status.tolist()
     if code == 0:
         return

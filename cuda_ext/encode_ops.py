@@ -1,12 +1,12 @@
-"""The ops that make messages, typed and checked. `ops` passes them on; shape suffixes are its.
+"""The ops that make messages, typed and checked. `ops` exports them and defines the shape suffixes.
 
-A message is one record for each segment, back to back (docs/wire-format.md). The caller asks for a
-format by a code of `wire`, `FORMAT_ADAPTIVE` among them. Where the sparse record would not be
-smaller it is dense, so a message never exceeds `message_capacity`.
+A message is one record for each segment, back to back (docs/wire-format.md). The caller selects a
+format by a code of `wire`, for example `FORMAT_ADAPTIVE`. Where the sparse record would not be
+smaller, the record is dense, so a message never exceeds `message_capacity`.
 
 Neither the bytes nor the errors depend on the device. Tables of offsets and flags, and the results,
-are always on the CPU; a CUDA call therefore waits once for the device (`codec_cuda`), unless the
-caller passes `Reports`, which collect its words to be read later.
+are always on the CPU. So a CUDA call waits once for the device (`codec_cuda`), unless the caller
+passes `Reports`, which collect the call's status for later.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ def encode(
 ) -> torch.Tensor:
     """Writes the wire message of a pruned bucket, reading the gradient once.
 
-    Values are converted to the record's dtype, to nearest even where they do not fit, which pruned
-    ones do. Wire cost: 48 bytes and the padding of each record; beside its values, COO takes 4
-    bytes an entry, Pici 516 for each 4096 elements, blocks 4 and the zeros for each block.
+    Values are converted to the record's dtype, rounded to nearest even where they do not fit.
+    Pruned values fit. Wire cost: 48 bytes and the padding of each record. In addition to its
+    values, COO takes 4 bytes an entry, Pici 516 for each 4096 elements, blocks 4 and the zeros for
+    each block.
 
     Args:
         grad_N: on the CPU or a CUDA device; only read.
         segments: the pieces of the gradient, and where their records go.
         nnz_S: int64, the non-zero elements of each segment, as `prune_` counts them. May be None
             for a gradient on a CUDA device, where the encoder counts.
-        spec: what the records become.
+        spec: the format of the records.
         out: uint8, at least as long as the message (`message_capacity` always is), on the
-            gradient's device; aligned to 16 bytes if that is CUDA. Mutated; what lies behind the
-            message is left alone.
+            gradient's device; aligned to 16 bytes if that is CUDA. Mutated; bytes after the
+            message stay as they were.
         scratch: uint8, `scratch_capacity` bytes, aligned to 8. Mutated. None allocates it, which
             costs more than the encoding of a small bucket. None for CUDA, whose allocator is fast.
         reports: receives the report of a CUDA call, which then does not wait; `nnz_S` must be None.
@@ -72,8 +73,8 @@ def encode(
         bytes do not depend on the number of threads.
 
     Raises:
-        ExtensionError: arguments that do not fit together, `out` or a slot too small, or counts
-            that are not what the gradient holds.
+        ExtensionError: the arguments do not fit together, `out` or a slot is too small, or the
+            counts are not the gradient's.
     """
     check_flat("encode", "grad", grad_N, GRAD_DTYPES)
     kind = check_encode("encode", grad_N, segments, spec, out)
@@ -133,17 +134,17 @@ def prune_encode(
     there), but the gradient is left as it was. Gradient and residual are read once, residual and
     message are written once.
 
-    With a capacity a segment sends its first non-zero elements up to that count. The others were
-    not selected: their residual becomes leak * (value + residual), which is leak * x bit for bit
-    where values are not narrowed (else to within the rounding of the residual). Infinity and NaN
-    among them are not held back: the segment's last value becomes NaN.
+    With a capacity a segment sends only that many of its non-zero elements, the first ones. The
+    others count as not selected: their residual becomes leak * (value + residual), which is
+    leak * x bit for bit where values are not narrowed (else to within the rounding of the
+    residual). If one of the others is infinity or NaN, the segment's last value becomes NaN.
 
     Args:
         grad_N: on the CPU or a CUDA device; only read.
         pruning: what is selected. Its residual is mutated.
-        segments: the pieces of the gradient. Each slot must have room for what its segment may
-            send.
-        spec: what the records become.
+        segments: the pieces of the gradient. Each slot must have room for the largest record that
+            its segment may send.
+        spec: the format of the records.
         out: uint8, `message_capacity` bytes (with a capacity or slots, as many as those need),
             otherwise as in `encode`. Mutated.
         scratch: as in `encode`.
@@ -215,7 +216,7 @@ def prune_encode(
 def _later(
     op: str, report: torch.Tensor, segment_offsets: torch.Tensor, reports: Reports
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leaves an encoder's report for later; returns sizes and counts, on its device."""
+    """Adds an encoder's report to `reports`; returns sizes and counts, on its device."""
     reports.add(report, lambda words: codec_cuda.check_report(op, words, segment_offsets))
     sizes_S, nnz_S = report[STATUS_WORDS:].view(2, -1)
     return sizes_S, nnz_S
@@ -224,7 +225,7 @@ def _later(
 def _device_tables(
     device: torch.device, segments: Segments, kind: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets of the segments and what each is to become, on the device."""
+    """Offsets of the segments and the requested kind of each, on the device."""
     kinds = codec_cuda.record_kinds(segments.dense, kind, device)
     return codec_cuda.on_device(segments.offsets, device), kinds
 

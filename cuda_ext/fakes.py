@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 STATUS_WORDS = 4
-"""Of a decoder's status, and of an encoder's report before the sizes and counts."""
+"""Words of a decoder's status, and of an encoder's report before the sizes and counts."""
 
 
 def register(part: Literal["cpu", "cuda"]) -> None:

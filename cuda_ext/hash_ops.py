@@ -1,11 +1,11 @@
 """The ops of ZEN's hashing and of its hash bitmap, typed: what `formats` calls.
 
 Shape suffixes: K entries, P positions of a partition, M elements of a segment (below 2^31). All
-tensors of a call are 1-D, contiguous and on one device, and so are its results, which are the same
-on every device and depend neither on the size of torch's thread pool nor on how a GPU schedules. A
-seed is any int64. The compiled checks refuse what does not fit together, so every wrapper raises
-`ExtensionError` with what was expected and what came. On CUDA every call but `bitmap_pack`'s waits
-once for the device, to read a few words: whether anything was out of range.
+tensors of a call are 1-D, contiguous and on one device, and so are its results. Results are the
+same on every device and depend neither on the size of torch's thread pool nor on a GPU's
+scheduling. A seed is any int64. The compiled checks refuse arguments that do not fit together, so
+every wrapper raises `ExtensionError` with the expected and the actual value. On CUDA every call
+except `bitmap_pack` waits once for the device, to read whether any value was out of range.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HashMemory:
 
     Attributes:
         parallel_slots: r1 of each partition, 1 and more.
-        serial_slots: r2 of each partition; what overflows it is kept in memory grown to fit.
+        serial_slots: r2 of each partition; it grows to hold the entries that overflow it.
         rehashes: k, 1 to 64.
         seed: of h_1 to h_k; may differ between ranks.
     """
@@ -116,7 +116,7 @@ def hierarchical_hash(
         The indices and values, partition by partition, each in ascending order of the index (then
         of the entry); int64 offsets of the partitions, n + 1 of them; and int64 counts of entries
         that went through the serial memory, and of those beyond it. The counts alone may vary from
-        run to run: they depend on which thread came first.
+        run to run: they depend on which thread was first.
     """
     slots = (memory.parallel_slots, memory.serial_slots, memory.rehashes, memory.seed)
     if indices_K.is_cuda:
@@ -143,7 +143,7 @@ def hierarchical_hash(
 
 
 def _check_values(indices_K: torch.Tensor, values_K: torch.Tensor) -> None:
-    """Refuses values that the native memory does not see: only their numbers go through it."""
+    """Refuses wrong values. The native memory cannot: only the entries' numbers go through it."""
     check_flat(
         "hierarchical_hash", "values", values_K, GRAD_DTYPES, indices_K.numel(), indices_K.device
     )
@@ -153,7 +153,7 @@ def _by_index(
     entry_K: torch.Tensor, indices_K: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
     """Entries of each partition in ascending order of the index, then of the entry."""
-    # Two stable sorts, the second one by where the memory had put them.
+    # Two stable sorts, the second one by the place that the memory had given each entry.
     by_index_K = (indices_K[entry_K] << 32 | entry_K).argsort()
     place_K = torch.bucketize(by_index_K, offsets[1:-1], right=True)
     return entry_K[by_index_K[place_K.argsort(stable=True)]]
@@ -188,7 +188,7 @@ def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tenso
     Args:
         values_P: fp32, bf16 or fp16. Only read.
         words: uint8, 8 ceil(P / 64) bytes; bits beyond P become zero. Mutated.
-        packed: uint8, room for all P values; the first nnz are they, the rest undefined. Mutated.
+        packed: uint8, room for all P values; receives nnz values, the rest is undefined. Mutated.
 
     Returns:
         nnz.

@@ -1,9 +1,9 @@
-"""The op that adds up a bucket over NCCL without the host in between, typed and checked.
+"""The op that adds up a bucket over NCCL without waiting on the host, typed and checked.
 
-Messages have fixed sizes (`cuda_ext.slots`), so everything is known beforehand: which bytes go to
-whom, which record lies where. `SumPlan` holds it; it is made once for a bucket's cut, and its
-copies on the device are kept. One call queues it all: sends and receives, the decoding of what
-came, the encoding of the sum.
+Messages have fixed sizes (`cuda_ext.slots`), so the bytes for each rank and the place of each
+record are known beforehand. `SumPlan` holds them; it is made once for a bucket's cut, and its
+copies on the device are cached. One call queues everything: sends and receives, the decoding of the
+received records, the encoding of the sum.
 
 NCCL's functions are called by address, on a communicator that the caller made
 (`transport.nccl_communicator`).
@@ -25,7 +25,7 @@ from megatron_sparse.cuda_ext.record_spec import Expected
 
 OP = "nccl_sparse_sum"
 MARKED_STAGES = ("network", "decode", "encode", "network", "decode")
-"""What passes between the events that `nccl_sparse_sum` records."""
+"""The stages between the events that `nccl_sparse_sum` records."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +53,12 @@ class ShardPlan:
 
     @property
     def message_bytes(self) -> int:
-        """Of its records in a message."""
+        """Bytes of its records in a message."""
         return int(self.message_slots[-1])
 
     @property
     def sum_bytes(self) -> int:
-        """Of its sum's records."""
+        """Bytes of its sum's records."""
         return int(self.sum_slots[-1])
 
 
@@ -69,8 +69,8 @@ class SumPlan:
     Attributes:
         segment_offsets: int64 on the CPU, S+1 elements at which segments begin.
         segment_dense: uint8 on the CPU, 1 for segments that are dense in a sum, whatever they hold.
-        shards: one for each rank, whose owner adds it up, or a single one, the whole bucket, which
-            every rank adds up itself.
+        shards: one for each rank, which adds it up; or a single one, the whole bucket, which every
+            rank adds up itself.
         rank: of this process.
         world_size: ranks.
         value_dtype: dtype code of all values in records.
@@ -88,17 +88,17 @@ class SumPlan:
     gathers: bool
 
     def shard_of(self, rank: int) -> ShardPlan:
-        """What a rank adds up."""
+        """The shard that a rank adds up."""
         return self.shards[0 if len(self.shards) == 1 else rank]
 
     @property
     def own(self) -> ShardPlan:
-        """What this rank adds up."""
+        """The shard that this rank adds up."""
         return self.shard_of(self.rank)
 
     @cached_property
     def received_bytes(self) -> int:
-        """Room for what comes from all ranks, with a place for this one's own that stays empty."""
+        """Room for the bytes from all ranks; this rank's own place stays empty."""
         return self.world_size * self.own.message_bytes
 
     @cached_property
@@ -108,14 +108,14 @@ class SumPlan:
 
     @cached_property
     def sent_bytes(self) -> int:
-        """What this rank sends."""
+        """Bytes that this rank sends."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         messages = sum(self.shard_of(rank).message_bytes for rank in others)
         return messages + (len(others) * self.own.sum_bytes if self.gathers else 0)
 
     @cached_property
     def report_words(self) -> int:
-        """Of `nccl_sparse_sum`'s report."""
+        """Words of `nccl_sparse_sum`'s report."""
         statuses = STATUS_WORDS * self.world_size
         if not self.gathers:
             return statuses
@@ -134,7 +134,7 @@ class SumPlan:
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        """All tables of `NcclTables` but the kinds, one after the other."""
+        """All tables of `NcclTables` except the kinds, one after the other."""
         return torch.cat(
             [
                 self.segment_offsets,
@@ -146,7 +146,7 @@ class SumPlan:
 
     @cached_property
     def _statuses_at(self) -> torch.Tensor:
-        """Which words of the report are 0 where all is well."""
+        """Which words of the report are 0 if there is no error."""
         messages = torch.arange(self.world_size) * STATUS_WORDS
         if not self.gathers:
             return messages
@@ -155,7 +155,7 @@ class SumPlan:
         return torch.cat([messages, torch.tensor([encoder]), sums])
 
     def check(self, report: torch.Tensor, step: int, sum_steps: torch.Tensor) -> None:
-        """Raises what a call's report, on the CPU, says; nothing where all is well.
+        """Raises the error that a call's report, on the CPU, holds, if any.
 
         Args:
             report: what `nccl_sparse_sum` returned.
@@ -191,15 +191,15 @@ class SumCall:
     """One bucket's sum in one step.
 
     Attributes:
-        plan: the same on every rank but for the rank.
+        plan: the same on every rank, except for `rank`.
         acc_N: fp32 on a CUDA device, the bucket. Mutated: receives the sum, all of it or this
-            rank's part; what it held does not count. Undefined after an error.
+            rank's part; its old content is ignored. Undefined after an error.
         message: uint8, this rank's records in slots, aligned to 16 bytes.
         received: uint8, at least `plan.received_bytes`, aligned. Mutated.
         sums: uint8, at least `plan.sums_bytes`, aligned. Mutated.
         step: the step, in the messages' headers.
-        sum_steps: int64 on the CPU, what the records of each shard's sum carry in its place.
-        earlier: int64 on the device, not 0 where making the message failed: then nobody gets a sum.
+        sum_steps: int64 on the CPU, the value that the records of each shard's sum carry as step.
+        earlier: int64 on the device, not 0 if making the message failed: then no rank gets a sum.
         events: int64 on the CPU, a `cudaEvent_t` for each border of `MARKED_STAGES`, or 0.
     """
 
@@ -214,7 +214,7 @@ class SumCall:
     events: torch.Tensor
 
     def arguments(self, communicator: torch.Tensor) -> tuple[Any, ...]:
-        """What C++ is given, on any device.
+        """The arguments of the C++ op, on any device.
 
         Raises:
             ExtensionError: tensors that do not fit together.
@@ -241,23 +241,23 @@ class SumCall:
         )
 
     def check(self, report: torch.Tensor) -> None:
-        """Raises what the report of `nccl_sparse_sum`, on the CPU, says; see `SumPlan.check`."""
+        """Raises the error in `nccl_sparse_sum`'s report, on the CPU; see `SumPlan.check`."""
         self.plan.check(report, self.step, self.sum_steps)
 
 
 def nccl_sparse_sum(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.Tensor, int]:
-    """Queues the sum of a bucket's messages on the current stream, and NCCL's part of it.
+    """Queues the sum of a bucket's messages on the current stream, NCCL's part included.
 
     The same bits as `collectives.direct` or `agsparse`: fp32 in rank order, rounded to the values'
-    dtype once where sums are gathered. Reads nothing on the host and waits for no kernel; NCCL
-    blocks the host in the first call with a peer, until that peer comes.
+    dtype once where sums are gathered. Reads nothing on the host and waits for no kernel. In the
+    first call with a peer, NCCL blocks the host until that peer arrives.
 
     Args:
         communicator: int64 words of `NcclCommunicator.words`.
-        summed: what, and where. Mutated, as it says.
+        summed: the messages and buffers. Mutated; see `SumCall`.
 
     Returns:
-        The report, on the device, for `SumCall.check`; and NCCL's result. One that is not 0
+        The report, on the device, for `SumCall.check`; and NCCL's result. A result other than 0
         (ncclSuccess) means that not everything was queued.
 
     Raises:

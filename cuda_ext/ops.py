@@ -62,7 +62,7 @@ def prune_(
     bucket). So is the rounding of a bf16 residual. With a negative key both go to nearest even.
 
     Args:
-        grad_N: becomes what is sent. Mutated.
+        grad_N: becomes the values to send. Mutated.
         residual_N: fp32 or bf16. Mutated.
         range_offsets: R+1 offsets of consecutive ranges from 0 to N; empty ones are allowed.
         thresholds_R: fp32, on the gradient's device; below 0 keeps all of a range, NaN too.
@@ -107,11 +107,11 @@ def sample_threshold(
 ) -> torch.Tensor:
     """The magnitude that about `density` of each range exceeds, from a stratified sample.
 
-    Of a range of n elements, s = min(n, samples) are looked at, one in each of s equal strata; with
+    From a range of n elements it samples s = min(n, samples), one in each of s equal strata; with
     n <= samples that is all of them. The threshold is the magnitude `|g + e|` of descending rank
-    floor(density * s), so about density * s samples are strictly greater, and at least one is:
-    where nothing exceeds it, it becomes the next smaller float, so that equal gradients are sent
-    too. NaN counts as infinite. A pure function of its arguments.
+    floor(density * s), so about density * s samples are strictly greater. At least one is: where no
+    sample exceeds the threshold, it becomes the next smaller float, so that equal gradients are
+    sent too. NaN counts as infinite. A pure function of its arguments.
 
     Args:
         grad_N: only read.
@@ -181,8 +181,8 @@ def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> torch.Te
 
 
 def supported_isas() -> list[str]:
-    """What MEGATRON_SPARSE_ISA may name on this machine, slowest first.
+    """The names that MEGATRON_SPARSE_ISA may have on this machine, slowest first.
 
-    The best is taken when the variable is not set. It is read at every call of an op.
+    If the variable is not set, ops use the best one. Every call of an op reads the variable.
     """
     return call("supported_isas").split(",")
