@@ -1,16 +1,16 @@
 """Sparse collectives over peer memory: the kernels' arguments (`csrc/peer.cu`), and errors.
 
-Every rank of an NVLink domain has a *window*: memory that all of them reach by pointer, of the same
-layout everywhere (`csrc/peer_launch.h`). It begins with 4096 bytes of control (flags, counters, the
-error words), which is zeroed before use; two areas for messages follow, then two for sums. A slot
-of an area holds its segment's record even if that is dense, so nothing overflows and no size is
-known to the host.
+Every rank of an NVLink domain has a *window*: memory that all ranks reach by pointer, with the same
+layout on every rank (`csrc/peer_launch.h`). It begins with 4096 bytes of control (flags, counters,
+the error words), which are zeroed before use; two areas for messages follow, then two for sums. A
+slot of an area has room for its segment's dense record, so nothing overflows and the host needs no
+size.
 
 Nothing here waits for the device. Errors on the device are left in the error words; `look_at` turns
 them into a typed error once they have been copied to the host.
 
-Longer than 400 lines: layout, domain, call and errors are together the Python side of one header,
-`csrc/peer_launch.h`.
+The module is longer than 400 lines because layout, domain, call and errors together are the Python
+side of one header, `csrc/peer_launch.h`.
 
 Shape suffixes: N elements of the bucket, S segments, W ranks.
 """
@@ -76,15 +76,15 @@ class Operation(IntEnum):
 class PeerLayout:
     """How a bucket is cut into shards and segments, and where records lie in a window.
 
-    Made once for each bucket; its copies on the device are kept (`codec_cuda.on_device`).
+    Made once for each bucket; its copies on the device are cached (`codec_cuda.on_device`).
 
     Attributes:
         segment_offsets: int64, S+1 elements at which segments begin.
-        segment_kinds: uint8, what each segment is to become; `RecordKind` of `csrc/record.h`.
+        segment_kinds: uint8, the requested `RecordKind` (`csrc/record.h`) of each segment.
         slots: int64, S+1 bytes at which records of a message begin in their area.
         shard_segments: int64, W+1, the first segment of each shard.
-        shard_offsets: int64, S+W, for one shard after the other its segments' offsets from its
-            first element, the last one's end included.
+        shard_offsets: int64, S+W: shard after shard, its segments' offsets from its first element,
+            the last one's end included.
         shard_slots: int64, S+W, likewise of slots.
         shard_begins: int64, W+1 elements.
         value_dtype: dtype code of values in records.
@@ -118,7 +118,7 @@ class PeerLayout:
             record_format: of sparse segments: adaptive, COO, Pici or dense.
 
         Raises:
-            ExtensionError: cuts that are none, an unknown dtype or format.
+            ExtensionError: invalid cuts, or an unknown dtype or format.
 
         Example:
             >>> cut = torch.tensor([0, 8, 12])
@@ -194,8 +194,8 @@ class PeerDomain:
         local_ranks: how many those are; more than one are virtual ranks on one GPU.
         message_room: bytes of an area for messages, the same on every rank.
         sum_room: bytes of an area for sums.
-        deadline_s: of each wait for messages. Twice as long for sums, because a peer may have to
-            wait for messages first.
+        deadline_s: seconds for each wait for messages. Waits for sums have twice as many, because
+            a peer may have to wait for messages first.
     """
 
     pointers: tuple[int, ...]
@@ -232,12 +232,12 @@ class PeerCall:
 
     Attributes:
         operation: what to do.
-        buffers: which of two areas messages and sums go to: how many operations had such a phase
-            before, plus one, modulo 2.
+        buffers: which of the two areas messages go to, and which sums: the number of earlier
+            operations with such a phase, plus one, modulo 2.
         inputs: for each local rank its gradient (all-gather: that of its shard), contiguous, only
             read; or, as uint8, the records of its message, back to back or at `message_slots`.
-        outs: for each local rank what receives the result: N elements, reduce-scatter those of the
-            shard. May be the inputs. Mutated; undefined after an error.
+        outs: for each local rank the tensor that receives the result: N elements; for a
+            reduce-scatter those of the shard. May be the inputs. Mutated; undefined after an error.
         step: the training step, in the records' headers; modulo 2^32.
         message_slots: int64 on the CPU, S+1 bytes, where messages are in capacity mode.
     """
@@ -262,20 +262,20 @@ def peer_collective(
     """Launches all of a collective on the current stream, for each rank of this process.
 
     Sums are made in fp32 in rank order, on one rank, and rounded to the record's dtype once; a
-    reduce-scatter rounds to the outputs' dtype alone. All ranks hold the same bits, whichever came
-    first. Costs are in `csrc/peer.cu`. Returns at once, reads nothing on the host, and may be
-    captured in a CUDA graph that holds an even number of the operations on a domain.
+    reduce-scatter rounds only to the outputs' dtype. All ranks hold the same bits, whichever rank
+    arrives first. Costs are in `csrc/peer.cu`. Returns at once, reads nothing on the host, and may
+    be captured in a CUDA graph that holds an even number of the operations on a domain.
 
     Args:
         domain: the same on every rank, except for the ranks that the process runs.
         layout: the same on every rank, and no larger than the windows' areas.
         collective: what to do, with which tensors.
-        message_density: from here on a shard of a message travels dense; of non-zero elements among
-            those of its sparse segments.
-        sum_density: likewise the sum of a shard.
-        in_order_of_coming: an owner fetches each rank's part as soon as that rank has come, and
-            adds them in rank order when it has all, instead of waiting for all before it reads any.
-            Takes memory for the parts: N elements for each local rank.
+        message_density: at or above this density a shard of a message travels dense. The density
+            is that of non-zero elements in the shard's sparse segments.
+        sum_density: the same for the sum of a shard.
+        in_order_of_coming: an owner fetches each rank's part as soon as that rank has arrived, and
+            adds the parts in rank order when it has all of them. Otherwise it waits for all ranks
+            before it reads any part. Takes memory for the parts: N elements for each local rank.
 
     Raises:
         ExtensionError: arguments that do not fit together.
@@ -365,10 +365,10 @@ def look_at(
         rank: the rank of the window.
         deadline_s: of the domain.
         bucket: its name, for the text.
-        step: the step that the records were to be of.
+        step: the step that the records should carry.
 
     Raises:
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive.
         WireFormatError: a rank's records are wrong; this rank or another one has found it.
     """
     code, operation, phase, number, named, reporter, segment, field, value = words.tolist()

@@ -1,9 +1,9 @@
-"""What ptxas says of each CUDA kernel: registers, shared memory, spills.
+"""ptxas's report on each CUDA kernel: registers, shared memory, spills.
 
     python -m megatron_sparse.cuda_ext.build --ptxas
 
-It is what can be known of a kernel's speed without a GPU: a kernel that spills registers to memory
-is a slow kernel, and the registers of a thread decide how many threads are resident.
+The report is a hint at a kernel's speed that needs no GPU: a kernel that spills registers to memory
+is slow, and the registers of a thread decide how many threads are resident.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Compiled:
 
 
 def read_report(report: str) -> list[Compiled]:
-    """The kernels of what `nvcc -Xptxas -v` printed."""
+    """The kernels in the output of `nvcc -Xptxas -v`."""
     return [
         Compiled(
             kernel,

@@ -1,4 +1,4 @@
-"""What the codec's ops take together: segments, what their records become, pruning, expectations.
+"""Arguments that the codec's ops share: segments, formats of their records, pruning, expectations.
 
 Shape suffixes as in `ops`. Tables of offsets and flags are on the CPU.
 """
@@ -23,7 +23,7 @@ class Segments:
         offsets: int64, S+1 offsets from 0 to N; a segment has fewer than 2^31 elements.
         dense: uint8, 1 for segments that are dense whatever they hold.
         slots: int64, S+1 bytes at which records begin and the last one's place ends: ascending
-            multiples of 16 from 0 on. What a record leaves of its place is cleared. None puts them
+            multiples of 16 from 0 on. The rest of a record's place is cleared. None puts records
             back to back.
     """
 
@@ -34,7 +34,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class RecordSpec:
-    """What the records of a message become.
+    """The dtype, step and format of a message's records.
 
     Attributes:
         value_dtype: dtype code in which values travel.
@@ -55,7 +55,7 @@ class RecordSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pruning:
-    """How a bucket is pruned: what `x = gradient + residual` must exceed, and what stays behind.
+    """How a bucket is pruned: thresholds for `x = gradient + residual`, and the residual's leak.
 
     Attributes:
         residual_N: fp32 or bf16, on the gradient's device. Mutated by the ops.
@@ -76,15 +76,15 @@ class Pruning:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expected:
-    """What the records of a peer's message must say.
+    """The expected header values of a peer's message.
 
     Attributes:
         segment_offsets: int64, offsets in the bucket of the segments that the message must hold.
         value_dtype: dtype code that the values must have.
         step: the training step that the records must be of.
         rank: the sender, for the error's text.
-        slots: where the records begin, as in `Segments`; the message is as long as all slots. What
-            lies behind a record in its slot is not looked at. None for back to back.
+        slots: where the records begin, as in `Segments`; the message is as long as all slots. The
+            bytes after a record in its slot are ignored. None for back to back.
     """
 
     segment_offsets: torch.Tensor

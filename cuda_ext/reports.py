@@ -28,7 +28,7 @@ class Reports:
         """Adds the report of a call.
 
         Args:
-            words: int64; a status begins with 0 where all is well.
+            words: int64; a status begins with 0 if there is no error.
             look: called by `read`, in the order of the calls.
             is_status: whether the words are a status; else they are results, such as counts.
         """
@@ -39,7 +39,7 @@ class Reports:
     def spoil_(self, records: torch.Tensor) -> None:
         """Spoils records for their receivers if any call so far has failed.
 
-        Their first byte becomes 0, with which no record begins. Nothing is read on the host.
+        Their first byte becomes 0; no valid record begins with 0. Reads nothing on the host.
 
         Args:
             records: uint8, on the calls' device. Mutated.
@@ -48,7 +48,7 @@ class Reports:
             records[:1].mul_(torch.cat(self._statuses).eq(0).all())
 
     def statuses(self, device: torch.device) -> torch.Tensor:
-        """The first word of each status so far, as int64 on the calls' device: 0 is well."""
+        """The first word of each status so far, as int64 on the calls' device: 0 means no error."""
         if not self._statuses:
             return torch.empty(0, dtype=torch.int64, device=device)
         return self._statuses[0] if len(self._statuses) == 1 else torch.cat(self._statuses)
@@ -94,7 +94,7 @@ class HostCopy:
         return self._copied is None or self._copied.query()
 
     def when_ready(self, wake: Callable[[], None]) -> None:
-        """Has a thread call `wake` when the words are there."""
+        """Lets a thread call `wake` when the words are there."""
         copied = self._copied
         if copied is None:
             wake()

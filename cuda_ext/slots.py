@@ -1,11 +1,11 @@
 """Capacity mode: how many elements each segment may send, and where its record lies.
 
-A segment of m elements sends at most c = min(ceil(factor * density * m), m) non-zero ones, a kept
-one all of its own. Its record begins at a fixed place and has room for the largest record of c
-elements in the chosen format: 48 bytes and min(dense, sparse(c)). Every rank computes the same from
-the plan, so no size is exchanged and none is read on the host; what is sent is the room, not the
-record. A sum of n ranks' segments has at most min(n c, m) non-zero elements, which fixes the room
-of its record as well: nothing can overflow there.
+A pruned segment of m elements sends at most c = min(ceil(factor * density * m), m) non-zero ones; a
+kept segment sends all of its elements. Its record begins at a fixed place and has room for the
+largest record of c elements in the chosen format: 48 bytes and min(dense, sparse(c)). Every rank
+computes the same places from the plan, so ranks exchange no sizes and the host reads none. A rank
+sends the whole room, not only the record. A sum of n ranks' segments has at most min(n c, m)
+non-zero elements, which also fixes the room of its record: sums cannot overflow.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_sparse.wire import (
 )
 
 TABLES = 2**14
-"""Slots that are kept: a bucket has those of its message and of each shard's sum, and in a density
-ramp others in each step."""
+"""Number of cached slots: a bucket has those of its message and of each shard's sum, and in a
+density ramp different ones in each step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Capacities and places of consecutive segments' records. Only to read: they are kept.
+    """Capacities and places of consecutive segments' records. Cached: do not write to them.
 
     Attributes:
         capacity_S: int64, the most non-zero elements of each record.
@@ -52,7 +52,7 @@ class Slots:
     ) -> Slots:
         """Places for records of at most `capacity_S` elements, back to back.
 
-        What has been asked for lately is there already: in each step a bucket asks for the same.
+        Recent results are cached, because a bucket asks for the same slots in each step.
 
         Args:
             segment_offsets: S+1 offsets.
@@ -89,7 +89,7 @@ def _part(slots: Slots, first: int, last: int) -> torch.Tensor:
 def _slots(
     offsets: bytes, dense: bytes, capacity: bytes, value_dtype: int, record_format: int
 ) -> Slots:
-    """`Slots.of`, given what is in the tables."""
+    """`Slots.of`, with the tables' content as arguments."""
     numel_S = torch.frombuffer(bytearray(offsets), dtype=torch.int64).diff()
     none = numel_S.new_zeros(1)
     if not dense:

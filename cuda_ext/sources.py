@@ -1,4 +1,4 @@
-"""What the native libraries are made of: sources, flags, and a hash of them all.
+"""The inputs of the native libraries: sources, flags, and a hash of all of them.
 
 Only the standard library is needed to import this module.
 """
@@ -90,30 +90,30 @@ def library_path(name: str, out: Path = LIBRARIES) -> Path:
 
 
 def is_current(name: str, out: Path = LIBRARIES) -> bool:
-    """Whether the library exists and was built from the sources and flags of today.
+    """Whether the library exists and was built from the current sources and flags.
 
-    The version of torch does not count here: the stable ABI makes the library fit them all, and a
-    wheel must load where there is no compiler.
+    The version of torch does not count here: the stable ABI makes the library fit all versions, and
+    a wheel must load where there is no compiler.
     """
     stamp = read_stamp(library_path(name, out))
     return stamp is not None and stamp.get("sources") == source_hash(name)
 
 
 def source_hash(name: str) -> str:
-    """A hash of all that decides what the library is: sources and flags."""
+    """A hash of everything that determines the library: sources and flags."""
     digest = hashlib.sha256(repr((TARGET, HOST)).encode())
     parts = (NVCC, CUDA_UNITS, CUDA_BINDINGS) if name == "cuda" else (ISAS, IS_X86)
     digest.update(repr(parts).encode())
     for path in sorted(p for p in SOURCES.iterdir() if p.suffix in _SOURCE_SUFFIXES):
         only_cuda = path.suffix in (".cu", ".cuh") or path.stem.endswith("_cuda")
-        # Headers may be either's.
+        # Headers may belong to either library.
         if path.suffix == ".h" or only_cuda == (name == "cuda"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
 def read_stamp(library: Path) -> dict[str, str] | None:
-    """What a library was built from, as the stamp beside it says; None where one is missing."""
+    """The stamp beside a library, which records its sources; None if either file is missing."""
     stamp = library.with_name(library.name + ".stamp")
     if not library.is_file() or not stamp.is_file():
         return None

@@ -78,7 +78,7 @@ def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _break_ties(chosen: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """The next smaller float where nothing exceeds the threshold, which would starve ties."""
+    """The next smaller float where no value exceeds the threshold: ties would never be sent."""
     starved = (chosen == largest) & (chosen > 0)
     return (chosen - starved.long()).int().view(torch.float32)
 

@@ -1,4 +1,4 @@
-"""Finds what the native libraries are built with: torch's headers, a C++ compiler, a CUDA toolkit.
+"""Finds the tools for the native libraries: torch's headers, a C++ compiler, a CUDA toolkit.
 
 Only the standard library is needed to import this module, and torch is found without importing it.
 """

@@ -1,8 +1,8 @@
 """Leaky error feedback and pruning in Triton: the same bits as the compiled op.
 
-One program prunes BLOCK consecutive elements in place and counts what it keeps for each range that
-it meets, which nearly always is one. Rounding and bf16 are integer arithmetic: it is what makes the
-result independent of the machine, and right in Triton's interpreter, whose bf16 is not.
+One program prunes BLOCK consecutive elements in place. It counts the elements it keeps for each
+range that it meets, nearly always one. Rounding and bf16 use integer arithmetic, so the result does
+not depend on the machine and is right in Triton's interpreter, whose own bf16 is wrong.
 
 Shape suffixes: N elements of the bucket, R ranges, B elements of a block.
 """

@@ -30,7 +30,7 @@ def encode(values_N: torch.Tensor, kept_N: torch.Tensor, block_size: int) -> byt
     """The sections of one segment.
 
     Args:
-        values_N: the segment's elements, in the dtype of the wire; what is not kept is sent as 0.
+        values_N: the segment's elements, in the wire's dtype; elements not kept are sent as 0.
         kept_N: bool, which of them travel.
         block_size: elements of a block.
     """

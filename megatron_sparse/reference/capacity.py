@@ -1,9 +1,9 @@
-"""Pruning of at most so many elements a segment: the oracle of `prune_encode`'s capacity.
+"""Pruning to at most a given number of elements a segment: the oracle of `prune_encode`'s capacity.
 
-The first non-zero elements of a segment stay. For the others, v being the value that would have
-been sent and e' its rounding error, the residual becomes leak (v + e'), rounded as any residual is.
-A sum v + e' that is infinite or NaN leaves a residual of 0 and makes the last value that stays NaN;
-where none stays the residual is NaN.
+The first non-zero elements of a segment stay. For each other element, let v be the value that would
+have been sent and e' its rounding error. Its residual becomes leak (v + e'), rounded as any
+residual is. If the sum v + e' is infinite or NaN, the residual becomes 0 and the last value that
+stays becomes NaN; if no value stays, the residual becomes NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def prune_limited(
     grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int, segment_offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is sent, in the dtype that it travels in, and the new residual; mutates nothing.
+    """The sent values, in the wire's dtype, and the new residual; mutates nothing.
 
     Args are those of `cuda_ext.ops.prune_encode`.
     """

@@ -16,15 +16,15 @@ def dgc_step(
     momentum: float,
     masking: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is sent, the new velocity and what stays accumulated; mutates nothing.
+    """The sent values, the new velocity and the remaining accumulation; mutates nothing.
 
     Args:
         grad_N: this rank's gradient.
         velocity_N: before the step.
         accumulated_N: velocities that were not sent so far.
-        threshold_N: of each element; negative where all is sent and nothing is masked.
+        threshold_N: of each element; negative where every element is sent and none is masked.
         momentum: of the velocity.
-        masking: whether the velocity of what is sent is forgotten.
+        masking: whether the velocity of sent elements becomes 0.
 
     Example:
         >>> one = torch.ones(2)

@@ -12,7 +12,7 @@ from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, payload_
 
 
 def sum_in_rank_order(grads: Sequence[torch.Tensor], value_dtype: torch.dtype) -> torch.Tensor:
-    """The fp32 sum of what the ranks' records hold, from rank 0 on.
+    """The fp32 sum of the values in the ranks' records, from rank 0 on.
 
     Args:
         grads: one for each rank; rounded to `value_dtype`, as records are.
@@ -29,7 +29,7 @@ def sum_in_rank_order(grads: Sequence[torch.Tensor], value_dtype: torch.dtype) -
 
 
 def all_reduce(grads: Sequence[torch.Tensor], value_dtype: torch.dtype) -> torch.Tensor:
-    """What every rank gets: the sum, rounded to the records' dtype and then to the gradient's."""
+    """Every rank's result: the sum, rounded to the records' dtype and then to the gradient's."""
     total = sum_in_rank_order(grads, value_dtype)
     return _rounded(_rounded(total, value_dtype), grads[0].dtype)
 
@@ -37,7 +37,7 @@ def all_reduce(grads: Sequence[torch.Tensor], value_dtype: torch.dtype) -> torch
 def reduce_scatter(
     grads: Sequence[torch.Tensor], value_dtype: torch.dtype, shard: slice
 ) -> torch.Tensor:
-    """What the shard's owner gets: the sum, rounded to the gradient's dtype alone."""
+    """The result of the shard's owner: the sum, rounded to the gradient's dtype only."""
     return _rounded(sum_in_rank_order(grads, value_dtype)[shard], grads[0].dtype)
 
 
@@ -54,10 +54,10 @@ def record_formats(
     Args:
         values_M: the shard.
         offsets: of its segments, from its begin.
-        dense: segments that are dense whatever they hold.
-        record_format: of COO, Pici or dense; anything else for the smallest.
+        dense: segments that are always dense.
+        record_format: that of COO, Pici or dense; any other code selects the smallest.
         value_dtype: dtype code of the values.
-        dense_from: the density of all sparse segments from which on they become dense.
+        dense_from: at or above this density of all sparse segments, they become dense.
     """
     pieces = [values_M[a:b] for a, b in pairwise(offsets)]
     counts = [int(piece.count_nonzero()) for piece in pieces]

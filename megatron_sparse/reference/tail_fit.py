@@ -11,7 +11,7 @@ def fit_threshold(magnitudes: list[float], density: float, stages: int) -> float
     """The threshold of one row of `compression.tail_fit.fit_thresholds`.
 
     Args:
-        magnitudes: what is not finite is left out.
+        magnitudes: values that are not finite are ignored.
         density: in (0, 1).
         stages: how many fits there are.
 
@@ -33,7 +33,7 @@ def fit_threshold(magnitudes: list[float], density: float, stages: int) -> float
 
 
 def _exceeded(excesses: list[float], ratio: float) -> float:
-    """What a part `ratio` of the Pareto distribution that fits `excesses` exceeds."""
+    """The value that a fraction `ratio` of the Pareto distribution fitted to `excesses` exceeds."""
     count = len(excesses)
     mean = math.fsum(excesses) / count
     variance = math.fsum((x - mean) ** 2 for x in excesses) / count

@@ -28,9 +28,9 @@ def sample_positions(numel: int, samples: int, key: int) -> list[int]:
 def quantile_threshold(magnitudes: list[float], density: float) -> float:
     """The magnitude that about `density` of the samples exceed, at least one of them.
 
-    The value of descending rank floor(density * s), counted from 0, at least 1; NaN counts as
-    infinite. Where that is also the largest one and not zero, the next smaller float: equal
-    gradients would be starved for ever.
+    It is the value of descending rank floor(density * s), counted from 0, at least 1; NaN counts as
+    infinite. If that is also the largest value and not zero, it is the next smaller float: else
+    equal gradients would never be sent.
 
     Example:
         >>> quantile_threshold([1.0, 2.0, 3.0, 4.0], 0.5)

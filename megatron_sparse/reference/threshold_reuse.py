@@ -1,4 +1,4 @@
-"""Threshold reuse told as a story of one bucket with one parameter: the oracle."""
+"""Threshold reuse, step by step, for one bucket with one parameter: the oracle."""
 
 from __future__ import annotations
 
