@@ -38,7 +38,7 @@ class HeldOut:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured; negative where it is too fast."""
+        """The prediction's relative error; negative if the prediction is too fast."""
         return self.predicted_s / self.measured_s - 1
 
 

@@ -1,4 +1,4 @@
-"""The codec's work as training does it, call by call, and what it costs by number of elements.
+"""Times the codec's calls as training makes them, and fits their cost by number of elements.
 
 Vectors hold normal values at independent uniform positions. Selection is the real one (sampled
 threshold, error feedback, one pass), with leak 0, so that every repetition selects the same.
@@ -43,7 +43,7 @@ from megatron_sparse.transport import Transport
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.15, 0.3, 0.5, 0.75, 1.0)
 PARTITIONS = 4
 NO_TIME_S = 1e-15
-"""Less than any call or element takes: what is left of a fit that had nothing to find."""
+"""Less than the time of any call or element: a fitted rate below it is noise."""
 STEP = 1
 WHOLE = ("dense", "coo", "pici", "blocks")
 """Formats of a bucket's segments."""
@@ -51,7 +51,7 @@ WHOLE = ("dense", "coo", "pici", "blocks")
 
 @dataclass(frozen=True)
 class CodecSweep:
-    """What is measured.
+    """The sizes and repetitions to measure.
 
     Attributes:
         numels: elements of the vectors; two at least, in ascending order.
@@ -77,7 +77,7 @@ class CodecCall:
         op: as in `CodecRate`.
         format: as in `CodecRate`.
         density: as in `CodecRate`.
-        run: does it; on CUDA the device may still work when it returns.
+        run: makes the call; on CUDA the device may still work when it returns.
     """
 
     op: CodecOp
@@ -147,7 +147,7 @@ def fit_rate(kind: CodecCall, numels: Sequence[int], times_s: Sequence[float]) -
 
 
 def seconds_of(call: CodecCall, sweep: CodecSweep, clock: Clock) -> float:
-    """Seconds of a call: the median over the windows of its mean in each; first a run uncounted."""
+    """Seconds of a call: the median over windows of the mean in each, after one uncounted run."""
     call.run()
     means_s = []
     for _ in range(sweep.windows):

@@ -1,10 +1,10 @@
-"""What the host adds to a collective: for each pairwise message, and for each bucket.
+"""Measures the host's cost in a collective: for each pairwise message, and for each bucket.
 
 Alpha, as `planner.link_timing` measures it, already contains a message's own share of Python and
-of the backend. This module measures what training adds, in turn with the bare operation: the same
-messages driven by the progress thread through a collective's `Subgroup`, and a small bucket through
-the reducer (plan, launch, threads, records). Neither contains what else a sparse collective
-computes on the host; its agreement costs about as much as two messages (docs/calibration.md).
+of the backend. This module measures the time that training adds, in turn with the bare operation:
+the same messages driven by the progress thread through a collective's `Subgroup`, and a small
+bucket through the reducer (plan, launch, threads, records). Neither includes a sparse collective's
+other work on the host; its agreement costs about as much as two messages (docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport, Work
 
 FEW, MANY = 4, 36
-"""Messages that follow one another; the difference of the two leaves out what comes once."""
+"""Numbers of consecutive messages; the difference of the two cancels costs that occur once."""
 
 
 def measure_host(
@@ -37,7 +37,7 @@ def measure_host(
     Args:
         transport: real ranks, 2 at least.
         progress: the thread that would drive their collectives.
-        repeats: how often each is timed; of the slowest ranks' times the median counts.
+        repeats: how often each is timed; the result is the median of the slowest ranks' times.
         clock: this rank's.
     """
 

@@ -33,7 +33,7 @@ class Effort:
     Attributes:
         links: messages.
         codec: vectors.
-        host_repeats: of what the host is timed with.
+        host_repeats: repetitions of the host's measurements.
     """
 
     links: LinkSweep
@@ -59,7 +59,7 @@ def calibrate(
         progress: the thread that drives collectives.
         effort: how much.
         name: of the cluster.
-        tell: is told what comes next, and at last how well the codec's rates predict.
+        tell: progress callback; the last call receives the prediction error of the codec's rates.
 
     Raises:
         ConfigError: there is one rank only.

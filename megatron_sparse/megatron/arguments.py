@@ -20,7 +20,7 @@ from megatron_sparse.megatron.models import model_flags
 
 PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 OTHER_WRAPS = ("use_megatron_fsdp", "use_torch_fsdp2")
-"""Flags that put something else in the place of Megatron's DistributedDataParallel."""
+"""Flags that replace Megatron's DistributedDataParallel by another class."""
 CHECKPOINTS = "checkpoints"
 """Where a run keeps its checkpoints, in its folder."""
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -30,7 +30,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 def derived_flags(
     config: RunConfig, run_dir: Path, *, vocab_size: int, data_prefix: Path | None
 ) -> dict[str, object]:
-    """What our sections say, as Megatron's flags.
+    """The Megatron flags that our own sections imply.
 
     Args:
         config: the run; `cluster.device` must be decided.
@@ -77,7 +77,7 @@ def derived_flags(
 
 
 def _kernel_flags(device: str) -> dict[str, object]:
-    """Turns off what this machine has no kernels for."""
+    """Turns off the features for which this machine has no kernels."""
     if device == "cpu":
         return {
             "distributed_backend": "gloo",
@@ -119,7 +119,7 @@ def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
 
 
 def check_wrap(config: RunConfig) -> None:
-    """Checks that Megatron will wrap the model in what the plugin attaches to.
+    """Checks that Megatron will wrap the model in a class that the plugin can attach to.
 
     Raises:
         ConfigError: a flag asks for FSDP.
@@ -136,7 +136,7 @@ def check_wrap(config: RunConfig) -> None:
 
 
 def check_load(config: RunConfig) -> None:
-    """Checks that there is something in `training.load`; Megatron would start from scratch.
+    """Checks that `training.load` has a checkpoint; else Megatron would start from scratch.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -202,12 +202,12 @@ def command_line(
 
     Args:
         derived: from our sections.
-        passed: the `megatron:` section. Null takes back a derived flag, and so does a flag that
-            says the opposite of one (`rope_fusion: true`, `overlap_grad_reduce: false`).
+        passed: the `megatron:` section. Null removes a derived flag, and so does the opposite flag
+            (`rope_fusion: true`, `overlap_grad_reduce: false`).
         parser: from `megatron_parser`.
 
     Raises:
-        ConfigError: a key is no flag of Megatron's (names the closest), or its value is refused.
+        ConfigError: a key is not a Megatron flag (names the closest), or its value is refused.
     """
     actions = _actions(parser)
     chosen: dict[str, list[str]] = {}
@@ -221,7 +221,11 @@ def command_line(
     arguments = [text for texts in chosen.values() for text in texts]
     try:
         parser.parse_args(arguments)
-    except (AssertionError, ValueError, KeyError) as error:  # what types of Megatron's own raise
+    except (
+        AssertionError,
+        ValueError,
+        KeyError,
+    ) as error:  # raised by Megatron's own argument types
         parser.error(f"{type(error).__name__}: {error}")
     return arguments
 
@@ -245,7 +249,7 @@ def _takes_back(
     actions: Mapping[str, argparse.Action],
     chosen: dict[str, list[str]],
 ) -> bool:
-    """Removes from `chosen` what a null or an opposite takes back; whether that was all."""
+    """Removes the flag that a null or an opposite cancels; returns whether the key is then done."""
     action = actions.get(_flag(key))
     if value is None and action is not None:
         chosen.pop(action.dest, None)
@@ -261,7 +265,7 @@ def _takes_back(
 def _look_up(
     key: str, value: object, actions: Mapping[str, argparse.Action]
 ) -> tuple[str, argparse.Action]:
-    """The flag that says `key: value`, and what the parser does with it."""
+    """The flag for `key: value`, and the parser's action for it."""
     flag = _flag(key, "--no-" if value is False else "--")
     if flag in actions:
         return flag, actions[flag]

@@ -1,8 +1,8 @@
 """Compressed gradient synchronisation for a model that Megatron wrapped in DDP.
 
 `core_entry` and `plugin` make an `Attachment`. It swaps the class of each bucket group for a
-subclass (`bucket_group`), which starts the reducer in place of Megatron's collective. It owns what
-belongs to the whole process: reducers, residuals, the outcome of steps.
+subclass (`bucket_group`), which starts the reducer in place of Megatron's collective. It owns the
+state of the whole process: reducers, residuals, the outcome of steps.
 """
 
 from __future__ import annotations
@@ -183,7 +183,9 @@ class Attachment:
         return next(filter(None, (each.trouble() for each in self._transports)), None)
 
     def check_before_save(self) -> None:
-        """Refuses to save after an error of NCCL. Collective with `scheme.nccl_errors=typed`.
+        """Raises if NCCL has failed, so that no checkpoint is written after an error.
+
+        Collective with `scheme.nccl_errors=typed`.
 
         Raises:
             CommunicationError: a group has failed on some rank; see `HealthCheck.agree`.
@@ -269,7 +271,7 @@ class Attachment:
         planner: dict[str, Any],
         method: dict[str, Any],
     ) -> set[str]:
-        """Takes over a checkpoint's state; returns names of parameters that no bucket has.
+        """Restores a checkpoint's state; returns the names of parameters that no bucket has.
 
         Args:
             stores: store -> parameter -> 1-D tensor. Parameters that are missing start at zero;
@@ -301,7 +303,7 @@ class Attachment:
         return self.method.state_dict()
 
     def load_method_state(self, state: dict[str, Any]) -> None:
-        """Takes over a result of `method_state`; empty if the checkpoint has none that fits."""
+        """Restores a result of `method_state`; empty if the checkpoint has none that fits."""
         self.method.load_state_dict(state)
 
     def _step_ended(self, success: bool) -> None:
@@ -351,7 +353,7 @@ class Attachment:
             )
 
     def plan_rows(self) -> list[dict[str, Any]]:
-        """What would be done with each bucket in the next step, and why; rows of `plan.json`."""
+        """The plan of each bucket for the next step, and the reason; rows of `plan.json`."""
         return [
             self._reducers[id(group.process_group)].report(bucket, self.step)
             for group in self.groups
@@ -361,8 +363,7 @@ class Attachment:
     def memory_report(self) -> dict[str, int]:
         """Bytes held on this rank: `residual`, `undo` and `messages` (encode and receive).
 
-        And whatever else the method keeps for each element, by the store's name; and `windows`, of
-        peer memory, where there are some.
+        Also the method's other stores, by name, and `windows` of peer memory if there are any.
         """
         held = {name: store.nbytes - store.undo_nbytes for name, store in self.stores().items()}
         windows = sum(r.window_bytes for r in self._reducers.values())

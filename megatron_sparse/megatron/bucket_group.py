@@ -92,7 +92,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     def _prepare_alone(self) -> None:
         """Runs Megatron's method over groups of one rank, for its preparation alone."""
         alone = self.sparse_attachment.alone
-        # Megatron waits for the bucket before to save memory of its all-to-all; here is none.
+        # Megatron waits for the previous bucket to save its all-to-all's memory; there is none
+        # here.
         changed = {group_attribute(self): alone, "previous_grad_reduce_bucket_group": None}
         if has_instances(self):
             changed[INSTANCES_ATTRIBUTE] = alone

@@ -6,7 +6,7 @@ With `--ckpt-format torch_dist`, Megatron's default, all of it travels in Megatr
 
 Policies, each with a line in the log:
 
-- Without the plugin's state of every rank residuals start at zero.
+- If the plugin's state of any rank is missing, residuals start at zero.
 - With another data-parallel size, new rank r takes the sum of the old rows j with j mod size = r.
   So the total over ranks, which error feedback still has to send, is preserved.
 - Residuals move between buckets by parameter name.

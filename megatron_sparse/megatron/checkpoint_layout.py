@@ -98,7 +98,7 @@ class Saved:
 
 
 def check_structure(*, constant: bool, mode: str) -> None:
-    """Refuses Megatron's assumption that every checkpoint of a run has the same tensors.
+    """Rejects Megatron's assumption that every checkpoint of a run has the same tensors.
 
     A bucket has a residual only after its first selection.
 
@@ -158,11 +158,11 @@ def expert_parameters(attachment: Attachment) -> set[str]:
 
 
 def store_contents(attachment: Attachment) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """What this rank has to save: name of the store, of the parameter, and 1-D values.
+    """The tensors that this rank saves: name of the store, name of the parameter, and 1-D values.
 
-    With `residual_checkpoint=full` views of its own row; with `sum` the sums over all rows of those
-    parameters that fall to this rank, in fp32 on the host: then collective over all ranks, with
-    one all-reduce and one copy to the host for each bucket; with `none` nothing.
+    With `residual_checkpoint=full`: views of its own row. With `sum`: for the parameters assigned
+    to this rank, the sums over all rows, in fp32 on the host; this is collective over all ranks,
+    with one all-reduce and one copy to the host for each bucket. With `none`: nothing.
     """
     mode = attachment.config.compression.residual_checkpoint
     if mode == "none":
@@ -217,8 +217,8 @@ def add_rows(rows: list[torch.Tensor]) -> torch.Tensor:
 def part_of_sum(total_N: torch.Tensor, row: int, size: int) -> torch.Tensor:
     """Row `row`'s part of a sum: every `size`-th element, whole, and zero elsewhere.
 
-    So the parts add up to the sum exactly, which equal parts do only if `size` is a power of two;
-    and one rank sends each element, once, instead of all of them.
+    So the parts add up to the sum exactly; equal parts would do so only if `size` is a power of
+    two. Also, only one rank sends each element, instead of all ranks.
 
     Example:
         >>> part_of_sum(torch.tensor([1.0, 2.0, 3.0]), 0, 2).tolist()

@@ -1,8 +1,8 @@
 """The plugin's state inside Megatron's distributed checkpoint (`--ckpt-format torch_dist`).
 
 `sharded_state` makes an addition to the state dict that Megatron saves, so that its parallel and
-asynchronous writing apply. `read` lists the checkpoint's keys before it loads any, so that a
-missing key or another data-parallel size does not become an error of Megatron's.
+asynchronous writing apply. `read` lists the checkpoint's keys before it loads any, so that Megatron
+raises no error for a missing key or another data-parallel size.
 
 Keys begin with `megatron_sparse.`: `header` (one object), `state.tp0.pp0` (one object for each
 data-parallel rank) and `<store>.<part of the model>.<parameter>`: one row of the parameter's

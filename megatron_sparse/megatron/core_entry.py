@@ -35,7 +35,7 @@ def attach(
         optimizer: Megatron's optimizer, whose steps may be skipped; a skipped step's selections
             are undone. Without it every selection is final, so fp16 with loss scaling is refused.
         config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
-        sink: told the time and bytes of each bucket.
+        sink: receives the time and bytes of each bucket.
         **overrides: see `SparseConfig.from_overrides`.
 
     Returns:
@@ -73,7 +73,7 @@ def attach(
 
 
 def detach(attachment: Attachment) -> None:
-    """Undoes `attach`. What the residual holds is dropped; to send it first, set
-    `attachment.enabled = False` and train one more step.
+    """Undoes `attach` and drops the residual. To send the residual first, set `attachment.enabled =
+    False` and train one more step.
     """
     attachment.close()

@@ -1,9 +1,9 @@
 """A real training corpus, made from files that come with this project's dependencies.
 
-`code` is the source of the Python standard library: what a StarCoder-like model learns from.
+`code` is the source of the Python standard library: training data as for a StarCoder-like model.
 `prose` is English: docstrings, the language reference that ships with the interpreter
-(`pydoc_data`), package descriptions and licences, taken from the standard library and from
-packages that `megatron-sparse[train]` always brings. Nothing is downloaded.
+(`pydoc_data`), package descriptions and licences, taken from the standard library and from packages
+that `megatron-sparse[train]` always brings. Nothing is downloaded.
 
 A byte-level BPE is trained on the text itself and Megatron's indexed dataset holds the token ids,
 so Megatron needs `--tokenizer-type NullTokenizer --vocab-size V` and nothing else: its

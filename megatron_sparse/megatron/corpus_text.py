@@ -1,7 +1,7 @@
 """The text of the two corpora: the files that are read, and the parts that are kept.
 
 Code is the standard library's modules as they are. Prose is every string of a module that reads as
-English (docstrings, the topics of `pydoc_data`, what `add_docstr` is given), with package
+English (docstrings, the topics of `pydoc_data`, arguments of `add_docstr`), with package
 descriptions and licences; a repeated paragraph is kept only once.
 """
 

@@ -22,7 +22,7 @@ class HostSymbol:
 
     Attributes:
         name: dotted name.
-        found: whether it exists and has what the plugin uses.
+        found: whether it exists and has the parameters or attributes that the plugin uses.
         detail: "found", or the reason why not.
         remedy: how to get a Megatron that has it.
         needed_by: `attach` or `install`.

@@ -1,4 +1,4 @@
-"""What the plugin costs where it compresses nothing: dense through it against Megatron alone.
+"""The plugin's overhead without compression: `scheme=dense` compared with Megatron alone.
 
 Two copies of the same small GPT live in each rank, one plain and one with `scheme=dense`. They
 train turn by turn on the same batches, so that noise hits both; each pair gives one ratio.

@@ -3,8 +3,8 @@
 The wheel has the compiled index builder of the datasets, but not the Makefile that Megatron calls
 at every start. Without Transformer Engine and Apex the optimizer is `torch.optim.AdamW`, with which
 a run on the distributed optimizer fails to resume or, worse, resumes with other numbers. A run with
-SGD and without the distributed optimizer does not resume, because nothing makes the state to load
-into. Each repair wraps a function; none changes what works without it.
+SGD and without the distributed optimizer does not resume, because nothing creates the state to load
+into. Each repair wraps a function; none changes behaviour that already works.
 """
 
 from __future__ import annotations

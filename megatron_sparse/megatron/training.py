@@ -139,7 +139,7 @@ def find_data(config: RunConfig) -> tuple[int, Path | None]:
 
 
 def _set_wandb_environment(config: RunConfig, run_dir: Path) -> None:
-    """Sets what `wandb.init` reads from the environment; Megatron calls it on the last rank."""
+    """Sets the variables that `wandb.init` reads. Megatron calls `wandb.init` on the last rank."""
     if int(os.environ["RANK"]) != int(os.environ["WORLD_SIZE"]) - 1:
         return
     from megatron_sparse.telemetry.sinks import run_id, wandb_mode

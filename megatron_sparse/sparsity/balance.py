@@ -2,8 +2,8 @@
 
 ZEN (section 3.1, definition 8): with a mapping of elements to n servers, Push is as imbalanced as
 the largest part that any rank sends to any server, over the mean one; Pull as the largest part of
-the union, over the mean one. 1 is best, n is worst. Compared are contiguous shards, as most schemes
-cut a bucket, and a hash (`formats.hash_partition`), as ZEN does.
+the union, over the mean one. 1 is best, n is worst. This module compares contiguous shards, which
+most schemes use, with a hash (`formats.hash_partition`), which ZEN uses.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Loads:
     """Non-zero elements by server.
 
     Attributes:
-        push_nP: int64, of each rank for each server.
-        pull_P: int64, of the union, on each server.
+        push_nP: int64, the number that each rank sends to each server.
+        pull_P: int64, the union's elements on each server.
     """
 
     push_nP: np.ndarray
@@ -34,7 +34,7 @@ class Loads:
 
     @classmethod
     def contiguous(cls, elements: Sequence[np.ndarray], numel: int) -> Self:
-        """As many even shards as there are ranks.
+        """The loads with one even, contiguous shard for each rank.
 
         Args:
             elements: of each rank, int64, ascending.
@@ -48,7 +48,7 @@ class Loads:
 
     @classmethod
     def hashed(cls, elements: Sequence[np.ndarray], numel: int, seed: int) -> Self:
-        """As many partitions of ZEN's hash h0 as there are ranks.
+        """The loads with one partition of ZEN's hash h0 for each rank.
 
         Args:
             elements: of each rank, int64, ascending.

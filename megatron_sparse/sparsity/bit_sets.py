@@ -20,7 +20,7 @@ def pack(elements_K: np.ndarray, numel: int) -> np.ndarray:
 
     Args:
         elements_K: integers, in any order.
-        numel: of the whole.
+        numel: elements of the whole vector.
 
     Example:
         >>> pack(np.array([0, 65]), 70).tolist()
@@ -62,11 +62,11 @@ def unions(words_nW: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 def overlap_ratios(words_nW: np.ndarray, most_pairs: int) -> list[float]:
     """The overlap ratio of pairs of ranks: the size of the intersection over the smaller set's.
 
-    ZEN, definition 3. Pairs of which one has nothing are left out.
+    ZEN, definition 3. Pairs with an empty set are left out.
 
     Args:
         words_nW: one set for each rank.
-        most_pairs: with more pairs, as many of them, evenly spread over their list.
+        most_pairs: limit; of more pairs, this many are taken, evenly spread over their list.
     """
     n = words_nW.shape[0]
     sizes = [size_of(words_W) for words_W in words_nW]

@@ -40,7 +40,7 @@ from megatron_sparse.sparsity.bit_sets import (
 )
 
 MOST_PAIRS = 64 * 63 // 2
-"""Pairs of ranks whose overlap is measured at most: all pairs of 64 ranks."""
+"""The most pairs of ranks whose overlap is measured: all pairs of 64 ranks."""
 
 
 def nonzero_elements(gradient: torch.Tensor) -> np.ndarray:
@@ -80,8 +80,8 @@ def profile_of(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
     """The exact profile of all ranks' gradients of one bucket.
 
     Holds N / 4 bytes for each rank of the gradients' N elements, and 8 bytes for each non-zero
-    element of one rank. Takes n log n passes over N / 8 bytes, and one for each pair of ranks up
-    to `MOST_PAIRS`; of more pairs, as many are looked at.
+    element of one rank. Takes n log n passes over N / 8 bytes, and one for each pair of ranks, at
+    most `MOST_PAIRS`.
 
     Args:
         gradients: one for each rank, all of one shape; dense or torch's sparse COO.

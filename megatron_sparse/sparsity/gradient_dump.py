@@ -6,10 +6,9 @@ the tensors it needs:
     iteration-000003/group-0-4/rank-0002/<bucket>.gradient.pt    before selection
     iteration-000003/group-0-4/rank-0002/<bucket>.selected.pt    the selection
 
-`group-0-4` are the 4 ranks that reduce together, of which global rank 0 is the first. A bucket's
-name is percent-encoded. A file is torch's own format (`torch.save`), read with `weights_only=True`:
-no code is run. It holds plain numbers and tensors: the values, and their indices where that is
-smaller.
+`group-0-4` are the 4 ranks that reduce together; the first is global rank 0. A bucket's name is
+percent-encoded. A file is torch's own format (`torch.save`), read with `weights_only=True`: no code
+is run. It holds plain numbers and tensors: the values, and their indices where that is smaller.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class Kind(StrEnum):
 class GradientDumpWriter:
     """Writes one rank's gradients in some iterations.
 
-    A disk that fails ends the dump, with one line in the log, and not the training.
+    If the disk fails, the dump ends with one line in the log, and training goes on.
 
     Args:
         folder: of the dump; made when something is written.
-        iterations: those that are dumped, as the training loop counts, from 1.
+        iterations: the iterations to dump; the training loop counts from 1.
         kinds: the tensors that are dumped.
         rank: in the group.
         world_size: of the group.
@@ -90,13 +89,13 @@ class GradientDumpWriter:
         """The writer that a run's configuration asks for.
 
         Args:
-            tracking: which iterations, and what of them.
+            tracking: the iterations and the kinds of tensors to dump.
             run_dir: the run's folder, if it has one.
             ranks: global ranks of the group.
             rank: this rank's number in the group.
 
         Raises:
-            ConfigError: gradients are to be dumped, and there is no folder.
+            ConfigError: gradients are to be dumped, but there is no folder.
         """
         if not tracking.record_gradients_iters:
             return None
@@ -134,12 +133,12 @@ class GradientDumpWriter:
         return iteration in self._iterations and kind in self._kinds and not self._is_broken
 
     def write(self, bucket: str, iteration: int, kind: Kind, values: torch.Tensor) -> None:
-        """Writes one tensor if it is wanted, over one of the same iteration, if there is.
+        """Writes one tensor if it is wanted; overwrites one of the same iteration.
 
         Args:
             bucket: its name.
             iteration: as the training loop counts.
-            kind: what the values are.
+            kind: the kind of the values.
             values: dense of any shape, or torch's sparse COO; only read. On CUDA this waits.
         """
         if not self.wants(iteration, kind):
@@ -229,7 +228,7 @@ class GradientDump:
 
     @cached_property
     def buckets(self) -> dict[str, DumpedBucket]:
-        """Those of any iteration, group by group."""
+        """The buckets of all iterations, group by group."""
         found = {
             (file.parent.parent.name, file.name.rsplit(".", 2)[0])
             for iteration in self.iterations
@@ -316,7 +315,7 @@ def _load(path: Path) -> torch.Tensor:
             got="no such file",
             remedy="bring the folders of all nodes together, or dump again",
         ) from None
-    except Exception as error:  # damaged bytes lead torch's reader to any kind of error
+    except Exception as error:  # torch's reader may raise anything on damaged bytes
         raise _damaged(path, "a file that torch.load reads", error) from None
     if not isinstance(held, dict) or held.get("version") != VERSION:
         raise _damaged(path, f"a dump of version {VERSION}", type(held).__name__)

@@ -1,9 +1,9 @@
 """The profile of one bucket in training, from a sample that all ranks take of the same elements.
 
 Each rank counts exactly its non-zero elements in each of 2,048 partitions, and its non-zero blocks.
-Characteristics that need the positions of other ranks (definitions 3 and 4 of ZEN,
-and all of the sum) are estimated from windows of 256 elements: `WINDOWS` of them, or all there are.
-Their places are a pure function of (seed, step, bucket), spread evenly over the bucket.
+Characteristics that need the positions of other ranks (definitions 3 and 4 of ZEN, and all of the
+sum) are estimated from windows of 256 elements: at most `WINDOWS` of them. Their places are a pure
+function of (seed, step, bucket), spread evenly over the bucket.
 
 Estimates: partitions are put into classes by their density, which all ranks know exactly. In each
 class the ratio of the density of k ranks' sum to that of one rank is taken from the class's
@@ -78,7 +78,7 @@ def sample_profile(
             dtypes the buffer of the fp32 sum holds it.
         message: this rank's selection, in any format.
         transport: the group.
-        buffers: where scratch memory comes from.
+        buffers: provide scratch memory.
         timer: receives the time of the stage `profile`.
         seed: of the windows; the same on every rank.
 
@@ -123,11 +123,12 @@ def _check_part(row: np.ndarray, rank: int, expected: int) -> None:
 def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -> torch.Tensor:
     """The content of a rank's own message, fp32 [N]: zeros where nothing was selected.
 
-    It lies where the collective will have its sum, and takes no memory of its own: in the gradient
-    where that is fp32, which is thereby overwritten, as it will be anyway.
+    It takes no memory of its own but uses the memory of the collective's sum. For an fp32 gradient
+    that is the gradient itself, which is overwritten here; the collective would overwrite it
+    anyway.
 
     Args:
-        bucket: what the message was selected from.
+        bucket: the bucket that the message was selected from.
         message: in any format.
         buffers: where the sum of a narrower gradient lives.
     """
@@ -187,7 +188,7 @@ class SamplePlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every element is looked at."""
+        """Whether the windows cover every element."""
         return self.window_W.numel() * WINDOW_NUMEL >= self.numel
 
     @cached_property
@@ -271,7 +272,7 @@ class SamplePlan:
 
         Args:
             total_P: int64, elements of all ranks in each.
-            words_nW: what each rank has in the windows.
+            words_nW: each rank's elements in the windows.
         """
         n = words_nW.shape[0]
         mean_P, size_P = total_P / n, np.diff(self._cuts).astype(np.float64)
@@ -301,7 +302,7 @@ class SamplePlan:
             ratio_C = (union_C + PRIOR * overall) / (single_C + PRIOR)
             union_P = np.minimum(ratio_C[class_P] * mean_P, size_P)
             if self.is_whole and union:
-                # All is known but how it is spread within a class.
+                # The windows give the union exactly; only its spread within a class is an estimate.
                 union_P = union_P * (union / math.fsum(union_P.tolist()))
             found[k] = union_P
         return found

@@ -56,13 +56,13 @@ type Swept = tuple[dict[str, Thresholds], list[SweepPoint]]
 
 @dataclass(frozen=True)
 class Request:
-    """What the command was asked for.
+    """The command's options.
 
     Attributes:
         out: the YAML file; None writes none (virtual only).
         quick: measure less.
         force: replace `out`.
-        formats: whose thresholds are swept; empty for no sweep.
+        formats: the formats whose thresholds are swept; empty for no sweep.
         size_bytes: of the bucket of a sweep.
         densities: of its gradients.
         timeout_s: seconds that an operation may take.
@@ -85,7 +85,7 @@ class Request:
         in_range("--timeout", self.timeout_s, 0, math.inf, low_open=True)
 
     def arguments(self) -> list[str]:
-        """The command line that asks for the same."""
+        """The command line with the same options."""
         flags = [f"--{name}" for name in ("quick", "force") if getattr(self, name)]
         sweep = ["--sweep", f"--format={','.join(self.formats)}", f"--size={self.size_bytes}"]
         sweep.append(f"--density={','.join(map(str, self.densities))}")
@@ -96,10 +96,10 @@ class Request:
         """Refuses to replace a file.
 
         Args:
-            adds: what is measured goes into the file that is there.
+            adds: the results are added to the existing file.
 
         Raises:
-            ConfigError: it exists, or is no cluster that can be added to.
+            ConfigError: the file exists, or it is not a cluster to which results can be added.
         """
         if self.out is None or not self.out.exists() or self.force:
             return
@@ -113,7 +113,7 @@ class Request:
         ClusterModel.load(self.out)
 
     def case(self, world_size: int) -> SweepCase:
-        """What a sweep synchronises."""
+        """The bucket and gradients of a sweep."""
         numel = max(self.size_bytes // 4 // world_size, 1) * world_size
         return SweepCase(
             numel, self.densities, repeats=3 if self.quick else 7, step=0.2 if self.quick else 0.1
@@ -146,8 +146,8 @@ def run(request: Request, place: Place) -> int:
         The exit code.
 
     Raises:
-        ConfigError: flags that say two things, or a file that is in the way.
-        MegatronSparseError: what a rank raises.
+        ConfigError: flags contradict one another, or the output file exists already.
+        MegatronSparseError: a rank failed.
     """
     started = local_ranks.started_ranks()
     local_ranks.check_place(
@@ -181,7 +181,7 @@ def run_rank(request: Request) -> None:
     Raises:
         ConfigError: there is one rank only, or the file is another cluster's or cannot be written.
         CommunicationError: a rank is gone.
-        SystemExit: an error that another rank has told of already; with its exit code.
+        SystemExit: another rank has already reported the error; has that error's exit code.
     """
     as_rank(
         lambda store, rank, world_size: _CalibrationRank(request, store, rank, world_size),
@@ -232,7 +232,7 @@ class _CalibrationRank(RankGroup):
         super().__init__(request.timeout_s, store, rank, world_size)
 
     def run(self) -> None:
-        """Measures what is asked for; rank 0 prints and writes."""
+        """Runs the requested measurements; rank 0 prints and writes."""
         request = self._request
         is_there, cluster = self._existing()
         if not is_there:

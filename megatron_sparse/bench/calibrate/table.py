@@ -1,4 +1,4 @@
-"""What `megatron-sparse calibrate` prints and draws."""
+"""The tables and figures of `megatron-sparse calibrate`."""
 
 from __future__ import annotations
 

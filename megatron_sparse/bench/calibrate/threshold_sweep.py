@@ -3,8 +3,8 @@
 Each of `scheme.ring_intra_density`, `ring_inter_density` and `ring_gather_density` is swept from 0
 to 1 at intervals of 0.1, as the paper does, one after the other with the others fixed: the first
 two by the reduce-scatter, the third by the all-reduce. A threshold for links that the ranks do not
-have is left out. Of the values that are within `TIE` of the fastest one the one that is nearest to
-the value before is taken: what makes no difference does not move.
+have is left out. Among the values within `TIE` of the fastest one, the sweep takes the one nearest
+to the previous value, so a threshold that makes no difference does not move.
 
 Gradients are uniform and independent, as the paper's. It sweeps one density; here the times of
 several input densities are added up, so that sums of all densities cross links even where there
@@ -35,11 +35,11 @@ STEP = 0.1
 
 @dataclass(frozen=True)
 class SweepCase:
-    """What is synchronised.
+    """The bucket and gradients to synchronise.
 
     Attributes:
         numel: elements of the bucket, a multiple of the ranks.
-        densities: of what each rank puts in; their times are added up.
+        densities: of each rank's input; their times are added up.
         repeats: how often each is timed.
         step: between two values of a threshold.
     """
@@ -59,7 +59,7 @@ class SweepPoint:
         threshold: one of `THRESHOLDS`.
         density: its value.
         time_us: of the collective, over all input densities.
-        best: whether it was taken.
+        best: whether this value was chosen.
     """
 
     format: str
@@ -74,7 +74,7 @@ class RingRuns:
 
     Args:
         transport: the group.
-        case: what is synchronised.
+        case: the bucket and gradients.
         clock: this rank's.
         timer: receives the codec's time; a virtual rank's charges for it.
     """
@@ -121,12 +121,12 @@ class RingRuns:
 def sweep_thresholds(
     format: str, runs: RingRuns, transport: Transport, case: SweepCase
 ) -> Measuring[tuple[tuple[float, float, float], list[SweepPoint]]]:
-    """Sweeps what matters on these ranks; the result is the same on all of them.
+    """Sweeps the thresholds that matter on these ranks; the result is the same on all ranks.
 
     Args:
         format: `coo` or `pici`.
         runs: this rank's.
-        transport: whose nodes say which links there are.
+        transport: the group; its nodes determine which links there are.
         case: the values that are tried.
 
     Returns:
@@ -161,7 +161,7 @@ def swept(transport: Transport) -> list[str]:
 
 
 def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> float:
-    """Of the values that are as good as the fastest one, that nearest to the one before.
+    """Among the values as good as the fastest one, the value nearest to the previous one.
 
     Example:
         >>> choose([0.0, 0.5, 1.0], [2.0, 1.0, 1.005], before=0.9)

@@ -1,8 +1,8 @@
-"""`bench stragglers`: what is left to do when the last rank arrives, scheme by scheme.
+"""`bench stragglers`: the time that each scheme takes after the last rank arrives.
 
-One rank is late by as much as asked for. `#wrong` counts, first, what `bench collectives` counts;
-then each row is the time from the last rank's arrival to the last rank's end, beside the best dense
-and the best sparse scheme that know of no straggler, in the same rounds. The ranks are processes of
+One rank is late by the requested delay. First `#wrong` is counted as in `bench collectives`; then
+each row is the time from the last rank's arrival to the last rank's end, beside the best dense and
+the best sparse scheme that do not use the straggler, in the same rounds. The ranks are processes of
 this machine over loopback, hosts of the network test bed, those of a launch on this machine, or
 virtual (a model).
 """

@@ -1,7 +1,7 @@
-"""Groups of collectives that `bench stragglers` compares, and what each row is compared with.
+"""Groups of collectives that `bench stragglers` compares, and the baseline of each row.
 
 Cases on gradients of the same size, dtype and operation make a group: in each round they take
-turns, so that what slows the machine down slows all of them.
+turns, so that a slowdown of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_sparse.transport import Link
 RULE = "rule"
 """A row that is left to the rule of `straggler.critical`: `straggler` where it pays, else dense."""
 AUTO_FACTOR = 1.5
-"""An automatic delay, in reduce-scatters: long enough to hide what the early ranks do meanwhile."""
+"""An automatic delay, in reduce-scatters: long enough to hide the early ranks' work."""
 
 Group = list[Case]
 
@@ -40,7 +40,7 @@ def reduce_scatter_of(group: Group) -> Case:
 
 
 def taken_by_the_rule(like: Case, n: int, delay_s: float, link: Link) -> Case:
-    """What the rule takes for a dense gradient when the last rank is expected so late."""
+    """The case that the rule chooses for a dense gradient if the last rank has this delay."""
     gains = dense_split(n, like.nbytes, link, like.op).gain_s(delay_s) > 0
     return Case(like.op, "straggler" if gains else "dense", like.dtype, 1.0, like.numel)
 

@@ -1,4 +1,4 @@
-"""Checks and times collectives between real ranks of which one is late.
+"""Checks and times collectives between real ranks, one of them late.
 
 A round: all ranks leave a barrier, the straggler sleeps, and each rank notes when it begins and
 when it has the sum. Selection is timed with the collective, on every rank: the straggler's gradient
@@ -134,7 +134,7 @@ class StragglerBench(RankBench):
     def _time_group(
         self, group: Group, checked: Sequence[tuple[int, str]], delay_s: float, link: Link
     ) -> list[StragglerRow]:
-        """Times the right ones of a group in turn, and what the rule takes among them."""
+        """Times the correct cases of a group in turn, and the case that the rule chooses."""
         named = [(case.scheme, case) for case in group]
         if self._bench.rule:
             taken = taken_by_the_rule(group[0], self.world_size, delay_s, link)
@@ -213,7 +213,7 @@ class StragglerBench(RankBench):
         return sent
 
     def _arrive(self, action: Callable[[], None], delay_s: float) -> tuple[float, float]:
-        """When this rank began and ended, seconds of the machine's monotonic clock."""
+        """This rank's begin and end, in seconds of the machine's monotonic clock."""
         self._meet()
         if self.rank == self._late_rank:
             time.sleep(delay_s)

@@ -1,6 +1,6 @@
-"""A line of `bench stragglers`, and how it is made from when each rank began and ended.
+"""A line of `bench stragglers`, computed from the times at which each rank began and ended.
 
-Time counts from the last rank's arrival to the last rank's end: what a training step waits for. The
+Time counts from the last rank's arrival to the last rank's end: a training step waits for it. The
 ranks' clocks must be one clock (`straggler_ranks` sees to it).
 """
 
@@ -37,9 +37,9 @@ class StragglerRow(CaseRow):
         late_us: how much later than the last but one the last rank was, in fact.
         total_us: from the first rank's arrival on.
         alpha_us: latency of a message, measured by a small exchange, or the model's.
-        model_us: what the alpha-beta model says for this delay, from table 1 of StragglAR; null for
-            schemes that it has no line for.
-        best_dense: the fastest dense scheme that knows of no straggler, in the same rounds.
+        model_us: the alpha-beta model's time for this delay, from table 1 of StragglAR; null for
+            schemes that are not in the table.
+        best_dense: the fastest dense scheme that does not use the straggler, in the same rounds.
         best_dense_us: its `time_us`.
         dense_speedup: `best_dense_us` over `time_us`.
         best_sparse: the fastest sparse one, at this density; null for dense schemes.
@@ -74,7 +74,7 @@ class StragglerRow(CaseRow):
 
         Args:
             rounds_nRM: fp64, of n ranks in R rounds the figures M of `MEASURED`.
-            link: what the model takes for granted.
+            link: the link that the model assumes.
         """
         rounds = {name: rounds_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
         arrived_nR, ended_R = np.sort(rounds["arrived_s"], axis=0), rounds["ended_s"].max(axis=0)
@@ -90,7 +90,7 @@ class StragglerRow(CaseRow):
 
 
 def compare(cases: Sequence[Case], rows: Sequence[StragglerRow]) -> None:
-    """Fills in who was the best baseline of a group with one delay. Mutates the rows.
+    """Fills in the best baselines of a group with one delay. Mutates the rows.
 
     Args:
         cases: of the group.
@@ -119,7 +119,7 @@ def compare(cases: Sequence[Case], rows: Sequence[StragglerRow]) -> None:
 
 
 def early_and_after(scheme: str, n: int) -> tuple[Cost, Cost] | None:
-    """What the early ranks can do before the straggler comes, and what is left then.
+    """The early ranks' work before the straggler comes, and the work that is left then.
 
     All-reduces of table 1 and appendix F; None for those that have no line there.
 
@@ -135,7 +135,7 @@ def early_and_after(scheme: str, n: int) -> tuple[Cost, Cost] | None:
 
 
 def modelled_us(row: StragglerRow, link: Link) -> float | None:
-    """After the arrival: what is left then, and what of the early part the delay did not hide."""
+    """Time after the arrival: the work left, plus the early work that the delay did not hide."""
     costs = early_and_after(row.carried_by, row.world_size)
     # Partial sums of narrower gradients travel in fp32, which the table does not know.
     if costs is None or row.op != CollectiveOp.ALL_REDUCE or row.dtype != "fp32":
