@@ -131,7 +131,7 @@ class HostRow(TableRow):
 
 
 class _Recorded:
-    """What rank 0 received in each of its exchanges on the virtual cluster."""
+    """The data that rank 0 received in each of its exchanges on the virtual cluster."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -274,7 +274,7 @@ def _fake_group(n: int) -> Generator[None, None, None]:
 
 
 def _measure(sweep: HostSweep, name: str, n: int, *, nccl_engine: bool = False) -> HostRow:
-    """Times a scheme in turn with `dense`: what slows the machine down slows both."""
+    """Times a scheme in turn with `dense`, so that a slowdown of the machine affects both."""
     progress = ProgressThread(torch.device("cpu"), TIMEOUT_S)
     paths = [
         _Path(sweep, name, n, progress, nccl_engine=nccl_engine),

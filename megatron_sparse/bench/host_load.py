@@ -1,4 +1,4 @@
-"""What the machine has left: how much of it other programs took, and its free memory."""
+"""The load that other programs put on the machine, and the machine's free memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HostLoad:
 
 
 def foreign_share(there_were_s: float, worked_s: float, own_s: float) -> float:
-    """The share of the machine, 0 to 1, that worked for others than `own_s` was spent by."""
+    """The share of the machine, 0 to 1, that other programs used."""
     return min(max(worked_s - own_s, 0.0) / there_were_s, 1.0)
 
 

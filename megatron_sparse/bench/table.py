@@ -157,13 +157,13 @@ def print_table[Row: TableRow](
 
 
 def show_progress(text: str) -> None:
-    """Says on a terminal what is being measured."""
+    """Shows on a terminal which case is being measured."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
 
 
 def clear_progress() -> None:
-    """Takes away what `show_progress` said."""
+    """Removes the line of `show_progress`."""
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
 

@@ -3,7 +3,7 @@
 Each row is a run of its own of `megatron-sparse train experiment=testbed`, over loopback or on the
 network test bed, one after the other; `plain` is Megatron without the plugin. Times are those that
 Megatron itself prints, so that all rows are measured alike. Unlike the pairs of `bench
-collectives`, rows that stand far apart in time do not share what else the machine did.
+collectives`, rows measured far apart in time do not share the machine's other load.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Setting:
         iters: iterations that count.
         overrides: more arguments of `train`.
         slow_rank: sleeps in every backward pass, in all rows; schemes that go on without a
-            straggler have it pinned. None for nobody; `plain` has nobody who could.
-        slow_ms: for so long.
+            straggler have it pinned. None for no rank; `plain` cannot go on without it.
+        slow_ms: how long it sleeps.
     """
 
     schemes: Sequence[str]
@@ -128,7 +128,7 @@ class Row(TableRow):
         scheme: `plain`, or the plugin's.
         density: of the schemes that compress; 1 for the others.
         world_size: ranks.
-        slow_ms: what the slow rank sleeps in an iteration; 0 where nobody is slow.
+        slow_ms: how long the slow rank sleeps in an iteration; 0 if no rank is slow.
         mbit: rate of each rank's link; null over loopback.
         iteration_ms: median.
         slowest_ms: the slowest iteration that counts.
@@ -136,12 +136,12 @@ class Row(TableRow):
         host_cpu_us: of the processor, spent by the progress thread for each bucket: codecs
             included, since ranks have no GPU; the median iteration's. Null for `plain`.
         wire_bytes: sent by the last rank in an iteration; null for `plain`.
-        dense_bytes: what a dense ring would send; null for `plain`.
+        dense_bytes: the bytes that a dense ring would send; null for `plain`.
         loss_first: of the first iteration.
         loss_last: of the last one.
         speedup: over the first row.
         foreign_load: the share of the machine that other programs took during the whole run.
-        noisy: whether that was too much for the times to be believed.
+        noisy: whether `foreign_load` was too high to trust the times.
     """
 
     COLUMNS = Columns(
@@ -252,7 +252,7 @@ def _train(setting: Setting, scheme: str, density: float, out: Path, first: Row 
 
 
 def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, float | None]:
-    """What only the plugin measures: medians over the iterations that count."""
+    """The figures that only the plugin measures: medians over the iterations that count."""
     names = ("exposed_ms", "wire_bytes", "dense_bytes")
     if plain:
         return dict.fromkeys((*names, "host_cpu_us"))

@@ -86,7 +86,7 @@ def make_tasks(
 
 @dataclass(frozen=True)
 class _Case:
-    """What the three operations have in common."""
+    """The common part of the three operations."""
 
     offsets: torch.Tensor
     thresholds: torch.Tensor

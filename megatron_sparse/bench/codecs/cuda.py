@@ -24,7 +24,7 @@ from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, 
 from megatron_sparse.wire import FORMAT_BLOCKS
 
 SECTOR_BYTES = 32
-"""What a GPU reads or writes at least, to touch one element of the accumulator."""
+"""The least bytes that a GPU reads or writes to touch one element of the accumulator."""
 
 
 def make_tasks(

@@ -33,7 +33,7 @@ RESIDUAL_DTYPES = ("fp32", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSizes(Sizes):
-    """What every bench of the codec sweeps over."""
+    """The options that all benches of the codec share."""
 
     threads: int | None = option(None, "CPU threads; all by default.", min=1)
 
@@ -46,7 +46,7 @@ class CodecSizes(Sizes):
 class Sweep(CodecSizes):
     """What `bench codecs` measures.
 
-    On a GPU the device's work is what is timed.
+    On a GPU the bench times the device's work.
     """
 
     densities: Sequence[float] = option(

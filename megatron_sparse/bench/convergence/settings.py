@@ -59,7 +59,7 @@ SETTINGS = (
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CORPORA = {"gpt": "prose", "starcoder": "code"}
-"""The models, and what each learns from."""
+"""The models, and the corpus of each."""
 
 
 @dataclass(frozen=True)

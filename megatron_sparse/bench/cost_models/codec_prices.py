@@ -1,4 +1,4 @@
-"""What local work costs on a virtual cluster, made without looking at a cost model: two kinds.
+"""Prices of local work on a virtual cluster, independent of the cost models: two kinds.
 
 `MemoryBoundPrices` stands for a GPU: each call costs the bytes that it really moves over a rate
 (a MODEL; `simulate.pricing`). `TimedPrices` is this machine's CPU, timed call by call: at densities
@@ -29,7 +29,7 @@ HELD_OUT_NUMELS = (3 * 2**14, 3 * 2**17, 3 * 2**20)
 
 
 class CodecPrices(Protocol):
-    """What local work takes; made without looking at any planner's model."""
+    """The time of local work, independent of any planner's model."""
 
     def measure(self, scale: float) -> Measure:
         """Seconds of a tensor operation on a bucket that stands for one `scale` times as large."""
@@ -91,7 +91,7 @@ class Call:
 class TimedPrices:
     """Seconds an element, timed.
 
-    Between densities it is interpolated in the logarithm; of the sizes the nearest one is taken.
+    Interpolates logarithmically between densities, and takes the nearest size.
 
     Attributes:
         numels: of the vectors, ascending.
@@ -148,7 +148,7 @@ class TimedPrices:
 
 
 def _median_s(run: Callable[[], object], repeats: int) -> float:
-    """Of the thread's own time, which other programs on the machine do not count in."""
+    """Median of the thread's own time, which excludes other programs."""
     run()
     spent = []
     for _ in range(repeats):
@@ -159,7 +159,7 @@ def _median_s(run: Callable[[], object], repeats: int) -> float:
 
 
 def call_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Call | None:
-    """The codec's call that a tensor operation is the core of; None for what goes with another."""
+    """The codec's call for a tensor operation; None if the operation belongs to another call."""
     name = func._schema.name.split("::")[1]
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs

@@ -1,12 +1,12 @@
-"""`bench cost-models`: what the cost models predict, beside what a collective takes.
+"""`bench cost-models`: the times that the cost models predict, beside the times that were taken.
 
 Two truths. The virtual one (`virtual_truth`) runs every scheme on gradients of several kinds and
 densities, on model clusters and 2 to 64 ranks: a MODEL too, but of another kind: real messages,
 every rank's own non-zero elements, codec prices that the cost models do not see. And rows of `bench
 collectives --json`, which were measured, beside the cluster file of the same ranks.
 
-An error is predicted / taken - 1. The profile is the exact one: what sampling adds is
-`bench planner`'s matter.
+An error is predicted / taken - 1. The profile is the exact one; `bench planner` includes the error
+of sampling.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KINDS: dict[str, Callable[[int, float], GradientModel]] = {
 }
 """Gradients of a number of elements and a density."""
 LEAST_NNZ = 32
-"""Non-zero elements that a shard should have: with fewer, chance outweighs what is looked at."""
+"""Least non-zero elements of a shard; with fewer, chance outweighs the model's error."""
 LEAST_NUMEL, MOST_NUMEL = 2**16, 2**19
 TARGET = 0.10
 
@@ -99,7 +99,7 @@ class CostRow(TableRow):
 
     @property
     def error(self) -> float:
-        """How much too long the prediction is."""
+        """The prediction's relative error; positive if it is too long."""
         return self.predicted_us / self.taken_us - 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class CostSweep:
         clusters: names of model clusters, or files of `calibrate`, whose codec prices are then
             this machine's.
         op: all-reduce or reduce-scatter.
-        full_numel: elements of the bucket that is stood for.
+        full_numel: elements of the bucket that the simulated one represents.
 
     Raises:
         ConfigError: a name is unknown, or a number out of range.
@@ -173,7 +173,7 @@ class CostSweep:
 
 
 def prices_of(cluster: str) -> CodecPrices:
-    """Of a model cluster's memory-bound GPUs; with a cluster file, of this machine's CPU."""
+    """Prices of a model cluster's GPUs, bound by memory, or of this machine's CPU for a file."""
     if cluster in MACHINES:
         return MemoryBoundPrices(MACHINES[cluster][0].codec_rate)
     return _timed_prices()
@@ -307,7 +307,7 @@ class SchemeErrors:
 
 
 def errors_by_scheme(rows: Iterable[CostRow]) -> list[SchemeErrors]:
-    """In the order in which the schemes come first."""
+    """The errors of each scheme, in the order in which the schemes first appear."""
     by_scheme: dict[str, list[CostRow]] = defaultdict(list)
     for row in rows:
         by_scheme[row.scheme].append(row)

@@ -1,4 +1,4 @@
-"""What a collective would take: run for real on a virtual cluster, with prices held out: a MODEL.
+"""Times a collective by running it on a virtual cluster with held-out prices: a MODEL.
 
 Planners and cost models are compared with this. Every rank selects from its gradient, encodes,
 sends, decodes and adds, by the registered collective; the network is the cluster's alpha-beta clock
@@ -55,7 +55,7 @@ from megatron_sparse.wire import (
 
 @dataclass(frozen=True)
 class VirtualTiming:
-    """What a collective took, on modelled clocks.
+    """The time of a collective on modelled clocks.
 
     Attributes:
         total_s: until the last rank was done.
@@ -67,7 +67,7 @@ class VirtualTiming:
 
 
 class FullSizeCluster(VirtualCluster):
-    """A virtual cluster whose records count what they would have at full size."""
+    """A virtual cluster that charges each record its bytes at full size."""
 
     def priced_bytes(self, data: torch.Tensor) -> float:
         """See `VirtualCluster`."""
@@ -96,7 +96,7 @@ def full_size_bytes(records: torch.Tensor, scale: float) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and on what a collective runs.
+    """The cluster and the options that a collective runs with.
 
     Attributes:
         topology: nodes and links; as many ranks as there are gradients.
@@ -105,7 +105,7 @@ class Setting:
         prices: of local work; None makes it free.
         options: of the schemes.
         op: all-reduce or reduce-scatter.
-        full_numel: elements of the bucket that is stood for.
+        full_numel: elements of the bucket that the simulated one represents.
     """
 
     topology: Topology
@@ -157,7 +157,7 @@ def run(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting) -> Vir
 
     Raises:
         ConfigError: the scheme has not this form; gradients of different sizes.
-        MegatronSparseError: what the collective raises.
+        MegatronSparseError: the collective failed.
     """
     numels = {gradient.numel() for gradient in gradients}
     if len(numels) != 1 or setting.op not in SCHEMES[scheme].ops:
