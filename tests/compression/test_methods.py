@@ -277,9 +277,9 @@ class TestDGC:
     @pytest.mark.parametrize(
         ("optimizer", "word"),
         [
-            (SimpleNamespace(param_groups=[{"lr": 1.0, "betas": (0.9, 0.999)}]), "SGD alone"),
+            (SimpleNamespace(param_groups=[{"lr": 1.0, "betas": (0.9, 0.999)}]), "SGD only"),
             (SimpleNamespace(param_groups=[{"momentum": 0}, {"momentum": 0.9}]), "momentum 0.9"),
-            (SimpleNamespace(), "SGD alone"),
+            (SimpleNamespace(), "SGD only"),
         ],
     )
     def test_other_optimizers_are_refused(self, optimizer, word):

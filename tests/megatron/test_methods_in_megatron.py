@@ -218,7 +218,7 @@ def test_without_compression_dgc_is_sgd_with_momentum(ranks):
 def test_dgc_refuses_megatrons_adam_and_a_second_momentum(ranks):
     for rank in ranks:
         adam, momentum = rank["refused"]
-        assert "SGD alone" in adam
+        assert "SGD only" in adam
         assert "megatron.optimizer=sgd" in adam
         assert "momentum 0.9" in momentum
 

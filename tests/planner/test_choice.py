@@ -11,6 +11,7 @@ import torch
 
 from megatron_sparse.bench.collectives.path import residual_of
 from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives.registry import check
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
@@ -306,7 +307,7 @@ def test_swept_thresholds_are_taken_where_none_are_given(tmp_path):
 )
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"planner\."):
-        PlannerConfig(**wrong)
+        check(SparseConfig(planner=PlannerConfig(**wrong)))
 
 
 def test_only_candidates_are_chosen_and_dense_always_is_one():

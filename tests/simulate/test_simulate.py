@@ -11,6 +11,8 @@ import torch
 from megatron_sparse import simulate
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.cli import main
+from megatron_sparse.collectives import Exchange
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, decode_add_
@@ -186,7 +188,9 @@ def test_all_gathers_gather(kind):
             return all_gather.ring(bucket, transport)
         if kind == "hierarchical":
             return all_gather.hierarchical(bucket, transport, timer)
-        return all_gather.sparse_ring(bucket, kind, transport, MessageBuffers(), timer)
+        options = SchemeConfig(format=kind)
+        exchange = Exchange(bucket, transport, MessageBuffers(), timer, options)
+        return all_gather.sparse_ring(exchange)
 
     drive(job, start)
     expected = torch.cat([torch.arange(64) % 3 * (rank + 1.0) for rank in range(n)])
