@@ -8,8 +8,9 @@ from pathlib import Path
 from megatron_sparse.bench.planner import cases, command, ranks
 from megatron_sparse.bench.planner.options import PlannerOptions
 from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives.registry import check_names
 from megatron_sparse.config.checks import one_of
-from megatron_sparse.config.sparse import PlannerConfig
+from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.run import local_ranks
 
@@ -26,7 +27,8 @@ def run(options: PlannerOptions, json_path: Path | None) -> int:
     for name in clusters:
         one_of("--clusters", name, cases.CLUSTERS)
     schemes = None if options.schemes is None else list(options.schemes)
-    candidates = PlannerConfig(schemes=schemes).schemes
+    planner = PlannerConfig(schemes=schemes)
+    check_names(SchemeConfig(), planner)
     started = local_ranks.started_ranks()
     local_ranks.check_place(
         netbed=options.netbed, virtual=False, mbit=options.mbit, ranks=None, started=started
@@ -43,12 +45,12 @@ def run(options: PlannerOptions, json_path: Path | None) -> int:
     if not is_real:
         sizes = cases.QUICK_WORLD_SIZES if options.quick else cases.WORLD_SIZES
         trial = command.Trial(
-            workloads, options.ranks or sizes, clusters, candidates, full_numel, op
+            workloads, options.ranks or sizes, clusters, planner.schemes, full_numel, op
         )
         return 0 if command.run(trial, json_path).holds else 1
     cluster = None if options.cluster is None else find(options.cluster)
     rounds = (options.warmup, options.iters, options.timeout_s)
-    real = ranks.RealTrial(workloads, candidates, op, cluster, *rounds)
+    real = ranks.RealTrial(workloads, planner.schemes, op, cluster, *rounds)
     if started is not None:
         return 0 if ranks.run_rank(real, json_path).holds else 1
     of_rank = replace(options, netbed=False, mbit=None, ranks=None)
