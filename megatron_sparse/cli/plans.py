@@ -145,15 +145,17 @@ def plan(
 ) -> None:
     """Times come from a cost model. See docs/planner.md."""
     from megatron_sparse.bucket import CollectiveOp
+    from megatron_sparse.collectives.registry import check_names
     from megatron_sparse.config.checks import one_of
-    from megatron_sparse.config.sparse import PlannerConfig
+    from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig
     from megatron_sparse.planner import plan_rows
     from megatron_sparse.planner.plan_table import print_plan
     from megatron_sparse.pricing.cluster import find
     from megatron_sparse.run.json_lines import write_rows
 
     one_of("--op", op, tuple(CollectiveOp))
-    names = PlannerConfig(schemes=None if schemes is None else schemes.split(",")).schemes
+    names = None if schemes is None else schemes.split(",")
+    check_names(SchemeConfig(), PlannerConfig(schemes=names))
     sizes = None
     if bucket_bytes is not None:
         sizes = [parse_size("--bucket-bytes", size) for size in bucket_bytes.split(",")]

@@ -88,7 +88,8 @@ def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> 
     parts = [name]
     for override in OverridesParser.create().parse_overrides(list(task_overrides)):
         if override.key_or_group in swept:
-            key = override.key_or_group.rpartition(".")[2]
+            # `scheme=NAME` arrives as `scheme.name=NAME`.
+            key = override.key_or_group.removesuffix(".name").rpartition(".")[2]
             value = re.sub(r"[^A-Za-z0-9.]+", "-", str(override.get_value_element_as_str()))
             parts.append(f"{key}-{value.strip('-')}")
     return "_".join(parts)

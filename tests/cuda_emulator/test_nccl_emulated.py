@@ -406,7 +406,7 @@ def test_the_breakdown_has_every_stage_of_the_call(gpu: EmulatedDevice, nccl: An
         def run(rank: int) -> None:
             group.ranks[rank].fill(0)
             if rank:
-                while not waits._under_way:
+                while not waits._pending:
                     time.sleep(0.01)
                 time.sleep(1)
             group.drive(rank, 0)
