@@ -146,19 +146,3 @@ class Header:
             raise wrong_field(rank, "payload_bytes", demanded, self.payload_bytes)
         if HEADER_BYTES + demanded > available:
             raise wrong_field(rank, "size", f"{HEADER_BYTES + demanded} bytes", available)
-
-
-def read_headers(message: bytes, rank: int) -> list[Header]:
-    """The headers of all records of a message, by following their sizes.
-
-    Raises:
-        WireFormatError: a header is damaged, or the last record does not end with the message.
-    """
-    headers, position = [], 0
-    while position < len(message):
-        header = Header.unpack(message[position : position + HEADER_BYTES], rank)
-        headers.append(header)
-        position += HEADER_BYTES + header.payload_bytes
-    if position != len(message):
-        raise wrong_field(rank, "size", f"{position} bytes", len(message))
-    return headers

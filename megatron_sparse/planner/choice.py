@@ -41,12 +41,12 @@ from statistics import median
 from typing import Any
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives import SCHEMES, Exchange
 from megatron_sparse.collectives.base import Identity, exchange_sizes
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
-from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.formats.message import Message
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, Windows, bucket_facts
 from megatron_sparse.planner.plan_state import BucketState
@@ -64,7 +64,7 @@ from megatron_sparse.planner.prices import (
 )
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.shape import BucketShape
-from megatron_sparse.recording import BucketRecord, StageTimer
+from megatron_sparse.recording import BucketRecord
 from megatron_sparse.sparsity.sampling import sample_profile
 from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 
@@ -226,20 +226,14 @@ class PricedPlanner(FixedPlanner):
             self._records.setdefault(key, deque(maxlen=KEPT_RECORDS)).append(record)
 
     def share(
-        self,
-        bucket: Bucket,
-        plan: Plan,
-        step: int,
-        message: Message | None,
-        transport: Transport,
-        buffers: MessageBuffers,
-        timer: StageTimer,
+        self, exchange: Exchange, plan: Plan, step: int, message: Message | None
     ) -> Generator[Work, None, None]:
         """See `Planner`.
 
         Raises:
             CommunicationError: another rank has a different plan.
         """
+        bucket, transport = exchange.bucket, exchange.transport
         if plan.phase is Phase.OFF or bucket.world_size == 1:
             return
         state = self._state_of(bucket)
@@ -252,7 +246,12 @@ class PricedPlanner(FixedPlanner):
         if message is not None and self._profiles(state, step, plan.density):
             before = state.profile
             state.profile = yield from sample_profile(
-                bucket, message, transport, buffers, timer, seed=self._compression.seed
+                bucket,
+                message,
+                transport,
+                exchange.buffers,
+                exchange.timer,
+                seed=self._compression.seed,
             )
             state.profile_density = plan.density
             # A profile that has hardly changed gives the same choice, and pricing takes time.

@@ -8,14 +8,14 @@ from enum import Enum
 from typing import Any, Protocol
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.compression.selection import MessageSpec
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import VALUE_DTYPES, Message, MessageBuffers, wire_dtype_of
+from megatron_sparse.formats.message import VALUE_DTYPES, Message, wire_dtype_of
 from megatron_sparse.planner.wire_bytes import predicted_bytes
-from megatron_sparse.recording import BucketRecord, StageTimer
+from megatron_sparse.recording import BucketRecord
 from megatron_sparse.transport import Transport, Work
 
 WORTHWHILE = 0.7
@@ -108,14 +108,7 @@ class Planner(Protocol):
         ...
 
     def share(
-        self,
-        bucket: Bucket,
-        plan: Plan,
-        step: int,
-        message: Message | None,
-        transport: Transport,
-        buffers: MessageBuffers,
-        timer: StageTimer,
+        self, exchange: Exchange, plan: Plan, step: int, message: Message | None
     ) -> Generator[Work, None, None]:
         """Exchanges numbers with the other ranks before the bucket's collective; usually none.
 
@@ -123,13 +116,10 @@ class Planner(Protocol):
         take effect in the next step.
 
         Args:
-            bucket: about to be synchronised.
+            exchange: the bucket, about to be synchronised, and the means to do it.
             plan: the bucket's.
             step: the present step.
             message: this rank's selection; None for a dense plan.
-            transport: the group.
-            buffers: of this group's messages.
-            timer: receives the time of each stage.
         """
         ...
 
@@ -209,14 +199,7 @@ class FixedPlanner:
         """See `Planner`. Does nothing."""
 
     def share(
-        self,
-        bucket: Bucket,
-        plan: Plan,
-        step: int,
-        message: Message | None,
-        transport: Transport,
-        buffers: MessageBuffers,
-        timer: StageTimer,
+        self, exchange: Exchange, plan: Plan, step: int, message: Message | None
     ) -> Generator[Work, None, None]:
         """See `Planner`. Exchanges nothing: the configuration is enough."""
         yield from ()

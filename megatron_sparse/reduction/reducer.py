@@ -247,11 +247,7 @@ class GradientReducer:
         bucket, plan, record = job.bucket, job.plan, job.record
         record.straggler = yield from self._stragglers.decide(bucket, plan)
         record.scheme = self._stragglers.scheme_of(plan, record.straggler)
-        message = selected if isinstance(selected, Message) else None
-        yield from self.planner.share(
-            bucket, plan, job.step, message, self.transport, self.buffers, job.timer
-        )
-        return Exchange(
+        exchange = Exchange(
             bucket,
             self.transport,
             self.buffers,
@@ -260,6 +256,9 @@ class GradientReducer:
             record.straggler,
             self.windows,
         )
+        message = selected if isinstance(selected, Message) else None
+        yield from self.planner.share(exchange, plan, job.step, message)
+        return exchange
 
     def _exchange(
         self, job: BucketJob, selected: Message | torch.Tensor, exchange: Exchange

@@ -15,7 +15,6 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.link_density import LinkDensity
 from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.formats.header import read_headers
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
@@ -29,6 +28,7 @@ from tests.collectives.cases import (
     steps_of,
 )
 from tests.collectives.test_sparse_costs import Oracle
+from tests.headers import read_headers
 
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 NEVER = 2.0

@@ -14,10 +14,10 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.formats.header import read_headers
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE
 from tests.collectives.cases import OPTIONS, Case, exact_sum, run_gradients, steps_of
+from tests.headers import read_headers
 
 BLOCK = 256
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.header import Header, read_headers
+from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import message as oracle
 from megatron_sparse.wire import HEADER_BYTES
 from tests.cuda_ext import cases
+from tests.headers import read_headers
 
 STEP = 77
 # A COO segment of 400 elements and a dense one of 10.

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.header import read_headers
 from megatron_sparse.reference import message as oracle
 from megatron_sparse.wire import (
     FLAG_PICI_LINEAR,
@@ -24,6 +23,7 @@ from megatron_sparse.wire import (
     FORMAT_PICI,
 )
 from tests.cuda_ext import cases
+from tests.headers import read_headers
 
 STEP = 2**32 + 5  # its lower half travels
 # What is asked for, by name: arguments of `encode`.

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.header import Header, read_headers
+from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import message as oracle
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, HEADER_BYTES
 from tests.cuda_ext import cases
+from tests.headers import read_headers
 
 STEP = 2**32 + 5  # its lower half travels
 DENSITIES = (0.0, 0.01, 0.2, 1.0)

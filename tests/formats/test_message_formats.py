@@ -18,10 +18,10 @@ from megatron_sparse.config.sparse import (
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ConfigError, ExtensionError
 from megatron_sparse.formats import torch_codec
-from megatron_sparse.formats.header import read_headers
 from megatron_sparse.formats.message import FORMAT_CODES, WIRE_CODES, MessageBuffers, decode_add_
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.wire import FORMAT_NAMES, FORMAT_PICI
+from tests.headers import read_headers
 
 NUMEL = 60_000
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.collectives import Exchange
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.choice import PricedPlanner
@@ -64,8 +65,8 @@ class Ranks:
             message = None
             if gradients is not None and not plan.scheme.startswith("dense"):
                 message = make_message(bucket, plan.sharded, "auto", buffers, timer)
-            transport_step = planner.share(bucket, plan, step, message, transport, buffers, timer)
-            yield from transport_step
+            exchange = Exchange(bucket, transport, buffers, timer, SchemeConfig())
+            yield from planner.share(exchange, plan, step, message)
             timer.add("network", self.took_us.get(plan.scheme, 1.0) if rank == 0 else 1.0)
             return 0
 

@@ -1,0 +1,22 @@
+"""The headers of a message, one after the other, as tests look at them."""
+
+from __future__ import annotations
+
+from megatron_sparse.formats.header import Header
+from megatron_sparse.wire import HEADER_BYTES, wrong_field
+
+
+def read_headers(message: bytes, rank: int) -> list[Header]:
+    """The headers of all records of a message, by following their sizes.
+
+    Raises:
+        WireFormatError: a header is damaged, or the last record does not end with the message.
+    """
+    headers, position = [], 0
+    while position < len(message):
+        header = Header.unpack(message[position : position + HEADER_BYTES], rank)
+        headers.append(header)
+        position += HEADER_BYTES + header.payload_bytes
+    if position != len(message):
+        raise wrong_field(rank, "size", f"{position} bytes", len(message))
+    return headers
