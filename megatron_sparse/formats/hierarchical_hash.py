@@ -16,7 +16,6 @@ On the wire an entry costs its COO record's 4 bytes and its value.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -54,12 +53,6 @@ class Partitioned:
         check_partition(partition, len(self.offsets) - 1)
         begin, end = self.offsets[partition : partition + 2]
         return self.indices_K[begin:end], self.values_K[begin:end]
-
-    @property
-    def imbalance(self) -> float:
-        """The largest partition over the mean one (paper, definition 8); 1 if all are empty."""
-        sizes = [b - a for a, b in pairwise(self.offsets)]
-        return len(sizes) * max(sizes) / sum(sizes) if sum(sizes) else 1.0
 
 
 def hierarchical_hash(
