@@ -244,14 +244,9 @@ class PricedPlanner(FixedPlanner):
             _, density = phase_and_density(self._compression, step + 1)
             self._decide(bucket, state, step + 1, density)
         if message is not None and self._profiles(state, step, plan.density):
-            before = state.profile
+            before, seed = state.profile, self._compression.seed
             state.profile = yield from sample_profile(
-                bucket,
-                message,
-                transport,
-                exchange.buffers,
-                exchange.timer,
-                seed=self._compression.seed,
+                bucket, message, transport, exchange.buffers, exchange.timer, seed=seed
             )
             state.profile_density = plan.density
             # A profile that has hardly changed gives the same choice, and pricing takes time.
