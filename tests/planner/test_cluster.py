@@ -9,7 +9,7 @@ import pytest
 
 from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner import cluster as cluster_files
+from megatron_sparse.pricing import cluster as cluster_files
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, CodecRate, find, shipped
 from megatron_sparse.simulate import cluster_models
 from megatron_sparse.transport import Link
