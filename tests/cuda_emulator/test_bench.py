@@ -54,7 +54,7 @@ def test_every_task_does_what_it_says(
 ) -> None:
     monkeypatch.setattr(cases, "ORACLE_NUMEL", 2**12)
     tasks = cuda.make_tasks(2**15, 0.05, "fp32", form, bench_device)
-    for op, task in zip(bench.BUCKET_FORMS, tasks, strict=True):
+    for op, task in zip(("prune_encode", "encode", "decode_add"), tasks, strict=True):
         assert (task.op, task.wrong) == (op, 0)
         assert task.format == {"auto": "pici", "blocks": "dense"}.get(form, form)
         report = task.run()
