@@ -22,9 +22,9 @@ if (_checkout / "cuda_ext" / "csrc").is_dir() and not (Path(__file__).parent / "
 
 _EXPORTS = {
     "SparseConfig": "megatron_sparse.config.sparse",
-    "CompressionConfig": "megatron_sparse.config.sparse",
+    "CompressionConfig": "megatron_sparse.config.compression",
     "SchemeConfig": "megatron_sparse.config.sparse",
-    "TrackingConfig": "megatron_sparse.config.sparse",
+    "TrackingConfig": "megatron_sparse.config.tracking",
     "install": "megatron_sparse.megatron",
     "attach": "megatron_sparse.megatron",
     "detach": "megatron_sparse.megatron",
@@ -34,12 +34,9 @@ _EXPORTS = {
 }
 
 if TYPE_CHECKING:
-    from megatron_sparse.config.sparse import (
-        CompressionConfig,
-        SchemeConfig,
-        SparseConfig,
-        TrackingConfig,
-    )
+    from megatron_sparse.config.compression import CompressionConfig
+    from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
+    from megatron_sparse.config.tracking import TrackingConfig
     from megatron_sparse.ddp import DDPState, ddp_hook
     from megatron_sparse.megatron import attach, detach, install
     from megatron_sparse.reduction.row_sparse import row_sparse_all_reduce

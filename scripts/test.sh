@@ -39,8 +39,8 @@ quick_tests=(
   tests/cuda_ext/test_threshold.py
   tests/formats
   tests/planner/test_choice.py
-  tests/planner/test_cluster.py
   tests/planner/test_costs.py
+  tests/pricing
   tests/reduction/test_progress.py
   tests/sparsity
   tests/straggler

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives.checksummed import open_row, seal_row
+from megatron_sparse.collectives.checksummed import checksummed_row, verified_row
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import Message, MessageBuffers
@@ -147,7 +147,7 @@ class Agreement:
 
     def row(self, sizes: Sequence[int], room: int, device: torch.device) -> torch.Tensor:
         """int64 words: the fingerprint and at most `room` sizes."""
-        own = seal_row(self._fingerprint, sizes)
+        own = checksummed_row(self._fingerprint, sizes)
         words = torch.zeros(2 + room, dtype=torch.int64)
         words[: len(own)] = torch.tensor(own)
         return words.to(device)
@@ -159,7 +159,7 @@ class Agreement:
             CommunicationError: that rank takes part in another collective.
             WireFormatError: the row is damaged.
         """
-        theirs, sizes = open_row(words, rank)
+        theirs, sizes = verified_row(words, rank)
         if theirs != self._fingerprint:
             raise CommunicationError(
                 f"rank {rank} of the group is not in the same collective",

@@ -18,17 +18,17 @@ SIZE_BITS = 48
 COUNT_BITS = 32
 
 
-def seal_size(size: int) -> int:
+def checksummed_size(size: int) -> int:
     """The word that carries a size.
 
     Example:
-        >>> open_size(seal_size(4096), rank=1)
+        >>> verified_size(checksummed_size(4096), rank=1)
         4096
     """
     return _check([size]) % 2**15 << SIZE_BITS | size
 
 
-def open_size(word: int, rank: int) -> int:
+def verified_size(word: int, rank: int) -> int:
     """The size that a word carries.
 
     Args:
@@ -39,18 +39,18 @@ def open_size(word: int, rank: int) -> int:
         WireFormatError: it is damaged.
     """
     size = word % 2**SIZE_BITS
-    if seal_size(size) != word:
-        raise _damaged(rank, "size", hex(seal_size(size)), hex(word % 2**64))
+    if checksummed_size(size) != word:
+        raise _damaged(rank, "size", hex(checksummed_size(size)), hex(word % 2**64))
     return size
 
 
-def seal_row(fingerprint: int, sizes: Sequence[int]) -> list[int]:
+def checksummed_row(fingerprint: int, sizes: Sequence[int]) -> list[int]:
     """The words that carry a fingerprint and some sizes: two more than there are sizes."""
     check = _check([fingerprint, *sizes]) % 2**31
     return [fingerprint, check << COUNT_BITS | len(sizes), *sizes]
 
 
-def open_row(words: Sequence[int], rank: int) -> tuple[int, list[int]]:
+def verified_row(words: Sequence[int], rank: int) -> tuple[int, list[int]]:
     """The fingerprint and the sizes that the first of some words carry.
 
     Args:
@@ -62,7 +62,7 @@ def open_row(words: Sequence[int], rank: int) -> tuple[int, list[int]]:
     """
     fingerprint, count = words[0], words[1] % 2**COUNT_BITS
     sizes = list(words[2 : 2 + count])
-    if len(sizes) != count or seal_row(fingerprint, sizes)[1] != words[1]:
+    if len(sizes) != count or checksummed_row(fingerprint, sizes)[1] != words[1]:
         raise _damaged(rank, "agreement", "words that fit their check", f"{count} sizes")
     return fingerprint, sizes
 

@@ -30,7 +30,7 @@ from megatron_sparse.collectives.base import (
     Yielded,
     whole_group,
 )
-from megatron_sparse.collectives.checksummed import open_size, seal_size
+from megatron_sparse.collectives.checksummed import checksummed_size, verified_size
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import DEFAULT_BLOCK_SIZE, Expected, RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
@@ -354,14 +354,16 @@ def exchange_records(
     assert either is not None, "there is something to send or to receive"
     size = torch.empty(1, dtype=torch.int64, device=either[1].device)
     sizes_out = (
-        [] if send is None else [(send[0], torch.full_like(size, seal_size(send[1].numel())))]
+        []
+        if send is None
+        else [(send[0], torch.full_like(size, checksummed_size(send[1].numel())))]
     )
     yield from group.exchange(sizes_out, [] if receive is None else [(receive[0], size)])
     sends, receives = [] if send is None else [send], []
     received = size.new_empty(0, dtype=torch.uint8)
     if receive is not None:
         peer, room = receive
-        announced = open_size(int(size), group.ranks[peer])
+        announced = verified_size(int(size), group.ranks[peer])
         if not is_possible(announced, room.numel()):
             raise impossible_size(group.ranks[peer], announced, room.numel())
         received = room[:announced]

@@ -26,7 +26,7 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     whole_group,
 )
-from megatron_sparse.collectives.checksummed import seal_size
+from megatron_sparse.collectives.checksummed import checksummed_size
 from megatron_sparse.collectives.records import (
     SparseSum,
     check_announced,
@@ -90,7 +90,7 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
 def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
     """The server's side of the pull: sizes to all, then each rank's records."""
     peers = range(1, group.world_size)
-    words = [seal_size(records.numel()) for records in encoded]
+    words = [checksummed_size(records.numel()) for records in encoded]
     sizes = torch.tensor(words, device=encoded[0].device)
     yield from group.exchange([(peer, sizes[peer : peer + 1]) for peer in peers], [])
     yield from group.exchange([(peer, encoded[peer]) for peer in peers], [], last=True)

@@ -31,7 +31,7 @@ from megatron_sparse.collectives.base import (
     Yielded,
     exchange_sizes,
 )
-from megatron_sparse.collectives.checksummed import open_size, seal_size
+from megatron_sparse.collectives.checksummed import checksummed_size, verified_size
 from megatron_sparse.collectives.direct import encode_own_shard
 from megatron_sparse.collectives.gather import ring_all_gather
 from megatron_sparse.collectives.link_density import LinkDensity
@@ -195,13 +195,13 @@ def _pass_on(
     n, place = group.world_size, group.rank
     target, source = (place + 1) % n, (place - 1) % n
     word = torch.empty(1, dtype=torch.int64, device=space.device)
-    words_out = [(target, torch.full_like(word, seal_size(sent.numel())))]
+    words_out = [(target, torch.full_like(word, checksummed_size(sent.numel())))]
     words_in = [(source, word)]
     if not (goes_dense and comes_dense):
         yield from group.exchange([] if goes_dense else words_out, [] if comes_dense else words_in)
     received = space
     if not comes_dense:
-        announced = open_size(int(word), group.ranks[source])
+        announced = verified_size(int(word), group.ranks[source])
         if announced > space.numel():
             raise impossible_size(group.ranks[source], announced, space.numel())
         received = space[:announced]

@@ -13,7 +13,12 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, over_groups
-from megatron_sparse.collectives.checksummed import open_row, open_size, seal_row, seal_size
+from megatron_sparse.collectives.checksummed import (
+    checksummed_row,
+    checksummed_size,
+    verified_row,
+    verified_size,
+)
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import Case, exact_sum, numel_for, steps_of
@@ -136,20 +141,20 @@ def test_a_message_out_of_order_is_never_taken_for_another(name):
 
 def test_every_bit_of_a_sealed_size_is_covered():
     for size in (0, 1, 48, 4096, 2**47 + 12345):
-        word = seal_size(size)
-        assert open_size(word, rank=0) == size
+        word = checksummed_size(size)
+        assert verified_size(word, rank=0) == size
         assert 0 <= word < 2**63
         for bit in range(64):
             damaged = (word ^ 1 << bit) - (2**64 if bit == 63 else 0)
             with pytest.raises(WireFormatError, match="rank 3: field size"):
-                open_size(damaged, rank=3)
+                verified_size(damaged, rank=3)
 
 
 def test_every_bit_of_a_sealed_row_is_covered():
-    row = seal_row(0xDEADBEEF, [5, 0, 2**40])
-    assert open_row([*row, 0, 0], rank=0) == (0xDEADBEEF, [5, 0, 2**40])
+    row = checksummed_row(0xDEADBEEF, [5, 0, 2**40])
+    assert verified_row([*row, 0, 0], rank=0) == (0xDEADBEEF, [5, 0, 2**40])
     for place in range(len(row)):
         for bit in range(63):
             damaged = [word ^ (1 << bit) * (i == place) for i, word in enumerate(row)]
             with pytest.raises(WireFormatError, match="rank 3: field agreement"):
-                open_row(damaged, rank=3)
+                verified_row(damaged, rank=3)

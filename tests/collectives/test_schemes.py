@@ -8,7 +8,13 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, over_groups
 from megatron_sparse.collectives.base import Identity
-from megatron_sparse.collectives.checksummed import open_row, open_size, seal_row, seal_size
+from megatron_sparse.collectives.checksummed import (
+    checksummed_row,
+    checksummed_size,
+    verified_row,
+    verified_size,
+)
+from megatron_sparse.collectives.registry import find_schemes
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
@@ -25,6 +31,19 @@ def _bucket(op=CollectiveOp.ALL_REDUCE, name="b", numel=1000):
 def _plan(scheme, op, step=5, **values):
     compression = CompressionConfig(warmup_iters=2, ramp_iters=0, **values)
     return FixedPlanner(compression, SchemeConfig(name=scheme)).plan_for(_bucket(op), step)
+
+
+def test_two_schemes_of_one_name_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="two schemes have the name 'zen'"):
+        SCHEMES.add(SCHEMES["zen"])
+    monkeypatch.setattr("megatron_sparse.collectives.zen.SCHEME", SCHEMES["direct"])
+    with pytest.raises(ConfigError, match="two schemes have the name 'direct'"):
+        find_schemes()
+
+
+def test_schemes_are_listed_by_their_place():
+    places = [scheme.place for scheme in SCHEMES.values()]
+    assert places == sorted(set(places)), "of two at one place, the name would decide"
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
@@ -152,9 +171,9 @@ class _Liar:
             return own
         words = own.tolist()
         if len(words) == 1:
-            return own.new_tensor([seal_size(open_size(words[0], 1) + 2**40)])
-        meant, sizes = open_row(words, 1)
-        lie = seal_row(meant, [size + 2**40 for size in sizes])
+            return own.new_tensor([checksummed_size(verified_size(words[0], 1) + 2**40)])
+        meant, sizes = verified_row(words, 1)
+        lie = checksummed_row(meant, [size + 2**40 for size in sizes])
         return own.new_tensor(lie + words[len(lie) :])
 
 

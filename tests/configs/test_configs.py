@@ -17,7 +17,7 @@ from megatron_sparse.run import composition
 from megatron_sparse.run.composition import GROUPS, compose, from_mapping, group_options, load, save
 
 CONFIGS = Path(composition.__file__).parents[2] / "configs"
-# Model clusters are no group of Hydra: tests/planner/test_cluster.py has them. The launcher is of
+# Model clusters are no group of Hydra: tests/pricing/test_cluster.py has them. The launcher is of
 # Hydra's own group, which is composed in a multirun only.
 FILES = sorted(
     path
