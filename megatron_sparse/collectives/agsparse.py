@@ -1,17 +1,20 @@
 """AGsparse: every rank sends its sparse message to every other, and each adds them all up.
 
 The all-gather of SparCML (Renggli et al. 2019, section 5.3) and of PyTorch's sparse all-reduce.
-No message fills in on the way. Each rank sends (n - 1) messages, so the scheme suits few ranks.
+Only the ranks' own messages travel, never partial sums, which have more non-zero elements (fill-in)
+than each message. But each rank sends its message n - 1 times, so the scheme suits few ranks.
 
-Agreement: one all-gather of the collective's identity and of every rank's message size, 8 (2 + n)
-bytes a rank.
-Phase 1, n - 1 rounds: every rank sends its message to every other, one peer at a time. Meanwhile
-the rank clears the sum and adds the messages that have arrived, in rank order, so that all ranks
-hold the same bits.
-The reduce-scatter form is `direct`'s: each peer gets only the records of its own shard.
+All-reduce:
+1. Agreement: one all-gather of a fingerprint of the collective (bucket, scheme, dtype, step) and of
+   every rank's message size, 8 (2 + n) bytes a rank.
+2. n - 1 rounds: every rank sends its message to every other, one peer at a time. Meanwhile it
+   clears its sum and adds the messages that have arrived. It adds them in rank order, so that all
+   ranks get the same bits.
 
-In capacity mode sizes are known and there is no agreement: the identity is in the tag of the
-messages and in the records' headers.
+Reduce-scatter: as `direct`. Each peer gets only the records of the shard that it owns.
+
+In capacity mode (`scheme.capacity`) messages have slots of fixed size. Sizes need no agreement
+then; the fingerprint is in the tag of the messages, and step and dtype in the records' headers.
 
 Rank r sends (n - 1) |message_r| bytes, in a reduce-scatter |message_r| - |shard_r of it|.
 """
@@ -57,6 +60,7 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
     """
     transport, sums = exchange.transport, SparseSum(exchange, message)
     if message.slots is not None and transport.communicator is not None:
+        # `scheme.nccl_engine`: the same rounds and the same bits, in one call of C++.
         return (
             yield from sum_in_one_call(
                 NAME, exchange, message, sums, transport.communicator, by_owners=exchange.scatters
@@ -66,6 +70,7 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
     group = group_of(identity, message, transport)
     n, rank = group.world_size, group.rank
     if exchange.scatters:
+        # Agreement and exchange of `direct`: leave the sum of this rank's shard in `sums`.
         cuts = shard_cuts(message.layout, n)
         yield from split(identity, message, cuts, sums, group, transport, last=True)
         sums.write(cuts[rank].elements)
@@ -77,61 +82,63 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
         table = yield from exchange_sizes([message.nbytes], identity, transport)
         sizes = [row[0] for row in table]
         check_announced(sizes, [whole] * n, message.value_dtype)
-    held: dict[int, torch.Tensor] = {}
-    added = 0
+    received: dict[int, torch.Tensor] = {}
+    next_rank = 0
 
-    def arrived(sender: int, records: torch.Tensor) -> None:
-        nonlocal added
-        if not held:
+    def add_in_rank_order(sender: int, records: torch.Tensor) -> None:
+        nonlocal next_rank
+        if not received:
             sums.clear()
-        held[sender] = records
-        while added in held:
-            sums.add_message(held[added], whole, added)
-            added += 1
+        received[sender] = records
+        while next_rank in received:
+            sums.add_message(received[next_rank], whole, next_rank)
+            next_rank += 1
 
     room = sums.take("received", sum(sizes) - sizes[rank])
     own = message.buffer[: message.nbytes]
-    yield from pairwise_all_gather(own, room, sizes, group, arrived)
+    yield from pairwise_all_gather(own, room, sizes, group, add_in_rank_order)
     sums.write(whole.elements)
     return group.sent_bytes
 
 
 def cost(run: DryRun) -> None:
-    """Every message to every rank, pairwise.
+    """The predicted time: runs the same rounds on the modelled clocks of `run`.
 
-    With messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the sizes that
-    are sent first; and additions in rank order, so that every rank but 0 starts to add late. A
-    reduce-scatter is `split_cost`.
+    With messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the agreement;
+    and additions in rank order, so that every rank but 0 starts to add late. A reduce-scatter is
+    `split_cost`.
     """
-    form = run.format(SCHEME.message_format(run.options))
+    record_format = run.format(SCHEME.message_format(run.options))
     if run.scatter:
-        split_cost(run, form)
+        split_cost(run, record_format)
         return
     if not run.has_slots:
         run.agree()
     n, whole = run.n, run.piece()
-    nbytes = float(form.nbytes(whole, run.message_density()[0], run.b))
+    nbytes = float(record_format.nbytes(whole, run.message_density()[0], run.b))
     density = float(run.densities.whole(1))
-    addition_s = form.seconds(CodecOp.DECODE_ADD, whole, density, run.b)
-    clearing_s = run.clearing_s(whole.numel)
-    work = [addition_s * _additions(n, number) for number in range(n)]
-    work[0] = work[0] + clearing_s
-    run.shifts([(number + 1, nbytes, work[number]) for number in range(n - 1)])
-    run.work(work[-1])
+    addition_s = record_format.seconds(CodecOp.DECODE_ADD, whole, density, run.b)
+    # Local work of each rank [n] when it has received so many messages, while the next one arrives.
+    work_s = [addition_s * _additions(n, received) for received in range(n)]
+    work_s[0] = work_s[0] + run.clearing_s(whole.numel)
+    run.shifts([(received + 1, nbytes, work_s[received]) for received in range(n - 1)])
+    run.work(work_s[-1])
 
 
-def _additions(n: int, number: int) -> np.ndarray:
-    """Messages that each rank adds when it holds its own and those of `number` ranks after it.
+def _additions(n: int, received: int) -> np.ndarray:
+    """How many messages each rank [n] can add when message number `received` has arrived.
 
-    Messages are added in rank order. Rank r > 0 therefore waits for the message of rank 0, which
-    arrives as number n - r.
+    Rank r receives the messages of ranks r + 1, r + 2, ... (modulo n), and adds in rank order. So
+    rank 0 adds one message at once, its own first. Rank r > 0 must wait for the message of rank 0,
+    which arrives as number n - r; then it adds one at a time, until with the last message, that of
+    rank r - 1, it adds that one, its own, and the n - r - 1 that came before rank 0's.
     """
     ranks = np.arange(n)
-    own = np.where(number >= n - ranks, 1, 0)
-    if number == n - 1:
-        own = n - ranks + 1
-    own[0] = 1
-    return own
+    additions = np.where(received >= n - ranks, 1, 0)
+    if received == n - 1:
+        additions = n - ranks + 1
+    additions[0] = 1
+    return additions
 
 
 SCHEME = Scheme(

@@ -1,8 +1,16 @@
 """Selection: gradient + residual -> encoded message + new residual.
 
-Leaky error feedback: `x = g + e`; what exceeds its range's threshold is sent, and the residual
-becomes `leak * x` where it does not and the rounding error where it does. The method (`method.py`)
-decides about e at the begin of a step, and about the thresholds.
+Leaky error feedback, for each element, with gradient g and residual e:
+
+    x = g + e
+    |x| above the threshold:   send x rounded to the wire's dtype; e becomes the rounding error
+    otherwise:                 send nothing; e becomes leak * x
+
+The compression method (`method.py`) supplies e and the thresholds, one for each range of the bucket
+(a parameter, or the part of it in one shard; see the picture above `bucket.Layout`). The rest is
+the same for all methods.
+
+Shape suffixes: N elements of the bucket, S segments of the message, R threshold ranges.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ from megatron_sparse.recording import StageTimer
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """Which message is made of a bucket.
+    """The kind of message to make from a bucket.
 
     Attributes:
         density: target density of the pruned parameters.
@@ -42,9 +50,9 @@ class MessageSpec:
         format: one of `formats.message.FORMAT_CODES`.
         block_size: elements of a block, for the formats that have blocks.
         sharded: whether the message is cut at the borders of the ranks' shards.
-        extra_cuts: elements at which it is cut too; see `Scheme.extra_cuts`.
-        capacity: the most that a segment may send, as a multiple of the target density; null for
-            no limit.
+        extra_cuts: further elements at which it is cut; see `Scheme.extra_cuts`.
+        capacity: the most that a segment may send, as a multiple of the target density, which
+            gives the message a fixed size; null for no limit.
     """
 
     density: float
@@ -72,13 +80,15 @@ class Selector:
     """Selects from the buckets of one group of ranks.
 
     Args:
-        method: of compression, with its settings and residuals, which are mutated; shared with the
-            selectors of other groups.
-        rank: keys the stochastic rounding, so that ranks do not round alike.
+        method: the compression method, with its settings and residuals, which are mutated; shared
+            with the selectors of other groups.
+        rank: this rank in the group; part of the key of stochastic rounding, so that ranks do not
+            round alike.
         buffers: where messages live.
 
     Attributes:
-        thresholds_R: of the last selection, for telemetry; fp32 on the device, None before it.
+        thresholds_R: the last selection's thresholds, for telemetry; fp32 on the device, None
+            before the first selection.
     """
 
     def __init__(self, method: CompressionMethod, rank: int, buffers: MessageBuffers) -> None:
@@ -89,10 +99,10 @@ class Selector:
         self.thresholds_R: torch.Tensor | None = None
 
     def begin(self, bucket: Bucket, timer: StageTimer) -> torch.Tensor:
-        """The bucket's residual with all that the method adds to the gradient; mutates it.
+        """The residual [N] with all that the method adds to the gradient; mutates it.
 
-        Call it before `select` only where ranks agree on a threshold, which needs the residual;
-        then pass the result to `select` in `agreed`.
+        `select` calls this itself. Call it first only if ranks agree on a threshold, for which they
+        need the residual; then pass the result to `select` in `agreed`.
         """
         with timer.stage("prune"):
             return self.method.begin(bucket)
@@ -113,11 +123,12 @@ class Selector:
         which on CUDA is one synchronisation a bucket; with a capacity there is none.
 
         Args:
-            bucket: what to select from.
+            bucket: the bucket to select from.
             spec: the message to make.
-            step: keys the random draws and is the message's epoch.
+            step: the training step; keys the random draws and stands in the message.
             timer: receives the time of each stage.
-            agreed: what ranks have agreed on; None begins the residual and samples here.
+            agreed: the residual and the threshold if ranks have agreed on one; None: this rank
+                finds its thresholds alone.
         """
         layout = bucket.layout(spec.sharded, spec.extra_cuts)
         capacity_S = None
@@ -146,16 +157,17 @@ class Selector:
                 record_spec(value_dtype, step, spec.format, spec.block_size),
                 self.buffers,
             )
+        # Some methods adapt the next thresholds to the count that these ones have selected.
         self.method.selected(bucket, message)
         return message
 
     def take_whole(
         self, bucket: Bucket, wire_dtype: str | None, *, step: int, timer: StageTimer
     ) -> torch.Tensor:
-        """Adds the residual to the gradient and clears it: for dense plans, which select nothing.
+        """Adds the residual to the gradient and clears it, for a dense collective.
 
-        Mutates the gradient. With a narrower `wire_dtype` the rounding error becomes the new
-        residual and the result is a copy in that dtype; otherwise the result is the gradient.
+        Mutates gradient and residual. With a narrower `wire_dtype` the rounding error becomes the
+        new residual and the result is a copy in that dtype; otherwise the result is the gradient.
         """
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
         narrow = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
@@ -164,6 +176,7 @@ class Selector:
         layout = bucket.layout(sharded=False)
         residual_N = self.begin(bucket, timer)
         with timer.stage("prune"):
+            # The sparse kernel, with thresholds below every magnitude: it selects everything.
             thresholds_R = torch.full(
                 layout.range_piece.shape, KEEP_ALL, device=bucket.grad_N.device
             )

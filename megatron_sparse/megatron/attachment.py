@@ -1,8 +1,15 @@
 """Compressed gradient synchronisation for a model that Megatron wrapped in DDP.
 
-`core_entry` and `plugin` make an `Attachment`. It swaps the class of each bucket group for a
-subclass (`bucket_group`), which starts the reducer in place of Megatron's collective. It owns the
-state of the whole process: reducers, residuals, the outcome of steps.
+Megatron cuts its gradients into buckets, several of which form a bucket group, and calls a group's
+`start_grad_sync` when its gradients are ready. Each process has one `Attachment`, made by
+`core_entry.attach` or by the hook of `plugin`. It
+
+- changes the class of each bucket group to a subclass (`bucket_group`), whose `start_grad_sync`
+  calls `Attachment.launch` in place of Megatron's collective;
+- owns the state of the process: residuals, one reducer for each process group, the count of steps;
+- wraps `optimizer.step`, whose result says whether a step's selections are final or undone.
+
+`host` means an object of Megatron's.
 """
 
 from __future__ import annotations
@@ -24,11 +31,7 @@ from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, Resid
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
-from megatron_sparse.megatron.buckets import (
-    GroupBuckets,
-    collect,
-    tensor_parallel_group,
-)
+from megatron_sparse.megatron.buckets import GroupBuckets, collect, tensor_parallel_group
 from megatron_sparse.megatron.units import ResidualUnit
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.profiler_ranges import marked
@@ -54,10 +57,17 @@ class Attachment:
         step: optimizer steps seen so far, skipped ones included; drives warm-up and ramp.
         residuals: error feedback of every bucket.
         method: the compression method, with its state.
-        planner: holds the running switch, see `enabled`.
+        planner: chooses the scheme of each bucket; holds the switch `enabled`.
         grad_norm: the gradient's norm as the last optimizer step returned it; None without one.
-        unit: the unit of the residuals' values.
+        unit: the unit of the residuals' values: loss scale, and division by tokens.
+        alone: a group of this rank only, for Megatron's `start_grad_sync`; see `bucket_group`.
         nccl_health: health check of NCCL's groups; None unless `scheme.nccl_errors=typed`.
+
+    Args:
+        chunks: Megatron's DDP-wrapped model chunks.
+        config: the plugin's configuration.
+        sink: receives each bucket's telemetry record.
+        run_dir: where gradient dumps go, if `tracking` asks for any.
     """
 
     def __init__(
@@ -78,12 +88,14 @@ class Attachment:
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), config.scheme.timeout_s)
         device = self.buckets[0].grad_N.device if self.buckets else torch.device("cpu")
         self.progress = ProgressThread(device, config.scheme.timeout_s)
+        # Until `bind_optimizer` is called, every step counts as accepted.
         self.residuals = ResidualStore(
             RESIDUAL_DTYPES[config.compression.residual_dtype],
             undo=False,
             outcome=Outcome.ASSUMED,
         )
         self.method = method_of(config.compression, self.residuals)
+        # By `id` of Megatron's process group: dense and expert parameters have different groups.
         self._reducers: dict[int, GradientReducer] = {}
         self._transports: list[ProcessGroupTransport] = []
         tensor_parallel = None
@@ -92,21 +104,15 @@ class Attachment:
         self._tensor_parallel = tensor_parallel
         self.nccl_health: HealthCheck | None = None
         if config.scheme.nccl_errors == "typed" and device.type == "cuda":
-            self.nccl_health = HealthCheck(config.scheme.timeout_s, self._rank_gone, device)
+            self.nccl_health = HealthCheck(config.scheme.timeout_s, self._lost_rank, device)
         self._launched: set[int] = set()
         self._optimizer: Any = None
         self.unit = ResidualUnit(chunks)
         for group in self.groups:
             self._reducer_of(group, device)
         for key, reducer in self._reducers.items():
-            reducer.open_windows(
-                [
-                    bucket
-                    for group in self.groups
-                    if id(group.process_group) == key
-                    for bucket in group.buckets
-                ]
-            )
+            its_groups = [group for group in self.groups if id(group.process_group) == key]
+            reducer.open_windows([bucket for group in its_groups for bucket in group.buckets])
         for group in self.groups:
             host: Any = group.host
             host.__class__ = CompressedBucketGroup
@@ -120,9 +126,9 @@ class Attachment:
 
     @property
     def enabled(self) -> bool:
-        """The running switch. Off: buckets are sent dense, with the residual added.
+        """Switches compression during the run. Off: buckets are sent dense, residual included.
 
-        Set it to the same value on every rank between two steps.
+        Set it to the same value on every rank, between two steps.
         """
         return self.planner.enabled
 
@@ -179,7 +185,8 @@ class Attachment:
         self._transports.append(transport)
         return transport
 
-    def _rank_gone(self) -> str | None:
+    def _lost_rank(self) -> str | None:
+        """In words, the first rank of any group that is known to have died or stopped."""
         return next(filter(None, (each.trouble() for each in self._transports)), None)
 
     def check_before_save(self) -> None:
@@ -195,7 +202,7 @@ class Attachment:
             self.nccl_health.agree("a checkpoint", store, dist.get_rank(), dist.get_world_size())
 
     def bind_optimizer(self, optimizer: Any, *, undo: bool) -> None:
-        """Wraps `optimizer.step()`, whose return value is the outcome of each step.
+        """Wraps `optimizer.step()`, whose result says whether the step was accepted or skipped.
 
         Args:
             optimizer: Megatron's (returns `(success, grad_norm, num_zeros)`), or any object with
@@ -247,7 +254,7 @@ class Attachment:
         optimizer.step = step
 
     def launch(self, group: GroupBuckets) -> Handle:
-        """Starts the synchronisation of one bucket group. Called by `start_grad_sync`."""
+        """Starts the synchronisation of one bucket group. Called by its `start_grad_sync`."""
         self._count_launch(group)
         reducer = self._reducers[id(group.process_group)]
         return Handle([reducer.start(bucket, self.step) for bucket in group.buckets])
@@ -277,7 +284,7 @@ class Attachment:
             stores: store -> parameter -> 1-D tensor. Parameters that are missing start at zero;
                 stores that the method does not have are ignored.
             step: steps taken so far.
-            enabled: the running switch.
+            enabled: see the attribute of this name.
             loss_scale: part of the residuals' unit.
             gradient_factor: part of the residuals' unit.
             planner: the planner's state, empty for none.
@@ -295,22 +302,23 @@ class Attachment:
         return unused
 
     def stores(self) -> dict[str, ResidualStore]:
-        """The method's stores, by name: a value for every element of the gradient; saved whole."""
+        """The method's stores, by name, residuals included; checkpoints hold all of them."""
         return self.method.stores
 
     def method_state(self) -> dict[str, Any]:
-        """The method's small numbers of this rank, by bucket, for checkpoints."""
+        """The method's state of this rank outside the stores, by bucket, for checkpoints."""
         return self.method.state_dict()
 
     def load_method_state(self, state: dict[str, Any]) -> None:
-        """Restores a result of `method_state`; empty if the checkpoint has none that fits."""
+        """Restores a result of `method_state`; pass {} if the checkpoint has none that fits."""
         self.method.load_state_dict(state)
 
     def _step_ended(self, success: bool) -> None:
-        change = self.unit.end_step(accepted=success)
+        """Makes the step's selections final, or undoes them if the optimizer skipped the step."""
+        unit_change = self.unit.end_step(accepted=success)
         if success:
             for store in self.stores().values():
-                store.commit(change)
+                store.commit(unit_change)
             self.method.commit()
         else:
             for store in self.stores().values():
@@ -322,6 +330,7 @@ class Attachment:
             self._check_residual()
 
     def _follow_loss_scale(self) -> None:
+        """Rescales residuals and method state if the optimizer has changed its loss scale."""
         factor = self.unit.follow_loss_scale()
         if factor is not None:
             for store in self.stores().values():
@@ -361,9 +370,10 @@ class Attachment:
         ]
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes held on this rank: `residual`, `undo` and `messages` (encode and receive).
+        """Bytes held on this rank, by use.
 
-        Also the method's other stores, by name, and `windows` of peer memory if there are any.
+        `residual` and the method's other stores, by name; `undo`, the copies for undoing a step;
+        `messages`, the buffers for encoding and receiving; `windows` of peer memory, if any.
         """
         held = {name: store.nbytes - store.undo_nbytes for name, store in self.stores().items()}
         windows = sum(r.window_bytes for r in self._reducers.values())
@@ -374,7 +384,7 @@ class Attachment:
         }
 
     def close(self) -> None:
-        """Gives Megatron its own classes and optimizer step back and ends the thread."""
+        """Restores Megatron's classes and the optimizer's `step`, and ends the progress thread."""
         for group in self.groups:
             host: Any = group.host
             if host.__class__ is CompressedBucketGroup:

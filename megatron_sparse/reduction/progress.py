@@ -1,10 +1,16 @@
-"""One thread for each process drives the phases of all pending buckets.
+"""One thread for each process runs the pipelines of all pending buckets in turns.
 
-A job is a generator: local work up to `GATE`, then posts and waits, then `POSTED`, then local work
-again. One rule keeps every rank posting in the same order, whichever job finishes first: a job
-passes its gate only when all jobs launched before it have yielded `POSTED` or `UNORDERED`. (After
-`UNORDERED` a job posts only messages that tags tell apart, so their order does not matter.) The
-next bucket is selected, and the last one decoded, while a bucket is on the wire.
+A bucket's pipeline is a job: a generator that yields
+
+- a `Work`, an operation that it has posted (handed to gloo or NCCL): resume when it is complete;
+- `GATE`: the job has worked locally until now and will post operations from here on;
+- `POSTED`: the job will post nothing more;
+- `UNORDERED`: the job will post only messages with tags of their own, whose order does not matter.
+
+Between two yields it works locally. All ranks must post operations in the same order, because the
+backend matches them by order, but jobs become ready in any order. One rule ensures this: a job
+passes its gate only when all jobs launched before it have yielded `POSTED` or `UNORDERED`. So while
+one bucket is on the wire, the next one is selected and the previous one is decoded.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from megatron_sparse.transport.liveness import announce_failure, posting_for
 
 
 class Gate(Enum):
-    """The point up to which a job works locally, without posting anything."""
+    """Yielded by a job before it posts its first operation; it has worked locally until then."""
 
     GATE = "gate"
 
@@ -35,21 +41,30 @@ class Gate(Enum):
 GATE = Gate.GATE
 
 type Stage[T] = Generator[object, None, T]
-"""What the progress thread drives: yields markers and works, returns T."""
+"""A job or a part of one: yields works and markers (see the module's docstring), returns T."""
 
 Job = Callable[[], Stage[None]]
+"""Makes the generator."""
 
 POLL_S = 20e-3
-"""Seconds between two looks at a waiting job, for its deadline and for ranks that are gone."""
+"""The thread polls waiting jobs this often, for deadlines and for ranks that are gone: neither
+wakes it."""
 DEADLINE_FACTOR, DEADLINE_SLACK_S = 1.5, 5.0
+"""The thread's deadline is this factor times the timeout, plus this slack: it must come after the
+backend's own timeout, whose error says more."""
 
 
 class Pending:
-    """A job under way.
+    """A submitted job, as the launching thread sees it.
 
     Attributes:
-        name: of the bucket, for errors.
-        host_cpu_s: processor seconds that the progress thread has spent in its steps.
+        name: the bucket's name, for errors.
+        timer: receives the time that operations take.
+        error: the error that ended the job; None without one.
+        start_event: on CUDA, marks the launching stream's work that the job must wait for.
+        finish_event: on CUDA, marks the end of the job on its stream.
+        finished_s: `time.perf_counter` when the host's part ended.
+        host_cpu_s: processor seconds that the progress thread has spent in the job's steps.
         host_wall_s: clock seconds of the same steps; longer if the thread had to wait for a core,
             for the interpreter's lock, or for the device.
     """
@@ -90,7 +105,7 @@ class Pending:
             torch.cuda.current_stream().wait_event(self.finish_event)
 
     def charge(self, cpu_s: float, wall_s: float) -> None:
-        """Adds a step's time; the arguments are `thread_time` and `perf_counter` at its begin."""
+        """Adds a step's time, given `thread_time` and `perf_counter` at the step's start."""
         self.host_cpu_s += time.thread_time() - cpu_s
         self.host_wall_s += time.perf_counter() - wall_s
 
@@ -104,7 +119,16 @@ class Pending:
 
 
 class _Running:
-    """A job, its generator, and the work that it waits for."""
+    """A submitted job, as the progress thread sees it.
+
+    Attributes:
+        pending: the launching thread's view.
+        steps: the job's generator.
+        work: the operation that it waits for, if any.
+        since_s: `time.perf_counter` when it began to wait.
+        at_gate: it has yielded `GATE` and was not resumed yet.
+        posted: later jobs need not wait for its operations: it has yielded `POSTED` or `UNORDERED`.
+    """
 
     def __init__(self, pending: Pending, job: Job) -> None:
         self.pending = pending
@@ -141,7 +165,7 @@ class ProgressThread:
     def submit(
         self, name: str, job: Job, timer: StageTimer, on_done: Callable[[], None] | None = None
     ) -> Pending:
-        """Launches a job after all those launched before it. Returns at once.
+        """Queues a job behind all those submitted before. Returns at once.
 
         Args:
             name: of the bucket, for errors.
@@ -209,13 +233,16 @@ class ProgressThread:
                     self._wake.wait(POLL_S if self._running else None)
 
     def _wake_up(self) -> None:
-        """Called by any thread when there may be something to do."""
+        """Called by any thread when a job may have become able to move."""
         with self._wake:
             self._is_awake = True
             self._wake.notify()
 
     def _advance_one(self) -> bool:
-        """Advances the first job that can move; False when all of them wait."""
+        """Runs one step of the oldest job that can move; False if all of them wait.
+
+        Jobs are in the order of their launch. A job may pass its gate if all before it have posted.
+        """
         may_post = True
         for running in self._running:
             if self._can_move(running, may_post):
@@ -229,10 +256,12 @@ class ProgressThread:
             return may_post
         if running.work is None:
             return True
+        # After the deadline the job is resumed too, and `_finish` raises.
         waited_s = time.perf_counter() - running.since_s
         return running.work.ready() or waited_s > self._deadline_s
 
     def _step(self, running: _Running) -> None:
+        """Resumes a job until its next yield."""
         pending = running.pending
         begun = time.thread_time(), time.perf_counter()
         try:
@@ -242,6 +271,7 @@ class ProgressThread:
             if running.work is not None:
                 self._finish(running, running.work)
             running.at_gate = False
+            # Other ranks' errors name the bucket for which this rank posts.
             posting_for.set(pending.name)
             outcome = next(running.steps)
             if outcome is GATE:
@@ -264,6 +294,7 @@ class ProgressThread:
             self._fail(running, error)
 
     def _finish(self, running: _Running, work: Work) -> None:
+        """Takes the result of the work that the job waited for; raises after the deadline."""
         if not work.ready():
             raise CommunicationError(
                 "an operation ran out of time",

@@ -1,22 +1,35 @@
-"""One bucket's way through gradient synchronisation, as a pipeline.
+"""The pipeline that synchronises the gradients of one bucket.
 
-    prepare     divide the gradient by the number of ranks, where the average is wanted
-    select      gradient + residual -> message and new residual; a dense plan takes their whole sum
-                -- the gate: buckets pass it, and post messages, in the order of their launch --
-    agree       with the other ranks on the rank to skip; exchange the planner's numbers
-    exchange    run the collective of the plan, which overwrites the gradient with the sum
-    finish      complete the record
+    prepare     divide the gradient by the number of ranks, if the average is wanted
+    select      sparse plan: gradient + residual -> message to send and new residual
+                dense plan: gradient + residual, whole
+                -- the gate: before it a bucket works locally, after it it may use the network;
+                   buckets pass it in the order of their launch, which is the same on all ranks --
+    agree       agree with the other ranks on the rank to skip, if any, and on coming plans
+    exchange    run the plan's collective, which overwrites the gradient with the sum
+    finish      complete the bucket's telemetry record
 
-`GradientReducer.start` returns at once: a progress thread drives the pipeline while the backward
-pass goes on. After `PendingReduction.wait` the bucket holds the sum over all ranks of what they
-selected (for a reduce-scatter: this rank's shard of it), and the residual holds the rest.
+The planner's `Plan` for a bucket and step names the scheme (a collective algorithm), which is dense
+or sparse, and the density.
 
-What only some runs need stands behind the pipeline. It is composed once, when the reducer is made:
+`GradientReducer.start` returns at once: a progress thread runs the pipeline while the backward
+pass goes on. The stages are generators; each `yield` lets the thread work on other buckets until
+the network has answered. After `PendingReduction.wait` the bucket holds the sum over all ranks of
+the selected values (for a reduce-scatter: this rank's shard of the sum), and the residual holds the
+values that were not selected.
 
-- `StragglerPolicy` decides which rank to skip; with `straggler.mode=off` none.
-- `ThresholdSource` finds the threshold on which a tensor-parallel group agrees, if there is one.
-- `SecondHalf` adds up the shards of several instances of Megatron's distributed optimizer.
+Features that only some runs use are objects that the pipeline calls, so the pipeline has no
+branches for them. They are chosen once, when the reducer is made:
+
+- `StragglerPolicy` decides which rank to skip. It may replace a plan's scheme by a variant that can
+  skip one. With `straggler.mode=off` it does nothing.
+- `ThresholdSource`: with `threshold_scope=tp_group` a tensor-parallel group agrees on a common
+  threshold; otherwise each rank uses its own.
+- `SecondHalf`: with several instances of Megatron's distributed optimizer, the exchange
+  reduce-scatters inside an instance, and the second half sums the shards of all instances.
 - `GradientListener`s see gradients and selections, for instance to dump them.
+
+Shape suffixes: N elements of the bucket, R threshold ranges.
 """
 
 from __future__ import annotations
@@ -48,7 +61,7 @@ from megatron_sparse.transport.peer_memory import PeerMemory
 
 
 class GradientListener(Protocol):
-    """Sees every bucket on its way. Called by the progress thread; must only read."""
+    """Sees every bucket in the pipeline. Called by the progress thread; must only read."""
 
     def on_gradient(self, bucket: Bucket, step: int) -> None:
         """The gradient is final and divided; nothing has been selected from it yet."""
@@ -61,13 +74,13 @@ class GradientListener(Protocol):
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of ranks that take part in a bucket's way.
+    """The groups of ranks with which a bucket is synchronised.
 
     Attributes:
         data_parallel: the ranks whose gradients are summed.
         tensor_parallel: the ranks that agree on thresholds, for `threshold_scope=tp_group`.
         instances: the ranks that own the same shard in the other instances of the distributed
-            optimizer, where there are several.
+            optimizer; None if there is one instance.
     """
 
     data_parallel: Transport
@@ -91,7 +104,7 @@ class BucketJob:
 
 
 class PendingReduction:
-    """A bucket under way. Call `wait` exactly once."""
+    """A bucket that is being synchronised. Call `wait` exactly once."""
 
     def __init__(self, pending: Pending, record: BucketRecord, sink: RecordSink) -> None:
         self._pending = pending
@@ -107,8 +120,8 @@ class PendingReduction:
         start_s = time.perf_counter()
         with marked("host_wait"):
             self._pending.wait()
-        done = self._pending
-        self._record.end(done.finished_s, done.host_cpu_s, done.host_wall_s)
+        ended = self._pending
+        self._record.end(ended.finished_s, ended.host_cpu_s, ended.host_wall_s)
         self._sink.record_stage("host_wait", time.perf_counter() - start_s)
         self._sink.record_bucket(self._record)
 
@@ -117,17 +130,18 @@ class GradientReducer:
     """Synchronises the buckets of one group of ranks.
 
     Args:
-        config: compression and scheme.
+        config: `compression`, `scheme` and `straggler` are read.
         groups: the ranks.
         planner: chooses the scheme of each bucket.
-        method: of compression, with its residuals; shared by all reducers of a model. The progress
-            thread mutates it between `start` and `wait`.
-        sink: receives each bucket's record from the thread that waits for the bucket.
-        progress: drives the pipelines; shared by all reducers of the process.
+        method: the compression method, which owns the residuals; shared by all reducers of a model.
+            The progress thread mutates it between `start` and `wait`.
+        sink: receives each bucket's telemetry record, in `PendingReduction.wait`.
+        progress: the thread that runs the pipelines; shared by all reducers of the process.
         listeners: see `GradientListener`.
 
     Raises:
-        ConfigError: the configuration needs a group that there is not, or names a rank outside it.
+        ConfigError: the configuration needs a group that is missing, or names a rank outside of the
+            group.
     """
 
     def __init__(
@@ -155,24 +169,25 @@ class GradientReducer:
         self._stragglers = StragglerPolicy(config, self.transport, sink)
 
     def open_windows(self, buckets: Sequence[Bucket]) -> None:
-        """Makes windows of peer memory, if the planner may choose a scheme that runs in them.
+        """Allocates windows of peer memory, if the planner may choose a scheme that uses them.
 
-        Call it once, before the first `start`. Collective over the group; waits for the device.
-        Marks the buckets that have windows.
+        A window is memory that the other ranks of the group can read and write directly. Call this
+        once, before the first `start`. Collective over the group; waits for the device. Sets
+        `Bucket.has_windows`.
 
         Args:
             buckets: all that this reducer will ever synchronise. Their sizes must not change.
 
         Raises:
             ConfigError: the scheme needs windows, and the group cannot have any.
-            HostError: the ranks cannot reach one another's memory.
-            DependencyError: this torch has no such memory.
+            HostError: the ranks cannot access one another's memory.
+            DependencyError: this version of torch has no peer memory.
         """
         self.windows = windows_for(buckets, self._config, self.planner, self.transport)
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of GPU memory that this rank's windows take."""
+        """Bytes of device memory that this rank's windows take."""
         return 0 if self.windows is None else self.windows.nbytes
 
     def start(
@@ -184,11 +199,12 @@ class GradientReducer:
         be started in the same order on every rank of the group.
 
         Args:
-            bucket: what to synchronise.
-            step: drives the schedule and keys the random draws.
-            on_done: see `ProgressThread.submit`.
+            bucket: the bucket to synchronise.
+            step: the training step, for the density schedule and the keys of random draws.
+            on_done: called when the pipeline has ended; see `ProgressThread.submit`.
         """
         self._stragglers.begin_step(step)
+        # `adapt` replaces the scheme by a variant that can skip a rank, if there is one.
         plan = self._stragglers.adapt(bucket, self.planner.plan_for(bucket, step))
         record = BucketRecord(
             bucket=bucket.name,
@@ -202,16 +218,18 @@ class GradientReducer:
             predicted_us=plan.predicted_us,
             launched_s=time.perf_counter(),
         )
+        # The planner compares its predictions with the times that the pipeline records.
         self.planner.follow(record)
         job = BucketJob(bucket, plan, step, record)
         pending = self.progress.submit(
             bucket.name, lambda: self.synchronise(job), record.timer, on_done
         )
+        # A step's first launch also starts a job that exchanges waiting times with other ranks.
         self._stragglers.launched(self.progress)
         return PendingReduction(pending, record, self._sink)
 
     def synchronise(self, job: BucketJob) -> Stage[None]:
-        """The pipeline; see the module's docstring. Driven by the progress thread."""
+        """The pipeline; see the module's docstring. Run by the progress thread."""
         self._prepare(job)
         selected = yield from self._select(job)
         yield GATE
@@ -220,7 +238,10 @@ class GradientReducer:
         self._finish(job, selected, sent_bytes)
 
     def _prepare(self, job: BucketJob) -> None:
-        """Averages, because residuals are contributions to the averaged gradient."""
+        """Averages before selection: residuals are contributions to the averaged gradient.
+
+        The time counts to the timer's stage `prune`.
+        """
         bucket = job.bucket
         ranks = bucket.world_size * bucket.instances
         if bucket.reduction is Reduction.AVG and ranks > 1:
@@ -230,7 +251,7 @@ class GradientReducer:
             listener.on_gradient(bucket, job.step)
 
     def _select(self, job: BucketJob) -> Stage[Message | torch.Tensor]:
-        """Gradient and residual become a message, or a dense plan's values [N]."""
+        """Gradient and residual become a message, or for a dense plan the whole values [N]."""
         bucket, plan = job.bucket, job.plan
         if SCHEMES[plan.scheme].takes is Input.DENSE:
             return self.selector.take_whole(bucket, plan.wire_dtype, step=job.step, timer=job.timer)
@@ -243,7 +264,7 @@ class GradientReducer:
         return message
 
     def _agree(self, job: BucketJob, selected: Message | torch.Tensor) -> Stage[Exchange]:
-        """Decides which rank to skip, if any; exchanges the planner's numbers."""
+        """Decides which rank to skip, if any; lets the planner exchange its measurements."""
         bucket, plan, record = job.bucket, job.plan, job.record
         record.straggler = yield from self._stragglers.decide(bucket, plan)
         record.scheme = self._stragglers.scheme_of(plan, record.straggler)
@@ -263,20 +284,28 @@ class GradientReducer:
     def _exchange(
         self, job: BucketJob, selected: Message | torch.Tensor, exchange: Exchange
     ) -> Stage[int]:
-        """Runs the collective; returns the bytes that this rank has sent."""
+        """Runs the collective; returns the bytes that this rank has sent.
+
+        A plan may name a scheme that can skip a rank, in a step in which no rank is skipped. Then a
+        dense plan runs plain `dense`, the scheme recorded by `_agree`. A sparse scheme handles the
+        case itself, because its message is already made.
+        """
         if isinstance(selected, Message):
             steps = SCHEMES[job.plan.scheme].run(exchange, selected)
         else:
-            # Dense plans alone change their collective when no rank is skipped.
             steps = SCHEMES[job.record.scheme].run(exchange, selected, job.step)
         return self._second_half.after(steps, exchange, job.step)
 
     def _finish(self, job: BucketJob, selected: Message | torch.Tensor, sent_bytes: int) -> None:
-        """Completes the record. In capacity mode the message knows its nnz only now."""
+        """Completes the record.
+
+        With `scheme.capacity` the selection does not wait for the count of selected elements (nnz);
+        the collective reads it.
+        """
         job.record.wire_bytes = sent_bytes
         job.record.nnz = selected.nnz if isinstance(selected, Message) else job.bucket.numel
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
-        """The bucket's row of `plan.json`: the planner's, and which rank the bucket skips."""
+        """The bucket's row of `plan.json`: the planner's row, and the rank that is skipped."""
         row, plan = self.planner.report(bucket, step), self.planner.plan_for(bucket, step)
         return row | {"straggler": self._stragglers.report(bucket, plan)}
