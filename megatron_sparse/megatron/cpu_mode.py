@@ -23,7 +23,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +125,20 @@ def _rewritten(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _keeps_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs the original and puts torch's generator back to its state before the call."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_rng_state()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            torch.set_rng_state(before)
+
+    return run
+
+
 _STREAM = _Stream()
 _PROPERTIES = SimpleNamespace(name="cpu", major=8, minor=0)
 
@@ -171,6 +185,14 @@ CORE_PATCHES = (
         "torch.cuda.default_generators",
         lambda original: (torch.default_generator,),
         "core.tensor_parallel.random: the generator whose state it saves and sets",
+    ),
+    Patch(
+        # The seed of a loader's workers is drawn from the generator, and a resumed run makes its
+        # loaders after it has loaded the generator's state. On a GPU this cannot disturb dropout,
+        # which has the GPU's generator; here both are the same one.
+        "torch.utils.data.DataLoader.__iter__",
+        _keeps_generator,
+        "training.training: dropout in a resumed run repeats that of an uninterrupted one",
     ),
     Patch(
         "torch.cuda.memory_stats",
@@ -266,7 +288,7 @@ def _apply(patches: Sequence[Patch]) -> None:
             continue
         owner_name, _, attribute = patch.symbol.rpartition(".")
         try:
-            owner = import_module(owner_name)
+            owner = resolve_name(owner_name)
             original = getattr(owner, attribute)
         except (ImportError, AttributeError) as error:
             raise HostError(

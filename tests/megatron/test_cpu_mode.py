@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -106,8 +107,7 @@ def test_a_missing_symbol_is_named(symbol):
 
 def test_every_patched_symbol_is_there_and_says_who_needs_it():
     for patch in cpu_mode.CORE_PATCHES:
-        owner, _, name = patch.symbol.rpartition(".")
-        assert hasattr(sys.modules[owner], name), patch.symbol
+        assert resolve_name(patch.symbol) is not None
         assert len(patch.needed_by) > 10
     assert len({patch.symbol for patch in cpu_mode.CORE_PATCHES}) == len(cpu_mode.CORE_PATCHES)
 

@@ -36,6 +36,7 @@ LAYOUTS = {
         "cluster.ranks_per_node=4",
         "training.tensor_parallel=2",
         "training.precision=bf16",
+        "model.dropout=0.1",
         *PLANNED,
     ),
     "pipeline parallel, fp16": (
@@ -53,6 +54,14 @@ LAYOUTS = {
         "scheme=agsparse",
         "megatron.optimizer=sgd",
         "megatron.sgd_momentum=0",
+    ),
+    # Loaders with workers and validation draw from the generator that dropout uses on a CPU.
+    "dropout": (
+        "scheme=agsparse",
+        "model.dropout=0.1",
+        "data.num_workers=1",
+        "training.eval_interval=2",
+        "training.eval_iters=1",
     ),
     "the optimizer's momentum": ("scheme=agsparse", "megatron.optimizer=sgd"),
 }
