@@ -26,16 +26,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from megatron_sparse.doctor.printing import console, table
 from megatron_sparse.errors import ConfigError
 
 type Status = Literal["ok", "warn", "fail"]
 
 TRAIN_EXTRA = "pip install 'megatron-sparse[train]'"
-CUDA_EXTRA = "pip install 'megatron-sparse[cuda]', then python -m megatron_sparse.cuda_ext.build"
+CUDA_EXTRA = "pip install 'megatron-sparse[cuda]', then megatron-sparse build"
 MIN_PYTHON = (3, 12)
 MIN_TORCH = (2, 11)
 MIN_MEMORY_GIB = 8  # two ranks of the quickstart's model and the import of torch take about 4
@@ -92,16 +91,16 @@ def run(json: Path | None = None) -> int:
         The exit code: 0 when nothing failed, 1 otherwise, 2 when `json` cannot be written.
     """
     checks = collect()
-    table = Table("part", "", "found", "what to do", title="megatron_sparse doctor")
+    shown = table("megatron_sparse doctor", "part", "", "found", "what to do")
     for check in checks:
         style = _STYLE[check.status]
         # escape: square brackets in a text, as in an extra's name, are not markup.
-        table.add_row(
+        shown.add_row(
             check.name, f"[{style}]{check.status}[/]", escape(check.detail), escape(check.remedy)
         )
-    Console().print(table)
+    console().print(shown)
     counts = {status: sum(c.status == status for c in checks) for status in _STYLE}
-    Console().print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    console().print(", ".join(f"{count} {status}" for status, count in counts.items()))
     if json is not None:
         try:
             json.write_text("".join(jsonlib.dumps(asdict(c)) + "\n" for c in checks), "utf-8")
@@ -261,7 +260,7 @@ def _extension() -> Iterator[Check]:
                 name,
                 "warn",
                 f"{found['reason']}{without}",
-                "python -m megatron_sparse.cuda_ext.build",
+                "megatron-sparse build",
             )
 
 

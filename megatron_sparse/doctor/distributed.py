@@ -23,11 +23,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from megatron_sparse.config.checks import in_range
+from megatron_sparse.doctor.printing import console, table
 from megatron_sparse.doctor.verdict import Finding, RankReport, clock_skew, judge, links
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.run import local_ranks, slurm
@@ -354,13 +353,12 @@ def json_rows(reports: Sequence[RankReport], findings: Sequence[Finding]) -> lis
 
 
 def _print(reports: Sequence[RankReport], findings: Sequence[Finding], world_size: int) -> None:
-    console, skew = Console(), clock_skew(reports)
+    out, skew = console(), clock_skew(reports)
     found = {link.ranks: link for link in links(reports)}
-    table = Table(title=f"megatron_sparse doctor: {len(reports)} of {world_size} ranks")
     one_by_one = len(reports) <= MATRIX_RANKS
     columns = [f"to {r.rank}" for r in reports] if one_by_one else ["median link", "worst link"]
-    for name in ("rank", "host", "clock ms", *columns):
-        table.add_column(name)
+    title = f"megatron_sparse doctor: {len(reports)} of {world_size} ranks"
+    shown = table(title, "rank", "host", "clock ms", *columns)
     for report in reports:
         ours = [found.get((min(report.rank, r.rank), max(report.rank, r.rank))) for r in reports]
         cells = [_cell(link) for link in ours]
@@ -370,17 +368,17 @@ def _print(reports: Sequence[RankReport], findings: Sequence[Finding], world_siz
             )
             cells = [_cell(ordered[len(ordered) // 2]), _cell(ordered[-1])]
         clock = f"{skew[report.rank] * 1e3:+.2f}" if report.rank in skew else "?"
-        table.add_row(str(report.rank), escape(report.host), clock, *cells)
-    console.print(table)
-    console.print("links: latency in us over TCP / Gbit/s in each direction over the backend")
+        shown.add_row(str(report.rank), escape(report.host), clock, *cells)
+    out.print(shown)
+    out.print("links: latency in us over TCP / Gbit/s in each direction over the backend")
     for finding in findings:
         style = _STYLE[finding.status]
-        console.print(
+        out.print(
             f"[{style}]{finding.status}[/] {escape(finding.who)}: {escape(finding.detail)}"
         )
-        console.print(f"     {escape(finding.remedy)}")
+        out.print(f"     {escape(finding.remedy)}")
     if not findings:
-        console.print("every rank sees every other")
+        out.print("every rank sees every other")
 
 
 def _cell(link: Any) -> str:

@@ -14,7 +14,7 @@ paragraph of prose is kept the first time it is seen only, and documents are ord
 their names, so that every part of Megatron's contiguous train / validation / test split sees every
 source.
 
-    python -m megatron_sparse.megatron.corpus --kind code --out data/code
+    megatron-sparse corpus --kind code --out data/code
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_VOCAB_SIZE = 65_500
 
 _FILES = ("text.bin", "text.idx", "tokenizer.json")
 _BATCH = 64
-_COMMAND = "python -m megatron_sparse.megatron.corpus"
+_COMMAND = "megatron-sparse corpus"
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class FixedPlanner:
         if not self.enabled:
             return self._dense(Phase.OFF, Choice("dense", "compression is switched off"))
         if phase in (Phase.WARMUP, Phase.OFF):
-            return self._dense(phase, Choice("dense", f"phase {phase}"))
+            return self._dense(phase, Choice("dense", self._dense_reason(phase)))
         choice = self._choose(bucket, step, density)
         if SCHEMES[choice.scheme].takes is Input.DENSE:
             return self._dense(phase, choice)
@@ -173,6 +173,15 @@ class FixedPlanner:
             reason=choice.reason,
             predicted_us=choice.predicted_us,
         )
+
+    def _dense_reason(self, phase: Phase) -> str:
+        """The reason for a phase that is dense in every bucket."""
+        if phase is Phase.OFF:
+            return "compression.enabled=false"
+        # The warm-up is not the reason where nothing is ever pruned.
+        name = self._scheme.name
+        is_dense = name != "auto" and SCHEMES[name].takes is Input.DENSE
+        return f"scheme={name}" if is_dense else "dense warm-up"
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
         """The scheme of a step in which something may be pruned."""

@@ -36,6 +36,15 @@ MIN_COLUMNS = 40
 _STYLES = {"forward_backward": "green", "optimizer": "cyan", "host_wait": "red", "other": "white"}
 
 
+_PHASES = {
+    "warmup": "dense warm-up",
+    "ramp": "ramp",
+    "target": "at its target",
+    "off": "compression off",
+}
+"""Words for the phases that need no legend."""
+
+
 class View(Protocol):
     """Shows the progress of the training."""
 
@@ -114,12 +123,12 @@ class Progress:
         return f"{self.latest.iteration}{of_all}{left}"
 
     def facts(self) -> str:
-        """Loss, bytes sent, density, phase."""
+        """Loss, bytes sent, density, and the schedule's phase that explains the density."""
         last = self.latest
         loss = "" if self._loss is None else f"loss {self._loss:.4f}  "
         return (
             f"{loss}wire/dense {percent(last.wire_ratio)} ({size(last.wire_bytes)})  "
-            f"density {percent(last.density)}  {last.phase}"
+            f"density {percent(last.density)} ({_PHASES[last.phase]})"
         )
 
     def traffic(self) -> str:

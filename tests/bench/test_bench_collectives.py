@@ -396,6 +396,11 @@ def test_mistakes_are_one_error(arguments, words, capsys, monkeypatch):
     assert "Traceback" not in error
 
 
+def test_ranks_per_node_is_refused_where_it_would_do_nothing(capsys):
+    assert run_cli("--ranks", "2", "--ranks-per-node", "2") == 2
+    assert "expected: --netbed or --virtual" in capsys.readouterr().err
+
+
 def test_ranks_must_be_those_that_were_started(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

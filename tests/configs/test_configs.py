@@ -24,7 +24,7 @@ FILES = sorted(
     for path in CONFIGS.rglob("*.yaml")
     if path.parent.name not in ("cluster_models", "launcher")
 )
-COMMAND = re.compile(r"# (?:srun )?python scripts/train\.py (.+)")
+COMMAND = re.compile(r"# (?:srun )?megatron-sparse train (.+)")
 
 
 def test_files_are_those_that_hydra_lists():

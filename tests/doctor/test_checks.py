@@ -181,7 +181,7 @@ def test_extension_matters_where_it_could_run(
     if status == "warn":
         assert check.detail.startswith("no compiler here")
         assert ("torch operations make the messages" in check.detail) == (part == "cuda")
-        assert "cuda_ext.build" in check.remedy
+        assert "megatron-sparse build" in check.remedy
 
 
 def test_extension_that_is_loaded_on_first_use_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +195,36 @@ def test_extension_that_is_loaded_on_first_use_is_fine(monkeypatch: pytest.Monke
         "extension, cuda",
         "warn",
         "no symbol: torch operations make the messages, slower",
-        "python -m megatron_sparse.cuda_ext.build",
+        "megatron-sparse build",
     )
+
+
+class TestTheTable:
+    """Remedies can be copied from it, whatever the output is."""
+
+    REMEDY = "pip install --no-build-isolation 'transformer-engine[pytorch]' " + "x" * 120
+
+    @pytest.fixture
+    def shown(self, only_fakes, monkeypatch, capsys):
+        only_fakes.append(Check("Transformer Engine", "ok", "not installed: " * 8, self.REMEDY))
+
+        def run(columns: str | None) -> str:
+            monkeypatch.delenv("COLUMNS")
+            if columns is not None:
+                monkeypatch.setenv("COLUMNS", columns)
+            assert doctor.run() == 0
+            return capsys.readouterr().out
+
+        return run
+
+    def test_a_pipe_gets_each_remedy_on_one_line(self, shown):
+        assert any(self.REMEDY in line for line in shown(None).splitlines())
+
+    def test_a_narrow_terminal_gets_all_of_it_on_several(self, shown):
+        output = shown("80")
+        assert max(map(len, output.splitlines())) <= 80
+        assert "…" not in output
+        assert output.count("x") >= 120
 
 
 def test_network_interface(monkeypatch: pytest.MonkeyPatch) -> None:

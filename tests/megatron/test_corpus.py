@@ -141,7 +141,7 @@ def test_damaged_corpus_is_refused_and_made_again(
 def test_missing_corpus_says_how_to_make_it(tmp_path: Path) -> None:
     with pytest.raises(DatasetError) as caught:
         corpus.load(tmp_path / "nothing")
-    assert "megatron_sparse.megatron.corpus" in str(caught.value.remedy)
+    assert "megatron-sparse corpus" in str(caught.value.remedy)
     assert caught.value.expected == tmp_path / "nothing" / "manifest.json"
 
 

@@ -37,6 +37,21 @@ def test_the_switch_plans_dense_at_any_step():
     assert planner.plan_for(_bucket(), 100).phase is Phase.OFF
 
 
+@pytest.mark.parametrize(
+    ("scheme", "enabled", "reason"),
+    [
+        ("dense", True, "scheme=dense"),
+        ("agsparse", True, "dense warm-up"),
+        ("auto", True, "dense warm-up"),
+        ("agsparse", False, "compression.enabled=false"),
+    ],
+)
+def test_the_reason_of_a_dense_bucket_is_its_true_one(scheme, enabled, reason):
+    """A run with scheme=dense never prunes: its warm-up is not the reason."""
+    row = _planner(scheme, enabled=enabled).report(_bucket(), step=0)
+    assert (row["chosen"], row["reason"]) == ("dense", reason)
+
+
 def test_predicted_bytes():
     # 1000 fp32 elements, 4 ranks: the ring sends 2 * 3/4 * 4000 B; AGsparse sends to 3 peers
     # 1000 * 1 % * 8 B; direct 3/4 of that, and three times 250 elements at 3.94 %, where a bitmap

@@ -14,6 +14,7 @@ from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.recording import STAGES
 from megatron_sparse.telemetry import RunTelemetry
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
+from megatron_sparse.telemetry.history import PHASES
 from megatron_sparse.telemetry.live import (
     IsolatedView,
     LiveView,
@@ -67,7 +68,7 @@ def test_it_shows_progress_loss_ratio_and_where_the_time_goes():
     assert lines[1].startswith("demo ")
     # Six iterations are left, of 2 s each by the clock on the wall.
     assert lines[1].endswith(" 4/10, 0:12 left")
-    assert lines[2] == "loss 4.5000  wire/dense 3.12% (32.00 KiB)  density 1.00%  target"
+    assert lines[2] == "loss 4.5000  wire/dense 3.12% (32.00 KiB)  density 1.00% (at its target)"
     stages = [line.split()[:4] for line in lines[4:8]]
     assert stages == [
         ["forward_backward", "70.00", "ms", "70%"],
@@ -79,6 +80,20 @@ def test_it_shows_progress_loss_ratio_and_where_the_time_goes():
     assert bars[0] > bars[2] > bars[1] > bars[3]
     assert lines[8] == "synchronisation: 15.00 ms exposed, 25.00 ms overlapped"
     assert lines[9] == "buckets, ms: network 40.00"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_phase_has_words(phase):
+    """A bare `target` behind the density reads as if a number were missing."""
+    progress = Progress("demo", 10)
+    progress.add(breakdown(1, phase=phase), 0.0)
+    said = progress.facts().rpartition("density 1.00% ")[2]
+    assert said == {
+        "warmup": "(dense warm-up)",
+        "ramp": "(ramp)",
+        "target": "(at its target)",
+        "off": "(compression off)",
+    }[phase]
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 100])
@@ -103,7 +118,7 @@ def test_what_nobody_knows_is_left_out():
     progress.add(breakdown(1, loss=None, dense_bytes=0, wire_bytes=0, density=None), 0.0)
     lines = drawn(progress, 80)
     assert lines[1].endswith(" 1")
-    assert lines[2] == "wire/dense - (0 B)  density -  target"
+    assert lines[2] == "wire/dense - (0 B)  density - (at its target)"
     # The loss of an iteration that did not log one is that of before.
     progress.add(breakdown(2, loss=3.0), 1.0)
     progress.add(breakdown(3, loss=None), 2.0)

@@ -20,6 +20,7 @@ from megatron_sparse.bench.options import (
     parse_names,
     parse_size,
 )
+from megatron_sparse.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_sparse.transport import Topology
@@ -125,10 +126,21 @@ class NodePlace(Place):
     """Ranks on nodes; virtual links inside of nodes and between them have rates of their own."""
 
     ranks_per_node: int | None = option(
-        None, "1 on the test bed; virtually all on one node.", min=1
+        None,
+        "Ranks on each host of --netbed (default: 1) or node of --virtual (default: all).",
+        min=1,
     )
     intra_gbit: float = option(1600.0, "Virtual links in a node.", min=1e-6)
     inter_gbit: float = option(25.0, "Virtual links between.", min=1e-6)
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node is not None and not (self.netbed or self.virtual):
+            raise ConfigError(
+                "--ranks-per-node needs hosts that the bench makes",
+                expected="--netbed or --virtual",
+                got="ranks on the loopback or of an existing launch, which are where they are",
+                remedy="leave out --ranks-per-node; a launcher places ranks by its own options",
+            )
 
     def nodes(self, ranks: int) -> int:
         """See `Place`."""
