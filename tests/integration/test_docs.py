@@ -41,6 +41,16 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+# What a command of the program does needs no second way on a page.
+OTHER_WAYS = {
+    "python scripts/train.py": "megatron-sparse train",
+    "python -m megatron_sparse.cuda_ext.build": "megatron-sparse build",
+    "python -m megatron_sparse.megatron.corpus": "megatron-sparse corpus",
+}
+# Options that the commands do not have: the assembler's report.
+EXCEPT = ("python -m megatron_sparse.cuda_ext.build --ptxas",)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 class TestEachPage:
     """What holds for all of them."""
@@ -53,6 +63,13 @@ class TestEachPage:
                 raise
             except BaseException as error:
                 raise AssertionError(f"{command}\n{type(error).__name__}: {error}") from error
+
+    def test_there_is_one_way_to_start_things(self, page):
+        text = page.read_text("utf-8")
+        for allowed in EXCEPT:
+            text = text.replace(allowed, "")
+        for other, command in OTHER_WAYS.items():
+            assert other not in text, f"say `{command}`"
 
     def test_no_command_hides_in_a_block_of_another_kind(self, page):
         assert unmarked_commands(page) == [], "mark the block as bash"

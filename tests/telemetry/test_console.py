@@ -67,8 +67,8 @@ other                   5.00    5.00%  data, logging, checkpoints
 its buckets, summed; beside the thread's stages or inside them
 stage                     ms    share
 threshold               1.50    1.50%  sample and threshold
-prune                   2.00    2.00%  error feedback and selection
-encode                  0.50    0.50%  building the message
+prune                   2.00    2.00%  error feedback, selection, message
+encode                  0.50    0.50%  sums anew; dense values narrowed
 network                40.00   40.00%  transfers and waits for peers
 decode                  6.00    6.00%  adding received messages
 profile                 0.25    0.25%  sampling the sparsity at times
