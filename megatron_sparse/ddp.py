@@ -34,6 +34,7 @@ from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.plan import Windows
 from megatron_sparse.recording import NullSink, RecordSink
+from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups, PendingReduction
 from megatron_sparse.reduction.row_sparse import PendingRowSparse, RowSparseReducer
@@ -149,6 +150,28 @@ class DDPState:
     def enabled(self, value: bool) -> None:
         self._planner.enabled = value
         logger.info("step %d: compression switched %s", self.step, "on" if value else "off")
+
+    def set_density(self, density: float) -> None:
+        """Changes `compression.density` from the next step on.
+
+        Collective: every rank calls it between two steps. During the warm-up it sets the density
+        that the ramp will lead to. A resumed run starts with the density of its configuration.
+
+        Args:
+            density: nnz / numel, in (0, 1]; the same on every rank.
+
+        Raises:
+            CommunicationError: ranks want different densities.
+            ConfigError: the value is refused, a ramp is under way, or nothing is ever pruned.
+        """
+        change_density(
+            self.config,
+            self._planner,
+            density,
+            step=self.step,
+            device=self._device,
+            group=self._transport.group,
+        )
 
     def launch(self, grad_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts the synchronisation of one of DDP's buckets. Called by `ddp_hook`.

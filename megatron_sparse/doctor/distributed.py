@@ -373,9 +373,7 @@ def _print(reports: Sequence[RankReport], findings: Sequence[Finding], world_siz
     out.print("links: latency in us over TCP / Gbit/s in each direction over the backend")
     for finding in findings:
         style = _STYLE[finding.status]
-        out.print(
-            f"[{style}]{finding.status}[/] {escape(finding.who)}: {escape(finding.detail)}"
-        )
+        out.print(f"[{style}]{finding.status}[/] {escape(finding.who)}: {escape(finding.detail)}")
         out.print(f"     {escape(finding.remedy)}")
     if not findings:
         out.print("every rank sees every other")

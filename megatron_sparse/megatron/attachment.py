@@ -32,10 +32,12 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
 from megatron_sparse.megatron.buckets import GroupBuckets, collect, tensor_parallel_group
+from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
 from megatron_sparse.megatron.units import ResidualUnit
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import RecordSink
+from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
@@ -44,9 +46,6 @@ from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.nccl_errors import HealthCheck
 
 logger = logging.getLogger("megatron_sparse")
-
-ALARM_INTERVAL = 100
-"""Steps between checks of the residual's norm, each of which reads the residual once."""
 
 
 class Attachment:
@@ -87,6 +86,7 @@ class Attachment:
         self.planner = planner_of(config, logs=dist.get_rank() == 0)
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), config.scheme.timeout_s)
         device = self.buckets[0].grad_N.device if self.buckets else torch.device("cpu")
+        self._device = device
         self.progress = ProgressThread(device, config.scheme.timeout_s)
         # Until `bind_optimizer` is called, every step counts as accepted.
         self.residuals = ResidualStore(
@@ -136,6 +136,21 @@ class Attachment:
     def enabled(self, value: bool) -> None:
         self.planner.enabled = value
         logger.info("step %d: compression switched %s", self.step, "on" if value else "off")
+
+    def set_density(self, density: float) -> None:
+        """Changes `compression.density` from the next step on.
+
+        Collective: every rank calls it between two steps. During the warm-up it sets the density
+        that the ramp will lead to. A resumed run starts with the density of its configuration.
+
+        Args:
+            density: nnz / numel, in (0, 1]; the same on every rank.
+
+        Raises:
+            CommunicationError: ranks want different densities; nothing is changed.
+            ConfigError: the value is refused, a ramp is under way, or nothing is ever pruned.
+        """
+        change_density(self.config, self.planner, density, step=self.step, device=self._device)
 
     def _check_attachable(self) -> None:
         for group in self.groups:
@@ -326,8 +341,9 @@ class Attachment:
             self.method.rollback()
         self.step += 1
         self._follow_loss_scale()
-        if success and self.step % ALARM_INTERVAL == 0:
-            self._check_residual()
+        limit = self.config.compression.residual_alarm
+        if success and limit and self.grad_norm and self.step % ALARM_INTERVAL == 0:
+            warn_if_large(self.step, self.residual_norm(), self.grad_norm, limit)
 
     def _follow_loss_scale(self) -> None:
         """Rescales residuals and method state if the optimizer has changed its loss scale."""
@@ -343,23 +359,6 @@ class Attachment:
         Reads the residual once, and two numbers on the host.
         """
         return float(self.residuals.norm()) * self.unit.of_gradient()
-
-    def _check_residual(self) -> None:
-        limit = self.config.compression.residual_alarm
-        if not limit or not self.grad_norm:
-            return
-        norm = self.residual_norm()
-        if not norm <= limit * self.grad_norm:
-            logger.warning(
-                "step %d: the residual's norm is %.3g, %.3g times the gradient's norm of %.3g; "
-                "lower the leak, raise the density, or lengthen the ramp "
-                "(compression.residual_alarm=%g)",
-                self.step,
-                norm,
-                norm / self.grad_norm,
-                self.grad_norm,
-                limit,
-            )
 
     def plan_rows(self) -> list[dict[str, Any]]:
         """The plan of each bucket for the next step, and the reason; rows of `plan.json`."""

@@ -300,6 +300,11 @@ class PricedPlanner(FixedPlanner):
                 "step %d: bucket %s: %s -> %s, %s", step, bucket.name, before, after, reason
             )
 
+    def replan(self) -> None:
+        """See `Planner`. Profiles and measured times are of the old density: dropped too."""
+        self._states.clear()
+        self._records.clear()
+
     # Reports and checkpoints
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:

@@ -123,6 +123,10 @@ class Planner(Protocol):
         """
         ...
 
+    def replan(self) -> None:
+        """Drops every choice: the target density has changed. Called between two steps."""
+        ...
+
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`."""
         ...
@@ -212,6 +216,9 @@ class FixedPlanner:
     ) -> Generator[Work, None, None]:
         """See `Planner`. Exchanges nothing: the configuration is enough."""
         yield from ()
+
+    def replan(self) -> None:
+        """See `Planner`: every step's choice is made from the configuration alone."""
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """See `Planner`."""

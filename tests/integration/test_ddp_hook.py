@@ -146,6 +146,9 @@ def _balances(rank, world_size, static_graph):
     for step in range(5):
         if step == 4:
             state.enabled = False
+        if step == 3:
+            state.set_density(0.5)
+            assert state.config.compression.density == 0.5
         optimizer.zero_grad()
         ddp(_inputs(rank, step)).backward()
         optimizer.step()

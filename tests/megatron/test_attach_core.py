@@ -9,6 +9,7 @@ import torch
 
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from megatron_sparse.recording import NullSink
 from tests.ranks import run_ranks
 
 STEPS = 5
@@ -171,6 +172,7 @@ def _events(rank, world_size):
     toy.step()
     report["refilled"] = any(v.any() for v in snapshot(attachment).values())
     detach(attachment)
+    report |= _change_density(rank)
     report["detached"] = "step" not in toy.optimizer.__dict__ and toy.step()[1]
 
     # Without an undo copy a repeated synchronisation is an error, not a wrong residual.
@@ -186,12 +188,52 @@ def _events(rank, world_size):
     return report
 
 
+def _change_density(rank):
+    """What is sent before and after `set_density`, and the error of ranks that disagree."""
+    from megatron_sparse.megatron import attach, detach
+    from megatron_sparse.megatron.small_gpt import SmallGPT
+
+    records = Records()
+    toy = SmallGPT(SmallGPTConfig())
+    attachment = attach(
+        toy.ddp, toy.optimizer, sink=records, density=0.05, scheme="agsparse", **AT_TARGET
+    )
+    toy.step()
+    try:
+        attachment.set_density(0.1 + 0.1 * rank)
+    except Exception as error:
+        disagree = f"{type(error).__name__}: {error}", attachment.config.compression.density
+    attachment.set_density(0.25)
+    toy.step()
+    detach(attachment)
+    return {"disagree": disagree, "densities": records.by_step()}
+
+
 def _poison(toy, rank, value):
     """The next backward pass of rank 1 leaves `value` in one gradient."""
     if rank != 1:
         return
     parameter = next(p for p in toy.ddp.parameters() if p.dim() == 2)
     handle = parameter.register_hook(lambda grad: (handle.remove(), grad.fill_(value))[1])
+
+
+class Records(NullSink):
+    """Keeps each bucket's record."""
+
+    def __init__(self):
+        self.records = []
+
+    def record_bucket(self, record):
+        self.records.append(record)
+
+    def by_step(self):
+        """By step, the densities asked for and the fraction of all elements that was sent."""
+        found = {}
+        for step in {r.step for r in self.records}:
+            of_step = [r for r in self.records if r.step == step]
+            sent = sum(r.nnz for r in of_step) / sum(r.numel for r in of_step)
+            found[step] = {r.density for r in of_step}, sent
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +274,18 @@ def test_the_running_switch_empties_the_residual_and_detach_restores_megatron(ev
         assert report["emptied"]
         assert report["refilled"]
         assert report["detached"]
+
+
+def test_set_density_holds_from_the_next_step_on(events):
+    for report in events:
+        (asked_first, sent_first), (asked, sent) = report["densities"].values()
+        assert (asked_first, asked) == ({0.05}, {0.25})
+        assert sent > 2 * sent_first
+
+
+def test_ranks_that_disagree_about_the_density_change_nothing(events):
+    for report in events:
+        error, density = report["disagree"]
+        assert error.startswith("CommunicationError: ranks want different densities")
+        assert "rank 0: 0.1, rank 1: 0.2" in error
+        assert density == 0.05

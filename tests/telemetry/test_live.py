@@ -88,12 +88,15 @@ def test_every_phase_has_words(phase):
     progress = Progress("demo", 10)
     progress.add(breakdown(1, phase=phase), 0.0)
     said = progress.facts().rpartition("density 1.00% ")[2]
-    assert said == {
-        "warmup": "(dense warm-up)",
-        "ramp": "(ramp)",
-        "target": "(at its target)",
-        "off": "(compression off)",
-    }[phase]
+    assert (
+        said
+        == {
+            "warmup": "(dense warm-up)",
+            "ramp": "(ramp)",
+            "target": "(at its target)",
+            "off": "(compression off)",
+        }[phase]
+    )
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 100])
