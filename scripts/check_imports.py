@@ -1,15 +1,15 @@
-"""Checks who imports whom: the contracts of import-linter in pyproject.toml, and no circle.
+"""Checks imports: the contracts of import-linter in pyproject.toml, and no circles.
 
     python scripts/check_imports.py [CHECKOUT]
 
-`configs`, `cuda_ext` and `triton_kernels` stand at the top of the repository, and setuptools maps
-them into the package. import-linter looks for modules on disk below one folder and follows no such
-map. So the sources are first copied into a temporary folder, laid out as in a wheel, and the
-contracts are checked there. Nothing of the package is imported. Imports inside of functions and
-under TYPE_CHECKING count like all others.
+`configs`, `cuda_ext` and `triton_kernels` are at the top of the repository, and setuptools maps
+them into the package. import-linter looks for modules in one folder and does not follow this map.
+So the script copies the sources to a temporary folder with the layout of a wheel, and checks the
+contracts there. It does not import the package. Imports inside functions and under TYPE_CHECKING
+count like all others.
 
-The contracts see circles between packages; the modules of one package may still form one, also
-with the package's own `__init__`. That is checked here, module by module.
+The contracts find circles between packages. Circles among the modules of one package, its
+`__init__` included, are found by this script itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def assemble(checkout: Path, out: Path) -> None:
 
 
 def circles(package_dir: Path) -> list[list[str]]:
-    """Groups of modules that import one another, each sorted; empty where there are none."""
+    """Groups of modules that import one another, each sorted; an empty list if there are none."""
     sys.path.insert(0, str(package_dir.parent))
     try:
         graph = grimp.build_graph(PACKAGE, cache_dir=None)
@@ -57,14 +57,14 @@ def circles(package_dir: Path) -> list[list[str]]:
 
 
 def main(checkout: Path) -> int:
-    """Prints what is broken; returns the exit code."""
+    """Prints the violations; returns the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         assemble(checkout, out)
         found = circles(out / PACKAGE)
         for group in found:
             print("error: these modules import one another:", *group, sep="\n  ")
-        # The command puts its working folder first on sys.path: it finds the copy there.
+        # lint-imports puts its working folder first on sys.path, so it finds the copy.
         command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
         done = subprocess.run(command, cwd=out, check=False)
     return done.returncode or bool(found)

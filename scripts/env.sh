@@ -4,9 +4,9 @@
 #   setup_environment EXTRA...     installs the checkout with these extras of pyproject.toml
 #
 # Afterwards $PYTHON is the interpreter to use and its folder stands first on PATH. The environment
-# is the active one if it has Python >= 3.12, else .venv in the checkout, made when it is not there.
-# A second run finds its stamp (a hash of pyproject.toml, setup.py and the interpreter) and installs
-# nothing. Every failure is one message, exit code 2.
+# is the active one if it has Python >= 3.12, else .venv in the checkout, which is made if missing.
+# The first run leaves a stamp (a hash of pyproject.toml, setup.py and the interpreter); a second
+# run finds it and installs nothing. Every failure prints one message and exits with code 2.
 
 CHECKOUT=$PWD
 MADE_HERE=$CHECKOUT/.venv/.megatron-sparse-made
@@ -21,8 +21,8 @@ fail() {
   exit 2
 }
 
-# Runs a command with its output in a log and shows how long it has been at it and what it last did:
-# in place on a terminal, a line every 20 seconds elsewhere.
+# Runs a command with its output in a log. Shows its running time and its last action: on a terminal
+# in place, elsewhere as a line every 20 seconds.
 #   logged LABEL LOG COMMAND...
 # Returns the command's exit code.
 logged() {
@@ -31,7 +31,7 @@ logged() {
   say "$label"
   "$@" >>"$log" 2>&1 </dev/null &
   local child=$!
-  # A background job of a script ignores Ctrl-C, so it has to be told.
+  # A background job of a script ignores Ctrl-C, so pass the signal on.
   trap 'kill "$child" 2>/dev/null; exit 130' INT TERM
   while kill -0 "$child" 2>/dev/null; do
     sleep 0.2
@@ -50,8 +50,8 @@ logged() {
   return "$code"
 }
 
-# Prints why an interpreter does not fit; succeeds when it does. It is run, not only looked for: a
-# pyenv shim called python3.12 exists on PATH even where that version is not switched on.
+# Succeeds if an interpreter can be used; otherwise prints the reason. It runs the interpreter, for
+# a pyenv shim called python3.12 exists on PATH even if that version is not enabled.
 #   fits PYTHON MODULE...
 fits() {
   local python=$1 answer
@@ -70,8 +70,8 @@ for name in sys.argv[1:]:
   return 1
 }
 
-# Sets BASE_PYTHON to the first interpreter that can make an environment. What was tried and why it
-# did not fit is gathered in TRIED.
+# Sets BASE_PYTHON to the first interpreter that can make an environment. TRIED collects the
+# rejected interpreters, each with the reason.
 find_base_python() {
   local candidate path reason
   local -a candidates=()
@@ -94,10 +94,10 @@ find_base_python() {
   return 1
 }
 
-# Sets PYTHON: the active environment's interpreter, or that of .venv, which is made if need be.
+# Sets PYTHON: the active environment's interpreter, or that of .venv, which is made if missing.
 find_environment() {
   local active=${VIRTUAL_ENV:-} reason
-  # conda's base environment belongs to all the user's projects: nothing is installed there.
+  # conda's base environment serves all of the user's projects, so nothing is installed there.
   if [ -z "$active" ] && [ "${CONDA_DEFAULT_ENV:-base}" != base ]; then active=${CONDA_PREFIX:-}; fi
   TRIED=""
   if [ -n "$active" ]; then
@@ -115,11 +115,11 @@ find_environment() {
       say "environment: .venv"
       return
     fi
-    # Only what this script made is removed; it may have been interrupted in the making.
+    # Remove only an environment that this script made; it may have been interrupted while doing so.
     if [ ! -e "$MADE_HERE" ]; then
-      fail ".venv does not fit, and these scripts did not make it" \
+      fail ".venv cannot be used, and these scripts did not make it" \
         "Python >= 3.12 with pip in .venv" "it $reason" \
-        "remove .venv, or activate an environment that fits, then run this again"
+        "remove .venv, or activate an environment with Python >= 3.12 and pip, then run this again"
     fi
     say ".venv is made anew: it $reason"
     rm -rf "$CHECKOUT/.venv"
@@ -133,19 +133,22 @@ find_environment() {
     : >"$MADE_HERE"
     say "environment: .venv, made by uv"
   else
-    fail "no Python that fits was found" \
+    fail "no usable Python was found" \
       "Python >= 3.12 with venv and pip: an active environment, on PATH, under pyenv, or by uv" \
       "${TRIED:-no Python at all}" \
       "install Python 3.12 or newer (apt-get install python3.12-venv, pyenv install 3.12, or uv)"
   fi
 }
 
-# Prints what is to be done, one item a line: the stamp's key, the environment's folder, the
-# extras to install (empty when all are there), the constraints, then the requirements that must be
-# there before the checkout is built: its build tools, torch (whose headers and libraries the build
-# uses), and nvcc, which comes with the extra `cuda` but too late for the build that installs it.
-# The constraint is the CUDA release of that extra, whether it is asked for or not: with or without
-# it the same torch is chosen, and a later `cuda` does not replace gigabytes of what is there.
+# Prints the plan, one item a line:
+#   - the stamp's key
+#   - the environment's folder
+#   - the extras to install; empty if all are installed
+#   - the constraints
+#   - then the requirements of the build: its build tools, torch (for headers and libraries) and, for
+#     the extra `cuda`, nvcc. The extra brings nvcc itself, but too late for the build.
+# The constraint is the CUDA release of the extra `cuda`, even if that extra is not wanted. So pip
+# chooses the same torch in both cases, and adding `cuda` later does not replace gigabytes.
 #   installation_plan EXTRA...
 installation_plan() {
   "$PYTHON" - "$CHECKOUT" "$@" <<'PY'
@@ -182,7 +185,7 @@ install() {
   if ! logged "$label" "$log" "$PYTHON" -m pip install --no-input --progress-bar off "$@"; then
     printf '%s\n' "--- the end of $log" >&2
     tail -n 20 "$log" >&2
-    fail "pip could not install what is needed" \
+    fail "pip could not install the requirements" \
       "pip install $*" "the lines above" \
       "see $log; check the network, pip's index and the free disk (8 GB), then run this again"
   fi

@@ -3,13 +3,13 @@
 #
 #   bash scripts/fuzz.sh [--install] [SECONDS]
 #
-# Half of SECONDS (60) goes to the core of the message decoder, on every instruction set and led by
-# coverage: clang's libFuzzer where it is there (--install gets it with apt-get), else g++ and
-# tests/cuda_ext/fuzz_loop.cpp. The other half goes to all decoders as Python calls them
-# (tests/cuda_ext/fuzz_records.py), where this PYTHON (python3) has torch and g++ is there; it fails
-# where it has not. What once was found lies in tests/cuda_ext/fuzz_regressions and runs first.
-# Building takes about a minute and a half on two cores beside that. Exits with 1 when something was
-# found; an input that broke the core is then a file crash-*, which belongs among the regressions.
+# Half of SECONDS (60) goes to the core of the message decoder, on every instruction set, guided by
+# coverage: with clang's libFuzzer if it is installed (--install gets it with apt-get), else with
+# g++ and tests/cuda_ext/fuzz_loop.cpp. The other half goes to all decoders as Python calls them
+# (tests/cuda_ext/fuzz_records.py); this needs g++ and a PYTHON (python3) with torch, or the script
+# fails. Inputs of earlier findings are in tests/cuda_ext/fuzz_regressions and run first. The build
+# takes another minute and a half on two cores. Exits with 1 if a run found something; an input that
+# broke the core is then in a file crash-*. Add that file to the regressions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,7 +25,7 @@ for argument in "$@"; do
   case $argument in
     --install) install=true ;;
     *[!0-9]* | "") fail "an argument is unknown" "[--install] [SECONDS]" "$argument" \
-      "name whole seconds" ;;
+      "give whole seconds" ;;
     *) seconds=$argument ;;
   esac
 done
@@ -38,7 +38,7 @@ fi
 
 python=${PYTHON:-python3}
 "$python" -c 'import torch' 2>/dev/null ||
-  fail "this Python cannot run the decoders" "one with torch" "$python" "set PYTHON"
+  fail "this Python cannot run the decoders" "an interpreter with torch" "$python" "set PYTHON"
 cxx=${CXX:-g++}
 command -v "$cxx" >/dev/null ||
   fail "there is no C++ compiler" "g++" "$cxx" "install one, or name it in CXX"
@@ -50,7 +50,7 @@ regressions=tests/cuda_ext/fuzz_regressions
 common=(-std=c++17 -O1 -g -ffp-contract=off -fno-omit-frame-pointer -Wno-psabi "-I$sources")
 sanitize=("-fsanitize=address,undefined" -fno-sanitize-recover=all)
 
-# Succeeds when clang++ can link a fuzzer, which needs its runtime library.
+# Succeeds if clang++ can link a fuzzer, which needs its runtime library.
 has_libfuzzer() {
   command -v clang++ >/dev/null &&
     printf 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' |
@@ -77,7 +77,7 @@ case $(uname -m) in
     ;;
 esac
 
-# compile NAME FLAG...: puts the object into the list; two at a time, for small machines.
+# compile NAME FLAG...: adds the object to the list; two compilers at a time, for small machines.
 objects=()
 compile() {
   local name=$1
@@ -97,11 +97,11 @@ for source in "$sources/place.cpp" "$sources/decode_records.cpp"; do
 done
 for source in "${drivers[@]}"; do compile "$(basename "$source" .cpp)" "$source"; done
 while [ -n "$(jobs -rp)" ]; do wait -n || built=false; done
-$built || fail "the fuzzer cannot be built" "$compiler" "see above" "fix what the compiler says"
+$built || fail "the fuzzer cannot be built" "no error of $compiler" "see above" "fix these errors"
 "$compiler" "${sanitize[@]}" "${link[@]}" "${objects[@]}" -o "$work/fuzz"
 
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=0}
-# An abort is a signal, on which the loop writes down its input.
+# An abort is a signal; the loop's handler then writes its input to a file.
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1:abort_on_error=1}
 half=$(((seconds + 1) / 2))
 code=0
@@ -116,8 +116,8 @@ fi
 if [ "$code" = 0 ]; then
   CXX=$cxx "$python" -m megatron_sparse.cuda_ext.build --cuda off --sanitize --out "$work/library"
   echo "fuzzing all decoders as Python calls them for $half s"
-  # Python itself is not sanitized: the runtime must be loaded before it, with the library whose
-  # exceptions it watches, and Python's leaks are its own.
+  # Python itself is not sanitized. So the sanitizer's runtime must be preloaded, together with
+  # libstdc++, whose exceptions it intercepts; and leaks are not checked, for Python has some.
   runtime="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libstdc++.so)"
   ASAN_OPTIONS="$ASAN_OPTIONS:detect_leaks=0" LD_PRELOAD=$runtime \
     PYTHONMALLOC=malloc "$python" -m tests.cuda_ext.fuzz_records --seconds "$half" \
@@ -127,7 +127,7 @@ if [ "$code" = 0 ]; then
   fi
 fi
 if [ "$code" != 0 ]; then
-  echo "error: the fuzzer found something; see above" >&2
+  echo "error: the fuzzer found a fault; see above" >&2
   exit 1
 fi
 echo "fuzz: no crash, no sanitizer report, no wrong answer"

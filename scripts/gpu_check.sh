@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that this project can check on a machine with one GPU, in under ten minutes.
+# Runs every check of this project that needs one GPU, in under ten minutes.
 #
 #   bash scripts/gpu_check.sh [--dry-run] [--out DIR]
 #
 # Builds the extension, runs every test marked gpu, runs the peer kernels' tests under
-# compute-sanitizer (memcheck, racecheck) where it is there, and all GPU benchmarks; prints their
-# tables last. Logs and JSON lines go to DIR (runs/gpu-check). --dry-run lists the stages. A stage
-# that fails or runs out of its time does not keep the next from running.
+# compute-sanitizer (memcheck, racecheck) if it is installed, and runs all GPU benchmarks, whose
+# tables come last. Logs and JSON lines go to DIR (runs/gpu-check). --dry-run lists the stages. If a
+# stage fails or exceeds its time, the next ones still run.
 #
 # Exit code: 0 all is well, 1 a stage failed, 2 an argument or Python is wrong, 3 there is no GPU.
 set -euo pipefail
@@ -26,7 +26,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     --dry-run) dry_run=true ;;
     --out)
-      [ $# -gt 1 ] || fail 2 "--out names no folder" "--out DIR" "nothing" "name a folder"
+      [ $# -gt 1 ] || fail 2 "--out has no value" "--out DIR" "nothing" "give a folder"
       out=$2
       shift
       ;;
@@ -62,7 +62,7 @@ fi
 stage codecs 60 "$python" "${codecs[@]}" --max-bytes 256M --iters 10 --json "$out/codecs.jsonl"
 stage hashing 30 "$python" "${codecs[@]}" --max-bytes 64M --iters 5 \
   --format hash_bitmap,pairs,row_sparse --json "$out/hashing.jsonl"
-# With a capacity, so that the host waits for nothing; else waiting for sizes would be in it.
+# With a capacity the host never waits; without one, the numbers would include its waits for sizes.
 stage host 18 "$python" -m megatron_sparse.cli.main bench collectives --ranks 1 --scheme dense,direct \
   --capacity 1.25 --min-bytes 64M --max-bytes 64M --density 0.01 --json "$out/host.jsonl"
 stage engine 18 "$python" -m megatron_sparse.cli.main bench collectives --ranks 1 --scheme direct \
@@ -78,13 +78,14 @@ if $dry_run; then
 fi
 
 "$python" -c 'import torch' 2>/dev/null ||
-  fail 2 "this Python has no torch" "one with torch and this package" "$python" "set PYTHON"
+  fail 2 "this Python has no torch" "an interpreter with torch and this package" "$python" \
+    "set PYTHON"
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
   fail 3 "there is no GPU" "one CUDA device" "none that torch sees" \
-    "run it where there is one; the kernels run in an emulator in tests/cuda_emulator"
+    "use a machine with a GPU; tests/cuda_emulator runs the kernels in an emulator instead"
 mkdir -p "$out"
 if ! command -v "$sanitizer" >/dev/null; then
-  echo "compute-sanitizer is not there: memcheck and racecheck are left out"
+  echo "compute-sanitizer is not installed: memcheck and racecheck are left out"
 fi
 
 failed=()

@@ -1,8 +1,8 @@
-"""What mkdocs has to know of this repository: pages outside of docs/, links to files of the source.
+"""mkdocs hooks: pages from outside of docs/, and links that work both on the site and in the source.
 
-README, CONTRIBUTING and CHANGELOG stand at the top of the repository, where a stranger looks for
-them; the site shows them as pages of its own. Links from one page to another are adapted. A link to
-a file that is no page (a source, an example) becomes its text: the site holds no sources.
+README, CONTRIBUTING and CHANGELOG are at the top of the repository, where readers look for them;
+the site shows them as pages. Links from page to page are adapted. A link to a file that is not a
+page (a source, an example) is replaced by its text, because the site contains no sources.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adapts the links of a page; code is left alone."""
+    """Adapts the links of a page, except in code."""
     here = page.file.src_uri
     sources = {target: source for source, target in TOP_PAGES.items()}
     source_dir = os.path.dirname(sources.get(here, f"docs/{here}"))
@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         in_repository = os.path.normpath(os.path.join(source_dir, target))
         in_site = TOP_PAGES.get(in_repository, in_repository.removeprefix("docs/"))
         if files.get_file_from_path(in_site) is None:
-            # What does not exist at all stays a link, and mkdocs refuses it.
+            # A link to a missing file stays as it is, so that mkdocs reports it.
             return text if (ROOT / in_repository).exists() else match[0]
         return (
             f"{picture}[{text}]({os.path.relpath(in_site, os.path.dirname(here) or '.')}{anchor})"

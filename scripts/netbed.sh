@@ -6,25 +6,25 @@
 #
 #   --ranks N     processes (4)
 #   --mbit R      rate of each host's link in Mbit/s, in each direction (1000); 0: unlimited
-#   --nodes M     hosts; the ranks are dealt out in order, evenly (one host for each rank)
-#   --logs DIR    rank R > 0 writes to DIR/rankR.log; without it its lines are prefixed with [R]
-#   --grace S     seconds that the others get when a rank has failed, before they are killed (5)
+#   --nodes M     hosts; ranks are distributed evenly and in order (default: one host for each rank)
+#   --logs DIR    rank R > 0 writes to DIR/rankR.log; by default its lines are prefixed with [R]
+#   --grace S     when a rank has failed, seconds until the others are killed (5)
 #   --timeout S   seconds that the whole run may take (3600)
 #
-# Each host is a network namespace with a host name of its own (netbed-0, ...) at 10.77.0.1, ... on
-# one bridge. A token bucket limits what it sends and, on the bridge's side, what it receives; 94 to
-# 96 % of the rate is payload. Ranks of one host meet on its loopback, which is not limited. Every
-# rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
+# Each host is a network namespace with its own host name (netbed-0, ...) and address (10.77.0.1,
+# ...) on one bridge. A token bucket limits its sends, another one on the bridge its receives; 94 to
+# 96 % of the rate is payload. Ranks of one host use its loopback, which is not limited. Every rank
+# finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
 # GLOO_SOCKET_IFNAME in its environment; NETBED_MBIT is the rate; OMP_NUM_THREADS and
 # PYTHONUNBUFFERED are 1 unless they are set. This machine's cores do the work of all ranks and
-# links: keep N * R below 12 Gbit/s or so, and other programs quiet.
+# links: keep N * R below about 12 Gbit/s, and run no other programs.
 #
 # Exits with the code of the first rank that failed, 124 after the timeout, 128 + n after signal n,
-# 2 when the test bed cannot be set up. Needs root, and ip and tc of iproute2.
+# 2 if the test bed cannot be set up. Needs root, and ip and tc of iproute2.
 #
-# Everything is in namespaces that only this run's processes refer to, a process namespace among
-# them: however this script ends, SIGKILL included, the kernel ends every process of the run, and
-# links and hosts go with them. Nothing has a name outside, so that runs do not meet.
+# Everything is in namespaces that only this run's processes use, a process namespace among them. So
+# however this script ends, even by SIGKILL, the kernel ends every process of the run and removes
+# its links and hosts. Nothing has a name outside of the namespaces, so several runs do not collide.
 set -euo pipefail
 
 DEVICE=e0 NETWORK=10.77.0 PORT=29500
@@ -82,24 +82,24 @@ parse() {
   fi
 }
 
-# Runs a command that has to work, and says which one it was if it does not.
+# Runs a command that must succeed; its failure ends the script with an error that quotes it.
 must() {
   local answer
   if ! answer=$("$@" 2>&1); then
-    fail "the test bed cannot be set up" "success of: $*" "${answer:-not a word of why}" \
+    fail "the test bed cannot be set up" "success of: $*" "${answer:-a failure without output}" \
       "use a machine (or a container with --privileged) whose kernel has veth, bridge and tbf"
   fi
 }
 
 outside() {
   if [ "$(id -u)" -ne 0 ]; then
-    fail "the test bed is made of network namespaces" "root" "$(id -un)" "run it as root"
+    fail "only root can make network namespaces" "root" "$(id -un)" "run it as root"
   fi
   local tool
   for tool in ip:iproute2 tc:iproute2 mount:mount unshare:util-linux nsenter:util-linux \
     setpriv:util-linux; do
     if ! command -v "${tool%:*}" >/dev/null; then
-      fail "the test bed lacks a tool" "ip, tc, mount, unshare, nsenter and setpriv on PATH" \
+      fail "the test bed needs a tool that is missing" "ip, tc, mount, unshare, nsenter and setpriv on PATH" \
         "no ${tool%:*}" "install the package ${tool#*:}"
     fi
   done
@@ -107,8 +107,8 @@ outside() {
   if [ -n "$logs" ]; then
     must mkdir -p "$logs"
   fi
-  # This script's end kills unshare, whose end kills the first process of the process namespace,
-  # whose end kills all others there.
+  # When this script ends, unshare is killed; with it the first process of the process namespace;
+  # and with that all other processes of the namespace.
   NETBED_INSIDE=1 setpriv --pdeathsig KILL \
     unshare --net --mount --pid --fork --kill-child=KILL --mount-proc -- \
     bash "${BASH_SOURCE[0]}" "$@" </dev/null &
@@ -121,13 +121,14 @@ outside() {
   exit "$code"
 }
 
-# Makes the bridge and the hosts. A host is a process that holds its namespaces; `hosts` has its id.
+# Makes the bridge and the hosts. A host is a process that keeps its namespaces alive; `hosts` holds
+# the process ids.
 make_hosts() {
   local node tries names host=() burst=$((mbit * 1000 / 8 / 1024)) # 1 ms
   local bucket=(rate "${mbit}mbit" burst "$((burst > BURST_KB ? burst : BURST_KB))kb"
     limit "${QUEUE_KB}kb")
-  # The same congestion control whatever this machine's is (bbr fills a token bucket less well), and
-  # nothing learned from the last connection.
+  # Set the congestion control, for this machine may use another one (bbr fills a token bucket less
+  # well), and let no connection reuse metrics of an earlier one.
   local host_setup="
     echo netbed-\$0 >/proc/sys/kernel/hostname
     ip link set lo up
@@ -140,7 +141,7 @@ make_hosts() {
   names=$(mktemp)
   cat /etc/hosts >"$names"
   for ((node = 0; node < nodes; node++)); do
-    # The mapped address is what servers on IPv6 sockets look up, torch's store for one.
+    # Servers on IPv6 sockets, such as torch's store, look up the mapped address.
     printf '%s netbed-%s\n' "$NETWORK.$((node + 1))" "$node" "::ffff:$NETWORK.$((node + 1))" "$node" \
       >>"$names"
     unshare --net --uts -- sleep infinity &
@@ -154,7 +155,7 @@ make_hosts() {
       tries=$((tries - 1))
       if [ $tries -eq 0 ]; then
         fail "the test bed cannot be set up" "host $node within $SETUP_S s" "nothing yet" \
-          "try again when the machine has less to do"
+          "try again when the machine is less loaded"
       fi
       sleep 0.02
     done
@@ -169,7 +170,7 @@ make_hosts() {
   done
 }
 
-# start_rank RANK: in the background; its end is a line "RANK CODE" in `ends`.
+# start_rank RANK: starts it in the background; when it ends it writes "RANK CODE" to `ends`.
 start_rank() {
   local rank=$1 node=$(($1 * nodes / ranks)) first last code=0 out=1 err=$terminal
   first=$(((node * ranks + nodes - 1) / nodes))
@@ -188,7 +189,7 @@ start_rank() {
       NODE_RANK=$node nsenter --target "${hosts[node]}" --net --uts -- \
       "${command[@]}" 1>&"$out" 2>&"$err" || code=$?
     echo "$rank $code" >&"$ends"
-  ) 2>/dev/null & # without the shell's own words on whom a signal killed
+  ) 2>/dev/null & # hides the shell's own message about a process that a signal killed
   if [ "$rank" -gt 0 ]; then
     exec {out}>&-
   fi
@@ -207,13 +208,13 @@ report() {
   fi
 }
 
-# Kills every process of the run but the prefixers, and gives them a moment to write what they have.
+# Kills every process of the run except the prefixers, which get a moment to write their last lines.
 end_ranks() {
   local entry process kept=" $$ ${prefixers[*]} " tries=$((DRAIN_S * 50))
   for entry in /proc/[0-9]*; do
     process=${entry#/proc/}
     if [[ $kept != *" $process "* ]]; then
-      kill -KILL "$process" || true # it may be gone by now
+      kill -KILL "$process" || true # it may have ended already
     fi
   done
   for process in "${prefixers[@]}"; do
@@ -229,14 +230,15 @@ inside() {
   make_hosts
   export MASTER_ADDR=$NETWORK.1 MASTER_PORT=$PORT GLOO_SOCKET_IFNAME=$DEVICE NETBED_MBIT=$mbit
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}
-  # A pipe without a name. (`wait -n` would do, but forgets a job that ends between two of them.)
+  # A pipe without a name. (`wait -n` would be simpler, but misses a job that ends between two
+  # calls.)
   exec {terminal}>&2 {ends}<> <(:)
   local rank code result=0 left=$ranks deadline=$((SECONDS + timeout))
   for ((rank = 0; rank < ranks; rank++)); do
     start_rank "$rank"
   done
   while [ "$left" -gt 0 ]; do
-    # A whole second more than none: `read -t 0` does not wait for a line.
+    # At least 1 second: `read -t 0` does not read a line.
     if ! read -r -t $((deadline > SECONDS ? deadline - SECONDS : 1)) -u "$ends" rank code; then
       echo "netbed: $left of $ranks ranks did not end in time and are killed" >&2
       result=$((result > 0 ? result : 124))

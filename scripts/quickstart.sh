@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains a small model with compressed gradients on this machine, from nothing: makes an
-# environment, prepares a real corpus from what is installed, runs two ranks (gloo on CPU, NCCL on
-# GPUs) and prints what was sent against what dense synchronisation would have sent.
+# Trains a small model with compressed gradients on this machine, starting from a bare checkout:
+# makes an environment, prepares a corpus from texts that are already installed, runs two ranks
+# (gloo on CPU, NCCL on GPUs), and prints the bytes sent beside those of dense synchronisation.
 #
 #   bash scripts/quickstart.sh [starcoder|gpt] [HYDRA-OVERRIDE...]
 #
@@ -30,7 +30,7 @@ case $family in
 esac
 
 extras=(train)
-# nvcc, for the CUDA part of the extension, only where there is something to run it on.
+# nvcc builds the CUDA part of the extension; without a GPU it is not needed.
 if nvidia-smi --list-gpus >/dev/null 2>&1; then extras+=(cuda); fi
 setup_environment "${extras[@]}"
 

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# A real Slurm on this machine, for tests and for trying things out: munged, slurmctld and several
-# slurmd on the loopback, without systemd, without touching an installed Slurm's files.
+# A real Slurm on this machine, for tests and experiments: munged, slurmctld and several slurmd on
+# the loopback. It needs no systemd and does not touch the files of an installed Slurm.
 #
 #   scripts/slurm_bed.sh up DIR [NODES]   starts it (2 nodes n0, n1, ...); its state is in DIR
-#   scripts/slurm_bed.sh hold DIR [NODES] the same, and ends it when its standard input ends
-#   scripts/slurm_bed.sh status DIR       what its nodes do
-#   scripts/slurm_bed.sh fail DIR NODE    ends a node and all that runs on it, as a power cut does
+#   scripts/slurm_bed.sh hold DIR [NODES] the same; stops it when standard input ends
+#   scripts/slurm_bed.sh status DIR       lists the nodes and their state
+#   scripts/slurm_bed.sh fail DIR NODE    kills a node and its processes, like a power cut
 #   scripts/slurm_bed.sh start DIR NODE   starts a failed node again
-#   scripts/slurm_bed.sh down DIR         ends everything and removes DIR
+#   scripts/slurm_bed.sh down DIR         stops everything and removes DIR
 #
-# `. DIR/env.sh` makes sbatch, srun and squeue of the shell speak to it. Each node has a host name of
-# its own and 4 CPUs, whatever this machine has. DIR must be new or empty, and its path short: it
-# holds a socket (108 bytes at most).
+# `. DIR/env.sh` points sbatch, srun and squeue of the shell at it. Each node has its own host name
+# and 4 CPUs, however many this machine has. DIR must be new or empty, and its path short, because
+# it holds a socket (108 bytes at most).
 #
 # Each daemon is the first process of a process namespace: when it ends, the kernel ends every
-# process below it, those of the jobs too. `down` ends what `up` has started, by number, and nothing
-# else. Without Debian's accounting daemon `sacct` cannot work, which submitit polls: env.sh puts a
-# stand-in on PATH that asks scontrol.
+# process in it, including those of the jobs. `down` ends only the processes that `up` has started,
+# by process id. There is no accounting daemon, so `sacct`, which submitit polls, cannot work:
+# env.sh puts a substitute on PATH that asks scontrol.
 #
 # Needs root, and Debian's slurm-wlm and munge (scripts/system_packages.sh installs them).
 set -euo pipefail
@@ -34,7 +34,7 @@ usage() {
   sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
 }
 
-# daemon NAME COMMAND...: in namespaces of its own, with NAME as its host's name.
+# daemon NAME COMMAND...: starts COMMAND in namespaces of its own, with NAME as host name.
 daemon() {
   local name=$1
   shift
@@ -44,21 +44,21 @@ daemon() {
     mount --bind "$2" /etc/hosts
     shift 2
     exec "$@"' _ "$name" "$dir/hosts" "$@" </dev/null >>"$dir/log/$name.out" 2>&1 &
-  # The start time, too: a number alone may be another process's by the time of `down`.
+  # Save the start time too: by the time of `down` the process id may have been reused.
   echo "$! $(started_at $!)" >"$dir/pids/$name"
 }
 
-# started_at PID: in clock ticks since the machine's start.
+# started_at PID: prints its start time, in clock ticks since boot.
 started_at() {
   awk '{sub(/.*\) /, ""); print $20}' "/proc/$1/stat" 2>/dev/null || true
 }
 
-# stop NAME: a daemon and, with its process namespace, all that it started.
+# stop NAME: kills a daemon and, with its process namespace, every process that it started.
 stop() {
   local pid ticks tries=$((STOP_S * 50))
   read -r pid ticks <"$dir/pids/$1"
   if [ -n "$ticks" ] && [ "$(started_at "$pid")" = "$ticks" ]; then
-    kill -KILL "$pid" || true # it may be gone by now
+    kill -KILL "$pid" || true # it may have ended already
     while [ "$(started_at "$pid")" = "$ticks" ] && [ $tries -gt 0 ]; do
       tries=$((tries - 1))
       sleep 0.02
@@ -67,7 +67,7 @@ stop() {
   rm -f "$dir/pids/$1"
 }
 
-# Sets base to the first of NODES + 1 ports that nobody listens on.
+# Sets base to the first of NODES + 1 consecutive free ports.
 find_ports() {
   local try port
   for try in {1..50}; do
@@ -78,7 +78,7 @@ find_ports() {
     return
   done
   fail "no ports are free" "$((nodes + 1)) ports in a row above 20000" "none in 50 tries" \
-    "end what listens there"
+    "end the programs that listen there"
 }
 
 write_files() {
@@ -93,9 +93,9 @@ write_files() {
   done
   find_ports
   {
-    # cred_expire and KillWait are what a requeued job waits for; SlurmdTimeout is
-    # how soon a dead node is found. The intervals of the scheduler are for jobs that come one by
-    # one. Nothing needs cgroups or an accounting daemon.
+    # A requeued job waits for cred_expire and KillWait; a dead node is found after SlurmdTimeout.
+    # The scheduler's intervals suit jobs that come one by one. Nothing needs cgroups or an
+    # accounting daemon.
     cat <<CONF
 ClusterName=bed
 SlurmctldHost=$(hostname)(127.0.0.1)
@@ -165,11 +165,11 @@ start_node() {
 up() {
   local node
   if [ "$(id -u)" -ne 0 ]; then
-    fail "the Slurm bed cannot be started" "root" "$(id -un)" "run it as root"
+    fail "only root can start the Slurm bed" "root" "$(id -un)" "run it as root"
   fi
   for tool in munged slurmctld slurmd sinfo unshare setsid; do
     if ! command -v "$tool" >/dev/null; then
-      fail "the Slurm bed lacks a tool" "munged, slurmctld, slurmd, unshare" "no $tool" \
+      fail "the Slurm bed needs a tool that is missing" "munged, slurmctld, slurmd, unshare" "no $tool" \
         "bash scripts/system_packages.sh"
     fi
   done
@@ -182,12 +182,12 @@ up() {
   fi
   write_files
   trap 'if [ $? -ne 0 ]; then down; fi' EXIT
-  # --force: it warns, instead of refusing, where a folder above is open to all.
+  # --force: a parent folder that everyone can write to causes a warning, not a refusal.
   daemon munged munged --foreground --force --socket="$dir/munge/socket" \
     --key-file="$dir/munge.key" --log-file="$dir/log/munged.log" \
     --pid-file="$dir/munged.pid" --seed-file="$dir/munge.seed"
   wait_until test -S "$dir/munge/socket" || not_ready munged
-  # slurmctld asks for the host name that its configuration says.
+  # slurmctld must run under the host name that its configuration states.
   daemon "$(hostname)" slurmctld -D -c
   for ((node = 0; node < nodes; node++)); do
     start_node "n$node"
@@ -198,13 +198,14 @@ up() {
 
 not_ready() {
   fail "the Slurm bed did not start" "$1 within $READY_S s" "the lines above" \
-    "try again when the machine has less to do"
+    "try again when the machine is less loaded"
 }
 
 down() {
   local file
   if [ ! -d "$dir/pids" ]; then
-    fail "there is no bed to end" "a folder that up has made" "$dir" "give up's folder"
+    fail "there is no bed to end" "a folder that \`up\` has made" "$dir" \
+      "give the DIR that \`up\` was called with"
   fi
   for file in "$dir"/pids/*; do
     if [ -e "$file" ]; then stop "$(basename "$file")"; fi
@@ -232,7 +233,7 @@ case $1 in
     fi
     up
     if [ "$1" = hold ]; then
-      # However who holds the other end is ended, the kernel closes it.
+      # The kernel closes standard input however the process that holds its other end ends.
       trap down EXIT
       cat >/dev/null
     fi

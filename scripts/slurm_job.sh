@@ -2,14 +2,14 @@
 # Sourced by train_srun.sbatch and train_torchrun.sbatch, from the root of the checkout. Sets:
 #
 #   PYTHON         the interpreter: $PYTHON, that of an active environment, or that of .venv
-#   MASTER_ADDR    the job's first node, MASTER_PORT a port that follows from the job's number
-#   cluster        what `cluster=NAME` among the arguments says, or nothing
-#   restarting     the overrides that let a job go on after Slurm has started it again
+#   MASTER_ADDR    the job's first node; MASTER_PORT: a port computed from the job's number
+#   cluster        NAME of the argument `cluster=NAME`, or empty
+#   restarting     the overrides that let a job continue after Slurm has restarted it
 #
-# and defines preflight and train. Every failure is one message, exit code 2.
+# and defines preflight and train. Every failure prints one message and exits with code 2.
 
-# Let a rank that is told to stop save a checkpoint and be started again. They stand before the
-# user's own arguments, which may say otherwise.
+# With these a rank that gets the signal saves a checkpoint and asks for a restart. They come before
+# the user's arguments, which may override them.
 # shellcheck disable=SC2034 # the script that sources this uses it
 restarting=(training.save_signal=SIGUSR1 cluster.requeue=true resume=auto)
 
@@ -19,11 +19,11 @@ fail() {
   exit 2
 }
 
-# setup ARGUMENT...: those of the training.
+# setup ARGUMENT...: takes the arguments of the training; sets the variables listed above.
 setup() {
   local argument
   if [ -z "${SLURM_JOB_NODELIST:-}" ]; then
-    fail "this is no job of Slurm" "sbatch scripts/train_srun.sbatch ARGUMENT..." "no SLURM_JOB_NODELIST" \
+    fail "this is not a Slurm job" "sbatch scripts/train_srun.sbatch ARGUMENT..." "no SLURM_JOB_NODELIST" \
       "submit it with sbatch; without Slurm: scripts/train.py"
   fi
   if [ -z "${PYTHON:-}" ]; then
@@ -34,7 +34,7 @@ setup() {
   fi
   if ! "$PYTHON" -c 'import hydra, torch' >/dev/null 2>&1; then
     fail "the interpreter does not fit" "Python with torch and hydra-core" "$PYTHON" \
-      "activate the environment before sbatch, or say PYTHON=.../bin/python sbatch ..."
+      "activate the environment before sbatch, or run PYTHON=.../bin/python sbatch ..."
   fi
   MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
   # Jobs that share a node must not share a port.
@@ -45,30 +45,31 @@ setup() {
     case $argument in cluster=*) cluster=${argument#cluster=} ;; esac
   done
   echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $SLURM_JOB_NODELIST," \
-    "meeting at $MASTER_ADDR:$MASTER_PORT"
+    "rendezvous at $MASTER_ADDR:$MASTER_PORT"
 }
 
-# train COMMAND...: the training's exit code is the script's. Where it failed because a node is gone,
-# Slurm starts the job again, up to MEGATRON_SPARSE_RESTARTS times (3): Slurm itself does so only for
-# the node that runs this script, and for the others the ranks that are left are faster.
+# train COMMAND...: runs the training and exits with its code. If it failed because a node is gone,
+# the job is requeued, up to MEGATRON_SPARSE_RESTARTS times (3). Slurm itself requeues only if the
+# node that runs this script fails; if another one fails, the remaining ranks end the job before
+# Slurm acts.
 train() {
   local code=0 gone
   "$@" || code=$?
-  # 2: the user's mistake, which a restart does not mend.
+  # 2 is a mistake of the user, which a restart would repeat.
   if [ "$code" -eq 0 ] || [ "$code" -eq 2 ]; then exit "$code"; fi
-  # A rank that has asked for the restart itself is killed by it, which is no failure.
+  # A rank that has asked for the restart itself is killed by it; that is not a failure.
   if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != RUNNING ]; then exit "$code"; fi
   gone=$(gone_nodes)
   if [ -z "$gone" ]; then exit "$code"; fi
   echo "error: training ended with code $code; these nodes no longer answer: $gone" >&2
   if [ "${SLURM_RESTART_COUNT:-0}" -lt "${MEGATRON_SPARSE_RESTARTS:-3}" ]; then
-    # Slurm ends this script, too.
+    # The requeue ends this script too.
     scontrol requeue "$SLURM_JOB_ID" && sleep 120
   fi
   exit "$code"
 }
 
-# The job's nodes on which nothing can be started, in one line.
+# Prints in one line the job's nodes on which srun cannot start a process.
 gone_nodes() {
   local host gone=()
   local -A probes=()
@@ -83,9 +84,9 @@ gone_nodes() {
   echo "${gone[*]}"
 }
 
-# preflight RANKS COMMAND...: whether every rank sees every other, before hours of a job are spent.
-# COMMAND starts what follows it on every rank. MEGATRON_SPARSE_PREFLIGHT=off leaves it out; with
-# `strict` a slow link or a wrong clock ends the job, too.
+# preflight COMMAND...: checks that every rank reaches every other, before the job spends hours.
+# COMMAND starts the arguments that follow it on every rank. MEGATRON_SPARSE_PREFLIGHT=off skips the
+# check; with `strict` a slow link or a wrong clock ends the job too.
 preflight() {
   local mode=${MEGATRON_SPARSE_PREFLIGHT:-on} arguments=(doctor --distributed)
   case $mode in
@@ -99,8 +100,8 @@ preflight() {
   if [ -n "$cluster" ]; then arguments+=(--cluster "$cluster"); fi
   "$@" -m megatron_sparse.cli.main "${arguments[@]}" || {
     local code=$?
-    echo "error: the pre-flight check failed with code $code; the lines above name the node, and" \
-      "sbatch --exclude=NODE goes around it" >&2
+    echo "error: the pre-flight check failed with code $code; the lines above name the node;" \
+      "sbatch --exclude=NODE avoids it" >&2
     exit "$code"
   }
 }

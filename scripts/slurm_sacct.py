@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Stands in for `sacct` on the Slurm bed, which has no accounting daemon.
+"""A substitute for `sacct` on the Slurm bed, which has no accounting daemon.
 
-submitit learns from `sacct -o JobID,State,NodeList --parsable2 -j JOB ...` how its jobs are, and
-waits for ever where that fails. This answers the same question, and nothing else, from
-`scontrol show job`, which knows a job for `MinJobAge` seconds after its end.
+submitit polls the state of its jobs by `sacct -o JobID,State,NodeList --parsable2 -j JOB ...`, and
+waits forever if that fails. This script answers only that command, from `scontrol show job`, which
+remembers a job for `MinJobAge` seconds after its end.
 """
 
 import re
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 
 def job_id(fields: dict[str, str]) -> str:
-    """As sacct spells it: a task of an array is ARRAY_TASK, and ARRAY_[TASKS] while it waits."""
+    """The id as sacct writes it: ARRAY_TASK for a task of an array, ARRAY_[TASKS] while it waits."""
     task = fields.get("ArrayTaskId")
     if task is None:
         return fields["JobId"]

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that some tests need and this machine lacks. Called by test.sh.
+# Installs missing Debian packages that some tests need. Called by test.sh.
 #
 #   bash scripts/system_packages.sh [LOG]
 #
 #   slurm-wlm, munge   tests/integration/test_slurm.py, which starts a Slurm of its own
 #   iproute2           scripts/netbed.sh, the network test bed
-#   chromium           the tests that look at a report's page
+#   chromium           the tests that render a report's page
 #
-# As root, with apt; elsewhere, and where installing fails, it says which tests are left out. It
-# always succeeds: tests that lack a tool skip and say so.
+# Installs as root, with apt. Without root or apt, or if apt fails, it prints the packages that are
+# missing. It always exits with 0: a test that lacks a tool skips, with the reason.
 set -euo pipefail
 
-# A tool of each package: the package is missing where the tool is.
+# TOOL:PACKAGE. A package counts as missing if its tool is missing.
 TOOLS=(slurmctld:slurm-wlm munged:munge ip:iproute2 tc:iproute2 chromium:chromium)
 INSTALL_S=300
 log=${1:-/dev/null}

@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
-# Sets up what the tests need and runs what CI runs.
+# Installs the requirements of the tests and runs the same checks as CI.
 #
-#   bash scripts/test.sh                 linters, the strict build of the extension, every quick test
-#   bash scripts/test.sh --full          the tests marked slow too
+#   bash scripts/test.sh                 linters, the strict build of the extension, every test that is
+#                                        not marked slow
+#   bash scripts/test.sh --full          the same, and the tests marked slow
 #   bash scripts/test.sh --quick         linters and the tests that need one process: at most 5 minutes
 #                                        on 2 cores, once everything is installed and built
 #   bash scripts/test.sh ARGUMENT...     only the tests; the arguments go to pytest
 #
-# Without arguments, or with --full, the decoders are fuzzed at the end, for 120 s or for
-# MEGATRON_SPARSE_FUZZ_SECONDS (0 leaves it out), and for the minute and a half that its build takes.
-# With --quick they are not. All three run the tests in MEGATRON_SPARSE_TEST_WORKERS processes (as
-# many as there are cores, at most 4: many tests start ranks of their own); with arguments that is
-# -n 4 --dist loadfile.
+# Without arguments and with --full, the decoders are fuzzed at the end, for 120 s or for
+# MEGATRON_SPARSE_FUZZ_SECONDS (0: not at all); the build for it takes another minute and a half.
+# The first three forms run the tests in MEGATRON_SPARSE_TEST_WORKERS processes (default: the number
+# of cores, at most 4, because many tests start ranks of their own). To do the same in the last
+# form, add -n 4 --dist loadfile.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source-path=SCRIPTDIR source=env.sh
 . scripts/env.sh
 
-# What --quick runs. Left out: what starts ranks, Megatron, the CUDA emulator, a browser or a build.
+# The tests of --quick: those that start no ranks, Megatron, CUDA emulator, browser or build.
 quick_tests=(
   tests/test_bucket.py
   tests/test_profiler_ranges.py
@@ -51,7 +52,7 @@ quick_tests=(
 selection=(-m "not slow")
 lint=true
 quick=false
-# nproc would say how many threads OMP_NUM_THREADS allows.
+# With OMP_NUM_THREADS set, nproc would print that number instead of the cores.
 cores=$(env -u OMP_NUM_THREADS nproc)
 if [ "${1:-}" = --full ]; then
   selection=()
@@ -64,16 +65,16 @@ elif [ $# -gt 0 ]; then
   lint=false
 fi
 
-# A part of the extension that cannot be built fails the set-up instead of being left out.
+# Strict: a part of the extension that cannot be built is an error, not left out.
 export MEGATRON_SPARSE_STRICT=1
 setup_environment dev cuda
 
-# Hooks that come from the index, not from the environment.
+# Hooks that pre-commit installs from the package index; the others are in the environment.
 fetched=codespell,clang-format,shellcheck
 failed=""
 if $lint; then
   if [ ! -e .git ]; then
-    say "linters: left out, for pre-commit needs a git checkout"
+    say "linters: skipped, because pre-commit needs a git checkout"
   else
     log=$VIRTUAL_ENV/megatron-sparse-lint.log
     if ! logged "linters: preparing" "$log" pre-commit install-hooks; then
@@ -82,7 +83,7 @@ if $lint; then
         fail "the linters could not be installed" "pre-commit install-hooks" "the lines above" \
           "see $log; check the network and pip's index"
       fi
-      say "linters: $fetched cannot be installed here ($log) and are left out; CI runs them"
+      say "linters: $fetched cannot be installed here ($log) and are skipped; CI runs them"
       export SKIP=$fetched
     fi
     say "linters: pre-commit run --all-files"
@@ -94,14 +95,14 @@ say "building the extension, CUDA part included"
 "$PYTHON" -m megatron_sparse.cuda_ext.build
 
 if ! $quick; then
-  # Slurm and the like, where this may install them; tests that lack them skip and say so.
+  # Slurm and other tools, if this user may install them; tests that lack a tool skip.
   bash scripts/system_packages.sh "$VIRTUAL_ENV/megatron-sparse-packages.log"
 fi
 
 say "tests"
 code=0
 if $lint; then
-  # A file's tests stay in one process: they share fixtures, and a few of them their ports.
+  # The tests of a file stay in one process: they share fixtures, and some of them ports.
   selection+=(-n "${MEGATRON_SPARSE_TEST_WORKERS:-$((cores < 4 ? cores : 4))}" --dist loadfile)
 fi
 # One thread a process: several ranks share the machine's cores.

@@ -1,4 +1,4 @@
-"""Who imports whom: the contracts hold, an import that points up breaks them, the table says so."""
+"""Import contracts: they hold, an import that points up breaks one, and the table matches them."""
 
 from __future__ import annotations
 
