@@ -1,4 +1,4 @@
-"""mkdocs hooks: pages from outside of docs/, and links that work both on the site and in the source.
+"""mkdocs hooks: pages from outside of docs/, and links that work on the site and in the source.
 
 README, CONTRIBUTING and CHANGELOG are at the top of the repository, where readers look for them;
 the site shows them as pages. Links from page to page are adapted. A link to a file that is not a

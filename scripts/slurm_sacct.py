@@ -13,7 +13,7 @@ from itertools import pairwise
 
 
 def job_id(fields: dict[str, str]) -> str:
-    """The id as sacct writes it: ARRAY_TASK for a task of an array, ARRAY_[TASKS] while it waits."""
+    """The id as sacct writes it: ARRAY_TASK for an array task, ARRAY_[TASKS] while it waits."""
     task = fields.get("ArrayTaskId")
     if task is None:
         return fields["JobId"]
