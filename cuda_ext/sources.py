@@ -7,12 +7,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from pathlib import Path
 
+from megatron_sparse.errors import DependencyError
+
 SOURCES = Path(__file__).resolve().parent / "csrc"
 LIBRARIES = Path(__file__).resolve().parent / "_lib"
-CUDA_ARCHS = (80, 90, 100)
+
+
+def cuda_archs(text: str) -> tuple[int, ...]:
+    """Compute capabilities, as `80,90`.
+
+    Raises:
+        DependencyError: the text is another.
+    """
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise DependencyError(
+            "MEGATRON_SPARSE_CUDA_ARCHS is no list of compute capabilities",
+            expected="numbers with commas between, such as 80,90",
+            got=repr(text),
+            remedy="leave it unset for all that wheels have",
+        ) from None
+
+
+CUDA_ARCHS = cuda_archs(os.environ.get("MEGATRON_SPARSE_CUDA_ARCHS", "80,90,100"))
+"""Compute capabilities that kernels are compiled for; with fewer the build is faster."""
 
 TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # 2.11: a byte for each part
 _COMMON = ("-O3", "-std=c++17", "-DNDEBUG")

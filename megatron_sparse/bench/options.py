@@ -11,11 +11,12 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, Self, get_type_hints
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
 
 from megatron_sparse.errors import ConfigError
+
+if TYPE_CHECKING:
+    import typer
 
 AUTO = "auto"
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
@@ -173,6 +174,9 @@ class Options:
     @classmethod
     def parameters(cls) -> Iterator[inspect.Parameter]:
         """What Typer makes options of."""
+        # Here, so that a machine without Typer can run a sweep, as GPU tests do.
+        import typer
+
         types = get_type_hints(cls)
         for each, flag, default, parse, settings in _options(cls):
             kind = types[each.name]

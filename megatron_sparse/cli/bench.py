@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_sparse.bench.bucket.sweep import BucketSweep
 from megatron_sparse.bench.codecs.sweep import PruneSweep
 from megatron_sparse.bench.codecs.sweep import Sweep as CodecSweep
 from megatron_sparse.bench.collectives.sweep import NodePlace, Sweep
@@ -22,6 +23,7 @@ from megatron_sparse.bench.options import (
     parse_list,
     parse_size,
 )
+from megatron_sparse.bench.peer.options import PeerOptions
 from megatron_sparse.bench.planner.options import PlannerOptions
 from megatron_sparse.bench.stragglers.sweep import LinkPlace, StragglerSweep
 
@@ -115,6 +117,26 @@ def codecs(
     from megatron_sparse.bench.codecs import command as runner
 
     runner.run(sweep, json, check, margin, save_baseline)
+
+
+@command(bench, "One bucket on this device, without a network: time, waits, overlap.")
+def bucket(sweep: BucketSweep, json: JsonFile = None) -> None:
+    """Exits with 1 when a row is wrong. See docs/reading-the-breakdown.md."""
+    from megatron_sparse.bench.bucket import command as runner
+
+    rows = runner.run(sweep, json)
+    raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
+
+
+@command(bench, "The two-shot all-reduce over peer memory, on virtual ranks of one GPU.")
+def peer(options: PeerOptions, json: JsonFile = None) -> None:
+    """Exits with 1 where a row is wrong. See docs/peer-memory.md."""
+    import torch
+
+    from megatron_sparse.bench.peer import command as runner
+
+    rows = runner.run(options, json, torch.device("cuda"))
+    raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
 
 
 @command(bench, "Collectives, dense gradient to dense sum, beside the backend's dense one.")

@@ -69,5 +69,5 @@ def _check_gpu(device: torch.device) -> None:
             f"the CUDA kernels were not compiled for {device}",
             expected=" or ".join(f"sm_{arch}" for arch in CUDA_ARCHS),
             got=f"sm_{major}{minor}",
-            remedy="add it to CUDA_ARCHS in cuda_ext/sources.py and build again",
+            remedy="build with it in MEGATRON_SPARSE_CUDA_ARCHS",
         )

@@ -89,18 +89,3 @@ def can_compile() -> bool:
 def test_cub_compiles(tmp_path) -> None:
     cub_peer.compile_for((9, 0), tmp_path / "cub_select.so")
     assert b"sm_90" in (tmp_path / "cub_select.so").read_bytes()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_rows_on_a_gpu() -> None:
-    sweep = bench.Sweep(
-        min_bytes=2**20, max_bytes=2**20, densities=(0.01, 1.0), warmup=1, iters=2, device="cuda"
-    )
-    rows = bench.run(sweep)
-    assert {row["op"] for row in rows} == set(bench.OPS)
-    assert {row["device"] for row in rows} == {"cuda"}
-    for row in rows:
-        assert row["wrong"] == 0
-        assert row["time_us"] > 0
-        assert row["copy_us"] > 0

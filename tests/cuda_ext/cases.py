@@ -93,7 +93,7 @@ def make(kind: str, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
 
 def unaligned(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements, one element off any alignment, between poisoned neighbours."""
-    room = torch.full((tensor.numel() + 2,), math.nan, dtype=tensor.dtype)
+    room = torch.full((tensor.numel() + 2,), math.nan, dtype=tensor.dtype, device=tensor.device)
     room[1:-1] = tensor
     return room[1:-1]
 

@@ -208,3 +208,9 @@ def test_each_library_is_made_of_its_own_sources(monkeypatch, tmp_path):
         after = {name: sources.source_hash(name) for name in before}
         assert {name for name in before if after[name] != before[name]} == parts, changed
         path.write_text(text)
+
+
+def test_architectures_are_numbers():
+    assert sources.cuda_archs("90") == (90,)
+    with pytest.raises(DependencyError, match="no list of compute capabilities"):
+        sources.cuda_archs("sm_90")

@@ -1,4 +1,4 @@
-"""On a GPU: `prune_` and the sampled threshold equal their oracles."""
+"""On a GPU: `prune_` (Triton) and the sampled threshold equal their oracles; events time stages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Pruning
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.reference import threshold as threshold_oracle
 from tests.cuda_ext import cases
@@ -32,7 +33,7 @@ def test_prune(dtype, residual_dtype, wire):
                 grad, Pruning(residual, offsets, thresholds, 0.9, key), wire
             )
             for place in (torch.clone, cases.unaligned):
-                got_grad, got_residual = (place(t).cuda() for t in (grad, residual))
+                got_grad, got_residual = (place(t.cuda()) for t in (grad, residual))
                 nnz = ops.prune_(got_grad, got_residual, offsets, thresholds.cuda(), 0.9, wire, key)
                 what = f"{kind} {numel} {key}"
                 cases.assert_same_bits(got_grad.cpu(), expected[0], f"{what}: grad")
@@ -47,3 +48,11 @@ def test_sample_threshold():
     expected = threshold_oracle.sample_threshold(grad, residual, *arguments)
     got = ops.sample_threshold(grad.cuda(), residual.cuda(), *arguments)
     cases.assert_same_bits(got.cpu(), expected, "thresholds")
+
+
+def test_a_stage_is_timed_by_events():
+    timer = StageTimer(torch.device("cuda"))
+    with timer.stage("prune"):
+        torch.cuda._sleep(20_000_000)
+    # 20 million cycles: 10 ms at 2 GHz, and no GPU runs at 20 GHz.
+    assert timer.times_us()["prune"] > 1000

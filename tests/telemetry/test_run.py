@@ -13,7 +13,7 @@ import torch
 
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.recording import BUCKET_STAGES, STAGES, STEP_STAGES, BucketRecord, StageTimer
+from megatron_sparse.recording import BUCKET_STAGES, STAGES, STEP_STAGES, BucketRecord
 from megatron_sparse.telemetry import RunTelemetry, load_summary
 
 QUIET = TrackingConfig(console="off")
@@ -327,18 +327,3 @@ def test_stage_outside_the_vocabulary_is_our_own_bug():
         telemetry.record_stage(stage, 0.0)
     with pytest.raises(AssertionError, match="prune"):
         telemetry.record_stage("prune", 1.0)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_events_are_read_at_the_end_of_the_iteration(tmp_path):
-    device = torch.device("cuda")
-    record = BucketRecord("b", 1, "agsparse", "target", 0.01, numel=1, timer=StageTimer(device))
-    with record.timer.stage("prune"):
-        torch.cuda._sleep(20_000_000)
-    telemetry = open_run(tmp_path)
-    telemetry.record_bucket(record)
-    breakdown = telemetry.end_iteration(1, iteration_s=0.1)
-    # 20 million cycles: 10 ms at 2 GHz, and no GPU runs at 20 GHz
-    assert breakdown.stage_ms["prune"] > 1.0
-    assert telemetry.close()["device"] == torch.cuda.get_device_name()

@@ -1,7 +1,4 @@
-"""The two-shot all-reduce over peer memory, on virtual ranks of one GPU; with events, and checked.
-
-    python -m megatron_sparse.bench.peer [--megabytes 64] [--ranks 2,4,8] [--density 0.01,0.1]
-        [--iters 20] [--json FILE]
+"""`bench peer`: the two-shot all-reduce over peer memory; with events, and checked.
 
 Virtual ranks share one GPU's memory and caches. So this is what the kernels cost, of all ranks
 together, and not a bandwidth of NVLink, nor how anything scales. `floor` is the fewest bytes that
@@ -13,39 +10,25 @@ in rank order first, bit by bit; a wrong row is not timed.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Annotated
 
 import torch
-import typer
 
 from megatron_sparse.bench.codecs import cuda
-from megatron_sparse.bench.options import Options, command, option, parse_counts, parse_densities
+from megatron_sparse.bench.peer.options import PeerOptions
 from megatron_sparse.bench.table import Columns, TableRow, copy_action, print_table
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
-from megatron_sparse.errors import DependencyError, MegatronSparseError
+from megatron_sparse.errors import DependencyError
 from megatron_sparse.transport.peer_memory import PeerMemory, VirtualRanks
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, HEADER_BYTES, payload_bytes
 
 DEADLINE_S = 10.0
 WARMUP = 3
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerOptions(Options):
-    """What is measured."""
-
-    megabytes: int = option(64, "Of a gradient.", min=1)
-    ranks: Sequence[int] = option("2,4,8", "Virtual ranks.", parse_counts)
-    density: Sequence[float] = option("0.01,0.1", "Fractions of a gradient.", parse_densities)
-    iters: int = option(20, "Runs that are timed.", min=1)
 
 
 @dataclass(kw_only=True)
@@ -189,26 +172,3 @@ def run(options: PeerOptions, json_path: Path | None, device: torch.device) -> l
     peak = torch.cuda.max_memory_allocated(device) / 2**20
     print(f"# at most {peak:.0f} MiB of memory, gradients and results of all ranks included")
     return rows
-
-
-@command(app, "Times the two-shot all-reduce on virtual ranks of one GPU.")
-def two_shot(
-    options: PeerOptions,
-    json: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
-) -> None:
-    """Exits with 1 where a row is wrong."""
-    rows = run(options, json, torch.device("cuda"))
-    raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; exits with its code."""
-    try:
-        app(arguments)
-    except MegatronSparseError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""One bucket's way on this device, without a network."""

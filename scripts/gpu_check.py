@@ -1,0 +1,307 @@
+"""Checks and measures on a machine with one GPU, in stages; called by gpu_check.sh.
+
+    bash scripts/gpu_check.sh                 every stage
+    bash scripts/gpu_check.sh --call 1        correctness and speed of the main path
+    bash scripts/gpu_check.sh --call 2        NCCL, peer memory, hashing, capacity mode, CUDA graphs
+    bash scripts/gpu_check.sh --call 3        compute-sanitizer, the rest
+    bash scripts/gpu_check.sh --rehearse      every stage without a GPU: see below
+    bash scripts/gpu_check.sh --list          the stages, their limits and commands
+
+A call takes at most ten minutes and builds what it needs, for this device's architecture only, so
+each may run on a fresh machine. The tests need torch, Triton, numpy and pytest; the benches need no
+more. A stage that fails or runs out of time does not keep the next from running. Each stage's table
+is printed when it ends, and the whole log of one that fails. Logs and JSON lines lie in
+runs/gpu-check; after every stage they are packed into DIR/gpu-check-CALL.tar.gz (DIR: --out, else
+runs).
+
+A rehearsal starts all stages where there is no GPU, with every package hidden that the machine
+may lack: tests are collected and skip for want of a device, benches measure something tiny on the
+CPU. A stage that needs a missing module, or collects no test, fails.
+
+Exit code: 0 all is well, 1 a stage failed, 2 an argument or Python is wrong, 3 there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / "runs" / "gpu-check"
+HIDE_PACKAGES = ROOT / "tests" / "bare_machine"
+SANITIZER = os.environ.get("COMPUTE_SANITIZER", "compute-sanitizer")
+TESTS = "tests/cuda_emulator/test_"
+NO_DEVICE = "no CUDA device"
+"""Why a test may skip in a rehearsal."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        name: of the stage and its log.
+        call: the calls that run it.
+        limit_s: seconds after which it is ended.
+        tests: files whose tests marked gpu it runs.
+        bench: the bench that it runs, by its name in `BENCHES`.
+        tool: of compute-sanitizer, under which the tests run.
+        queues: CUDA_DEVICE_MAX_CONNECTIONS; None leaves CUDA's default, 8.
+    """
+
+    name: str
+    call: tuple[int, ...]
+    limit_s: int
+    tests: tuple[str, ...] = ()
+    bench: str = ""
+    tool: str = ""
+    queues: int | None = None
+
+    def command(self, rehearse: bool) -> list[str]:
+        """The command line."""
+        if self.tests:
+            found = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+            tool = [] if rehearse or not self.tool else sanitizer(self.tool)
+            return [*tool, *found, *self.tests]
+        if self.bench:
+            flags = ["--rehearse"] if rehearse else []
+            return [sys.executable, "scripts/gpu_check.py", "--bench", self.bench, *flags]
+        # A rehearsal builds the CPU's library, which its tiny benches need.
+        return [
+            sys.executable,
+            "-m",
+            "megatron_sparse.cuda_ext.build",
+            "--cuda",
+            "off" if rehearse else "on",
+        ]
+
+
+def sanitizer(tool: str) -> list[str]:
+    """compute-sanitizer, which exits with 9 where it finds something."""
+    return [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
+
+
+PEER_TESTS = ("tests/transport/test_peer_memory.py",)
+STAGES = (
+    Stage("build", (1, 2, 3), 140),
+    Stage(
+        "codec-tests",
+        (1,),
+        60,
+        tests=(
+            "tests/cuda_ext/test_gpu.py",
+            "tests/cuda_ext/test_cuda_codecs.py",
+            "tests/formats/test_codec_choice.py",
+            f"{TESTS}ops.py",
+            f"{TESTS}threshold_emulated.py",
+        ),
+    ),
+    Stage("codecs", (1,), 60, bench="codecs"),
+    Stage("bucket", (1,), 50, bench="bucket"),
+    Stage("bucket-engine", (1,), 30, bench="bucket-engine"),
+    Stage("bucket-1-queue", (1,), 30, bench="bucket", queues=1),
+    Stage("nccl", (2,), 60, tests=("tests/transport/test_nccl_on_gpu.py",)),
+    Stage("peer-memory", (2,), 30, tests=PEER_TESTS),
+    Stage("capacity", (2,), 30, tests=(f"{TESTS}no_waiting.py",)),
+    Stage("hash-tests", (2,), 30, tests=(f"{TESTS}hash_formats.py", f"{TESTS}zen.py")),
+    Stage("hashing", (2,), 25, bench="hashing"),
+    Stage("memcheck", (3,), 60, tests=PEER_TESTS, tool="memcheck"),
+    Stage("racecheck", (3,), 60, tests=PEER_TESTS, tool="racecheck"),
+    Stage("memcheck-codecs", (3,), 80, tests=(f"{TESTS}ops.py",), tool="memcheck"),
+    Stage("two-shot", (3,), 30, bench="two-shot"),
+)
+
+
+def main() -> int:
+    """Runs what the arguments ask for; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", allow_abbrev=False)
+    parser.add_argument("--call", type=int, choices=(1, 2, 3), help="only these stages")
+    parser.add_argument("--rehearse", action="store_true", help="start all stages without a GPU")
+    parser.add_argument("--list", action="store_true", help="print the stages and end")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs", help="folder of the archive")
+    parser.add_argument("--bench", choices=BENCHES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.bench:
+        return 1 if any(BENCHES[given.bench](given.rehearse)) else 0
+    stages = [stage for stage in STAGES if given.call is None or given.call in stage.call]
+    if given.list:
+        for stage in stages:
+            print(f"{stage.name:<15} {stage.limit_s:>4} s  {' '.join(stage.command(False))}")
+        return 0
+    if not given.rehearse:
+        refuse_without_gpu()
+        if shutil.which(SANITIZER) is None:
+            print(f"{SANITIZER} is not there: its stages are left out", flush=True)
+            stages = [stage for stage in stages if not stage.tool]
+    return run_stages(stages, given)
+
+
+def refuse_without_gpu() -> None:
+    """Exits where there is no torch (2) or no GPU (3)."""
+    try:
+        import torch
+    except ImportError:
+        print(f"error: {sys.executable} has no torch\n  remedy:   set PYTHON", file=sys.stderr)
+        sys.exit(2)
+    if not torch.cuda.is_available():
+        print(
+            "error: there is no GPU\n  expected: one CUDA device\n"
+            "  got:      none that torch sees\n"
+            "  remedy:   run it where there is one, or give --rehearse",
+            file=sys.stderr,
+        )
+        sys.exit(3)
+    print(
+        f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}  {torch.cuda.get_device_name()}, torch "
+        f"{torch.__version__}, CUDA {torch.version.cuda}, Python {sys.version.split()[0]}",
+        flush=True,
+    )
+    major, minor = torch.cuda.get_device_capability()
+    os.environ.setdefault("MEGATRON_SPARSE_CUDA_ARCHS", f"{major}{minor}")
+
+
+def run_stages(stages: list[Stage], given: argparse.Namespace) -> int:
+    """Runs the stages one after the other; returns the exit code."""
+    folder = LOGS / (f"call-{given.call}" if given.call else "all")
+    folder.mkdir(parents=True, exist_ok=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    begin_s = time.monotonic()
+    for stage in stages:
+        print(f"[{time.monotonic() - begin_s:4.0f} s] {stage.name}", flush=True)
+        log = folder / f"{stage.name}.log"
+        said = run_stage(stage, log, folder, given.rehearse)
+        if said:
+            failed.append(stage.name)
+            print(f"{log.read_text(errors='replace')}\n{stage.name} FAILED: {said}", flush=True)
+        elif stage.bench and not given.rehearse:
+            print(log.read_text(), flush=True)
+        else:
+            print(f"         {last_line(log)}", flush=True)
+        with tarfile.open(given.out / f"gpu-{folder.name}.tar.gz", "w:gz") as archive:
+            archive.add(folder, folder.name)
+    seconds = time.monotonic() - begin_s
+    verdict = f"failed: {', '.join(failed)}" if failed else "no failure"
+    print(f"{len(stages)} stages in {seconds:.0f} s, {verdict}")
+    return 1 if failed else 0
+
+
+def run_stage(stage: Stage, log: Path, folder: Path, rehearse: bool) -> str:
+    """Runs one stage with its output in `log`; returns what is wrong, or nothing."""
+    environment = os.environ | {"GPU_CHECK_JSON": str(folder / f"{stage.name}.jsonl")}
+    environment["MEGATRON_SPARSE_STRICT"] = "1"
+    if stage.queues is not None:
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = str(stage.queues)
+    if rehearse:
+        # In front of the checkout, which holds the package.
+        environment["PYTHONPATH"] = os.pathsep.join([str(HIDE_PACKAGES), str(ROOT)])
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    else:
+        environment["PYTHONPATH"] = str(ROOT)
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                stage.command(rehearse),
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=None if rehearse else stage.limit_s,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"not done after {stage.limit_s} s"
+    if code:
+        return f"exit code {code}"
+    return skips_for_want_of_a_module(log) if rehearse and stage.tests else ""
+
+
+def skips_for_want_of_a_module(log: Path) -> str:
+    """What is wrong with a rehearsal of tests, or nothing: all must skip for want of a device."""
+    if not re.match(r"\d+ skipped", last_line(log)) or "passed" in last_line(log):
+        return "not every test was collected and skipped"
+    skips = [line for line in log.read_text().splitlines() if line.startswith("SKIPPED")]
+    other = [line for line in skips if NO_DEVICE not in line]
+    return f"a test skips for another reason: {other[0]}" if other else ""
+
+
+def last_line(log: Path) -> str:
+    """What a stage said last."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def json_path() -> Path:
+    """Where a bench writes its JSON lines."""
+    return Path(os.environ["GPU_CHECK_JSON"])
+
+
+def bench_codecs(rehearse: bool) -> list[int]:
+    """Threshold, prune_encode, encode and decode_add beside a copy of as many bytes."""
+    from megatron_sparse.bench.codecs.command import run
+    from megatron_sparse.bench.codecs.sweep import Sweep
+
+    tiny = {"min_bytes": 2**16, "max_bytes": 2**16, "iters": 1, "warmup": 0, "device": "cpu"}
+    whole = {"min_bytes": 2**26, "max_bytes": 2**30, "iters": 10, "device": "cuda"}
+    rows = run(Sweep(densities=(0.01,), **(tiny if rehearse else whole)), json_path())
+    return [row["wrong"] for row in rows]
+
+
+def bench_hashing(rehearse: bool) -> list[int]:
+    """ZEN's formats and row-sparse records."""
+    from megatron_sparse.bench.codecs.command import run
+    from megatron_sparse.bench.codecs.sweep import Sweep
+
+    tiny = {"min_bytes": 2**16, "max_bytes": 2**16, "iters": 1, "warmup": 0, "device": "cpu"}
+    whole = {"min_bytes": 2**26, "max_bytes": 2**26, "iters": 5, "device": "cuda"}
+    forms = ("hash_bitmap", "pairs", "row_sparse")
+    sweep = Sweep(densities=(0.01,), forms=forms, **(tiny if rehearse else whole))
+    return [row["wrong"] for row in run(sweep, json_path())]
+
+
+def bench_bucket(rehearse: bool, nccl_engine: bool = False) -> list[int]:
+    """A bucket from gradient to sum: floor, host time, waits, overlap."""
+    from megatron_sparse.bench.bucket.command import run
+    from megatron_sparse.bench.bucket.sweep import BucketSweep
+
+    tiny = BucketSweep(min_bytes=2**16, max_bytes=2**16, iters=1, warmup=0)
+    sweep = tiny if rehearse else BucketSweep(nccl_engine=nccl_engine)
+    return [row.wrong for row in run(sweep, json_path())]
+
+
+def bench_engine(rehearse: bool) -> list[int]:
+    """The same through the C++ NCCL engine, which a CPU lacks."""
+    return bench_bucket(rehearse, nccl_engine=True)
+
+
+def bench_two_shot(rehearse: bool) -> list[int]:
+    """The peer kernels, on virtual ranks of one GPU; a rehearsal has none."""
+    import torch
+
+    from megatron_sparse.bench.peer.command import run
+    from megatron_sparse.bench.peer.options import PeerOptions
+
+    if rehearse:
+        return []
+    return [row.wrong for row in run(PeerOptions(), json_path(), torch.device("cuda"))]
+
+
+BENCHES: dict[str, Callable[[bool], list[int]]] = {
+    "codecs": bench_codecs,
+    "hashing": bench_hashing,
+    "bucket": bench_bucket,
+    "bucket-engine": bench_engine,
+    "two-shot": bench_two_shot,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""`bench bucket` on the CPU: its rows and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.bench.bucket.command import BucketRow, run
+from megatron_sparse.bench.bucket.sweep import BucketSweep
+from megatron_sparse.errors import ConfigError
+
+
+@pytest.mark.parametrize("scheme", ["direct", "agsparse", "dense_ring"])
+def test_rows(scheme: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    sweep = BucketSweep(min_bytes=2**14, max_bytes=2**16, scheme=scheme, warmup=0, iters=2)
+    rows = run(sweep, path)
+    assert [row.bytes for row in rows] == [2**14, 2**16]
+    for row, written in zip(rows, map(json.loads, path.read_text().splitlines()), strict=True):
+        assert (row.scheme, row.wrong) == (scheme, 0)
+        for name in ("time_us", "floor_us", "host_us", "busy_us", "both_us"):
+            assert written[name] == getattr(row, name) > 0
+        assert row.waits is None or torch.cuda.is_available()
+    assert not dist.is_initialized(), "the group of one rank is gone"
+
+
+def test_hidden_is_the_share_of_the_shorter_one() -> None:
+    row = BucketRow(bytes=4, scheme="direct", queues=None, wrong=0)
+    assert row.hidden is None
+    row.time_us, row.busy_us, row.both_us = 10.0, 20.0, 24.0
+    assert row.hidden == pytest.approx(0.6)
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(ConfigError, match="min_bytes is out of range"):
+        BucketSweep(min_bytes=2**20, max_bytes=2**16)
