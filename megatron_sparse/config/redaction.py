@@ -1,9 +1,13 @@
 """Keeps secrets out of run folders, dashboards, error messages and recorded command lines.
 
-Two rules hide a secret: its *name* looks like that of a secret; or, whatever its name, the text has
-the shape of a well-known token or holds the password of a URL. A secret with an innocent name and
-without such a shape is not found: secrets belong in the environment of the process that needs them,
-which is written nowhere.
+Environment variables are recorded by an allow-list: those that decide how ranks start, meet and
+compute, and no other (`is_recorded_variable`). This holds for the process's environment and for
+`cluster.env`.
+
+Two rules hide a secret elsewhere, and in the value of an allowed variable: its *name* looks like
+that of a secret; or, whatever its name, the text has the shape of a well-known token or holds the
+credentials of a URL. A secret with an innocent name and without such a shape is not found. It
+belongs in the environment of the process that needs it.
 """
 
 from __future__ import annotations
@@ -17,18 +21,78 @@ REDACTED = "***"
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORDS = re.compile(r"[^A-Za-z0-9]+")
-_ANYWHERE = {"secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"}
-_LAST = {"token", "pass", "pwd", "auth"}
+_ANYWHERE = {
+    *("secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials"),
+    *("apikey", "cookie", "cookies", "jwt", "pgpass"),
+}
+_LAST = {"token", "pass", "pwd", "auth", "cred", "creds", "session", "signature", "sig"}
 _OF_A_VOCABULARY = {"bos", "eod", "eos", "mask", "middle", "pad", "prefix", "suffix", "unk"}
 _KINDS_OF_KEY = {"access", "api", "auth", "encryption", "license", "private", "service", "ssh"}
 
-_URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+(?=@)")
+_URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]+(?=@)")
+# Without a password the name is often a key, as in the address of an error tracker.
+_URL_USER = re.compile(r"(?<=https://)[^/\s:@]+(?=@)|(?<=http://)[^/\s:@]+(?=@)")
 _TOKEN_SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
     r"|sk-[\w-]{20,}|xox[abp]-[\w-]{10,}|AKIA[A-Z0-9]{16})\b"
 )
 # A name, then `=` or (in `{NAME:VALUE}`, or as an HTTP header) `:`, then a value.
-_ASSIGNMENT = re.compile(r"([A-Za-z_][\w.\-]*)(\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,{}\"']+)")
+_ASSIGNMENT = re.compile(
+    r"([A-Za-z_][\w.\-]*)(\s*(?:=|:(?!//))\s*)(\"[^\"]*\"|'[^']*'|[^\s,{}\"']+)"
+)
+_OVERRIDE = re.compile(r"([+~-]*)([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+_ENVIRONMENT_SECTION = "env"
+"""The section of a configuration (`cluster.env`) whose keys are environment variables."""
+
+_RECORDED_PREFIXES = (
+    *("MEGATRON_SPARSE_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "PYTORCH_"),
+    *("TORCH_", "TORCHELASTIC_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
+    # libfabric: the files of configs/cluster set it.
+    "FI_",
+)
+_RECORDED_NAMES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("PYTHONPATH", "WANDB_MODE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SILENT"),
+}
+# By name, because Slurm's variables hold secrets, too: SLURM_JWT is a credential, SLURM_EXPORT_ENV
+# the text of --export=NAME=VALUE, SLURM_JOB_COMMENT free text, SLURM_SPANK_* a plugin's options.
+_RECORDED_OF_SLURM = re.compile(
+    r"SLURM_(?:CLUSTER_NAME|DISTRIBUTION|NNODES|NODEID|NODELIST|NPROCS|NTASKS|PROCID|LOCALID"
+    r"|RESTART_COUNT|TASKS_PER_NODE|NTASKS_PER_\w+|CPUS_\w+|CPU_BIND\w*|MEM_\w+|GPUS\w*"
+    r"|THREADS_PER_CORE|SUBMIT_HOST|GTIDS|TOPOLOGY_ADDR\w*"
+    r"|(?:JOB|STEP|ARRAY_JOB|ARRAY_TASK)_(?:ID|NAME|NODELIST|NUM_NODES|NUM_TASKS|CPUS_PER_NODE"
+    r"|GPUS|PARTITION|QOS|START_TIME|END_TIME|TASKS_PER_NODE|RESERVATION|COUNT|MIN|MAX))"
+)
+
+
+def is_recorded_variable(name: str) -> bool:
+    """Whether the value of the environment variable `name` may be written anywhere.
+
+    Example:
+        >>> [is_recorded_variable(name) for name in ("NCCL_DEBUG", "SLURM_JOB_ID", "RANK")]
+        [True, True, True]
+        >>> [is_recorded_variable(name) for name in ("PGPASS", "SLURM_JWT", "HOME")]
+        [False, False, False]
+    """
+    allowed = (
+        name.startswith(_RECORDED_PREFIXES)
+        or name in _RECORDED_NAMES
+        or _RECORDED_OF_SLURM.fullmatch(name) is not None
+    )
+    return allowed and not is_secret_name(name)
+
+
+def recorded_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may be written, sorted by name; secrets in their values are hidden.
+
+    Args:
+        environment: of a process; not mutated.
+    """
+    return {
+        name: redact_text(value)
+        for name, value in sorted(environment.items())
+        if is_recorded_variable(name)
+    }
 
 
 def is_secret_name(name: str) -> bool:
@@ -63,9 +127,15 @@ def redact(value: Any, name: str = "") -> Any:
     Args:
         value: a value, or nested mappings, lists and tuples of values; not mutated.
         name: the key of the value. Under a secret name None, flags and empty strings stay visible:
-            they only show whether the secret is set.
+            they only show whether the secret is set. In the section `env` every variable that is
+            not `is_recorded_variable` is hidden.
     """
     if isinstance(value, Mapping):
+        if name == _ENVIRONMENT_SECTION:
+            return {
+                key: redact(item, str(key)) if is_recorded_variable(str(key)) else REDACTED
+                for key, item in value.items()
+            }
         return {key: redact(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)([redact(item, name) for item in value])
@@ -77,11 +147,22 @@ def redact(value: Any, name: str = "") -> Any:
 def redact_text(text: str) -> str:
     """`text` without the values of `NAME=VALUE` and `NAME: VALUE` that look secret."""
 
-    def hide(found: re.Match[str]) -> str:
-        name, between, _ = found.groups()
-        return f"{name}{between}{REDACTED}" if is_secret_name(name) else found[0]
+    shown, place = [], 0
+    while found := _ASSIGNMENT.search(text, place):
+        hidden = _is_hidden(found[1])
+        # The value of a harmless name may itself have an assignment in it.
+        end = found.end() if hidden else found.end(2)
+        shown.append(text[place : found.end(2)] + (REDACTED if hidden else ""))
+        place = end
+    return _without_shapes("".join(shown) + text[place:])
 
-    return _without_shapes(_ASSIGNMENT.sub(hide, text))
+
+def _is_hidden(name: str) -> bool:
+    """Whether the value of a key or a variable in a text is hidden."""
+    section, _, variable = name.rpartition(".")
+    if section.rpartition(".")[2] == _ENVIRONMENT_SECTION:
+        return not is_recorded_variable(variable)
+    return is_secret_name(name)
 
 
 def redact_command(command: str) -> str:
@@ -93,10 +174,30 @@ def redact_command(command: str) -> str:
     words = shlex.split(command)
     shown, hides_next = [], False
     for word in words:
-        shown.append(REDACTED if hides_next else redact_text(word))
+        shown.append(REDACTED if hides_next else _redact_word(word))
         hides_next = word.startswith("--") and "=" not in word and is_secret_name(word)
     return shlex.join(shown).replace(shlex.quote(REDACTED), REDACTED)
 
 
+def _redact_word(word: str) -> str:
+    """A word of a command line. Its value is hidden whole: it may contain spaces and commas."""
+    override = _OVERRIDE.fullmatch(word)
+    if override is None:
+        return redact_text(word)
+    sign, name, value = override.groups()
+    if _is_hidden(name):
+        return f"{sign}{name}={REDACTED}"
+    if name.rpartition(".")[2] == _ENVIRONMENT_SECTION:
+        return f"{sign}{name}={_ASSIGNMENT.sub(_hide_variable, value)}"
+    return redact_text(word)
+
+
+def _hide_variable(found: re.Match[str]) -> str:
+    """A `NAME:VALUE` of `cluster.env={...}`."""
+    name, between, value = found.groups()
+    return f"{name}{between}{redact_text(value) if is_recorded_variable(name) else REDACTED}"
+
+
 def _without_shapes(text: str) -> str:
-    return _TOKEN_SHAPES.sub(REDACTED, _URL_PASSWORD.sub(rf"\1:{REDACTED}", text))
+    text = _URL_USER.sub(REDACTED, _URL_PASSWORD.sub(rf"\1:{REDACTED}", text))
+    return _TOKEN_SHAPES.sub(REDACTED, text)

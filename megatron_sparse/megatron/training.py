@@ -23,6 +23,7 @@ from megatron_sparse.errors import (
     DependencyError,
 )
 from megatron_sparse.megatron import arguments
+from megatron_sparse.telemetry.sinks import hidden_from_wandb
 
 _KNOWN_NOISE = (
     # Repeated a dozen times on a machine without these packages; `doctor` reports it once.
@@ -74,9 +75,9 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     derived = arguments.derived_flags(
         config, run_dir, vocab_size=vocab_size, data_prefix=data_prefix
     )
-    megatron_args = _parse(
-        arguments.command_line(derived, config.megatron, arguments.megatron_parser())
-    )
+    command_line = arguments.command_line(derived, config.megatron, arguments.megatron_parser())
+    with hidden_from_wandb():
+        megatron_args = _parse(command_line)
     model_config = gpt_config_from_args(megatron_args)
     plugin = _install(config, run_dir, model_config) if config.plugin else None
     try:

@@ -25,8 +25,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_sparse.config.redaction import is_secret_name, redact_text
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import DependencyError, MegatronSparseError, SweepError
+from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseError, SweepError
 from megatron_sparse.run import composition, launch, preparation, sweep
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
@@ -61,6 +62,7 @@ def train(arguments: Sequence[str]) -> None:
         swept = sweep.swept_keys(with_values)
     except HydraException as error:
         raise composition.config_error(error) from None
+    _check_secrets(with_values)
     folder = _sweep_folder(with_values)
     # A job of Slurm imports the package from the same place as this process.
     os.environ.update(preparation.package_path())
@@ -98,8 +100,8 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
         code = launch.run(config, command)
         problem = f"a rank ended with code {code}" if code else ""
     except MegatronSparseError as error:
-        code, problem = error.exit_code, str(error)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        code, problem = error.exit_code, redact_text(str(error))
+        print(f"error: {problem}", file=sys.stderr, flush=True)
     except SystemExit as error:
         code, problem = int(error.code or 0), _OTHER_RANK
     # A rank without an error of its own leaves the outcome to rank 0.
@@ -121,6 +123,23 @@ def _check_launcher(arguments: Sequence[str]) -> None:
             got="no such package",
             remedy="pip install 'megatron-sparse[slurm]'",
         )
+
+
+def _check_secrets(overrides: Sequence[str]) -> None:
+    """Refuses secrets in a sweep's overrides: Hydra writes those into files of its own.
+
+    Raises:
+        ConfigError: a key has the name of a secret.
+    """
+    for text in overrides:
+        key = text.partition("=")[0].lstrip("+~")
+        if is_secret_name(key):
+            raise ConfigError(
+                f"{key} cannot be an override of a sweep",
+                expected="a key without a secret: Hydra writes a sweep's overrides into its files",
+                got=f"{key}=***",
+                remedy=f"export {key.rpartition('.')[2]} in the environment instead",
+            )
 
 
 def _sweep_folder(overrides: Sequence[str]) -> Path:

@@ -158,11 +158,12 @@ def load(path: Path) -> RunConfig:
 def save(config: RunConfig, path: Path, command: str) -> None:
     """Writes every value of the run as YAML, under a comment with the command that made it.
 
-    Secrets in the command and in `cluster.env` are hidden; the ranks read those from their own
-    environment. `load` returns every other value unchanged.
+    Secrets in the command are hidden, and every variable of `cluster.env` that is not on the
+    allow-list of `redaction`; the ranks read those from their own environment. `load` returns every
+    other value unchanged.
     """
     values = dataclasses.asdict(config)
-    values["cluster"]["env"] = redact(values["cluster"]["env"])
+    values["cluster"]["env"] = redact(values["cluster"]["env"], "env")
     text = OmegaConf.to_yaml(OmegaConf.create(values))
     head = f"# {redact_command(command)}\n# megatron_sparse {__version__}\n"
     path.write_text(head + text, "utf-8")

@@ -1,7 +1,8 @@
 """The provenance of a run: commit, versions, machine, environment, in the run's folder.
 
 `starts.jsonl` has one line for each start of the run, so that a job that Slurm requeued shows on
-which nodes and with which variables it continued. Secrets are hidden, see `redaction`.
+which nodes and with which variables it continued. Only variables of an allow-list are written, and
+secrets in the command are hidden, see `redaction`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_sparse.config.redaction import redact, redact_command
+from megatron_sparse.config.redaction import recorded_environment, redact_command
 from megatron_sparse.version import __version__
 
 STARTS_FILE = "starts.jsonl"
@@ -32,7 +33,8 @@ def record_start(run_dir: Path, command: str, environment: Mapping[str, str] | N
     Args:
         run_dir: the run's folder, which exists.
         command: the command line.
-        environment: None takes this process's, as the ranks inherit it.
+        environment: of which the variables of the allow-list are written; None takes this
+            process's, as the ranks inherit it.
 
     Raises:
         OSError: the file cannot be written.
@@ -55,7 +57,7 @@ def start(command: str, environment: Mapping[str, str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "slurm_job": environment.get("SLURM_JOB_ID"),
         "slurm_restarts": int(environment.get("SLURM_RESTART_COUNT", "0")),
-        "environment": redact(dict(sorted(environment.items()))),
+        "environment": recorded_environment(environment),
     }
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_sparse.config.redaction import redact_text
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The variable with the file from which torch's agent reads why a rank failed."""
 _TYPED = "megatron_sparse"
@@ -20,14 +22,16 @@ def write_report(message: str, *, typed: bool) -> None:
     """Writes the agent's error file, in its format; prints the message where there is no agent.
 
     Args:
-        message: why this rank failed.
+        message: why this rank failed; secrets in it are hidden.
         typed: whether it is the message of a `MegatronSparseError`.
     """
+    message = redact_text(message)
     path = os.environ.get(ERROR_FILE)
     if path is None:
         print(f"error: {message}", file=sys.stderr)
         return
-    info = {"timestamp": str(int(time.time())), "py_callstack": traceback.format_exc()}
+    callstack = redact_text(traceback.format_exc())
+    info = {"timestamp": str(int(time.time())), "py_callstack": callstack}
     report = {"message": {"message": message, "extraInfo": info}, _TYPED: typed}
     Path(path).write_text(json.dumps(report), "utf-8")
 

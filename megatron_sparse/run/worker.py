@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, preparation, slurm
@@ -91,7 +92,7 @@ def run_started(config: RunConfig, command: str) -> int:
     except MegatronSparseError as error:
         reported = _is_reported(store)
         if not reported and _has_aborted(config, error):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {redact_text(str(error))}", file=sys.stderr)
         _leave_if_aborted(config, error)
         if reported:
             return error.exit_code

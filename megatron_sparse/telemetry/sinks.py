@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_sparse.config.redaction import redact
+from megatron_sparse.config.redaction import recorded_environment, redact
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError, DependencyError
 from megatron_sparse.telemetry.metrics import GROUPS, PLAN, PLAN_COLUMNS, STEP
@@ -183,17 +184,18 @@ class WandbSink:
         wandb = _import_wandb()
         try:
             mode = wandb_mode(tracking)
-            run = wandb.init(
-                mode=mode,
-                dir=str(run_dir),
-                project=tracking.wandb_project,
-                entity=tracking.wandb_entity,
-                name=run_dir.name,
-                id=run_id(run_dir / "wandb"),
-                # Offline, wandb cannot find out whether the run exists, and would warn about it.
-                resume="allow" if mode == "online" else None,
-                config=redact(config or {}),
-            )
+            with hidden_from_wandb():
+                run = wandb.init(
+                    mode=mode,
+                    dir=str(run_dir),
+                    project=tracking.wandb_project,
+                    entity=tracking.wandb_entity,
+                    name=run_dir.name,
+                    id=run_id(run_dir / "wandb"),
+                    # Offline, wandb cannot know whether the run exists, and would warn about it.
+                    resume="allow" if mode == "online" else None,
+                    config=redact(config or {}),
+                )
         except (wandb.Error, OSError) as error:
             raise ConfigError(
                 f"W&B did not start (tracking.wandb={tracking.wandb})",
@@ -233,6 +235,26 @@ def _import_wandb() -> Any:
     return wandb
 
 
+@contextmanager
+def hidden_from_wandb() -> Iterator[None]:
+    """Takes the variables of Slurm that may hold secrets out of the environment for a while.
+
+    wandb's service keeps every SLURM_* variable that it inherits in the run's metadata, SLURM_JWT
+    and SLURM_EXPORT_ENV among them. Start the service inside this.
+    """
+    hidden = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("SLURM_") and recorded_environment({name: value}) != {name: value}
+    }
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 def run_id(wandb_dir: Path) -> str:
     """The id stored in `wandb_dir`; the first call makes one."""
     path = wandb_dir / "run-id.txt"
@@ -262,7 +284,8 @@ def _has_credentials() -> bool:
     `wandb.login(prompt=False)` would tell too, but prints, and asks the server.
     """
     wandb = _import_wandb()
-    settings = wandb.setup().settings
+    with hidden_from_wandb():
+        settings = wandb.setup().settings
     if os.environ.get("WANDB_API_KEY") or settings.api_key or settings.identity_token_file:
         return True
     try:

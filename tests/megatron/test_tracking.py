@@ -19,6 +19,7 @@ from tests.tracked import tensorboard_scalars, wandb_history, wandb_records
 
 ITERATIONS, EVERY = 8, 2
 SECRET = "planted-secret"
+PLANTED = ("WANDB_API_KEY", "PGPASS", "HF_CRED", "COOKIE", "AWS_SESSION", "SLURM_JWT", "NO_NAME")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,11 @@ def run(tmp_path_factory) -> Path:
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("tracked")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_API_KEY", SECRET)
+        for name in PLANTED:
+            patch.setenv(name, SECRET)
+        patch.setenv("DATABASE_URL", f"postgres://me:{SECRET}@host/db")
+        patch.setenv("SLURM_EXPORT_ENV", f"ALL,PGPASS={SECRET}")
+        patch.setenv("SLURM_JOB_ID", "7")
         for place in ("CONFIG", "CACHE", "DATA"):
             patch.setenv(f"WANDB_{place}_DIR", str(folder / "home" / place))
         return train(
@@ -46,6 +51,7 @@ def run(tmp_path_factory) -> Path:
             "tracking.trace_start=4",
             "tracking.profile_iters=2",
             f"cluster.env.HF_TOKEN={SECRET}",
+            f"cluster.env.INNOCENT={SECRET}",
         )
 
 
@@ -147,7 +153,7 @@ def test_the_configuration_is_in_wandb_without_secrets(run):
     }
     config = updates["megatron_sparse"]
     assert config["compression"]["density"] == 0.02
-    assert config["cluster"]["env"]["HF_TOKEN"] == "***"
+    assert config["cluster"]["env"]["HF_TOKEN"] == config["cluster"]["env"]["INNOCENT"] == "***"
     steps = {
         record.metric.glob_name: record.metric.step_metric
         for record in wandb_records(run)
@@ -157,6 +163,10 @@ def test_the_configuration_is_in_wandb_without_secrets(run):
 
 
 def test_no_file_of_the_run_has_a_secret(run):
+    """Of this package, Megatron, torch, TensorBoard and W&B; W&B keeps Slurm's variables."""
+    (start,) = lines(run, "starts.jsonl")
+    assert start["environment"]["SLURM_JOB_ID"] == "7"
+    assert not {*PLANTED, "HOME", "PATH"} & set(start["environment"])
     files = [path for path in run.parent.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []

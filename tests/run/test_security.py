@@ -6,6 +6,8 @@ What is checked in the source is checked in the syntax tree, so that a word in a
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +17,16 @@ import pytest
 from megatron_sparse.cli import main
 from megatron_sparse.config.redaction import (
     REDACTED,
+    is_recorded_variable,
     is_secret_name,
+    recorded_environment,
     redact,
     redact_command,
     redact_text,
 )
-from megatron_sparse.run.composition import compose, load, save
+from megatron_sparse.run import rank_report
+from megatron_sparse.run.composition import compose, group_options, load, save
+from megatron_sparse.telemetry.sinks import hidden_from_wandb
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("megatron_sparse", "triton_kernels", "cuda_ext", "scripts", "examples")
@@ -168,6 +174,11 @@ SECRETS = (
     "credentials",
     "REGISTRY_AUTH",
     "token",
+    "PGPASS",
+    "HF_CRED",
+    "COOKIE",
+    "AWS_SESSION",
+    "SLURM_JWT",
 )
 INNOCENT = (
     "tokenizer_type",
@@ -209,6 +220,7 @@ def test_redact_goes_through_everything_and_mutates_nothing():
                 "HTTP_PROXY": "http://u:planted@h:1/x",
             }
         },
+        "address": "http://u:planted@h:1/x",
         "wandb": {"api_key": "planted", "entity": None},
         "tokens": ["hf_" + "a" * 30, "plain", 3],
         "passwords": ("kept",),
@@ -223,8 +235,9 @@ def test_redact_goes_through_everything_and_mutates_nothing():
     assert shown["cluster"]["env"] == {
         "HF_TOKEN": REDACTED,
         "NCCL_DEBUG": "INFO",
-        "HTTP_PROXY": f"http://u:{REDACTED}@h:1/x",
+        "HTTP_PROXY": REDACTED,
     }
+    assert shown["address"] == f"http://u:{REDACTED}@h:1/x"
     assert shown["tokens"] == [REDACTED, "plain", 3]
     # Whether something is set may be known.
     assert (shown["token"], shown["wandb"]["entity"]) == (None, None)
@@ -240,8 +253,17 @@ def test_redact_goes_through_everything_and_mutates_nothing():
         ),
         (
             "megatron-sparse train 'cluster.env={A_KEY:planted,B:c}'",
-            "megatron-sparse train 'cluster.env={A_KEY:***,B:c}'",
+            "megatron-sparse train 'cluster.env={A_KEY:***,B:***}'",
         ),
+        (
+            "megatron-sparse train 'cluster.env={NCCL_DEBUG:INFO,PGOPT:\"x y\"}'",
+            "megatron-sparse train 'cluster.env={NCCL_DEBUG:INFO,PGOPT:***}'",
+        ),
+        ("x '++cluster.env.PLAIN=two, planted words'", "x '++cluster.env.PLAIN=***'"),
+        ("x cluster.env.NCCL_DEBUG=INFO", None),
+        ("x 'db.password=two, planted words'", "x 'db.password=***'"),
+        ("x https://planted@sentry.io/1", "x 'https://***@sentry.io/1'"),
+        ("x postgres://me:plan@ted@host/db", "x 'postgres://me:***@host/db'"),
         ("x --api-key planted --seed 3", "x --api-key *** --seed 3"),
         ("x --api-key=planted", "x '--api-key=***'"),
         ("curl https://me:planted@host/", "curl 'https://me:***@host/'"),
@@ -250,6 +272,87 @@ def test_redact_goes_through_everything_and_mutates_nothing():
 )
 def test_commands(command, shown):
     assert redact_command(command) == (shown or command)
+
+
+PLANTED = {
+    "PGPASS": "planted",
+    "HF_CRED": "planted",
+    "COOKIE": "planted",
+    "AWS_SESSION": "planted",
+    "DATABASE_URL": "postgres://me:planted@host/db",
+    "HTTPS_PROXY": "http://me:planted@proxy:3128",
+    "INNOCENT_NAME": "planted",
+    "HOME": "/home/planted",
+    "SLURM_JWT": "planted",
+    "SLURM_EXPORT_ENV": "ALL,PGPASS=planted",
+    "SLURM_JOB_COMMENT": "planted",
+    "SLURM_SPANK_AUTH": "planted",
+    "NCCL_AUTH_TOKEN": "planted",
+    "MEGATRON_SPARSE_API_KEY": "planted",
+}
+HARMLESS = {
+    "NCCL_DEBUG": "INFO",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "0,1",
+    "OMP_NUM_THREADS": "4",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "FI_CXI_DEFAULT_CQ_SIZE": "131072",
+    "MEGATRON_SPARSE_RESTARTS": "3",
+    "RANK": "1",
+    "MASTER_ADDR": "n0",
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[0-1]",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_RESTART_COUNT": "0",
+    "SLURM_CPUS_PER_TASK": "2",
+}
+
+
+def test_the_environment_is_recorded_by_an_allow_list():
+    with_url = {"NCCL_CONF_FILE": "https://me:planted@host/x?token=planted"}
+    shown = recorded_environment(PLANTED | HARMLESS | with_url)
+    assert "planted" not in repr(shown)
+    assert shown == HARMLESS | {"NCCL_CONF_FILE": f"https://me:{REDACTED}@host/x?token={REDACTED}"}
+    assert list(shown) == sorted(shown)
+
+
+def test_every_variable_that_we_ship_is_recorded():
+    """Those of configs/cluster, which the user did not choose."""
+    for option in group_options("cluster"):
+        for name in compose([f"cluster={option}"]).cluster.env:
+            assert is_recorded_variable(name), name
+
+
+def test_wandb_does_not_see_slurms_secrets(monkeypatch):
+    for name, value in (PLANTED | HARMLESS).items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with hidden_from_wandb():
+        seen = {name for name in os.environ if name.startswith("SLURM_")}
+    assert seen == {name for name in HARMLESS if name.startswith("SLURM_")}
+    assert dict(os.environ) == before
+
+
+def test_a_rank_reports_its_error_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv(rank_report.ERROR_FILE, str(tmp_path / "error.json"))
+    try:
+        raise RuntimeError("no answer of postgres://me:planted@host, cluster.env.X=planted")
+    except RuntimeError as error:
+        rank_report.write_report(str(error), typed=False)
+    assert "planted@" not in (tmp_path / "error.json").read_text()
+    report = rank_report.read_report(json.loads((tmp_path / "error.json").read_text()))
+    assert report == ("no answer of postgres://me:***@host, cluster.env.X=***", False)
+
+
+def test_a_sweep_takes_no_secret_as_override(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main.main(["train", "--multirun", "cluster.env.HF_TOKEN=planted", "training.seed=1,2"])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert "export HF_TOKEN" in error
+    assert "planted" not in error
 
 
 def test_text_of_errors_keeps_what_explains_them():
