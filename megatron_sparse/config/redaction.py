@@ -146,7 +146,6 @@ def redact(value: Any, name: str = "") -> Any:
 
 def redact_text(text: str) -> str:
     """`text` without the values of `NAME=VALUE` and `NAME: VALUE` that look secret."""
-
     shown, place = [], 0
     while found := _ASSIGNMENT.search(text, place):
         hidden = _is_hidden(found[1])
