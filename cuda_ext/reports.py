@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from queue import SimpleQueue
 
 import torch
 
+_Waiting = SimpleQueue[tuple[torch.device, torch.cuda.Event, Callable[[], None]]]
 Look = Callable[[torch.Tensor], None]
 """Takes a call's words on the CPU and raises the error that they hold, if any."""
 
@@ -95,16 +99,10 @@ class HostCopy:
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         """Lets a thread call `wake` when the words are there."""
-        copied = self._copied
-        if copied is None:
+        if self._copied is None:
             wake()
-            return
-
-        def wait() -> None:
-            copied.synchronize()
-            wake()
-
-        threading.Thread(target=wait, name="megatron_sparse_report", daemon=True).start()
+        else:
+            _waiting().put((self._calls[0][0].device, self._copied, wake))
 
     def finish(self) -> None:
         """Checks the words; waits for them if they are not there.
@@ -118,3 +116,23 @@ class HostCopy:
         sizes = [words.numel() for words, _ in calls]
         for (_, look), words in zip(calls, self._words.split(sizes), strict=True):
             look(words)
+
+
+@cache
+def _waiting() -> _Waiting:
+    """The queue of the one thread that waits for reports; the thread starts with the first one.
+
+    Reports of a device end in the order of its work, so one thread is enough.
+    """
+    waiting: _Waiting = SimpleQueue()
+
+    def run() -> None:
+        while True:
+            device, copied, wake = waiting.get()
+            torch.cuda.set_device(device)  # a thread begins with the first one
+            with suppress(RuntimeError):  # `finish` meets the device's error again, and raises it
+                copied.synchronize()
+            wake()
+
+    threading.Thread(target=run, name="megatron_sparse_report", daemon=True).start()
+    return waiting

@@ -140,12 +140,12 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
 
     Variables that the user has set keep their values, except the two that hide GPUs on a CPU run.
     """
-    found = {
-        "OMP_NUM_THREADS": str(config.cluster.omp_num_threads),
-        # Megatron requires it for tensor parallelism: launches keep their order.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        **config.cluster.env,
-    }
+    found = {"OMP_NUM_THREADS": str(config.cluster.omp_num_threads)}
+    if config.training.tensor_parallel > 1 or config.megatron.get("context_parallel_size", 1) > 1:
+        # Megatron requires it there on devices before Blackwell: launches keep their order.
+        # Elsewhere one queue would make a bucket's kernels wait for the backward pass.
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    found |= config.cluster.env
     if config.plugin and config.scheme.nccl_errors == "typed" and config.cluster.device == "cuda":
         from megatron_sparse.transport.nccl_errors import ENVIRONMENT
 

@@ -25,6 +25,8 @@ from megatron_sparse.transport.nccl_library import SUCCESS, NcclLibrary
 
 POLL_S = 0.05
 """Time between two checks of pending calls."""
+POSTING_S = 1.0
+"""How long an abort waits for a thread that posts. Posting takes a fraction of a millisecond."""
 
 
 class Deadline(Protocol):
@@ -93,6 +95,7 @@ class NcclCommunicator:
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._library = library
+        self._device = device
         self._deadline = deadline
         name = library.unique_id().hex().encode() if rank == 0 else b""
         unique_id = bytes.fromhex(broadcast(name).decode().strip())
@@ -101,6 +104,7 @@ class NcclCommunicator:
         self._pending: deque[_Call] = deque()
         self._error: CommunicationError | None = None
         self._change = threading.Condition()
+        self._posting = threading.RLock()  # a call that fails while it posts aborts by itself
         self._closing = False
         self._monitor = threading.Thread(target=self._run_monitor, name="megatron_sparse_nccl")
         self._monitor.daemon = True
@@ -127,7 +131,9 @@ class NcclCommunicator:
             self._pending.append(started)
             self._change.notify()
         try:
-            yield lambda result: self._require(started, result)
+            with self._posting:
+                self.check()  # the monitor may have aborted in the meantime
+                yield lambda result: self._require(started, result)
         except BaseException:
             with self._change:
                 self._pending.remove(started)
@@ -193,6 +199,7 @@ class NcclCommunicator:
             self.check()
 
     def _run_monitor(self) -> None:
+        torch.cuda.set_device(self._device)  # a thread begins with the first one
         while True:
             with self._change:
                 if not self._pending and not self._closing:
@@ -224,12 +231,24 @@ class NcclCommunicator:
         return self._error is not None
 
     def _fail(self, failed: _Call, trouble: str | None) -> None:
-        """Aborts, once. Sets the error first: aborting lets waiting streams go on."""
+        """Aborts, once. Sets the error first: aborting lets waiting streams go on.
+
+        Aborting frees the communicator, so it waits for a thread that posts; from the error on no
+        other begins. A thread that NCCL keeps longer than `POSTING_S` waits for a peer, and only
+        aborting ends that.
+        """
         found = failed.deadline.error(None if trouble is None else RuntimeError(trouble))
-        with self._change:  # no other thread may query a communicator while it is aborted
-            if self._error is None:
-                self._error = found
+        with self._change:
+            if self._error is not None:
+                return
+            self._error = found
+        posts_nothing = self._posting.acquire(timeout=POSTING_S)
+        try:
+            with self._change:  # no other thread may query a communicator while it is aborted
                 self._library.abort(self._communicator)
+        finally:
+            if posts_nothing:
+                self._posting.release()
 
 
 def refusal(got: str) -> ConfigError:

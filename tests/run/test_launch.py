@@ -163,6 +163,17 @@ class TestEnvironment:
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         assert self.on(config, "cuda")["OMP_NUM_THREADS"] == "3"
 
+    def test_one_hardware_queue_where_megatron_demands_it(self, config, monkeypatch):
+        name = "CUDA_DEVICE_MAX_CONNECTIONS"
+        monkeypatch.delenv(name, raising=False)
+        assert name not in self.on(config, "cuda")
+        training = dataclasses.replace(config.training, tensor_parallel=2)
+        tensor = dataclasses.replace(config, training=training)
+        context = dataclasses.replace(config, megatron={"context_parallel_size": 2})
+        for parallel in (tensor, context):
+            assert self.on(parallel, "cuda")[name] == "1"
+            assert self.on(parallel, "cuda", **{name: "8"})[name] == "8"
+
     def test_nccls_watchdog_lets_ranks_live_where_errors_are_to_be_typed(self, config, monkeypatch):
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         monkeypatch.delenv(name, raising=False)

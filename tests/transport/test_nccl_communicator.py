@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_sparse.errors import CommunicationError, ConfigError, DependencyError
-from megatron_sparse.transport import ProcessGroupTransport, nccl_library
+from megatron_sparse.transport import ProcessGroupTransport, nccl_communicator, nccl_library
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import NcclLibrary, loaded_nccl
 from tests import fake_nccl
@@ -160,6 +160,44 @@ def test_a_kernel_that_does_not_end_has_a_deadline(fake: Any) -> None:
     ):
         pytest.fail("it is refused before anything is posted")
     communicator.close(broken=True)
+
+
+@needs_gxx
+def test_an_abort_waits_for_a_call_that_is_being_posted(fake: Any) -> None:
+    """Aborting frees the communicator that C++ is using."""
+    (communicator,) = make(fake, 1, 1)
+    with communicator.call("sum of bucket b") as require:
+        communicator.deadlines[0].over = True
+        _until(lambda: communicator._error is not None)
+        time.sleep(0.2)
+        assert not fake.fake_nccl_is_aborted(communicator.words[2].item())
+        require(nccl_library.SUCCESS)
+    _until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
+    communicator.close(broken=True)
+
+
+@needs_gxx
+def test_an_abort_frees_a_call_that_nccl_keeps(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_communicator, "POSTING_S", 0.1)
+    (communicator,) = make(fake, 1, 1)
+    with communicator.call("sum of bucket b"):
+        communicator.deadlines[0].over = True
+        _until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
+    communicator.close(broken=True)
+
+
+@needs_gxx
+def test_the_monitor_works_on_the_ranks_device(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: dict[str, torch.device] = {}
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: devices.setdefault(threading.current_thread().name, device),
+    )
+    (communicator,) = make(fake, 1, 1)
+    _until(lambda: "megatron_sparse_nccl" in devices)
+    communicator.close()
+    assert devices["megatron_sparse_nccl"] == GPU
 
 
 @needs_gxx
