@@ -36,7 +36,8 @@ class Reduction(StrEnum):
     """How the ranks' gradients are combined.
 
     `AVG` divides each rank's gradient by the number of ranks before anything is selected from it,
-    because residuals are contributions to the averaged gradient.
+    because residuals are contributions to the averaged gradient. A dense reduce-scatter leaves the
+    division to the backend, as Megatron does.
     """
 
     SUM = "sum"

@@ -1,8 +1,11 @@
 """The fp32 sum of a dense collective, and how partial sums travel.
 
-Partial sums travel in fp32, with one exception: if the gradient is fp32 and `scheme.wire_dtype`
-narrows its values, partial sums are narrowed to the same dtype, rounded to nearest even. The final
-sum is rounded once to the dtype of the values, and travels in that dtype.
+Partial sums travel in fp32, with one exception: where `scheme.wire_dtype=bf16` narrows the values
+of an fp32 gradient, partial sums are narrowed to bf16 too, rounded to nearest even. The final sum
+is rounded once to the dtype of the values, and travels in that dtype.
+
+fp16 ends at 65504. Sums of values that it holds, such as 60000 + 60000 - 60000 - 60000, leave its
+range on the way, so partial sums never travel in it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Exchange
+from megatron_sparse.formats.rounding import round_into
 
 
 class Accumulator:
@@ -22,7 +26,7 @@ class Accumulator:
 
     def __init__(self, exchange: Exchange, values_N: torch.Tensor) -> None:
         self._exchange = exchange
-        self._partial_dtype = partial_dtype(exchange.bucket, values_N)
+        self._partial_dtype = partial_dtype(exchange.bucket, values_N.dtype)
         if values_N.dtype == torch.float32:
             self.sum_N = values_N
         else:
@@ -37,7 +41,8 @@ class Accumulator:
         part = self.sum_N[start:stop]
         if self._partial_dtype == torch.float32:
             return part
-        return self._take("outgoing", stop - start, self._partial_dtype, part.device).copy_(part)
+        copy = self._take("outgoing", stop - start, self._partial_dtype, part.device)
+        return round_into(copy, part)
 
     def incoming(self, numel: int) -> torch.Tensor:
         """Room for a peer's partial sums, valid until the next call."""
@@ -55,12 +60,13 @@ class Accumulator:
         return self._exchange.buffers.take(name, numel, device, dtype)
 
 
-def partial_dtype(bucket: Bucket, values_N: torch.Tensor) -> torch.dtype:
-    """The dtype in which partial sums of these values travel."""
-    return torch.float32 if values_N.dtype == bucket.grad_N.dtype else values_N.dtype
+def partial_dtype(bucket: Bucket, value_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial sums of values of this dtype travel: fp32 or bf16."""
+    is_narrowed = value_dtype != bucket.grad_N.dtype
+    return torch.bfloat16 if is_narrowed and value_dtype == torch.bfloat16 else torch.float32
 
 
 def store(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies, and rounds where needed, unless the two are the same memory."""
     if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
+        round_into(target, source)

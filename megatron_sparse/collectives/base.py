@@ -58,6 +58,8 @@ class Exchange:
         straggler: the rank of the group that is expected to come last to this bucket; None if no
             straggler is known. All ranks have agreed on it.
         windows: peer memory of the group's buckets; None if none was made (`peer_windows`).
+        averages: gradients have not been divided, and the backend averages them: for `dense` and a
+            reduce-scatter only.
     """
 
     bucket: Bucket
@@ -67,6 +69,7 @@ class Exchange:
     options: SchemeConfig
     straggler: int | None = None
     windows: PeerMemory | None = None
+    averages: bool = False
 
     @property
     def scatters(self) -> bool:

@@ -7,9 +7,14 @@ NCCL's watchdog.
 
 Bytes on the wire: 2 (n - 1) / n N b for a ring all-reduce, half of it for a reduce-scatter. This
 is also how Megatron synchronises, so on the same backend and ranks the sums have the same bits as
-Megatron's. Where values travel in a narrower dtype, the backend adds in that dtype. If
-`Bucket.fp32_sums` forbids that, `dense_allpairs` does the reduce-scatter, as Megatron's
-`reduce_scatter_with_fp32_accumulation` does.
+Megatron's. A reduce-scatter changes this rank's shard and nothing else. With `Exchange.averages`
+the backend also divides, as for Megatron's `average_in_collective`.
+
+Where values travel in a narrower dtype, the backend adds in that dtype. If `Bucket.fp32_sums`
+forbids that, `dense_allpairs` does the reduce-scatter, as Megatron's
+`reduce_scatter_with_fp32_accumulation` does. It also takes over where `scheme.wire_dtype=fp16`
+narrows an fp32 gradient: it sends as many bytes and adds in fp32, while the backend's partial sums
+would leave fp16's range although the sum fits.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
     """
     bucket, transport = exchange.bucket, exchange.transport
-    if bucket.fp32_sums and exchange.scatters:
+    overflows = values_N.dtype == torch.float16 != bucket.grad_N.dtype
+    if overflows or (bucket.fp32_sums and exchange.scatters):
         return (yield from dense_allpairs(exchange, values_N, step))
     if transport.device.type == "cpu":
         identity = Identity.of_values("dense", exchange, values_N, step)
@@ -47,7 +53,7 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
         work = transport.all_reduce_(values_N)
     else:
         own = bucket.shard(transport.rank)
-        work = transport.reduce_scatter(values_N[own], values_N)
+        work = transport.reduce_scatter(values_N[own], values_N, average=exchange.averages)
     yield POSTED
     yield work
     if values_N is not bucket.grad_N:

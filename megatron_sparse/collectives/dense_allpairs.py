@@ -18,6 +18,7 @@ import torch
 from megatron_sparse.collectives.accumulator import store
 from megatron_sparse.collectives.base import Exchange, Identity, Steps, even_cuts, whole_group
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 
@@ -49,9 +50,9 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
             else:
                 sum_M.add_(part)
         if scatter:
-            bucket.grad_N[cuts[rank] : cuts[rank + 1]].copy_(sum_M)
+            round_into(bucket.grad_N[cuts[rank] : cuts[rank + 1]], sum_M)
             return group.sent_bytes
-        own.copy_(sum_M)
+        round_into(own, sum_M)
     yield from group.exchange(
         [(peer, own) for peer in peers], [(peer, pieces[peer]) for peer in peers], last=True
     )

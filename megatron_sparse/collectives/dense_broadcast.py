@@ -32,6 +32,7 @@ from megatron_sparse.collectives.base import (
 from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.straggler_shares import straggler_of
+from megatron_sparse.formats.rounding import unify_nan_
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 
@@ -62,7 +63,8 @@ def dense_broadcast(exchange: Exchange, values_N: torch.Tensor, step: int) -> St
         yield from group.exchange([(peer, sent)], [(peer, received)], last=only)
         with exchange.timer.stage("decode"):
             # Adds the rounded values that were sent, so that both ends add the same two numbers.
-            torch.add(sent.float(), received, out=accumulator.sum_N)
+            # Two NaN give other bits in the other order.
+            unify_nan_(torch.add(sent.float(), received, out=accumulator.sum_N))
     if group.rank in holders:
         store(values_N, accumulator.sum_N)
     yield from _broadcast(values_N, [*holders, *early[1:]], group)

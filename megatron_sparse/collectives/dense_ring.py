@@ -8,8 +8,8 @@ and adds the one it gets to its own. Piece i starts at rank i + 1 and ends, comp
 All-gather (all-reduce only), n - 1 rounds: the complete pieces go round once more.
 
 Rank r sends (N - |c_r|) p bytes in the first half and (N - |c_{r+1}|) b in the second: with equal
-pieces (n - 1) / n N (p + b). b are the bytes of a value, p those of a partial sum: 4, or b where
-`wire_dtype` narrows an fp32 gradient. Each rank's sum of piece i begins with rank i + 1.
+pieces (n - 1) / n N (p + b). b are the bytes of a value, p those of a partial sum: 4, or 2 where
+`wire_dtype=bf16` narrows an fp32 gradient. Each rank's sum of piece i begins with rank i + 1.
 """
 
 from __future__ import annotations

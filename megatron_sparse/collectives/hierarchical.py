@@ -24,9 +24,9 @@ reduce-scatter it sends each rank without a lane the shard of that rank, and not
 
 A node with more ranks than lanes has ranks that only send in phase 1 and only receive in phase 3.
 Inside a node partial sums travel in fp32, and complete sums in the gradient's dtype. Between nodes
-both are fp32, or `scheme.wire_dtype` where that narrows an fp32 gradient. So a node's sum of bf16
-gradients is never rounded to bf16 before the last addition. A lane's records are in
-`scheme.format`.
+both are fp32, or bf16 where `scheme.wire_dtype=bf16` narrows an fp32 gradient: a node's sum may not
+fit into fp16. So a node's sum of bf16 gradients is never rounded to bf16 before the last addition.
+A lane's records are in `scheme.format`.
 
 Of N elements a rank with a lane sends (m - 1) / m N 4 bytes in phase 1, in phase 3 for each other
 rank of its node N / m b bytes, and between nodes the inner scheme's bytes for N / m elements
@@ -50,7 +50,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives.accumulator import store
+from megatron_sparse.collectives.accumulator import partial_dtype, store
 from megatron_sparse.collectives.base import (
     POSTED,
     Exchange,
@@ -74,6 +74,7 @@ from megatron_sparse.formats.message import (
     Message,
     decode_add_,
     encode,
+    name_of,
     record_spec,
 )
 from megatron_sparse.pricing.cluster import CodecOp
@@ -282,7 +283,7 @@ def _sum_in_lanes(
 def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) -> Message:
     """The node's sum of this rank's part as the message that the inner scheme takes."""
     lane_bucket, options = across.bucket, across.options
-    is_narrowed = VALUE_DTYPES[message.value_dtype] != bucket.grad_N.dtype
+    value_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.value_dtype]))
     layout = lane_bucket.layout(inner.is_sharded(lane_bucket.op))
     with across.timer.stage("encode"):
         ranges = lane_bucket.grad_N.split(layout.range_offsets.diff().tolist())
@@ -293,7 +294,7 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) 
             layout,
             nnz_R,
             record_spec(
-                message.value_dtype if is_narrowed else "fp32",
+                value_dtype,
                 message.step,
                 inner.message_format(options),
                 options.block_size,
@@ -390,7 +391,7 @@ def _across_cost(run: DryRun, lanes: int, nodes: int, inner: Scheme) -> None:
     sizes = run.clocks.topology.node_sizes
     shared_out = len(set(sizes)) == 1 and run.shape.op in inner.ops
     op = run.shape.op if shared_out else CollectiveOp.ALL_REDUCE
-    # Between nodes a value is fp32 unless `scheme.wire_dtype` narrows fp32 gradients.
+    # Between nodes values travel as partial sums do, complete sums too.
     shape = BucketShape(
         round(run.shape.numel / lanes),
         round(run.shape.kept_numel / lanes),

@@ -4,9 +4,9 @@ Offsets of re-encoded records count from the first element that they hold, not f
 start. In the step's field they carry a number made from the step and that element (`sum_step`). So
 a sum is never mistaken for that of another shard or for a rank's own message.
 
-Partial sums travel in fp32. Only where the gradient is fp32 and `scheme.wire_dtype` narrows its
-values are they rounded to that dtype, to nearest even. Final sums travel in the message's dtype:
-for a bf16 gradient that is the one rounding at the end.
+Partial sums travel in fp32, or in bf16 where `scheme.wire_dtype=bf16` narrows an fp32 gradient
+(`partial_dtype`), rounded to nearest even. Final sums travel in the message's dtype: for a bf16
+gradient that is the one rounding at the end.
 
 This is one file because cuts, sums and the checks of announced sizes share the rules for records.
 """
@@ -21,6 +21,7 @@ from functools import lru_cache, wraps
 import torch
 
 from megatron_sparse.bucket import Layout
+from megatron_sparse.collectives.accumulator import partial_dtype
 from megatron_sparse.collectives.base import (
     Exchange,
     Identity,
@@ -41,7 +42,9 @@ from megatron_sparse.formats.message import (
     Message,
     decode_add_,
     encode_segments,
+    name_of,
 )
+from megatron_sparse.formats.rounding import round_into, unify_nan_
 from megatron_sparse.transport import Transport
 from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_DENSE, RECORD_ALIGNMENT
 
@@ -131,8 +134,7 @@ class SparseSum:
         self._buffers, self._timer = exchange.buffers, exchange.timer
         self._form, self._block_size = form, block_size
         grad_N = bucket.grad_N
-        narrowed = VALUE_DTYPES[message.value_dtype] != grad_N.dtype
-        self.partial_dtype = message.value_dtype if narrowed else "fp32"
+        self.partial_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.value_dtype]))
         self.final_dtype = message.value_dtype
         if grad_N.dtype == torch.float32:
             self.sum_N = grad_N
@@ -217,10 +219,24 @@ class SparseSum:
         return place
 
     def round_partial(self, cut: Cut) -> None:
-        """Rounds a partial sum as peers will receive it, so that all go on from the same bits."""
+        """Rounds a partial sum as peers will receive it, so that all add the same numbers."""
         if self.partial_dtype != "fp32":
             part = self.sum_N[cut.elements]
             part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
+
+    def settle(self, cut: Cut) -> None:
+        """Gives a complete sum the bits that a peer has which decodes its records.
+
+        Call it before the records are encoded, where a rank keeps a sum that others decode or add
+        up themselves: the bits of a sum of two NaN depend on their order, which differs there.
+        """
+        if self.sum_N is not self._bucket.grad_N:
+            return  # `write` rounds, to the dtype that complete sums travel in.
+        part, dtype = self.sum_N[cut.elements], VALUE_DTYPES[self.final_dtype]
+        with self._timer.stage("decode"):
+            if dtype != part.dtype:
+                part.copy_(part.to(dtype))
+            unify_nan_(part)
 
     def encode(
         self,
@@ -274,7 +290,7 @@ class SparseSum:
         """Rounds part of the sum to the gradient's dtype and writes it to the gradient."""
         if self.sum_N is not self._bucket.grad_N:
             with self._timer.stage("decode"):
-                self._bucket.grad_N[elements].copy_(self.sum_N[elements])
+                round_into(self._bucket.grad_N[elements], self.sum_N[elements])
 
     def _decode(self, records: torch.Tensor, cut: Cut, expected: Expected, *, fresh: bool) -> None:
         sum_M, reports = self.sum_N[cut.elements], self._message.reports

@@ -41,6 +41,7 @@ from megatron_sparse.collectives.base import (
 )
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
 from megatron_sparse.formats.message import MessageBuffers, wire_dtype_of
+from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse, coalesce, match, union
 from megatron_sparse.transport import Transport
@@ -231,7 +232,9 @@ class _Run:
         if self._reduction is Reduction.SUM:
             return coalesce(indices, rows, num_rows)
         total = coalesce(indices, rows.float(), num_rows)
-        average = (total.rows_KD / self.group.world_size).to(rows.dtype)
+        average = round_into(
+            rows.new_empty(total.rows_KD.shape), total.rows_KD / self.group.world_size
+        )
         return RowSparse(total.indices_K, average, num_rows)
 
     def _assemble(self, sums: list[RowSparse]) -> RowSparse:

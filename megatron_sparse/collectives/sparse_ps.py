@@ -79,9 +79,9 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
             sums.encode(cut, sums.final_dtype, room) for cut, room in zip(cuts, rooms, strict=True)
         ]
     else:
+        sums.settle(whole)
         out = sums.take("encoded", whole.capacity(sums.final_dtype))
         encoded = [sums.encode(whole, sums.final_dtype, out)] * n
-        sums.round_partial(whole)
     yield from _answer(encoded, group)
     sums.write(cuts[SERVER].elements)
     return group.sent_bytes

@@ -38,6 +38,7 @@ from megatron_sparse.collectives.link_density import LinkDensity
 from megatron_sparse.collectives.records import Cut, SparseSum, impossible_size, shard_cuts
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
+from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import WORD_BYTES, DryRun
 from megatron_sparse.pricing.records import BlockFormat, RecordFormat
@@ -175,7 +176,7 @@ def _whole(sums: SparseSum, cut: Cut) -> torch.Tensor:
     part = sums.sum_N[cut.elements]
     if sums.partial_dtype == "fp32":
         return part
-    return sums.take("outgoing", cut.numel, VALUE_DTYPES[sums.partial_dtype]).copy_(part)
+    return round_into(sums.take("outgoing", cut.numel, VALUE_DTYPES[sums.partial_dtype]), part)
 
 
 def _pass_on(

@@ -79,6 +79,7 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
             sums.add_message(records, whole, peer)
         sums.round_partial(whole)
         distance *= 2
+    sums.settle(whole)
     if guest is not None:
         sent = sums.encode(whole, sums.final_dtype, out)
         yield from exchange_records(group, (guest, sent), None, last=True)

@@ -56,6 +56,7 @@ from megatron_sparse.collectives.straggler_shares import (
     shares_of,
     straggler_of,
 )
+from megatron_sparse.formats.rounding import round_into
 
 
 def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
@@ -136,7 +137,7 @@ class _Sums:
         bucket = exchange.bucket
         self.values_N, self.op = values_N, bucket.op
         self._bucket, self._buffers, self._timer = bucket, exchange.buffers, exchange.timer
-        self._partial_dtype = partial_dtype(bucket, values_N)
+        self._partial_dtype = partial_dtype(bucket, values_N.dtype)
         # The rounded sums of an all-reduce travel on; those of a reduce-scatter stay here.
         self._target_N = values_N if bucket.op is CollectiveOp.ALL_REDUCE else bucket.grad_N
         self._early_sums: dict[int, torch.Tensor] = {}
@@ -176,7 +177,7 @@ class _Sums:
             return self.values_N[share.takes], self._take("incoming", numel, dtype)
         sent = sum_M = self._early_sums[share.gives.start]
         if self._partial_dtype != torch.float32:
-            sent = self._take("outgoing", sum_M.numel(), self._partial_dtype).copy_(sum_M)
+            sent = round_into(self._take("outgoing", sum_M.numel(), self._partial_dtype), sum_M)
             sum_M.copy_(sent)
         numel = share.takes.stop - share.takes.start
         return sent, self._take("incoming", numel, self.values_N.dtype)

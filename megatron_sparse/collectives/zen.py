@@ -57,6 +57,7 @@ from megatron_sparse.formats.hash_partition import IndexSetHash, PartitionHash, 
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import Partitioned, hierarchical_hash, split
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
+from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.records import pull_bytes, push_bytes
@@ -94,7 +95,8 @@ def zen(exchange: Exchange, message: Message) -> Steps:
     sums = SparseSum(exchange, message)
     own_P = yield from _push(exchange, identity, pushed, places, sums, group)
     with timer.stage("encode"):
-        own = hash_bitmap.encode(own_P.to(dtype), places[group.rank])
+        rounded_P = round_into(own_P.new_empty(own_P.shape, dtype=dtype), own_P)
+        own = hash_bitmap.encode(rounded_P, places[group.rank])
     yield from _pull(exchange, identity, own, places, sums, group)
     sums.write(slice(None))
     return group.sent_bytes

@@ -37,6 +37,7 @@ from megatron_sparse.formats.message import (
     record_spec,
     wire_dtype_of,
 )
+from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.recording import StageTimer
 
 
@@ -198,7 +199,7 @@ class Selector:
                 bucket.grad_N.device,
                 VALUE_DTYPES[value_dtype],
             )
-            return values_N.copy_(bucket.grad_N)
+            return round_into(values_N, bucket.grad_N)
 
     def _rounding_key(self, bucket: Bucket, step: int) -> int:
         return draw_key(self.config.seed, step, "round", bucket.name, self.rank)

@@ -54,9 +54,14 @@ FORMAT_CODES = {
 """The names that `scheme.format` accepts, and the blocks of `scheme.name=omnireduce`."""
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype of values: fp32, bf16 or fp16."""
+    return _NAME_OF[dtype]
+
+
 def wire_dtype_of(grad_dtype: torch.dtype, wire_dtype: str | None) -> str:
     """The dtype in which values travel: the configured one, never wider than the gradient."""
-    own = _NAME_OF[grad_dtype]
+    own = name_of(grad_dtype)
     return own if wire_dtype is None or own != "fp32" else wire_dtype
 
 

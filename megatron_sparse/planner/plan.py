@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
+from megatron_sparse.collectives.accumulator import partial_dtype
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.compression.selection import MessageSpec
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
@@ -43,6 +44,11 @@ class Plan:
     sharded: bool
     reason: str
     predicted_us: float | None = None
+
+    def narrows(self, bucket: Bucket) -> bool:
+        """Whether the bucket's values travel in a narrower dtype than the gradient's."""
+        value_dtype = wire_dtype_of(bucket.grad_N.dtype, self.wire_dtype)
+        return VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
 
     def to_dict(self) -> dict[str, object]:
         """For `plan.json`."""
@@ -275,13 +281,12 @@ class FixedPlanner:
 
 def bucket_facts(bucket: Bucket, wire_dtype: str | None) -> dict[str, Any]:
     """Everything that a plan depends on except the gradients, as in `plan.json`."""
-    element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)].itemsize
-    narrowed = element_bytes < bucket.grad_N.element_size()
+    value_dtype = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)]
     return {
         "numel": bucket.numel,
         "kept_numel": sum(p.stop - p.start for p in bucket.parameters if p.keep),
-        "element_bytes": element_bytes,
-        "partial_bytes": element_bytes if narrowed else 4,
+        "element_bytes": value_dtype.itemsize,
+        "partial_bytes": partial_dtype(bucket, value_dtype).itemsize,
         "op": bucket.op,
         "world_size": bucket.world_size,
     }

@@ -21,8 +21,8 @@ class BucketShape:
         element_bytes: of a value on the wire: 4 or 2.
         op: all-reduce or reduce-scatter.
         world_size: ranks of the group.
-        partial_bytes: of a value of a partial sum on the wire: 4, or 2 where `scheme.wire_dtype`
-            narrows an fp32 gradient.
+        partial_bytes: of a value of a partial sum on the wire: 4, or 2 where
+            `scheme.wire_dtype=bf16` narrows an fp32 gradient.
 
     Raises:
         ConfigError: numbers that no bucket has.

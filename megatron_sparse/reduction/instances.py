@@ -70,7 +70,9 @@ class SumOverInstances:
         """
         sent_bytes = yield from _without_markers(steps)
         shard = shard_bucket(exchange.bucket, exchange.transport.rank)
-        across = replace(exchange, bucket=shard, transport=self._instances)
+        if exchange.averages:
+            shard.grad_N.div_(exchange.bucket.instances)
+        across = replace(exchange, bucket=shard, transport=self._instances, averages=False)
         return sent_bytes + (yield from dense(across, shard.grad_N, step))
 
 

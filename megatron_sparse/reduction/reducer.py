@@ -1,6 +1,7 @@
 """The pipeline that synchronises the gradients of one bucket.
 
-    prepare     divide the gradient by the number of ranks, if the average is wanted
+    prepare     divide the gradient by the number of ranks, if the average is wanted and the
+                backend does not divide
     select      sparse plan: gradient + residual -> message to send and new residual
                 dense plan: gradient + residual, whole
                 -- the gate: before it a bucket works locally, after it it may use the network;
@@ -36,12 +37,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Reduction
+from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.compression.method import CompressionMethod
 from megatron_sparse.compression.selection import Selector
@@ -96,6 +97,25 @@ class BucketJob:
     plan: Plan
     step: int
     record: BucketRecord
+
+    @property
+    def averages(self) -> bool:
+        """Whether the backend averages, as for Megatron: a dense reduce-scatter of the gradient.
+
+        The rest of the gradient, which other ranks own, then stays as it was. Follows from the
+        plan and the bucket alone, so all ranks agree.
+        """
+        bucket, plan = self.bucket, self.plan
+        is_own = plan.scheme == "dense" and bucket.op is CollectiveOp.REDUCE_SCATTER
+        is_plain = not bucket.fp32_sums and not plan.narrows(bucket)
+        return bucket.reduction is Reduction.AVG and is_own and is_plain
+
+    @property
+    def divisor(self) -> int:
+        """The number of ranks whose gradients are averaged; 1 for a sum."""
+        bucket = self.bucket
+        is_average = bucket.reduction is Reduction.AVG
+        return bucket.world_size * bucket.instances if is_average else 1
 
     @property
     def timer(self) -> StageTimer:
@@ -243,10 +263,11 @@ class GradientReducer:
         The time counts to the timer's stage `prune`.
         """
         bucket = job.bucket
-        ranks = bucket.world_size * bucket.instances
-        if bucket.reduction is Reduction.AVG and ranks > 1:
+        if job.divisor > 1 and not job.averages:
             with job.timer.stage("prune"):
-                bucket.grad_N.div_(ranks)
+                bucket.grad_N.div_(job.divisor)
+        if self._listeners and job.averages:
+            bucket = replace(bucket, grad_N=bucket.grad_N / job.divisor)
         for listener in self._listeners:
             listener.on_gradient(bucket, job.step)
 
@@ -254,7 +275,7 @@ class GradientReducer:
         """Gradient and residual become a message, or for a dense plan the whole values [N]."""
         bucket, plan = job.bucket, job.plan
         if SCHEMES[plan.scheme].takes is Input.DENSE:
-            return self.selector.take_whole(bucket, plan.wire_dtype, step=job.step, timer=job.timer)
+            return self._take_whole(job)
         spec = plan.message_spec(bucket, self._config.scheme)
         agreed = yield from self._thresholds.agree(bucket, plan.density, job.step, job.timer)
         message = self.selector.select(bucket, spec, step=job.step, timer=job.timer, agreed=agreed)
@@ -262,6 +283,18 @@ class GradientReducer:
         for listener in self._listeners:
             listener.on_selected(bucket, job.step, message, self.buffers)
         return message
+
+    def _take_whole(self, job: BucketJob) -> torch.Tensor:
+        """A dense plan's values [N]: the gradient with the residual added."""
+        bucket, plan = job.bucket, job.plan
+        # Where the backend divides, the residual must be added to a gradient that has been divided,
+        # and the sum multiplied again. Without a residual the gradient stays as it is.
+        divides = job.averages and self.selector.method.has_addend(bucket)
+        if divides:
+            with job.timer.stage("prune"):
+                bucket.grad_N.div_(job.divisor)
+        values_N = self.selector.take_whole(bucket, plan.wire_dtype, step=job.step, timer=job.timer)
+        return values_N.mul_(job.divisor) if divides else values_N
 
     def _agree(self, job: BucketJob, selected: Message | torch.Tensor) -> Stage[Exchange]:
         """Decides which rank to skip, if any; lets the planner exchange its measurements."""
@@ -276,6 +309,7 @@ class GradientReducer:
             self._config.scheme,
             record.straggler,
             self.windows,
+            job.averages,
         )
         message = selected if isinstance(selected, Message) else None
         yield from self.planner.share(exchange, plan, job.step, message)

@@ -79,10 +79,13 @@ class Transport(Protocol):
         """Sums `values_N` over all ranks, in place, by the backend's own collective."""
         ...
 
-    def reduce_scatter(self, shard_M: torch.Tensor, values_N: torch.Tensor) -> Work:
+    def reduce_scatter(
+        self, shard_M: torch.Tensor, values_N: torch.Tensor, *, average: bool = False
+    ) -> Work:
         """Sums `values_N` (N = M * world_size) and leaves this rank's shard in `shard_M`.
 
-        `shard_M` may be a view of `values_N`.
+        With `average` the backend itself divides the sum by the number of ranks. `shard_M` may be a
+        view of `values_N`; the rest of `values_N` stays as it is.
         """
         ...
 

@@ -269,12 +269,13 @@ class ProcessGroupTransport:
         )
 
     def reduce_scatter(
-        self, shard_M: torch.Tensor, values_N: torch.Tensor
+        self, shard_M: torch.Tensor, values_N: torch.Tensor, *, average: bool = False
     ) -> GlooWork | StreamWork:
         """See `Transport`."""
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return self._collective(
             "reduce_scatter",
-            lambda: _reduce_scatter(shard_M, values_N, group=self.group, async_op=True),
+            lambda: _reduce_scatter(shard_M, values_N, op=op, group=self.group, async_op=True),
         )
 
     def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> GlooWork | StreamWork:

@@ -88,8 +88,11 @@ class VirtualTransport:
         """See `Transport`. Timed and counted as a ring; sums in rank order in the input dtype."""
         return self._reduce("all_reduce", values_N, values_N)
 
-    def reduce_scatter(self, shard_M: torch.Tensor, values_N: torch.Tensor) -> VirtualWork:
+    def reduce_scatter(
+        self, shard_M: torch.Tensor, values_N: torch.Tensor, *, average: bool = False
+    ) -> VirtualWork:
         """See `Transport`. Timed and counted as a ring; sums in rank order in the input dtype."""
+        assert not average, "only Megatron's own buckets are averaged by the backend"
         return self._reduce("reduce_scatter", values_N, shard_M)
 
     def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> VirtualWork:

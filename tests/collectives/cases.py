@@ -141,12 +141,15 @@ def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeCon
     return results, [taps[rank].sent for rank in range(n)], [messages[r] for r in range(n)]
 
 
-def steps_of(case: Case, transport, *, poison: bool = False):
+def steps_of(case: Case, transport, *, poison: bool = False, values: torch.Tensor | None = None):
     """One rank's whole collective: a generator that returns (result, reported bytes).
 
-    With `poison` element 7 is NaN and element 100 infinite.
+    With `poison` element 7 is NaN and element 100 infinite. `values`, in the case's dtype, replace
+    `contribution`.
     """
     bucket, buffers, timer = make_bucket(case, transport.rank), MessageBuffers(), StageTimer()
+    if values is not None:
+        bucket.grad_N.copy_(values)
     if poison:
         bucket.grad_N[7], bucket.grad_N[100] = float("nan"), float("inf")
     scheme = SCHEMES[case.scheme]
@@ -157,11 +160,11 @@ def steps_of(case: Case, transport, *, poison: bool = False):
         bucket.grad_N.fill_(float("nan"))
         sent = yield from scheme.run(exchange, message)
     else:
-        values = bucket.grad_N
+        dense_N = bucket.grad_N
         if case.wire != case.dtype:
-            values = bucket.grad_N.to(VALUE_DTYPES[case.wire])
+            dense_N = bucket.grad_N.to(VALUE_DTYPES[case.wire])
             bucket.grad_N.fill_(float("nan"))
-        sent = yield from scheme.run(exchange, values, STEP)
+        sent = yield from scheme.run(exchange, dense_N, STEP)
     own = slice(None) if case.op is CollectiveOp.ALL_REDUCE else bucket.shard(transport.rank)
     return bucket.grad_N[own].clone(), sent
 

@@ -81,10 +81,10 @@ class FaultyTransport:
         self._post()
         return self._transport.all_reduce_(values)
 
-    def reduce_scatter(self, shard, values):
+    def reduce_scatter(self, shard, values, *, average=False):
         """See `Transport`."""
         self._post()
-        return self._transport.reduce_scatter(shard, values)
+        return self._transport.reduce_scatter(shard, values, average=average)
 
     def all_gather(self, gathered, own):
         """See `Transport`."""

@@ -1,0 +1,137 @@
+"""Sums that are NaN or infinite, and sums whose partial sums would overflow fp16."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.collectives import SCHEMES, over_groups
+from megatron_sparse.formats.message import VALUE_DTYPES
+from megatron_sparse.formats.rounding import round_into, unify_nan_
+from megatron_sparse.planner.plan import bucket_facts
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import NO_TIME
+from megatron_sparse.transport.virtual_rank import VirtualTransport
+from tests.collectives.cases import OPTIONS, Case, steps_of
+
+BY_FORM = [(name, op) for name in over_groups() for op in CollectiveOp if op in SCHEMES[name].ops]
+DTYPES = (("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16"), ("fp16", "fp16"))
+NUMEL = 240
+RAW = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+NAN_BITS = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+SPECIALS = torch.cat(
+    [
+        torch.tensor([0x7FC00000, -0x400000, 0x7FA5A5A5], dtype=torch.int32).view(torch.float32),
+        torch.tensor([float("inf"), -float("inf"), 1.0, 0.0, -0.0]),
+    ]
+)
+"""NaN of both signs and with a payload, infinities, and what they may be added to."""
+
+
+def specials(rank: int) -> torch.Tensor:
+    """A rank's gradient, fp32 [N]: over all ranks every pair of special values meets."""
+    generator = torch.Generator().manual_seed(rank)
+    return SPECIALS[torch.randint(len(SPECIALS), (NUMEL,), generator=generator)]
+
+
+@pytest.mark.parametrize("dtype", RAW)
+def test_rounding_leaves_one_nan(dtype):
+    """Also in the body of a vector loop, where torch's own conversion gives other bits."""
+    values = specials(0)
+    rounded = round_into(torch.empty(NUMEL, dtype=dtype), values)
+    if dtype == torch.float32:
+        assert torch.equal(bits(rounded), bits(values)), "a copy keeps all bits"
+        unify_nan_(rounded)
+    assert set(bits(rounded)[values.isnan()].tolist()) == {NAN_BITS[dtype]}
+    kept = ~values.isnan()
+    assert torch.equal(bits(rounded)[kept], bits(values.to(dtype))[kept])
+
+
+def results_of(case, gradients, topology=None):
+    """Each rank's result of a collective on these fp32 gradients."""
+
+    def start(transport):
+        values = gradients[transport.rank].to(VALUE_DTYPES[case.wire])
+        return steps_of(case, transport, values=values.to(VALUE_DTYPES[case.dtype]))
+
+    return [result for result, _ in VirtualCluster(case.n, topology).run(start)]
+
+
+def bits(values):
+    """The raw bits: NaN equals nothing, not even itself."""
+    return values.view(RAW[values.dtype])
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
+def test_a_sum_that_is_nan_has_the_same_bits_on_every_rank(name, op, n):
+    gradients = [specials(rank) for rank in range(n)]
+    expected = sum(values.double() for values in gradients)
+    for dtype, wire in DTYPES:
+        case = Case(name, n, op, dtype, wire, numel=NUMEL)
+        results = results_of(case, gradients)
+        whole = results if op is CollectiveOp.ALL_REDUCE else [torch.cat(results)]
+        for result in whole:
+            assert torch.equal(bits(result), bits(whole[0])), (case, "not bit-identical")
+            assert result.double().allclose(expected, rtol=0, atol=0, equal_nan=True), case
+
+
+SUMMANDS = (60000.0, 60000.0, -60000.0, -60000.0, 4096.0)
+"""Of the ranks, in some order for each element: any three end the range of fp16, 65504; all of them
+do not. Sums of them are multiples of 32, which fp16 holds exactly."""
+FP16 = (("fp32", "fp16"), ("fp16", "fp16"))
+
+
+def large(n):
+    """Each rank's gradient, fp32 [N], the summands in another order for each element."""
+    generator = torch.Generator().manual_seed(n)
+    summands = torch.tensor(SUMMANDS[:n])
+    columns = [summands[torch.randperm(n, generator=generator)] for _ in range(NUMEL)]
+    return list(torch.stack(columns, dim=1).contiguous())
+
+
+def assert_sum_of_large(case, topology=None):
+    """The result is the exact sum on every rank."""
+    gradients = large(case.n)
+    results = results_of(case, gradients, topology)
+    for result in results if case.op is CollectiveOp.ALL_REDUCE else [torch.cat(results)]:
+        assert torch.equal(result.double(), sum(values.double() for values in gradients)), case
+
+
+@pytest.mark.parametrize("n", [4, 5])
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
+def test_partial_sums_do_not_overflow_fp16(name, op, n):
+    for dtype, wire in FP16:
+        if name == "dense" and dtype == "fp16":
+            continue  # The backend adds fp16 gradients in fp16, as for Megatron itself.
+        assert_sum_of_large(Case(name, n, op, dtype, wire, numel=NUMEL))
+
+
+@pytest.mark.parametrize("inner", [name for name in SCHEMES if SCHEMES[name].runs_across_nodes])
+def test_nodes_sums_do_not_overflow_fp16(inner):
+    options = replace(OPTIONS, inner=inner)
+    for (dtype, wire), sizes in itertools.product(FP16, ((2, 2), (1, 3), (1, 1, 2))):
+        case = Case("hierarchical", 4, dtype=dtype, wire=wire, numel=NUMEL, options=options)
+        assert_sum_of_large(case, Topology(sizes, NO_TIME, NO_TIME))
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_the_backend_never_adds_what_the_wire_narrows_to_fp16(monkeypatch, op):
+    """The backends add in the dtype that they are given."""
+
+    def refuse(*arguments):
+        raise AssertionError(f"the backend adds {arguments}")
+
+    monkeypatch.setattr(VirtualTransport, "all_reduce_", refuse)
+    monkeypatch.setattr(VirtualTransport, "reduce_scatter", refuse)
+    assert_sum_of_large(Case("dense", 4, op, "fp32", "fp16", numel=NUMEL))
+
+
+@pytest.mark.parametrize(("wire", "expected"), [(None, 4), ("bf16", 2), ("fp16", 4)])
+def test_the_planner_prices_partial_sums_as_they_travel(wire, expected):
+    bucket = Bucket("b", torch.zeros(8), (), CollectiveOp.ALL_REDUCE, 2)
+    assert bucket_facts(bucket, wire)["partial_bytes"] == expected
