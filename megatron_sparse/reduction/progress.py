@@ -52,6 +52,10 @@ wakes it."""
 DEADLINE_FACTOR, DEADLINE_SLACK_S = 1.5, 5.0
 """The thread's deadline is this factor times the timeout, plus this slack: it must come after the
 backend's own timeout, whose error says more."""
+CLOSING_S = 1.0
+"""Seconds in which jobs that are under way may still end when the thread is closed."""
+CLOSING_SLACK_S = 4.0
+"""Seconds that `close` waits longer, for a step of a job that takes its time."""
 
 
 class Pending:
@@ -157,7 +161,7 @@ class ProgressThread:
         self._running: list[_Running] = []
         self._wake = threading.Condition()
         self._is_awake = False
-        self._closing = False
+        self._closes_s: float | None = None
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="megatron_sparse", daemon=True)
         self._thread.start()
@@ -181,7 +185,7 @@ class ProgressThread:
             start.record()
         pending = Pending(name, timer, start, on_done)
         with self._wake:
-            if self._broken is not None or self._closing:
+            if self._broken is not None or self._closes_s is not None:
                 pending.end(self._refusal(name))
                 return pending
             self._incoming.append(_Running(pending, job))
@@ -194,11 +198,25 @@ class ProgressThread:
         return self._broken is not None
 
     def close(self) -> None:
-        """Ends the thread after the jobs that are under way."""
+        """Ends the thread. Jobs that are under way, for which nobody waits any more, get a second.
+
+        After that they end with an error, of which the other ranks learn: where this rank leaves a
+        step because of an error, the peers of its jobs may never come.
+        """
         with self._wake:
-            self._closing = True
+            self._closes_s = time.perf_counter() + CLOSING_S
             self._wake_up()
-        self._thread.join(self._deadline_s)
+        self._thread.join(CLOSING_S + CLOSING_SLACK_S)
+        if self._thread.is_alive() and self._broken is None:
+            self._broken = self._unfinished()
+
+    def _unfinished(self) -> CommunicationError:
+        return CommunicationError(
+            "the reducer was closed while a bucket was under way",
+            expected="a sum before the end of the training loop",
+            got=f"an operation that has not ended {CLOSING_S:.0f} s after it",
+            remedy="look for an earlier error on this rank; detach between two steps",
+        )
 
     def _refusal(self, name: str) -> MegatronSparseError:
         return CommunicationError(
@@ -224,9 +242,13 @@ class ProgressThread:
                 self._is_awake = False
                 self._running.extend(self._incoming)
                 self._incoming.clear()
-                if self._closing and not self._running:
+                closes_s = self._closes_s
+                if closes_s is not None and not self._running:
                     return
             if self._advance_one():
+                continue
+            if closes_s is not None and time.perf_counter() > closes_s:
+                self._fail(self._running[0], self._unfinished())
                 continue
             with self._wake:
                 if not self._is_awake:

@@ -163,6 +163,36 @@ def test_network_time_is_recorded(progress):
     assert timer.times_us()["network"] >= 40_000
 
 
+def test_close_does_not_wait_for_peers_that_never_come():
+    """As on a rank that leaves a step because of an error: not the deadline of 455 s."""
+    progress = ProgressThread(torch.device("cpu"), timeout_s=300)
+    log = []
+    posted = progress.submit("a", _job("a", log, [ManualWork()]), StageTimer())
+    queued = progress.submit("b", _job("b", log, [ManualWork()]), StageTimer())
+    _until(lambda: "b post0" in log)
+    start_s = time.monotonic()
+    progress.close()
+    assert time.monotonic() - start_s < 30  # It is one second; the machine may be loaded.
+    assert progress.broken, "the group has operations under way and must not be used again"
+    with pytest.raises(CommunicationError, match="bucket a: the reducer was closed while"):
+        posted.wait()
+    with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
+        queued.wait()
+
+
+def test_close_after_an_error_is_immediate(progress):
+    work = ManualWork()
+    work.error = CommunicationError("peer gone")
+    failing = progress.submit("a", _job("a", [], [work]), StageTimer())
+    progress.submit("b", _job("b", [], [ManualWork()]), StageTimer())
+    work.event.set()
+    with pytest.raises(CommunicationError, match="peer gone"):
+        failing.wait()
+    start_s = time.monotonic()
+    progress.close()
+    assert time.monotonic() - start_s < 10
+
+
 def test_close_ends_the_thread_after_pending_jobs():
     progress = ProgressThread(torch.device("cpu"), timeout_s=30)
     log, work = [], ManualWork()
