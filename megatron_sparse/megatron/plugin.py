@@ -60,6 +60,7 @@ class Plugin:
         self._run_dir = run_dir
         self._resolved_config = resolved_config
         self._host_wait_s = 0.0
+        self._chunks: list[Any] = []
         self._optimizer_bound = False
         self._optimizer: Any = None
         self._saves_sharded = False
@@ -69,11 +70,25 @@ class Plugin:
             setattr(host, name, getattr(self, f"_{name}"))
 
     def post_wrap_hook(self, chunks: list[Any]) -> list[Any]:
-        """For `GPTModelConfig.post_wrap_hooks`: attaches to the DDP-wrapped chunks."""
+        """For `GPTModelConfig.post_wrap_hooks`: attaches to the DDP-wrapped chunks.
+
+        Chunks of another model, as of a second `pretrain` in this process, end the first
+        attachment: its summary and plan are written, its residual is dropped.
+        """
+        if self.attachment is not None and not all(map(self._is_attached_to, chunks)):
+            logger.warning(
+                "another model was built: detaching from the first one, whose residual is dropped, "
+                "and attaching to the new one"
+            )
+            self._end_run()
         if self.attachment is None:
             self.telemetry = self._make_telemetry()
             self.attachment = Attachment(chunks, self.config, self, self._run_dir)
+            self._chunks = list(chunks)
         return chunks
+
+    def _is_attached_to(self, chunk: Any) -> bool:
+        return any(chunk is each for each in self._chunks)
 
     def close(self) -> None:
         """Writes the run's summary and plan and gives Megatron its functions back. Idempotent."""
@@ -81,6 +96,12 @@ class Plugin:
         for name, original in self._originals.items():
             setattr(host, name, original)
         self._originals.clear()
+        self._end_run()
+        if _installed is self:
+            _installed = None
+
+    def _end_run(self) -> None:
+        """Writes the summary and the plan, and detaches from model and optimizer. Idempotent."""
         if self.telemetry is not None:
             if _is_writer() and self._run_dir is not None:
                 self._write_plan(self._run_dir)
@@ -90,11 +111,11 @@ class Plugin:
         if self._optimizer is not None:
             self._optimizer.__dict__.pop("sharded_state_dict", None)
             self._optimizer = None
+        self._optimizer_bound = False
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
-        if _installed is self:
-            _installed = None
+        self._chunks = []
 
     # RecordSink: forwards to telemetry, and adds up the waits inside forward-backward.
 
@@ -307,7 +328,8 @@ def install(
         **overrides: see `SparseConfig.from_overrides`.
 
     Returns:
-        The plugin; call `close()` after `pretrain` to write the summary.
+        The plugin; call `close()` after `pretrain` to write the summary. A second `pretrain` in the
+        process, without it, ends the first attachment and attaches to the new model.
 
     Raises:
         HostError: Megatron lacks a function that the plugin hooks (see `megatron-sparse doctor`).
