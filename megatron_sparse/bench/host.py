@@ -1,15 +1,18 @@
-"""What a bucket costs the host where a device does the work: planning, posting, calling kernels.
+"""The host's time for a bucket when a device does the work: planning, posting, calling kernels.
 
-Needs no GPU. This process is rank 0 of n and takes one bucket through all that it goes through with
-NCCL: the reducer, its progress thread, and the same calls of c10d, but on torch's fake process
-group, which moves nothing. What the peers would have sent was recorded on the virtual cluster, and
-is put in its place while the clock stands. The bucket is so small that the codecs, which run on the
-CPU here, cost next to nothing beside what calls them. `dense`, one call of c10d, is measured in
-turn with everything else: processors differ, and so does one from minute to minute. With
-`scheme.nccl_engine` everything is done up to its one call of C++, which is left out. Not in it:
-launching kernels, the events of the breakdown, and what NCCL does inside its calls.
+Needs no GPU. This process is rank 0 of n and runs one bucket through the same code as with NCCL:
+the reducer, its progress thread, and the calls of c10d. But the process group is torch's fake one,
+which moves no data. The peers' messages were recorded on the virtual cluster before; they are
+copied into the receive buffers while the clock is stopped. The bucket is so small that the codecs,
+which run on the CPU here, cost almost nothing compared with the code that calls them.
 
-Messages have fixed sizes (`scheme.capacity`), as without them the host waits for the device anyway.
+`dense`, which is one call of c10d, is measured in turn with every scheme, because processors
+differ, and one processor's speed changes from minute to minute. With `scheme.nccl_engine`
+everything runs except for its one call of C++. The times do not include launching kernels, the
+events of the breakdown, and NCCL's work inside its calls.
+
+Messages have fixed sizes (`scheme.capacity`); without them the host would wait for the device
+anyway.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ SCHEMES = tuple(
     for name, scheme in over_groups().items()
     if scheme.takes_slots or name in ("dense", "dense_ring", "dense_rhd", "dense_allpairs")
 )
-"""Those whose messages have sizes that everyone knows."""
+"""Schemes whose messages have sizes that all ranks know beforehand."""
 NUMEL_A_RANK = 64
 DENSITY = 0.25
 TIMEOUT_S = 30.0
@@ -61,14 +64,14 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class HostSweep:
-    """What is measured.
+    """The options of `bench host`.
 
     Attributes:
         ranks: sizes of the group.
         schemes: names in `SCHEMES`.
         capacity: `scheme.capacity` of the sparse ones.
-        warmup: buckets before the first that counts.
-        iters: buckets that count.
+        warmup: buckets before the measured ones.
+        iters: buckets that are measured.
         nccl_engine: measure the schemes that have one with `scheme.nccl_engine` too.
 
     Raises:
@@ -103,10 +106,10 @@ class HostRow(TableRow):
         scheme: of the bucket.
         world_size: ranks of the group.
         posts: calls of c10d that post something.
-        host_cpu_us: of the processor, spent by the progress thread.
-        c10d_us: the part of it that passed in those calls; none with the engine, which is not c10d.
-        dense_us: what a bucket of `dense` takes, measured in turn.
-        nccl_engine: with `scheme.nccl_engine`.
+        host_cpu_us: processor time of the progress thread.
+        c10d_us: the part of it inside those calls; 0 with the engine, which does not call c10d.
+        dense_us: the same time for a bucket of `dense`, measured in turn.
+        nccl_engine: whether `scheme.nccl_engine` was on.
     """
 
     COLUMNS = Columns(
@@ -126,7 +129,7 @@ class HostRow(TableRow):
 
     @property
     def name(self) -> str:
-        """The scheme, and whether it is the engine's."""
+        """The scheme's name, marked if the engine ran it."""
         return f"{self.scheme} (engine)" if self.nccl_engine else self.scheme
 
 
@@ -148,14 +151,14 @@ class _Recorded:
         return work
 
     def finished(self, work: object) -> None:
-        """Copies what a work has brought."""
+        """Copies the data that a work has received."""
         if work in self._under_way:
             number, receives = self._under_way[work]
             self.came[number] = {peer: values.clone() for peer, values in receives}
 
 
 class _NoNccl(NcclLibrary):
-    """Functions that are never called."""
+    """A stand-in for NCCL's functions, which this bench never calls."""
 
     def __init__(self) -> None:
         self.addresses = (0,) * len(POSTING)
@@ -176,15 +179,15 @@ class _NoNccl(NcclLibrary):
 
 
 class _Queued:
-    """In place of an event."""
+    """A stand-in for a CUDA event."""
 
     def query(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has reached it: always."""
         return True
 
 
 class _CommunicatorWithoutPeers(NcclCommunicator):
-    """Rank 0's, which stops before the call of C++."""
+    """Rank 0's communicator, which stops before the call of C++."""
 
     @staticmethod
     def _post(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.Tensor, int]:
@@ -196,7 +199,7 @@ class _CommunicatorWithoutPeers(NcclCommunicator):
 
 
 class _RankWithoutPeers(ProcessGroupTransport):
-    """Rank 0, which posts as with NCCL and gets what was recorded."""
+    """Rank 0, which posts as with NCCL and receives the recorded messages."""
 
     def __init__(self, came: Sequence[torch.Tensor], *, nccl_engine: bool) -> None:
         self._came = came
@@ -213,14 +216,14 @@ class _RankWithoutPeers(ProcessGroupTransport):
                 lambda text: text,
                 self._announce,
             )
-        self.device = torch.device("cuda")  # what it is asked for from here on is how to post
+        self.device = torch.device("cuda")  # from here on it only selects the way of posting
 
     def begin(self) -> None:
-        """Before each bucket."""
+        """Resets the counts; called before each bucket."""
         self.posts, self.c10d_s, self.paused_s, self._taken = 0, 0.0, 0.0, 0
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any], tag: int) -> Any:
-        """See `Transport`. All peers' messages are there at once."""
+        """See `Transport`. All peers' messages arrive at once."""
         begun_s = time.thread_time()
         work = super().exchange(sends, receives, tag)
         self.c10d_s += time.thread_time() - begun_s
@@ -241,19 +244,19 @@ class _RankWithoutPeers(ProcessGroupTransport):
 
 
 def run(sweep: HostSweep, json_path: Path | None) -> list[HostRow]:
-    """Prints the table, one line as soon as it is measured, and writes it.
+    """Prints the table, each line as soon as it is measured, and writes it.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     print(f"# {describe_cpu(1)}")
-    print("# posts reach nobody: launches, NCCL's own time and the device's are not in it")
+    print("# NCCL calls are stubbed out: no time of launches, of NCCL or of the device")
     with torch_threads(1):
         return print_table(HostRow.COLUMNS, rows(sweep), json_path)
 
 
 def rows(sweep: HostSweep) -> Iterator[HostRow]:
-    """Every case. Takes the place of the process's default group for as long as it runs."""
+    """Every case. Replaces the process's default group while it runs."""
     for n in sweep.ranks:
         with _fake_group(n):
             for scheme in sweep.schemes:
@@ -296,11 +299,11 @@ class _Path:
     """One scheme's bucket on rank 0 of n.
 
     Args:
-        sweep: how it is measured.
+        sweep: the options.
         name: of the scheme.
         n: ranks.
-        progress: runs it.
-        nccl_engine: with a communicator.
+        progress: the thread that runs it.
+        nccl_engine: whether the engine runs it.
     """
 
     def __init__(
@@ -337,7 +340,7 @@ class _Path:
         self._bucket = case.bucket(self._values_N.clone(), n)
 
     def run(self) -> tuple[float, float]:
-        """Synchronises the bucket; the host's microseconds, and those of them in c10d."""
+        """Synchronises the bucket; returns the host's microseconds, and those inside c10d."""
         self.transport.begin()
         self._bucket.grad_N.copy_(self._values_N)
         self._reducer.start(self._bucket, 0).wait()
@@ -346,7 +349,7 @@ class _Path:
 
 
 def _record(case: Case, sweep: Sweep, n: int) -> list[torch.Tensor]:
-    """The bytes of all messages for rank 0, in the order in which it asks for them."""
+    """The bytes of all messages to rank 0, in the order in which it receives them."""
     cluster = VirtualCluster(n)
     recorded = _Recorded(cluster.transports[0])
 

@@ -8,14 +8,14 @@ from types import ModuleType
 from megatron_sparse.errors import DependencyError
 
 MOST_FOREIGN_LOAD = 0.1
-"""Of the machine; what was timed while other programs took more is marked as noisy."""
+"""Share of the machine; if other programs use more, a measurement is marked as noisy."""
 
 
 class HostLoad:
-    """Counts from when it is made.
+    """Counts processor time from its construction on.
 
-    The kernel's work on interrupts is left out: the network's is the ranks' doing, but in no
-    process's account.
+    Leaves out the kernel's work on interrupts: the ranks' network traffic causes it, but no
+    process's account includes it.
 
     Raises:
         DependencyError: psutil is not installed.
@@ -33,9 +33,9 @@ class HostLoad:
         return time.monotonic() * cores, worked, spent
 
     def spent(self) -> tuple[float, float, float]:
-        """Core-seconds since the beginning: the machine's, worked ones, this process's.
+        """Core-seconds since the construction: available, used, and used by this process.
 
-        Children count when they have ended and were waited for.
+        Children count once they have ended and the process has waited for them.
         """
         there_were, worked, own = (
             now - then for now, then in zip(self._now(), self._begin, strict=True)
@@ -49,7 +49,7 @@ def foreign_share(there_were_s: float, worked_s: float, own_s: float) -> float:
 
 
 def free_memory_bytes() -> int:
-    """Memory that can be had without swapping.
+    """Memory that is available without swapping.
 
     Raises:
         DependencyError: psutil is not installed.

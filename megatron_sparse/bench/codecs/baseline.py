@@ -1,7 +1,8 @@
-"""The committed baseline of `bench codecs`: ratios to a plain copy, and the noise they come with.
+"""The committed baseline of `bench codecs`: ratios to the time of a plain copy, and their noise.
 
-Ratios travel between machines better than seconds do, and a copy measured in the same rounds takes
-the machine's load with it. What noise is left is stated for each row, from repeated measurements.
+Ratios are more comparable between machines than seconds. The copy is measured in the same rounds,
+so load on the machine slows both down. Repeated measurements give the noise of each row that is
+left.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run.json_lines import write_text
 
 LEAST_NOISE = 0.25
-"""Three runs on one machine cannot promise more: other machines' caches and cores differ."""
+"""The smallest noise stated: other machines differ by more than three runs on one machine show."""
 
 _KEY = ("op", "format", "dtype", "density", "count")
 
@@ -24,7 +25,7 @@ type Key = tuple[Any, ...]
 
 
 def save(path: Path, runs: Sequence[Sequence[dict[str, Any]]], header: str) -> None:
-    """Writes the median ratio of each row over several runs, and how far the worst was above it.
+    """Writes each row's median ratio over several runs, and as noise the largest excess over it.
 
     Raises:
         ConfigError: a row is wrong, or the file cannot be written.
@@ -65,7 +66,7 @@ def read(path: Path) -> dict[Key, tuple[float, float]]:
 def compare(
     rows: Sequence[dict[str, Any]], expected: dict[Key, tuple[float, float]], margin: float
 ) -> None:
-    """Prints how many rows were compared; those without a baseline are not.
+    """Compares the rows that have a baseline, and prints how many these are.
 
     Raises:
         MegatronSparseError: a ratio exceeds `ratio * (1 + noise * margin)` of the baseline.
@@ -78,7 +79,7 @@ def compare(
             "nothing that was measured is in the baseline",
             expected="sizes, densities, dtypes and formats that it holds",
             got=f"{len(measured)} other rows",
-            remedy="see the rows of the baseline's file",
+            remedy="measure a row of the baseline's file",
         )
     slower = []
     for key in shared:
@@ -91,7 +92,7 @@ def compare(
             f"{len(slower)} of {len(shared)} rows are slower than the baseline",
             expected="time / copy within the baseline's noise",
             got="; ".join(slower),
-            remedy="measure again on a quiet machine; if it stays, find what made it slower",
+            remedy="measure again on a quiet machine; if the rows stay slow, look for the cause",
         )
     print(f"# {len(shared)} rows are within the baseline")
 

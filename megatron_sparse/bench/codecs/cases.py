@@ -1,7 +1,8 @@
-"""What `bench codecs` measures: the codec's operations on one gradient, and others' ways to do it.
+"""The cases of `bench codecs`: the codec's operations on one gradient, and peers that do the same.
 
-Every operation is checked against the oracle here, before anything is timed. Peers do less than we
-do where they can: none of them writes a header, checks an index or rounds stochastically.
+A peer is another library's implementation. Every operation is checked against the oracle here,
+before anything is timed. Peers do less work than the codec: none of them writes a header, checks an
+index or rounds stochastically.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ KEY = 20_250_101
 STEP = 1
 LINE_BYTES = 64
 ORACLE_NUMEL = 2**18
-"""Elements that are compared with the oracles, which take about a microsecond for each."""
+"""Elements that are compared with the oracles, which take about a microsecond an element."""
 
 
 @dataclass
@@ -48,12 +49,13 @@ class Task:
 
     Attributes:
         op: `prune_encode`, `encode` or `decode_add`.
-        format: what the record became, or `pici_paper`.
+        format: the format that the encoder chose, or `pici_paper`.
         bytes_moved: read and written. A scatter-add moves whole cache lines of the accumulator.
         wrong: elements or bytes that differ from the oracle's.
         run: the operation.
-        stream: reads what the op reads (encode) or writes what it writes (decode_add); or None.
-        peers: the same by other means.
+        stream: reads the same bytes as the op (encode) or writes the same bytes (decode_add), and
+            does nothing else; None without such a measurement.
+        peers: other implementations of the operation, by name.
     """
 
     op: str
@@ -70,8 +72,8 @@ def make_tasks(
 ) -> Iterator[Task]:
     """The three operations on one normally distributed gradient of `size` bytes.
 
-    Without peers, up to five times `size` are held at once, in fp32, besides the buffers of the
-    copy that an operation is timed beside.
+    Without peers, this takes up to five times `size` of memory at once, in fp32, besides the
+    buffers of the copy that is timed in turn with each operation.
     """
     wrong = check_against_oracles(density, dtype, form)
     grad_N, code = gradient(size // DTYPES[dtype].itemsize, dtype), list(DTYPES).index(dtype)
@@ -96,7 +98,7 @@ class _Case:
     peers: bool
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The message's and the scratch's, written once, so that their pages exist."""
+        """Buffers of message and scratch. They are written once, so that their pages exist."""
         out = ops.message_capacity(self.offsets, self.code)
         scratch = ops.scratch_capacity(self.offsets, self.code)
         return torch.zeros(out, dtype=torch.uint8), torch.zeros(scratch, dtype=torch.uint8)
@@ -106,7 +108,7 @@ def _prune_encode_task(case: _Case, grad_N: torch.Tensor) -> Task:
     residual_N, dense = torch.zeros(grad_N.numel()), torch.zeros(1, dtype=torch.uint8)
     out, scratch = case.buffers()
 
-    # Leak 0 leaves nothing behind but rounding errors, so that all rounds see the same numbers.
+    # With leak 0 only rounding errors stay in the residual, so all rounds see the same numbers.
     def prune_encode() -> torch.Tensor:
         sizes, _ = ops.prune_encode(
             grad_N,
@@ -239,7 +241,7 @@ def record_name(out: torch.Tensor, form: str) -> str:
 
 
 def touched_bytes(pruned_N: torch.Tensor, *, whole: bool, line_bytes: int = LINE_BYTES) -> int:
-    """Bytes of the fp32 accumulator's lines in which there is something to add."""
+    """Bytes of the fp32 accumulator's cache lines to which values are added."""
     per_line = line_bytes // 4
     lines = pruned_N[: pruned_N.numel() // per_line * per_line].view(-1, per_line)
     count = lines.shape[0] if whole else int((lines != 0).any(1).sum())
@@ -263,7 +265,7 @@ def _prune_encode_peers(grad_N: torch.Tensor, limit: float) -> dict[str, Action]
 
 
 def torch_encode_peers(pruned_N: torch.Tensor) -> dict[str, Action]:
-    """Torch's ways to indices and values, on any device."""
+    """Torch's ways to get indices and values, on any device."""
 
     def nonzero_and_index() -> tuple[torch.Tensor, torch.Tensor]:
         index_K = pruned_N.nonzero().squeeze(1)
@@ -310,7 +312,7 @@ def _decode_peers(pruned_N: torch.Tensor, acc_N: torch.Tensor) -> dict[str, Acti
 
 
 def _scipy_sparse():
-    """`scipy.sparse`, or None where it is not installed: it is a peer, not a dependency."""
+    """`scipy.sparse`, or None if it is not installed: it is a peer, not a dependency."""
     try:
         from scipy import sparse
     except ImportError:
@@ -319,7 +321,7 @@ def _scipy_sparse():
 
 
 def differing(got: torch.Tensor, expected: bytes) -> int:
-    """Bytes that differ; all of them where there are more or fewer."""
+    """The number of bytes that differ; all bytes if the lengths differ."""
     if got.numel() != len(expected):
         return max(got.numel(), len(expected))
     return int((got != torch.frombuffer(bytearray(expected), dtype=torch.uint8)).sum())

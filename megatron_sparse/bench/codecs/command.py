@@ -1,12 +1,12 @@
-"""How fast messages are made and added up, next to a plain copy of the same bytes and to others.
+"""The speed of encoding and adding messages, beside a plain copy of the same bytes and peers.
 
-Every row is first checked against the oracle; `#wrong` counts bytes that differ, and a row that has
-any is not timed. Operation, copy and peers are measured in turn, in the same run, and medians are
-reported: what slows the machine down for a while slows all of them. `ratio` is the median of
-time / copy over the rounds.
+Every row is first checked against the oracle; `#wrong` counts bytes that differ, and a wrong row is
+not timed. Operation, copy and peers are measured in turn, in the same run, so that a temporary
+slowdown of the machine affects all of them. Times are medians. `ratio` is the median of time / copy
+over the rounds.
 
-`stream` reads what an encoder reads, or writes what a scatter-add writes; `copy` is that of
-`bench/table.py`.
+`stream` only reads the bytes that an encoder reads, or only writes the bytes that a scatter-add
+writes; `copy` is that of `bench/table.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Row(OperationRow):
     """There is a row for each peer; the operation's own numbers are the same in all of them.
 
     Attributes:
-        stream_us: reads what an encoder reads, or writes what a scatter-add writes.
+        stream_us: the time only to read the bytes that an encoder reads, or only to write those
+            that a scatter-add writes.
         ratio: the median over the rounds of time / copy.
     """
 
@@ -60,10 +61,10 @@ def run(
     """Prints the table and returns its rows.
 
     Args:
-        sweep: what to measure.
+        sweep: the options.
         json_path: file for one JSON object a line; None writes none.
         check: a baseline to compare with, as `save_baseline` writes it.
-        margin: how many times its stated noise a row may exceed the baseline by.
+        margin: a row may exceed its baseline by this many times the noise stated there.
         save_baseline: measures three times and writes ratios and noise to this file.
 
     Returns:
@@ -92,7 +93,7 @@ def measure(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def header(sweep: Sweep) -> str:
-    """The machine, the versions and how it is measured."""
+    """The machine, the versions and the method of measurement."""
     place = table.describe_cpu(sweep.threads)
     if sweep.device == "cuda":
         place = (

@@ -1,7 +1,7 @@
 """CUB's DeviceSelect as a peer of the CUDA encoders: compiled here, with the nvcc of the build.
 
-It selects the non-zero elements of an fp32 vector in one pass with decoupled look-back, which is
-what a compaction at the speed of memory looks like; it writes no indices and no header.
+It selects the non-zero elements of an fp32 vector in one pass with decoupled look-back, about as
+fast as memory allows. It writes no indices and no header.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _library(capability: tuple[int, int]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "cub_select.so"
         compile_for(capability, target)
-        return ctypes.CDLL(str(target))  # stays mapped when the file is gone
+        return ctypes.CDLL(str(target))  # stays mapped after the file is deleted
 
 
 def compile_for(capability: tuple[int, int], target: Path) -> None:

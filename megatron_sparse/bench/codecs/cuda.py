@@ -1,9 +1,8 @@
-"""`bench codecs` on a GPU: the codec's CUDA ops, and others' ways to do it, timed with events.
+"""`bench codecs` on a GPU: the codec's CUDA ops and their peers, timed with events.
 
-What is timed is what the device does: the ops without the few words that `ops` reads on the host
-afterwards, and without host time between launches that the device does not wait for. Operation,
-copy and peers take turns in the same run. Every op is first compared with the CPU's codec, byte for
-byte.
+Times are those of the device. They leave out the few words that `ops` reads on the host afterwards,
+and host time between launches for which the device does not wait. Operation, copy and peers take
+turns in the same run. Every op is first compared with the CPU's codec, byte for byte.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def make_tasks(
         """Bytes of the one record that was written last."""
         return 48 + int(out[24:32].view(torch.int64))
 
-    # Leak 0 leaves nothing behind but rounding errors, so that all rounds see the same numbers.
+    # With leak 0 only rounding errors stay in the residual, so all rounds see the same numbers.
     at = (offsets, thresholds_R, 0.0, KEY, offsets, kinds, code, STEP, block_size)
     fused = partial(overload("prune_encode_records"), grad_N, residual_N, *at, out)
     fused()
@@ -124,7 +123,7 @@ def compare_with_cpu(density: float, dtype: str, form: str, device: torch.device
 
 
 def time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[list[float]]:
-    """Microseconds of the device for each action, in each round that counts."""
+    """Microseconds of the device for each action, in each round after the warm-up."""
     times_us: list[list[float]] = [[] for _ in actions]
     for round_index in range(warmup + iters):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in actions]

@@ -1,13 +1,13 @@
-"""What `bench codecs` measures of ZEN's hashing and of row-sparse gradients.
+"""The cases of `bench codecs` for ZEN's hashing and for row-sparse gradients.
 
-`hash_bitmap` and `pairs` are what travels in the Pull and in the Push, for all of `PARTITIONS`
+`hash_bitmap` and `pairs` are the records of the Pull and of the Push, for all of `PARTITIONS`
 servers one after the other; `hash_partition` cuts a rank's entries into partitions. `row_sparse`
 reads the gradient as rows of `COLUMNS` elements and touches a fraction `density` of them;
 `row_union`, `row_match` and `row_expand` are the steps between `RANKS` ranks of such rows.
 
-Results are compared with the oracles on a small gradient, and among themselves on the timed one. On
-a GPU a time is between two events of the device, the waits for the host included: these operations
-read sizes and checks before they go on.
+Results are compared with the oracles on a small gradient, and with one another on the timed one. On
+a GPU a time is that between two events of the device. It includes waits for the host, because these
+operations read sizes and checks before they continue.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_tasks(
 
 
 def _sparse(numel: int, density: float, dtype: str, device: torch.device) -> torch.Tensor:
-    """Normally distributed values at `density` of the places, zeros elsewhere."""
+    """Normally distributed values at a fraction `density` of the positions, zeros elsewhere."""
     generator = torch.Generator().manual_seed(numel)
     values_N = torch.randn(numel, generator=generator)
     kept_N = torch.rand(numel, generator=generator) < density

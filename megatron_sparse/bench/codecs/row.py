@@ -15,15 +15,15 @@ class OperationRow(TableRow):
 
     Attributes:
         op: the operation.
-        format: of the record; `-` where none is made.
+        format: of the record; `-` if the operation makes none.
         dtype: of the gradient and of the values on the wire.
         density: fraction that is sent.
         count: elements.
         bytes_moved: read and written.
-        time_us: of the operation; null where it is wrong.
+        time_us: of the operation; null if its result is wrong.
         copy_us: of a copy that reads and writes as much.
-        peer: name of another way to do it.
-        peer_us: its time.
+        peer: name of another implementation.
+        peer_us: the peer's time.
         device: `cpu` or `cuda`.
         wrong: elements or bytes that differ from the oracle's.
     """

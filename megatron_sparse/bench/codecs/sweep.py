@@ -27,7 +27,7 @@ OPS = (
     *("prune_encode", "encode", "decode_add"),
     *("hash_partition", "row_union", "row_match", "row_expand"),
 )
-"""Each format has those that it knows."""
+"""All operations; each format has some of them."""
 RESIDUAL_DTYPES = ("fp32", "bf16")
 
 
@@ -44,7 +44,7 @@ class CodecSizes(Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(CodecSizes):
-    """What `bench codecs` measures.
+    """The options of `bench codecs`.
 
     On a GPU the bench times the device's work.
     """
@@ -99,7 +99,7 @@ class Sweep(CodecSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneSweep(CodecSizes):
-    """What `bench prune` measures."""
+    """The options of `bench prune`."""
 
     max_bytes: int = option("256M", "Such as 64M, 1G.", parse_size)
     densities: Sequence[float] = option(

@@ -1,14 +1,14 @@
 """`bench convergence`: the final validation loss of small models, compressed beside dense.
 
-Each run is one of `megatron-sparse train experiment=convergence` in a process and a folder of its
-own, one after the other: Megatron's own loop on real text, two gloo ranks. What a run has reached
-is in its folder (`convergence.json`); a run that is there already, with the same arguments, is
-not repeated, so that a study goes on where it was stopped.
+Each run is one `megatron-sparse train experiment=convergence`, in its own process and folder:
+Megatron's own loop on real text, two gloo ranks. Runs follow one another. Each run's results are in
+its folder (`convergence.json`). A run whose results are there already, with the same arguments, is
+not repeated, so an interrupted study can be continued.
 
 The validation loss is Megatron's: the mean over the tokens of held-out documents. After the last
 iteration Megatron validates twice, on different samples; the final loss is the mean of the two.
-Runs of one seed see the same samples in the same order, so that what a sample happens to hold
-falls out of their differences.
+Runs of one seed see the same samples in the same order, so the choice of samples does not affect
+the differences between them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_sparse.run import composition, local_ranks
 
 RESULT_FILE = "convergence.json"
 VOCAB_SIZE = 1024
-"""Small: half of the model's weights are its vocabulary's as it is."""
+"""Small, for even so half of the model's weights belong to the vocabulary."""
 _VALIDATION = re.compile(
     r"validation loss at iteration (\d+)( on validation set)? \| lm loss value: (\S+)"
 )
@@ -38,13 +38,13 @@ _TAIL_LINES = 30
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has reached.
+    """The results of a run.
 
     Attributes:
         model: of `CORPORA`.
         setting: name of the setting.
         seed: its seed.
-        arguments: of `train`, without those that say where.
+        arguments: of `train`, without names and folders.
         curve: (iteration, validation loss), the last iteration twice.
         wire_ratio: bytes sent over a dense ring's, over the whole run; 1 without compression.
         wire_ratio_target: the same over the iterations at the target density.
@@ -72,7 +72,7 @@ class Result:
 
 
 def run(study: Study) -> list[Result]:
-    """Trains what is not there yet, and prints a line for each run.
+    """Trains the runs that have no results yet, and prints a line for each run.
 
     Raises:
         ConfigError: an override is wrong, or the folder cannot be made.
@@ -86,8 +86,8 @@ def run(study: Study) -> list[Result]:
         study.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            "bench convergence: the runs have no place",
-            expected="a folder that can be made",
+            "bench convergence: the folder of the runs cannot be made",
+            expected="a folder that can be made and written",
             got=error,
             remedy="give another --out",
         ) from None
@@ -101,7 +101,7 @@ def run(study: Study) -> list[Result]:
     results = []
     for number, each in enumerate(runs, 1):
         result = find(study, each)
-        how = "was there"
+        how = "done before"
         if result is None:
             result = _train(study, each)
             how = f"{result.elapsed_s:.0f} s"
@@ -113,7 +113,7 @@ def run(study: Study) -> list[Result]:
 
 
 def find(study: Study, each: Run) -> Result | None:
-    """What a run with the same arguments has left; None where there is none."""
+    """The results of a run with the same arguments; None if there is none."""
     path = study.out / each.name / RESULT_FILE
     if not path.is_file():
         return None
@@ -125,10 +125,10 @@ def find(study: Study, each: Run) -> Result | None:
 
 
 def found(study: Study) -> list[Result]:
-    """What the runs that are there have reached.
+    """The results of all finished runs of the study.
 
     Raises:
-        ConfigError: none is there.
+        ConfigError: no run has finished.
     """
     results = [result for each in study.runs() if (result := find(study, each))]
     if not results:

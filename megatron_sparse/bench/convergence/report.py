@@ -1,8 +1,8 @@
 """The table, the JSON lines and the pictures of `bench convergence`.
 
-Means are over the seeds. A difference to dense is taken within a seed, then averaged: runs of one
-seed start from the same weights and see the same samples. The spread is what lies between the
-seeds' largest and smallest value of the same quantity.
+Means are over the seeds. A difference to dense is computed for each seed, then averaged, because
+runs of one seed start from the same weights and see the same samples. The spread is the difference
+between the seeds' largest and smallest value of a quantity.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Row(TableRow):
         final: mean of the final validation losses.
         spread: between the seeds' final losses, in % of their mean; null with one seed.
         to_dense: mean difference to the baseline's final loss of the same seed, in %; null for the
-            baseline, or where it has not run.
+            baseline, or if the baseline has not run.
         to_dense_spread: between the seeds' differences, in percentage points; null with one seed.
-        noise: how far that difference lies apart in the two validations after the last iteration,
-            in percentage points; the largest of the runs, null likewise.
+        noise: how much `to_dense` differs between the two validations after the last iteration, in
+            percentage points; the largest of the runs; null if `to_dense` is.
         wire_ratio: bytes sent over dense's, over the whole run.
         wire_ratio_target: the same over the iterations at the target density.
     """
@@ -69,7 +69,7 @@ class Row(TableRow):
 
 
 def report(results: Sequence[Result], folder: Path | None, json_path: Path | None) -> None:
-    """Prints the table; writes its rows and draws the pictures where that is asked for.
+    """Prints the table; on request writes its rows and draws the pictures.
 
     Args:
         results: of finished runs.
@@ -157,7 +157,7 @@ def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path) -> list[P
 
 
 def curve_rows(results: Sequence[Result]) -> list[figures.Row]:
-    """A row for each validation of each run; what comes after the last iteration is one mean."""
+    """A row for each validation of each run; those after the last iteration become one mean."""
     return [
         {
             "series": label_of(each),
@@ -183,7 +183,7 @@ def _draw_curves(rows: list[figures.Row], canvas: Canvas) -> None:
         ]
         figures.draw_lines(axes, means, "iteration", "loss", styles)
         lowest = min(row["loss"] for row in means)
-        # The first drop would leave no room for what tells the settings apart.
+        # With the first drop in the picture, the differences between settings would not be visible.
         axes.set_ylim(lowest - 0.05, lowest + 1.0)
         axes.set(title=model, xlabel="iteration", ylabel="validation loss, mean of the seeds")
     figures.shared_legend(canvas, panels)

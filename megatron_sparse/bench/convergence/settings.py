@@ -1,7 +1,7 @@
-"""What `bench convergence` trains: one factor at a time around the default compression.
+"""The settings of `bench convergence`: each changes one factor of the default compression.
 
-The default is what `config.CompressionConfig` says, with warm-up and ramp scaled to the length of
-the run. A setting that trains with SGD is compared with dense SGD, every other one with dense Adam.
+The default is that of `config.CompressionConfig`, with warm-up and ramp scaled to the length of the
+run. A setting that trains with SGD is compared with dense SGD, every other one with dense Adam.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron_sparse.bench.options import check_arguments, known
 DENSE, DEFAULT = "dense", "topk1"
 SGD_DENSE = "sgd_dense"
 WARMUP_SHARE, RAMP_SHARE = 0.15, 0.3
-"""Of a run's iterations: those synchronised densely, and those on the way to the target density;
-one to two, as `config.CompressionConfig` has them."""
+"""Shares of a run's iterations: those synchronised densely, and those in which the density falls to
+the target; 1 : 2 as in `config.CompressionConfig`."""
 VALIDATIONS = 10
-"""In a run, at equal distances, the last one at its end."""
+"""Validations in a run, at equal distances, the last one at its end."""
 _SGD = ("megatron.optimizer=sgd", "training.lr=0.3", "training.min_lr=0.03")
 
 
@@ -31,7 +31,7 @@ class Setting:
         label: in tables and pictures.
         overrides: arguments of `train`.
         warmup: share of the iterations that are synchronised densely.
-        ramp: share of the iterations on the way to the target density.
+        ramp: share of the iterations in which the density falls to the target.
         baseline: name of the setting that it is compared with.
         tier: 1 runs first.
     """
@@ -72,13 +72,13 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return f"{self.model}-{self.setting.name}-{self.seed}"
 
 
 @dataclass(frozen=True)
 class Study:
-    """Which runs, and how long each.
+    """The runs of a study and their length.
 
     Attributes:
         models: of `CORPORA`.
@@ -109,7 +109,7 @@ class Study:
         )
 
     def runs(self) -> Iterator[Run]:
-        """The most important first, and what is compared with each other close together."""
+        """The most important first; runs that are compared with one another follow one another."""
         chosen = [setting for setting in SETTINGS if setting.name in self.settings]
         for tier in sorted({setting.tier for setting in chosen}):
             for model in self.models:
@@ -123,7 +123,7 @@ class Study:
         return self.out / "corpora" / CORPORA[model]
 
     def arguments(self, run: Run) -> list[str]:
-        """Of `train`, without those that say where."""
+        """The arguments of `train`, without names and folders."""
         return [
             "experiment=convergence",
             f"model={run.model}_tiny",
