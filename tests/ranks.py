@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each a process of its own."""
+"""Runs a function on several gloo ranks, each in its own process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_ranks(
         args: of the function.
         timeout_s: for all of them.
         linger_s: how long ranks may take to end when all have answered. After a failure gloo holds
-            threads until its own timeout, and nothing is to be learnt from waiting for them.
+            threads until its own timeout, and waiting for them shows nothing.
 
     Returns:
         The ranks' results, in rank order; they must pickle.

@@ -1,4 +1,4 @@
-"""Ranges for profilers: there when somebody looks, on every thread, and nearly free when not."""
+"""Ranges for profilers: on every thread if a profiler runs, almost free if not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_sparse.recording import BUCKET_STAGES, BucketRecord, StageTimer
 from megatron_sparse.telemetry import RunTelemetry
 
 
-def test_nobody_looks():
+def test_without_a_profiler_there_are_no_ranges():
     assert open_range("prune") is None
     timer = StageTimer()
     with timer.stage("prune"), marked("host_wait"):
@@ -60,7 +60,7 @@ def test_nvtx_without_a_gpu_is_a_typed_error():
 
 
 def test_nvtx_ranges_are_pushed_and_popped(monkeypatch):
-    """With a stand-in for NVTX; what Nsight Systems shows was not looked at: there is no GPU."""
+    """With a stand-in for NVTX; nobody has looked at the ranges in Nsight Systems."""
     calls = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
@@ -72,7 +72,7 @@ def test_nvtx_ranges_are_pushed_and_popped(monkeypatch):
 
 
 def test_the_profile_has_the_stages_of_both_threads_and_the_buckets_timeline(tmp_path):
-    """Of the progress thread too, which was there before the profiler; and on one clock."""
+    """Includes the progress thread, which is older than the profiler; both use one clock."""
     tracking = TrackingConfig(console="off", profile_iters=2, trace_start=2, trace_iters=1)
     telemetry = RunTelemetry(tmp_path, tracking, is_writer=True)
     turn, done = threading.Semaphore(0), threading.Semaphore(0)
@@ -116,7 +116,7 @@ def test_the_profile_has_the_stages_of_both_threads_and_the_buckets_timeline(tmp
             != next(e["tid"] for e in ranged if e["name"].endswith("forward_backward"))
         )
         # The same stage on the timeline's row, by the host's clock: within 5 ms, which is far
-        # more than the clocks differ and less than what a wrong origin would make of it.
+        # more than the clocks differ and less than a wrong origin would cause.
         mine = [e for e in events if e["name"] == stage and e.get("ph") == "X"]
         assert [e["ts"] for e in mine] == pytest.approx([a["ts"], b["ts"]], abs=5e3)
     assert {e["args"]["iteration"] for e in events if e["name"] == "b0"} == {2, 3}

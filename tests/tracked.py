@@ -1,4 +1,4 @@
-"""What the dashboards wrote, read back from their own files."""
+"""Reads the dashboards' data back from their own files."""
 
 from __future__ import annotations
 

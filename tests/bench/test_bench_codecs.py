@@ -1,4 +1,4 @@
-"""`bench codecs` checks before it times, writes what the table says, and guards the baseline."""
+"""`bench codecs`: checks before timing, rows on disk and on screen, the baseline."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def test_a_wrong_result_is_counted_and_not_timed(monkeypatch):
 
 
 def test_a_planted_slowdown_fails(tmp_path, monkeypatch):
-    """Against a baseline of this very machine: once as it is, once with a 400 times slower encoder.
+    """Against a baseline of this machine: first unchanged, then with an encoder 400 times slower.
 
     Other tests may run beside this one, so a row may take eleven times its baseline, whatever noise
-    the baseline has seen.
+    the baseline states.
     """
     small = SMALL | {"iters": 9}
     sweep = command.Sweep(densities=(0.01,), forms=("coo", "pici"), peers=False, **small)
@@ -125,7 +125,7 @@ def test_a_planted_slowdown_fails(tmp_path, monkeypatch):
 def test_the_committed_baseline_holds(capsys):
     """At 1 MiB and with 16 times the noise (five times the ratio): tests may run beside this one.
 
-    What it finds is a codec that lost its vectors, not one that lost a few percent.
+    It finds a codec that is no longer vectorised, not one that is a few percent slower.
     """
     with pytest.raises(SystemExit) as done:
         main.main(
@@ -170,7 +170,7 @@ def test_the_documentation_s_table_has_a_line_for_each_operation(tmp_path):
     made = subprocess.run(
         [sys.executable, str(script), str(path)], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert len(made) == 2 + 2 * 3 + 3  # of two formats that are dense one is left
+    assert len(made) == 2 + 2 * 3 + 3  # both formats become dense; one row is left
     assert all(line.count("|") == made[0].count("|") for line in made)
     assert "torch nonzero" in next(line for line in made if "| encode | coo |" in line)
 

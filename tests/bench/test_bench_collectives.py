@@ -1,4 +1,4 @@
-"""`bench collectives`: what it counts as wrong, how it times, what it writes and refuses."""
+"""`bench collectives`: wrong sums, timing, output and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KEYS = {
     "modelled",
     "wrong",
 }
-"""What every reader of the JSON lines may count on."""
+"""The keys on which readers of the JSON lines may rely."""
 LINK = Link(1e-5, 8e-10)
 
 
@@ -102,7 +102,7 @@ class TestVirtual:
         quarter = row["bytes"] / 4
         expected_s = 2 * (3 * LINK.beta_s * quarter + LINK.alpha_s)
         assert row["wire_bytes"] == 6 * quarter
-        # Fingerprints and the like are not modelled away: a few small messages more.
+        # The time includes a few small messages more, fingerprints for example.
         assert row["time_us"] == pytest.approx(expected_s * 1e6, rel=0.2)
 
     def test_a_wrong_sum_is_counted_and_not_timed(self, monkeypatch, capsys):
@@ -141,7 +141,7 @@ class TestVirtual:
 
 
 class TestInputs:
-    """What is checked and what is timed."""
+    """The data of the check and of the timed rounds."""
 
     @pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
     def test_the_check_selects_about_what_the_case_says(self, density):
@@ -194,12 +194,12 @@ class TestInputs:
 
 
 class TestFigures:
-    """From what the ranks measured to a row."""
+    """A row is computed from the ranks' measurements."""
 
     CASE = Case(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 1000)
 
     def rounds(self):
-        """Two ranks, three rounds; rank 1 is the slowest but for the first."""
+        """Two ranks, three rounds; rank 1 is the slowest except in the first."""
 
         def figures(total, network, dense, wire):
             return in_order(
@@ -249,7 +249,7 @@ class TestFigures:
         shard = dataclasses.replace(self.CASE, op=CollectiveOp.REDUCE_SCATTER)
         assert codec_bytes(shard, "direct", 100, 10, 4, prune=False) == 1100
 
-    def test_measured_names_are_what_a_round_is_made_of(self):
+    def test_measured_names_are_the_parts_of_a_round(self):
         assert in_order({name: float(i) for i, name in enumerate(MEASURED)}) == [
             float(i) for i in range(len(MEASURED))
         ]
@@ -349,7 +349,7 @@ class TestLoopback:
             local_ranks.run_loopback([sys.executable, "-c", code], 2)
 
     def test_the_first_rank_to_fail_says_so_and_the_others_are_silent(self, tmp_path, capfd):
-        """Rank 0 finds it; the others lose it in the middle of a collective."""
+        """Rank 0 finds the error; the others lose rank 0 in the middle of a collective."""
         command = local_ranks.command_line(
             [
                 "bench",

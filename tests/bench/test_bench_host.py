@@ -1,4 +1,4 @@
-"""`bench host`: what it posts, that peers' messages are looked at, what it writes and refuses."""
+"""`bench host`: its posts, decoding of the peers' messages, output and refusals."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_the_time_in_c10d_is_a_part_of_the_time():
         assert 0 < row.c10d_us < row.host_cpu_us
 
 
-def test_what_the_peers_sent_is_decoded(monkeypatch):
+def test_messages_of_the_peers_are_decoded(monkeypatch):
     record = host._record
 
     def damaged(*arguments):
         came = record(*arguments)
-        if came:  # dense has no messages of ours
+        if came:  # dense uses the backend's messages
             came[0][20] ^= 1
         return came
 

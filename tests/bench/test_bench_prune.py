@@ -1,4 +1,4 @@
-"""The bench checks before it times, and writes what the table says."""
+"""The bench checks results before timing, and writes the table's numbers."""
 
 from __future__ import annotations
 

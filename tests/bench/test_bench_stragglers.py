@@ -1,4 +1,4 @@
-"""`bench stragglers`: whose time counts, what is compared, what it draws and refuses."""
+"""`bench stragglers`: measured times, compared rows, pictures and refusals."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TestVirtual:
         assert 1.3 < aware["dense_speedup"] < 1.36
         assert worst["dense_speedup"] < 1
         assert rows["straggler_direct", late]["time_us"] < rows["straggler_direct", 0]["time_us"]
-        # What knows of no straggler does not care, but for sizes that are told a moment before.
+        # Other schemes take as long with a delay, except that sizes are exchanged a moment earlier.
         for name in ("dense_ring", "direct"):
             after_us = [rows[name, delay]["time_us"] for delay in (0, late)]
             assert after_us[0] == pytest.approx(after_us[1], rel=2e-3)
@@ -111,7 +111,7 @@ class TestVirtual:
             assert row["sparse_speedup"] == pytest.approx(min(plain.values()) / row["time_us"])
             assert rows["straggler", delay]["sparse_speedup"] is None
 
-    def test_the_rule_takes_what_pays(self, rows):
+    def test_the_rule_skips_the_straggler_if_that_is_faster(self, rows):
         late = self.late_us(rows)
         assert rows[RULE, 0]["carried_by"] == "dense"
         assert rows[RULE, late]["carried_by"] == "straggler"
@@ -195,7 +195,7 @@ class TestRow:
         narrow = dataclasses.replace(self.row(), dtype="bf16")
         assert modelled_us(narrow, LINK) is None
 
-    def test_baselines_are_those_that_know_of_no_straggler(self):
+    def test_baselines_are_the_schemes_without_a_straggler(self):
         names = ["dense", "dense_ring", "straggler", "direct", "straggler_direct"]
         times = [30.0, 20.0, 10.0, 8.0, 4.0]
         cases, rows = [], []

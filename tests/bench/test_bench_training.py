@@ -1,6 +1,6 @@
-"""`bench training`: the runs that it starts, and what it reads from them. Megatron is stood in for.
+"""`bench training`: the runs that it starts, and what it reads from them. A fake replaces Megatron.
 
-The real thing runs in `tests/integration/test_netbed.py`.
+`tests/integration/test_netbed.py` runs the real one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calibration: known links are found again, fits are right, and the command writes a good file."""
+"""Calibration: it finds known links again, fits are right, the command writes a valid file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INTRA, INTER = Link(5e-6, 1e-11), Link(3e-5, 3.2e-10)
 
 
 def measured(topology: Topology):
-    """What every rank of a virtual cluster finds; all the same."""
+    """The result of every rank of a virtual cluster; all are equal."""
     cluster = VirtualCluster(topology.world_size, topology)
 
     def start(transport):
@@ -57,7 +57,7 @@ def about(link: Link):
 
 
 class TestLinks:
-    """A virtual cluster's links are known, so what is measured can be compared."""
+    """A virtual cluster's links are known, so measurements can be compared with them."""
 
     @pytest.mark.parametrize("nic", ["rank", "node"])
     @pytest.mark.parametrize("node_sizes", [(2, 2), (3, 3, 3), (2, 1)])
@@ -67,7 +67,7 @@ class TestLinks:
         assert found.intra == about(INTRA)
         assert found.inter == about(INTER)
         assert found.dense == about(INTER)
-        # With one rank on the smallest node nothing tells the two apart.
+        # With one rank on the smallest node the two levels cannot be distinguished.
         assert found.nic == (nic if min(node_sizes) > 1 else "rank")
 
     def test_one_node(self):
@@ -148,7 +148,7 @@ def swept(topology: Topology, seconds_a_byte: float, case: SweepCase, format: st
 
 
 class TestSweep:
-    """Thresholds where it is known which are best."""
+    """Cases in which the best thresholds are known."""
 
     CASE = SweepCase(numel=3 * 2**11, densities=(0.1,), repeats=1, step=0.5)
 
@@ -174,7 +174,7 @@ class TestSweep:
         (intra, _, _), _ = swept(Topology((1, 1, 1), link, link), 0.0, self.CASE)
         assert intra == RING_DENSITIES["pici"][0]
 
-    def test_ties_keep_what_was(self):
+    def test_a_tie_keeps_the_old_threshold(self):
         assert choose([0.0, 0.5, 1.0], [1.0, 1.0, 1.0], before=0.6) == 0.5
         assert choose([0.0, 0.5, 1.0], [1.0, 2.0, 2.0], before=0.6) == 0.0
 
@@ -203,7 +203,7 @@ class TestCommand:
 
     @pytest.mark.timeout(420)  # Ten seconds on an idle machine.
     def test_two_ranks(self, tmp_path):
-        """What it writes is read by the planner; a second run refuses, a sweep adds to it."""
+        """The planner reads the file; a second run refuses to overwrite it; a sweep extends it."""
         path = tmp_path / "lab.yaml"
         command = [
             sys.executable,

@@ -1,6 +1,6 @@
-"""`bench convergence`: the runs that it starts, what it reads, goes on from, reports and refuses.
+"""`bench convergence`: the runs that it starts and continues, its report and its refusals.
 
-Megatron is stood in for; the real thing runs in `test_convergence_regression.py`.
+A fake replaces Megatron; `test_convergence_regression.py` runs the real one.
 """
 
 from __future__ import annotations

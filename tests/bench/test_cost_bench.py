@@ -1,4 +1,4 @@
-"""`bench cost-models`: its truth, its rows and verdict, and what it refuses."""
+"""`bench cost-models`: reference times, rows, verdict and refusals."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TestTruth:
         assert fast.total_s < slow.total_s
 
     def test_a_small_bucket_stands_for_a_large_one(self):
-        """Of which both have an exact share: the fourth of it, or all of it."""
+        """Both have an exact share of it: a quarter, or all of it."""
         large = given(numel=2**18)
         small = [gradient[: 2**16] for gradient in large]
         where = setting(MemoryBoundPrices(1e11), full_numel=2**18)
@@ -179,7 +179,7 @@ def rows() -> list[CostRow]:
 class TestRows:
     """The table and its verdict."""
 
-    def test_predictions_are_near_what_is_taken(self, rows):
+    def test_predictions_are_near_the_measured_times(self, rows):
         assert len(rows) == 8
         # What the full bench prints is below 10 % for each scheme's mean; these are 8 cases.
         assert all(abs(row.error) < 0.2 for row in rows), [row.line() for row in rows]
@@ -199,8 +199,8 @@ class TestRows:
         assert found[0].mean_error == pytest.approx(0.2)
         assert found[0].worst.predicted_us == 70
 
-    def test_the_profile_of_a_small_bucket_keeps_what_lasts(self):
-        """Skewness that chance makes goes; that of a crowded beginning stays."""
+    def test_the_profile_of_a_small_bucket_keeps_lasting_skewness(self):
+        """Random skewness disappears; that of a crowded beginning stays."""
         even = gradients.uniform(2**16, 0.01)
         crowded = gradients.skewed(2**16, 0.01)
         for model, low, high in ((even, 1.0, 1.15), (crowded, 20.0, 60.0)):

@@ -18,8 +18,8 @@ from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
 
 NUMEL, FULL = 2**16, 2**24
 ZEN_OWN = ("zen", "ssar_rd")
-"""Balanced Parallelism and Hierarchical Centralization, between which ZEN's theorem 1 leaves the
-choice; dense always is a candidate."""
+"""ZEN's theorem 1 leaves the choice between Balanced Parallelism and Hierarchical Centralization;
+dense is always a candidate."""
 
 
 def rows(kinds, world_sizes, clusters, schemes=None):
@@ -28,7 +28,7 @@ def rows(kinds, world_sizes, clusters, schemes=None):
 
 
 def test_five_kinds_on_three_clusters():
-    """All that the bench has, on few ranks; the command tries it on up to 64."""
+    """All cases of the bench, on few ranks; the command runs them on up to 64."""
     found = rows(cases.QUICK_KINDS, (2, 4), cases.CLUSTERS)
     assert len(found) == 30
     verdict = Verdict.of(found)
@@ -78,7 +78,7 @@ def test_the_planner_sees_a_sample():
     seen, exact = sampled_profile(gradients), profile_of(gradients)
     assert seen != exact
     assert seen.density == pytest.approx(exact.density)
-    # A quarter of the bucket is looked at, and most elements lie in a small part of it.
+    # The sample is a quarter of the bucket; most elements lie in a small part of it.
     assert seen.sum_density(4) == pytest.approx(exact.sum_density(4), rel=0.1)
 
 
@@ -139,7 +139,7 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_it_fails_when_the_claim_does(monkeypatch, capsys):
-    """A planner that knows nothing of prices and takes the worst one."""
+    """A planner that ignores prices and takes the worst scheme."""
     from megatron_sparse.bench.planner import command as planner
 
     monkeypatch.setattr(planner, "prices_us", lambda *_, **__: {"dense": 2.0, "sparse_ps": 1.0})
@@ -189,9 +189,7 @@ def test_an_unknown_kind_is_refused():
 
 @pytest.mark.slow
 def test_between_real_ranks(tmp_path):
-    """The cluster is measured, and so is what schemes take: whether the claim holds is not asked
-    of a machine that runs tests.
-    """
+    """Links and schemes are measured. The claim is not checked, because other tests run too."""
     out = tmp_path / "rows.jsonl"
     command = command_line(
         [

@@ -1,4 +1,4 @@
-"""`megatron-sparse`: what is listed, what is passed on, and how errors come out."""
+"""`megatron-sparse`: listed commands, forwarded arguments, and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestRoot:
             assert f" {command} " in out
 
     def test_help_imports_nothing_heavy(self):
-        """That is what keeps it under a second; the bound leaves room for a loaded machine."""
+        """So it takes less than a second; the bound leaves room for a loaded machine."""
         code = (
             "import sys\nfrom megatron_sparse.cli import main as cli\n"
             "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
@@ -136,7 +136,7 @@ class TestTrain:
 
 
 class TestOthers:
-    """The commands of other parts get what the user wrote."""
+    """The commands of other parts receive the user's arguments."""
 
     @pytest.fixture
     def calls(self, monkeypatch):

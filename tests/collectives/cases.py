@@ -26,7 +26,7 @@ from megatron_sparse.transport import VirtualCluster
 
 STEP = 3
 OPTIONS = SchemeConfig(block_size=64)
-"""Blocks so small that the small buckets here have several."""
+"""Small, so that the small buckets here have several blocks."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Case:
 
 
 class RecordTap:
-    """A transport that keeps (peer, records) of all records that its rank sends."""
+    """A transport that stores (peer, records) of all records that its rank sends."""
 
     def __init__(self, transport):
         self._transport = transport
@@ -60,7 +60,7 @@ class RecordTap:
         return getattr(self._transport, name)
 
     def exchange(self, sends, receives, tag):
-        """Passes on, and keeps what is bytes: sizes are not."""
+        """Forwards everything; stores byte tensors, which are records (sizes are not bytes)."""
         self.sent += [(peer, data) for peer, data in sends if data.dtype == torch.uint8]
         return self._transport.exchange(sends, receives, tag)
 
@@ -78,7 +78,7 @@ def parameters(numel: int) -> list[ParameterSlice]:
 
 
 def contribution(case: Case, rank: int) -> torch.Tensor:
-    """What a rank sends: zeros where it was pruned; kept and padding elements as selection has.
+    """A rank's contribution: zeros where it was pruned; kept and padding elements whole.
 
     Small integers, whose sum over 16 ranks is exact even in bf16, or floats that need rounding.
     """
@@ -117,7 +117,7 @@ def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message
 
 
 def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeConfig):
-    """An all-reduce of fp32 gradients, one a rank, with nothing kept.
+    """An all-reduce of fp32 gradients, one a rank, without kept parameters.
 
     Returns each rank's result, the (peer, records) that each sent, and each one's message.
     """

@@ -11,7 +11,7 @@ from tests import ranks
 
 @pytest.fixture(scope="module")
 def forked_ranks():
-    """Ranks of a module are forked from a server that has imported everything: a world a second."""
+    """A module's ranks are forked from a server that has imported everything, in about a second."""
     mp.set_forkserver_preload(["tests.collectives.fault_ranks"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "START_METHOD", "forkserver")

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of faults over real processes."""
+"""The ranks' functions in the tests of faults over real processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Side:
                 density=1.0, warmup_iters=0, ramp_iters=0, samples=500, keep_below_numel=0
             ),
             SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
-            # Not rank 0, which would be done first, and is who tells the others of a loss.
+            # Not rank 0: it would finish first, and it informs the others of lost ranks.
             straggler=section_for(scheme, rank=dist.get_world_size() - 1),
         )
         assert dist.group.WORLD is not None
@@ -82,7 +82,7 @@ class Side:
         )
 
     def reduce(self, bucket: Bucket, step: int = 0) -> dict[str, Any]:
-        """Synchronises a bucket: what came of it, and how long it took."""
+        """Synchronises a bucket; returns the outcome and the time."""
         start_s = time.monotonic()
         try:
             self.reducer.start(bucket, step).wait()
@@ -99,7 +99,7 @@ class Side:
         }
 
     def close(self, *, broken: bool = False) -> float:
-        """Closes everything; how long that took. `broken` if it is so on another rank."""
+        """Closes everything; returns the time. `broken`: the group has failed on another rank."""
         start_s = time.monotonic()
         broken = broken or self.progress.broken
         self.progress.close()
@@ -114,7 +114,7 @@ def gradient_of(rank: int, numel: int) -> torch.Tensor:
 
 
 def full_sum(world_size: int, numel: int) -> torch.Tensor:
-    """What the ranks' buckets add up to."""
+    """The sum of the ranks' buckets."""
     return sum((gradient_of(rank, numel) for rank in range(world_size)), torch.zeros(numel))
 
 
@@ -133,14 +133,14 @@ def terminal(
     timeout_s: float,
     folder: str,
 ) -> None:
-    """One rank is killed or stopped; the others write down what they get.
+    """One rank is killed or stopped; the others write down their outcomes.
 
-    Survivors then close and end of themselves, as a script would; how long that takes is theirs.
+    Survivors then close and end by themselves, as a script would.
     """
     side = Side(scheme, timeout_s, fault)
     result = side.reduce(bucket_of(rank, world_size, numel))
     result["close_s"] = side.close()
-    # In one piece: the test reads it as soon as it is there.
+    # Written atomically: the test reads the file as soon as it exists.
     draft = Path(folder) / f"draft{rank}"
     draft.write_text(json.dumps(result))
     os.replace(draft, Path(folder) / f"rank{rank}.json")
@@ -149,14 +149,14 @@ def terminal(
 def one_after_another(
     rank: int, world_size: int, cases: list[tuple[str, Fault]], timeout_s: float
 ) -> list[dict[str, Any]]:
-    """(scheme, fault) each, of faults that a process survives; what the rank gets."""
+    """Runs (scheme, fault) cases of faults that a process survives; returns the rank's outcomes."""
     import torch.distributed as dist
 
     results = []
     for scheme, fault in cases:
         side = Side(scheme, timeout_s, fault)
         results.append(side.reduce(bucket_of(rank, world_size)))
-        # A rank that got its sum must not take up the group again that failed on another.
+        # A rank that got its sum must not reuse the group, which has failed on another rank.
         spoils = fault.kind not in ("none", "slow")
         results[-1]["close_s"] = side.close(broken=spoils)
         # Groups over the same ranks must not be made while a peer is still in the last one.
@@ -185,7 +185,7 @@ def disagree_everywhere(
 
 
 OTHER = {"agsparse": "direct", "direct": "dense", "dense": "dense_ring"}
-"""What the last rank takes another scheme for; `agsparse` for the others."""
+"""The scheme that the last rank uses; the others use `agsparse`."""
 
 
 def trivial(rank: int, world_size: int) -> list[tuple[str, int, bool, str]]:

@@ -1,4 +1,4 @@
-"""A transport that does its rank harm: it dies, dawdles, or spoils what it sends."""
+"""A transport with faults: its rank dies, is slow, or sends damaged messages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Killed(BaseException):
 
 @dataclass
 class Fault:
-    """What happens, to which rank, at which of the operations that it posts.
+    """A fault: its kind, the rank, and the number of the operation at which it happens.
 
     `kind` is one of `kill`, `kill while sending` and `stop` (real processes only), `slow`,
     `header`, `size`, `truncate` and
-    `replay`: the peer gets again what it was sent last.
+    `replay`: the peer receives the last message again.
     """
 
     kind: str
@@ -41,7 +41,7 @@ def kill_process() -> None:
 
 
 def kill_process_soon() -> None:
-    """SIGKILL to oneself, when what is posted now is on its way."""
+    """SIGKILL to oneself, while the posted message is on its way."""
     threading.Timer(0.02, kill_process).start()
 
 
@@ -58,7 +58,7 @@ def die_virtually() -> None:
 
 
 class FaultyTransport:
-    """See `Transport`; passes everything on but what the fault says.
+    """See `Transport`; forwards everything except for the fault.
 
     Attributes:
         posted: operations so far.
@@ -103,7 +103,7 @@ class FaultyTransport:
         return self._transport.exchange(sends, receives, tag)
 
     def _post(self) -> bool:
-        """Counts; whether the fault strikes now."""
+        """Counts the operation; returns whether the fault happens now."""
         self.posted += 1
         strikes = (self.posted - 1, self._transport.rank) == (self._fault.at, self._fault.victim)
         if strikes and self._fault.kind in self._acts:
@@ -121,7 +121,8 @@ def _spoil(values: torch.Tensor, fault: Fault, last: torch.Tensor | None) -> tor
     data = values.contiguous().view(torch.uint8).clone()
     is_words = values.dtype == torch.int64
     if fault.kind == "size" and is_words:
-        # Of an agreement, a bit of the fingerprint, the count or a check; never of the padding.
+        # In an agreement, flips a bit of the fingerprint, the count or a checksum, not of the
+        # padding.
         _flip(data, bit=(7 * fault.at) % min(8 * data.numel(), 128))
     elif fault.kind == "header" and data[:4].numpy().tobytes() == MAGIC:
         _flip(data, bit=(53 * (fault.at + 1)) % (8 * 48))

@@ -1,4 +1,4 @@
-"""SpCCL's adaptive ring: what goes dense where, that it stays exact, and what it sends.
+"""SpCCL's adaptive ring: where it sends densely, exact sums, and bytes.
 
 Legend: n ranks.
 """
@@ -62,7 +62,7 @@ def _case(
 
 
 class Tapped:
-    """A transport that writes down what its rank sends, message by message."""
+    """A transport that records its rank's messages."""
 
     def __init__(self, transport):
         self._transport = transport
@@ -96,7 +96,7 @@ def _run(case, sizes=None, nodes=None):
 
 
 def _kinds(sent):
-    """What a rank's transfers were, size rounds left out: `sparse` for records, else `dense`."""
+    """A rank's transfers without the size rounds: `sparse` for records, else `dense`."""
     kinds = {torch.uint8: "sparse", torch.float32: "dense", torch.bfloat16: "dense"}
     return [kinds[values.dtype] for values in sent if values.dtype != torch.int64]
 
@@ -148,7 +148,7 @@ THRESHOLDS = [
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("sizes", [(1,), (2,), (1, 1, 1), (2, 2), (3, 2), (1, 4), (3, 1, 2, 2)])
-def test_exact_whatever_goes_dense(sizes, op):
+def test_exact_for_any_thresholds(sizes, op):
     n = sum(sizes)
     kinds = itertools.cycle(DTYPES)
     amounts = ((0.02, 1001), (0.3, 1001), (1, n), (1, 0))

@@ -1,4 +1,4 @@
-"""Capacity mode of the collectives: exact, and exactly the bytes that were fixed beforehand."""
+"""Capacity mode of the collectives: exact sums, and exactly the bytes fixed beforehand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 
 
 def selected(case, rank, density):
-    """What a rank's message of at most this density holds, by the oracle, and its residual."""
+    """The oracle's content of a rank's message of at most this density, and its residual."""
     bucket = Bucket("b", contribution(case, rank), parameters(case.numel), case.op, case.n)
     layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.op))
     ranges = layout.range_offsets
@@ -98,7 +98,7 @@ def room(numel, keep, most, value_bytes):
 
 
 def fixed_bytes(case, density):
-    """What each rank sends, from sizes alone."""
+    """The bytes that each rank sends, computed from sizes only."""
     n, value_bytes = case.n, 2 if case.wire == "bf16" else 4
     bucket = Bucket("b", torch.zeros(case.numel), parameters(case.numel), case.op, n)
     layout = bucket.layout(SCHEMES[case.scheme].is_sharded(case.op))
@@ -177,7 +177,7 @@ def test_the_ranks_data_do_not_change_a_byte():
     assert sent[0] == sent[1] == sent[2]
 
 
-def test_ranks_of_another_capacity_never_meet():
+def test_messages_of_ranks_with_different_capacities_do_not_match():
     tags = set()
     for limit in (0.1, 0.2, None):
         bucket = Bucket("b", torch.zeros(900), parameters(900), CollectiveOp.ALL_REDUCE, 2)
@@ -207,7 +207,7 @@ def test_ranks_of_another_capacity_never_meet():
 
 
 class Damaging:
-    """A transport that flips a bit of the step in what is sent to one rank."""
+    """A transport that flips a bit of the step in messages to one rank."""
 
     def __init__(self, transport, peer):
         self._transport, self._peer = transport, peer
@@ -225,7 +225,7 @@ class Damaging:
 
 
 def error_of(steps):
-    """Drives steps; returns what they raise instead of raising it."""
+    """Drives steps; returns their error instead of raising it."""
     try:
         yield from steps
     except WireFormatError as error:
@@ -235,7 +235,7 @@ def error_of(steps):
 
 @pytest.mark.parametrize(("name", "op"), BY_FORM)
 def test_a_damaged_record_names_rank_and_field(name, op):
-    """Rank 1's records to rank 0: read late, and still nobody goes on with what came of them."""
+    """Rank 1's records to rank 0: found late, and still no rank continues with a wrong sum."""
     case = Case(name, 3, op, numel=900)
 
     def start(transport):
@@ -246,14 +246,14 @@ def test_a_damaged_record_names_rank_and_field(name, op):
     assert "rank 1: field checksum" in str(errors[0])
     for error in errors[1:]:
         if op is CollectiveOp.ALL_REDUCE and name != "agsparse":
-            # Rank 0 adds up a shard for all, and makes it useless for all.
+            # Rank 0 adds up a shard for all ranks, and invalidates it for all.
             assert "rank 0: field magic" in str(error)
         else:
             assert error is None
 
 
 class OnDevice(torch.Tensor):
-    """Stands in for a CUDA tensor: counts what would wait for the device."""
+    """A stand-in for a CUDA tensor: counts operations that would wait for the device."""
 
     WAITING = (
         "cpu",
@@ -280,7 +280,7 @@ class OnDevice(torch.Tensor):
         return result.as_subclass(torch.Tensor) if func.__name__ == "cpu" else result
 
 
-def test_what_waits_is_counted():
+def test_waiting_operations_are_counted():
     OnDevice.reads = 0
     words = torch.cat([torch.ones(2), torch.zeros(1).as_subclass(OnDevice)])
     assert OnDevice.reads == 0
@@ -293,12 +293,12 @@ def test_what_waits_is_counted():
 
 @pytest.mark.parametrize(("name", "op"), BY_FORM)
 def test_one_read_of_the_host_a_bucket(name, op, monkeypatch):
-    """Of all that would live on a GPU, and after the last message has come."""
+    """Of all tensors that would be on a GPU, and after the last message has arrived."""
     taken = MessageBuffers.take
     monkeypatch.setattr(
         MessageBuffers, "take", lambda *arguments: taken(*arguments).as_subclass(OnDevice)
     )
-    # The CUDA encoder counts by itself; the CPU's is told, by numpy, which would be a read.
+    # The CUDA encoder counts by itself; the CPU's gets counts from numpy, which would be a read.
     monkeypatch.setattr(
         message_module,
         "_nonzero",
@@ -391,7 +391,7 @@ def test_the_factor_is_checked(capacity):
         SchemeConfig(capacity=capacity)
 
 
-def test_auto_weighs_what_is_sent_not_what_is_selected():
+def test_auto_compares_sent_bytes_not_selected_elements():
     """At a factor of 1.25 messages are up to a quarter longer, which can tip the scales."""
     bucket = Bucket("b", torch.zeros(90_000), parameters(90_000), CollectiveOp.ALL_REDUCE, 4)
     chosen = {}
@@ -464,7 +464,7 @@ def test_gloo_ranks_through_the_reducer():
             assert torch.equal(torch.cat(parts), total), (name, step)
         case = Case(name, 2, op, numel=NUMEL)
         assert [wire for _, _, wire, _ in ranks] == fixed_bytes(case, 0.05), (name, step)
-        # Half of the thresholds let more through than the target density: some did not fit.
+        # Half of the thresholds select more than the target density: some elements did not fit.
         for _, sent, _, nnz in ranks:
             assert 0 < nnz <= 0.05 * NUMEL + 2 * 5
             assert int(sent.count_nonzero()) <= nnz

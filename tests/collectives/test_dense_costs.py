@@ -1,4 +1,4 @@
-"""What the headers of the dense schemes say they cost, compared with what every link carried."""
+"""The costs in the dense schemes' headers, compared with the bytes on every link."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_equal_pieces_send_twice_n_minus_one_nths(name, n, closed):
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize(("m", "k"), [(2, 4), (3, 2), (4, 1), (1, 8), (4, 4)])
-def test_the_hierarchy_sends_between_nodes_what_its_header_says(m, k, op):
+def test_the_hierarchy_sends_the_headers_bytes_between_nodes(m, k, op):
     n, total = m * k, 3 * 4 * 4 * 16
     inner, outer = Link(1.0, 0.0), Link(1000.0, 0.0)
     case = Case("dense_hierarchical", n, op, density=1, numel=total)

@@ -59,7 +59,7 @@ def test_exact_on_small_integers(name, op, n):
 
 @pytest.fixture
 def in_one_call(monkeypatch):
-    """Has rounds that depend on nothing posted as on CUDA: all in one exchange."""
+    """Posts independent rounds as on CUDA: all in one exchange."""
     joined = []
 
     def posted_at_once(self, rounds, meanwhile=None, *, independent=False, last=False):
@@ -81,8 +81,8 @@ def in_one_call(monkeypatch):
         if name in ("agsparse", "direct", "zen", "hierarchical", "straggler", "straggler_direct")
     ],
 )
-def test_rounds_that_depend_on_nothing_may_be_one_call(name, op, n, in_one_call):
-    """The cluster spoils what is read too early: every part is used after it has come."""
+def test_independent_rounds_may_be_one_call(name, op, n, in_one_call):
+    """Buffers hold garbage until a message arrives, so an early read would be found."""
     for topology in (None, Topology((1, n - 1), NO_TIME, NO_TIME)):
         for dtype, wire in DTYPES:
             case = Case(name, n, op, dtype, wire, 0.3, numel_for(n, 300, op), floats=True)
@@ -145,8 +145,8 @@ IN_RANK_ORDER = (
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", IN_RANK_ORDER)
-def test_who_adds_in_rank_order_gets_the_bits_of_that_order(name, dtype):
-    """So these schemes agree with one another bit for bit."""
+def test_schemes_that_add_in_rank_order_agree_bit_for_bit(name, dtype):
+    """Their sums have the bits of an addition in rank order."""
     case = Case(name, 5, CollectiveOp.ALL_REDUCE, dtype, dtype, 0.5, 2000, floats=True)
     expected = torch.zeros(case.numel)
     for rank in range(case.n):

@@ -15,7 +15,7 @@ from tests.collectives.cases import Case, contribution, exact_sum, steps_of
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """Other tests look at all schemes: this one is gone afterwards."""
+    """Other tests use all registered schemes, so this one is removed afterwards."""
     SCHEMES.add(SCHEME)
     yield
     del SCHEMES[NAME]

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 N = 3
 TIMEOUT_S = 10.0
 SLACK_S = 4.0
-"""What a machine that runs several worlds at once adds."""
+"""Additional seconds for a machine that runs several worlds at once."""
 WORLDS_AT_ONCE = 4
 SPARSE = [name for name, scheme in over_groups().items() if scheme.takes is Input.SPARSE]
 OPERATIONS = ("exchange with ranks", "all_gather", "all_reduce")
@@ -53,7 +53,7 @@ def posts(forked_ranks):
 def _worlds(cases, folder, numel=NUMEL):
     """Runs the (scheme, fault) cases, some at a time; the survivors' results of each, by rank."""
     context = mp.get_context(ranks.START_METHOD)
-    # Nobody reads the queue, but a child cannot start when it is gone.
+    # Nothing reads the queue, but a child cannot start after it was deleted.
     queue = context.Queue()
     results = []
     for first in range(0, len(cases), WORLDS_AT_ONCE):
@@ -100,7 +100,7 @@ def _survivors(fault, place, processes):
 
 
 def _check(cases, outcomes):
-    """Each survivor has a typed error that says all, or the right sum; one at least fails."""
+    """Each survivor has a complete typed error or the right sum; at least one fails."""
     for (scheme, fault), survivors in zip(cases, outcomes, strict=True):
         errors = [result for result in survivors.values() if result["kind"]]
         assert errors, (scheme, fault)
@@ -118,7 +118,7 @@ def _check(cases, outcomes):
 
 
 def _sample(posts, kind, place):
-    """One fault for each scheme: at which of its operations is told by `place` (0 to 1)."""
+    """One fault for each scheme; `place` (0 to 1) says at which of its operations."""
     cases = []
     for index, (name, counts) in enumerate(posts.items()):
         # The server of sparse_ps is rank 0: it is a victim, too.
@@ -159,7 +159,7 @@ def test_a_slow_rank_changes_nothing(posts):
 
 
 def test_a_damaged_message_is_an_error_on_every_rank(posts):
-    """The receiver says what is wrong; the others hear that it has given up."""
+    """The receiver's error names the damage; the others learn that it has given up."""
     cases = []
     for name in SPARSE:
         for kind in ("header", "size", "truncate"):

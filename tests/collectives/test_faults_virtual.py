@@ -1,7 +1,7 @@
-"""Every scheme, every operation that a rank posts, every way in which it can go wrong there.
+"""Every kind of fault at every operation of every scheme.
 
-The outcome is a typed error or the exact sum, never another number and never a hang: a virtual
-cluster that cannot go on is a deadlock that it names.
+The outcome is a typed error or the exact sum, never another number and never a hang: the virtual
+cluster reports a deadlock.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.collectives.faults import Fault, FaultyTransport, Killed, die_virtual
 
 N = 3
 FORMS = [(name, op) for name in over_groups() for op in CollectiveOp if op in SCHEMES[name].ops]
-# What a rank sends twice differs in size for messages and sums of this case, so that a message
-# that comes again in the place of another is told by its size or by its header.
+# In this case messages and sums have different sizes, so a repeated message is detected by its
+# size or by its header.
 DENSITY = 0.2
 
 
@@ -68,7 +68,7 @@ def _posts(name, op):
 
 
 def _outcomes(name, op, kind):
-    """Of the fault at every operation of every rank at which there is something to spoil."""
+    """Outcomes of the fault at every operation of every rank that it can damage."""
     outcomes = []
     for victim, posts in enumerate(_posts(name, op)):
         for at in range(posts):
@@ -91,8 +91,8 @@ def test_a_rank_that_dies_at_any_operation_is_named(name, op):
 def test_a_slow_rank_changes_nothing(name, op):
     posts = _posts(name, op)
     for at in range(max(posts)):
-        # Not every rank at every operation: what is slow is never refused, so each run is a whole
-        # one. The rank that posts most is among those that others wait for.
+        # Not every rank at every operation: a slow rank is never refused, so each run takes its
+        # full time. The rank that posts most is one that others wait for.
         victim = posts.index(max(posts)) if at % 2 else at % N
         error, exact, _ = _run(name, op, Fault("slow", victim, at))
         assert error is None, (victim, at)
@@ -102,7 +102,7 @@ def test_a_slow_rank_changes_nothing(name, op):
 @pytest.mark.parametrize(("name", "op"), FORMS)
 def test_a_truncated_message_is_an_error(name, op):
     outcomes = _outcomes(name, op, "truncate")
-    # The backend's own reduction is the only one without messages of ours.
+    # Only the backend's own reduction has no messages of the plugin.
     assert bool(outcomes) == (name != "dense")
     for victim, at, error, _ in outcomes:
         assert isinstance(error, CommunicationError), (victim, at)
@@ -120,7 +120,7 @@ def test_a_damaged_header_names_the_sender(name, op):
         assert isinstance(error, WireFormatError), (victim, at)
 
 
-# The all-reduces have all that the reduce-scatters have.
+# The all-reduces contain every phase of the reduce-scatters.
 ALL_REDUCES = [name for name, op in SPARSE if op is CollectiveOp.ALL_REDUCE]
 
 
@@ -139,7 +139,7 @@ def test_a_message_out_of_order_is_never_taken_for_another(name):
         assert error is not None or exact, (victim, at)
 
 
-def test_every_bit_of_a_sealed_size_is_covered():
+def test_every_bit_of_a_checksummed_size_is_covered():
     for size in (0, 1, 48, 4096, 2**47 + 12345):
         word = checksummed_size(size)
         assert verified_size(word, rank=0) == size
@@ -150,7 +150,7 @@ def test_every_bit_of_a_sealed_size_is_covered():
                 verified_size(damaged, rank=3)
 
 
-def test_every_bit_of_a_sealed_row_is_covered():
+def test_every_bit_of_a_checksummed_row_is_covered():
     row = checksummed_row(0xDEADBEEF, [5, 0, 2**40])
     assert verified_row([*row, 0, 0], rank=0) == (0xDEADBEEF, [5, 0, 2**40])
     for place in range(len(row)):

@@ -1,4 +1,4 @@
-"""Sparse schemes inside a hierarchy: exact on nodes of any size, and what crosses the nodes.
+"""Sparse schemes inside a hierarchy: exact on nodes of any size; bytes between nodes.
 
 Legend: n ranks, m ranks of a node, k nodes.
 """
@@ -79,7 +79,7 @@ def test_exact_on_nodes_of_any_size(inner, op):
 
 
 class OnNodes:
-    """A transport whose ranks are on the nodes that one says."""
+    """A transport whose ranks are on given nodes."""
 
     def __init__(self, transport, nodes):
         self._transport = transport
@@ -200,7 +200,7 @@ def test_bytes_are_those_of_the_header(m, k, op):
 
 
 def test_fewer_bytes_cross_the_nodes_than_without_the_hierarchy():
-    """2 nodes of 4 ranks: what several ranks of a node have selected crosses once."""
+    """2 nodes of 4 ranks: an element that several ranks of a node have selected crosses once."""
     crossing = {}
     for name in ("direct", "hierarchical"):
         case = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""OmniReduce: what travels in blocks, and that nothing else does.
+"""OmniReduce: only non-zero blocks travel.
 
 Legend: n ranks, N elements of the bucket.
 """
@@ -39,7 +39,7 @@ def test_only_non_zero_blocks_travel_there_and_back():
     results, sent, messages = _run(gradients)
     for result in results:
         assert torch.equal(result, gradients[0] + gradients[1])
-    # Header 48, sub-header 16, numbers padded to 16, 1024 for each block: nothing but the two.
+    # Header 48, sub-header 16, block numbers padded to 16, 1024 for each block: two blocks only.
     empty, two = 48 + 16, 48 + 16 + 16 + 2 * 1024
     assert [(peer, data.numel()) for peer, data in sent[0]] == [(1, two), (1, empty)]
     assert [(peer, data.numel()) for peer, data in sent[1]] == [(0, empty), (0, two)]

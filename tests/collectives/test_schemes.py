@@ -1,4 +1,4 @@
-"""The registry, the planner's use of it, and what keeps concurrent collectives apart."""
+"""The registry, the planner's use of it, and the tags that separate concurrent collectives."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_rank_with_another_bucket_is_refused_before_anything_is_sent(name):
 
 
 @pytest.mark.parametrize("name", [n for n in SCHEMES if n.startswith("dense_")])
-def test_dense_ranks_with_another_bucket_never_meet(name):
+def test_messages_of_dense_ranks_with_another_bucket_do_not_match(name):
     cases = [Case(name, 3, numel=numel) for numel in (120, 120, 123)]
     cluster = VirtualCluster(3)
     with pytest.raises(CommunicationError, match="deadlock"):

@@ -1,4 +1,4 @@
-"""What the headers of the sparse schemes say they cost, compared with what every link carried."""
+"""The costs in the sparse schemes' headers, compared with the bytes on every link."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Oracle:
         return size
 
     def sums(self, **op):
-        """Of each shard's complete sum."""
+        """The same for each shard's complete sum."""
         return [self.sum(range(self.n), self.final, s, **op) for s in range(self.n)]
 
     def _blocks(self, values, dtype, keep):
@@ -88,7 +88,7 @@ class Oracle:
         return min(dense, blocks_payload_bytes(held, size, code))
 
     def partitions(self, values):
-        """Of each of ZEN's partitions: elements, and how many of them are not zero."""
+        """For each of ZEN's partitions: elements, and the number of non-zero ones."""
         h0 = PermutationHash(values.numel(), self.n, self.case.options.hash_seed)
         owner = h0.partition_of(torch.arange(values.numel()))
         return [
@@ -216,7 +216,7 @@ COSTS = {
 
 
 IN_THEIR_OWN_FILES = {"adaptive_ring", "hierarchical", "straggler_direct"}
-"""Schemes whose cost depends on the topology, or on who comes late."""
+"""Schemes whose cost depends on the topology or on the late rank."""
 
 
 def test_every_sparse_scheme_has_its_cost_checked():

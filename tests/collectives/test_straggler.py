@@ -1,4 +1,4 @@
-"""The straggler-aware schemes: exact, bit-identical, whoever is late or thought to be."""
+"""The straggler-aware schemes: exact and bit-identical for any late and any expected rank."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_exact_for_any_size_and_density(which, n, straggler, numel, density, dty
     delays=st.lists(st.floats(0, 1e-2), min_size=8, max_size=8),
 )
 def test_exact_in_whatever_order_the_ranks_come(which, n, straggler, delays):
-    """Whoever is thought to be late: the guess decides about time only."""
+    """The guess at the late rank affects only the time."""
     name, op = which
     case = _case(name, n, op, ("fp32", "fp32"), 500, straggler % n)
     _assert_exact(case, _run(case, delays, Topology((n,), SOME_TIME, SOME_TIME))[0])
@@ -172,7 +172,7 @@ def test_a_straggler_that_is_no_rank_is_refused(name, straggler):
 @pytest.mark.parametrize("thinks", range(5))
 @pytest.mark.parametrize(("name", "op"), BOTH)
 def test_a_rank_that_takes_another_for_the_straggler_is_found(name, op, thinks):
-    """Whatever rank 3 thinks, nobody gets a wrong sum."""
+    """Rank 3 expects another straggler; no rank gets a wrong sum."""
     case = _case(name, 5, op, DTYPES[0], 500, 1)
     other = _case(name, 5, op, DTYPES[0], 500, thinks if thinks != 1 else None)
     cluster = VirtualCluster(5)
@@ -181,7 +181,7 @@ def test_a_rank_that_takes_another_for_the_straggler_is_found(name, op, thinks):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_straggler_with_another_bucket_is_told_when_it_comes(name):
+def test_a_straggler_with_another_bucket_gets_an_error_when_it_comes(name):
     case = _case(name, 4, CollectiveOp.ALL_REDUCE, DTYPES[0], 500, 2)
     other = _case(name, 4, CollectiveOp.ALL_REDUCE, DTYPES[0], 503, 2)
     cluster = VirtualCluster(4)
@@ -246,7 +246,7 @@ def test_chunks_begin_at_tiles_and_are_nearly_even():
     assert chunk_cuts(slice(0, 1), 3) == [0, 0, 0, 1]
 
 
-def test_what_is_encoded_does_not_depend_on_the_straggler():
+def test_the_encoding_does_not_depend_on_the_straggler():
     scheme = SCHEMES["straggler_direct"]
     for op in CollectiveOp:
         case = _case("straggler_direct", 4, op, DTYPES[0], 1000, 0)

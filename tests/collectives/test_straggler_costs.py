@@ -1,4 +1,4 @@
-"""What the straggler-aware schemes cost after the straggler's arrival, on the model's clock."""
+"""The cost of the straggler-aware schemes after the straggler's arrival, on the model's clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.collectives.test_sparse_costs import Oracle
 
 LINK = Link(1e-5, 1e-9)
 SCALE = 256.0
-"""What the clock takes a byte for, so that small buckets take as long as large ones."""
+"""Each byte counts this often on the clock, so that small buckets take as long as large ones."""
 WITHIN = 0.01
 """Handshakes and headers take less than this part of the time: buckets are chosen so."""
 
@@ -118,7 +118,7 @@ def test_a_reduce_scatter_takes_what_the_stragglers_port_must_send(n):
     for straggler in (0, n - 1):
         case = _dense(n, straggler, CollectiveOp.REDUCE_SCATTER)
         after_s = _after_s(case, 0.5, straggler)
-        # Between n - 1 latencies and one: it can send on before what it sent has come.
+        # Between n - 1 latencies and one: it can send before its last message has arrived.
         port_s = LINK.beta_s * 4 * SCALE * case.numel * (n - 1) / n
         assert after_s >= port_s + LINK.alpha_s
         assert after_s <= (port_s + (n - 1) * LINK.alpha_s) * (1 + WITHIN)
@@ -172,7 +172,7 @@ def _sparse(
 
 
 class _Parts:
-    """Bytes of what the ranks of a sparse case exchange."""
+    """Bytes that the ranks of a sparse case exchange."""
 
     def __init__(self, case, straggler):
         self.case, self.straggler, self.n = case, straggler, case.n
@@ -202,7 +202,7 @@ class _Parts:
         return self.oracle.sum(self.early_ranks, dtype, part=self._segments(elements))
 
     def transfer(self, sender, receiver, chunk):
-        """Of what passes in one transfer of the schedule."""
+        """Of one transfer of the schedule."""
         if sender != self.straggler and receiver == self.straggler:
             return self.early[chunk]
         return self.parts[chunk]
@@ -266,7 +266,7 @@ def test_the_sparse_form_takes_its_rounds_after_the_arrival(n, op):
 @pytest.mark.parametrize("density", [0.01, 0.1])
 @pytest.mark.parametrize("n", [4, 8])
 def test_the_sparse_form_beats_the_plain_ones_and_the_dense_form(n, density):
-    """After the arrival, in bytes; a model. Positions are independent, the worst there is."""
+    """After the arrival, in bytes; a model. Positions are independent, which is the worst case."""
     link, straggler = Link(0.0, 1e-9), n - 1
     case = _sparse(n, straggler, density=density, chunk=32768 // n)
     aware = _after_s(case, 0.5, straggler, link, 1.0)

@@ -42,7 +42,7 @@ class _Side:
         self.progress = ProgressThread(torch.device("cpu"), timeout_s)
 
     def launch(self, case: Case):
-        """Starts a collective; what to wait for, and a list that will hold its outcome."""
+        """Starts a collective; returns the pending job, and a list for its outcome."""
         outcome: list[tuple[torch.Tensor, int]] = []
 
         def job():
@@ -70,7 +70,7 @@ def _one_late(rank: int, world_size: int) -> list[torch.Tensor]:
 
 
 def test_exact_over_gloo_with_a_late_rank():
-    """The late rank is the straggler in half of the cases and somebody else in the others."""
+    """In half of the cases the late rank is the expected straggler, in the others not."""
     by_rank = run_ranks(_one_late, N)
     for index, case in enumerate(CASES):
         results = [results[index] for results in by_rank]
@@ -81,19 +81,19 @@ def test_exact_over_gloo_with_a_late_rank():
 
 
 def _never_comes(rank: int, world_size: int) -> list[tuple[str, float]]:
-    """The error that a rank gets of each scheme, and after how many seconds."""
+    """The error that each scheme raises on a rank, and after how many seconds."""
     import torch.distributed as dist
 
     outcomes = []
     for name in NAMES:
         case = Case(name, N, density=0.2, numel=20_000, straggler=LATE)
         first, side = _Side(20.0), _Side(TIMEOUT_S)
-        # Once without a fault, so that on no rank something has to be loaded when it counts.
+        # Once without a fault, so that all ranks have loaded everything before the measurement.
         first.launch(case)[0].wait()
         first.close()
         dist.barrier()
         if rank == LATE:
-            # It is alive, so that nothing but the timeout tells.
+            # It is alive, so only the timeout can detect it.
             time.sleep(TIMEOUT_S + 1.5)
         start_s = time.monotonic()
         pending, _ = side.launch(case)
@@ -116,5 +116,5 @@ def test_a_straggler_that_never_comes_is_named_within_the_timeout():
             assert text.startswith("CommunicationError"), (name, rank, text)
             if rank != LATE:
                 assert seconds < TIMEOUT_S + SLACK_S, (name, rank)
-                # Whose time is up says whom it waited for; the others quote it.
+                # The rank that times out names the rank it waited for; the others quote its error.
                 assert f"ranks [{LATE}]" in text, (name, rank, text)

@@ -1,4 +1,4 @@
-"""ZEN's Balanced Parallelism: balanced where contiguous shards are not, exact with every hash.
+"""ZEN's Balanced Parallelism: balanced if contiguous shards are not; exact with every hash.
 
 Legend: n ranks, K non-zero elements, N elements of the bucket.
 """
@@ -119,7 +119,7 @@ def test_push_and_pull_are_balanced_where_direct_is_not(options):
 
 
 def test_no_rank_carries_more_bytes_than_another():
-    """Busiest over idlest, sent and received; no padding is left out, so a little above 1."""
+    """Busiest over least busy rank, sent and received; padding counts too, so a little above 1."""
     gradients = _skewed(8, 2**17)
     assert _imbalances("zen", gradients, OPTIONS)[2] < 1.1
     assert _imbalances("direct", gradients, OPTIONS)[2] > 5
@@ -156,7 +156,7 @@ def test_ranks_with_another_hash_are_refused_before_anything_is_sent(other):
 
 
 def _start(grad_N):
-    """The first step of the collective, on a bucket whose message is never looked at."""
+    """The first step of the collective, on a bucket whose message is never read."""
     bucket = Bucket(
         "7", grad_N, [ParameterSlice("w", 0, grad_N.numel())], CollectiveOp.ALL_REDUCE, 1
     )
@@ -164,7 +164,7 @@ def _start(grad_N):
     next(SCHEMES["zen"].run(exchange, None))
 
 
-def test_what_it_cannot_do_is_refused_before_anything_is_sent(monkeypatch):
+def test_unsupported_settings_are_refused_before_anything_is_sent(monkeypatch):
     with pytest.raises(ConfigError, match=r"bucket 7: .* needs the compiled kernels"):
         _start(torch.zeros(10, device="meta"))
     monkeypatch.setattr(zen, "MAX_SEGMENT_NUMEL", 9)

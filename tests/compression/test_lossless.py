@@ -1,4 +1,4 @@
-"""Parameters that are sent without loss: exactly what is not zero, whatever the method."""
+"""Lossless parameters: exactly the non-zero elements are sent, with every method."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRUNED = (PIECES[0], ParameterSlice("embedding", EMBEDDING.start, EMBEDDING.stop
 
 
 def _gradient(step, rows=3, dtype=torch.float32):
-    """Normal numbers, and an embedding of which only some rows were asked for."""
+    """Normal numbers, and an embedding in which only some rows are not zero."""
     draw = torch.Generator().manual_seed(step)
     gradient = torch.randn(NUMEL, generator=draw)
     asked = torch.randperm(ROWS, generator=draw)[:rows]
@@ -61,8 +61,8 @@ def _select(selector, gradient, step, pieces=PIECES, form="auto"):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scope", ["parameter", "bucket"])
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_not_zero_is_sent_and_nothing_stays_behind(method, scope, dtype):
-    """A millionth of the others' size: by their threshold none of it would be sent."""
+def test_all_non_zero_elements_are_sent_and_the_residual_is_empty(method, scope, dtype):
+    """The embedding's values are tiny: the threshold of the others would drop all of them."""
     selector = _selector(method, threshold_scope=scope, momentum=0.0)
     for step in range(3):
         gradient = _gradient(step, dtype=dtype)
@@ -74,8 +74,8 @@ def test_what_is_not_zero_is_sent_and_nothing_stays_behind(method, scope, dtype)
         assert residual[4100:].any()
         assert message.nnz == message.pruned_nnz + 3 * ROW + 90
         if step == 0:
-            # 2 % of what is pruned, 58, give or take three times what 500 samples leave (31 %):
-            # the embedding's zeros have not lowered a threshold. Reused ones let more pass.
+            # 2 % of the pruned elements are 58, give or take three standard errors of 500 samples
+            # (31 %): the embedding's zeros have not lowered a threshold. Reused ones let more pass.
             assert message.pruned_nnz < 2 * 58
 
 
@@ -90,8 +90,8 @@ def test_with_momentum_it_is_the_velocity_that_is_sent():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_an_earlier_residual_holds_is_sent_too(method):
-    """As when a run goes on with a pattern more."""
+def test_an_earlier_residual_is_sent_too(method):
+    """For example, a resumed run has one more pattern."""
     selector = _selector(method, momentum=0.0)
     _select(selector, _gradient(0), 0, PRUNED)
     before = selector.method.stores["residual"]["b"].clone()
@@ -107,11 +107,11 @@ def test_what_an_earlier_residual_holds_is_sent_too(method):
         (0, 48),
         # An index of 4 bytes beside each value.
         (2, 48 + 2 * ROW * 8),
-        # As large as its padding lets it become: sent densely.
+        # The largest size, padding included: sent densely.
         (ROWS, 48 + 4 * (ROW * ROWS + 10) + 8),
     ],
 )
-def test_its_record_is_as_large_as_what_is_not_zero(rows, nbytes):
+def test_its_record_grows_with_the_non_zero_elements(rows, nbytes):
     _, message = _select(_selector(), _gradient(0, rows), 0, form="coo")
     assert message.layout.segment_offsets.tolist() == [0, 2000, 4010, 4100, NUMEL]
     assert message.layout.segment_lossless.tolist() == [0, 1, 0, 0]
@@ -147,14 +147,14 @@ def test_wrong_patterns_are_refused(options, text):
 
 
 def test_messages_of_fixed_size_are_refused():
-    """They would hold back what does not fit."""
+    """They would hold back elements that do not fit."""
     compression = CompressionConfig(lossless_patterns=["word_embeddings"])
     with pytest.raises(ConfigError, match="keep_patterns instead"):
         SparseConfig(compression=compression, scheme=SchemeConfig(capacity=2.0))
 
 
 def test_other_patterns_sample_reused_thresholds_anew():
-    """The threshold that pruned the parameter must not serve on."""
+    """The threshold that pruned the parameter must not be used any longer."""
     selector = _selector("threshold_reuse")
     for step, pieces in enumerate([PRUNED, PRUNED, PIECES]):
         _select(selector, _gradient(step), step, pieces)
@@ -163,7 +163,7 @@ def test_other_patterns_sample_reused_thresholds_anew():
     assert served["sampled_step"] == 2
 
 
-def test_the_plan_expects_it_as_dense_as_what_is_pruned():
+def test_the_plan_expects_the_density_of_pruned_parameters():
     buckets = [
         Bucket("b", torch.zeros(NUMEL), pieces, CollectiveOp.ALL_REDUCE, 4)
         for pieces in (PIECES, PRUNED)

@@ -1,4 +1,4 @@
-"""Each method behind the seam: against its oracle, undone, rescaled, saved; and no host read."""
+"""Each compression method: against its oracle, undone, rescaled, saved; and without host reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PIECES = (
 
 
 class Rank:
-    """A selector of one rank, and what it sends."""
+    """A selector of one rank, and its messages."""
 
     def __init__(self, method, *, undo=True, **options):
         self.config = CompressionConfig(
@@ -136,7 +136,7 @@ def test_a_skipped_or_repeated_step_leaves_no_trace(method):
             rank.select(_gradient(step), step)
             rank.commit()
         if step % 2:
-            # Begun, skipped, begun again, repeated.
+            # The step is begun, skipped, begun again and repeated.
             disturbed.select(_gradient(step, seed=7) * 9, step + 1)
             disturbed.rollback()
             disturbed.select(_gradient(step, seed=8) * 9, step + 1)
@@ -187,7 +187,7 @@ def test_twice_the_loss_scale_sends_twice_as_much(method):
 
 @pytest.mark.parametrize("method", NAMES)
 def test_no_method_waits_for_the_device(method):
-    """In steps that sample and in steps that do not."""
+    """Both in steps that sample and in steps that do not."""
     config = CompressionConfig(method=method, density=0.1, samples=100, threshold_scope="bucket")
     store = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
     made = method_of(config, store)
@@ -217,7 +217,7 @@ class TestDGC:
     """Momentum correction."""
 
     @pytest.mark.parametrize("masking", [True, False])
-    def test_it_is_the_papers_rule_through_sparse_and_dense_steps(self, masking):
+    def test_it_follows_the_papers_rule_in_sparse_and_dense_steps(self, masking):
         rank = Rank("dgc", momentum=0.5, momentum_masking=masking)
         velocity = accumulated = torch.zeros(NUMEL)
         for step, density in enumerate((None, 0.25, 0.1, 0.1, None, 0.1, 1.0, 0.1)):
@@ -283,7 +283,7 @@ class TestDGC:
         ],
     )
     def test_other_optimizers_are_refused(self, optimizer, word):
-        """As torch's and Megatron's look; the real ones are in test_methods_in_megatron.py."""
+        """Imitates torch's and Megatron's; test_methods_in_megatron.py has the real ones."""
         with pytest.raises(ConfigError, match=word):
             check_optimizer(CompressionConfig(method="dgc"), optimizer)
         check_optimizer(CompressionConfig(), optimizer)
@@ -313,7 +313,7 @@ class TestThresholdReuse:
                 Bucket("b", gradient.clone(), one, CollectiveOp.ALL_REDUCE, 1) for _ in range(2)
             ]
             for rank in (reused, sampled):
-                # So that both look at the same.
+                # So both use the same samples.
                 if "b" in rank.method.stores["residual"]:
                     rank.method.stores["residual"]["b"].zero_()
             messages = [
@@ -353,7 +353,7 @@ class TestThresholdReuse:
         assert rank.method.state_dict()["b"]["sampled_step"] == 3
 
     def test_assumed_outcomes_count_at_once(self):
-        """As under plain DDP, where nobody reports."""
+        """As with plain DDP, where nothing reports the outcome."""
         store = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
         config = CompressionConfig(method="threshold_reuse", density=0.1, samples=600)
         selector = Selector(method_of(config, store), 0, MessageBuffers())
@@ -414,7 +414,7 @@ def test_what_does_not_go_together_is_one_error(section, word):
     assert word in str(caught.value)
 
 
-def test_a_capacity_below_the_band_hides_what_reuse_must_see():
+def test_reuse_needs_a_capacity_above_its_band():
     compression = CompressionConfig(method="threshold_reuse")
     with pytest.raises(ConfigError, match="too low"):
         SparseConfig(compression, SchemeConfig(capacity=1.25))

@@ -41,7 +41,7 @@ class Rank:
         self.left = {"residual": torch.zeros(NUMEL), "momentum": torch.zeros(NUMEL)}
 
     def step(self, transport, step, op):
-        """Its result of one step, and what it has sent; step 2 is dense."""
+        """The result of one step and the sent values; step 2 is dense."""
         options, timer = SchemeConfig(name=self.scheme), StageTimer()
         draw = torch.Generator().manual_seed(10 * step + self.rank)
         gradient = torch.randint(-64, 65, (NUMEL,), generator=draw).float()
@@ -70,7 +70,7 @@ class Rank:
         return bucket.grad_N[own].clone(), self._sent(gradient)
 
     def _sent(self, gradient):
-        """All that there was to send, less what is left."""
+        """Everything there was to send, less the residual."""
         velocity = gradient
         if self.config.method == "dgc":
             velocity = 0.5 * self.left["momentum"] + gradient

@@ -22,7 +22,7 @@ def _store(undo=True, outcome=Outcome.REPORTED, dtype=torch.float32):
     return ResidualStore(dtype, undo=undo, outcome=outcome)
 
 
-def test_rollback_restores_what_was_there_before_the_selection():
+def test_rollback_restores_the_residual_before_the_selection():
     store, bucket = _store(), _bucket()
     store.begin(bucket).fill_(1.0)
     store.commit()
@@ -109,7 +109,7 @@ def test_a_saved_residual_of_another_size_is_refused():
         store.load([_bucket()], {"w0": torch.zeros(5)})
 
 
-def test_loading_forgets_what_was_there_and_what_was_pending():
+def test_loading_replaces_residuals_and_pending_selections():
     store, bucket = _store(), _bucket()
     store.begin(bucket).fill_(1.0)
     store.load([bucket], {})
@@ -124,7 +124,7 @@ def test_rescale_and_norm():
     assert float(store.norm()) == 3.0
 
 
-def test_a_change_of_unit_puts_right_what_the_old_residual_owed():
+def test_a_change_of_unit_corrects_the_old_residuals_part():
     """`e' = x - sent + (change - 1) * e`: as if the old residual had come in the new unit."""
     store, bucket = _store(), _bucket(sizes=(4,), padding=0)
     old = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -136,7 +136,7 @@ def test_a_change_of_unit_puts_right_what_the_old_residual_owed():
     assert torch.equal(store.settled(bucket), torch.tensor([0.5, 1.0, 4.5, 6.0]))
 
 
-def test_a_change_of_unit_rescales_what_was_not_selected_from():
+def test_a_change_of_unit_rescales_buckets_without_a_selection():
     store, bucket = _store(), _bucket(sizes=(4,), padding=0)
     store.begin(bucket).fill_(2.0)
     store.commit()
@@ -144,7 +144,7 @@ def test_a_change_of_unit_rescales_what_was_not_selected_from():
     assert torch.equal(store.settled(bucket), torch.ones(4))
 
 
-def test_the_first_selection_owes_nothing_in_an_older_unit():
+def test_the_first_selection_has_no_part_in_an_older_unit():
     store, bucket = _store(), _bucket(sizes=(4,), padding=0)
     store.begin(bucket).fill_(2.0)
     store.commit(torch.tensor(3.0))

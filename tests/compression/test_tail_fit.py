@@ -35,7 +35,7 @@ def test_padded_rows_have_the_oracles_thresholds(density):
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-def test_something_is_sent_wherever_there_is_something():
+def test_something_is_sent_of_every_row_that_is_not_zero():
     rows = _awkward_rows()
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=math.nan)
     for row, threshold in zip(rows, fit_thresholds(padded, 0.001), strict=True):
@@ -46,7 +46,7 @@ def test_something_is_sent_wherever_there_is_something():
             assert threshold <= 0
 
 
-def test_stages_share_what_is_to_be_lost():
+def test_stages_divide_the_reduction_in_density():
     assert [stages_of(d) for d in (0.5, 0.25, 0.1, 0.05, 0.01, 0.001, 1e-4)] == [
         1,
         1,
@@ -72,9 +72,9 @@ def _tails():
     }
 
 
-# The largest error of the mean kept count over its target, in parts: what the shape costs. Two
-# standard deviations of the mean over 10 samples come on top, at 1 % 400 kept of 40,000 samples:
-# 2 * 0.05 / sqrt(10).
+# The largest error of the mean kept count over its target, in parts: the effect of the shape. Added
+# are two standard deviations of the mean over 10 samples; at 1 % 400 of 40,000 are kept: 2 * 0.05 /
+# sqrt(10).
 BIAS = {"exponential": 0.02, "laplace": 0.02, "normal": 0.04, "gamma": 0.06, "pareto": 0.04}
 
 

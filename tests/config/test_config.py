@@ -1,4 +1,4 @@
-"""The dataclasses: what they refuse, and how they say it."""
+"""The configuration's dataclasses: the values that they refuse, and their errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TestChecks:
 
 
 class TestPluginSections:
-    """What `install` and `attach` take."""
+    """The configuration of `install` and `attach`."""
 
     @pytest.mark.parametrize(
         ("overrides", "words"),
@@ -81,7 +81,7 @@ class TestPluginSections:
             ({"scheme": "zen", "format": "coo"}, ["scheme.name=zen", "scheme.format=auto"]),
         ],
     )
-    def test_the_registry_refuses_what_no_scheme_takes(self, overrides, words):
+    def test_the_registry_refuses_options_that_no_scheme_takes(self, overrides, words):
         text = refusal(lambda: check(SparseConfig.from_overrides(**overrides)))
         assert all(word in text for word in words), text
 
@@ -199,7 +199,7 @@ class TestData:
 
 
 class TestRun:
-    """What no section can check alone."""
+    """Checks that involve several sections."""
 
     def test_sizes_follow_from_each_other(self):
         config = RunConfig(

@@ -1,4 +1,4 @@
-"""Every YAML composes, is valid, and says the command that runs it; mistakes are one error."""
+"""Every YAML composes, is valid, and starts with its command; a mistake gives one error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_sparse.run import composition
 from megatron_sparse.run.composition import GROUPS, compose, from_mapping, group_options, load, save
 
 CONFIGS = Path(composition.__file__).parents[2] / "configs"
-# Model clusters are no group of Hydra: tests/pricing/test_cluster.py has them. The launcher is of
-# Hydra's own group, which is composed in a multirun only.
+# Model clusters are not a group of Hydra: tests/pricing/test_cluster.py has them. The launcher is
+# in Hydra's own group, which is composed only in a multirun.
 FILES = sorted(
     path
     for path in CONFIGS.rglob("*.yaml")

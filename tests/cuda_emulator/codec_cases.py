@@ -31,7 +31,7 @@ SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 
 
 
 def gradient(numel: int, density: float, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Mostly zeros, with the values that codecs stumble over where there is room."""
+    """Mostly zeros, with the values that are difficult for codecs if there is room."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator)
     values[torch.rand(numel, generator=generator) >= density] = 0
@@ -49,7 +49,7 @@ def record(
     offset: int,
     block_size: int,
 ) -> bytes:
-    """The record of one segment; a dense one where the sparse one would not be smaller."""
+    """The record of one segment; dense if the sparse one would not be smaller."""
     kept_N = values_N != 0
     if kind == ADAPTIVE:
         size = value_dtype.itemsize

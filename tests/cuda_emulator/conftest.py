@@ -17,7 +17,7 @@ from tests.cuda_emulator.op_calls import EmulatedDevice
 
 @pytest.fixture(scope="session")
 def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
-    """The launchers; the schedule is the test's to choose."""
+    """The launchers; the test chooses the schedule."""
     if find_gxx() is None:
         pytest.skip("the emulator needs g++")
     # test_emulator.py runs the codecs' tests again, with a library built for AddressSanitizer.

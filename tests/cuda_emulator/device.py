@@ -1,10 +1,10 @@
-"""A GPU that is not there: tensors that say they are on one, and ops that run in the emulator.
+"""An emulated GPU: tensors that claim to be on it, and ops that run in the emulator.
 
 An `OnDevice` tensor has the device `cuda:0`; its numbers lie in CPU memory. Under `EmulatedGpu`
 torch's own operations work on those, and refuse what a GPU refuses: tensors of two devices in one
-operation. Functions that make tensors make them where `device=` says. What the package calls
+operation. Functions that make tensors make them on the given `device=`. What the package calls
 through `cuda_ext.arguments.call` with a tensor of the GPU runs in the emulator. So everything above
-the bindings is the code that a GPU sees, devices included; what is missing is streams and time.
+the bindings is the code that a GPU runs, devices included; only streams and time are missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SIZE_ON_DEVICE = {
 }
 """Operations whose result, or its size, the host must know."""
 _HOST_TENSORS = {"nccl_sparse_sum": 4}
-"""Of ops on tensors of the GPU: communicator, shards, the sums' epochs, events."""
+"""Names of op arguments on the GPU: communicator, shards, the sums' steps, events."""
 _mode = threading.local()
 
 
@@ -87,11 +87,11 @@ class EmulatedGpu(TorchDispatchMode):
 
 @contextmanager
 def sync_debug_error() -> Iterator[None]:
-    """As after `torch.cuda.set_sync_debug_mode("error")`: where this thread waits is an error.
+    """As after `torch.cuda.set_sync_debug_mode("error")`: it is an error if this thread waits.
 
-    What torch sees there is seen here: copies between host and device that are not `non_blocking`,
-    and operations of which the host needs a number. And what it does not see: copies in which
-    CUDA may wait because the host's memory is not pinned.
+    Detects the same as torch: copies between host and device that are not `non_blocking`, and
+    operations of which the host needs a number. Detects also copies in which CUDA may wait because
+    the host's memory is not pinned.
     """
     _mode.waiting_is_an_error = True
     try:
@@ -131,7 +131,7 @@ def dispatcher(
 
 
 class Event:
-    """A CUDA event; the emulated GPU has done everything as soon as it is asked for it."""
+    """A CUDA event; the emulated GPU completes every operation at once."""
 
     def __init__(self, *, blocking: bool = False, enable_timing: bool = False) -> None:
         del blocking, enable_timing
@@ -139,7 +139,7 @@ class Event:
 
     @property
     def cuda_event(self) -> int:
-        """For C++, where `cudaEventRecord` writes the time to it."""
+        """The address for C++; `cudaEventRecord` writes the time there."""
         return ctypes.addressof(self._recorded_ns)
 
     def record(self) -> None:
@@ -155,7 +155,7 @@ class Event:
 
 
 def pretend_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets torch name a GPU where there is none, and wait for it."""
+    """Lets torch name a GPU on a machine without one, and wait for it."""
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -197,7 +197,7 @@ def _check_waiting(func, args, kwargs) -> None:
 def _check_copy(
     source: torch.Tensor, to_device: bool, target: torch.Tensor | None, non_blocking: bool
 ) -> None:
-    """A copy of `source`; `target` is None where it is new and therefore not pinned."""
+    """A copy of `source`; `target` is None if it is new and therefore not pinned."""
     if isinstance(source, OnDevice) == to_device:
         return
     if not non_blocking:

@@ -14,7 +14,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "cuda_ext" / "csrc"
-# Kernels read what they load as raw bits: nvcc promises no aliasing by type either.
+# Kernels load values as raw bits; nvcc does not assume strict aliasing either.
 FLAGS = (
     "-std=c++20",
     "-O1",
@@ -34,7 +34,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DENSE, COO, PICI, BLOCKS, PICI_PAPER, ADAPTIVE = 0, 1, 2, 3, 0x12, 0xFF
 IN_ORDER, REVERSED, RANDOM = range(3)
 GUARD = 64
-"""Bytes before and after every buffer that no kernel may touch."""
+"""Bytes around every buffer, which no kernel may touch."""
 
 
 def find_gxx() -> str | None:
@@ -176,7 +176,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What an encoder left behind."""
+    """An encoder's outputs."""
 
     records: list[bytes]
     segment_bytes: list[int]
@@ -186,7 +186,7 @@ class Encoded:
 
 
 class EmulatorError(Exception):
-    """The emulator refused what a kernel did."""
+    """The emulator found a forbidden action of a kernel."""
 
 
 class Codecs:

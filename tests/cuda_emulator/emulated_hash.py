@@ -1,7 +1,7 @@
 """The CUDA ops of hashing and of row-sparse gradients, run in the emulator.
 
 Each method takes and returns what the op of its name does, tensors of CPU memory all of them, and
-does what the op's binding does: buffers, launch, and the complaint about what the kernels found.
+does the same as the op's binding: buffers, launch, and the error text from the kernels' findings.
 """
 
 from __future__ import annotations

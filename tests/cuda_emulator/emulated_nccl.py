@@ -46,7 +46,7 @@ class NcclSum(ctypes.Structure):
 
 
 class NcclOps:
-    """The op as `cuda_ext.arguments.call` has it, on the CPU tensors of emulated ones."""
+    """The op, called as `cuda_ext.arguments.call`, on the CPU memory of emulated tensors."""
 
     def __init__(self, codecs: Codecs) -> None:
         self._codecs, self._library = codecs, codecs.library
@@ -72,7 +72,7 @@ class NcclOps:
         step,
         gathers,
     ) -> tuple[torch.Tensor, int]:
-        """As the binding does; what is on the device lies between guards while kernels run."""
+        """As the binding does; device buffers lie between guards while kernels run."""
         rank, world, comm, *functions = communicator.tolist()
         segments, count = kinds.numel(), shards.numel() // 8
         entries = segments + count

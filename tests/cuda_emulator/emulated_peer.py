@@ -136,7 +136,7 @@ class PeerCluster:
         deadlines_s: Sequence[float] | None = None,
         shift: int = 0,
     ) -> list[torch.Tensor]:
-        """One collective; returns the outputs of the ranks that took part.
+        """Runs one collective; returns the outputs of the ranks that took part.
 
         Args:
             operation: what to do.
@@ -148,7 +148,7 @@ class PeerCluster:
             ranks: consecutive; the others are silent. None for all.
             threads: runs each rank in a thread of its own, which calls this first. None runs all in
                 the same launches.
-            deadlines_s: of ranks in threads, where they are not all the cluster's.
+            deadlines_s: of ranks in threads, if they differ from the cluster's.
             shift: elements by which gradients and outputs miss a 256-byte border.
         """
         taking_part = list(range(self.layout.world_size)) if ranks is None else list(ranks)
@@ -214,7 +214,7 @@ class PeerCluster:
         return self.windows[rank].data[at : at + self.layout.sum_room]
 
     def library_layout(self, what: int) -> int:
-        """What the C++ compiler says: the size of a call, then offsets in the control."""
+        """Sizes from the C++ compiler: the size of a call, then offsets in the control block."""
         return self._library.peer_layout(what)
 
     def _words(self, rank: int, at: int, count: int) -> torch.Tensor:

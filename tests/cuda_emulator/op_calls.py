@@ -32,7 +32,7 @@ DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class EmulatedDevice:
-    """Stands in for a GPU, under `device.EmulatedGpu`."""
+    """Replaces a GPU, under `device.EmulatedGpu`."""
 
     place = staticmethod(to_gpu)
 

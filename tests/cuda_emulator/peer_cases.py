@@ -36,7 +36,7 @@ def uneven_layout(
 def gradients(
     layout: PeerLayout, densities: Sequence[float], dtype: torch.dtype, seed: int = 0
 ) -> list[torch.Tensor]:
-    """One for each rank, of a density each (in turn)."""
+    """One for each rank; densities alternate."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for rank in range(layout.world_size):
@@ -57,7 +57,7 @@ def check(
     found: Sequence[torch.Tensor],
     value_dtype: torch.dtype,
 ) -> None:
-    """Every rank has no error, and holds what the oracle says, bit for bit."""
+    """No rank has an error, and each holds the oracle's result, bit for bit."""
     layout = cluster.layout
     for rank, out in enumerate(found):
         assert cluster.error(rank)[0] == 0, cluster.error(rank)

@@ -16,7 +16,7 @@ from tests.cuda_emulator.op_calls import EmulatedDevice
 
 
 class HostGenerator(torch.Generator):
-    """Of the CPU, whatever device is asked for; a class, because torch's annotations name it."""
+    """A generator on the CPU for any device; a class, because torch's annotations name it."""
 
     def __new__(cls, device: object = None) -> HostGenerator:
         return super().__new__(cls)
@@ -24,7 +24,7 @@ class HostGenerator(torch.Generator):
 
 @pytest.fixture
 def bench_device(emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The emulated GPU, with what the benchmark asks of it besides."""
+    """The emulated GPU, with the further functions that the benchmark needs."""
     monkeypatch.setattr(torch, "Generator", HostGenerator)
     monkeypatch.setattr(cuda, "load", lambda part: None)
     monkeypatch.setattr(cuda, "overload", lambda name: partial(emulated_gpu.call, name))
@@ -33,7 +33,7 @@ def bench_device(emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("form", ["hash_bitmap", "pairs", "row_sparse"])
-def test_hashing_and_rows_do_what_they_say(
+def test_hashing_and_row_tasks_run_the_named_operations(
     bench_device: torch.device, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     monkeypatch.setattr(hash_cases, "SMALL_NUMEL", 2**10)
@@ -49,7 +49,7 @@ def test_hashing_and_rows_do_what_they_say(
 
 
 @pytest.mark.parametrize("form", cases.FORMS)
-def test_every_task_does_what_it_says(
+def test_every_task_runs_the_named_operation(
     bench_device: torch.device, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     monkeypatch.setattr(cases, "ORACLE_NUMEL", 2**12)

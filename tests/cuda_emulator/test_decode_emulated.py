@@ -1,4 +1,4 @@
-"""The CUDA decoder on the CPU emulator: it trusts nothing, and says what is wrong."""
+"""The CUDA decoder on the CPU emulator: it checks everything and names the damage."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_segments_outside_acc_are_refused(
 def test_random_damage_never_writes_outside(
     codecs: Codecs, message: tuple[bytes, list[int], list[int]]
 ) -> None:
-    """Headers are sealed again, so that damage reaches the sections; guards stand around acc."""
+    """Headers get a new checksum, so that damage reaches the sections; guards surround acc."""
     good, segments, starts = message
     chance = random.Random(11)
     acc = torch.zeros(12000)

@@ -29,7 +29,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcomes(program: Path, case: str) -> list[str]:
-    """What each schedule came to."""
+    """The outcome of each schedule."""
     return [
         subprocess.run(
             [program, case, *schedule], capture_output=True, text=True, check=True, timeout=60
@@ -65,13 +65,13 @@ def test_planted_bugs_are_caught_by_every_schedule(program: Path, case: str, mes
 
 
 def test_a_lane_missing_from_a_ballot_is_caught(program: Path) -> None:
-    """As a deadlock, or as a mask that names a lane which is gone: whichever comes first."""
+    """Reported as a deadlock, or as a mask with a lane that has ended, whichever comes first."""
     for outcome in outcomes(program, "divergent_ballot"):
         assert outcome.startswith(("caught: deadlock", "caught: wrong mask: it names a lane"))
 
 
 def test_a_race_between_blocks_is_caught_by_some_schedule(program: Path) -> None:
-    """Blocks in order never meet; random ones must."""
+    """Blocks that run in order never race; in random order they do."""
     found = outcomes(program, "lost_count")
     assert found[0] == "ok"
     assert any(outcome.startswith("wrong: counted") for outcome in found)
@@ -87,11 +87,11 @@ def test_out_of_bounds_is_caught_by_address_sanitizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # minutes under ASan where others share the cores
+@pytest.mark.timeout(900)  # minutes under ASan on a loaded machine
 def test_codecs_stay_in_bounds_under_address_sanitizer(tmp_path: Path) -> None:
-    """The oracle comparisons again; what no guard sees, reads out of bounds, ASan does."""
+    """The oracle comparisons again; ASan finds reads out of bounds, which guards cannot find."""
     library = compile_library(tmp_path, ("-fsanitize=address",))
-    # Both before Python: a refusal of the CPU's ops is an exception, which ASan watches.
+    # Preload both: an error of the CPU's ops is a C++ exception, which ASan intercepts.
     runtime = " ".join(
         subprocess.run(
             ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
@@ -100,7 +100,7 @@ def test_codecs_stay_in_bounds_under_address_sanitizer(tmp_path: Path) -> None:
     )
     environment = os.environ | {
         "LD_PRELOAD": runtime,
-        # torch frees at exit what ASan would call leaks.
+        # ASan would report leaks that torch frees at exit.
         "ASAN_OPTIONS": "detect_leaks=0:log_path=" + str(tmp_path / "report"),
         "MEGATRON_SPARSE_EMULATED_CODECS": str(library),
     }

@@ -86,7 +86,7 @@ def test_split(kernels: HashOps, count: int, partitions: int) -> None:
         assert_same(offsets, wanted_offsets)
 
 
-def test_a_partition_that_there_is_not_is_refused(kernels: HashOps) -> None:
+def test_a_partition_out_of_range_is_refused(kernels: HashOps) -> None:
     for wrong in (-1, 9, 2**40):
         partition_K = torch.arange(9).repeat(300)
         partition_K[100] = wrong
@@ -125,7 +125,7 @@ def test_algorithm_1_loses_nothing(kernels: HashOps, memory: tuple[int, ...]) ->
         through_serial, grown = counts.tolist()
         fullest = int(offsets.diff().max())
         assert 0 <= grown <= through_serial <= count
-        # What the memory has no room for must have gone the whole way.
+        # Entries without room in the memory must have used all rehashes.
         assert grown >= fullest - parallel - serial
         # The first rehash places as many as there are different slots.
         if rehashes == 1 and parallel == 1:

@@ -1,6 +1,6 @@
-"""Hash bitmaps, pairs, Algorithm 1 and row-sparse records on CUDA tensors: what the CPU gives.
+"""Hash bitmaps, pairs, Algorithm 1 and row-sparse records on CUDA tensors: the CPU's results.
 
-The same bodies run on a GPU, where there is one, and on the emulated one.
+The same tests run on a GPU, if there is one, and on the emulated one.
 """
 
 from __future__ import annotations

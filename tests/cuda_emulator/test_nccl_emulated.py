@@ -1,7 +1,7 @@
 """`scheme.nccl_engine` from the configuration to the sum, on an emulated GPU.
 
-Ranks are threads with a reducer and a communicator each; NCCL is the one of `tests/fake_nccl`. What
-a GPU has besides is missing: streams, the binding in C++, and NCCL itself.
+Ranks are threads with a reducer and a communicator each; NCCL is the one of `tests/fake_nccl`.
+Unlike on a GPU there are no streams, no binding in C++, and no real NCCL.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Group:
         on_all(range(ranks), join)
 
     def step(self, step: int) -> list[BucketRecord]:
-        """A step on all ranks, in which waiting for the device is an error, but for the first."""
+        """A step on all ranks; waiting for the device is an error, except in the first step."""
         records: dict[int, BucketRecord] = {}
 
         def run(rank: int) -> None:
@@ -193,7 +193,7 @@ def group_of(*arguments: Any, **options: Any) -> Iterator[Group]:
 
 
 def on_all(ranks: Any, call: Callable[[int], None]) -> None:
-    """Runs it in a thread for each rank; raises what the lowest that failed raised."""
+    """Runs it in a thread for each rank; raises the error of the lowest rank that failed."""
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
@@ -278,7 +278,7 @@ def direct_group(
 
 
 def errors_of(group: Group, step: int, ranks: Iterable[int]) -> dict[int, BaseException]:
-    """What the ranks that take part in a step raise."""
+    """The errors of the ranks that take part in a step."""
     raised: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
@@ -329,7 +329,7 @@ def test_a_late_rank_is_waited_for(gpu: EmulatedDevice, nccl: Any) -> None:
         assert torch.equal(first, second)
 
 
-def test_what_nccl_notices_ends_the_wait(gpu: EmulatedDevice, nccl: Any) -> None:
+def test_an_error_that_nccl_reports_ends_the_wait(gpu: EmulatedDevice, nccl: Any) -> None:
     remote_error = 6
     with direct_group(nccl, 2) as group:
         communicator = group.ranks[0].transport.communicator
@@ -378,7 +378,7 @@ def test_a_damaged_record_names_its_rank_and_spoils_the_sum_for_everyone(
 
         def select_and_damage(*arguments: Any, **options: Any) -> Any:
             message = select(*arguments, **options)
-            message.buffer[0] = 0  # the magic number of what goes to rank 0
+            message.buffer[0] = 0  # the magic number of the message to rank 0
             return message
 
         selector.select = select_and_damage
@@ -391,7 +391,7 @@ def test_a_damaged_record_names_its_rank_and_spoils_the_sum_for_everyone(
         for rank in (1, 2):
             assert isinstance(raised[rank], WireFormatError)
             assert "rank 0" in str(raised[rank]), "whose sum it is"
-        # The communicator is well: it is the reducer that must not go on.
+        # The communicator still works; the reducer must refuse to continue.
         for rank in group.ranks:
             rank.transport.communicator.check()
 

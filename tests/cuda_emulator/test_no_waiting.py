@@ -45,7 +45,7 @@ def torch_sync_debug_error() -> Iterator[None]:
 
 @pytest.fixture
 def not_waiting(place: Place) -> NotWaiting:
-    """Within what it returns, waiting is an error."""
+    """In the returned context, waiting is an error."""
     return sync_debug_error if place is to_gpu else torch_sync_debug_error
 
 
@@ -89,7 +89,7 @@ class Ranks:
         ]
 
     def step(self, step: int) -> list[BucketRecord]:
-        """What the progress thread does with the bucket, on every rank."""
+        """The progress thread's work on the bucket, on every rank."""
         return self._cluster.run(lambda transport: self._rank(transport.rank, step))
 
     def _rank(self, rank: int, step: int) -> Generator[Any, None, BucketRecord]:
@@ -130,7 +130,7 @@ def test_a_bucket_in_capacity_mode(
     ],
     ids=lambda overrides: "-".join(overrides),
 )
-def test_however_it_is_selected(not_waiting: NotWaiting, overrides: dict[str, Any]) -> None:
+def test_every_method_of_selection(not_waiting: NotWaiting, overrides: dict[str, Any]) -> None:
     check(
         not_waiting,
         Ranks(CollectiveOp.ALL_REDUCE, **{"scheme": "direct", "capacity": 1.5} | overrides),
@@ -147,7 +147,7 @@ def test_a_dense_bucket(not_waiting: NotWaiting, name: str, op: CollectiveOp) ->
 
 
 def check(not_waiting: NotWaiting, ranks: Ranks) -> None:
-    """Steps in which nothing is waited for; in the first one torch itself may have to."""
+    """Steps in which the host waits for nothing; in the first one torch itself may wait."""
     for step in range(STEPS):
         fill(ranks, step)
         with not_waiting() if step else nullcontext():
@@ -184,7 +184,7 @@ def test_without_capacity_sizes_are_waited_for(not_waiting: NotWaiting) -> None:
         lambda x: torch.repeat_interleave(x.long()),
     ],
 )
-def test_waiting_is_seen(emulated_gpu: EmulatedDevice, wait) -> None:
+def test_waiting_is_detected(emulated_gpu: EmulatedDevice, wait) -> None:
     x = to_gpu(torch.tensor([1.0, 0.0, 2.0, 0.0]))
     wait(x)
     with sync_debug_error(), pytest.raises(RuntimeError, match="synchronizing"):
@@ -205,7 +205,7 @@ def test_waiting_is_seen(emulated_gpu: EmulatedDevice, wait) -> None:
         lambda x: torch.full((3,), 1.0, device=x.device),
     ],
 )
-def test_what_does_not_wait_is_let_pass(emulated_gpu: EmulatedDevice, go_on) -> None:
+def test_operations_that_do_not_wait_pass(emulated_gpu: EmulatedDevice, go_on) -> None:
     x: OnDevice = to_gpu(torch.tensor([1.0, 0.0, 2.0, 0.0]))
     with sync_debug_error():
         go_on(x)

@@ -1,6 +1,6 @@
 """`ops` on CUDA tensors: the bytes, sums and errors of the CPU's codec, on a GPU and emulated.
 
-The same bodies run on a GPU, where there is one, and in the emulator. `place` puts a tensor there.
+The same tests run on a GPU, if there is one, and in the emulator. `place` puts a tensor there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def counts(grad_N: torch.Tensor) -> torch.Tensor:
 
 
 def room(code: int) -> torch.Tensor:
-    """For the message, and 32 bytes behind it that no one may touch."""
+    """The buffer of the message, and 32 bytes behind it that nothing may touch."""
     capacity = ops.message_capacity(SEGMENTS, code)
     return torch.full((capacity + 32,), FILL, dtype=torch.uint8)
 
@@ -405,7 +405,7 @@ def test_a_sum_that_does_not_fit_its_slot_is_refused(place: Place) -> None:
         )
 
 
-def test_what_calls_report_is_read_together(place: Place) -> None:
+def test_reports_of_all_calls_are_read_together(place: Place) -> None:
     """A right message, a damaged one, a sum that does not fit: nothing is raised before `read`."""
     reports, found = Reports(), []
     slots_S = Slots.of(SEGMENTS, KEEP, LIMITS["some"], 0, FORMAT_COO).offsets
@@ -455,7 +455,7 @@ def test_what_calls_report_is_read_together(place: Place) -> None:
     assert bool((found[0] > 0).any())
     with pytest.raises(WireFormatError, match="rank 5: field magic"):
         ops.decode_add_(acc, sent, Expected(SEGMENTS, 0, STEP, rank=5, slots=slots_S), 0)
-    reports.read()  # everything has been looked at
+    reports.read()  # everything has been read
     ops.encode(
         place(torch.ones(NUMEL)),
         Segments(SEGMENTS, KEEP, slots_S),

@@ -32,7 +32,7 @@ DENSITIES = (0.01, 0.3, 0.0, 1.0)
 def inputs_of(
     layout: PeerLayout, operation: Operation, grads: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What the operation takes of gradients: their shards for an all-gather."""
+    """The operation's part of the gradients: their shards for an all-gather."""
     if operation is not Operation.ALL_GATHER:
         return grads
     return [grad[layout.shard(rank)] for rank, grad in enumerate(grads)]
@@ -69,7 +69,7 @@ def test_the_schedule_does_not_change_a_bit(codecs: Codecs, order: int, seed: in
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("operation", list(Operation))
 def test_ranks_in_threads_of_their_own(codecs: Codecs, ranks: int, operation: Operation) -> None:
-    """As processes: each launches for itself, and they really wait for one another."""
+    """Like processes, each launches its own kernels, and they wait for one another."""
     codecs.schedule(IN_ORDER, 0, resident_blocks=2, multiprocessors=2)
     cluster = PeerCluster(codecs, uneven_layout(ranks), torch.float32)
     hooks: list[Callable[[], object]] = [lambda: None] * ranks
@@ -80,7 +80,7 @@ def test_ranks_in_threads_of_their_own(codecs: Codecs, ranks: int, operation: Op
         check(cluster, operation, given, found, torch.float32)
 
 
-def test_who_comes_late_is_taken_last_and_added_in_its_place(codecs: Codecs) -> None:
+def test_a_late_rank_is_taken_last_and_added_in_rank_order(codecs: Codecs) -> None:
     codecs.schedule(IN_ORDER, 0, resident_blocks=2, multiprocessors=2)
     cluster = PeerCluster(codecs, uneven_layout(3), torch.float32)
     # Sums that depend on the order: 1e8 + 1 - 1e8 is 0, in any other order 1.
@@ -121,8 +121,8 @@ def test_narrower_and_wider_records(
         check(cluster, operation, grads, found, value_dtype)
 
 
-def test_what_is_not_a_number_or_zero(codecs: Codecs) -> None:
-    """NaN and infinities travel; -0.0 adds nothing, as in any sum that begins with zero."""
+def test_nan_infinity_and_negative_zero(codecs: Codecs) -> None:
+    """NaN and infinities reach the sum; -0.0 adds nothing, as in any sum that begins with zero."""
     codecs.schedule(RANDOM, 4, resident_blocks=4, multiprocessors=4)
     for density in (0.02, 1.0):  # sparse and dense records
         cluster = PeerCluster(codecs, uneven_layout(2), torch.float32)

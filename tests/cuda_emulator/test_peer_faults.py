@@ -21,11 +21,11 @@ from tests.cuda_emulator.test_peer_emulated import records_of
 
 STEP = 7
 SHORT_S = 0.5
-"""A deadline that is to pass. Where all ranks are in one launch none comes late by itself."""
+"""A deadline that must expire. If all ranks are in one launch, none comes late by itself."""
 
 
 def error_of(cluster: PeerCluster, rank: int) -> MegatronSparseError:
-    """What a rank's error words become; fails where they say that all is well."""
+    """The error from a rank's error words; fails if they report none."""
     with pytest.raises(MegatronSparseError) as caught:
         look_at(cluster.error(rank), cluster.layout, rank, cluster.deadline_s, "b0", STEP)
     return caught.value
@@ -61,7 +61,7 @@ def test_a_silent_rank_is_named_by_all_others(
         assert bool((out == 77).all()), "an output was written after the failure"
 
 
-def test_a_failed_rank_waits_for_nobody_again(codecs: Codecs) -> None:
+def test_a_failed_rank_does_not_wait_again(codecs: Codecs) -> None:
     """Its error word stays: later operations end at once, with the first error."""
     codecs.schedule(IN_ORDER, 0, resident_blocks=2, multiprocessors=2)
     cluster = PeerCluster(codecs, uneven_layout(3), torch.float32, deadline_s=SHORT_S)
@@ -89,7 +89,7 @@ def test_a_late_rank_is_no_fault(codecs: Codecs, in_order_of_coming: bool) -> No
 
 @pytest.mark.parametrize("in_order_of_coming", [False, True])
 def test_a_lost_flag_names_its_sender_everywhere(codecs: Codecs, in_order_of_coming: bool) -> None:
-    """Rank 0 never sees rank 1's flag; the others hear of it from rank 0 and name rank 1 too."""
+    """Rank 0 never sees rank 1's flag; the others learn it from rank 0 and name rank 1 too."""
     codecs.schedule(IN_ORDER, 0, resident_blocks=2, multiprocessors=2)
     cluster = PeerCluster(codecs, uneven_layout(3), torch.float32)
 
@@ -106,7 +106,7 @@ def test_a_lost_flag_names_its_sender_everywhere(codecs: Codecs, in_order_of_com
         grads,
         threads=hooks,
         in_order_of_coming=in_order_of_coming,
-        deadlines_s=(1, 60, 60),  # the others hear of it long before their own deadline
+        deadlines_s=(1, 60, 60),  # the others learn it long before their own deadline
     )
     for rank in range(3):
         error = error_of(cluster, rank)
@@ -116,7 +116,7 @@ def test_a_lost_flag_names_its_sender_everywhere(codecs: Codecs, in_order_of_com
 
 
 def test_the_host_and_the_device_must_count_alike(codecs: Codecs) -> None:
-    """As where a captured graph with one operation is replayed: the areas would not alternate."""
+    """If a captured graph with one operation is replayed, the areas do not alternate."""
     codecs.schedule(IN_ORDER, 0, resident_blocks=2, multiprocessors=2)
     cluster = PeerCluster(codecs, uneven_layout(2), torch.float32)
     grads = gradients(cluster.layout, (0.1,), torch.float32)
@@ -130,7 +130,7 @@ def test_the_host_and_the_device_must_count_alike(codecs: Codecs) -> None:
 
 
 def damaged(record: bytes, at: int, form: str, value: int) -> bytes:
-    """The record with a number written at a place, and the right checksum unless that was it."""
+    """The record with a number written at an offset; the checksum stays valid unless changed."""
     data = bytearray(record)
     struct.pack_into("<" + form, data, at, value)
     if at < 44:
@@ -148,7 +148,7 @@ DAMAGE = [
     (FORMAT_COO, 16, "Q", 2**40, "nnz"),
     (FORMAT_COO, 48, "I", 2**31, "indices"),
     (FORMAT_COO, 52, "I", 0, "indices"),
-    (FORMAT_PICI, 7, "B", 0, "format"),  # the paper's order, which nobody writes into a window
+    (FORMAT_PICI, 7, "B", 0, "format"),  # the paper's order, which is never written into a window
     (FORMAT_PICI, 48 + 512, "I", 1, "prefix"),
     (FORMAT_PICI, 48 + 516, "I", 2**32 - 1, "prefix"),
     (FORMAT_PICI, 48, "Q", 2**64 - 1, "prefix"),
@@ -224,7 +224,7 @@ def test_an_own_message_that_is_no_message_is_not_moved(codecs: Codecs) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_damage_stays_in_bounds_and_ends(codecs: Codecs, seed: int) -> None:
-    """Whatever a message holds: no access outside a buffer, no hang; wrong headers are found."""
+    """For any message: no access outside a buffer, no hang; wrong headers are found."""
     codecs.schedule(RANDOM, seed, resident_blocks=4, multiprocessors=4)
     draw = random.Random(seed)
     layout = uneven_layout(2)

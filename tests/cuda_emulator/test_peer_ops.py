@@ -135,7 +135,7 @@ class OneRank:
 
 
 def selected(bucket: Bucket, threshold: float, capacity: float | None) -> Message:
-    """A message that selection encodes; the residual is thrown away."""
+    """A message that selection encodes; the residual is discarded."""
     layout = bucket.layout(sharded=True)
     residual_N = torch.zeros(bucket.numel, device=GPU)
     keep_R = layout.segment_keep[layout.range_segment].bool()
@@ -258,6 +258,6 @@ def test_wrong_arguments_are_refused_before_anything_is_launched(gpu: EmulatedDe
     large = [gpu.place(torch.zeros(50_000)) for _ in range(2)]
     with pytest.raises(ExtensionError, match="the windows are too small"):
         peers.run(Operation.ALL_REDUCE, "large", large, large, 0)
-    # None of these counted: the first operation still uses the areas that come first.
+    # None of these counted as operations: the first operation still uses the first areas.
     peers.run(Operation.ALL_REDUCE, "b", grads, grads, 0)
     peers.check("b", 0)

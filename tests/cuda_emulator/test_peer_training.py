@@ -1,7 +1,7 @@
 """`scheme.name=peer_two_shot` from the configuration to the sum, on an emulated GPU.
 
-Ranks are threads with a reducer each. What a GPU has besides is missing: the progress thread's
-stream, and the providers, in whose place windows lie in the memory that all threads share.
+Ranks are threads with a reducer each. Unlike on a GPU, the progress thread has no
+stream, and there are no providers: windows lie in the memory that all threads share.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SharedWindows:
 
 
 class Inline:
-    """In place of the progress thread: a job runs when it is launched.
+    """Replaces the progress thread: a job runs when it is launched.
 
     The emulator's encoder is for one thread at a time, which has the lock until its gate.
     """
@@ -149,7 +149,7 @@ class Rank:
 
 
 def small_integers(rank: int, step: int) -> list[torch.Tensor]:
-    """Gradients whose sums are exact, whatever is selected of them."""
+    """Gradients whose sums are exact for any selection."""
     generator = torch.Generator().manual_seed(10 * rank + step)
     return [torch.randint(-7, 8, (n,), generator=generator).float() for n in NUMELS]
 
@@ -161,7 +161,7 @@ def shared(gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevi
 
 
 def on_all(call: Callable[[int], None]) -> None:
-    """Runs it in a thread for each rank; raises what the first that failed raised."""
+    """Runs it in a thread for each rank; raises the error of the first that failed."""
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
@@ -187,9 +187,9 @@ def on_all(call: Callable[[int], None]) -> None:
 def test_what_all_ranks_select_is_summed_step_after_step(
     shared: EmulatedDevice, op: CollectiveOp, overrides: dict[str, Any]
 ) -> None:
-    """With the residual that the steps before have left, in windows that were made once.
+    """With the residual of earlier steps, in windows that were made once.
 
-    With a capacity the host waits for nothing.
+    With a capacity the host never waits.
     """
     meeting, encoder, steps = Meeting(), threading.Lock(), 3
     sent: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -258,10 +258,10 @@ class NoWindows(SharedWindows):
         raise HostError("no way", got="no peer access")
 
 
-def test_only_what_was_asked_for_by_name_must_have_windows(
+def test_only_a_scheme_set_by_name_must_have_windows(
     shared: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The planner goes on with the other candidates; and does not ask for windows by itself."""
+    """The planner continues with the other candidates, and does not require windows."""
     monkeypatch.setattr(peer_windows, "PROVIDERS", {"cuda_ipc": NoWindows})
     rank = Rank(0, CollectiveOp.ALL_REDUCE, Meeting(), threading.Lock())
     with pytest.raises(HostError, match="no way"):

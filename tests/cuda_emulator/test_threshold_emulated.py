@@ -48,7 +48,7 @@ def test_equals_the_oracle(place: Place, dtype, residual_dtype) -> None:
 
 @pytest.mark.parametrize("schedule", [IN_ORDER, REVERSED, RANDOM])
 @pytest.mark.parametrize("multiprocessors", [1, 2])
-def test_whatever_the_schedule(codecs: Codecs, schedule: int, multiprocessors: int) -> None:
+def test_every_schedule_gives_the_same(codecs: Codecs, schedule: int, multiprocessors: int) -> None:
     """More ranges than blocks, so that a block takes several."""
     numel, ranges = 6000, 11
     codecs.schedule(schedule, 5, resident_blocks=3, multiprocessors=multiprocessors)
@@ -59,7 +59,7 @@ def test_whatever_the_schedule(codecs: Codecs, schedule: int, multiprocessors: i
     cases.assert_same_bits(found, expected, "schedule")
 
 
-def test_ties_zeros_and_what_is_not_finite(place: Place) -> None:
+def test_ties_zeros_nan_and_infinity(place: Place) -> None:
     values = torch.tensor(
         [2.0, -2.0, 2.0, 2.0, 0.0, -0.0, 0.0, math.nan, math.inf, math.nan, 3.0, 1e-40]
     )

@@ -1,4 +1,4 @@
-"""`zen` on CUDA tensors: the sums and the bytes of the CPU's, over a virtual cluster of a GPU."""
+"""`zen` on CUDA tensors: the CPU's sums and bytes, over a virtual cluster on a GPU."""
 
 from __future__ import annotations
 

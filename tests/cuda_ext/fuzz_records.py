@@ -3,13 +3,13 @@
     bash scripts/fuzz.sh                                             (builds, preloads, runs this)
     python -m tests.cuda_ext.fuzz_records --library FILE --seconds S [--first SEED]
 
-`fuzz_decode.cpp` drives the core of the message decoder, faster and led by coverage. This one adds
-what lies around it: records whose heads are read in Python (hash bitmap, pairs, row-sparse), the
-bindings' argument checks, and tensors that are views. Each seed makes a valid record, damages it,
-mostly repairs the header's checksum, and decodes it from memory of exactly its size. Allowed are a
-right answer, `WireFormatError`, and, where arguments were damaged, `ExtensionError`. A refused
-record must leave the accumulator as it was. The seed at work is kept in a file, for a sanitizer
-ends the process.
+`fuzz_decode.cpp` tests the core of the message decoder, faster and guided by coverage. This one
+adds the code around it: records whose heads are read in Python (hash bitmap, pairs, row-sparse),
+the bindings' argument checks, and tensors that are views. Each seed makes a valid record, damages
+it, mostly repairs the header's checksum, and decodes it from memory of exactly its size. Allowed
+are a right answer, `WireFormatError`, and, where arguments were damaged, `ExtensionError`. A
+refused record must leave the accumulator as it was. The current seed is kept in a file, because a
+sanitizer ends the process.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def make_values(rng: random.Random, count: int, dtype: torch.dtype) -> torch.Ten
 
 
 def damaged(rng: random.Random, record: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The record, or one that is a few bytes off or cut; and whether it is still the same."""
+    """The record, intact or with some bytes changed or cut off; and whether it is intact."""
     data = bytearray(record.numpy().tobytes())
     whole = bytes(data)
     if rng.random() < 0.9:
@@ -102,14 +102,14 @@ def damaged(rng: random.Random, record: torch.Tensor) -> tuple[torch.Tensor, boo
             data = data[: rng.randrange(len(data) + 1)] + bytes(rng.choice((0, 0, 16)))
         if rng.random() < 0.8 and len(data) >= 48:
             data[44:48] = zlib.crc32(data[:44]).to_bytes(4, "little")
-    copy = torch.empty(len(data), dtype=torch.uint8)  # exactly as long: a byte more is seen
+    copy = torch.empty(len(data), dtype=torch.uint8)  # exact, so overruns are found
     if data:
         copy.copy_(torch.frombuffer(data, dtype=torch.uint8))
     return copy, bytes(data) == whole
 
 
 def move_bit(rng: random.Random, record: torch.Tensor, place: PartitionRecord) -> None:
-    """Moves a bit of a record's bitmap anywhere in its words, so that their count stays right."""
+    """Moves a bit of a record's bitmap anywhere in its words; the count of bits stays right."""
     words = record[SECTIONS_AT : SECTIONS_AT + place.word_bytes]
     held = [bit for bit in range(8 * words.numel()) if int(words[bit // 8]) >> bit % 8 & 1]
     free = rng.choice((rng.randrange(8 * words.numel()), 8 * words.numel() - 1))
@@ -251,7 +251,7 @@ def decode_bitmap(rng: random.Random) -> bool:
 
 
 def decode_pairs(rng: random.Random) -> bool:
-    """What a rank pushes to a server, in whichever form is smallest."""
+    """A rank's push record for a server, in the smallest form."""
     place = _partition(rng)
     values = make_values(rng, place.positions, place.value_dtype)
     positions = values.nonzero().squeeze(1)
@@ -268,7 +268,7 @@ def decode_pairs(rng: random.Random) -> bool:
 
 
 def decode_rows(rng: random.Random) -> bool:
-    """A row-sparse record, and what is made of its indices: union, match, expansion."""
+    """A row-sparse record, and the operations on its indices: union, match, expansion."""
     parts, num_rows = rng.choice((1, 2, 3)), rng.choice((1, 2, 40, 2**31 + 1))
     name, columns = rng.choice(list(DTYPES)), rng.choice((1, 3, 16))
     part = RowPart(num_rows, columns, name, rng.randrange(parts), parts, STEP)
@@ -295,7 +295,7 @@ def decode_rows(rng: random.Random) -> bool:
 
 
 def decode_row_indices(rng: random.Random) -> bool:
-    """Indices straight from peers: whatever int64 they are, the union refuses or merges them."""
+    """Indices straight from peers: the union refuses or merges any int64 values."""
     num_rows = rng.choice((0, 1, 50))
     bad = (-1, -(2**63), 2**63 - 1, num_rows)
     sets = [

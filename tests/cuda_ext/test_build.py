@@ -1,4 +1,4 @@
-"""The build: what it makes, when it makes it again, and what it says when it cannot."""
+"""The build: its libraries, when it builds again, and its errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
 
 
-def test_status_of_what_is_built_here():
+def test_status_of_the_libraries_built_here():
     cuda_ext.load()
     found = cuda_ext.status()
     assert found["cpu"]["built"]
@@ -114,9 +114,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         build.build("off", tmp_path / "file" / "lib")
 
 
-def test_it_builds_once_even_for_many_at_a_time_and_again_when_a_source_changes(
-    monkeypatch, tmp_path
-):
+def test_concurrent_builds_build_once_and_a_changed_source_builds_again(monkeypatch, tmp_path):
     csrc, out = tmp_path / "csrc", tmp_path / "lib"
     shutil.copytree(sources.SOURCES, csrc)
     monkeypatch.setattr(sources, "SOURCES", csrc)
@@ -142,7 +140,7 @@ def test_it_builds_once_even_for_many_at_a_time_and_again_when_a_source_changes(
     (part, _) = build.build("off", out)
     assert part.state == "built"
     assert build.build("off", out)[0].state == "up to date"
-    # Another torch: the stable ABI lets the library load, a build makes it anew.
+    # Another torch: the stable ABI lets the library load; a build still compiles it again.
     monkeypatch.setattr(build, "find_torch", lambda: (tmp_path, "2.99.0"))
     assert sources.is_current("cpu", out)
     assert build.build("off", out)[0].state == "built"
@@ -164,7 +162,7 @@ def test_a_library_that_does_not_load_is_a_typed_error(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(not has_nvcc(), reason="nvcc is nowhere: not in CUDA_HOME, PATH or PyPI's")
 def test_the_cuda_library_compiles_without_spills(tmp_path):
-    # The build itself refuses kernels that spill registers. What is up to date is not built again.
+    # The build itself refuses kernels that spill registers. A library that is up to date stays.
     (part,) = build.build("on", parts=("cuda",))
     assert part.state in ("built", "up to date")
     assert part.path.is_file()

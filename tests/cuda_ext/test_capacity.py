@@ -1,4 +1,4 @@
-"""Capacity mode of the codec: at most so many elements a segment, and records in fixed places."""
+"""Capacity mode of the codec: a limit of elements a segment, and records in fixed places."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TYPES = [
 
 
 def slots_of(segments, dense, capacity, wire, form):
-    """Places for the records, if this form has them."""
+    """Slots for the records, if this format has them."""
     if FORMS[form]["record_format"] == FORMAT_BLOCKS:
         return None
     return Slots.of(segments, dense, capacity, wire, FORMS[form]["record_format"]).offsets
@@ -114,7 +114,7 @@ def test_equals_the_oracle(dtype, residual_dtype, wire, form):
 
 
 @pytest.mark.parametrize("form", ["coo", "linear"])
-def test_overflow_in_any_chunk_whatever_the_threads(form):
+def test_overflow_in_any_chunk_with_any_number_of_threads(form):
     numel = 3 * CHUNK + 100
     grad = cases.make("spread", numel, torch.float32, seed=3)
     residual = cases.make("spread", numel, torch.float32, seed=4)
@@ -249,7 +249,7 @@ def test_encode_and_decode_in_slots():
     acc = torch.zeros(8192)
     ops.decode_add_(acc, out, Expected(segments, 0, STEP, rank=0, slots=slots), 0)
     assert torch.equal(acc, grad)
-    # What lies behind a record is not looked at.
+    # Bytes behind a record are not read.
     out[int(slots[1]) - 16 : int(slots[1])] = 0xFF
     ops.decode_add_(acc, out, Expected(segments, 0, STEP, rank=0, slots=slots), 0)
     assert torch.equal(acc, 2 * grad)
@@ -263,7 +263,7 @@ def test_a_record_that_does_not_fit_its_slot_is_refused(problem):
     elif problem == "short":
         out = out[:-16]
     elif problem == "beyond its slot":
-        # Valid, were it not for the slot: 200 entries where there is room for 40.
+        # Valid except for the slot: 200 entries, with room for 40.
         header = Header(FORMAT_COO, 0, 4096, 200, 1600, 0, STEP)
         out[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
     else:
@@ -316,7 +316,7 @@ def test_a_sum_that_does_not_fit_its_slot_is_refused():
     assert not out.any()
 
 
-def test_what_was_asked_for_before_is_kept():
+def test_limits_of_an_earlier_call_are_cached():
     segments, dense = torch.tensor([0, 100, 300]), torch.tensor([0, 1], dtype=torch.uint8)
     first = Slots.of(segments, dense, torch.tensor([5, 7]), 0, FORMAT_COO)
     assert Slots.of(segments.clone(), dense.clone(), torch.tensor([5, 7]), 0, FORMAT_COO) is first

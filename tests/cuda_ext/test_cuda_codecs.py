@@ -1,6 +1,6 @@
-"""The CUDA library as nvcc sees it: no spills, few registers, wide loads; its ops, without a GPU.
+"""The compiled CUDA library: no spills, few registers, wide loads; its ops, without a GPU.
 
-What the ops compute is tested in tests/cuda_emulator, emulated and on a GPU where there is one.
+tests/cuda_emulator tests the results of the ops, emulated and, if there is one, on a GPU.
 `python -m megatron_sparse.cuda_ext.build --ptxas` prints the compile report of docs/results/gpu.md.
 """
 
@@ -66,7 +66,7 @@ def test_the_table_has_a_line_for_each_family_and_architecture() -> None:
 
 @needs_nvcc
 def test_compaction_moves_16_bytes_at_a_time() -> None:
-    """Seen in the machine code, which also shows spills to local memory."""
+    """Checks the machine code, which also shows spills to local memory."""
     spec = importlib.util.find_spec("triton")
     assert spec is not None
     assert spec.origin is not None
@@ -84,7 +84,7 @@ def test_compaction_moves_16_bytes_at_a_time() -> None:
         assert len(compaction) == instances
         for text in compaction:
             assert "LDG.E.128" in text
-            # The gradient goes on to shared memory; a residual is written back.
+            # The gradient is copied to shared memory; a residual is written back.
             assert ("STG.E.128" in text) == (source == "PruneSource")
             assert "STL" not in text
             assert "LDL" not in text
@@ -215,7 +215,7 @@ def test_opcheck_on_the_device(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("numel", [2**20 + 17, 2**26 + 4097])
 def test_large_messages_on_the_device(numel: int) -> None:
-    """More tiles than resident blocks: look-back waits, which an emulated device hardly does."""
+    """More tiles than resident blocks, so look-back waits; an emulated device hardly shows this."""
     grad_N = cases.pruned_grad(numel, 0.01, torch.float32)
     offsets, keep = torch.tensor([0, numel // 3, numel]), torch.zeros(2, dtype=torch.uint8)
     nnz, capacity = cases.count_nonzero(grad_N, offsets), ops.message_capacity(offsets, 0)

@@ -1,7 +1,7 @@
-"""The decoders under sanitizers: `scripts/fuzz.sh`, and that it finds what it is there to find.
+"""The decoders under sanitizers: `scripts/fuzz.sh`, and that it finds planted defects.
 
-`scripts/test.sh` runs the script itself, after the tests, for two minutes. Here is what of it is
-quick, and, marked slow, the proof that a planted defect does not get through.
+`scripts/test.sh` runs the script itself, after the tests, for two minutes. Here are its quick parts
+and, marked slow, the proof that a planted defect is found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fuzz(root, seconds):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_every_decoder_refuses_or_is_right(name):
-    """The inputs of `fuzz_records.py`, without sanitizers: wrong answers alone would show here."""
+    """The inputs of `fuzz_records.py`, without sanitizers: finds only wrong answers."""
     refused = Counter(DECODERS[name](random.Random(seed)) for seed in range(150))
     assert refused[True] > 10
     assert refused[False] > 10
@@ -50,7 +50,7 @@ def test_nothing_is_found():
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     executions = [int(n) for n in re.findall(r"(\d+) executions, 0 crashes", done.stdout)]
     assert len(executions) == 2
-    assert min(executions) > 500  # a tenth of what a busy machine does in half a minute
+    assert min(executions) > 500  # a tenth of the runs of a loaded machine in half a minute
 
 
 @pytest.mark.slow
@@ -81,6 +81,6 @@ def test_an_unknown_argument_is_one_error(argument):
     assert "an argument is unknown" in done.stderr
 
 
-def test_a_sanitized_library_is_not_put_where_it_would_be_loaded(capsys):
+def test_a_sanitized_library_is_not_built_into_the_package(capsys):
     assert build.main(["--cuda", "off", "--sanitize"]) != 0
     assert "name one with --out" in capsys.readouterr().err

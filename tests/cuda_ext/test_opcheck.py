@@ -1,4 +1,4 @@
-"""Every op obeys its schema and its fake: what torch.compile and the dispatcher rely on."""
+"""Every op obeys its schema and its fake; torch.compile and the dispatcher rely on both."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ def test_fp32_conserves_the_sum_bit_for_bit(threshold):
 
 
 def test_steps_together_send_everything():
-    # What is dropped comes back: with leak 1 the sum of what was sent plus the residual is the sum
-    # of all gradients. Small integers make every fp32 sum exact.
+    # Dropped values are sent later: with leak 1 the sum of the sent values plus the residual is the
+    # sum of all gradients. Small integers make every fp32 sum exact.
     generator = torch.Generator().manual_seed(6)
     total, sent, residual = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
     for step in range(20):
@@ -159,7 +159,7 @@ def test_refuses(problem):
 
 
 @pytest.mark.parametrize("offsets", [[0, 9], [1, 8], [0, 5, 3, 8], [-1, 8]])
-def test_the_op_itself_checks_what_would_reach_beyond_the_buffers(offsets):
+def test_the_op_itself_checks_for_access_beyond_the_buffers(offsets):
     ops.supported_isas()  # loads the library
     op = torch.ops.megatron_sparse.prune_.default
     with pytest.raises(RuntimeError, match="range_offsets"):

@@ -1,4 +1,4 @@
-"""The doctor: it always answers, and what is wrong comes with what to do."""
+"""The doctor: it always answers, and every problem comes with a remedy."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megatron_sparse.doctor.checks import Check
 
 
 def looked(look: object) -> dict[str, Check]:
-    """The checks that one look yields, by name."""
+    """The checks of one check function, by name."""
     return {check.name: check for check in look()}  # type: ignore[operator]
 
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table that wraps no cell can be searched for its texts."""
+    """The table without wrapped cells, so tests can search for texts."""
     monkeypatch.setenv("COLUMNS", "400")
 
 
 @pytest.fixture
 def only_fakes(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
-    """Replaces all looks by one that yields what the returned list holds."""
+    """Replaces all check functions by one that yields the checks in the returned list."""
     checks: list[Check] = []
     monkeypatch.setattr(doctor, "_LOOKS", (lambda: iter(checks),))
     return checks
@@ -61,7 +61,7 @@ def test_this_machine_gets_every_line() -> None:
         assert check.status == "ok" or check.remedy, f"{check.name} leaves the reader alone"
 
 
-def test_look_that_breaks_is_a_failed_line_and_the_others_go_on(
+def test_check_that_raises_is_a_failed_line_and_the_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def _half_installed() -> Iterator[Check]:
@@ -138,7 +138,7 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (check.status, "pip install" in check.remedy) == (status, True)
 
 
-def test_door_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_host_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def symbol(name: str, found: bool, who: str) -> SimpleNamespace:
         return SimpleNamespace(
             name=name, found=found, detail="without self", remedy="upgrade", needed_by=who
@@ -200,7 +200,7 @@ def test_extension_that_is_loaded_on_first_use_is_fine(monkeypatch: pytest.Monke
 
 
 class TestTheTable:
-    """Remedies can be copied from it, whatever the output is."""
+    """Remedies can be copied from every kind of output."""
 
     REMEDY = "pip install --no-build-isolation 'transformer-engine[pytorch]' " + "x" * 120
 

@@ -1,4 +1,4 @@
-"""`doctor --distributed`: who is absent, cut off, slow or late is named, and nobody else."""
+"""`doctor --distributed` names exactly the ranks that are absent, cut off, slow or late."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORLD = 8
 def job(
     *, latency_us=None, gbit_s=None, broken=None, offset_s=None, without=(), world=WORLD
 ) -> list[RankReport]:
-    """Reports of a healthy job, but for what the functions of a pair or a rank say."""
+    """Reports of a healthy job, changed by functions of a pair or a rank."""
     there = [rank for rank in range(world) if rank not in without]
     reports = []
     for rank in there:
@@ -85,7 +85,7 @@ class TestVerdict:
         assert found.who == "the link of rank 1 on n0 and rank 6 on n3"
 
     def test_a_node_that_answers_late(self):
-        """Only the answering side is slow: what others measure counts for it."""
+        """Only its answers are slow: the others' measurements count for it."""
         (found,) = judge(job(latency_us=lambda a, b: 900 if b // 2 == 1 != a // 2 else 0), WORLD)
         assert (found.status, found.who) == ("warn", "n1")
         assert "latency to other hosts" in found.detail
@@ -93,10 +93,10 @@ class TestVerdict:
     def test_small_latencies_are_never_late(self):
         assert judge(job(latency_us=lambda a, b: 200 if 3 in (a, b) else 0), WORLD) == []
 
-    def test_of_two_ranks_there_is_no_telling(self):
+    def test_with_two_ranks_the_slow_side_is_unknown(self):
         assert judge(job(world=2, gbit_s=lambda a, b: 1), 2) == []
 
-    def test_absent_ranks_are_named_by_the_host_that_slurm_says(self):
+    def test_absent_ranks_are_named_with_their_host_from_slurm(self):
         reports = job(without=(4, 5))
         (found,) = judge(reports, WORLD, [f"node-{rank // 2}" for rank in range(WORLD)])
         assert (found.status, found.who, found.detail) == (
@@ -154,18 +154,18 @@ class TestPing:
         with link_probe.Answerer() as answerer:
             found = link_probe.ping(answerer.invitation)
         assert found.error == ""
-        # A second would be no loopback, however busy the machine.
+        # The loopback takes less than a second even on a loaded machine.
         assert 0 < found.latency_us < 1e6
         assert abs(found.offset_s) < 1.0
 
-    def test_who_does_not_listen_is_an_error_and_no_exception(self):
+    def test_a_peer_that_does_not_listen_is_an_error_and_no_exception(self):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         found = link_probe.ping(link_probe.Invitation(("127.0.0.1",), port))
         assert found.latency_us is None
         assert f"127.0.0.1, port {port}: " in found.error
 
-    def test_who_listens_and_never_answers_costs_the_deadline_only(self, monkeypatch):
+    def test_a_peer_that_never_answers_costs_only_the_deadline(self, monkeypatch):
         monkeypatch.setattr(link_probe, "CONNECT_S", 0.2)
         with socket.create_server(("127.0.0.1", 0)) as server:
             begin_s = time.monotonic()
@@ -199,7 +199,7 @@ class TestArguments:
         } | changes
         return doctor.Request(**fields)
 
-    def test_nobody_to_talk_to(self):
+    def test_a_job_of_one_rank(self):
         with pytest.raises(ConfigError, match="nobody to talk to"):
             doctor.run(self.request())
 
@@ -307,7 +307,7 @@ def test_planted_slow_rank_and_wrong_clock(tmp_path):
 
 
 def test_planted_absent_rank(tmp_path):
-    """Rank 2 of 3 never comes: the others say so when the time is over, with their own links."""
+    """Rank 2 of 3 never comes: after the timeout the others report it, with their own links."""
     report, port = tmp_path / "report.jsonl", free_port()
     ended = finish([start(rank, 3, port, report, 15, code="") for rank in range(2)])
     assert [code for code, _, _ in ended] == [1, 1], ended
@@ -319,7 +319,7 @@ def test_planted_absent_rank(tmp_path):
     assert link["gbit_s"] is None, "a backend with a rank missing would hang"
 
 
-def test_absent_rank_0_is_said_by_the_others(tmp_path):
+def test_the_others_report_that_rank_0_is_absent(tmp_path):
     (ended,) = finish([start(1, 2, free_port(), tmp_path / "report.jsonl", 2, code="")])
     assert ended[0] == 3
     # torch may warn of the socket before it.

@@ -1,4 +1,4 @@
-"""Which codec serves a device, what is said about it, and that both make the same messages."""
+"""The codec of a device, the log line about it, and equal messages of both codecs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nothing_chosen_yet(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of which only the capability is asked, and a CUDA part that loads."""
+    """A GPU with a given compute capability, and a CUDA part that loads."""
 
     def of(major, minor):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
@@ -52,7 +52,7 @@ def test_a_gpu_that_runs_the_machine_code(gpu, capability):
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (12, 0)])
-def test_a_gpu_that_does_not_is_named_once(gpu, capability, caplog):
+def test_a_gpu_that_cannot_run_it_is_named_once(gpu, capability, caplog):
     gpu(*capability)
     with caplog.at_level(logging.WARNING):
         assert not codec_choice.is_compiled(GPU)
@@ -89,7 +89,7 @@ def test_torch_operations_can_be_asked_for(monkeypatch, gpu):
 
 
 def messages(device, form="coo", wire="fp32"):
-    """A message selected on a device, what it decodes to, and the residual."""
+    """A message selected on a device, its decoded values, and the residual."""
     grad_N = torch.randn(9001, generator=torch.Generator().manual_seed(2))
     parameters = [ParameterSlice("w", 0, 8000), ParameterSlice("b", 8000, 9001, keep=True)]
     bucket = Bucket("0", grad_N.to(device), parameters, CollectiveOp.REDUCE_SCATTER, 1)

@@ -1,4 +1,4 @@
-"""Damaged Pici and blocks records: refused with the right field, nothing added, oracle agreed."""
+"""Damaged Pici and blocks records: refused as by the oracle, with the right field."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_blocks_damage_is_named():
         (len(good) - 1, 0x80, 1, "block padding"),
     ):
         bad = put(message("blocks"), at, value, width)
-        # A wider block is refused for its number or for what it makes of the size.
+        # A wider block is refused for its number or for the size that follows from it.
         assert refused(bad) in (field, "payload_bytes"), (at, value)
 
 
@@ -136,7 +136,7 @@ def test_flags_are_pici_s_only():
         bad = message(form)
         bad[7] |= flags
         assert refused(with_checksum(bad)) == "flags"
-    # The other order is a message of its own: the same bits, other elements.
+    # The other order is another valid message: the same bits, other elements.
     other = message("linear")
     other[7] = 0
     assert refused(with_checksum(other)) in (None, "words")

@@ -45,7 +45,7 @@ def good_message():
 
 
 def attempt(decoder, message):
-    """What the decoder made of the accumulator, and its error."""
+    """The accumulator after decoding, and the decoder's error."""
     acc = torch.full((NUMEL,), 0.5)
     try:
         decoder(acc, message, Expected(OFFSETS, 0, STEP, RANK), BASE)
@@ -60,7 +60,7 @@ def decode(message):
     The oracle adds record by record, so of several faults it may name another.
     """
     expected, refusal = attempt(oracle.decode_add_, bytes(message))
-    # A tensor of its own: frombuffer refuses an empty buffer.
+    # A new tensor, because frombuffer refuses an empty buffer.
     tensor = torch.tensor(list(message), dtype=torch.uint8)
     acc, error = attempt(ops.decode_add_, tensor)
     assert (error is None) == (refusal is None), f"op: {error}, oracle: {refusal}"
@@ -114,13 +114,13 @@ def test_each_header_field_is_checked(field, segment):
                 continue  # a dense record's count is not decoded: any up to numel is taken
             with pytest.raises(WireFormatError, match=f"rank {RANK}: field") as caught:
                 decode(bad)
-            # A wrong nnz or format that is possible shows in the size that it demands.
+            # A wrong but possible nnz or format is found by the size that follows from it.
             named = {field, "payload_bytes"} if field in ("nnz", "format") else {field}
             assert caught.value.what.split()[3] in named
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f not in ("magic", "version")])
-def test_a_flipped_bit_without_a_new_checksum_is_the_checksum_s(field):
+def test_a_flipped_bit_without_a_new_checksum_fails_the_checksum(field):
     message = good_message()
     message[FIELDS[field][0]] ^= 1
     with pytest.raises(WireFormatError, match="field checksum is wrong"):
@@ -190,6 +190,6 @@ def test_random_damage_under_valid_checksums(damage):
         message[at % len(message)] = value
     for record in (0, second):
         rewrite_checksum(message, record)
-    # Anything may come back but a crash: `decode` checks that the oracle agrees.
+    # Any result except a crash is allowed: `decode` checks that the oracle agrees.
     with suppress(WireFormatError):
         decode(message)

@@ -1,4 +1,4 @@
-"""Every format of a record equals its oracle byte for byte, and decodes to what was encoded."""
+"""Every format of a record equals its oracle byte for byte, and decodes to the encoded values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.cuda_ext import cases
 from tests.headers import read_headers
 
 STEP = 2**32 + 5  # its lower half travels
-# What is asked for, by name: arguments of `encode`.
+# Requested formats, by name: arguments of `encode`.
 FORMS = {
     "coo": {"record_format": FORMAT_COO},
     "linear": {"record_format": FORMAT_PICI},

@@ -1,4 +1,4 @@
-"""The hash bitmap's bytes are the oracle's, decode to what was encoded, and are never trusted."""
+"""The hash bitmap's bytes are the oracle's, decode to the encoded values, and are checked."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ FULL = torch.full((1000,), 3.0)
 
 
 def _forge(record, at, form, *values):
-    """The record with fields replaced and the checksum put right: what a wrong sender makes."""
+    """The record with fields replaced and a valid checksum, as from a faulty sender."""
     forged = bytearray(record.numpy().tobytes())
     struct.pack_into(form, forged, at, *values)
     struct.pack_into("<I", forged, 44, zlib.crc32(forged[:44]))
@@ -234,7 +234,7 @@ def test_a_record_of_another_hash_or_with_a_tail_is_refused():
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 1500), st.integers(1, 255), st.booleans())
 def test_a_damaged_record_is_refused_or_changes_values_only(at, flip, full):
-    """Any one byte: in a header it is found; in the values or the padding there is no telling."""
+    """Any one byte: in a header it is found; in the values or the padding it cannot be found."""
     record = _encode(FULL if full else SPARSE, H, 1).clone()
     at %= record.numel()
     record[at] ^= flip
@@ -248,7 +248,7 @@ def test_a_damaged_record_is_refused_or_changes_values_only(at, flip, full):
     assert bool((H.partition_of(elements) == 1).all())
 
 
-def test_what_does_not_fit_is_one_typed_error():
+def test_arguments_that_do_not_match_are_one_typed_error():
     record = _encode(SPARSE, H, 1)
     values = SPARSE[_positions(H, 1)]
     for call, words in (

@@ -1,4 +1,4 @@
-"""The Push record: pairs, or a bitmap, or dense, whatever is smallest; and never trusted."""
+"""The Push record: pairs, a bitmap or dense, the smallest of them; receivers check it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _form(record):
     st.sampled_from(cases.DTYPES),
     st.sampled_from((PermutationHash, IndexSetHash)),
 )
-def test_what_was_pushed_is_added_by_position(numel, partitions, density, dtype, hash_kind):
+def test_pushed_values_are_added_by_position(numel, partitions, density, dtype, hash_kind):
     h = hash_kind(numel, partitions, 7)
     for p in range(partitions):
         indices, values = _entries(h, p, density, dtype)
@@ -87,7 +87,7 @@ RECORD = hash_pairs.encode(INDICES, VALUES, _place(H, 1))
 
 
 def _forge(at, form, *values):
-    """Fields replaced and the checksum put right: what a wrong sender makes."""
+    """Fields replaced and a valid checksum, as from a faulty sender."""
     forged = bytearray(RECORD.numpy().tobytes())
     struct.pack_into(form, forged, at, *values)
     struct.pack_into("<I", forged, 44, zlib.crc32(forged[:44]))
@@ -149,7 +149,7 @@ def test_a_damaged_byte_is_refused_or_changes_entries_of_this_partition(at, flip
     assert at >= 80
 
 
-def test_what_does_not_fit_is_one_typed_error():
+def test_arguments_that_do_not_match_are_one_typed_error():
     place = _place(H, 1)
     for call, words in (
         (lambda: hash_pairs.encode(INDICES, VALUES[1:], place), "values do not fit"),

@@ -1,4 +1,4 @@
-"""h0 is a bijection that all ranks share, Algorithm 1 loses nothing and balances as proven."""
+"""h0 is a bijection that all ranks share; Algorithm 1 loses nothing and is balanced as proven."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEGMENT_LIMIT = 2**31 - 1
 
 @pytest.fixture
 def threads():
-    """Sets torch's thread count; the old one comes back afterwards."""
+    """Sets torch's thread count, and restores it afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -120,8 +120,7 @@ def test_imbalance_stays_within_theorem_2(pattern, partitions, kind):
     """The theorem's constant, by Chernoff: sqrt(6), with probability 1 - 1/n for each mapping.
 
     P(load > (1 + d) m / n) <= exp(-d^2 m / 3n); over n partitions that is 1 / n at
-    d = sqrt(6 n ln n / m). The seeds are fixed, so what is allowed is the expected number of
-    exceptions among them.
+    d = sqrt(6 n ln n / m). The seeds are fixed, so the expected number of exceptions is allowed.
     """
     torch.manual_seed(0)
     numel, count, seeds = 2**21, 2**15, 8
@@ -139,8 +138,8 @@ def test_imbalance_stays_within_theorem_2(pattern, partitions, kind):
     assert above <= seeds / partitions
 
 
-def test_strides_that_the_paper_has_in_mind_do_not_balance_by_blocks():
-    """The bound above is no matter of course: without a hash, clustered rows all go to one."""
+def test_contiguous_blocks_do_not_balance_clustered_rows():
+    """The bound above needs the hash: without it, clustered rows all go to one partition."""
     indices = PATTERNS["clustered"](2**21, 2**15)
     assert (indices * 16 // 2**21).bincount(minlength=16).max() == 2**15
 
@@ -180,7 +179,7 @@ def test_hierarchical_hash_equals_the_oracle(numel, partitions, r1, r2, rehashes
 @pytest.mark.parametrize(
     ("r1", "r2"), [(None, None), (1, 0), (1, 5), (5000, 0)], ids=["default", "1+0", "1+5", "wide"]
 )
-def test_nothing_is_lost_whatever_the_memory_and_the_threads(dtype, r1, r2, threads):
+def test_nothing_is_lost_with_any_memory_and_any_threads(dtype, r1, r2, threads):
     indices, values = _entries(1_000_003, 60_000, 1, dtype)
     h = PermutationHash(1_000_003, 7, 3)
     results = []
@@ -198,8 +197,8 @@ def test_nothing_is_lost_whatever_the_memory_and_the_threads(dtype, r1, r2, thre
     assert (results[0].grown > 0) == (r1 is not None)
 
 
-def test_threads_that_fight_for_slots_lose_nothing(threads):
-    """Every task has the same indices, so threads reach for the same free slots side by side.
+def test_threads_that_compete_for_slots_lose_nothing(threads):
+    """Every task has the same indices, so threads compete for the same free slots.
 
     With check, write and read-back as three steps (the paper's), this loses entries.
     """
@@ -295,7 +294,7 @@ H = PermutationHash(10, 3, 0)
         (lambda: split(H, X, V[:2]), ExtensionError, "length"),
     ],
 )
-def test_what_does_not_fit_is_one_typed_error(call, error, words):
+def test_arguments_that_do_not_match_are_one_typed_error(call, error, words):
     with pytest.raises(error, match=words):
         call()
 

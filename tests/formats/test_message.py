@@ -1,4 +1,4 @@
-"""The message codec equals its oracle byte for byte, and a message decodes to what was encoded."""
+"""The message codec equals its oracle byte for byte; a message decodes to the encoded values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scheme.format` reaches the message, and changes nothing of what is decoded."""
+"""`scheme.format` reaches the message, and does not change the decoded values."""
 
 from __future__ import annotations
 

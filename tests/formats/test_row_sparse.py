@@ -49,7 +49,7 @@ def test_repeated_rows_are_summed_in_order_in_fp32():
     assert row_sparse.coalesce(indices, rows, 3).rows_KD.tolist() == [[7.0], [0.0]]
     swapped = rows[[0, 1, 3, 2]]
     assert row_sparse.coalesce(indices, swapped, 3).rows_KD.tolist() == [[7.0], [1.0]]
-    # 256 + 1 is no bf16 number: adding in bf16 would stay at 256.
+    # bf16 cannot represent 256 + 1: a sum in bf16 would stay at 256.
     ones = torch.ones(513, 1, dtype=torch.bfloat16)
     same = torch.zeros(513, dtype=torch.int64)
     assert row_sparse.coalesce(same, ones, 1).rows_KD.item() == 512
@@ -191,7 +191,7 @@ R = torch.ones(2, 3)
         (lambda: row_sparse_ops.sum_rows(R, I[:1], torch.tensor([0, 2])), "offsets"),
     ],
 )
-def test_what_does_not_fit_is_one_typed_error(call, words):
+def test_arguments_that_do_not_match_are_one_typed_error(call, words):
     with pytest.raises(ExtensionError, match=words):
         call()
 

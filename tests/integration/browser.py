@@ -33,7 +33,7 @@ DEADLINE_S = 120
 
 
 def find() -> str | None:
-    """The program, None where there is none."""
+    """The program; None if it is not installed."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next(filter(None, map(shutil.which, names)), None)
 
@@ -43,14 +43,14 @@ class Browser:
 
     Args:
         program: see `find`.
-        profile: an empty folder for what the browser keeps.
+        profile: an empty folder for the browser's own files.
     """
 
     def __init__(self, program: str, profile: Path) -> None:
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
         flags = [*FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        # The protocol's file descriptors are 3 and 4, whatever they are here.
+        # The protocol uses file descriptors 3 and 4, whichever they are in this process.
         script = f"exec {shlex.join([program, *flags])} 3<&{to_browser} 4>&{from_browser}"
         self._log = (profile.parent / "browser.log").open("wb")
         self._process = subprocess.Popen(
@@ -80,7 +80,7 @@ class Browser:
         self._log.close()
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """One command of the protocol, and its result; addresses asked for go to `requests`."""
+        """Sends one command, returns its result; requested addresses go to `requests`."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": arguments}
         if self._session is not None:
@@ -110,13 +110,13 @@ class Browser:
             time.sleep(0.05)
 
     def value(self, expression: str) -> Any:
-        """What an expression of JavaScript gives; plain values only."""
+        """The value of a JavaScript expression; plain values only."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def screenshot(self, path: Path, clip: dict[str, float] | None = None) -> Path:
-        """A PNG of the whole page, also of what is below the screen's end; or of a part."""
+        """A PNG of the whole page, including the part below the screen's end; or of one part."""
         if clip is None:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
             clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"]}

@@ -1,8 +1,8 @@
 """The commands that the documentation tells its readers to type, and a way to check each of them.
 
 A command is a line of a fenced `bash` block; `Checker` has a rule for every program that may come
-first in it. One that no rule covers is an error: either a rule is added or the command is not
-for readers. Rules look at everything that can be looked at without doing the work: options are
+first in it. A command without a rule is an error: add a rule, or remove the command. Rules check
+everything that can be checked without doing the work: options are
 parsed by the program itself, overrides composed by Hydra, scripts read by bash, and files exist.
 """
 
@@ -57,7 +57,7 @@ class Command:
 
 
 def commands_of(page: Path) -> list[Command]:
-    """Of a page's `bash` blocks, in order."""
+    """The commands of a page's `bash` blocks, in order."""
     text = page.read_text(encoding="utf-8")
     found = []
     for block in FENCE.finditer(text):
@@ -68,7 +68,7 @@ def commands_of(page: Path) -> list[Command]:
 
 
 def unmarked_commands(page: Path) -> list[str]:
-    """Lines of other blocks that look like commands: nobody would check them."""
+    """Lines of other blocks that look like commands; they would not be checked."""
     blocks = [block[2] for block in FENCE.finditer(page.read_text("utf-8")) if not block[1]]
     return [line for block in blocks for line in block.splitlines() if LOOKS_LIKE_ONE.match(line)]
 
@@ -106,7 +106,7 @@ def _commands_in(block: str, name: str, first: int) -> Iterator[Command]:
 
 
 def _bare(words: Sequence[str]) -> list[str]:
-    """Without what stands before the program."""
+    """The words from the program on."""
     rest = list(words)
     while rest and (rest[0] in ("sudo", "$") or re.fullmatch(r"[A-Z_]+=.*", rest[0])):
         rest.pop(0)
@@ -114,7 +114,7 @@ def _bare(words: Sequence[str]) -> list[str]:
 
 
 class Uncovered(Exception):
-    """No rule says how a command is checked."""
+    """There is no rule for a command."""
 
 
 class Checker:
@@ -125,7 +125,7 @@ class Checker:
         return typer.main.get_command(main.app)
 
     def check(self, command: Command) -> None:
-        """Fails by an exception of whatever refuses the command.
+        """Raises the exception of the program or file that refuses the command.
 
         Raises:
             Uncovered: no rule covers it.
@@ -154,7 +154,8 @@ class Checker:
 
     def _subcommand(self, words: list[str]) -> tuple[Any, list[str]]:
         found, rest = self._program, list(words)
-        # Only a group has commands; typer brings its own copy of click, so types tell nothing.
+        # Only a group has commands; isinstance does not work, because typer has its own copy of
+        # click.
         while hasattr(found, "commands") and rest and not rest[0].startswith("-"):
             name = rest.pop(0)
             assert name in found.commands, f"there is no command {name}"
@@ -166,7 +167,7 @@ class Checker:
         if found.name == "train":
             self._train(rest)
         elif "--help" not in rest and "--version" not in rest:
-            # Parses and converts every option, and misses what is required; runs nothing.
+            # Parses and converts every option, reports missing ones, and runs nothing.
             found.make_context(found.name, list(rest))
 
     def _train(self, words: list[str]) -> None:
@@ -201,7 +202,7 @@ class Checker:
         if path == ROOT / "scripts/train.py":
             self._train(rest)
             return
-        # Every option is one that the script, or what lies beside it, spells.
+        # Every option must appear in the script or in a file beside it.
         spelled = {
             node.value
             for file in path.parent.glob("*.py")

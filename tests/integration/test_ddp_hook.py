@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = {"warmup_iters": 0, "ramp_iters": 0, "scheme": "direct", "timeout_s": 30.0}
 PRUNED = {**AT_ONCE, "density": 0.05, "samples": 500, "keep_below_numel": 1000}
 CAP_MB = 0.02
-"""So small that DDP makes more buckets than one when it makes them anew."""
+"""Small, so that DDP makes several buckets when it rebuilds them."""
 
 
 class Names(NullSink):
-    """Remembers which buckets there were in which step."""
+    """Stores the buckets of each step."""
 
     def __init__(self):
         self.seen: dict[int, set[str]] = {}
@@ -40,7 +40,7 @@ class Names(NullSink):
 
 
 class Linear(torch.nn.Module):
-    """Its gradients are its inputs, whatever the weights: small integers stay exact."""
+    """Its gradients are its inputs, for any weights: small integers stay exact."""
 
     SHAPES = ((64, 64), (96, 64), (80, 80), (10,))
 
@@ -163,7 +163,7 @@ def _balances(rank, world_size, static_graph):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_was_not_applied_is_in_the_residuals(world_size):
+def test_values_not_applied_are_in_the_residuals(world_size):
     for by_rank in zip(*run_ranks(_conserve, world_size), strict=True):
         first, seen = by_rank[0]
         assert all(other == seen for _, other in by_rank)
@@ -249,7 +249,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit():
 
 
 def _faults(rank, world_size):
-    """What refuses, and then the error of a backward pass in which rank 1 is a step ahead."""
+    """Refusals, and then the error of a backward pass in which rank 1 is a step ahead."""
     from torch.nn.parallel import DistributedDataParallel
 
     errors = []
@@ -314,7 +314,7 @@ def _killed_peer(rank, world_size, report):
     except CommunicationError as error:
         text = str(error)
     Path(report).write_text(f"{time.monotonic() - start_s}\n{text}")
-    # torch's own group still waits for the dead rank, so the process is not ended tidily.
+    # torch's own group still waits for the dead rank, so the process exits without clean-up.
     os._exit(0)
 
 

@@ -31,7 +31,7 @@ from tests.report_runs import make_run
 CHECKER = Checker()
 TOUR = ROOT / "docs" / "quick-tour.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
-# Seconds at most, on runs made for the purpose; one of each kind that the pages have.
+# Each takes seconds at most, on runs made for these tests; one for each kind of command.
 CHEAP = ("report", "view", "plan", "stragglers", "schedule", "profile", "simulate --list")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -53,9 +53,9 @@ EXCEPT = ("python -m megatron_sparse.cuda_ext.build --ptxas",)
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 class TestEachPage:
-    """What holds for all of them."""
+    """Checks of every page."""
 
-    def test_commands_are_ones_that_their_programs_take(self, page):
+    def test_programs_accept_the_commands(self, page):
         for command in commands_of(page):
             try:
                 CHECKER.check(command)
@@ -102,7 +102,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 class TestTheCheckerItself:
-    """It refuses what is wrong."""
+    """It refuses wrong commands."""
 
     @pytest.mark.parametrize(
         "line",
@@ -135,7 +135,7 @@ class TestTheCheckerItself:
         with pytest.raises(Uncovered, match="no rule for rm"):
             CHECKER.check(Command("page.md:1", ("rm", "-r", "runs")))
 
-    def test_what_stands_around_a_command(self, tmp_path):
+    def test_words_around_a_command_are_removed(self, tmp_path):
         page = tmp_path / "page.md"
         page.write_text(
             "```bash\n# a comment\nsudo A=1 megatron-sparse doctor \\\n  --json x  # why\n"
@@ -151,7 +151,7 @@ class TestTheCheckerItself:
 
 
 def cheap_commands() -> list[Command]:
-    """Of all pages; each text once."""
+    """The cheap commands of all pages, each text once."""
     found = {}
     for page in PAGES:
         for command in commands_of(page):
@@ -210,14 +210,14 @@ def test_the_quick_tour_as_it_is_written(tmp_path):
             text=True,
             timeout=280,
         )
-        # doctor exits with 1 where something is missing, which on a machine of tests may be.
+        # doctor exits with 1 if something is missing, which may be so on a test machine.
         assert done.returncode in ((0, 1) if words[1] == "doctor" else (0,)), done.stderr[-2000:]
         assert "Traceback" not in done.stderr
     assert (tmp_path / "report.html").stat().st_size > 50_000
 
 
 class TestTroubleshooting:
-    """The page has every error class, and quotes what the source says."""
+    """The page has every error class, and quotes the source's messages."""
 
     def quotes(self) -> list[str]:
         return re.findall(r"^### `(.+)`$", TROUBLESHOOTING.read_text("utf-8"), re.MULTILINE)
@@ -233,7 +233,7 @@ class TestTroubleshooting:
         assert sections == classes
 
     def test_quoted_messages_are_in_the_source(self):
-        """`...` stands for what is filled in; the parts between must be in one file, in order."""
+        """`...` stands for values; the parts between must be in one file, in order."""
         sources = [
             # Adjacent literals of a long message are one text.
             re.sub(r'"\s*\n\s*f?r?"', "", path.read_text("utf-8"))

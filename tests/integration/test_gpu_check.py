@@ -1,4 +1,4 @@
-"""`scripts/gpu_check.sh` where there is no GPU: its stages, its refusals, and a rehearsal."""
+"""`scripts/gpu_check.sh` without a GPU: its stages, its refusals, and a rehearsal."""
 
 from __future__ import annotations
 

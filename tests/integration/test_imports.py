@@ -27,7 +27,7 @@ def check(checkout: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what the check reads."""
+    """A copy of the files that the check reads."""
     for name in SOURCES:
         for path in (ROOT / name).rglob("*.py"):
             copy = tmp_path / path.relative_to(ROOT)

@@ -1,4 +1,4 @@
-"""`scripts/netbed.sh`: hosts with slow links, and nothing left of them, however a run ends."""
+"""`scripts/netbed.sh`: hosts with slow links; nothing is left of them, however a run ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOOLS = ("ip", "tc", "mount", "unshare", "nsenter", "setpriv")
 
 
 def _why_not() -> str | None:
-    """Why there is no test bed here; None where there is one."""
+    """The reason why this machine cannot have a test bed; None if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "the test bed needs root on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -73,12 +73,12 @@ def processes_with(mark: str) -> list[str]:
 
 
 def sleepers(mark: str) -> list[str]:
-    """Those of them that are `sleep` itself: not the scripts that have its name in their own."""
+    """Those of them that are `sleep` itself, not scripts with its name in their command line."""
     return [line for line in processes_with(mark) if line.startswith("sleep ")]
 
 
 def wait_for(mark: str, number: int, run: subprocess.Popen[str]) -> None:
-    """Returns when there are so many sleepers; ends the run if there never are."""
+    """Returns once there are so many sleepers; ends the run if that never happens."""
     deadline = time.monotonic() + 30
     while len(sleepers(mark)) != number:
         if time.monotonic() > deadline:
@@ -89,7 +89,7 @@ def wait_for(mark: str, number: int, run: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def mark(request) -> str:
-    """Seconds of sleep that no other test asks for: they are found by it."""
+    """Seconds of sleep that no other test uses, to find the processes by."""
     return f"{1_000_000 + os.getpid() * 1000 + hash(request.node.name) % 1000}"
 
 
@@ -115,7 +115,7 @@ def nothing_is_left():
 
 @bed
 class TestRanks:
-    """What each rank finds, and where its output goes."""
+    """Each rank's environment, and where its output goes."""
 
     SAY = (
         "echo $(hostname) $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $NODE_RANK "
@@ -182,7 +182,7 @@ class TestRanks:
         command = ("--", sys.executable, "-c", talk)
         code, limited, err = finish(start("--ranks", "2", "--mbit", "100", *command))
         assert code == 0, err
-        # The bucket holds 0.13 MB. Nothing bounds it from above on a busy machine but the queue.
+        # The bucket holds 0.13 MB. On a busy machine only the queue limits the time from above.
         assert 0.3 < float(limited) < 5
         code, free, err = finish(start("--ranks", "2", "--mbit", "0", *command))
         assert code == 0, err
@@ -191,7 +191,7 @@ class TestRanks:
 
 @bed
 class TestEnds:
-    """Every way to end, and what it leaves: nothing."""
+    """Every way to end leaves nothing behind."""
 
     def test_the_first_code_that_is_not_zero(self, mark):
         begin = time.monotonic()
@@ -213,7 +213,7 @@ class TestEnds:
         assert time.monotonic() - begin < 20
         assert not processes_with(mark)
 
-    def test_a_killed_rank_ends_the_others_and_what_they_left_behind(self, mark):
+    def test_a_killed_rank_ends_the_others_and_their_children(self, mark):
         run = start(
             "--ranks",
             "3",
@@ -326,7 +326,7 @@ def test_bench_training_on_the_test_bed(tmp_path):
 
 
 class TestMistakes:
-    """One error each, before anything is made."""
+    """One error each, before any namespace is made."""
 
     @pytest.mark.parametrize(
         ("arguments", "words"),

@@ -1,4 +1,4 @@
-"""The package imports whole from a checkout, an editable install and a wheel.
+"""All modules can be imported from a checkout, an editable install and a wheel.
 
 `configs`, `cuda_ext` and `triton_kernels` stand at the top of the repository and are mapped into
 the package, so each way of importing finds them by other means.
@@ -24,7 +24,7 @@ MODULES = (
     "megatron_sparse.cuda_ext",
     "megatron_sparse.triton_kernels",
 )
-pytestmark = pytest.mark.timeout(900)  # the libraries are compiled; minutes where others do too
+pytestmark = pytest.mark.timeout(900)  # compiles the libraries; minutes on a loaded machine
 IMPORT = "; ".join(
     (
         "import importlib",
@@ -82,7 +82,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def imported_from(python: Path | str, cwd: Path, **env: str) -> list[Path]:
-    """Imports MODULES in a process of its own; where each one lies."""
+    """Imports MODULES in a new process; returns the file of each."""
     done = subprocess.run(
         [str(python), "-c", IMPORT], cwd=cwd, env=environment(**env), text=True, capture_output=True
     )

@@ -1,6 +1,6 @@
-"""The report in a real browser: on a desk, on a phone, on paper, in the dark.
+"""The report in a real browser: on a desktop, on a phone, on paper, in the dark scheme.
 
-Chromium is there where scripts/system_packages.sh has installed it, as in CI.
+scripts/system_packages.sh installs Chromium, as in CI.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 DESK, PHONE = (1280, 900), (360, 740)
-# Whoever is wider than the screen, but not inside a part that scrolls by itself.
+# Elements that are wider than the screen, except inside a part that scrolls by itself.
 TOO_WIDE = """
 [...document.querySelectorAll('body *')]
   .filter(e => e.getBoundingClientRect().right > innerWidth + 0.5 && !e.closest('.scroll'))
@@ -32,7 +32,7 @@ LONG = "a_run_whose_name_has_no_place_to_break_" * 4
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
-    """A page of two runs, one with a name that nothing can break and a run that goes on."""
+    """A page of two runs: one with a name that cannot be wrapped, and one that still runs."""
     folder = tmp_path_factory.mktemp("report")
     runs = [
         make_run(folder / "first", "first", config={"data": {"dir": "data/" + "deep/" * 40}}),
@@ -53,7 +53,7 @@ def tab(tmp_path_factory) -> Iterator[browser.Browser]:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("screen", [DESK, PHONE])
-def test_it_fits_and_is_in_the_colours_of_the_reader(tab, report, tmp_path, screen, dark):
+def test_it_fits_and_follows_the_colour_scheme(tab, report, tmp_path, screen, dark):
     tab.open(report, *screen, dark=dark)
     width = screen[0]
     assert tab.value("document.documentElement.scrollWidth") <= width
@@ -67,7 +67,7 @@ def test_it_fits_and_is_in_the_colours_of_the_reader(tab, report, tmp_path, scre
 
 
 @pytest.mark.parametrize("screen", [DESK, PHONE])
-def test_every_chart_shows_something_in_words_large_enough(tab, report, tmp_path, screen):
+def test_every_chart_shows_data_and_text_large_enough(tab, report, tmp_path, screen):
     tab.open(report, *screen)
     boxes = tab.value(
         "[...document.querySelectorAll('figure svg')].map(e => {const b = "
@@ -89,7 +89,7 @@ def test_every_chart_shows_something_in_words_large_enough(tab, report, tmp_path
     assert min(heights) >= 9
 
 
-def test_nothing_is_asked_for_but_the_page(tab, report):
+def test_only_the_page_itself_is_requested(tab, report):
     tab.requests.clear()
     tab.open(report, *DESK)
     assert set(tab.requests) == {report.resolve().as_uri()}
@@ -106,7 +106,7 @@ def test_it_prints_on_a4(tab, report, tmp_path):
     assert box[2:] == pytest.approx((595.3, 841.9), abs=1)
     pages = pdf.count(b"/Type /Page\n")
     assert 2 <= pages <= 10
-    # What a wide table would do: Chromium shrinks all pages until it fits.
+    # With a wide table Chromium would shrink all pages until it fits.
     tab.call("Emulation.setEmulatedMedia", media="print", features=[])
     tab.call(
         "Emulation.setDeviceMetricsOverride",

@@ -1,6 +1,6 @@
-"""The shell scripts: what they say and do, tried on a scratch checkout with stand-ins.
+"""The shell scripts: output and actions, on a scratch checkout with stand-ins.
 
-The stand-ins replace what is slow (pip, pytest, training); the shell code is the real one.
+The stand-ins replace the slow programs (pip, pytest, training); the shell code is the real one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci/run"]
 )
-# What the scripts use besides Python: a PATH with these alone has no Python on it.
+# The programs that the scripts use besides Python, for a PATH without Python.
 COMMANDS = ("bash", "cut", "dirname", "grep", "head", "mkdir", "rm", "sleep", "tail")
 # The interpreter below the environment that runs the tests.
 BASE_PYTHON = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
@@ -99,7 +99,7 @@ def test_ci_runs_the_tests_and_keeps_the_exit_code(checkout: Path) -> None:
     assert done.stdout == f"in {checkout} with []\n"
 
 
-def test_no_python_that_fits_is_one_message(checkout: Path, bare: dict[str, str]) -> None:
+def test_no_usable_python_is_one_message(checkout: Path, bare: dict[str, str]) -> None:
     folder = Path(bare["PATH"])
     done = source("setup_environment train", checkout, bare)
     is_one_error(done, "Python >= 3.12", "no Python at all")
@@ -112,8 +112,8 @@ def test_no_python_that_fits_is_one_message(checkout: Path, bare: dict[str, str]
     assert not (checkout / ".venv").exists()
 
 
-def test_too_old_python_is_told_by_running_it(checkout: Path, bare: dict[str, str]) -> None:
-    """The version check is in Python: here the interpreter that runs it says it is 3.11."""
+def test_too_old_python_is_found_by_running_it(checkout: Path, bare: dict[str, str]) -> None:
+    """The version check runs in Python; here that interpreter claims to be 3.11."""
     fake = executable(
         Path(bare["PATH"]) / "python3",
         f'#!/bin/sh\nshift\ncode=$1\nshift\nexec {BASE_PYTHON} -c "import sys\n'
@@ -122,7 +122,7 @@ def test_too_old_python_is_told_by_running_it(checkout: Path, bare: dict[str, st
     is_one_error(source("setup_environment", checkout, bare), f"{fake}: is Python 3.11.7")
 
 
-def test_python_without_ensurepip_does_not_fit(checkout: Path, bare: dict[str, str]) -> None:
+def test_python_without_ensurepip_is_not_used(checkout: Path, bare: dict[str, str]) -> None:
     """Debian's python3 without python3-venv."""
     fake = executable(
         Path(bare["PATH"]) / "python3",
@@ -143,7 +143,7 @@ def test_pyenv_versions_are_found_where_the_shims_fail(
     assert done.stdout.strip() == str(fitting), done.stderr
 
 
-def test_active_environment_is_used_if_it_fits(checkout: Path, bare: dict[str, str]) -> None:
+def test_active_environment_is_used_if_usable(checkout: Path, bare: dict[str, str]) -> None:
     done = source('find_environment; echo "$PYTHON"', checkout, bare | {"VIRTUAL_ENV": sys.prefix})
     assert done.stdout.splitlines()[-1] == f"{sys.prefix}/bin/python"
 
@@ -194,7 +194,7 @@ if "-e" in sys.argv:
 
 @pytest.fixture
 def fake_pip(checkout: Path, bare: dict[str, str]) -> tuple[Path, dict[str, str]]:
-    """An active environment whose pip writes its calls down; the folder of its packages."""
+    """An active environment whose pip records its calls; the folder of its packages."""
     prefix = checkout.parent / "env"
     venv.create(prefix, symlinks=True)
     site = next(prefix.glob("lib/python*/site-packages"))
@@ -216,7 +216,7 @@ def test_installs_in_order_once(checkout: Path, fake_pip: tuple[Path, dict[str, 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(env["VIRTUAL_ENV"] + "/bin:")
     before, package = calls(site)
-    # torch and nvcc have to be there before the extension is built with them.
+    # torch and nvcc must be installed before the extension is built with them.
     assert "torch>=" in before
     assert "nvcc" in before
     assert "setuptools>=" in before
@@ -238,7 +238,7 @@ def test_installs_in_order_once(checkout: Path, fake_pip: tuple[Path, dict[str, 
     assert calls(site) == [], "dev brings train along"
 
 
-def test_installs_again_when_something_it_hangs_on_changed(
+def test_installs_again_when_a_dependency_changed(
     checkout: Path, fake_pip: tuple[Path, dict[str, str]]
 ) -> None:
     site, env = fake_pip
@@ -263,7 +263,7 @@ def test_installs_again_when_something_it_hangs_on_changed(
     assert len(calls(site)) == 2, "the package was uninstalled"
 
 
-def test_failing_pip_shows_its_end_and_is_tried_again(
+def test_failing_pip_shows_the_end_of_its_log_and_runs_again_next_time(
     checkout: Path, fake_pip: tuple[Path, dict[str, str]]
 ) -> None:
     site, env = fake_pip
@@ -278,7 +278,7 @@ def test_failing_pip_shows_its_end_and_is_tried_again(
 
 @pytest.fixture
 def recorded(checkout: Path) -> Path:
-    """Replaces env.sh's installation by a Python that writes its arguments down."""
+    """Replaces env.sh's installation by a Python that records its arguments."""
     log = checkout / "log.txt"
     python = executable(
         checkout / "bin/python",
@@ -302,7 +302,7 @@ def recorded(checkout: Path) -> Path:
 
 def run_script(script: str, checkout: Path, **env: str) -> subprocess.CompletedProcess[str]:
     path = f"{checkout}/bin:{os.environ['PATH']}"
-    # What the run of the tests itself was started with must not reach the script under test.
+    # Settings of this run of the tests must not reach the script under test.
     inherited = {k: v for k, v in os.environ.items() if k not in ("CI", "MEGATRON_SPARSE_STRICT")}
     return bash(f"bash scripts/{script}", checkout, inherited | {"LINT": "0", "PATH": path} | env)
 
@@ -378,7 +378,7 @@ def test_test_script_exit_code(
     assert "pytest" in recorded.read_text(), "the tests run even when a linter complains"
 
 
-def test_linters_that_cannot_be_had_are_named_and_ci_refuses(
+def test_linters_that_cannot_be_installed_are_named_and_ci_fails(
     checkout: Path, recorded: Path
 ) -> None:
     executable(

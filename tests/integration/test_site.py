@@ -21,7 +21,7 @@ CONFIG_MODULES = ("sparse", "compression", "tracking", "run")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site's folder, built as CI builds it, by a process whose every proxy leads nowhere."""
+    """The site's folder, built as in CI, by a process that has no network."""
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     folder = tmp_path_factory.mktemp("site")
     nowhere = "http://127.0.0.1:9"
@@ -37,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names_on(page: Path) -> set[str]:
-    """What the page documents: the ids of its headings."""
+    """The ids of the page's headings, one for each documented name."""
     return set(re.findall(r'<h[1-6] id="([^"]+)"', page.read_text("utf-8")))
 
 

@@ -1,8 +1,8 @@
 """Jobs of a real Slurm, started by scripts/slurm_bed.sh: three nodes on the loopback.
 
-All runs are the same training of two ranks, so that whatever happens to a job on the way, its
-losses are those of the run that nothing happened to. Waits are generous: they end at the first
-sight of what they wait for, and a busy machine must not fail them.
+All runs are the same training of two ranks, so an interrupted job must have the losses of the
+undisturbed one. Waits have long limits, because a busy machine must not fail them; they end as soon
+as their condition holds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TRAINING = (
 
 
 def _why_not() -> str | None:
-    """Why there can be no Slurm here; None where there can."""
+    """The reason why Slurm cannot run here; None if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "the Slurm bed needs root on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
@@ -119,9 +119,9 @@ class Job:
         return f"{self.field('JobState')}\n" + "\n".join(self.text().splitlines()[-40:])
 
     def losses(self) -> dict[int, float]:
-        """Of each iteration, the last one that was recorded.
+        """The last recorded loss of each iteration.
 
-        Not what Megatron prints: the second loss after a start is the mean of two there.
+        Not Megatron's printed losses: there the second loss after a start is the mean of two.
         """
         lines = (self.output.with_suffix("") / "breakdown.jsonl").read_text().splitlines()
         return {line["iteration"]: line["loss"] for line in map(json.loads, lines)}
@@ -129,7 +129,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Bed:
-    """A Slurm, and where its jobs write."""
+    """A running Slurm, and the folder where its jobs write."""
 
     folder: Path
     runs: Path
@@ -255,7 +255,7 @@ def test_signal_saves_and_slurm_starts_the_job_again(bed: Bed, undisturbed: Job)
 
 
 def test_a_node_that_fails_is_replaced(bed: Bed, undisturbed: Job):
-    """Not the node of the batch script, whose loss Slurm sees itself: the other one."""
+    """The node without the batch script; Slurm itself detects the loss of the other one."""
     job = bed.submit(
         "train_srun.sbatch",
         "replaced",
@@ -269,7 +269,7 @@ def test_a_node_that_fails_is_replaced(bed: Bed, undisturbed: Job):
         job.finishes()
         assert job.field("NodeList") == "n[0,2]"
         assert job.field("Restarts") == "1"
-        # The writing rank was on the lost node, and what it had not written yet went with it.
+        # The writing rank was on the lost node, and its unwritten lines were lost with it.
         found = job.losses()
         assert set(range(DISTURBED_AT + 1, ITERATIONS + 1)) <= found.keys()
         assert found.items() <= undisturbed.losses().items()
@@ -320,8 +320,8 @@ def test_sweep_by_submitit_is_one_table(bed: Bed, undisturbed: Job):
         assert [row["name"] for row in csv.DictReader(file)] == [works["name"], cannot["name"]]
 
 
-def test_scripts_say_what_is_wrong(bed: Bed):
-    """Outside of a job, and with an interpreter that does not fit."""
+def test_scripts_name_the_mistake(bed: Bed):
+    """Outside of a job, and with an interpreter that cannot be used."""
     alone = bed.run("bash", "scripts/train_srun.sbatch")
     assert alone.returncode == 2
     assert "sbatch scripts/train_srun.sbatch" in alone.stderr
@@ -331,7 +331,7 @@ def test_scripts_say_what_is_wrong(bed: Bed):
     assert "the interpreter does not fit" in job.text()
 
 
-def test_the_bed_refuses_what_it_cannot_do(bed: Bed, tmp_path: Path):
+def test_the_bed_refuses_wrong_arguments(bed: Bed, tmp_path: Path):
     for arguments, words in (
         (["up", str(bed.folder)], "folder is in use"),
         (["up", str(tmp_path / "new"), "0"], "NODES is out of range"),

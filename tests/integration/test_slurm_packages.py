@@ -1,4 +1,4 @@
-"""`scripts/system_packages.sh`: installs what is missing where it may, and never fails anybody.
+"""`scripts/system_packages.sh` installs missing packages if it may, and never fails.
 
 Stand-ins for `id` and `apt-get`; nothing is installed here.
 """
@@ -19,7 +19,7 @@ TOOLS = ("slurmctld", "munged", "ip", "tc", "chromium")
 def machine(tmp_path: Path):
     """Runs the script on a machine with these tools, as this user, with this apt-get."""
     if any(Path(folder, tool).exists() for tool in TOOLS for folder in ("/usr/sbin", "/sbin")):
-        # The script looks there whatever PATH is.
+        # The script looks there even if PATH lacks it.
         script = SCRIPT.read_text().replace(":/usr/sbin:/sbin", "")
     else:
         script = SCRIPT.read_text()
@@ -76,7 +76,9 @@ def test_only_what_is_missing_is_installed_after_an_update(machine):
         ({"apt": "echo no network; exit 100"}, "apt-get failed, see "),
     ],
 )
-def test_what_cannot_be_installed_is_said_and_no_failure(machine, tmp_path, changes, reason):
+def test_packages_that_cannot_be_installed_are_named_without_failing(
+    machine, tmp_path, changes, reason
+):
     done, _ = machine(tools=("slurmctld", "munged", "ip", "tc"), **changes)
     assert done.returncode == 0
     assert f"system packages: chromium not installed ({reason}" in done.stdout

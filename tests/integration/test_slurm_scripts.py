@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
         (0, "n1", 0, "RUNNING", False),
         (2, "n1", 0, "RUNNING", False),  # the user's mistake
         (3, "n1", 0, "RUNNING", True),
-        (1, "none", 0, "RUNNING", False),  # all nodes answer: the run failed by itself
-        (1, "n1", 3, "RUNNING", False),  # often enough
+        (1, "none", 0, "RUNNING", False),  # all nodes answer, so the run failed by itself
+        (1, "n1", 3, "RUNNING", False),  # the limit of restarts is reached
         (143, "n1", 0, "COMPLETING", False),  # a rank has asked for the restart already
     ],
 )

@@ -1,4 +1,4 @@
-"""Checkpoints of small models, and how to look into them: what the checkpoint tests share."""
+"""Shared parts of the checkpoint tests: checkpoints of small models, and their content."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gradient_numel(attachment):
 
 
 def load_and_go_on(folder, **options):
-    """Loads into a fresh model: what was restored, what the log said, and one more step."""
+    """Loads into a fresh model; returns the restored state, the log, and one more step's result."""
     model, attachment = attached(**options)
     from megatron_sparse.errors import CheckpointError
     from megatron_sparse.megatron import checkpoint, detach

@@ -2,7 +2,7 @@
 
     python -m tests.megatron.core_versions FOLDER
 
-One process cannot import two versions of Megatron, hence processes of their own.
+One process cannot import two versions of Megatron, so this runs in its own process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ KINDS = {
 
 
 def take_from(folder: str) -> None:
-    """Makes `megatron` the one in `folder` and nothing else.
+    """Makes `megatron` resolve to `folder` only.
 
-    It is a namespace package: without this, what an older version lacks would come from the newer
-    one that is installed.
+    It is a namespace package: otherwise modules that an older version lacks would be imported from
+    the installed newer one.
     """
     sys.path.insert(0, folder)
     import megatron
@@ -77,7 +77,7 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    # By its own name: the ranks do not find what `__main__` defines.
+    # Import it by its module name: the ranks do not find names of `__main__`.
     from tests.megatron import core_versions
 
     print(json.dumps(run_ranks(core_versions.train, 2, sys.argv[1], timeout_s=700)))

@@ -1,4 +1,4 @@
-"""Stands in for the worker in tests of the launcher: rank 0 fails as FAILURE says."""
+"""Replaces the worker in tests of the launcher: rank 0 fails as FAILURE says."""
 
 import os
 import signal

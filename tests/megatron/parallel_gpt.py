@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY, MICRO_BATCH = 32, 4, 16, 64, 2
 PRUNED_FROM = 512
-"""Elements from which on a parameter is pruned: `keep_below_numel` of these tests."""
+"""Parameters with at least so many elements are pruned: `keep_below_numel` of these tests."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What of Megatron's settings matters to gradient synchronisation.
+    """Megatron's settings that affect gradient synchronisation.
 
     Attributes:
         tensor, pipeline, context, expert: ranks of each kind of parallelism.
@@ -64,10 +64,10 @@ class Layout:
 def parallel_state_of(layout: Layout) -> Iterator[None]:
     """Megatron's process groups for a layout, while in the block.
 
-    Megatron forgets its groups but does not end them; of gloo each has two threads, and twenty
-    layouts would leave a thousand that wake all the time. megatron-core 0.19.2 keeps the kind of
-    reduce-scatter in a global, which `reduce_scatter_with_fp32_accumulation` sets for all models
-    that come later; it is put back.
+    Megatron forgets its groups but does not end them; each gloo group has two threads, and twenty
+    layouts would leave a thousand threads that wake up often. megatron-core 0.19.2 keeps the kind
+    of reduce-scatter in a global, which `reduce_scatter_with_fp32_accumulation` sets for all later
+    models; this block restores it.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer
@@ -236,7 +236,7 @@ class ParallelGPT:
                 config.grad_sync_func = each([chunk.start_grad_sync for chunk in self.chunks])
 
     def _batches(self) -> Iterator[torch.Tensor]:
-        """Tokens whose odd positions follow from the even ones, so that there is a loss to gain."""
+        """Tokens whose odd positions follow from the even ones, so that the loss can fall."""
         for _ in range(self.layout.microbatches):
             tokens = torch.randint(0, 17, (MICRO_BATCH, SEQUENCE), generator=self.generator)
             tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % VOCABULARY

@@ -94,7 +94,7 @@ class TestMatrix:
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_selection_is_the_same_with_overlap_on_and_off(matrix, distributed):
-    """threshold_scope=parameter: the cut into buckets does not change what is sent.
+    """threshold_scope=parameter: the cut into buckets does not change the selection.
 
     One step, because with the distributed optimizer Megatron itself adds up the gradient norm in
     another order when the buckets change, and the weights of later steps differ in the last bit.
@@ -140,7 +140,7 @@ def _events(rank, world_size):
         }
         detach(attachment)
 
-    # fp32 without a NaN check: the NaN travels, as Megatron's would.
+    # fp32 without a NaN check: the NaN is sent, as by Megatron.
     toy = SmallGPT(SmallGPTConfig())
     attachment = attach(toy.ddp, toy.optimizer, density=0.05, scheme="agsparse", **AT_TARGET)
     _poison(toy, rank, float("nan"))
@@ -149,7 +149,7 @@ def _events(rank, world_size):
     report["residual finite"] = all(v.isfinite().all() for v in snapshot(attachment).values())
     detach(attachment)
 
-    # A repeated step: same gradients, same residual, as if the first had not been.
+    # A repeated step: same gradients and residual, as if the first had not happened.
     toy = SmallGPT(SmallGPTConfig())
     attachment = attach(
         toy.ddp, toy.optimizer, density=0.05, scheme="agsparse", undo="always", **AT_TARGET

@@ -1,4 +1,4 @@
-"""The plugin's state in files of its own: sizes that change, files that are damaged or missing."""
+"""The plugin's state in its own files: changed sizes, damaged and missing files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _save(rank, world_size, folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with a checkpoint of two ranks for each mode, and what each rank held."""
+    """A folder with a checkpoint of two ranks for each mode, and each rank's state."""
     folder = tmp_path_factory.mktemp("checkpoint")
     return folder, run_ranks(_save, 2, str(folder), timeout_s=TIMEOUT_S)
 
 
-def test_a_structure_that_is_promised_to_be_constant_is_refused():
+def test_assume_constant_structure_is_refused():
     from megatron_sparse.errors import ConfigError
     from megatron_sparse.megatron.checkpoint_layout import check_structure
 
@@ -59,7 +59,7 @@ def _rewrite(folder, change):
 
 
 def _to_version_1(state):
-    """As the plugin wrote its files before residuals had company."""
+    """The plugin's files in their first version, which held only residuals."""
     state["residuals"] = state.pop("stores")["residual"]
     for key in ("mode", "kept", "gradient_factor", "method", "buckets"):
         del state[key]
@@ -82,7 +82,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def loaded(saved, tmp_path_factory):
-    """What two ranks get from the checkpoint, whole and spoilt in several ways."""
+    """The state that two ranks restore from the checkpoint, intact and damaged in several ways."""
     whole = saved[0] / "full"
     folder = tmp_path_factory.mktemp("spoilt")
     for name in (*REFUSED, "missing", "version 1"):
@@ -110,7 +110,7 @@ def loaded(saved, tmp_path_factory):
 
 @pytest.mark.parametrize("case", ["other buckets", "version 1"])
 def test_the_same_size_gives_every_rank_its_own_back(saved, loaded, case):
-    """Whatever the buckets, and from files of the first version too."""
+    """With any buckets, and from files of the first version too."""
     for results, own in zip(loaded, saved[1], strict=True):
         result = results[case]
         assert result["step"] == STEPS
@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused(loaded, spoilt):
 
 @pytest.fixture(scope="module")
 def alone(saved):
-    """What one rank gets from what two saved."""
+    """The state that one rank restores from the checkpoint of two."""
     cases = {mode: (str(saved[0] / mode), {}) for mode in ("full", "sum", "none")}
     return run_ranks(_load_all, 1, cases, timeout_s=TIMEOUT_S)[0]
 

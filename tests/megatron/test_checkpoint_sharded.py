@@ -41,7 +41,7 @@ LAYOUTS = {
 
 
 def _save_all(rank, world_size, folder):
-    """One checkpoint for each mode, all of the same state; then what each gives back."""
+    """One checkpoint for each mode, all of the same state; then the state that each restores."""
     model, attachment = attached()
     from megatron.core import dist_checkpointing
 
@@ -68,7 +68,7 @@ def _save_all(rank, world_size, folder):
 
 
 def _as_if_tensor_parallel(folder):
-    """What a rank of a model that is cut in another way would get."""
+    """The result for a rank of a model with another layout."""
     from megatron_sparse.megatron.checkpoint_layout import Place
 
     here = Place.here()
@@ -81,7 +81,7 @@ def _as_if_tensor_parallel(folder):
 
 
 def _thresholds(folder):
-    """What the method keeps beside the stores, as it was saved and as it comes back."""
+    """The method's state beside the stores, as saved and as restored."""
     from megatron_sparse.megatron import checkpoint, detach
 
     model, attachment = attached(method="threshold_reuse")
@@ -104,7 +104,7 @@ def _thresholds(folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder for each mode; of each of two ranks what it held, and what it got back."""
+    """A folder for each mode; the saved and the restored state of each of two ranks."""
     folder = tmp_path_factory.mktemp("sharded")
     return folder, run_ranks(_save_all, 2, str(folder), timeout_s=TIMEOUT_S)
 
@@ -209,7 +209,7 @@ def test_another_data_parallel_size_preserves_the_total(saved, size):
 
 
 def _round_trip(layout, folder):
-    """Whether each mode gives back what was held: rows exactly, and the sum over ranks."""
+    """Whether each mode restores the saved state: rows exactly, and the sum over ranks."""
     from megatron.core import dist_checkpointing, parallel_state
 
     from megatron_sparse.megatron import attach, checkpoint, detach

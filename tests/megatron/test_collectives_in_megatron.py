@@ -58,7 +58,7 @@ def _all_schemes(rank, world_size):
 
 
 def _refused_at_attach():
-    """What a scheme that needs windows of peer memory says of a group without GPUs."""
+    """The error of a scheme that needs windows of peer memory, in a group without GPUs."""
     from megatron_sparse.megatron import attach
     from megatron_sparse.megatron.small_gpt import SmallGPT
 
@@ -69,7 +69,7 @@ def _refused_at_attach():
 
 
 def test_every_scheme_trains_a_megatron_model_to_the_same_bits():
-    """At density 1 nothing is left behind, and the sum of two numbers has only one rounding."""
+    """At density 1 residuals stay empty, and the sum of two numbers has only one rounding."""
     for results in run_ranks(_all_schemes, 2, timeout_s=280):
         assert results.pop("windows") == "a group of 2 ranks on cpu"
         for (op, scheme), weights in results.items():

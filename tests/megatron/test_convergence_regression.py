@@ -1,4 +1,4 @@
-"""200 iterations on real text: what the default compression may cost, and that it sends little.
+"""200 iterations on real text: limits for the loss of the default compression, and for its bytes.
 
 The whole study is `megatron-sparse bench convergence`; this is its first eighth, kept in CI.
 """
@@ -13,7 +13,7 @@ from megatron_sparse.bench.convergence import command
 from megatron_sparse.bench.convergence.settings import DEFAULT, DENSE, Study
 from megatron_sparse.megatron import corpus_text
 
-# Two trainings, a minute in all where nobody else computes.
+# Two trainings, a minute in all on an idle machine.
 pytestmark = pytest.mark.timeout(900)
 DOCUMENTS = 120
 """Of the standard library's modules: 200 iterations see each token less than once."""
@@ -38,12 +38,12 @@ def losses(tmp_path_factory):
 
 
 def test_dense_learns(losses):
-    # log(1024) = 6.93 knows nothing; to know how often each token comes is worth 1.2 of it.
+    # A model without knowledge has log(1024) = 6.93; the tokens' frequencies are worth 1.2 of it.
     assert losses[DENSE].final < 5.0
 
 
 def test_the_default_compression_stays_near_dense(losses):
-    """After so few iterations the residual still holds much: the study's gap is a fraction of it.
+    """The residual is still large after so few iterations; the study's gap is a fraction of this.
 
     The gap was 5.4 %, and 7.3 % without error feedback (leak 0), with the same seed. The margin is
     between the two; seeds of the study lie up to 0.6 points apart.

@@ -1,4 +1,4 @@
-"""The corpus: what is kept of a text, what is written, when it is reused, what is refused."""
+"""The corpus: filtering of texts, files, reuse and refusals."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from megatron_sparse.errors import DatasetError
 from megatron_sparse.megatron import corpus, corpus_text
 
-# Only looked for: importing megatron here would import it before any test that must do so itself.
+# Only searched for: some tests must be the first to import megatron.
 pytestmark = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("tokenizers", "megatron")),
     reason="needs tokenizers and megatron-core: pip install 'megatron-sparse[train]'",
 )
 
-# Enough text for the smallest vocabulary; the last document spells the end of a document out.
+# Enough text for the smallest vocabulary; the last document contains the end-of-document token.
 DOCUMENTS = [
     *(
         (f"module_{i}.py", f"def function_{i}(x):\n    return x ** {i} + {i * i}\n" * 9)
@@ -78,7 +78,7 @@ def test_null_tokenizer_of_megatron_agrees_on_size_and_end(
 
 
 def test_same_sources_give_the_same_bytes_in_another_process(tmp_path: Path) -> None:
-    """Hashes of strings differ from process to process: nothing may hang on their order."""
+    """Hashes of strings differ from process to process: nothing may depend on their order."""
     script = (
         "import sys, json; from megatron_sparse.megatron import corpus, corpus_text\n"
         "documents = json.load(sys.stdin)\n"
@@ -173,9 +173,7 @@ def test_interrupted_run_leaves_nothing(
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_what_is_not_a_corpus_is_never_replaced(
-    tmp_path: Path, small: list[tuple[str, str]]
-) -> None:
+def test_other_files_are_never_replaced(tmp_path: Path, small: list[tuple[str, str]]) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter.txt").write_text("years of work")

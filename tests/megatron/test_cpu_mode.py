@@ -1,4 +1,4 @@
-"""CPU mode and the repairs of Megatron, each in a process of its own: neither can be undone."""
+"""CPU mode and the repairs of Megatron, each in its own process, because neither can be undone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 3
 
 
 def python(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """The output of a fresh interpreter."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -105,7 +105,7 @@ def test_a_missing_symbol_is_named(symbol):
     assert "the test" in str(caught.value)
 
 
-def test_every_patched_symbol_is_there_and_says_who_needs_it():
+def test_every_patched_symbol_exists_and_names_its_user():
     for patch in cpu_mode.CORE_PATCHES:
         assert resolve_name(patch.symbol) is not None
         assert len(patch.needed_by) > 10
@@ -155,7 +155,7 @@ class TestIndexBuilder:
         ({"betas": (0.9, 0.999)}, None),
     ],
 )
-def test_the_state_of_sgd_is_made_and_of_nothing_else(groups, made):
+def test_only_the_state_of_sgd_is_made(groups, made):
     parameter = torch.ones(3)
     sgd = SimpleNamespace(param_groups=[{"params": [parameter], **groups}], state=defaultdict(dict))
     megatrons = SimpleNamespace(optimizer=sgd, init_state_fn=None)
@@ -175,8 +175,8 @@ def test_the_state_of_sgd_is_made_and_of_nothing_else(groups, made):
 def _resume_each_way(rank, world_size, folder):
     """Resumes a run on the distributed optimizer with all repairs, and with each one left out.
 
-    Returns by what was left out ("nothing" too): the weights of the run that went on, those of the
-    one that was resumed, and the error that resuming raised, if any.
+    Returns for each repair that was left out ("nothing" too): the weights of the undisturbed run,
+    those of the resumed one, and the error that resuming raised, if any.
     """
     cpu_mode.enable()
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -196,7 +196,7 @@ def _resume_each_way(rank, world_size, folder):
 
 
 def _resume(rank, folder):
-    """Trains, saves, trains on; then goes on from what was saved, in a new model."""
+    """Trains, saves, trains on; then resumes from the checkpoint, in a new model."""
     from megatron.core import dist_checkpointing
 
     from megatron_sparse.megatron.small_gpt import SmallGPT
@@ -253,7 +253,7 @@ class TestDistributedOptimizer:
         for rank in resumed:
             assert "leaf Variable" in rank["without_grad"][2]
 
-    def test_with_a_shared_step_the_numbers_are_others(self, resumed):
+    def test_with_a_shared_step_the_weights_differ(self, resumed):
         for rank in resumed:
             whole, again, error = rank["with_own_steps"]
             assert error is None

@@ -30,7 +30,7 @@ OWN_LINES = ("# line 1", "# line 2")
 
 
 def run(script: Path) -> str:
-    """What the script prints on two ranks."""
+    """The script's output on two ranks."""
     command = [
         sys.executable,
         "-m",
@@ -61,7 +61,7 @@ def run(script: Path) -> str:
 
 
 def losses(output: str) -> list[str]:
-    """As Megatron prints them, iteration by iteration."""
+    """The losses that Megatron prints, by iteration."""
     return re.findall(r"lm loss: (\S+)", output)
 
 
@@ -78,7 +78,7 @@ def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
     with_lines, without = tmp_path / "with.py", tmp_path / "without.py"
     with_lines.write_text(text)
     without.write_text("".join(kept))
-    # Two lines and the import they need; nothing else of the script speaks of the plugin.
+    # Two lines and their import; no other line of the script mentions the plugin.
     assert len(text.splitlines()) - len(kept) == 3
     outside = "".join(kept).split('"""', 2)[2].replace("from megatron_sparse.megatron import", "")
     assert "megatron_sparse" not in outside

@@ -10,7 +10,7 @@ from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import host_symbols
 
 
-def test_the_installed_megatron_has_every_door():
+def test_the_installed_megatron_has_every_host_symbol():
     found = host_symbols.find_host_symbols()
     assert len(found) == 7
     assert all(symbol.found for symbol in found), [symbol for symbol in found if not symbol.found]
@@ -51,7 +51,7 @@ def test_a_changed_signature_is_named(monkeypatch):
             """Takes no force_all_reduce."""
 
         def finish_grad_sync(self):
-            """As it was."""
+            """The original signature."""
 
     _without(
         monkeypatch,

@@ -1,6 +1,6 @@
-"""Gradients that are sparse by themselves, in Megatron: an embedding that no output layer shares.
+"""Naturally sparse gradients in Megatron: an embedding that no output layer shares.
 
-On 2 gloo ranks, where a sum has one order: what must be the same is compared bit for bit.
+On 2 gloo ranks a sum has only one order, so results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_sparse.recording import NullSink
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 600
-"""Of a machine that does much else; a quiet one takes ten."""
+"""Limit in seconds for a loaded machine; an idle one takes ten."""
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 STEPS, VOCABULARY = 2, 512
 NAME = "embedding.word_embeddings.weight"
@@ -48,8 +48,8 @@ def _train(rank, setting, **options):
     """The embedding's gradient after the first synchronisation (its own shard's part), and so on.
 
     Returns:
-        That gradient, the weights after all steps, what the embedding's residual holds, whether
-        any other residual holds something, and the bytes sent.
+        That gradient, the weights after all steps, the embedding's residual, whether any other
+        residual is not zero, and the bytes sent.
     """
     from megatron_sparse.megatron import attach, detach
     from megatron_sparse.megatron.small_gpt import SmallGPT
@@ -76,7 +76,7 @@ def _train(rank, setting, **options):
 
 
 def _own_parts(attachment, rank):
-    """Of the embedding's gradient, what is summed on this rank."""
+    """The part of the embedding's gradient that is summed on this rank."""
     for bucket in attachment.buckets:
         own = bucket.shard(rank) if bucket.op == "reduce_scatter" else slice(0, bucket.numel)
         for piece in bucket.parameters:
@@ -120,7 +120,7 @@ def test_the_embeddings_gradient_is_denses_and_costs_less(ranks, form):
         assert torch.equal(rank["dense"][0], rank["lossless"][0])
         assert rank["lossless"][2] == 0, "what the embedding's residual holds"
         assert rank["lossless"][3], "the others are pruned"
-    # Of 512 rows the batches of both ranks ask for some 34; the rest of the messages is the same.
+    # The batches of both ranks use about 34 of 512 rows; the rest of the messages is the same.
     embedding_bytes = 4 * VOCABULARY * 64
     there_and_back = 1 if form == "reduce_scatter" else 2
     saved = sum(rank["kept"][4] - rank["lossless"][4] for rank in found)

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 
 STEPS = 3
 TIMEOUT_S = 900
-"""Of a machine that does much else; a quiet one takes 20."""
+"""Limit in seconds for a loaded machine; an idle one takes 20."""
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 SGD = SmallGPTConfig(optimizer="sgd", overlap=True)
 AT_TARGET = {
@@ -44,7 +44,7 @@ def _held(attachment):
 
 
 def _resume(method, folder):
-    """Goes on after a checkpoint, and does the same in a new model that takes it over."""
+    """Continues after a checkpoint, and does the same in a new model that loads it."""
     from megatron_sparse.megatron import attach, checkpoint, detach
     from megatron_sparse.megatron.small_gpt import SmallGPT
 
@@ -187,7 +187,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_replicas_stay_alike_and_a_checkpoint_goes_on_bit_for_bit(ranks, method):
+def test_replicas_stay_equal_and_resuming_is_bit_exact(ranks, method):
     first, second = (rank["resume"][method] for rank in ranks)
     for start, ((losses, weights, held), (later, restored, taken)), memory in (first, second):
         assert losses[-1] < start[0], "it learns"

@@ -21,7 +21,7 @@ FAILED: Any = SimpleNamespace(get_error=lambda: SimpleNamespace(name="TIMEOUT"))
 
 @pytest.fixture
 def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
-    """One of no model, in a process with a failed group."""
+    """An attachment without a model, in a process with a failed group."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     found = Attachment.__new__(Attachment)
@@ -35,7 +35,7 @@ def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
     return found
 
 
-def test_the_optimizer_does_not_step_behind_a_failure(attachment: Attachment) -> None:
+def test_the_optimizer_does_not_step_after_a_failure(attachment: Attachment) -> None:
     steps: list[int] = []
     optimizer = SimpleNamespace(step=lambda: steps.append(1))
     attachment.bind_optimizer(optimizer, undo=False)
@@ -44,7 +44,7 @@ def test_the_optimizer_does_not_step_behind_a_failure(attachment: Attachment) ->
     assert steps == []
 
 
-def test_nothing_is_saved_behind_a_failure(
+def test_nothing_is_saved_after_a_failure(
     attachment: Attachment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_sparse.megatron.plugin import Plugin

@@ -1,4 +1,4 @@
-"""The plugin in each of Megatron's layouts, 4 gloo ranks. docs/parallelism.md is the table of it.
+"""The plugin in each of Megatron's layouts, 4 gloo ranks; docs/parallelism.md has the table.
 
 Every layout is trained in the same process: by Megatron alone, densely through the plugin, by two
 exact sparse schemes at density 1, and pruned.
@@ -71,7 +71,7 @@ FORCED = [Layout(ddp=OVERLAP), Layout(ddp=SHARDED), Layout(ddp=SHARDED | OVERLAP
 
 
 class Records(NullSink):
-    """Adds up what the buckets sent and would have sent, and keeps the thresholds."""
+    """Adds up the buckets' sent and dense bytes, and stores the thresholds."""
 
     def __init__(self) -> None:
         self.wire = self.dense = 0
@@ -127,7 +127,7 @@ def _with_keys(run):
 
 
 def _report(layout):
-    """What one layout's runs gave on this rank."""
+    """The results of one layout's runs on this rank."""
     plain = _train(layout)
     dense = _train(layout, scheme="dense")
     whole = {name: _train(layout, scheme=name, density=1.0) for name in ("agsparse", "direct")}
@@ -245,7 +245,7 @@ def test_copies_stay_equal(matrix, name):
 
 
 @each_layout
-def test_what_is_pruned_is_held_back(matrix, name):
+def test_pruned_values_are_held_back(matrix, name):
     for rank in matrix:
         assert rank[name]["sparse"] != rank[name]["plain"]
         assert any("mlp" in parameter for parameter in rank[name]["pruned"])
@@ -278,7 +278,7 @@ def test_one_threshold_for_the_ranks_of_a_tensor_parallel_group(matrix):
         for first, second in ((0, 1), (2, 3)):
             assert (thresholds[first] == thresholds[second]) is shared
         assert thresholds[0] != thresholds[2], "another tensor-parallel group"
-        # Also with thresholds of their own ranks must not prune what they hold copies of.
+        # Even with their own thresholds, ranks must not prune parameters that they hold copies of.
         _assert_equal_copies(copies)
 
 

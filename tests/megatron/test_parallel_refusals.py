@@ -1,4 +1,4 @@
-"""What docs/parallelism.md says is refused, and the table itself. No process is started here."""
+"""The layouts that docs/parallelism.md calls refused, and its table. Starts no process."""
 
 from __future__ import annotations
 

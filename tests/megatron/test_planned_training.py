@@ -1,4 +1,4 @@
-"""Training that plans by predicted time: what it writes, resumes and follows."""
+"""Training with a plan by predicted time: its files, resuming, and pinned plans."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """fp32, bf16 and fp16 with loss scaling: overflows, repeats, scales and tokens that vary.
 
-docs/precision.md is the table of what is tested here and elsewhere.
+docs/precision.md has the table of these tests.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def _sum(tensors):
 def _per_token_step(model, attachment, n_tokens):
     """One step whose loss counts `n_tokens` of each sequence.
 
-    Returns what the ranks had, in units of the averaged gradient: the old residuals, the gradients,
-    what Megatron got, and the new residuals.
+    Returns, in units of the averaged gradient: the old residuals, the gradients, Megatron's result,
+    and the new residuals.
     """
     from megatron.core.distributed import finalize_model_grads
 
@@ -317,7 +317,7 @@ def test_rerun_mode_does_not_update_the_residual_twice(ranks):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_a_loss_per_token_nothing_is_lost_when_the_number_of_tokens_changes(ranks, overlap):
-    """Old residuals + gradients = what Megatron got + new residuals, each in its own unit."""
+    """Old residuals + gradients = Megatron's result + new residuals, each in its own unit."""
     for rank in ranks:
         for step, report in enumerate(rank["per token"][overlap]):
             error = report["old"] + report["computed"] - report["got"] - report["new"]

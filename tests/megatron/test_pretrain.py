@@ -40,7 +40,7 @@ AT_TARGET = (
 )
 ITERATIONS = 5
 TIMEOUT_S = 400
-"""Of a run; ten seconds on an idle machine."""
+"""Limit in seconds for a run; an idle machine takes ten."""
 pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
 
@@ -155,7 +155,7 @@ def test_nan_in_one_gradient_ends_in_megatrons_own_error(tmp_path):
 
 
 def _check_recording(run: Path) -> None:
-    """The first iteration was dense; in the second, what was selected is less than the gradient."""
+    """The first iteration was dense; in the second, the selection is smaller than the gradient."""
     recording = GradientDump.open(run)
     assert recording.iterations == [1, 2]
     assert len(recording.buckets) > 2
@@ -203,6 +203,6 @@ def test_a_trace_shows_later_phases_of_a_bucket_during_later_backward_work(tmp_p
         network = [event for event in mine if event["name"] == "network"]
         for row in {event["tid"] for event in network}:
             begins = sorted(event["ts"] for event in network if event["tid"] == row)
-            # The agreement comes first: from the second wait on it is the phases.
+            # The first wait is for the agreement, the later ones for the phases.
             overlapping += begins[1] < max(launches)
     assert overlapping > 0

@@ -1,7 +1,7 @@
-"""Resuming in Megatron's own loop: tensor and pipeline parallel, bf16 and fp16, and what changes.
+"""Resuming in Megatron's own loop: tensor and pipeline parallel, bf16 and fp16, changed settings.
 
 `test_pretrain.py` has overlap and distributed optimizer on and off, with a run that is stopped.
-Here a run goes on from a checkpoint that another one left behind as it went.
+Here a run resumes from a checkpoint that another run saved before its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLANNED = (
     "planner.profile_iters=1",
     "planner.profile_every=2",
     "planner.schemes=[direct,ssar_rd]",
-    # Buckets that are worth pruning, by that cluster's prices.
+    # Buckets for which pruning pays, by that cluster's prices.
     "data.vocab_size=4096",
     "compression.ramp_iters=0",
 )
@@ -101,7 +101,7 @@ def test_resuming_is_bit_exact(tmp_path, layout):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_with_one_rank_and_without_the_plugin(tmp_path):
+def test_a_checkpoint_resumes_with_one_rank_and_without_the_plugin(tmp_path):
     flags = ("scheme=agsparse", *TARGET, "compression.residual_checkpoint=sum")
     first = train(tmp_path, "first", *flags, "megatron.exit_interval=3")
     load = (

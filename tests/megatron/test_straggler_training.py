@@ -11,7 +11,7 @@ from megatron_sparse.cli import main
 from tests.megatron.test_pretrain import losses, train
 
 SLOW_MS = 400.0
-"""More than what a machine that is busy otherwise makes ranks differ by."""
+"""More than the difference between ranks on a loaded machine."""
 SLOW = (
     "cluster.ranks_per_node=3",
     "training.global_batch_size=6",
@@ -34,7 +34,7 @@ def _schemes(run):
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory):
-    """A run that waits for everybody, and measures."""
+    """A run that waits for all ranks, and measures."""
     folder = tmp_path_factory.mktemp("runs")
     return train(folder, "observed", "scheme=direct", "straggler.mode=observe", *SLOW)
 
@@ -61,7 +61,7 @@ def test_delays_are_in_the_run(observed, tmp_path, capsys):
     assert len(list(csv.DictReader(table.open()))) == len(lines)
 
 
-def test_going_on_without_the_last_rank_gives_the_same_bits(observed, tmp_path):
+def test_skipping_the_last_rank_gives_the_same_bits(observed, tmp_path):
     """Ranks add in order, then the straggler: with the last rank that is the order of `direct`."""
     run = train(tmp_path, "aware", *_pinned(2), *SLOW)
     assert _schemes(run) == {("straggler_direct", 2)}

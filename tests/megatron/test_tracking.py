@@ -64,12 +64,12 @@ def ours(names) -> set[str]:
     return {name for name in names if "/" in name and name != PLAN}
 
 
-def test_wandb_tells_what_the_files_tell(run):
+def test_wandb_has_the_values_of_the_files(run):
     rows = {row["iteration"]: row for row in wandb_history(run)}
     assert list(rows) == list(range(1, ITERATIONS + 1))
     assert all(row["_step"] == iteration for iteration, row in rows.items())
     for line in lines(run, "breakdown.jsonl"):
-        # The same double went both ways.
+        # Both received the same double.
         expected = IterationBreakdown(**line).scalars()
         row = rows[line["iteration"]]
         assert {name: row[name] for name in expected} == expected
@@ -102,11 +102,11 @@ def test_wandb_tells_what_the_files_tell(run):
     assert last["straggler/delay_ms"] >= 0
 
 
-def test_every_name_is_listed_and_all_that_such_a_run_has_are_there(run):
+def test_every_name_is_listed_and_every_name_of_such_a_run_is_present(run):
     logged = ours(name for row in wandb_history(run) for name in row)
     assert [name for name in logged if not known(name)] == []
     absent = {m.name for m in METRICS if not any(m.matches(name) for name in logged)}
-    # Nobody goes on without a rank in a run that only observes; nothing extra is measured.
+    # A run that only observes skips no rank; nothing extra is measured.
     assert absent == {"bucket/<bucket>/straggler", "extra/<name>"}
 
 

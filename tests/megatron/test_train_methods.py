@@ -41,5 +41,5 @@ def test_a_method_trains(tmp_path, method):
     assert all(loss == pytest.approx(math.log(512), rel=0.1) for loss in found.values())
     target = json.loads((run / "summary.json").read_text())["phases"]["target"]
     assert target["iterations"] == ITERATIONS - 1
-    # 2 % of what is pruned, norms and biases whole; what steps after the first let pass is more.
+    # 2 % of the pruned parameters, norms and biases whole; later steps select more.
     assert 0 < target["wire_bytes"] < 0.25 * target["dense_bytes"]

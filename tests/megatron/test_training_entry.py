@@ -77,7 +77,7 @@ class TestFlags:
         with pytest.raises(ConfigError, match="--no-swiglu"):
             self.line(parser, {"swiglu": False})
 
-    def test_what_is_passed_overrides_what_is_derived(self, parser):
+    def test_given_flags_override_derived_ones(self, parser):
         assert self.line(parser, {"lr": 2}, lr=1, seed=3) == {"--lr": ["2"], "--seed": ["3"]}
 
     def test_a_derived_flag_is_taken_back(self, parser):
@@ -107,7 +107,7 @@ class TestFlags:
 
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
     @pytest.mark.parametrize("model", group_options("model"))
-    def test_megatron_takes_what_every_model_derives(self, parser, model, device, tmp_path):
+    def test_megatron_accepts_the_flags_of_every_model(self, parser, model, device, tmp_path):
         config = compose(
             [
                 f"model={model}",
@@ -218,7 +218,7 @@ def _real_counts(rank, world_size):
 
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    # What Megatron makes on the GPU goes to the meta device: 3.3 B parameters take no memory.
+    # Parameters that Megatron makes on the GPU go to the meta device: 3.3 B take no memory.
     cpu_mode._CPU = torch.device("meta")
     counts = {}
     for name in group_options("model"):
@@ -270,7 +270,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestLauncher:
-    """How a rank that fails comes out: once, with the right code, and soon."""
+    """A failing rank gives one error, with the right exit code, and soon."""
 
     def launch(self, monkeypatch, tmp_path, failure: str) -> int:
         monkeypatch.setattr(launch, "WORKER", "tests.megatron.failing_worker")
@@ -331,7 +331,7 @@ class TestRuns:
         assert done.returncode == 0, done.stdout + done.stderr
         losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
         assert len(losses) == 3
-        # A model that knows nothing says log(512) = 6.24; an untrained one is within a tenth of it.
+        # A model without knowledge has a loss of log(512) = 6.24; an untrained one is within 10 %.
         assert losses[0] == pytest.approx(6.24, abs=0.1)
         assert "validation loss at iteration 3" in done.stdout
         assert done.stderr == ""
@@ -339,7 +339,7 @@ class TestRuns:
         assert bool(list(tmp_path.glob("it/tensorboard/events*"))) is tracked
         assert bool(list(tmp_path.glob("it/wandb/offline-run-*/*.wandb"))) is tracked
 
-    def test_what_only_megatron_sees_is_one_error(self, tmp_path):
+    def test_a_mistake_that_only_megatron_finds_is_one_error(self, tmp_path):
         done = run(
             TRAIN,
             *SMALL,
@@ -353,7 +353,7 @@ class TestRuns:
         assert "Traceback" not in done.stderr
 
     def test_torchrun_starts_it_too(self, tmp_path):
-        """Rank 0 makes the folder, the others wait for it; a mistake is said once."""
+        """Rank 0 makes the folder, the others wait for it; a mistake is reported once."""
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN)
         common = (*SMALL, "tracking=off", "plugin=false", f"runs_dir={tmp_path}", "name=it")
         done = run(*torchrun, *common)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-# For machines that do much else; it takes ten seconds where they do not.
+# For loaded machines; an idle one takes ten seconds.
 pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "0.16.1"
@@ -58,14 +58,14 @@ def oldest_core() -> Path:
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             pytest.skip(f"pip cannot install megatron-core {OLDEST}: {reason}")
-        # At once, so that an interrupted installation is not taken for a complete one.
+        # Atomically, so that an interrupted installation does not look complete.
         (Path(scratch) / "new").rename(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def ranks(oldest_core) -> list[dict]:
-    """What each rank of `core_versions` found."""
+    """The results of each rank of `core_versions`."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.megatron.core_versions", str(oldest_core)],
         cwd=ROOT,
@@ -101,7 +101,7 @@ def test_sparse_training_learns_and_keeps_ranks_identical(ranks, combination):
     assert second["residual"] > 0
 
 
-def test_what_it_lacks_is_named(ranks):
+def test_missing_functions_are_named(ranks):
     """By the error of `install` and by the doctor, each with the version that has it."""
     assert "megatron.training.models.gpt.GPTModelConfig" in ranks[0]["install"]
     assert "megatron-core>=0.19" in ranks[0]["install"]

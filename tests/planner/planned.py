@@ -1,4 +1,4 @@
-"""Planners on virtual ranks, with prices that the test states, and gradients that it selects."""
+"""Planners on virtual ranks, with prices and gradients that the test chooses."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Ranks:
         self.world_size = world_size
         self.planners = [a_planner(**settings) for _ in range(world_size)]
         self.took_us = {}
-        """By scheme: what a step takes, of rank 0 alone; others take 1 us."""
+        """By scheme, the time of a step on rank 0; other ranks take 1 us."""
 
     def step(self, step, gradients=None):
-        """Plans, tells the planners how long it took, and lets them talk; returns the schemes."""
+        """Plans a step, records its times, lets the planners exchange them; returns the schemes."""
         plans = []
 
         def start(transport):

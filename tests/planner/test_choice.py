@@ -1,4 +1,4 @@
-"""The planner that chooses by predicted time: what it takes, keeps, measures, saves and refuses."""
+"""The planner that chooses by predicted time: choices, hysteresis, measurements, state, errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_least_predicted_time_wins_and_the_reason_names_the_others(prices):
     assert (found.scheme, found.predicted_us) == ("agsparse", 50.0)
     assert "dense 100 us" in found.reason
     assert "assumed uniform" in found.reason
-    prices["dense_rhd"] = 20.0  # whatever overlaps
+    prices["dense_rhd"] = 20.0  # for any overlap
     found = plan(a_planner())
     assert (found.scheme, found.density, found.sharded) == ("dense_rhd", 1.0, False)
 
@@ -94,7 +94,7 @@ def test_ranks_sample_the_same_profile_and_state(prices):
 
 
 def test_a_dense_bucket_goes_sparse_to_be_sampled_unless_overlap_would_not_help(monkeypatch):
-    """Sparse costs 50 us if all ranks overlap, else 150; then, whatever they do, 150."""
+    """Sparse costs 50 us if all ranks overlap, else 150; later always 150."""
     gains = [True]
 
     def stated(shape, profile, **_):
@@ -171,7 +171,7 @@ def test_deterministic_takes_no_decision_from_timing(prices):
     assert ranks.planners[0].state_dict()["buckets"]["b"]["measured_us"] == {}
 
 
-def test_ranks_that_have_come_apart_are_an_error(prices):
+def test_ranks_with_different_plans_are_an_error(prices):
     ranks = Ranks(**TIMED)
     for step in range(20):
         ranks.step(step)
@@ -193,7 +193,7 @@ def test_a_resumed_planner_decides_alike(prices):
     assert [resumed.step(s) for s in range(15, 20)] == [ranks.step(s) for s in range(15, 20)]
 
 
-def test_what_is_saved_of_another_model_or_group_is_not_used(prices, caplog):
+def test_saved_state_of_another_model_or_group_is_not_used(prices, caplog):
     first = a_planner()
     plan(first)
     other = a_planner()

@@ -1,4 +1,4 @@
-"""Cost models: their limits, the papers' equations, and what a virtual cluster counts.
+"""Cost models: their limits, the papers' equations, and the counts of a virtual cluster.
 
 Legend: n ranks, N elements.
 """
@@ -49,7 +49,7 @@ def cluster(
     codec_s: float = 0.0,
     host_s: float = 0.0,
 ) -> ClusterModel:
-    """A CPU cluster whose codec takes the same for each element, whatever it does."""
+    """A CPU cluster whose codec takes the same time for each element in every operation."""
     rates = tuple(
         CodecRate(op, record, density, 0.0, codec_s)
         for op in CodecOp
@@ -119,7 +119,7 @@ def both_s(scheme: str, n: int, op: CollectiveOp, where: ClusterModel, numel: in
 @pytest.mark.parametrize("nodes", [(64,), (2, 2, 2, 2)])
 @pytest.mark.parametrize(("scheme", "op"), CASES)
 def test_rounds_are_those_of_the_virtual_cluster(scheme, op, nodes):
-    """Latency only: whatever the number of ranks, and also where nodes differ in size."""
+    """Latency only: any number of ranks, also on nodes of different size."""
     where = cluster(LATENCY, Link(100.0, 0.0), nodes)
     for n in (2, 3, 4, 5, 8):
         predicted_s, taken_s = both_s(scheme, n, op, where, 4096 * n)
@@ -130,7 +130,7 @@ def test_rounds_are_those_of_the_virtual_cluster(scheme, op, nodes):
 @pytest.mark.parametrize(("nodes", "nic"), [((64,), "rank"), ((4, 4), "rank"), ((4, 4), "node")])
 @pytest.mark.parametrize(("scheme", "op"), CASES)
 def test_bytes_are_those_of_the_virtual_cluster(scheme, op, nodes, nic):
-    """Bandwidth only, on one level and on two: chance and padding are what is left."""
+    """Bandwidth only, on one level and on two; the rest is chance and padding."""
     where = cluster(BANDWIDTH, Link(0.0, 4e-9), nodes, nic)
     for n in (2, 4, 8):
         predicted_s, taken_s = both_s(scheme, n, op, where, 4 * 4096 * n)
@@ -159,7 +159,7 @@ def test_direct_and_zen_are_zens_equation_1(n):
     profile, where = uniform(n, density, numel), cluster(BANDWIDTH)
     gamma = profile.sum_density(n) / density
     pairs, bitmap = 8 * gamma * density, 4 * gamma * density + 1 / 8
-    # `direct` encodes its sums as whatever is smaller; ZEN's Pull is a bitmap.
+    # `direct` encodes its sums in the smallest format; ZEN's Pull is a bitmap.
     for scheme, pulled in (("direct", min(pairs, bitmap)), ("zen", bitmap)):
         expected_s = (n - 1) / n * (8 * density + pulled) * numel * BANDWIDTH.beta_s
         found = predict(scheme, shape(n, numel=numel), profile, where, coo)
@@ -205,7 +205,7 @@ def test_a_dense_gradient_costs_a_sparse_scheme_what_all_pairs_costs():
     assert found.network_s == pytest.approx(dense.network_s, rel=2e-3)
 
 
-def test_crowded_shards_slow_contiguous_ones_down_and_not_hashed_ones():
+def test_clustered_elements_slow_down_contiguous_shards_not_hashed_ones():
     n, numel = 8, 2**17
     given = [gradients.skewed(numel, 0.01).gradient(rank) for rank in range(n)]
     profile = profile_of(given)
@@ -239,7 +239,7 @@ def test_the_host_is_charged_for_messages():
     assert ring.network_s == ring.codec_s == 0.0
 
 
-def test_kept_elements_are_priced_as_dense_whichever_way_the_profile_counts_them():
+def test_kept_elements_are_priced_as_dense_for_both_ways_of_counting():
     n, kept = 4, 2**13
     pruned = uniform(n, 0.05, NUMEL - kept)
     whole = replace(
@@ -257,7 +257,7 @@ def test_kept_elements_are_priced_as_dense_whichever_way_the_profile_counts_them
     )
     none = predict("direct", shape(n), uniform(n, 0.05), where, OPTIONS).network_s
     assert a == pytest.approx(b, rel=1e-9)
-    # Kept values once there and once back, in place of pruned ones' 0.3 and 0.9 bytes.
+    # Kept values travel once in each half, in place of pruned ones' 0.3 and 0.9 bytes.
     assert a - none == pytest.approx(2 * 3 / 4 * kept * 4 * BANDWIDTH.beta_s, rel=0.2)
 
 
@@ -269,7 +269,7 @@ def test_capacity_fixes_sizes_and_drops_the_agreement():
     assert "sparse_ring" not in predict_all(shape(4), uniform(4), where, options)
 
 
-def test_what_cannot_be_priced_is_refused():
+def test_schemes_without_a_price_are_refused():
     where = cluster(BANDWIDTH)
     for scheme, which, profile in (
         ("no_such", shape(2), uniform(2)),
@@ -283,7 +283,7 @@ def test_what_cannot_be_priced_is_refused():
         predict("direct", shape(2), uniform(2), replace(where, codec=()), OPTIONS)
 
 
-def test_all_that_fit_are_priced_or_those_that_are_asked_for():
+def test_all_possible_schemes_are_priced_or_the_named_ones():
     where, given = cluster(BANDWIDTH), uniform(2)
     assert list(predict_all(shape(2), given, where, OPTIONS)) == PRICED
     some = predict_all(
@@ -293,7 +293,7 @@ def test_all_that_fit_are_priced_or_those_that_are_asked_for():
 
 
 @pytest.mark.parametrize("form", ["coo", "pici", "dense", "blocks"])
-def test_a_small_record_counts_what_the_large_one_has(form):
+def test_a_small_record_is_counted_like_the_large_one(form):
     """The same pattern of non-zeros, 16 times over."""
     small = stratified(1, 1 / 64, 2**14)[0]
 

@@ -1,4 +1,4 @@
-"""What `peer_two_shot` is predicted to cost, against the formula by hand, and who is offered it."""
+"""The predicted cost of `peer_two_shot`, against a formula by hand, and when it is a candidate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def node(
     device: str = "cuda",
     nodes: tuple[int, ...] = (RANKS,),
 ) -> ClusterModel:
-    """A node whose codec takes the same for each element, whatever it does."""
+    """A node whose codec takes the same time for each element in every operation."""
     link = Link(alpha_s, beta_s)
     rates = tuple(
         CodecRate(op, record, density, 0.0, codec_s)
@@ -68,7 +68,7 @@ def record(density: float) -> float:
 SUM_DENSITY = SparsityProfile.uniform(N, DENSITY, RANKS).sum_density(RANKS)
 
 
-def test_two_meetings_or_one() -> None:
+def test_two_barriers_or_one() -> None:
     assert price_s(node(alpha_s=1.0)) == pytest.approx(2.0)
     assert price_s(node(alpha_s=1.0), CollectiveOp.REDUCE_SCATTER) == pytest.approx(1.0)
 
@@ -91,7 +91,7 @@ def test_passes_over_memory_are_selection_put_add_encode_and_write() -> None:
 
 
 def test_of_reading_and_adding_the_slower_counts() -> None:
-    """They are one pass. Here messages are added slower than they come, and sums come slower."""
+    """They are one pass. Here adding limits messages, and reading limits sums."""
     beta_s, codec_s = 1e-8, 1e-9
     adding_s, read_s = N * codec_s, (RANKS - 1) * record(DENSITY) * beta_s
     writing_s, fetched_s = N * codec_s, (RANKS - 1) * record(SUM_DENSITY) * beta_s
@@ -110,7 +110,7 @@ def test_a_sum_is_dense_from_the_gather_threshold_on() -> None:
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
-def test_it_grows_with_all_that_costs(op: CollectiveOp) -> None:
+def test_it_grows_with_every_cost(op: CollectiveOp) -> None:
     alpha_s, beta_s, codec_s = base = (1e-6, 1e-11, 1e-12)
     densities = [price_s(node(*base), op, density) for density in (0.001, 0.01, 0.1, 0.5)]
     assert densities == sorted(densities)
@@ -188,12 +188,12 @@ def of(ranks: int) -> Transport:
         (FixedPlanner(CompressionConfig(), SchemeConfig()), RANKS, Windows.NONE),
     ],
 )
-def test_who_asks_for_windows(planner: Planner, ranks: int, expected: Windows) -> None:
+def test_which_planners_need_windows(planner: Planner, ranks: int, expected: Windows) -> None:
     assert planner.windows(of(ranks)) is expected
 
 
 def test_plain_ddp_refuses_it_by_name_and_goes_without_it_else() -> None:
-    """Its buckets change behind the first step, and windows are of buckets that stay."""
+    """Its buckets change after the first step, and windows need buckets that do not change."""
     named = FixedPlanner(CompressionConfig(), SchemeConfig(name=NAME))
     with pytest.raises(ConfigError, match="does not go with plain DDP") as caught:
         _check_no_windows(named, of(RANKS))

@@ -57,7 +57,7 @@ def test_buckets_by_size(tmp_path, capsys):
     assert "assumed uniform" in printed
 
 
-def test_a_run_as_it_was_written_and_on_another_cluster(tmp_path, capsys):
+def test_a_run_as_recorded_and_on_another_cluster(tmp_path, capsys):
     planner = a_planner()
     written = [planner.report(a_bucket(name=name), 0) for name in ("a", "b")]
     (tmp_path / "plan.json").write_text(json.dumps({"step": 1, "buckets": written}))
@@ -109,6 +109,6 @@ def test_the_largest_elements():
         (("runs/x", "--op", "broadcast"), "--op"),
     ],
 )
-def test_what_cannot_be_planned_is_one_error(capsys, tmp_path, monkeypatch, arguments, word):
+def test_impossible_plans_are_one_error(capsys, tmp_path, monkeypatch, arguments, word):
     monkeypatch.chdir(tmp_path)
     assert word in refused(capsys, *arguments)

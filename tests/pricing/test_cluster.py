@@ -1,4 +1,4 @@
-"""`ClusterModel`: what it answers, the files it is kept in, and what it says of wrong ones."""
+"""`ClusterModel`: its prices, its files, and the errors for wrong files."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class TestFile:
 
 
 class TestAnswers:
-    """What cost models ask."""
+    """The queries of cost models."""
 
     def test_measured_densities(self):
         assert CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, 0.01) == pytest.approx(2e-6)
@@ -222,10 +222,10 @@ class TestShipped:
             assert model.intra == machine.intra
         assert len(model.nodes) == nodes
 
-    def test_the_files_are_what_the_machines_make(self):
-        """Made anew for one; the others' rates differ by that of the memory.
+    def test_the_files_equal_those_made_from_the_machines(self):
+        """Computed again for one; the others' rates differ by that of the memory.
 
-        1 %, and 1 ns a call: a tensor operation more or less in the codec's Python is no news.
+        Tolerance: 1 %, and 1 ns a call, for a tensor operation more or less in the codec's Python.
         """
         made = cluster_models.model("perlmutter")
         for name, (machine, _) in cluster_models.MACHINES.items():

@@ -1,4 +1,4 @@
-"""`change_density`: what it refuses, and that the planner forgets what it knew."""
+"""`change_density`: its refusals, and that the planner chooses anew."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RAMP = {"warmup_iters": 10, "ramp_iters": 10}
 
 @pytest.fixture(autouse=True)
 def others(monkeypatch):
-    """Stands in for the other rank: the density that it wants; None wants the same."""
+    """Replaces the other rank, which asks for this density; None asks for the same."""
     wanted = [None]
 
     def all_gather(found, own, group):
@@ -54,7 +54,7 @@ def test_a_value_that_is_no_density(density):
         ({"enabled": False}, 0, "compression.enabled=true"),
     ],
 )
-def test_a_moment_at_which_it_makes_no_sense(settings, step, words):
+def test_a_change_during_the_ramp_is_refused(settings, step, words):
     with pytest.raises(ConfigError, match="cannot be changed now") as caught:
         changed(0.1, step, **settings)
     assert words in str(caught.value)

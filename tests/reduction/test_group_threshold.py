@@ -62,7 +62,7 @@ def test_few_samples_are_those_of_the_bucket():
     assert kept == pytest.approx(0.1, rel=0.2)
 
 
-def test_where_nothing_is_pruned_everything_is_kept():
+def test_without_pruned_parameters_everything_is_kept():
     assert [t.item() for t in _thresholds(0.1, keep=[True] * 4)] == [KEEP_ALL] * 4
 
 

@@ -1,4 +1,4 @@
-"""The rule of the progress thread: posts in launch order, whatever finishes first."""
+"""The rule of the progress thread: posts in launch order, whichever job is ready first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ManualWork:
         return self.event.is_set()
 
     def when_ready(self, wake):
-        """Nobody is woken: such a work is found by asking."""
+        """It wakes no thread: the progress thread must poll it."""
 
     def finish(self):
         if self.error is not None:
@@ -102,7 +102,7 @@ def test_a_bucket_whose_other_posts_need_no_order_lets_the_next_one_post(progres
 
 
 def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
-    """Work of the processor counts in both clocks, sleep in a step in the wall clock's alone."""
+    """Computation counts in both clocks, sleep in a step only in the wall clock."""
     busy_s, asleep_s, waited_s = 0.1, 0.15, 0.4
     work, begun_s, posted = ManualWork(), [], []
 

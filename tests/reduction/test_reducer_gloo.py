@@ -212,7 +212,7 @@ SPARSE = [name for name, scheme in over_groups().items() if scheme.takes is Inpu
 
 
 def _disagree(rank, world_size, cases):
-    """The error of each case in which rank 1 means something else than rank 0."""
+    """The error of each case in which ranks 0 and 1 disagree."""
     import torch.distributed as dist
 
     texts = []
@@ -257,7 +257,7 @@ def test_dense_ranks_that_disagree_time_out_and_never_overrun_a_buffer():
 
 
 def _killed_peer(rank, world_size, scheme, report):
-    """Rank 1 dies before the collective; rank 0 writes down what it gets."""
+    """Rank 1 dies before the collective; rank 0 records its error."""
     import os
     import time
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is decided from what was agreed, on virtual ranks; and the whole path on gloo ranks."""
+"""Decisions from the agreed waiting times, on virtual ranks; and the whole path on gloo ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _bucket(op=CollectiveOp.ALL_REDUCE):
 
 
 class Readiness(NullSink):
-    """Keeps what the watch has agreed on."""
+    """Stores the agreed waiting times."""
 
     def __init__(self):
         self.records = []
@@ -58,7 +58,7 @@ class Readiness(NullSink):
 
 
 class VirtualGroup:
-    """A watch on each of N virtual ranks, which take steps of one bucket."""
+    """A policy on each of N virtual ranks, which take steps of one bucket."""
 
     def __init__(self, straggler, scheme="auto", capacity=None):
         config = SparseConfig(
@@ -94,7 +94,7 @@ class VirtualGroup:
 
 
 def _works(steps):
-    """Only what the virtual cluster knows: it needs no gates, and nothing to poll for."""
+    """Passes on only markers and works of the virtual cluster, which needs no gates."""
     while True:
         try:
             outcome = next(steps)
@@ -135,7 +135,7 @@ def test_it_is_named_only_where_its_delay_exceeds_the_critical_one(factor, named
     assert found[0] == named
 
 
-def test_who_is_last_in_turns_is_nobodys_persistent_straggler():
+def test_ranks_that_are_last_in_turns_are_no_persistent_straggler():
     group = VirtualGroup(StragglerConfig(mode="persistent"))
     for number in range(12):
         found = group.step(number, _late(number % N, 1.0))
@@ -152,14 +152,14 @@ def test_a_straggler_that_has_recovered_is_waited_for_again():
     assert found == (None, "dense")
 
 
-def test_the_dynamic_mode_names_who_is_late_by_the_critical_delay_now():
+def test_the_dynamic_mode_names_a_rank_late_by_the_critical_delay():
     group = VirtualGroup(StragglerConfig(mode="dynamic"))
     found = [group.step(number, _late(number % N, 2 * SPLIT.critical_s)) for number in range(4)]
     assert [straggler for straggler, _ in found] == [0, 1, 2, 3]
     assert group.step(4, _late(1, SPLIT.critical_s / 2)) == (None, "dense")
 
 
-def test_the_dynamic_mode_names_at_once_whom_it_knows():
+def test_the_dynamic_mode_names_a_known_straggler_at_once():
     group = VirtualGroup(StragglerConfig(mode="dynamic"))
     for number in range(6):
         group.step(number, _late(3, 2.0))
@@ -173,7 +173,7 @@ def test_min_delay_takes_the_place_of_the_critical_delay():
     assert group.step(1, _late(2, 0.051))[0] == 2
 
 
-def test_the_pinned_mode_says_nothing_to_anybody():
+def test_the_pinned_mode_exchanges_nothing():
     group = VirtualGroup(StragglerConfig(mode="pinned", rank=3))
     assert group.step(0, _late(0, 9.0)) == (3, "straggler")
     assert group.step(1, [0.0] * N, plan=_plan("direct", 0.01)) == (3, "straggler_direct")
@@ -253,7 +253,7 @@ class Buckets(Readiness):
 
 
 def _train(rank, world_size):
-    """Nine steps in each mode: sums, who was gone on without, delays; threads left in the end."""
+    """Nine steps in each mode: sums, skipped ranks, delays; threads left at the end."""
     import threading
 
     results = {}
@@ -319,7 +319,7 @@ def by_rank():
     return run_ranks(_train_and_miss, 3, timeout_s=90)
 
 
-def test_on_gloo_ranks_sums_are_exact_and_the_injected_rank_is_the_one(by_rank):
+def test_on_gloo_ranks_sums_are_exact_and_the_injected_rank_is_skipped(by_rank):
     total = torch.stack(list(GRADIENTS.values())).sum(0)
     for results, left, _ in by_rank:
         assert not left
@@ -337,7 +337,7 @@ def test_on_gloo_ranks_sums_are_exact_and_the_injected_rank_is_the_one(by_rank):
             assert [r.step for r in delays] == list(range(7))
             for record in delays:
                 assert record.waited_s[1] == 0
-            # On a loaded machine another rank comes late, too, now and then.
+            # On a loaded machine another rank is sometimes late, too.
             waits_s = [min(record.waited_s[0], record.waited_s[2]) for record in delays]
             assert median(waits_s) > SLOW_MS / 2e3
         once, again = results["pinned", "straggler_direct"]
@@ -351,5 +351,5 @@ def test_a_straggler_that_never_comes_is_named_within_the_timeout(by_rank):
     for text, spent_s in (by_rank[0][2], by_rank[2][2]):
         assert "bucket b0" in text
         assert "ank 1" in text or "ranks [1]" in text
-        # The operation's timeout, and what asking the others for their whereabouts takes.
+        # The operation's timeout, and the time to ask the others for their last operations.
         assert spent_s < 2.0 + 2.0

@@ -40,7 +40,7 @@ def refused(capsys, *arguments: object) -> str:
     return err
 
 
-def test_it_is_what_the_terminal_showed(run, capsys):
+def test_it_equals_the_terminals_view(run, capsys):
     """The same text that the training's own view draws of the same iterations."""
     view(run, "--iteration", 8, "--columns", 80)
     printed = capsys.readouterr().out
@@ -68,20 +68,20 @@ def test_the_last_iteration_and_the_terminals_width_are_taken_by_themselves(
 
 
 def test_a_run_whose_configuration_is_lost(run, capsys):
-    """The bar is full: nobody knows how many iterations there will be."""
+    """The bar is full, because the number of iterations is unknown."""
     (run / "config.yaml").unlink()
     view(run, "--columns", 80)
     assert capsys.readouterr().out.splitlines()[1].rstrip().endswith("━ 12")
 
 
-def test_the_picture_asks_for_nothing(run, tmp_path, capsys):
+def test_the_picture_loads_nothing(run, tmp_path, capsys):
     output = tmp_path / "view.svg"
     view(run, "--output", output, "--iteration", 8)
     assert capsys.readouterr().out == f"{output}\n"
     text = output.read_text("utf-8")
     root = ElementTree.fromstring(text)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    # A browser would follow each of these.
+    # A browser would load each of these.
     assert "@import" not in text
     assert "@font-face" not in text
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}

@@ -52,7 +52,7 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_table_and_the_lines_say_what_was_recorded(recorded, tmp_path, capsys):
+def test_the_table_and_the_lines_have_the_recorded_values(recorded, tmp_path, capsys):
     assert run("profile", recorded, "--kind", "gradient", "--json", tmp_path / "p.jsonl") == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines()[2:5]] == ["embedding", "others", "all"]
@@ -77,7 +77,7 @@ def test_the_table_and_the_lines_say_what_was_recorded(recorded, tmp_path, capsy
     ("arguments", "density"),
     [([], 0.01), (["--kind", "selected"], 0.01), (["--density", "0.005"], 0.005)],
 )
-def test_what_was_selected_and_what_would_be(recorded, tmp_path, arguments, density):
+def test_recorded_and_simulated_selections(recorded, tmp_path, arguments, density):
     assert run("profile", recorded, *arguments, "--json", tmp_path / "p.jsonl") == 0
     for line in read_lines(tmp_path / "p.jsonl"):
         # To within an element of a bucket.
@@ -116,7 +116,7 @@ def test_the_figures_show_the_numbers_of_the_samples(recorded, tmp_path, capsys)
     assert sum(y for _, y in of(3, "a", "others")) == pytest.approx(100, rel=1e-4)
     expected = np.mean([profile.skewness[8] for profile in mine])
     assert dict(of(3, "b", "embedding"))["8"] == pytest.approx(expected, rel=1e-4)
-    # Figure 8: what counting says, and what the schemes' messages take, headers included.
+    # Figure 8: counted bytes, and the bytes of the schemes' messages, headers included.
     times = {
         (row["series"], row["ranks"]): float(row["normalised_time"]) for row in rows["zen-figure-8"]
     }
@@ -176,7 +176,7 @@ def test_mistakes(recorded, capsys, arguments, words):
         assert word in error
 
 
-def test_a_kind_that_was_not_recorded(tmp_path, capsys):
+def test_a_kind_of_tensor_that_was_not_recorded(tmp_path, capsys):
     GradientDumpWriter(tmp_path, [1]).write("b", 1, Kind.GRADIENT, torch.ones(8))
     assert run("profile", tmp_path, "--kind", "selected") == 2
     assert "no selected gradients" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`megatron-sparse report`: what the page says of a run, and of folders that are none."""
+"""`megatron-sparse report`: the page of a run, and errors for other folders."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def report(folder: Path, *runs: Path, png: Path | None = None) -> str:
 
 
 def sentences(*runs: Path) -> str:
-    """What the page says around its charts, without drawing them, which is what takes time."""
+    """The page without its charts, because drawing takes time."""
     loaded = [load_run(folder, index) for index, folder in enumerate(runs)]
     sections = page.sections_of(loaded)
     said = [gap for one in loaded for gap in one.gaps]
@@ -125,7 +125,7 @@ def test_words_and_lines_can_be_seen_on_both_papers(kind):
 
 
 def test_text_of_users_is_text(tmp_path):
-    """In the page, in charts (a title holds the name), and mathematics is not looked for."""
+    """In the page and in charts (a title holds the name); `$` does not start mathematics."""
     evil = "<script>alert(1)</script>$x_{$ _y"
     a = make_run(tmp_path / "a", evil, config={"note": "</pre><img src=x onerror=alert(1)>"})
     plan = json.loads((a / "plan.json").read_text())
@@ -168,7 +168,7 @@ def test_numbers_of_the_summary(run, tmp_path):
 
 
 def test_a_run_without_compression_asked_for_no_density(tmp_path):
-    """Its configuration has one all the same."""
+    """Its configuration has a density, which does not apply."""
     folder = make_run(tmp_path / "dense", "dense", iterations=2)
     before = (folder / "breakdown.jsonl").read_text()
     for text, asked in ((before, "1.00%"), (before.replace('"warmup"', '"off"'), "-")):
@@ -238,7 +238,7 @@ def test_medians_are_of_the_end_of_the_run_with_its_last_scheme(run):
 
 
 class TestGaps:
-    """What is missing is said on the page; everything else is there."""
+    """The page names missing parts; everything else is shown."""
 
     def test_a_run_that_has_not_ended(self, tmp_path):
         folder = make_run(tmp_path / "run", "run", ends=False, plan=False, delays=False)

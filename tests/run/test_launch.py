@@ -38,7 +38,7 @@ def checkpoint(run_dir: Path) -> None:
 
 
 class TestRunDir:
-    """What becomes of an earlier run of the same name."""
+    """The fate of an earlier run of the same name."""
 
     def test_it_holds_the_configuration_and_the_command(self, config, tmp_path):
         run_dir = preparation.make_run_dir(config, "the command")
@@ -90,7 +90,7 @@ class TestRunDir:
 
 
 class TestDecide:
-    """What `auto` stands for."""
+    """The meaning of `auto`."""
 
     @pytest.mark.parametrize(
         ("gpus", "device", "precision"),
@@ -104,7 +104,7 @@ class TestDecide:
         assert decided.cluster.device == device
         assert decided.training.precision == precision
 
-    def test_what_is_said_is_kept(self, config, monkeypatch):
+    def test_explicit_values_are_kept(self, config, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
         said = dataclasses.replace(
             config,
@@ -121,7 +121,7 @@ class TestDecide:
 
 
 class TestPreflight:
-    """What is said before the ranks start."""
+    """Errors before the ranks start."""
 
     @pytest.mark.parametrize(
         ("scheme", "words"),
@@ -143,7 +143,7 @@ class TestPreflight:
 
 
 class TestEnvironment:
-    """What each rank finds in its environment."""
+    """Each rank's environment."""
 
     def on(self, config: RunConfig, device: str, **env: str) -> dict[str, str]:
         cluster = dataclasses.replace(config.cluster, device=device, env=env)
@@ -182,12 +182,12 @@ class TestEnvironment:
         assert ENVIRONMENT.items() <= self.on(typed, "cuda").items()
         assert name not in self.on(typed, "cpu")
         assert name not in self.on(dataclasses.replace(typed, plugin=False), "cuda")
-        # The plugin refuses to run under it, which says more than setting it silently.
+        # The plugin refuses to run under it; this error is clearer than overriding it silently.
         monkeypatch.setenv(name, "3")
         assert self.on(typed, "cuda")[name] == "3"
 
     def test_a_rank_whose_group_was_aborted_leaves_at_once(self, config, monkeypatch, tmp_path):
-        """Waiting for torch's destructors, which wait for what never ends, it would not."""
+        """Otherwise torch's destructors would wait for operations that never end."""
 
         def train(*_):
             raise torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0.")
@@ -217,7 +217,7 @@ class TestEnvironment:
 
 
 class TestSlurm:
-    """Which processes of Slurm's are ranks."""
+    """Which Slurm processes are ranks."""
 
     def test_a_task_of_srun_is_a_rank(self):
         assert slurm.ranks(TASK) == {

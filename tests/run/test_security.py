@@ -1,6 +1,6 @@
-"""The edges: nothing that a file or a peer says is unpickled or run, and no secret is written.
+"""Security: no data of a file or a peer is unpickled or run, and no secret is written.
 
-What is checked in the source is checked in the syntax tree, so that a word in a comment is none.
+Sources are checked by their syntax tree, so words in comments do not count.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ PICKLED_COLLECTIVES = {
     "send_object_list",
     "recv_object_list",
 }
-"""torch.distributed's, which unpickle what a peer sent."""
+"""Functions of torch.distributed that unpickle a peer's data."""
 JUSTIFIED = {
     "megatron_sparse/transport/peer_memory.py": ["dist.all_gather_object"],
 }
 """CUDA IPC handles, which only torch's own pickled form carries, between ranks of one job on one
-machine: whoever could send another one runs the same user's code already."""
+machine: a sender of a forged one would already run as the same user."""
 YAML_LOADERS = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
 RUNS_TEXT = {"eval", "exec", "os.system", "os.popen"}
 
@@ -78,7 +78,7 @@ def _keyword(call: ast.Call, name: str) -> object:
 
 
 def dangers(source: str) -> Iterator[str]:
-    """What in a Python source trusts bytes that came from outside."""
+    """The parts of a Python source that trust bytes from outside."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -239,7 +239,7 @@ def test_redact_goes_through_everything_and_mutates_nothing():
     }
     assert shown["address"] == f"http://u:{REDACTED}@h:1/x"
     assert shown["tokens"] == [REDACTED, "plain", 3]
-    # Whether something is set may be known.
+    # Whether a variable is set is no secret.
     assert (shown["token"], shown["wandb"]["entity"]) == (None, None)
     assert shown["secret"] == [REDACTED, REDACTED]
 
@@ -355,7 +355,7 @@ def test_a_sweep_takes_no_secret_as_override(capsys):
     assert "planted" not in error
 
 
-def test_text_of_errors_keeps_what_explains_them():
+def test_text_of_errors_keeps_the_explanation():
     text = "expected group=option or section.key=value, got cluster.env.HF_TOKEN=planted"
     assert redact_text(text) == (
         "expected group=option or section.key=value, got cluster.env.HF_TOKEN=***"

@@ -1,4 +1,4 @@
-"""What a rank of a Slurm job finds and leaves: its place, its log, its run's provenance."""
+"""A rank of a Slurm job: its place, its log, its run's provenance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEP = {
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-    """Puts a scontrol on PATH that does what a line of shell says; it notes its arguments."""
+    """Puts a scontrol on PATH that runs a line of shell and records its arguments."""
 
     def install(does: str) -> Path:
         calls = tmp_path / "calls"
@@ -51,7 +51,7 @@ class TestSlurm:
     def test_tasks_per_node(self, counts, expected):
         assert slurm.tasks_per_node(counts) == expected
 
-    def test_the_first_node_is_where_ranks_meet(self, scontrol):
+    def test_ranks_rendezvous_at_the_first_node(self, scontrol):
         calls = scontrol("printf 'n0\\nn1\\nn2\\n'")
         assert slurm.ranks(STEP)["MASTER_ADDR"] == "n0"
         assert slurm.ranks(STEP)["MASTER_PORT"] == "20007"
@@ -101,7 +101,7 @@ class TestSaveSignal:
         )
         return arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
 
-    def test_megatron_is_told_and_has_where_to_save(self, tmp_path):
+    def test_megatron_gets_the_signal_and_a_folder_to_save_to(self, tmp_path):
         flags = self.flags(tmp_path, "training.save_signal=SIGUSR2")
         assert (flags["exit_signal_handler"], flags["exit_signal"]) == (True, "SIGUSR2")
         assert (flags["save"], flags["save_interval"]) == (str(tmp_path / "checkpoints"), 50)
@@ -171,7 +171,7 @@ class TestProvenance:
         assert provenance.git_state(tmp_path) == {"commit": head, "changed_files": []}
         (tmp_path / "edited.py").write_text("2")
         assert provenance.git_state(tmp_path) == {"commit": head, "changed_files": ["edited.py"]}
-        # A package that is installed below somebody's repository is not of its commit.
+        # A package that is installed below another repository does not belong to its commit.
         (tmp_path / "inside").mkdir()
         assert provenance.git_state(tmp_path / "inside")["commit"] is None
 
@@ -198,7 +198,7 @@ print("after")
 
 
 class TestRankLog:
-    """One log for each rank; the last one is seen as well."""
+    """One log for each rank; the last rank also prints."""
 
     def run(self, tmp_path, rank: int, kind: str = "good") -> tuple[str, str, str]:
         done = subprocess.run(
@@ -227,7 +227,7 @@ class TestRankLog:
         ]
         assert sorted(log.splitlines()) == ["from C", "from python", "problem of C"]
 
-    def test_a_typed_error_is_said_where_the_user_looks(self, tmp_path):
+    def test_a_typed_error_is_printed_and_logged(self, tmp_path):
         _, err, log = self.run(tmp_path, 0, "typed")
         assert err.startswith("error: typed mistake")
         assert "typed mistake" not in log

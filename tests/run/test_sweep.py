@@ -1,4 +1,4 @@
-"""Sweeps: names that no two runs share, failures that end nobody else, one table."""
+"""Sweeps: unique names, failures that end no other run, one table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_sparse.run.composition import compose, save
 
 
 def made_run(folder: Path, name: str, *overrides: str, loss: float | None = None) -> None:
-    """A run's folder as a run leaves it; without a loss it has not come to its end."""
+    """The folder of a run; without a loss the run has not finished."""
     config = compose(
         ["training.iterations=5", "training.lr_warmup_iters=1", f"name={name}", *overrides]
     )
@@ -28,7 +28,7 @@ def made_run(folder: Path, name: str, *overrides: str, loss: float | None = None
 
 
 class TestNames:
-    """What a run of a sweep is called."""
+    """The name of a run of a sweep."""
 
     def test_swept_keys_are_those_with_several_values(self):
         assert sweep.swept_keys(
@@ -55,7 +55,7 @@ class TestNames:
             ([], ["scheme=direct"], "run"),
         ],
     )
-    def test_a_name_says_what_was_swept_and_can_be_a_folder(self, swept, overrides, name):
+    def test_a_name_has_the_swept_values_and_can_be_a_folder(self, swept, overrides, name):
         assert sweep.run_name("run", swept, overrides) == name
         compose([f"name={name}"])
 
@@ -92,7 +92,7 @@ class TestMultirun:
         ]
         assert {o.name for o in sweep.outcomes(tmp_path / "sweep")} == set(names)
 
-    def test_one_that_fails_ends_no_other_and_is_told_at_the_end(
+    def test_a_failed_run_ends_no_other_and_is_reported_at_the_end(
         self, monkeypatch, tmp_path, capsys
     ):
         def fails_once(config):
@@ -129,7 +129,7 @@ class TestMultirun:
 class TestTable:
     """`megatron-sparse sweep FOLDER`."""
 
-    def test_columns_are_what_differs_and_what_came_out(self, tmp_path):
+    def test_columns_are_differing_keys_and_results(self, tmp_path):
         made_run(tmp_path, "a", "scheme=direct", "compression.leak=0.9", loss=2.0)
         made_run(tmp_path, "b", "scheme=zen", "compression.leak=0.9", loss=3.0)
         made_run(tmp_path, "c", "scheme=zen", "compression.leak=0.5")
@@ -147,7 +147,7 @@ class TestTable:
         assert (rows["b"]["loss_last"], rows["c"]["loss_last"]) == (3.0, None)
         assert rows["d"]["error"].startswith("no data")
 
-    def test_a_run_that_was_repeated_counts_as_it_ended_last(self, tmp_path):
+    def test_a_repeated_run_counts_by_its_last_result(self, tmp_path):
         made_run(tmp_path, "a", loss=2.0)
         sweep.Outcome("a", 2, "at first").write(tmp_path / "multirun/1/0")
         first = tmp_path / "multirun/1/0" / sweep.OUTCOME_FILE

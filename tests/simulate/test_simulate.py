@@ -1,4 +1,4 @@
-"""The figures' gradients, prices and pictures. What they show is a model, and is tested as one."""
+"""The figures' gradients, prices and pictures; all of them are results of a model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_have_the_density_overlap_and_skew_that_their_model_says(name):
+def test_gradients_have_the_density_overlap_and_skew_of_their_model(name):
     model, n = MODELS[name], 8
     masks = [model.gradient(rank) != 0 for rank in range(n)]
     density = model.density
@@ -76,13 +76,13 @@ def test_fitted_gradients_meet_both_densities():
     assert model.density == pytest.approx(0.0247, rel=1e-6)  # a root, found to 1e-9
     assert model.sum_density(128) == pytest.approx(0.615, rel=1e-6)
     assert model.summed(8).density == pytest.approx(model.sum_density(8), rel=1e-12)
-    # ZEN, section 2.1, of this workload, which the fit does not know: more than 60 % of what is not
-    # zero lies in the first of eight partitions.
+    # ZEN, section 2.1, about this workload; the fit does not use it: more than 60 % of the non-zero
+    # elements are in the first of eight partitions.
     assert model.skewness(8) / 8 > 0.6
 
 
 @pytest.mark.parametrize("sum_density", [0.01, 0.9])
-def test_a_sum_that_no_gradients_have_is_refused(sum_density):
+def test_an_impossible_density_of_a_sum_is_refused(sum_density):
     with pytest.raises(ConfigError, match="cannot be made"):
         gradients.embedding_like(2**12, 0.05, sum_density, ranks=8, row_numel=1)
 
@@ -114,7 +114,7 @@ def test_traffic_of_the_codec():
     record = 48 + 2 * 4 * nnz  # header, indices, values
     assert message.nbytes == record
     encoded = 4 * numel + record
-    # Beside it: a few words of offsets and counts, on the host.
+    # Added: a few words of offsets and counts, on the host.
     assert encoded <= counter.moved_bytes <= encoded + 1000
     for fresh, touched in ((False, nnz * 64), (True, 4 * numel)):
         with TrafficCounter() as counter:
@@ -124,7 +124,7 @@ def test_traffic_of_the_codec():
                 Expected(message.layout.segment_offsets, WIRE_CODES["fp32"], 0, rank=0),
                 fresh=fresh,
             )
-        # Beside it: a word or two of offsets and status, on the host.
+        # Added: a word or two of offsets and status, on the host.
         assert record + touched <= counter.moved_bytes <= record + touched + 64
 
 
@@ -230,6 +230,6 @@ def test_command_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments", [["--paper", "zen", "--figure", "9"], ["--figure", "8", "--all"], []]
 )
-def test_a_figure_that_there_is_not_is_a_typed_error(arguments):
+def test_an_unknown_figure_is_a_typed_error(arguments):
     with pytest.raises(ConfigError, match="figure"):
         main.app(["simulate", *arguments], standalone_mode=False)

@@ -1,4 +1,4 @@
-"""StragglAR's figures: what the virtual cluster's clock says is what the paper's formulas say."""
+"""StragglAR's figures: the virtual cluster's times equal those of the paper's formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_sparse.straggler.cost import all_reduce_costs
 HANDSHAKE_S = 8 * 17 * 16 * DGX_H100.intra.beta_s + 1e-9
 
 
-# Where n is no power of two, ports that carry one message at a time leave gaps in these; see
+# If n is not a power of two, ports that carry one message at a time leave gaps in these; see
 # docs/results/figures.md.
 GAPS = ("dense_rhd", "dense_allpairs")
 TABLE_1 = [
@@ -55,7 +55,7 @@ def test_the_critical_delay_on_the_cluster_is_appendix_b():
         assert ratios["appendix B, simplified"] == pytest.approx(simplified)
 
 
-def test_figure_5_has_each_panel_and_delays_only_move_what_knows_of_them():
+def test_figure_5_has_each_panel_and_delays_change_only_stragglar():
     rows = stragglar.rows_5(fast=True)
     assert {row["panel"] for row in rows} == {"ideal delay", "mean delay", "delays"}
     for name in stragglar.NAMES.values():

@@ -58,7 +58,7 @@ def by_hand(gradients):
 
 
 def same(a, b, rel=1e-12):
-    """Both say the same; the default leaves room for another order of additions only."""
+    """Both profiles are equal; the default tolerance allows only another order of additions."""
     first, second = a.to_dict(), b.to_dict()
     assert first.keys() == second.keys()
     for name, value in first.items():
@@ -78,7 +78,7 @@ def random_gradients(n, numel, density, seed=0):
     ("n", "numel", "density"),
     [(1, 100, 0.2), (2, 64, 0.5), (3, 1000, 0.05), (4, 4097, 0.01), (5, 130, 0.3), (8, 3, 0.4)],
 )
-def test_a_profile_is_what_counting_by_hand_gives(n, numel, density):
+def test_a_profile_equals_a_count_by_hand(n, numel, density):
     gradients = random_gradients(n, numel, density)
     same(profile_of(gradients), by_hand(gradients))
 

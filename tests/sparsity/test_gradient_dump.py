@@ -1,4 +1,4 @@
-"""Gradient dumps: what is written is what is read, and damage is one typed error."""
+"""Gradient dumps: they are read as written, and damage is one typed error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_sparse.transport import VirtualCluster
 
 
 def write(folder, gradients, *, iteration=1, bucket="b", kind=Kind.GRADIENT, first_rank=0):
-    """What a group of ranks writes."""
+    """The dump of a group of ranks."""
     for rank, gradient in enumerate(gradients):
         writer = GradientDumpWriter(
             folder, [iteration], rank=rank, world_size=len(gradients), first_rank=first_rank
@@ -71,7 +71,7 @@ def test_an_embeddings_rows_come_back_flat(tmp_path):
     assert torch.equal(found.to_dense(), rows.to_dense().flatten())
 
 
-def test_what_a_recording_holds(tmp_path):
+def test_content_of_a_recording(tmp_path):
     name = "chunk0.dense/1.0 ä%"
     write(tmp_path, [sparse_vector()] * 2, iteration=20, bucket=name)
     write(tmp_path, [sparse_vector()] * 2, iteration=3, bucket=name, kind=Kind.SELECTED)
@@ -84,7 +84,7 @@ def test_what_a_recording_holds(tmp_path):
     assert len(dump.read(3, name, Kind.SELECTED)) == 2
 
 
-def test_groups_that_reduce_apart_are_told_apart(tmp_path):
+def test_groups_that_reduce_separately_are_distinguished(tmp_path):
     write(tmp_path, [sparse_vector(100)] * 2, first_rank=0)
     write(tmp_path, [sparse_vector(70)] * 2, first_rank=2)
     dump = GradientDump.open(tmp_path)
@@ -92,7 +92,7 @@ def test_groups_that_reduce_apart_are_told_apart(tmp_path):
     assert [dump.read(1, name)[0].numel() for name in dump.buckets] == [100, 70]
 
 
-def test_only_what_is_wanted_is_written(tmp_path):
+def test_only_configured_tensors_are_written(tmp_path):
     writer = GradientDumpWriter(tmp_path / "x", [2], kinds=[Kind.SELECTED])
     writer.write("b", 1, Kind.SELECTED, torch.ones(2))
     writer.write("b", 2, Kind.GRADIENT, torch.ones(2))
@@ -157,7 +157,7 @@ class TestWrongFiles:
         assert GradientDump.open(run).iterations == [1]
 
     @pytest.mark.parametrize(("iteration", "bucket"), [(9, "b"), (1, "c")])
-    def test_what_is_not_there(self, recorded, iteration, bucket):
+    def test_missing_tensors(self, recorded, iteration, bucket):
         with pytest.raises(ProfileError, match="does not have that"):
             GradientDump.open(recorded).read(iteration, bucket)
 
@@ -210,7 +210,7 @@ class TestWrongFiles:
         self.refused(recorded, "no dumped gradient")
 
 
-def test_the_reducer_dumps_gradients_and_what_was_selected(tmp_path):
+def test_the_reducer_dumps_gradients_and_selections(tmp_path):
     """One rank, three steps: steps count from 0 and iterations from 1; the first step is dense."""
     (transport,) = VirtualCluster(1).transports
     config = SparseConfig(
@@ -242,7 +242,7 @@ def test_the_reducer_dumps_gradients_and_what_was_selected(tmp_path):
     assert dump.kinds(3, "b") == [Kind.GRADIENT, Kind.SELECTED]
     for iteration in (1, 3):
         assert torch.equal(dump.read(iteration, "b")[0], gradients[iteration - 1])
-    # Of one rank, the sum is what was selected.
+    # With one rank the sum is its selection.
     (selected,) = dump.read(3, "b", Kind.SELECTED)
     assert selected.is_sparse
     assert torch.equal(selected.to_dense(), sums[2])

@@ -1,4 +1,4 @@
-"""The profile that ranks sample together: against the exact one, on every rank alike."""
+"""The profile that ranks sample together: against the exact one, and equal on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.sparsity.test_characteristics import random_gradients
 
 STEP = 7
 LARGE = 2**21
-"""Elements of which the windows are a quarter."""
+"""Elements of a bucket of which the windows are a quarter."""
 
 
 def residuals():
@@ -52,7 +52,7 @@ def make_message(bucket, *, form="auto", wire="fp32", sharded=False, step=STEP, 
 
 
 def sample(gradients, *, seeds=None, steps=None, wrap=lambda transport: transport, **message):
-    """What every rank gets."""
+    """Every rank's result."""
     n = len(gradients)
 
     def start(transport):
@@ -74,7 +74,7 @@ def sample(gradients, *, seeds=None, steps=None, wrap=lambda transport: transpor
 
 
 @pytest.mark.parametrize(("n", "numel"), [(1, 200), (2, 64), (3, 5000), (8, 2**14), (5, 3)])
-def test_a_small_bucket_is_looked_at_whole(n, numel):
+def test_a_small_bucket_is_sampled_whole(n, numel):
     gradients = random_gradients(n, numel, 0.1)
     profiles = sample(gradients)
     assert all(profile == profiles[0] for profile in profiles)
@@ -98,7 +98,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_large_bucket_is_estimated(name):
-    """Within what the planner needs: it tells schemes apart that differ by 5 %.
+    """As exact as the planner needs: it distinguishes schemes that differ by 5 %.
 
     The windows hold 5,200 of a rank's non-zero elements, or 82 of its rows of 64. Within a class of
     like density an element of the sum belongs to 1 to 8 ranks, a spread of about its mean; of 400
@@ -183,7 +183,7 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
     assert len({str(profile) for _, profile in sampled}) == 1
 
 
-def test_ranks_that_mean_something_else_are_told_so():
+def test_ranks_that_disagree_get_an_error():
     gradients = random_gradients(3, 1000, 0.1)
     with pytest.raises(CommunicationError, match="not in the same collective"):
         sample(gradients, seeds=[1, 1, 2])
@@ -192,7 +192,7 @@ def test_ranks_that_mean_something_else_are_told_so():
 
 
 class Damaging:
-    """A transport that flips one bit of what rank 1 tells of itself."""
+    """A transport that flips one bit of rank 1's numbers."""
 
     def __init__(self, transport):
         self._transport = transport

@@ -1,4 +1,4 @@
-"""What the straggler-aware schemes need beside their name."""
+"""Settings that the straggler-aware schemes need beside their name."""
 
 from __future__ import annotations
 

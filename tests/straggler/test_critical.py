@@ -1,4 +1,4 @@
-"""The critical delay and the rule: where the straggler-aware form is turned on."""
+"""The critical delay and the rule that turns the straggler-aware form on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_backends_own_collective_is_the_one_to_beat_where_it_is_known():
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 2))
-def test_gain_is_what_is_saved_after_the_arrival(early_s, after_s, otherwise_s, delay):
+def test_gain_is_the_time_saved_after_the_arrival(early_s, after_s, otherwise_s, delay):
     split = SplitTimes(early_s, after_s, otherwise_s)
     aware_s = after_s + max(0.0, early_s - delay)
     # Sums of a few numbers below 2, rounded in another order.
@@ -64,7 +64,7 @@ def test_gain_is_what_is_saved_after_the_arrival(early_s, after_s, otherwise_s, 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_a_reduce_scatter_has_nothing_to_win(n):
-    """The straggler sends n - 1 shards, whatever the others have done before."""
+    """The straggler must send n - 1 shards in any case."""
     dense = dense_split(n, SIZE, LINK, CollectiveOp.REDUCE_SCATTER)
     sparse = sparse_split(n, SIZE / 50, SIZE / 15, LINK, CollectiveOp.REDUCE_SCATTER)
     for split in (dense, sparse):
@@ -82,13 +82,14 @@ def test_the_sparse_form_wins_with_8_ranks_and_a_long_delay():
     assert split.otherwise_s == pytest.approx(
         16 * LINK.alpha_s + 7 / 8 * (message + summed) * LINK.beta_s
     )
-    # Where messages are small beside their sum there is less to win: the sum must still go in.
+    # If messages are small compared with their sum, the gain is smaller: the sum must still be
+    # sent.
     assert split.after_s > 0.9 * split.otherwise_s
     overlapping = sparse_split(8, message, message, LINK, CollectiveOp.ALL_REDUCE)
     assert overlapping.gain_s(math.inf) > 0.2 * overlapping.otherwise_s
 
 
-def test_expected_delay_weighs_by_persistence_and_cuts_off_what_is_of_no_use():
+def test_expected_delay_weighs_by_persistence_and_has_a_cap():
     steps = [[0, 0, 4], [0, 0, 10], [3, 0, 0], [0, 0, 2]]
     assert expected_delay_s(steps, 2) == (4 + 10 + 0 + 2) / 4
     assert expected_delay_s(steps, 2, most_s=5) == (4 + 5 + 0 + 2) / 4

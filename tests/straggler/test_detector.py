@@ -1,4 +1,4 @@
-"""Who was last, how late, and whether that will be so again."""
+"""Which rank was last, how late it was, and whether it will be late again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMES = st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=9)
 
 
 @given(TIMES, st.integers(-8, 8))
-def test_the_delay_is_between_the_last_two_and_knows_no_origin(ready_s, origin_s):
+def test_the_delay_is_between_the_last_two_for_any_origin_of_time(ready_s, origin_s):
     ordered = sorted(ready_s)
     assert delay_s(ready_s) == ordered[-1] - ordered[-2] >= 0
     assert ready_s[last_rank(ready_s)] == ordered[-1]

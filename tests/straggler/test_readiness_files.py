@@ -1,4 +1,4 @@
-"""What a run keeps of its delays: lines, summary, scalars, the command's table and files."""
+"""A run's records of delays: lines, summary, scalars, the command's table and files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET = TrackingConfig(console="off", tensorboard=False, wandb="disabled")
 
 
 def _iterate(telemetry, iterations):
-    """Two buckets; what is known in an iteration is of the one two before it."""
+    """Two buckets; an iteration knows the delays of the one two before it."""
     for iteration in iterations:
         if iteration > 2:
             step = iteration - 3

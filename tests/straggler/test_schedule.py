@@ -38,7 +38,7 @@ def _check(n, stragglers):
 
 
 @pytest.mark.parametrize("n", QUICK)
-def test_schedules_are_right_whoever_is_late(n):
+def test_schedules_are_right_for_every_straggler(n):
     _check(n, range(n) if n <= 16 else (0, n // 2, n - 1))
 
 
@@ -91,7 +91,7 @@ def test_a_schedule_that_lacks_any_transfer_is_refused(n):
         (Transfer(2, 0, 2), "meets ranks"),
     ],
 )
-def test_what_breaks_a_rule_is_named(extra, names):
+def test_a_broken_rule_is_named(extra, names):
     schedule = make_schedule(4)
     with pytest.raises(ScheduleError, match=names):
         verify(_changed(schedule, 0, (*schedule.rounds[0], extra)))

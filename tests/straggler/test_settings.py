@@ -1,4 +1,4 @@
-"""The section `straggler:`, and what must hold between it and the scheme."""
+"""The section `straggler:`, and its consistency with the scheme."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_sections_that_contradict_one_another_are_refused(overrides, words):
 
 
 @pytest.mark.parametrize("mode", ["persistent", "dynamic"])
-def test_timing_decides_where_that_is_allowed(mode):
+def test_timing_decides_if_allowed(mode):
     config = SparseConfig.from_overrides(straggler=StragglerConfig(mode), **TIMED)
     assert config.straggler.mode == mode
 

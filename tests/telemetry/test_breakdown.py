@@ -1,4 +1,4 @@
-"""The breakdown of an iteration: sums, overlap, and what JSON cannot say."""
+"""The breakdown of an iteration: sums, overlap, and values that JSON lacks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_overlap_counts_time_in_flight_once_and_without_the_wait():
     assert in_flight_s(records[::-1]) == 3.5
     b = iteration_breakdown(1, records, {"host_wait": 1.5}, iteration_s=12.0)
     assert b.overlapped_ms == 2000.0
-    # A thread that waits longer than anything was in flight overlapped nothing, not less.
+    # A thread that waits longer than any bucket was in flight has no overlap, not a negative one.
     assert iteration_breakdown(1, records, {"host_wait": 9.0}, iteration_s=12.0).overlapped_ms == 0
     assert in_flight_s([]) == 0.0
 
@@ -139,7 +139,7 @@ def test_scalars_have_units_and_names():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_becomes_null(value):
+def test_nan_and_infinity_become_null(value):
     outcome = StepOutcome(loss=value, grad_norm=value, extra={"x": value})
     b = iteration_breakdown(1, [record()], {}, iteration_s=0.1, outcome=outcome)
     assert (b.loss, b.grad_norm, b.extra) == (None, None, {"x": None})
@@ -204,7 +204,7 @@ def test_the_hosts_time_is_that_of_the_progress_thread():
     assert "comm/host_cpu_ms" not in IterationBreakdown(**old).scalars()
 
 
-def test_what_was_predicted_stands_beside_what_was_measured():
+def test_predicted_times_stand_beside_measured_ones():
     planned = [record(predicted_us=us, stage_us={"prune": 500.0}) for us in (1000.0, 2000.0)]
     line = json.loads(bucket_line(planned[0], 1, 0.0))
     assert (line["predicted_us"], line["measured_us"]) == (1000.0, 500.0)

@@ -1,4 +1,4 @@
-"""The final table, at the widths that people have."""
+"""The final table, at common terminal widths."""
 
 from __future__ import annotations
 

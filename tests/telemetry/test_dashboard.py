@@ -1,4 +1,4 @@
-"""The W&B workspace: every panel draws something that runs log, and the command talks to nobody."""
+"""The W&B workspace: every panel draws logged values; the tests contact no server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def example(name: str) -> str:
     return name.replace("<bucket>", "chunk0.dense1.0").replace("<scheme>", "ssar_rd")
 
 
-def test_every_panel_names_what_runs_log():
+def test_every_panel_names_logged_values():
     for panel in all_panels():
         for name in panel.metrics:
             assert known(example(name)), name
@@ -62,7 +62,7 @@ def test_the_specification_has_the_panels(tmp_path, capsys):
     assert (specification["entity"], specification["project"]) == ("team", "project")
     sections = specification["spec"]["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == list(dashboard.SECTIONS)
-    # What the user is to see first is open.
+    # The section that the user should see first is open.
     assert sections[0]["name"] == "Communication time"
     assert [section["isOpen"] for section in sections][:3] == [True, True, False]
     for section, panels in zip(sections, dashboard.SECTIONS.values(), strict=True):

@@ -1,4 +1,4 @@
-"""The view of a running training: what it shows, where, and what it must not disturb."""
+"""The view of a running training: content, place, and no side effects."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ def test_a_long_iteration_is_not_cut_off(time_ms, shown):
     assert f"{shown} 100%" in lines[4]
 
 
-def test_what_nobody_knows_is_left_out():
+def test_unknown_values_are_left_out():
     progress = Progress(None, None)
     progress.add(breakdown(1, loss=None, dense_bytes=0, wire_bytes=0, density=None), 0.0)
     lines = drawn(progress, 80)
     assert lines[1].endswith(" 1")
     assert lines[2] == "wire/dense - (0 B)  density - (at its target)"
-    # The loss of an iteration that did not log one is that of before.
+    # An iteration without a logged loss shows the one before.
     progress.add(breakdown(2, loss=3.0), 1.0)
     progress.add(breakdown(3, loss=None), 2.0)
     assert "loss 3.0000" in progress.facts()
@@ -178,7 +178,7 @@ def test_which_view(monkeypatch, console, stream, term, kind):
     assert view is None if kind is None else type(view._view) is kind  # type: ignore[union-attr]
 
 
-def test_prints_and_logs_go_above_the_view_and_everything_is_given_back(monkeypatch):
+def test_prints_and_logs_go_above_the_view_and_streams_are_restored(monkeypatch):
     """Also a log handler that holds the old stream: its lines would land inside the view."""
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")

@@ -1,4 +1,4 @@
-"""The names that dashboards get: all listed, with units; those of buckets hold what they say."""
+"""Metric names: all listed, with units; the values of buckets' metrics."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ def test_bucket_scalars():
         "bucket/dense0.0/target_density": 0.02,
         "bucket/dense0.0/threshold": 0.125,
         "bucket/dense0.0/straggler": 2.0,
-        # Two ranks were ready at once and waited for nobody but each other: no delay but 0.
+        # Two ranks were ready at the same time and waited only for each other: a delay of 0.
         "bucket/dense0.0/delay_ms": pytest.approx(0.0),
     }
-    # What nobody knows is left out, and not 0.
+    # Unknown values are left out, not 0.
     left = bucket_scalars([record(numel=0, nnz=0)], {}, [])
     for name in ("predicted_ms", "threshold", "straggler", "density"):
         assert f"bucket/dense0.0/{name}" not in left
 
 
-def test_thresholds_are_medians_of_what_is_pruned():
+def test_thresholds_are_medians_over_pruned_ranges():
     held = {
         "pruned": torch.tensor([0.5, -1.0, 2.0, 1.0]),
         "kept": torch.tensor([-1.0, -1.0]),
@@ -96,14 +96,14 @@ def test_thresholds_are_medians_of_what_is_pruned():
 
 
 class Untouchable:
-    """Thresholds on a device: whoever looks at them waits for it."""
+    """Thresholds on a device: reading them waits for the device."""
 
     def __getattr__(self, name):
         raise AssertionError(f"read by {name} in an iteration that is not sampled")
 
 
 class Sink:
-    """Keeps what it gets."""
+    """Stores everything that it receives."""
 
     def __init__(self):
         self.rows, self.plans = {}, []
@@ -118,7 +118,7 @@ class Sink:
         pass
 
 
-def test_buckets_thresholds_and_plan_are_looked_at_every_few_iterations(tmp_path):
+def test_buckets_thresholds_and_plan_are_read_every_few_iterations(tmp_path):
     """And the plan is shown again only when a bucket has another scheme."""
     sink, scheme = Sink(), "dense"
     telemetry = RunTelemetry(

@@ -1,4 +1,4 @@
-"""A run's files: what is written, when, by whom, and what a resumed run makes of them."""
+"""A run's files: content, time of writing, the writing rank, and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dashboards: what they wrote is read back; a key appears nowhere; a failure stays in its sink."""
+"""Dashboards: their files are read back; no key is in them; a failure stays in its sink."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_tensorboard_reads_back(tmp_path):
     assert scalars["breakdown/optimizer_ms"] == [(1, 250.0), (2, 250.0)]
 
 
-def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path):
+def test_tensorboard_hides_iterations_that_a_resumed_run_repeats(tmp_path):
     tracking = TrackingConfig(wandb="disabled")
     train(tmp_path, open_sinks(tmp_path, tracking), [1, 2, 3])
     train(tmp_path, open_sinks(tmp_path, tracking, first_iteration=2), [2])

@@ -202,7 +202,7 @@ class TestVirtual:
         assert [straggler for straggler, _ in results] == [None] * 3
         assert cluster.clock_s == [5.0] * 3
 
-    def test_after_the_grace_the_others_go_on(self):
+    def test_after_the_grace_the_others_continue(self):
         cluster, results = self._run([0.0, 5.0, 2.0], lambda missing: 2.5)
         assert [straggler for straggler, _ in results] == [1] * 3
         assert cluster.clock_s == [4.5, 5.0, 4.5]

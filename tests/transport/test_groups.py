@@ -1,4 +1,4 @@
-"""Process groups that are lent: members may be in other groups too, and they are used again."""
+"""The pool of process groups: members may be in other groups; returned groups are reused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 
 
 def _lend(rank, world_size):
-    if rank == 0:  # As a stage of a pipeline that is in groups which the others are not in.
+    if rank == 0:  # Like a pipeline stage that is in more groups than the others.
         dist.new_group([0], use_local_synchronization=True)
     first, second = (borrow_group([0, 1], "gloo", 20.0) for _ in range(2))
     sums = []
@@ -23,12 +23,12 @@ def _lend(rank, world_size):
     return sums, borrow_group([0, 1], "gloo", 20.0) is first, first is second
 
 
-def test_members_that_are_in_different_numbers_of_groups_meet_and_a_returned_group_is_lent_again():
+def test_members_of_different_numbers_of_groups_connect_and_a_returned_group_is_reused():
     assert run_ranks(_lend, 2) == [([2.0, 2.0], True, False)] * 2
 
 
 def test_groups_of_a_default_group_that_has_ended_are_not_lent():
-    """Where the next one lies at the same address, as it often does."""
+    """Even if the next default group has the same address, which is common."""
     addresses = set()
     for _ in range(20):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

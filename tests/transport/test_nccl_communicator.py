@@ -1,4 +1,4 @@
-"""A communicator of NCCL's of our own: how it is made, watched and ended."""
+"""The plugin's own NCCL communicator: making, monitoring and ending it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU = torch.device("cuda:0")
 
 
 class Deadline:
-    """A call's time, which the test ends."""
+    """A stand-in for a call, which the test completes."""
 
     def __init__(self, name: str) -> None:
         self.name, self.over = name, False
@@ -35,7 +35,7 @@ class Deadline:
 
 
 class Event:
-    """A CUDA event; done when the test says so."""
+    """A stand-in for a CUDA event, which the test completes."""
 
     done = True
     fails = False
@@ -62,7 +62,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(fake: Any, ranks: int, come: int, timeout_s: float = 30) -> list[Any]:
-    """The communicators of the first ranks that come; or what making them raised."""
+    """The communicators of the first ranks that join, or the errors of making them."""
     told: list[bytes] = []
     heard = threading.Barrier(come)
     deadlines: dict[int, list[Deadline]] = {rank: [] for rank in range(come)}
@@ -143,7 +143,7 @@ def test_a_rank_that_does_not_join_is_an_error_in_time(fake: Any) -> None:
 
 @needs_gxx
 def test_a_kernel_that_does_not_end_has_a_deadline(fake: Any) -> None:
-    """The host's part is done; what waits for the peer is on the device."""
+    """The host's part is done; the device waits for the peer."""
     (communicator,) = make(fake, 1, 1)
     Event.done = False
     with communicator.call("sum of bucket b") as require:
@@ -214,7 +214,7 @@ def test_a_device_that_fails_is_an_error_and_the_monitor_goes_on(fake: Any) -> N
 
 
 @needs_gxx
-def test_what_has_been_done_has_no_deadline_any_more(fake: Any) -> None:
+def test_a_completed_call_has_no_deadline(fake: Any) -> None:
     (communicator,) = make(fake, 1, 1)
     with communicator.call("sum") as require:
         require(nccl_library.SUCCESS)

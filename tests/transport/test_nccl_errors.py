@@ -82,7 +82,7 @@ def test_the_rank_that_is_gone_is_named_where_it_is_known() -> None:
 
 
 def on_ranks(calls: list[Callable[[Any], None]]) -> list[BaseException | None]:
-    """Runs each rank's part in a thread with a client of one store; returns what each raised."""
+    """Runs each rank's part in a thread with a client of one store; returns the errors."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     raised: list[BaseException | None] = [None] * len(calls)
 
@@ -134,7 +134,7 @@ def test_ranks_that_are_well_save_as_often_as_they_like() -> None:
 
 
 @pytest.mark.usefixtures("first_save")
-def test_nobody_saves_where_one_ranks_group_has_failed() -> None:
+def test_no_rank_saves_if_one_ranks_group_has_failed() -> None:
     """Its invalid values may have reached the others through healthy groups."""
     ill = health_check(Backend(ErrorType.TIMEOUT))
     well = [health_check(Backend()) for _ in range(2)]
@@ -146,7 +146,7 @@ def test_nobody_saves_where_one_ranks_group_has_failed() -> None:
 
 
 @pytest.mark.usefixtures("first_save")
-def test_nobody_saves_where_a_rank_does_not_come() -> None:
+def test_no_rank_saves_if_one_does_not_come() -> None:
     health = [health_check(Backend(), gone="rank 1 has died", timeout_s=0.5) for _ in range(2)]
     raised = on_ranks([agreeing(0, 3, health[0]), agreeing(2, 3, health[1])])
     for error in raised:
@@ -155,10 +155,10 @@ def test_nobody_saves_where_a_rank_does_not_come() -> None:
         assert error.got == "2 ranks"
 
 
-def test_the_device_is_waited_for_before_the_groups_are_looked_at(
+def test_groups_are_checked_after_the_device_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An error that comes while the device is busy must be seen."""
+    """An error that arises while the device is busy must be found."""
     backend = Backend()
     device = torch.device("cuda", 0)
 
@@ -175,7 +175,7 @@ def test_the_device_is_waited_for_before_the_groups_are_looked_at(
 
 @pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_PROPAGATE_ERROR"])
 @pytest.mark.parametrize("value", [None, "3"])
-def test_an_environment_that_would_not_do_is_refused(
+def test_an_unsuitable_environment_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str | None
 ) -> None:
     check_environment(os.environ)
@@ -199,7 +199,7 @@ def test_torchs_own_error_becomes_a_typed_one() -> None:
         raise ZeroDivisionError
 
 
-def test_torch_has_what_is_asked_of_it() -> None:
+def test_torch_has_the_functions_in_use() -> None:
     assert {"SUCCESS", *nccl_errors._WHAT} == set(ErrorType.__members__)
     nccl = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
     if nccl is not None:
@@ -215,7 +215,7 @@ def test_groups_of_the_cpu_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_every_group_with_an_outcome_is_looked_at(
+def test_every_group_that_can_fail_is_checked(
     monkeypatch: pytest.MonkeyPatch, wrapped: bool
 ) -> None:
     backend = Backend()

@@ -1,4 +1,4 @@
-"""Two processes on one GPU, which NCCL takes for two machines: sums are right, engine or not.
+"""Two processes on one GPU, which NCCL takes for two machines: sums with and without the engine.
 
 For correctness only: the processes take turns on the GPU.
 """

@@ -1,4 +1,4 @@
-"""Peer memory without a GPU: layouts, what is refused and how; and, marked gpu, on one."""
+"""Peer memory without a GPU: layouts and refusals; and, marked gpu, on one."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_without_a_gpu_every_provider_says_so() -> None:
 
 
 def ranks_on(device: str, nodes: tuple[int, ...], rank: int = 0) -> ProcessRanks:
-    """A group as windows look at it."""
+    """A group with the attributes that windows read."""
     place = torch.device(device)
     found = SimpleNamespace(rank=rank, world_size=len(nodes), device=place, nodes=nodes, group=None)
     return cast("ProcessRanks", found)
@@ -179,10 +179,10 @@ def test_no_provider_that_works_is_the_last_ones_error(
 
 
 @pytest.mark.parametrize("own", [None, RuntimeError("peer access is not supported\nat line 3")])
-def test_one_rank_that_reaches_nobody_is_every_ranks_error(
+def test_one_unreachable_rank_is_an_error_on_every_rank(
     monkeypatch: pytest.MonkeyPatch, own: RuntimeError | None
 ) -> None:
-    """Else the others would wait for it."""
+    """Otherwise the others would wait for it."""
     there = "peer access is not supported"
 
     def gather(found: list[str | None], got: str | None, group: object) -> None:
@@ -224,7 +224,7 @@ def test_error_words_become_typed_errors(
         look_at(torch.tensor(words), layout, 0, 2.5, "b3", 6)
     assert caught.value.expected is not None
     assert caught.value.remedy
-    look_at(torch.zeros(9, dtype=torch.int64), layout, 0, 2.5, "b3", 6)  # all is well
+    look_at(torch.zeros(9, dtype=torch.int64), layout, 0, 2.5, "b3", 6)  # no error
 
 
 def test_sums_are_waited_for_twice_as_long() -> None:
@@ -254,7 +254,7 @@ def test_a_mapped_window_is_opened_on_the_own_device(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("in_order_of_coming", [False, True])
 def test_virtual_ranks_on_a_gpu(ranks: int, in_order_of_coming: bool) -> None:
-    """Larger than what is resident, four times over, without a wait of the host."""
+    """Four times as many blocks as are resident, and the host never waits."""
     device = torch.device("cuda")
     numel = 3_000_000 // ranks * ranks
     layout = layout_of(numel, ranks)

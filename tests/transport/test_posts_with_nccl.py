@@ -1,4 +1,4 @@
-"""Which of c10d's calls an exchange is with NCCL, on torch's fake process group."""
+"""The c10d calls of an exchange with NCCL, on torch's fake process group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def transport():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What was posted: (call, its arguments)."""
+    """The posted calls: (call, its arguments)."""
     posted = []
 
     class Done:
@@ -62,7 +62,7 @@ def test_an_exchange_with_everyone_is_one_call_with_bytes_by_rank(transport, cal
             assert not values.numel() or placed[peer].data_ptr() == values.data_ptr()
 
 
-def test_nothing_may_come_back(transport, calls):
+def test_a_rank_may_receive_nothing(transport, calls):
     sends, receives = pieces([(0, 2), (2, 2), (3, 2)]), pieces([(0, 0), (2, 0), (3, 0)])
     transport.exchange(sends, receives, tag=1).finish()
     ((_, outputs, inputs),) = calls

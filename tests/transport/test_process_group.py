@@ -45,7 +45,7 @@ def _exchanges(rank, world_size):
     return results, [tensor.tolist() for tensor in got], transport.nodes
 
 
-def test_exchange_moves_what_it_is_told_to():
+def test_exchange_moves_the_given_tensors():
     for rank, (results, got, nodes) in enumerate(run_ranks(_exchanges, 3)):
         for by_peer in results.values():
             for peer, values in by_peer.items():
@@ -70,4 +70,4 @@ def _unanswered(rank, world_size):
 def test_a_peer_that_does_not_answer_is_an_error_within_the_timeout():
     (text, seconds), _ = run_ranks(_unanswered, 2)
     assert "exchange with ranks [1] failed" in text
-    assert 1.5 < seconds < 5  # 2 s, and what a loaded machine adds
+    assert 1.5 < seconds < 5  # 2 s, and slack for a loaded machine

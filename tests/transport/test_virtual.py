@@ -1,4 +1,4 @@
-"""The virtual cluster: what it delivers, counts, times and refuses."""
+"""The virtual cluster: messages, byte counts, times and errors."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_messages_queue_for_a_port_in_the_order_of_their_times():
 
 
 @pytest.mark.parametrize(("nic", "expected"), [("rank", 8.0), ("node", 16.0)])
-def test_ranks_of_a_node_share_its_network_card_if_told_so(nic, expected):
+def test_ranks_of_a_node_may_share_its_network_card(nic, expected):
     topology = Topology.even(4, 2, INTRA, Link(0.0, 2.0), nic)
 
     def step(transport):
@@ -174,7 +174,7 @@ def test_reductions_of_different_length_are_refused():
         VirtualCluster(2).run(step)
 
 
-def test_a_message_that_nobody_receives_is_an_error():
+def test_a_message_without_a_receiver_is_an_error():
     def step(transport):
         if transport.rank == 0:
             transport.exchange([(1, _bytes(1))], [], tag=0)
