@@ -41,8 +41,10 @@ bed = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
 def start(*arguments: str, **more) -> subprocess.Popen[str]:
+    # A background job of a shell ignores SIGINT, and so do the programs that it starts: bash
+    # cannot trap a signal that was ignored when it began.
     return subprocess.Popen(
-        ["bash", str(NETBED), *arguments],
+        ["env", "--default-signal=INT", "bash", str(NETBED), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -247,7 +249,10 @@ class TestEnds:
         [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
     )
     def test_a_signal(self, number, expected, mark):
-        run = start("--ranks", "2", "--", "sleep", mark)
+        def in_background() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+        run = start("--ranks", "2", "--", "sleep", mark, preexec_fn=in_background)
         wait_for(mark, 2, run)
         run.send_signal(number)
         code, _, _ = finish(run)
