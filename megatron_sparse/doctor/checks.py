@@ -160,13 +160,19 @@ def _megatron() -> Iterator[Check]:
     if version is None:
         yield Check("megatron-core", "fail", "not installed", TRAIN_EXTRA)
         return
-    yield Check("megatron-core", "ok", version)
+    from megatron_sparse.megatron import host_symbols
+
     try:
-        from megatron_sparse.megatron.host_symbols import find_host_symbols
+        untested = host_symbols.untested_megatron()
     except ImportError as error:
-        yield Check("Megatron's functions", "fail", _first_line(error), TRAIN_EXTRA)
+        yield Check("megatron-core", "fail", _first_line(error), TRAIN_EXTRA)
         return
-    symbols = find_host_symbols()
+    if untested is None:
+        yield Check("megatron-core", "ok", version)
+    else:
+        remedy = f"pip install megatron-core=={host_symbols.NEWEST_TESTED}, if something fails"
+        yield Check("megatron-core", "warn", untested, remedy)
+    symbols = host_symbols.find_host_symbols()
     for who in dict.fromkeys(symbol.needed_by for symbol in symbols):
         asked = [symbol for symbol in symbols if symbol.needed_by == who]
         missing = [symbol for symbol in asked if not symbol.found]

@@ -1,19 +1,28 @@
 """The functions and classes of Megatron that the plugin hooks, and whether this Megatron has them.
 
+Also the versions of Megatron that the tests run on.
+
 `attach` needs the first two (megatron-core 0.16.1 and later); `install` needs all (the training
 loop ships with megatron-core 0.19 and later).
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
 from megatron_sparse.errors import HostError
 
+logger = logging.getLogger("megatron_sparse")
+
 UPGRADE = "pip install 'megatron-core>=0.19,<0.20' (needs Python >= 3.12)"
+TESTED = ("0.16.1", "0.19.2")
+"""Versions of megatron-core that the tests run on, oldest first; docs/versions.md lists them."""
+NEWEST_TESTED = TESTED[-1]
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,25 @@ _SYMBOLS: tuple[tuple[str, str, str, Callable[[object], str | None]], ...] = (
     ("install", _TRAINING, "save_checkpoint", _has_parameters("iteration")),
     ("install", _TRAINING, "load_checkpoint", _has_parameters("load_arg")),
 )
+
+
+def untested_megatron() -> str | None:
+    """Says that the tests do not run on this version of Megatron; None if they do.
+
+    Reads the version of `megatron.core` itself, which may be a checkout. Imports megatron.
+    """
+    version: str = import_module("megatron.core").__version__
+    if version.split("+")[0] in TESTED:  # after the +, the commit that a wheel was built from
+        return None
+    return f"{version} is not tested: newest tested is {NEWEST_TESTED}"
+
+
+@functools.cache
+def log_untested_megatron() -> None:
+    """Logs a warning if this version of Megatron is not tested; once in a process."""
+    untested = untested_megatron()
+    if untested is not None:
+        logger.warning("megatron-core %s", untested)
 
 
 def find_host_symbols(needed_by: str | None = None) -> list[HostSymbol]:

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_sparse.doctor import checks as doctor
 from megatron_sparse.doctor.checks import Check
+from megatron_sparse.megatron.host_symbols import NEWEST_TESTED
 
 
 def looked(look: object) -> dict[str, Check]:
@@ -136,6 +137,15 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         check = looked(look)[name]
         assert (check.status, "pip install" in check.remedy) == (status, True)
+
+
+def test_a_megatron_that_is_not_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked(doctor._megatron)["megatron-core"].status == "ok"
+    monkeypatch.setattr("megatron.core.__version__", "0.20.0")
+    check = looked(doctor._megatron)["megatron-core"]
+    assert check.status == "warn"
+    assert check.detail == f"0.20.0 is not tested: newest tested is {NEWEST_TESTED}"
+    assert f"pip install megatron-core=={NEWEST_TESTED}" in check.remedy
 
 
 def test_missing_host_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

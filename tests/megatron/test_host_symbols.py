@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.version import Version
 
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import host_symbols
+from tests.megatron.test_versions import OLDEST
 
 
 def test_the_installed_megatron_has_every_host_symbol():
@@ -16,6 +21,28 @@ def test_the_installed_megatron_has_every_host_symbol():
     assert all(symbol.found for symbol in found), [symbol for symbol in found if not symbol.found]
     host_symbols.require_host_symbols("attach")
     host_symbols.require_host_symbols("install")
+
+
+def test_a_megatron_that_is_not_tested_is_logged_once(monkeypatch, caplog):
+    host_symbols.log_untested_megatron.cache_clear()
+    host_symbols.log_untested_megatron()
+    assert caplog.messages == []
+    monkeypatch.setattr("megatron.core.__version__", "0.20.0")
+    host_symbols.log_untested_megatron.cache_clear()
+    for _ in range(2):
+        host_symbols.log_untested_megatron()
+    newest = host_symbols.NEWEST_TESTED
+    assert caplog.messages == [f"megatron-core 0.20.0 is not tested: newest tested is {newest}"]
+
+
+def test_the_tested_versions_are_those_of_the_tests_and_of_the_page():
+    """docs/versions.md names no other version; these tests run on the newest, or a later one."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "versions.md").read_text()
+    example = "0.20.0"
+    assert set(re.findall(r"\b0\.\d\d\.\d+\b", page)) - {example} == set(host_symbols.TESTED)
+    assert OLDEST == host_symbols.TESTED[0]
+    installed = importlib.metadata.version("megatron-core")
+    assert Version(installed) >= Version(host_symbols.NEWEST_TESTED)
 
 
 def test_attach_needs_fewer_symbols_than_install():
