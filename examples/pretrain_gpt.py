@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --num-layers 24 --hidden-size 1024 ...
 
-It takes Megatron's own flags and nothing else. On a machine without a GPU add
+It takes Megatron's own flags and nothing else. With --hybrid-layer-pattern it trains Megatron's
+HybridModel, which replaces GPTModel; the two lines are the same. On a machine without a GPU add
 `--distributed-backend gloo` and the flags of `docs/cpu.md`, and keep the three lines on top.
 """
 
@@ -26,6 +27,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
+    hybrid_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
@@ -35,7 +37,7 @@ import megatron_sparse
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, **_):
-    """Builds one pipeline stage."""
+    """Builds one pipeline stage of a GPTModel."""
     args = get_args()
     return GPTModel(
         config=config or core_transformer_config_from_args(args),
@@ -93,12 +95,13 @@ def forward_step(data_iterator, model):
 
 if __name__ == "__main__":
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    hybrid = args.hybrid_layer_pattern is not None  # Megatron's own builder then makes the model
     plugin = megatron_sparse.install(density=0.01, warmup_iters=500, ramp_iters=1000)  # line 1
     pretrain(
-        pretrain_cfg_container_from_args(args, None),
+        pretrain_cfg_container_from_args(args, hybrid_config_from_args(args) if hybrid else None),
         datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,
-        model_provider=model_provider,
+        model_provider=None if hybrid else model_provider,
     )
     plugin.close()  # line 2: prints where the time went

@@ -36,7 +36,10 @@ class ModelConfig:
     `configs/model/gpt_tiny`.
 
     Attributes:
-        num_layers: transformer layers.
+        num_layers: transformer layers; of a `HybridModel`, the layers of its pattern.
+        hybrid_layer_pattern: null builds Megatron's `GPTModel`; a pattern builds its `HybridModel`
+            of these layers: `*` attention, `-` MLP, and `|` between pipeline stages. A GPT of n
+            layers is `*-` n times.
         hidden_size: width; a multiple of `num_attention_heads`.
         num_attention_heads: query heads.
         num_query_groups: key-value heads of grouped-query attention; null gives each query head
@@ -54,6 +57,7 @@ class ModelConfig:
     """
 
     num_layers: int = 4
+    hybrid_layer_pattern: str | None = None
     hidden_size: int = 160
     num_attention_heads: int = 4
     num_query_groups: int | None = None
@@ -102,6 +106,39 @@ class ModelConfig:
             "model.num_attention_heads",
             self.num_attention_heads,
         )
+
+        if self.hybrid_layer_pattern is not None:
+            self._check_pattern(self.hybrid_layer_pattern)
+
+    def _check_pattern(self, pattern: str) -> None:
+        if re.fullmatch(r"\*[*-]*(\|[*-]+)*", pattern) is None:
+            raise ConfigError(
+                "model.hybrid_layer_pattern is not a pattern of these layers",
+                expected="* (attention) first, then * and - (MLP), | between pipeline stages",
+                got=repr(pattern),
+                remedy="for other layers call megatron_sparse.install in Megatron's own "
+                "pretrain_hybrid.py",
+            )
+        layers = self.attention_layers + self.mlp_layers
+        if layers != self.num_layers:
+            raise ConfigError(
+                "model.num_layers is not the number of layers in model.hybrid_layer_pattern",
+                expected=layers,
+                got=self.num_layers,
+                remedy=f"set model.num_layers={layers}",
+            )
+
+    @property
+    def attention_layers(self) -> int:
+        """Attention blocks of the model."""
+        pattern = self.hybrid_layer_pattern
+        return self.num_layers if pattern is None else pattern.count("*")
+
+    @property
+    def mlp_layers(self) -> int:
+        """MLP blocks of the model."""
+        pattern = self.hybrid_layer_pattern
+        return self.num_layers if pattern is None else pattern.count("-")
 
     @property
     def query_groups(self) -> int:
@@ -367,6 +404,14 @@ class RunConfig:
                     integer=True,
                 )
         divides("training.pipeline_parallel", pipeline, "model.num_layers", self.model.num_layers)
+        stages = (self.model.hybrid_layer_pattern or "").count("|") + 1
+        if stages > 1 and stages != pipeline:
+            raise ConfigError(
+                "model.hybrid_layer_pattern has other pipeline stages than the run",
+                expected=f"{pipeline} stages, as training.pipeline_parallel says",
+                got=f"{stages} stages in {self.model.hybrid_layer_pattern}",
+                remedy=f"set training.pipeline_parallel={stages}, or move the |",
+            )
         divides(
             f"training.micro_batch_size * {self.data_parallel} data-parallel ranks",
             self.training.micro_batch_size * self.data_parallel,

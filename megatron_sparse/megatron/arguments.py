@@ -19,8 +19,6 @@ from megatron_sparse.errors import CheckpointError, ConfigError
 from megatron_sparse.megatron.models import model_flags
 
 PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
-OTHER_WRAPS = ("use_megatron_fsdp", "use_torch_fsdp2")
-"""Flags that replace Megatron's DistributedDataParallel by another class."""
 CHECKPOINTS = "checkpoints"
 """Where a run keeps its checkpoints, in its folder."""
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -41,6 +39,8 @@ def derived_flags(
     training = config.training
     flags = model_flags(config.model)
     flags |= PRECISION_FLAGS[training.precision] | _kernel_flags(config.cluster.device)
+    if "hybrid_layer_pattern" in flags and flags.get("transformer_impl") == "local":
+        flags["spec"] = ["megatron_sparse.megatron.local_hybrid", "local_stack_spec"]
     flags |= {
         "tensor_model_parallel_size": training.tensor_parallel,
         "pipeline_model_parallel_size": training.pipeline_parallel,
@@ -116,23 +116,6 @@ def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
     elif config.training.load is not None:
         flags["load"] = config.training.load
     return flags
-
-
-def check_wrap(config: RunConfig) -> None:
-    """Checks that Megatron will wrap the model in a class that the plugin can attach to.
-
-    Raises:
-        ConfigError: a flag asks for FSDP.
-    """
-    for key in OTHER_WRAPS:
-        if config.megatron.get(key):
-            raise ConfigError(
-                f"megatron.{key} leaves the plugin nothing to attach to",
-                expected="Megatron's DistributedDataParallel; training.use_distributed_optimizer "
-                "shards the optimizer's state",
-                got=f"megatron.{key}={config.megatron[key]}",
-                remedy="leave the key out, or train without the plugin: plugin=false",
-            )
 
 
 def check_load(config: RunConfig) -> None:

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.megatron import refusals
 
 INSTANCES_ATTRIBUTE = "inter_distributed_optimizer_instance_group"
 """The attribute of a bucket group that holds the ranks with the same shards in other instances."""
@@ -114,8 +115,9 @@ def check_supported(chunk: Any) -> None:
     """Refuses models that the plugin cannot synchronise correctly.
 
     Raises:
-        HostError: names the model's class and the setting to change.
+        HostError: names the model's class or the setting, and what to change.
     """
+    refusals.check_chunk(chunk)
     if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "buffers"):
         raise HostError(
             "a model chunk cannot be attached to",

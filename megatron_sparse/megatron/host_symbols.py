@@ -75,6 +75,7 @@ _SYMBOLS: tuple[tuple[str, str, str, Callable[[object], str | None]], ...] = (
     ),
     ("attach", _BUCKETS, "_ParamAndGradBucketGroup.finish_grad_sync", _has_parameters("self")),
     ("install", "megatron.training.models.gpt", "GPTModelConfig", _has_field("post_wrap_hooks")),
+    ("install", _TRAINING, "setup_model_and_optimizer", _any),
     ("install", _TRAINING, "get_megatron_optimizer", _any),
     ("install", _TRAINING, "train_step", _has_parameters("model", "optimizer")),
     ("install", _TRAINING, "save_checkpoint", _has_parameters("iteration")),
@@ -87,8 +88,9 @@ def untested_megatron() -> str | None:
 
     Reads the version of `megatron.core` itself, which may be a checkout. Imports megatron.
     """
-    version: str = import_module("megatron.core").__version__
-    if version.split("+")[0] in TESTED:  # after the +, the commit that a wheel was built from
+    # After a + comes the commit of the checkout, if the current folder is in one.
+    version: str = import_module("megatron.core").__version__.split("+")[0]
+    if version in TESTED:
         return None
     return f"{version} is not tested: newest tested is {NEWEST_TESTED}"
 

@@ -12,11 +12,11 @@ VOCABULARY_MULTIPLE = 128
 def parameter_count(
     model: ModelConfig, vocab_size: int | None = None, tensor_parallel: int = 1
 ) -> int:
-    """Counts the parameters that Megatron's `GPTModel` has, all tensor-parallel ranks together.
+    """Counts the parameters that Megatron's model has, all tensor-parallel ranks together.
 
-    A layer has, with h = hidden size, k = width of all key (or value) heads, f = MLP width:
-    4h in two LayerNorms, h(h + 2k) + (h + 2k) in the projection to queries, keys and values,
-    h^2 + h in the one back, 2hf + f + h in the MLP.
+    With h = hidden size, k = width of all key (or value) heads, f = MLP width: attention has 2h in
+    its LayerNorm, h(h + 2k) + (h + 2k) in the projection to queries, keys and values and h^2 + h in
+    the one back; an MLP has 2h in its LayerNorm and 2hf + f + h. A layer of a `GPTModel` has both.
 
     Args:
         model: the model.
@@ -43,14 +43,13 @@ def parameter_count(
     padded_vocab = -(-vocab_size // multiple) * multiple
     hidden, ffn = model.hidden_size, model.ffn_width
     heads = hidden + 2 * model.query_groups * (hidden // model.num_attention_heads)
-    layer = 4 * hidden
-    layer += hidden * heads + heads
-    layer += hidden * hidden + hidden
-    layer += 2 * hidden * ffn + ffn + hidden
+    attention = 2 * hidden + hidden * heads + heads + hidden * hidden + hidden
+    mlp = 2 * hidden + 2 * hidden * ffn + ffn + hidden
     embeddings = padded_vocab * hidden * (1 if model.tied_embeddings else 2)
     if model.position_embedding_type == "learned_absolute":
         embeddings += model.positions * hidden
-    return embeddings + model.num_layers * layer + 2 * hidden
+    layers = model.attention_layers * attention + model.mlp_layers * mlp
+    return embeddings + layers + 2 * hidden
 
 
 def model_flags(model: ModelConfig) -> dict[str, object]:
@@ -73,6 +72,8 @@ def model_flags(model: ModelConfig) -> dict[str, object]:
     if model.query_groups != model.num_attention_heads:
         flags["group_query_attention"] = True
         flags["num_query_groups"] = model.query_groups
+    if model.hybrid_layer_pattern is not None:
+        flags["hybrid_layer_pattern"] = model.hybrid_layer_pattern
     if not model.tied_embeddings:
         flags["untie_embeddings_and_output_weights"] = True
     return flags

@@ -1,6 +1,7 @@
 """`install`: the plugin in a script that runs Megatron-LM's own `pretrain`.
 
-Four functions of `megatron.training.training` are wrapped, each for one reason:
+Five functions of `megatron.training.training` are wrapped, each for one reason:
+`setup_model_and_optimizer` has Megatron's arguments before a model is built (refusals);
 `get_megatron_optimizer` has both the DDP-wrapped chunks and the optimizer, before any checkpoint is
 loaded (`attach`); `train_step` is one iteration (breakdown, metrics); `save_checkpoint` and
 `load_checkpoint` save and restore the residual, in Megatron's own distributed checkpoint through
@@ -9,6 +10,7 @@ the optimizer's `sharded_state_dict`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -28,7 +30,7 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
-from megatron_sparse.megatron import checkpoint
+from megatron_sparse.megatron import checkpoint, refusals
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.host_symbols import require_host_symbols
 from megatron_sparse.megatron.units import may_repeat_or_skip
@@ -39,6 +41,13 @@ from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink,
 
 logger = logging.getLogger("megatron_sparse")
 
+_HOOKED = (
+    "setup_model_and_optimizer",
+    "get_megatron_optimizer",
+    "train_step",
+    "save_checkpoint",
+    "load_checkpoint",
+)
 _installed: Plugin | None = None
 
 
@@ -65,7 +74,7 @@ class Plugin:
         self._optimizer: Any = None
         self._saves_sharded = False
         self._originals: dict[str, Callable[..., Any]] = {}
-        for name in ("get_megatron_optimizer", "train_step", "save_checkpoint", "load_checkpoint"):
+        for name in _HOOKED:
             self._originals[name] = getattr(host, name)
             setattr(host, name, getattr(self, f"_{name}"))
 
@@ -152,6 +161,10 @@ class Plugin:
             iterations=_arguments().train_iters,
             plan_rows=lambda: self.attachment.plan_rows() if self.attachment else [],
         )
+
+    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        refusals.check_arguments(_arguments())
+        return self._originals["setup_model_and_optimizer"](*args, **kwargs)
 
     def _get_megatron_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         original = self._originals["get_megatron_optimizer"]
@@ -333,7 +346,8 @@ def install(
 
     Raises:
         HostError: Megatron lacks a function that the plugin hooks (see `megatron-sparse doctor`).
-        ConfigError: a value is refused, or the plugin is installed already.
+        ConfigError: a value is refused, the plugin is installed already, or Megatron's arguments,
+            if it has parsed them, hold a setting that the plugin refuses.
 
     Example:
         >>> plugin = install(density=0.01)          # doctest: +SKIP
@@ -348,6 +362,8 @@ def install(
             got="a second",
             remedy="close() the first plugin",
         )
+    with contextlib.suppress(AssertionError):  # raised by Megatron while it has no arguments
+        refusals.check_arguments(_arguments())
     _installed = Plugin(
         check(SparseConfig.given("install", config, overrides)),
         Path(run_dir) if run_dir is not None else None,

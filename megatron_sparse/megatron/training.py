@@ -65,10 +65,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_sparse.megatron import batches
 
@@ -78,7 +75,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     command_line = arguments.command_line(derived, config.megatron, arguments.megatron_parser())
     with hidden_from_wandb():
         megatron_args = _parse(command_line)
-    model_config = gpt_config_from_args(megatron_args)
+    model_config = model_config_of(megatron_args)
     plugin = _install(config, run_dir, model_config) if config.plugin else None
     try:
         with _early_exit():
@@ -202,6 +199,15 @@ def _parse(command_line: list[str]) -> Any:
         ) from None
     finally:
         sys.argv = before
+
+
+def model_config_of(megatron_args: Any) -> Any:
+    """Megatron's `HybridModelConfig` if its arguments have a layer pattern, else `GPTModelConfig`."""
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+
+    if megatron_args.hybrid_layer_pattern is not None:
+        return hybrid_config_from_args(megatron_args)
+    return gpt_config_from_args(megatron_args)
 
 
 def _assertion(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import arguments
+from megatron_sparse.megatron import arguments, refusals
 from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.run import composition, provenance
 
@@ -55,13 +55,15 @@ def preflight(config: RunConfig) -> int:
         CheckpointError: there is no checkpoint in `training.load`.
         ConfigError: the data and the model do not fit, or settings of the plugin do not.
         DatasetError: the corpus is missing or damaged.
+        DependencyError: the optimizer needs a package that is missing.
     """
     from megatron_sparse.megatron import training
 
     if config.plugin:
         _ = config.sparse  # checks what must hold between its sections
         _check_device(config)
-        arguments.check_wrap(config)
+        refusals.check_section(config.megatron)
+    refusals.check_optimizer(config)
     vocab_size, _ = training.find_data(config)
     arguments.check_load(config)
     return vocab_size

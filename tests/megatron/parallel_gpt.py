@@ -8,7 +8,7 @@ one launch of processes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,11 @@ class Layout:
         precision: of the parameters.
         instances: of the distributed optimizer.
         ddp: fields of `DistributedDataParallelConfig`.
+        hybrid: a `HybridModel` of one attention and one MLP layer for each of `layers`, instead of
+            a `GPTModel`; an untied one.
+        optimizer: `adam` or `muon`.
+        layer_wise: each matrix belongs to one rank's Muon, the rest to the distributed optimizer;
+            as --optimizer muon with --use-distributed-optimizer.
         aligned: gradients of a chunk are synchronised when the schedule says so
             (`grad_sync_func`), as with --overlap-grad-reduce in an interleaved pipeline.
     """
@@ -58,6 +63,9 @@ class Layout:
     layers: int = 2
     ddp: dict[str, Any] = field(default_factory=dict)
     aligned: bool = False
+    hybrid: bool = False
+    optimizer: str = "adam"
+    layer_wise: bool = False
 
 
 @contextmanager
@@ -93,6 +101,27 @@ def parallel_state_of(layout: Layout) -> Iterator[None]:
         param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter
 
 
+@contextmanager
+def uneven_all_gather() -> Iterator[None]:
+    """Lets gloo gather tensors of unequal sizes, as NCCL does, while in the block.
+
+    The layer-wise optimizer without a layout of its own gathers what each rank has updated.
+    """
+    original = dist.all_gather
+
+    def all_gather(outputs: Any, tensor: torch.Tensor, group: Any = None, **_: Any) -> None:
+        for source, output in enumerate(outputs):
+            if source == dist.get_rank(group):
+                output.copy_(tensor)
+            dist.broadcast(output, group=group, group_src=source)
+
+    dist.all_gather = all_gather
+    try:
+        yield
+    finally:
+        dist.all_gather = original
+
+
 class ShardedSequenceNorm(torch.nn.Module):
     """torch's LayerNorm with its parameters flagged as Apex's and Transformer Engine's are."""
 
@@ -122,12 +151,14 @@ class ParallelGPT:
         ddp_config = self.chunks[0].ddp_config
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam",
+                optimizer=layout.optimizer,
                 lr=1e-2,
                 clip_grad=1.0,
                 bf16=layout.precision == "bf16",
                 params_dtype=DTYPES[layout.precision],
-                use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+                use_distributed_optimizer=ddp_config.use_distributed_optimizer
+                and not layout.layer_wise,
+                use_layer_wise_distributed_optimizer=layout.layer_wise,
                 overlap_param_gather=ddp_config.overlap_param_gather,
             ),
             self.chunks,
@@ -150,7 +181,7 @@ class ParallelGPT:
                 "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
             }
         return TransformerConfig(
-            num_layers=layout.layers,
+            num_layers=layout.layers * (2 if layout.hybrid else 1),
             hidden_size=HIDDEN,
             num_attention_heads=HEADS,
             params_dtype=dtype,
@@ -179,26 +210,74 @@ class ParallelGPT:
 
         layout = self.layout
         virtual_stage = stage if layout.virtual > 1 else None
-        model: Any = GPTModel(
-            config=self.config,
-            transformer_layer_spec=self._block_spec(virtual_stage),
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(
-                ignore_virtual=False, vp_stage=virtual_stage
-            ),
-            post_process=parallel_state.is_pipeline_last_stage(
-                ignore_virtual=False, vp_stage=virtual_stage
-            ),
-            share_embeddings_and_output_weights=layout.tied,
-            vp_stage=virtual_stage,
+        model: Any
+        first = parallel_state.is_pipeline_first_stage(
+            ignore_virtual=False, vp_stage=virtual_stage
         )
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
+        if layout.hybrid:
+            model = self._hybrid(first, last)
+        else:
+            model = GPTModel(
+                config=self.config,
+                transformer_layer_spec=self._block_spec(virtual_stage),
+                vocab_size=VOCABULARY,
+                max_sequence_length=SEQUENCE,
+                pre_process=first,
+                post_process=last,
+                share_embeddings_and_output_weights=layout.tied,
+                vp_stage=virtual_stage,
+            )
         if layout.precision != "fp32":
             model = Float16Module(self.config, model)
         ddp_config = DistributedDataParallelConfig(
             bucket_size=8_000, num_distributed_optimizer_instances=layout.instances, **layout.ddp
         )
-        return DistributedDataParallel(self.config, ddp_config, model, disable_bucketing=stage > 0)
+        return DistributedDataParallel(
+            self.config,
+            ddp_config,
+            model,
+            disable_bucketing=stage > 0,
+            full_param_layout=self._layer_wise_layout(model, ddp_config),
+        )
+
+    def _layer_wise_layout(self, model: Any, ddp_config: Any) -> Any:
+        """As `megatron.training.training.wrap_model_chunks_with_ddp` makes it."""
+        from megatron.core import parallel_state
+        from megatron.core.optimizer.layer_wise_optimizer import (
+            LayerWiseDistributedOptimizer,
+            tag_params_for_buffer_routing,
+        )
+
+        if not self.layout.layer_wise or not ddp_config.use_distributed_optimizer:
+            return None
+        tag_params_for_buffer_routing([model])
+        return LayerWiseDistributedOptimizer.compute_full_param_layout(
+            list(model.parameters()),
+            ddp_config.bucket_size if ddp_config.overlap_grad_reduce else None,
+            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+            ddp_config,
+            expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_world_size(),
+        )
+
+    def _hybrid(self, first: bool, last: bool) -> Any:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        from megatron_sparse.megatron.local_hybrid import local_stack_spec
+
+        stages = self.layout.pipeline
+        return HybridModel(
+            self.config,
+            local_stack_spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            hybrid_layer_pattern="|".join(["*-" * (self.layout.layers // stages)] * stages),
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="learned_absolute",
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
 
     def _block_spec(self, virtual_stage: int | None) -> Any:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
@@ -285,7 +364,8 @@ class ParallelGPT:
     def step(self, *, force_all_reduce: bool = False) -> float:
         """One training step; returns the loss summed over ranks and microbatches."""
         loss = torch.tensor(self.gradients(force_all_reduce=force_all_reduce))
-        self.optimizer.step()
+        with uneven_all_gather() if self.layout.layer_wise else nullcontext():
+            self.optimizer.step()
         dist.all_reduce(loss)
         return loss.item()
 

@@ -17,7 +17,7 @@ from tests.megatron.test_versions import OLDEST
 
 def test_the_installed_megatron_has_every_host_symbol():
     found = host_symbols.find_host_symbols()
-    assert len(found) == 7
+    assert len(found) == 8
     assert all(symbol.found for symbol in found), [symbol for symbol in found if not symbol.found]
     host_symbols.require_host_symbols("attach")
     host_symbols.require_host_symbols("install")
@@ -92,7 +92,7 @@ def test_a_changed_signature_is_named(monkeypatch):
 def test_without_the_training_loop_attach_still_works_and_install_says_what_is_missing(monkeypatch):
     _without(monkeypatch, "megatron.training.training", ModuleNotFoundError("megatron.training"))
     host_symbols.require_host_symbols("attach")
-    with pytest.raises(HostError, match=r"megatron\.training\.training\.get_megatron_optimizer"):
+    with pytest.raises(HostError, match=r"megatron\.training\.training\.setup_model_and_optimizer"):
         host_symbols.require_host_symbols("install")
 
 

@@ -63,6 +63,19 @@ LAYOUTS = {
     "instances_average": Layout(
         instances=2, ddp=SHARDED | OVERLAP | {"average_in_collective": True}
     ),
+    "hybrid": Layout(hybrid=True, tensor=2, ddp=SHARDED | OVERLAP),
+    "hybrid_pipeline": Layout(hybrid=True, pipeline=2, microbatches=2, ddp=OVERLAP),
+    "muon": Layout(optimizer="muon", ddp=OVERLAP),
+    "muon_layer_wise": Layout(
+        optimizer="muon",
+        layer_wise=True,
+        precision="bf16",
+        microbatches=2,
+        ddp=SHARDED | OVERLAP | {"overlap_param_gather": True},
+    ),
+    "muon_layer_wise_all_reduce": Layout(
+        optimizer="muon", layer_wise=True, precision="bf16", ddp=OVERLAP
+    ),
     "instances_expert": Layout(instances=2, expert=2, experts=4, ddp=SHARDED | OVERLAP),
 }
 TENSOR = LAYOUTS["tensor"]

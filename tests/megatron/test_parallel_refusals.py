@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_sparse.errors import ConfigError, HostError
-from megatron_sparse.megatron.arguments import OTHER_WRAPS
+from megatron_sparse.errors import ConfigError, DependencyError, HostError
+from megatron_sparse.megatron import refusals
+from megatron_sparse.megatron.arguments import megatron_parser
+from megatron_sparse.megatron.buckets import check_supported
+from megatron_sparse.megatron.refusals import REFUSALS
 from megatron_sparse.run import composition, preparation
 from tests.doc_tables import rows_with_tests, untrue_rows
 from tests.megatron.test_parallel import LAYOUTS
@@ -37,6 +41,14 @@ MUST_HAVE = (
     "save-wgrads-interval",
     "tp_group",
     "one rank",
+    "hybrid-layer-pattern",
+    "optimizer muon",
+    "tensor-parallel-num-weight-shards",
+    "use-nccl-ub",
+    "fp8-param-gather",
+    "fp4-param-gather",
+    "reuse-grad-buf-for-mxfp8-param-ag",
+    "inprocess-restart",
 )
 
 
@@ -59,12 +71,101 @@ def test_the_table_and_the_tests_have_the_same_layouts():
     assert set(re.findall(r"test_dense_is_megatron\[(\w+)\]", table)) == set(LAYOUTS)
 
 
-@pytest.mark.parametrize("key", OTHER_WRAPS)
-def test_fsdp_is_refused_before_a_rank_starts(key, tmp_path):
-    config = composition.compose(["model=gpt_tiny", "data=mock", f"megatron.{key}=true"])
-    with pytest.raises(ConfigError, match=rf"megatron\.{key}") as caught:
-        preparation.preflight(config)
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.key)
+def test_a_setting_is_refused_before_a_rank_starts(refusal):
+    overrides = ["model=gpt_tiny", "data=mock", f"megatron.{refusal.key}=2"]
+    with pytest.raises(ConfigError, match=rf"megatron\.{refusal.key}=2") as caught:
+        preparation.preflight(composition.compose(overrides))
     assert "plugin=false" in str(caught.value)
+    preparation.preflight(composition.compose([*overrides, "plugin=false"]))
+
+
+def test_every_setting_is_a_flag_of_this_megatron():
+    actions = megatron_parser()._option_string_actions
+    for refusal in REFUSALS:
+        assert actions[refusal.flag].dest in (refusal.attribute, refusal.key)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.key)
+@pytest.mark.parametrize("parsed_first", [True, False])
+def test_install_refuses_a_setting_before_megatron_builds_a_model(
+    monkeypatch, refusal, parsed_first
+):
+    """At once where Megatron has parsed its arguments, else before it builds the model."""
+    from megatron.training import global_vars, training
+
+    from megatron_sparse.megatron import install
+
+    def build(*args, **kwargs):
+        raise AssertionError("Megatron has built the model")
+
+    parsed = SimpleNamespace(**{refusal.attribute: refusal.allowed + 1})
+    monkeypatch.setattr(training, "setup_model_and_optimizer", build)
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", parsed if parsed_first else None)
+    plugin = None
+    try:
+        with pytest.raises(ConfigError, match=refusal.flag):
+            plugin = install()
+            monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", parsed)
+            training.setup_model_and_optimizer(None)
+    finally:
+        assert (plugin is None) is parsed_first
+        if plugin is not None:
+            plugin.close()
+
+
+def _muon(*overrides):
+    decided = ["cluster.device=cuda", "training.precision=bf16"]
+    config = composition.compose(
+        ["model=gpt_tiny", "data=mock", "megatron.optimizer=muon", *decided, *overrides]
+    )
+    return preparation.preflight(config)
+
+
+def test_muon_is_refused_where_megatron_cannot_run_it(monkeypatch):
+    sharded = "training.use_distributed_optimizer=true"
+    _muon()
+    _muon(sharded)
+    _muon("cluster.device=cpu", "training.precision=fp32")
+    for wrong in (["training.precision=fp16"], ["training.precision=fp32", sharded]):
+        with pytest.raises(ConfigError, match="this precision") as caught:
+            _muon(*wrong)
+        assert "training.precision=bf16" in str(caught.value)
+    for wrong in ([sharded], ["megatron.optimizer=dist_muon"]):
+        with pytest.raises(ConfigError, match="needs NCCL"):
+            _muon("cluster.device=cpu", *wrong)
+    monkeypatch.setattr(refusals, "find_spec", lambda name: None)
+    with pytest.raises(DependencyError, match="pip install emerging-optimizers"):
+        _muon()
+
+
+def test_a_setting_that_is_off_is_not_refused():
+    off = SimpleNamespace(**{each.attribute: each.allowed for each in REFUSALS})
+    refusals.check_arguments(off)
+    refusals.check_chunk(SimpleNamespace(ddp_config=off, config=off))
+    refusals.check_section({each.key: False for each in REFUSALS})
+
+
+OF_THE_PROCESS = ("use_torch_fsdp2", "inprocess_restart")
+"""Settings that no configuration of a model holds; the class shows the first."""
+
+
+@pytest.mark.parametrize(
+    "refusal", [each for each in REFUSALS if each.key not in OF_THE_PROCESS], ids=lambda r: r.key
+)
+def test_attach_refuses_a_model_with_a_setting(refusal):
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    ddp_config = DistributedDataParallelConfig()
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    chunk = SimpleNamespace(ddp_config=ddp_config, config=config, bucket_groups=[], buffers=[])
+    check_supported(chunk)
+    owner = ddp_config if hasattr(ddp_config, refusal.attribute) else config
+    assert hasattr(owner, refusal.attribute)
+    setattr(owner, refusal.attribute, refusal.allowed + 1)
+    with pytest.raises(HostError, match=refusal.flag):
+        check_supported(chunk)
 
 
 def _fsdp_classes():
@@ -77,8 +178,6 @@ def _fsdp_classes():
 @pytest.mark.parametrize("index", [0, 1])
 def test_attach_refuses_a_model_in_fsdp(index):
     """The class is Megatron's own; an instance of it would need a GPU."""
-    from megatron_sparse.megatron.buckets import check_supported
-
     kind = _fsdp_classes()[index]
     with pytest.raises(HostError) as caught:
         check_supported(kind.__new__(kind))

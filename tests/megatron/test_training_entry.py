@@ -213,8 +213,9 @@ def _real_counts(rank, world_size):
     cpu_mode.enable()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_args, validate_args
+
+    from megatron_sparse.megatron.training import model_config_of
 
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -240,10 +241,12 @@ def _real_counts(rank, world_size):
         sys.argv[1:] = arguments.command_line(derived, {}, arguments.megatron_parser())
         parsed = parse_args()
         validate_args(parsed)
-        model_config = gpt_config_from_args(parsed)
+        model_config = model_config_of(parsed)
         builder = model_config.get_builder_cls()(model_config)
         model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
         counts[name] = sum(parameter.numel() for parameter in model.parameters())
+        hybrid = config.model.hybrid_layer_pattern is not None
+        assert type(model).__name__ == ("HybridModel" if hybrid else "GPTModel")
     return counts
 
 

@@ -1,0 +1,180 @@
+"""The settings of Megatron that the plugin refuses, each with the reason. Imports no megatron.
+
+docs/parallelism.md has a row for each. They are checked three times, because each way in sees
+something else: the `megatron:` section before a rank starts, Megatron's parsed arguments before it
+builds a model, and the model that `attach` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.errors import ConfigError, DependencyError, HostError
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One setting.
+
+    Attributes:
+        key: in the `megatron:` section; with dashes it is Megatron's flag.
+        attribute: of Megatron's arguments, or of the configuration of a DDP or a model.
+        reason: continues the setting's name.
+        expected: what to use in its place.
+        allowed: the largest value of `attribute` that leaves the setting off.
+    """
+
+    key: str
+    attribute: str
+    reason: str
+    expected: str
+    allowed: int = 0
+
+    @property
+    def flag(self) -> str:
+        """As on Megatron's command line."""
+        return "--" + self.key.replace("_", "-")
+
+    def found_in(self, owner: Any) -> object:
+        """The value of the attribute if it turns the setting on, else None."""
+        value = getattr(owner, self.attribute, None)
+        return value if int(value or 0) > self.allowed else None
+
+
+_WRAP = "Megatron's DistributedDataParallel; --use-distributed-optimizer shards the optimizer"
+_TENSOR = "weights that tensor parallelism alone shards"
+_GATHER = "parameters that are gathered in bf16 or fp32"
+_NOTHING_TO_ATTACH_TO = "leaves the plugin nothing to attach to: it has no gradient buckets"
+_OWN_GROUPS = "reduces gradients over groups of its own, which the plugin does not know"
+_QUANTISED = "keeps parameters quantised; the plugin has not been tested on GPUs that can"
+
+REFUSALS = (
+    Refusal("use_megatron_fsdp", "use_megatron_fsdp", _NOTHING_TO_ATTACH_TO, _WRAP),
+    Refusal("use_torch_fsdp2", "use_torch_fsdp2", _NOTHING_TO_ATTACH_TO, _WRAP),
+    Refusal(
+        "tensor_parallel_num_weight_shards", "gtp_weight_remat_size", _OWN_GROUPS, _TENSOR, 1
+    ),
+    Refusal(
+        "expert_tensor_parallel_num_weight_shards",
+        "expert_gtp_weight_remat_size",
+        _OWN_GROUPS,
+        _TENSOR,
+        1,
+    ),
+    Refusal(
+        "use_nccl_ub",
+        "nccl_ub",
+        "registers gradient buffers for collectives that the plugin replaces",
+        "gradient buffers in ordinary memory",
+    ),
+    Refusal("fp8_param_gather", "fp8_param_gather", _QUANTISED, _GATHER),
+    Refusal("fp4_param_gather", "fp4_param_gather", _QUANTISED, _GATHER),
+    Refusal(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "lends gradient buffers to the all-gather of parameters",
+        _GATHER,
+    ),
+    Refusal(
+        "inprocess_restart",
+        "inprocess_restart",
+        "restarts training in a process in which the plugin's threads and groups still run",
+        "a new start of the ranks: torchrun --max-restarts, or resume=auto",
+    ),
+)
+
+
+def check_section(section: Mapping[str, Any]) -> None:
+    """Checks the `megatron:` section of a run.
+
+    Raises:
+        ConfigError: it turns a refused setting on.
+    """
+    for refusal in REFUSALS:
+        if section.get(refusal.key):
+            raise ConfigError(
+                f"megatron.{refusal.key} {refusal.reason}",
+                expected=refusal.expected,
+                got=f"megatron.{refusal.key}={section[refusal.key]}",
+                remedy="leave the key out, or train without the plugin: plugin=false",
+            )
+
+
+def check_arguments(arguments: Any) -> None:
+    """Checks Megatron's parsed arguments, before it builds a model.
+
+    Raises:
+        ConfigError: they turn a refused setting on.
+    """
+    for refusal in REFUSALS:
+        value = refusal.found_in(arguments)
+        if value is not None:
+            raise ConfigError(
+                f"{refusal.flag} {refusal.reason}",
+                expected=refusal.expected,
+                got=f"{refusal.attribute}={value}",
+                remedy="leave the flag out, or train without megatron_sparse.install(...)",
+            )
+
+
+def check_chunk(chunk: Any) -> None:
+    """Checks a model that Megatron wrapped in DDP.
+
+    Raises:
+        HostError: the configuration of the wrap or of the model turns a refused setting on.
+    """
+    for refusal in REFUSALS:
+        for owner in (getattr(chunk, "ddp_config", None), getattr(chunk, "config", None)):
+            value = refusal.found_in(owner)
+            if value is not None:
+                raise HostError(
+                    f"{refusal.flag} {refusal.reason}",
+                    expected=refusal.expected,
+                    got=f"{type(owner).__name__}.{refusal.attribute}={value}",
+                    remedy="build the model without it, or train without the plugin",
+                )
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Checks an optimizer of the package emerging-optimizers, such as Muon.
+
+    Megatron finds these mistakes too, but after the ranks have started and without a remedy.
+
+    Args:
+        config: the run; device and precision must be decided.
+
+    Raises:
+        ConfigError: Megatron cannot run the optimizer in this precision, or sharded on a CPU.
+        DependencyError: the package is missing.
+    """
+    name = config.megatron.get("optimizer", "adam")
+    if name in ("adam", "sgd"):
+        return
+    if find_spec("emerging_optimizers") is None:
+        raise DependencyError(
+            f"megatron.optimizer={name} needs a package that is not installed",
+            expected="emerging-optimizers",
+            got="no such package",
+            remedy="pip install emerging-optimizers",
+        )
+    sharded = config.training.use_distributed_optimizer or name.startswith("dist_")
+    precisions = ("bf16",) if sharded else ("fp32", "bf16")
+    if config.training.precision not in precisions:
+        raise ConfigError(
+            f"megatron.optimizer={name} does not run in this precision",
+            expected=f"training.precision={' | '.join(precisions)}"
+            + (", with the distributed optimizer" if sharded else ""),
+            got=config.training.precision,
+            remedy=f"set training.precision={precisions[-1]}",
+        )
+    if sharded and config.cluster.device == "cpu":
+        raise ConfigError(
+            f"megatron.optimizer={name} with the distributed optimizer needs NCCL",
+            expected="cluster.device=cuda: gloo gathers only tensors of one size",
+            got="cluster.device=cpu",
+            remedy="set training.use_distributed_optimizer=false",
+        )
