@@ -55,9 +55,7 @@ _QUANTISED = "keeps parameters quantised; the plugin has not been tested on GPUs
 REFUSALS = (
     Refusal("use_megatron_fsdp", "use_megatron_fsdp", _NOTHING_TO_ATTACH_TO, _WRAP),
     Refusal("use_torch_fsdp2", "use_torch_fsdp2", _NOTHING_TO_ATTACH_TO, _WRAP),
-    Refusal(
-        "tensor_parallel_num_weight_shards", "gtp_weight_remat_size", _OWN_GROUPS, _TENSOR, 1
-    ),
+    Refusal("tensor_parallel_num_weight_shards", "gtp_weight_remat_size", _OWN_GROUPS, _TENSOR, 1),
     Refusal(
         "expert_tensor_parallel_num_weight_shards",
         "expert_gtp_weight_remat_size",

@@ -211,9 +211,7 @@ class ParallelGPT:
         layout = self.layout
         virtual_stage = stage if layout.virtual > 1 else None
         model: Any
-        first = parallel_state.is_pipeline_first_stage(
-            ignore_virtual=False, vp_stage=virtual_stage
-        )
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
         if layout.hybrid:
             model = self._hybrid(first, last)
