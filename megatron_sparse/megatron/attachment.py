@@ -33,7 +33,6 @@ from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
 from megatron_sparse.megatron.buckets import GroupBuckets, collect, tensor_parallel_group
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
-from megatron_sparse.megatron.host_symbols import log_untested_megatron
 from megatron_sparse.megatron.units import ResidualUnit
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.profiler_ranges import marked
@@ -84,8 +83,6 @@ class Attachment:
         self.grad_norm: float | None = None
         self.groups = collect(chunks, ParameterFilter(config.compression))
         self._check_attachable()
-        if dist.get_rank() == 0:
-            log_untested_megatron()
         self.planner = planner_of(config, logs=dist.get_rank() == 0)
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), config.scheme.timeout_s)
         device = self.buckets[0].grad_N.device if self.buckets else torch.device("cpu")

@@ -12,7 +12,7 @@ from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.megatron.host_symbols import require_host_symbols
+from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
 from megatron_sparse.megatron.units import divides_by_tokens, is_fp16, may_repeat_or_skip
 from megatron_sparse.recording import NullSink, RecordSink
 
@@ -66,6 +66,7 @@ def attach(
             got="no optimizer, with calculate_per_token_loss",
             remedy="pass Megatron's optimizer: the residual's unit changes from step to step",
         )
+    log_untested_megatron()
     attachment = Attachment(chunks, config, sink or NullSink())
     if optimizer is not None:
         attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
+import torch.distributed as dist
+
 from megatron_sparse.errors import HostError
 
 logger = logging.getLogger("megatron_sparse")
@@ -97,8 +99,11 @@ def untested_megatron() -> str | None:
 
 @functools.cache
 def log_untested_megatron() -> None:
-    """Logs a warning if this version of Megatron is not tested; once in a process."""
-    untested = untested_megatron()
+    """Logs a warning on rank 0 if this version of Megatron is not tested; once in a process.
+
+    The process group must be initialised.
+    """
+    untested = untested_megatron() if dist.get_rank() == 0 else None
     if untested is not None:
         logger.warning("megatron-core %s", untested)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_sparse.config.run import ModelConfig
+from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.errors import ConfigError
 
 VOCABULARY_MULTIPLE = 128

@@ -32,7 +32,7 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint, refusals
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.megatron.host_symbols import require_host_symbols
+from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.profiler_ranges import mark_nvtx, marked
@@ -91,6 +91,7 @@ class Plugin:
             )
             self._end_run()
         if self.attachment is None:
+            log_untested_megatron()
             self.telemetry = self._make_telemetry()
             self.attachment = Attachment(chunks, self.config, self, self._run_dir)
             self._chunks = list(chunks)

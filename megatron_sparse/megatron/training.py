@@ -202,7 +202,7 @@ def _parse(command_line: list[str]) -> Any:
 
 
 def model_config_of(megatron_args: Any) -> Any:
-    """Megatron's `HybridModelConfig` if its arguments have a layer pattern, else `GPTModelConfig`."""
+    """Megatron's `HybridModelConfig` if the arguments have a pattern, else `GPTModelConfig`."""
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
     if megatron_args.hybrid_layer_pattern is not None:

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_sparse.collectives import check
 from megatron_sparse.config.checks import divides, in_range, is_flag, is_pattern, one_of
+from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.run import (
     ClusterConfig,
     DataConfig,
-    ModelConfig,
     RunConfig,
     TrainingConfig,
 )

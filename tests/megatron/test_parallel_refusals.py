@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_sparse.errors import ConfigError, DependencyError, HostError
-from megatron_sparse.megatron import refusals
+from megatron_sparse.megatron import install, refusals
 from megatron_sparse.megatron.arguments import megatron_parser
 from megatron_sparse.megatron.buckets import check_supported
 from megatron_sparse.megatron.refusals import REFUSALS
@@ -86,32 +86,37 @@ def test_every_setting_is_a_flag_of_this_megatron():
         assert actions[refusal.flag].dest in (refusal.attribute, refusal.key)
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.key)
-@pytest.mark.parametrize("parsed_first", [True, False])
-def test_install_refuses_a_setting_before_megatron_builds_a_model(
-    monkeypatch, refusal, parsed_first
-):
-    """At once where Megatron has parsed its arguments, else before it builds the model."""
-    from megatron.training import global_vars, training
+def _parsed(monkeypatch, refusal):
+    """Megatron with parsed arguments that turn the setting on."""
+    from megatron.training import global_vars
 
-    from megatron_sparse.megatron import install
+    parsed = SimpleNamespace(**{refusal.attribute: refusal.allowed + 1})
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", parsed)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.key)
+def test_install_refuses_a_setting_that_megatron_has_parsed(monkeypatch, refusal):
+    _parsed(monkeypatch, refusal)
+    with pytest.raises(ConfigError, match=refusal.flag):
+        install()
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.key)
+def test_install_refuses_a_setting_before_megatron_builds_a_model(monkeypatch, refusal):
+    """For scripts that install before Megatron parses its arguments."""
+    from megatron.training import training
 
     def build(*args, **kwargs):
         raise AssertionError("Megatron has built the model")
 
-    parsed = SimpleNamespace(**{refusal.attribute: refusal.allowed + 1})
     monkeypatch.setattr(training, "setup_model_and_optimizer", build)
-    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", parsed if parsed_first else None)
-    plugin = None
+    plugin = install()
     try:
+        _parsed(monkeypatch, refusal)
         with pytest.raises(ConfigError, match=refusal.flag):
-            plugin = install()
-            monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", parsed)
             training.setup_model_and_optimizer(None)
     finally:
-        assert (plugin is None) is parsed_first
-        if plugin is not None:
-            plugin.close()
+        plugin.close()
 
 
 def _muon(*overrides):
