@@ -79,7 +79,7 @@ class Plugin:
             setattr(host, name, getattr(self, f"_{name}"))
 
     def post_wrap_hook(self, chunks: list[Any]) -> list[Any]:
-        """For `GPTModelConfig.post_wrap_hooks`: attaches to the DDP-wrapped chunks.
+        """For the `post_wrap_hooks` of a model's configuration: attaches to the DDP-wrapped chunks.
 
         Chunks of another model, as of a second `pretrain` in this process, end the first
         attachment: its summary and plan are written, its residual is dropped.
