@@ -1,11 +1,12 @@
-// Capacity on the CPU: what a segment has staged beyond the most that it may send is taken back.
+// Capacity on the CPU: takes back the elements that a segment has staged beyond its limit.
 //
-// The first elements in index order stay, whatever the threads. An element that has to go was not
-// selected: its residual becomes leak * (value + residual), rounded as any residual is. Where
+// The first elements in index order stay, for any number of threads. A removed element counts as
+// not selected: its residual becomes leak * (value + residual), rounded as any residual is. Where
 // values are not narrowed value + residual is x = gradient + residual, bit for bit, so the residual
-// is the one of an element that the threshold dropped. Infinity and NaN are not held back: the last
-// value that stays becomes NaN for them, so that the step ends as it would have, and their residual
-// becomes 0, as where they are sent. Where nothing stays the residual becomes NaN instead.
+// is that of an element that the threshold dropped. Infinity and NaN are not held back: if one is
+// removed, the last value that stays becomes NaN, so that the step ends as it would without a
+// limit, and the removed element's residual becomes 0, as if it was sent. If no value stays, the
+// residual becomes NaN instead.
 #pragma once
 
 #include <algorithm>
@@ -52,7 +53,7 @@ inline void store_nan(void* at, int dtype) {
   std::memcpy(at, &bits, dtype_bytes(dtype));  // little endian, as the wire is
 }
 
-// Overwrites a segment's last value, which must be there.
+// Overwrites a segment's last value; the segment must have one.
 inline void make_last_nan(std::vector<StageChunk>& chunks, int64_t segment, int value_dtype) {
   const auto last = std::find_if(chunks.rbegin(), chunks.rend(), [&](const StageChunk& chunk) {
     return chunk.segment == segment && chunk.nnz > 0;

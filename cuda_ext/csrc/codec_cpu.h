@@ -1,4 +1,4 @@
-// The loops of the message codec: convert, list, expand, add. Staging has a file of its own.
+// The loops of the message codec: convert, list, expand, add. stage_cpu.h does the staging.
 #pragma once
 
 #include "elementwise.h"
@@ -29,7 +29,8 @@ inline void list_bits(const void* words, int64_t word_count, int32_t first, int6
     uint64_t word = word_at(words, k);
     const int found = __builtin_popcountll(word);
     const int32_t base = first + 64 * static_cast<int32_t>(k);
-    // More is stored than was found where the room is ours: what lies behind is other threads'.
+    // Store whole vectors only inside of this thread's part; the memory behind it belongs to other
+    // threads.
     if (found <= kFewBits && written + kFewBits <= count) {
       int32_t few[kFewBits];
       for (int n = 0; n < kFewBits; ++n, word &= word - 1) {
@@ -52,8 +53,7 @@ inline void list_bits(const void* words, int64_t word_count, int32_t first, int6
       written += lanes;
     }
   };
-  // Words without a bit are left out first, and without a branch: which ones they are cannot be
-  // predicted.
+  // First drop words without a bit, without branches, because these could not be predicted.
   constexpr int64_t kBlock = 512;
   uint32_t nonzero[kBlock + W];
   for (int64_t begin = 0; begin < word_count; begin += kBlock) {
@@ -138,8 +138,8 @@ void add_dense(float* acc, const void* values, int64_t numel) {
   }
 }
 
-// Entries between the one that is added and the one that is fetched. Fetching into the second-level
-// cache allows far more lines to be under way than the first-level one would.
+// Entries between the one that is added and the one that is fetched. The second-level cache allows
+// far more outstanding fetches than the first-level one.
 inline constexpr int64_t kAhead = 256;
 inline constexpr int kSecondLevel = 2;
 
@@ -160,7 +160,7 @@ void add_sparse(float* acc, const void* indices, const void* values, int64_t cou
     const L::U index = full ? load_raw<kFp32>(indices, k) : load_raw_some<kFp32>(indices, k, lanes);
     const L::F value =
         widen<L, VALUE>(full ? load_raw<VALUE>(values, k) : load_raw_some<VALUE>(values, k, lanes));
-    // One addition after the other: scattered stores gain nothing from vectors.
+    // One addition at a time: scattered stores gain nothing from vectors.
     for (int64_t lane = 0; lane < lanes; ++lane) acc[index[lane]] += value[lane];
   }
 }

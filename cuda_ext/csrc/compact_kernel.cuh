@@ -1,15 +1,14 @@
-// The CUDA encoders' one pass over a bucket: compacts what is kept of it.
+// The CUDA encoders' one pass over a bucket: compacts the kept elements.
 //
 // A block takes tiles of 4096 elements by ticket. Its source (encode_kernel.cuh: the gradient;
 // prune_encode_kernel.cuh: gradient + residual, pruned) leaves the tile's elements in shared
 // memory; the block turns them into one bit an element and, at the place that decoupled look-back
-// finds, the values that are not zero. Both are staged: where a record begins, and whether it is
-// sparse at all, depends on the count of every segment before it. The last launch
-// (place_kernel.cuh) moves bits and kept values to their records; it never touches what was not
-// kept.
+// finds, the values that are not zero. Both are staged, because a record's place and format depend
+// on the counts of all segments before it. The last launch (place_kernel.cuh) moves bits and kept
+// values to their records; it never reads elements that were not kept.
 //
-// A dense record keeps the sign of -0.0, which counts as zero: where there is one, a warp stages
-// its words of signs too.
+// A dense record keeps the sign of -0.0, which counts as zero: if there is one, a warp stages its
+// words of signs too.
 //
 // Bytes an element, at density d and v bytes a value: here, the source's own + 1/8 written for the
 // bits + d v; there, 1/8 + d v read and the message written. No dense intermediate.
@@ -29,13 +28,13 @@ constexpr int kWarpWords = kTileWords / kCompactWarps;
 static_assert(kSignGroups == kCompactWarps, "a warp flags its own words");
 constexpr int kCompactBlocks = 4;  // resident on a multiprocessor: 64 registers a thread
 
-// N neighbours, moved by as few accesses of up to 16 bytes as can be.
+// N neighbours, moved by the fewest accesses of up to 16 bytes.
 template <class T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
   T value[N];
 };
 
-// Where a tile lies, and how far its first element is from the 16-byte border before it.
+// A tile's position, and the distance of its first element from the 16-byte border before it.
 struct TilePlace {
   int64_t begin;  // in the bucket
   int length;
@@ -43,7 +42,7 @@ struct TilePlace {
 };
 
 // The element of the tile's edges (before its first and behind its last whole vector: fewer than
-// two vectors in all) that this thread sees to, or -1.
+// two vectors in all) that this thread handles, or -1.
 template <int VECTOR>
 __device__ __forceinline__ int edge_element(const TilePlace& place) {
   const int thread = threadIdx.x, shifted_end = place.length + place.head;
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(kCompactThreads, kCompactBlocks)
   __shared__ __align__(16) Raw raw[kPiciTile + Source::kVector];
   __shared__ uint32_t words[kTileWords];
   __shared__ int warp_nnz[kCompactWarps];
-  // A bit in a register of every thread would be one more than there are.
+  // There is no register left for a bit in every thread.
   __shared__ bool has_signs[kCompactWarps];
   __shared__ int64_t staged_before;
   __shared__ unsigned int next_tile;
@@ -131,8 +130,8 @@ __global__ void __launch_bounds__(kCompactThreads, kCompactBlocks)
         static_cast<int>(reinterpret_cast<uintptr_t>(first) / sizeof(Raw) % Source::kVector);
     if (lane == 0) has_signs[warp] = false;
     source.fill(place, raw);
-    // Asked for early, to hide the wait. Tiles a block holds are finished in ascending order, so
-    // the lowest unfinished one can always go on.
+    // Taken early, to hide the wait. A block finishes its tiles in ascending order, so the lowest
+    // unfinished tile can always continue.
     if (threadIdx.x == 0) next_tile = atomicAdd(work.ticket, 1u);
     __syncthreads();
 

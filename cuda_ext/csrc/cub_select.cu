@@ -1,5 +1,5 @@
 // CUB's DeviceSelect as a peer of `bench codecs`: the elements that are not zero, without their
-// indices. Compiled by the benchmark (megatron_sparse/bench/codecs/cub_peer.py), no part of the
+// indices. Compiled by the benchmark (megatron_sparse/bench/codecs/cub_peer.py); not part of the
 // library.
 #include <cub/device/device_select.cuh>
 
@@ -11,7 +11,7 @@ struct IsNonzero {
 
 }  // namespace
 
-// With a null `scratch` only writes how many bytes of it are needed. Returns a cudaError_t.
+// With a null `scratch` it only writes the number of bytes that it needs. Returns a cudaError_t.
 extern "C" __attribute__((visibility("default"))) int cub_select_nonzero(
     void* scratch, size_t* scratch_bytes, const float* from, float* to, long long* count,
     long long numel, void* stream) {

@@ -1,4 +1,5 @@
-// What the CUDA bindings share: where tensors are, the current stream, and what a kernel found.
+// Shared by the CUDA bindings: checks of devices, the current stream, and reading a kernel's
+// status.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -51,7 +52,7 @@ inline const int64_t* entries_of(const Tensor& tensor) {
   return static_cast<const int64_t*>(tensor.const_data_ptr());
 }
 
-// Copies words to the host and waits for them, and so for everything launched before.
+// Copies words to the host and waits for them, which waits for everything launched before.
 inline std::vector<int64_t> read_words(const int64_t* words, int64_t count, void* stream) {
   std::vector<int64_t> read(count);
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);

@@ -32,7 +32,7 @@ void launch_batch(const DecodeArguments* calls, int64_t count, DecodeParts parts
     const DecodeArguments& call = calls[i];
     batch.call[i] = call;
     batch.work[i] = lay_out_decode_workspace(call.workspace, call.segment_count);
-    // A unit is at least 512 bytes of the message, but for each segment's last.
+    // A unit is at least 512 bytes of the message, except for each segment's last.
     const int64_t warps = call.message_bytes / 512 + call.segment_count;
     wanted = std::max(wanted, (warps + kDecodeWarps - 1) / kDecodeWarps);
     segments += call.segment_count;

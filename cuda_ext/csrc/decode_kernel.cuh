@@ -1,12 +1,12 @@
 // Second and third launch of decode_add_ on CUDA: check every index, word and prefix, then add.
 //
-// acc is changed only if nothing at all is wrong. No two values of a message meet in one element
+// acc is changed only if the whole message is right. No two values of a message go to one element
 // (indices ascend), so there are no atomics, and the sums do not depend on the schedule.
 //
 // A warp takes one unit after the other: a tile of 4096 elements in Pici, else up to 1024 entries.
 // Bytes an element at density d and v bytes a value. COO: 4 d read by the checks, (4 + v) d by the
-// sum. Pici: 1/8 and 1/8 + v d. Both: acc, d sectors of 32 bytes read and written while kept values
-// are far apart, 8 in all when they are not.
+// sum. Pici: 1/8 and 1/8 + v d. Both: acc, d sectors of 32 bytes read and written if kept values
+// are far apart, else 8 bytes in all.
 #pragma once
 
 #include "decode_walk.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ Unit find_unit(const DecodeArguments& call, const Dec
   return {segment, unit - work.unit_begin[segment]};
 }
 
-// The lowest entry wins, whichever warp sees one first.
+// The lowest wrong entry is reported, whichever warp finds one first.
 __device__ __forceinline__ void report(const DecodeWorkspace& work, int64_t segment, int64_t entry,
                                        bool beyond_numel) {
   atomicMin(work.wrong, static_cast<unsigned long long>(segment) << 33 |
@@ -53,14 +53,14 @@ __device__ __forceinline__ void check_indices(const DecodeWorkspace& work, const
   }
 }
 
-// What the last block holds beyond the segment is zero.
+// The last block is zero beyond the segment's end.
 __device__ __forceinline__ void check_block_padding(const DecodeWorkspace& work, const Unit& unit,
                                                     const DecodeRecord& record,
                                                     int64_t value_bytes) {
   const int64_t last = record.blocks - 1;
   const int64_t last_end = (indices_of(record)[last] + int64_t{1}) * record.block_size;
   const int64_t halves = value_bytes / 2;
-  // Not above zero where the last block ends inside the segment.
+  // Not above zero if the last block ends inside the segment.
   const int64_t padded = min(last_end - record.numel, record.block_size) * halves;
   const uint16_t* end =
       reinterpret_cast<const uint16_t*>(record.payload + record.sections.values_end);
@@ -78,7 +78,8 @@ __device__ __forceinline__ void check_tile(const DecodeWorkspace& work, const Un
   const uint32_t* words = reinterpret_cast<const uint32_t*>(record.payload);
   const int64_t nnz = load_tile_words(bits, words + unit.number * kTileWords);
   const uint32_t* prefix = indices_of(record) + unit.number;
-  // The last entry is nnz, each fits the one before, the first is 0: none is above nnz.
+  // The first entry is 0, each follows from the one before, and the last is nnz; so none is above
+  // nnz.
   const int64_t wanted_end = unit.number + 1 == tiles_of(record.numel) ? record.nnz : prefix[1];
   if (lane == 0 && (prefix[1] != wanted_end || prefix[0] + nnz != wanted_end ||
                     (unit.number == 0 && prefix[0] != 0))) {
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
       check_indices(work, unit, indices_of(record), record.nnz, record.numel);
     } else if (record.kind == kKindBlocks) {
       const int64_t limit = (record.numel + record.block_size - 1) / record.block_size;
-      // As many units as values need: enough for the indices, the rest find none.
+      // As many units as the values need; the indices need fewer, so some units find none.
       check_indices(work, unit, indices_of(record), record.blocks, limit);
       if (unit.number == 0) {
         check_block_padding(work, unit, record, dtype_bytes(call.value_dtype));
@@ -124,8 +125,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
   }
 }
 
-// Between check and add, where the caller wants the message alone: the segments' part of acc, which
-// is one piece, becomes zero.
+// Between check and add, if the caller wants the message alone: clears the segments' part of acc,
+// which is contiguous.
 template <int MOST>
 __global__ void __launch_bounds__(kDecodeThreads, 4)
     clear_kernel(const __grid_constant__ DecodeBatch<MOST> batch) {
@@ -190,7 +191,7 @@ __device__ __forceinline__ void add_coo(float* acc, const Unit& unit, const Deco
   }
 }
 
-// 32 elements at a time: a lane takes the one its bit stands for.
+// 32 elements at a time: each lane takes the element of its bit.
 template <int VALUE>
 __device__ __forceinline__ void add_tile(float* acc, const Unit& unit, const DecodeRecord& record,
                                          TileWords& bits) {
@@ -229,14 +230,14 @@ __device__ __forceinline__ void add_block(float* acc, const Unit& unit,
   const int64_t block = unit.number / record.units_per_block;
   const int64_t inside = (unit.number - block * record.units_per_block) * kUnitEntries;
   const int64_t first = indices_of(record)[block] * record.block_size + inside;
-  // The last block may reach past the segment; what lies there is not looked at.
+  // The last block may reach past the segment; values there are ignored.
   const int64_t room = min(record.numel - first, record.block_size - inside);
   const int count = static_cast<int>(min(room, static_cast<int64_t>(kUnitEntries)));
   add_run<VALUE>(acc + first, record.payload + record.sections.values,
                  block * record.block_size + inside, count);
 }
 
-// Says what the checks found, in the first block's first thread.
+// Writes the checks' findings; done by the first block's first thread.
 __device__ inline void write_entry_error(const DecodeArguments& call, const DecodeWorkspace& work,
                                          unsigned long long wrong) {
   const int64_t segment = static_cast<int64_t>(wrong >> 33);

@@ -5,7 +5,7 @@
 
 namespace megatron_sparse {
 
-// What a status names, in the order of decode_records.h.
+// The fields that a status names, in the order of decode_records.h.
 enum DecodeField : int64_t {
   kDecodeSize,
   kDecodeMagic,
@@ -44,11 +44,11 @@ struct DecodeArguments {
   int64_t base;  // acc's first element in the bucket
   int value_dtype;
   uint32_t step;
-  bool fresh;       // take the segments' part of acc for zero, whatever it holds
+  bool fresh;       // ignore the content of the segments' part of acc
   void* workspace;  // 256-byte aligned
   int64_t* status;  // [4], written
   // Null for records back to back; else [segment_count + 1] ascending multiples of 16 from 0 on,
-  // checked by the caller: where records begin, and where the last one's place ends.
+  // checked by the caller: where records begin, and where the last slot ends.
   const int64_t* slots;
 };
 
@@ -61,10 +61,9 @@ void launch_decode_add(const DecodeArguments& arguments, void* stream);
 // Whether the messages of a call add to the same elements of acc.
 enum class DecodeParts { kTheSame, kApart };
 
-// Several messages, each with a workspace and a status of its own and of one value_dtype. Where
-// they add to the same elements they do so in this order. All are walked together and checked
-// together, and added together where their elements differ: walking takes the device as long for
-// many as for one.
+// Several messages, each with a workspace and a status of its own and of one value_dtype. Messages
+// that add to the same elements do so in this order. All are walked together and checked together,
+// and those with different elements are added together: walking many takes as long as walking one.
 void launch_decode_add_all(const DecodeArguments* calls, int64_t count, DecodeParts parts,
                            void* stream);
 

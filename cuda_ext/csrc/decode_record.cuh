@@ -1,4 +1,4 @@
-// A record of a message that is not trusted: where its header and sections are, and what is wrong.
+// A record of an untrusted message: the places of its header and sections, and the first error.
 #pragma once
 
 #include "decode_launch.h"
@@ -9,7 +9,7 @@
 
 namespace megatron_sparse {
 
-// Entries that a warp checks and adds at a time, where the format has no tiles of its own.
+// Entries that a warp checks and adds at a time, for formats without tiles.
 constexpr int kUnitEntries = 1024;
 
 struct DecodeRecord {
@@ -67,7 +67,7 @@ __device__ inline FieldError check_record(const DecodeArguments& call, int64_t s
   if (header.format == kFormatPici && header.flags == 0) record.kind = kKindPiciPaper;
   const uint64_t announced = header.payload_bytes;
   if (record.kind == kKindBlocks) {
-    // The sub-header says how long the record is: it must be there before it is read.
+    // The sub-header holds the record's length: check that it is there before reading it.
     if (announced < kBlocksSubheader) return field_error(kDecodePayloadBytes, announced);
     if (available < kBlocksSubheader) return field_error(kDecodeSize, available);
     const uint4 subheader = *reinterpret_cast<const uint4*>(record.payload);
@@ -76,7 +76,7 @@ __device__ inline FieldError check_record(const DecodeArguments& call, int64_t s
     if (subheader.x == 0 || subheader.z != 0 || subheader.w != 0) {
       return field_error(kDecodeBlockSize, subheader.x);
     }
-    // As many as the segment has, so that the sizes below cannot overflow.
+    // At most as many as the segment has, so that the sizes below cannot overflow.
     const int64_t most = (numel + record.block_size - 1) / record.block_size;
     if (record.blocks > most || record.nnz > record.blocks * record.block_size) {
       return field_error(kDecodeBlockCount, subheader.y);
@@ -106,8 +106,8 @@ __device__ __forceinline__ int64_t units_of(const DecodeRecord& record) {
   }
 }
 
-// Where each record begins, as far as the sizes can be followed; returns how many begin inside the
-// message, and where the last one ends.
+// Finds where each record begins, as long as the sizes are possible; returns how many begin inside
+// the message, and where the last one ends.
 __device__ inline int64_t follow_sizes(const DecodeArguments& call, int64_t* header_at,
                                        int64_t& end) {
   int64_t at = 0, walked = 0;
@@ -115,7 +115,7 @@ __device__ inline int64_t follow_sizes(const DecodeArguments& call, int64_t* hea
     header_at[walked++] = at;
     const uint64_t payload = reinterpret_cast<const Header*>(call.message + at)->payload_bytes;
     at += kHeaderBytes;
-    // Such a size is wrong, and check_record says why; the next record cannot be found.
+    // Such a size is wrong, so the next record cannot be found; check_record reports the reason.
     if (payload > static_cast<uint64_t>(call.message_bytes - at) || payload % 16 != 0) break;
     at += static_cast<int64_t>(payload);
   }

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kDenseStep = int64_t{1} << 16;  // elements of a chunk, dense or in blocks
 constexpr int64_t kCooStep = int64_t{1} << 13;    // entries
 constexpr int64_t kTileStep = 32;                 // tiles
-// From this many elements a chunk on, going through all of it is faster than one by one.
+// From this many elements a chunk on, processing the whole chunk is faster than single elements.
 constexpr int64_t kCrowded = kTileStep * kPiciTile / 8;
 
 template <class T>
@@ -47,7 +47,7 @@ int64_t step_of(const DecodeChunk& record) {
   }
 }
 
-// Checks one header and sub-header and sets what is the same in all of the record's chunks.
+// Checks one header and sub-header and sets the fields that all of the record's chunks share.
 Status check_record(const Header& header, const uint8_t* payload, int64_t available,
                     const Expected& expected, DecodeChunk& record) {
   const auto wrong = [&record](Field field, uint64_t value) {

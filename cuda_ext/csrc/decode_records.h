@@ -1,8 +1,7 @@
-// The decoder of wire messages on the CPU: checks a peer's message to the last bit, then adds it.
+// The decoder of wire messages on the CPU: checks a peer's message completely, then adds it.
 //
 // Nothing in the message is trusted, and the accumulator is changed only if all of it is right.
-// Free of torch, so that a fuzzer can be built around it (scripts/fuzz.sh); the caller brings the
-// threads.
+// Free of torch, so that a fuzzer can use it (scripts/fuzz.sh); the caller provides the threads.
 #pragma once
 
 #include <atomic>
@@ -14,8 +13,8 @@
 
 namespace megatron_sparse {
 
-// Names and order are repeated in cuda_ext/decode_ops.py (MESSAGE_FIELDS) and, but for the last, in
-// decode_launch.h.
+// cuda_ext/decode_ops.py (MESSAGE_FIELDS) and, except for the last, decode_launch.h repeat names
+// and order.
 enum Field : int64_t {
   kFieldSize,
   kFieldMagic,
@@ -44,15 +43,15 @@ struct Status {
   int64_t value = 0;
 };
 
-// What the receiver expects; segment s is [offsets[s], offsets[s + 1]) of the bucket.
+// The layout that the receiver expects; segment s is [offsets[s], offsets[s + 1]) of the bucket.
 struct Expected {
   const int64_t* offsets;
   int64_t segment_count;
   int value_dtype;
   uint32_t step;
   int64_t base;  // the bucket's element that the accumulator begins with
-  // Where the records begin, and the end of the last one's place; null for back to back. What lies
-  // behind a record in its place is not looked at.
+  // Where the records begin, and the end of the last slot; null for back to back. Bytes behind a
+  // record in its slot are not read.
   const int64_t* slots = nullptr;
 };
 
@@ -75,7 +74,7 @@ struct DecodeChunk {
 Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected& expected,
                    std::vector<DecodeChunk>& chunks);
 
-// Checks what the headers do not say: indices, prefix sums, bits and padding.
+// Checks everything but the headers: indices, prefix sums, bits and padding.
 Status check_chunk(const DecodeChunk& chunk, int value_dtype, const Kernels& kernel);
 
 // Adds a checked chunk. With `fresh` the accumulator's content is ignored and becomes the chunk's,
@@ -91,7 +90,7 @@ Status decode_records(const uint8_t* message, int64_t message_bytes, const Expec
   const Status status = find_chunks(message, message_bytes, expected, chunks);
   if (status.wrong) return status;
   const int64_t count = static_cast<int64_t>(chunks.size());
-  // The lowest bad chunk is reported, whichever thread saw one first.
+  // The lowest bad chunk is reported, whichever thread finds one first.
   std::atomic<int64_t> bad{count};
   parallel(count, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {

@@ -1,8 +1,8 @@
 // First launch of decode_add_ on CUDA: follows a message's records and checks every header.
 //
-// Nothing in the message is trusted. One thread follows the sizes, a load for each record, and
-// never leaves the message; then the block checks all headers at once. The status is that of the
-// CPU's decoder: the lowest wrong segment, and of its fields the first in the order of DecodeField.
+// The message is untrusted. One thread follows the sizes, with a load for each record, and never
+// leaves the message; then the block checks all headers at once. The status is that of the CPU's
+// decoder: the lowest wrong segment, and of its fields the first in the order of DecodeField.
 #pragma once
 
 #include "decode_record.cuh"
@@ -21,7 +21,8 @@ struct DecodeWorkspace {
   int64_t bytes;
 };
 
-// Messages of one launch: the grid's y axis. What a kernel gets of it stays where it is.
+// Messages of one launch: the grid's y axis. Kernels take this by value, so it stays in parameter
+// memory.
 template <int MOST>
 struct DecodeBatch {
   DecodeArguments call[MOST];
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kWalkThreads)
       walked = follow_sizes(call, work.header_at, end);
     } else {
       end = call.slots[call.segment_count];
-      // None is looked at in a message that is not as long as the slots.
+      // If the message is not as long as the slots, no record is read.
       walked = end == call.message_bytes ? call.segment_count : 0;
     }
   }

@@ -84,7 +84,7 @@ MS_INLINE typename L::U round_magnitude(typename L::U u, typename L::U random) {
   return rounded;
 }
 
-// What the pruning of one element leaves behind, as raw bits of the two buffers' dtypes.
+// The result of pruning one element, as raw bits of the two buffers' dtypes.
 template <class L>
 struct Pruned {
   typename L::U grad;
@@ -107,7 +107,7 @@ MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual
   U random = {};
   if constexpr (G != Grid::kFp32 && STOCHASTIC) random = hash_bits(value_seed, low);
   const U rounded = round_magnitude<L, G, STOCHASTIC, true>(magnitude, random);
-  // One NaN for all machines: which operand's payload survives an addition differs between them.
+  // Use one NaN on all machines: they differ in which operand's payload survives an addition.
   const U special = L::select(magnitude > kInfinity, U{} + kNan, bits);
   const U kept = L::select(finite, sign | rounded, special);
   const U out = L::select(drop, U{}, kept);

@@ -1,8 +1,8 @@
 // encode on the CPU: the bucket becomes one record for each segment, dense where that is smaller.
 //
-// The gradient is read once: chunks stage what is not zero (stage.h), and once it is known where
-// each one's part begins, place it. Dense records are converted from the gradient instead. Chunks
-// do not depend on threads, nor do the bytes.
+// The gradient is read once: chunks stage the non-zero elements (stage.h), and place them once each
+// chunk's place is known. Dense records are converted from the gradient instead. Neither chunks nor
+// bytes depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -27,7 +27,7 @@ Tensor encode_cpu(const Tensor& grad, const Tensor& segment_offsets, const Tenso
   const int64_t* offsets = request.offsets;
 
   // The number of blocks is known only after the pass over the gradient; until then every record
-  // that could be of blocks counts as one.
+  // that could consist of blocks counts as such.
   std::vector<SegmentCount> found(request.segment_count);
   for (int64_t s = 0; s < request.segment_count; ++s) {
     const int64_t numel = offsets[s + 1] - offsets[s];

@@ -1,4 +1,4 @@
-// What encode's and prune_encode's CPU bindings share: checks, and the plan of all records.
+// Shared by encode's and prune_encode's CPU bindings: checks, and the plan of all records.
 #pragma once
 
 #include <vector>
@@ -58,7 +58,7 @@ inline EncodeRequest check_encode(const char* op, int64_t numel, const Tensor& s
           block_size};
 }
 
-// The rest of a chunk's staging, by the thread that staged it.
+// The rest of a chunk's staging area, filled by the thread that stages it.
 inline void finish_chunk(StageChunk& chunk, const EncodeRequest& request) {
   clear_words_behind(chunk);
   if (request.kind == kKindBlocks) chunk.blocks = count_blocks(chunk, request.block_size);

@@ -36,7 +36,7 @@ inline void check_encode(const EncodeRequest& r) {
   dtype_code(r.grad, "encode: grad");
   check_dtype_code(r.value_dtype, "encode: value_dtype");
   const int64_t segment_count = r.segment_formats.numel();
-  // The contents of these two are on the device; the kernels check them and set the status.
+  // The contents of these two are on the device, so the kernels check them and set the status.
   check_vector(r.segment_formats, "encode: segment_formats", ScalarType::Byte, -1);
   check_vector(r.segment_offsets, "encode: segment_offsets", ScalarType::Long, segment_count + 1);
   MS_CHECK(r.step >= 0, "encode: step is out of range", "0 or more", r.step);

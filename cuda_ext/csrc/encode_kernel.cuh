@@ -19,7 +19,7 @@ struct GradSource {
     const Raw* from = static_cast<const Raw*>(grad) + place.begin;
     const int shifted_end = place.length + place.head;
     Vector loaded[kRounds];
-    // All whole vectors are on their way before the first is used.
+    // All whole vectors are requested before the first is used.
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       const int at = (round * kCompactThreads + threadIdx.x) * kVector;

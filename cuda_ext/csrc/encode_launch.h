@@ -5,12 +5,12 @@
 
 namespace megatron_sparse {
 
-// What goes wrong on the device: status[0].
+// Errors on the device: status[0].
 enum EncodeError : int64_t {
   kEncodeOk = 0,
   kEncodeCapacity = 1,  // status: {1, 0, bytes needed, bytes there}; nothing was written to `out`
   kEncodeSegments = 2,  // segment_offsets do not cut the bucket: {2, segment, offset, numel}
-  kEncodeFormat = 3,    // an unknown format was asked for: {3, segment, format, 0}
+  kEncodeFormat = 3,    // an unknown format was requested: {3, segment, format, 0}
   kEncodeSlot = 4,      // a record is longer than its slot: {4, segment, bytes needed, bytes there}
 };
 
@@ -24,7 +24,7 @@ struct EncodeArguments {
   const uint8_t* segment_kinds;    // [segment_count], RecordKind
   int64_t segment_count;
   uint32_t step;
-  int64_t block_size;      // of blocks: a power of two in [64, 4096]; 0 where none is asked for
+  int64_t block_size;      // of blocks: a power of two in [64, 4096]; 0 if none is requested
   uint8_t* out;            // 16-byte aligned
   int64_t capacity;        // bytes of `out`
   void* workspace;         // 256-byte aligned
@@ -38,7 +38,7 @@ struct EncodeArguments {
   const int64_t* most_nnz;
 };
 
-// What prune_encode does before it encodes. All pointers are on the device.
+// The pruning that prune_encode does before it encodes. All pointers are on the device.
 struct PruneArguments {
   void* residual;                // changed
   const int64_t* range_offsets;  // [range_count + 1]
@@ -51,11 +51,11 @@ struct PruneArguments {
 
 int64_t encode_workspace_bytes(const EncodeArguments& arguments);
 
-// Encode what is not zero in the gradient. Launches on `stream` (a cudaStream_t) and returns at
-// once; the caller reads the launches' error with cudaGetLastError.
+// Encodes the non-zero elements of the gradient. Launches on `stream` (a cudaStream_t) and returns
+// at once; the caller reads the launches' error with cudaGetLastError.
 void launch_encode(const EncodeArguments& arguments, void* stream);
 
-// The same for the pruned gradient + residual; the gradient is left alone.
+// The same for the pruned gradient + residual; the gradient is only read.
 void launch_prune_encode(const EncodeArguments& arguments, const PruneArguments& prune,
                          void* stream);
 

@@ -8,7 +8,7 @@ namespace megatron_sparse {
 
 inline Workspace workspace_of(const EncodeArguments& a) {
   const int64_t value_bytes = dtype_bytes(a.value_dtype);
-  // What a limit takes back must have been staged.
+  // Elements that a limit takes back must have been staged.
   const int64_t staged_bytes = a.most_nnz != nullptr ? a.numel * value_bytes : a.capacity;
   return lay_out_workspace(a.workspace, a.numel, a.segment_count, value_bytes, staged_bytes,
                            a.block_size != 0);
@@ -31,11 +31,11 @@ void launch_compact(const EncodeArguments& a, const Source& source, const Worksp
 void launch_compact_grad(const EncodeArguments& arguments, const Workspace& work,
                          cudaStream_t stream);
 
-// Plans the records and moves what was kept into them; between slots nothing is written.
+// Plans the records and moves the kept elements into them; writes nothing between slots.
 void launch_place_records(const EncodeArguments& arguments, const Workspace& work,
                           cudaStream_t stream);
 
-// The same, after slots were cleared: what travels whole must not hold what was there before.
+// The same, but clears the slots first: they are sent whole and must not contain older data.
 void launch_place(const EncodeArguments& arguments, const Workspace& work, cudaStream_t stream);
 
 }  // namespace megatron_sparse

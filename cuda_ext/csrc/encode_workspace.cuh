@@ -1,4 +1,4 @@
-// What the launches of an encoder share: arguments and scratch memory on the device.
+// Shared by the launches of an encoder: arguments and scratch memory on the device.
 #pragma once
 
 #include "encode_launch.h"
@@ -8,7 +8,7 @@
 
 namespace megatron_sparse {
 
-// A segment's record, once it is known what it will be.
+// A segment's record, once its format and place are known.
 struct RecordPlan {
   int64_t at;  // of its header in the message
   Sections sections;
@@ -19,17 +19,17 @@ struct RecordPlan {
   uint8_t kind;
 };
 
-inline constexpr int kSignGroups = 8;  // of a tile: what one warp of compaction sees to
+inline constexpr int kSignGroups = 8;  // of a tile: the part of one warp of compaction
 
 // Tiles of 4096 elements restart in each segment and are numbered through the bucket.
 struct Workspace {
   ScanState* nnz_states;    // [tiles], zeroed; after compaction, inclusive prefixes
-  ScanState* block_states;  // likewise, of non-zero blocks; null where there can be none
+  ScanState* block_states;  // likewise, of non-zero blocks; null if there are none
   unsigned int* ticket;     // zeroed
   int64_t* tile_begin;      // [segments + 1]: first tile of each segment
   RecordPlan* plans;        // [segments]
   uint32_t* words;          // [128 * tiles]: bit b of word w says that element 32 w + b is kept
-  uint32_t* signs;          // likewise, that it is -0.0; only where has_signs says so
+  uint32_t* signs;          // likewise, that it is -0.0; valid only where has_signs is set
   uint8_t* has_signs;       // [tiles * kSignGroups]: whether these words of `signs` were written
   void* values;             // [value_capacity] kept values of all segments, back to back
   int64_t value_capacity;
@@ -42,7 +42,7 @@ inline Workspace lay_out_workspace(void* base, int64_t numel, int64_t segment_co
   // Each segment can end in a partial tile.
   const int64_t tiles = numel / kPiciTile + segment_count;
   Workspace w = {};
-  // Values that do not fit the message need not fit here.
+  // Values that have no room in the message need none here.
   w.value_capacity = numel < capacity / value_bytes ? numel : capacity / value_bytes;
   Carver memory(base);
   w.nnz_states = memory.take<ScanState>(tiles);

@@ -1,6 +1,6 @@
 // Error texts of the bindings of hashing and row-sparse gradients: "what | expected | got".
 //
-// Free of torch, so that the emulator's tests read the same text as a GPU's user.
+// Free of torch, so that the emulator's tests check the same texts that users of a GPU see.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ inline std::string missing_error_text(int64_t row) {
   return text.str();
 }
 
-// Local rows that the compacted buffer has no place for.
+// Local rows that are not in the compacted buffer.
 inline std::string absent_error_text(int64_t wanted, int64_t found) {
   std::ostringstream text;
   text << "row_sparse_expand: a local row is not in the union | " << wanted

@@ -1,4 +1,4 @@
-// Which piece of a table of ascending offsets an element lies in. Free of torch headers.
+// Finds the piece of a table of ascending offsets that contains an element. Free of torch headers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +7,7 @@
 
 namespace megatron_sparse {
 
-// The last range that begins at or before `at`: never empty, and inside the table whatever it
-// holds.
+// The last range that begins at or before `at`: never empty, and inside the table for any content.
 __device__ __forceinline__ int64_t find_range(const int64_t* offsets, int64_t count, int64_t at) {
   int64_t low = 0, high = count;
   while (high - low > 1) {

@@ -1,8 +1,8 @@
-// The hash bitmap on the CPU (ZEN, Algorithm 2): which of a partition's positions are not zero.
+// The hash bitmap on the CPU (ZEN, Algorithm 2): marks the non-zero positions of a partition.
 //
 // Bit r of 64-bit word w stands for position 64 w + r of the partition; its element follows from
 // the permutation's inverse or, in the paper's way, from the partition's sorted index set. Bitmaps
-// arrive from peers: they are counted and compared before anything is written.
+// come from peers, so they are counted and compared before anything is written.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
@@ -33,8 +33,8 @@ const uint8_t* check_bytes(const Tensor& tensor, const char* name, int64_t bytes
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-// Chunks stage their values where they would lie if none were zero, which no other chunk touches;
-// once it is known how many are before it, each moves down.
+// Each chunk stages its values where they would be if no value were zero; no other chunk touches
+// this place. Once the counts of the chunks before are known, it moves them down.
 int64_t pack(const char* values, int dtype, int64_t positions, uint8_t* words, uint8_t* packed) {
   const int64_t value_bytes = dtype_bytes(dtype);
   const int64_t chunks = (positions + kChunkPositions - 1) / kChunkPositions;
@@ -125,7 +125,7 @@ class Elements {
   const int32_t* set_ = nullptr;
 };
 
-// A bitmap whose bits were counted: afterwards no bit lies beyond the positions.
+// A bitmap whose bits were counted and checked: no bit is beyond the positions.
 struct Counted {
   BitmapField field = kFits;
   int64_t found = 0;

@@ -1,15 +1,15 @@
 // The hash bitmap on CUDA (ZEN, Algorithm 2); hash_bitmap.cpp is the same for the CPU.
 //
 // Packing is one launch: a block takes tiles of 4096 positions by ticket, holds them in registers,
-// writes their bits, and puts the values that are not zero where decoupled look-back says. Reading
-// is two: the bits of all tiles are counted and compared with what is expected, then each warp
-// takes a tile, and each lane the bits of four words: the element of a set bit follows from the
-// permutation's inverse or from the index set. Positions have different elements, so there are no
-// atomics and the sums do not depend on the schedule.
+// writes their bits, and stores the non-zero values at the place that decoupled look-back finds.
+// Reading takes two launches: the bits of all tiles are counted and compared with what is expected,
+// then each warp takes a tile, and each lane the bits of four words: the element of a set bit
+// follows from the permutation's inverse or from the index set. Positions have different elements,
+// so there are no atomics and the sums do not depend on the schedule.
 //
 // Bytes a position at density d and v bytes a value. Packing: v read, 1/8 + d v written. Adding:
 // 2/8
-// + d v read, d sectors of 32 bytes of acc read and written, for hashed elements lie anywhere.
+// + d v read, d sectors of 32 bytes of acc read and written, because hashed elements are scattered.
 #include "elementwise.h"
 #include "hash_launch.h"
 #include "hash_partition.h"
@@ -34,7 +34,7 @@ MS_INLINE int64_t bitmap_tiles(int64_t positions) {
 struct BitmapWorkspace {
   ScanState* states;  // zeroed, one for each tile
   unsigned* ticket;   // zeroed
-  // Zeroed; of what is wrong, how far from the end it is: 0 is nothing, the largest is the first.
+  // Zeroed; the distance of an error from the end: 0 is no error, the largest is the first one.
   unsigned long long* stray_bits;
   unsigned long long* wrong_set;
   int64_t zeroed_bytes;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kBitmapThreads, 4)
     const int64_t word_at = tile * kBitmapWords + warp * kWarpRounds + lane;
     if (lane < kWarpRounds && word_at < word_count) call.words[word_at] = my_word;
     const int count = __popc(my_word);
-    // A thread's prefix is that of its word; lanes without a word stand behind them all.
+    // A thread's prefix is that of its word; lanes without a word come after all words.
     const int64_t before = tile_prefix(shared, work.states, tile, count);
     if (tile + 1 == tiles && threadIdx.x == kBitmapThreads - 1) *call.nnz = before + count;
 #pragma unroll
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kBitmapThreads, 4)
   }
 }
 
-// Decides, after the count, what is wrong with the bitmap; the first thread writes it.
+// After the count: finds the first error of the bitmap; the first thread writes it.
 __device__ __forceinline__ bool bitmap_fits(const BitmapArguments& call,
                                             const BitmapWorkspace& work, int64_t tiles) {
   const int64_t counted = prefix_after(work.states, tiles - 1);
@@ -226,7 +226,7 @@ void launch_checks(const BitmapArguments& call, const BitmapWorkspace& work, cud
   cudaLaunchKernelEx(&items, bitmap_set_kernel, call, work);
 }
 
-// Blocks for the second launch: one at least, to write the status.
+// Blocks for the second launch: at least one, to write the status.
 cudaLaunchConfig_t grid_of_tiles(const BitmapArguments& call, cudaStream_t stream) {
   const int64_t tiles = bitmap_tiles(call.positions);
   return grid_of_items((tiles < 1 ? 1 : tiles) * 32, kBitmapThreads, stream);

@@ -1,5 +1,5 @@
 // The partition hash's permutation (hash_partition.h) of many entries, for each instruction set:
-// the turns are straight-line code that the compiler turns into vectors; few entries walk on.
+// the turns are straight-line code that the compiler vectorises; few entries need more turns.
 #pragma once
 
 #include "hash_partition.h"
@@ -7,7 +7,7 @@
 namespace megatron_sparse {
 namespace MS_ISA {
 
-// The permutation is copied: for all the compiler knows, it might lie among the entries.
+// The permutation is copied: the compiler must assume that it might overlap the entries.
 inline void permute(const Permutation& permutation, uint32_t* x, int64_t count) {
   const Permutation p = permutation;
   for (int64_t i = 0; i < count; ++i) x[i] = permute_turn(p, x[i]);

@@ -2,7 +2,7 @@
 //
 // All pointers of the arguments are on the device; workspaces are 256-byte aligned. Launches go to
 // `stream` (a cudaStream_t) and return at once; the caller reads their error with cudaGetLastError.
-// A status word holds the position of what is wrong, or kNothingFound; the caller reads it, too.
+// A status word holds the position of the first error, or kNothingFound; the caller reads it too.
 #pragma once
 
 #include <cstdint>
@@ -95,17 +95,18 @@ struct BitmapArguments {
   void* workspace;
 };
 
-// What a status names; hash_bitmap.cpp has the first three, cuda_ext/hash_ops.py repeats them.
+// The fields that a status names; hash_bitmap.cpp uses the first three, cuda_ext/hash_ops.py
+// repeats them.
 enum BitmapField : int64_t { kFits = 0, kFieldNnz = 1, kFieldBitmap = 2, kFieldIndexSet = 3 };
 
 int64_t bitmap_workspace_bytes(int64_t positions);
 
 void launch_hash_bitmap_pack(const BitmapPackArguments& arguments, void* stream);
 
-// Adds the values to their elements of acc; acc is untouched unless the bitmap fits.
+// Adds the values to their elements of acc; acc is untouched unless the bitmap is right.
 void launch_hash_bitmap_add(const BitmapArguments& arguments, void* stream);
 
-// Writes the elements of the set bits by position; -1 everywhere unless the bitmap fits.
+// Writes the elements of the set bits by position; -1 everywhere unless the bitmap is right.
 void launch_hash_bitmap_elements(const BitmapArguments& arguments, void* stream);
 
 }  // namespace megatron_sparse

@@ -1,11 +1,11 @@
 // ZEN's Algorithm 1 on CUDA: every entry finds a slot of its partition in a hash memory.
 //
-// hash_partition_hierarchical.cpp is the same for the CPU and says why check, write and read after
-// write are one compare-and-swap here. One thread an entry: up to k rehashes into the r1 parallel
-// slots, then a ticket of an atomic counter for the r2 serial ones; what overflows them goes to a
-// list with its ticket. The memory is then compacted, partition after partition, in the order of
-// the slots, and each partition's overflow follows. Which slot an entry has depends on the
-// schedule: the caller orders the entries.
+// hash_partition_hierarchical.cpp is the same for the CPU and explains why one compare-and-swap
+// replaces the paper's check, write and read-back. One thread an entry: up to k rehashes into the
+// r1 parallel slots, then a ticket of an atomic counter for the r2 serial ones; entries that
+// overflow them go to a list with their tickets. The memory is then compacted, partition after
+// partition, in the order of the slots, and each partition's overflow follows. An entry's slot
+// depends on the schedule, so the caller sorts the entries.
 //
 // Bytes: 16 an entry read; 4 (r1 + r2) n written once and read once; 32 an entry touched for the
 // sector of its slot; 8 an entry written.
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kScanThreads)
   }
 }
 
-// One block: by how much the serial memory of each partition has to grow, summed up.
+// One block: the prefix sums of how much each partition's serial memory has to grow.
 __global__ void __launch_bounds__(kScanThreads)
     memory_grow_kernel(HashMemoryArguments call, MemoryWorkspace work) {
   __shared__ int64_t sums[kScanThreads / 32];
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kScanThreads)
   }
 }
 
-// What overflowed the serial memory of a partition follows its slots.
+// The overflow of a partition's serial memory follows its slots.
 __global__ void __launch_bounds__(kScanThreads)
     memory_overflow_kernel(HashMemoryArguments call, MemoryWorkspace work) {
   for (int64_t i = first_item(); i < *work.waiting; i += item_stride()) {

@@ -7,7 +7,7 @@
 namespace megatron_sparse {
 namespace {
 
-// Applies `map` to blocks of entries, in place, and `finish` to every one that comes out.
+// Applies `map` to blocks of entries, in place, and `finish` to every result.
 template <class Map, class Finish>
 Tensor map_entries(const Tensor& entries, const int64_t* in, const Map& map, const Finish& finish) {
   Tensor result = torch::stable::new_empty(entries, {entries.numel()});

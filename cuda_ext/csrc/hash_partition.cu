@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kMapThreads)
   for (int64_t i = first_item(); i < call.count; i += item_stride()) {
     const int64_t entry = call.entries[i];
     if (entry < 0 || entry >= call.numel) {
-      // As an unsigned number "nothing" is the largest.
+      // "Nothing", as an unsigned number, is the largest.
       atomicMin(reinterpret_cast<unsigned long long*>(call.status),
                 static_cast<unsigned long long>(i));
       continue;

@@ -1,4 +1,4 @@
-// h0 of ZEN (Algorithm 1): which of n partitions an element of a segment belongs to.
+// h0 of ZEN (Algorithm 1): maps an element of a segment to one of n partitions.
 //
 // Two hashes, both a pure function of (seed, element), so all ranks agree without communication:
 //
@@ -6,15 +6,15 @@
 //     of permuted positions, so (element) <-> (partition, position) costs O(1) memory both ways.
 //     On b bits, 2^b the least power of two >= max(numel, 2), four rounds of
 //         x = ((x ^ key_r) * multiplier_r) mod 2^b;   x ^= x >> ceil(b / 2)
-//     each invertible: the multiplier is odd, and a shift by half the bits undoes itself. What
-//     lands at numel or above goes round again (cycle walking; at most half of the 2^b values do,
-//     so less than one extra turn each on average). Multiplying by a random odd number and looking
-//     at the upper bits is the universal hash of Dietzfelbinger et al. (1997).
+//     each invertible: the multiplier is odd, and a shift by half the bits undoes itself. A
+//     result of numel or above takes another turn (cycle walking; at most half of the 2^b values
+//     do, so less than one extra turn each on average). Multiplying by a random odd number and
+//     taking the upper bits is the universal hash of Dietzfelbinger et al. (1997).
 //     key_r and multiplier_r are the two words of hash_seed(seed, kDrawRound + r), the second | 1.
 //     Three rounds are too few: strides of powers of two then exceed Theorem 2's bound more often
 //     than random mappings; with four, chi-squared over partitions is theirs.
 //
-//   general (the paper's way): murmur3's finaliser, scaled to [0, n). It has no inverse, so the
+//   general (the paper's): murmur3's finaliser, scaled to [0, n). It has no inverse, so the
 //     sorted elements of each partition are kept: 4 bytes for each element of the segment.
 //
 // megatron_sparse/reference/hash_partition.py repeats both.

@@ -1,4 +1,4 @@
-// What the CPU bindings of hashing and row-sparse gradients share.
+// Shared by the CPU bindings of hashing and row-sparse gradients.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -1,6 +1,6 @@
 // The partition hash, the stable partition and Algorithm 1 on CUDA: checks, device, stream, launch.
 //
-// Each call waits for its launches and reads a few words: what they found out of range.
+// Each call waits for its launches and reads a few words: the entries found out of range.
 #include "cuda_binding.h"
 #include "error_text.h"
 #include "hash_check.h"

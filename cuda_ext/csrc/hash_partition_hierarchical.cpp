@@ -110,7 +110,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hierarchical_hash_cpu(
     }
   });
 
-  // The serial memory grows by exactly what the counters went beyond it.
+  // The serial memory grows by exactly the overflow of its counters.
   std::vector<int64_t> grown_begin(partitions + 1, 0);
   int64_t serial = 0;
   for (int64_t p = 0; p < partitions; ++p) {
@@ -125,8 +125,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hierarchical_hash_cpu(
     }
   }
 
-  // Extraction. Which slot an entry took depends on the threads; sorting forgets it. The keys are
-  // (index, entry), so even repeated indices come in the order in which they were given.
+  // Extraction. An entry's slot depends on the threads; sorting removes this dependence. The keys
+  // are (index, entry), so even repeated indices come in the order in which they were given.
   std::vector<std::vector<uint64_t>> extracted(partitions);
   const auto key_of = [index](uint32_t entry) {
     return static_cast<uint64_t>(index[entry]) << 32 | entry;

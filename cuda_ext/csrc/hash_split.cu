@@ -1,11 +1,11 @@
-// A rank's entries by partition, each partition in the order of the entries: what Algorithm 1 and a
-// sort would give, by counting. It replaces Algorithm 1's memory where order is wanted anyway.
+// Orders a rank's entries by partition, by counting; inside a partition they keep their order. The
+// result is that of Algorithm 1 and a sort. It replaces Algorithm 1 if the order is needed anyway.
 //
 // One pass for each 8 bits of the partition's number (one up to 256 partitions, else two), three
 // launches a pass: every block counts the digits of its tile of entries; a scan over (digit, tile)
-// says where each tile's entries of a digit begin; every block counts again, warp by warp, and puts
-// its entries there. Inside a warp, lanes of the same digit find one another with __match_any_sync,
-// so that no atomic decides an order: the result is the same for every schedule.
+// gives the place where each tile's entries of a digit begin; every block counts again, warp by
+// warp, and puts its entries there. Inside a warp, lanes of the same digit find one another with
+// __match_any_sync, so that no atomic decides an order: the result is the same for every schedule.
 //
 // Bytes an entry and pass: 2 x 8 read of the partitions, 4 read and written of the entries' numbers
 // (8 written in the last pass), and 4 x 256 x 3 for each tile of 2048.
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kScanThreads, 4)
   }
 }
 
-// Where each partition begins, from the order; and whether all partitions are in range.
+// Finds where each partition begins, from the order, and checks that all partitions are in range.
 __global__ void __launch_bounds__(kScanThreads) split_offsets_kernel(HashSplitArguments call) {
   for (int64_t i = first_item(); i <= call.count; i += item_stride()) {
     const bool last = i == call.count;
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kScanThreads) split_offsets_kernel(HashSplitAr
                 static_cast<unsigned long long>(call.order[i]));
       continue;
     }
-    // What is out of range has no place here: the caller refuses it.
+    // An entry out of range gets no place; the caller raises an error.
     for (int64_t p = max(before, int64_t{-1}) + 1; p <= here; ++p) call.offsets[p] = i;
   }
 }

@@ -42,7 +42,8 @@ inline int64_t coo_payload_bytes(int64_t nnz, int64_t value_bytes) {
   return pad16(nnz * 4) + pad16(nnz * value_bytes);
 }
 
-// CRC-32 of IEEE 802.3 (zlib's), bit by bit: a header has 44 bytes, which is no place for a table.
+// CRC-32 of IEEE 802.3 (zlib's), bit by bit, because for the 44 bytes of a header a table does not
+// pay.
 inline uint32_t header_checksum(const Header& header) {
   unsigned char bytes[sizeof(Header)];
   std::memcpy(bytes, &header, sizeof bytes);

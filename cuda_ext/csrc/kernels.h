@@ -34,8 +34,8 @@ struct Kernels {
   // [stochastic].
   int64_t (*prune[3][2][3][2])(const PruneCall&);
 
-  // Prunes likewise, but leaves the gradient alone and stages what it would become; wire is also
-  // the dtype of the staged values. [grad][residual is bf16][wire][stochastic]
+  // Prunes likewise, but only reads the gradient and stages its pruned values; wire is also the
+  // dtype of the staged values. [grad][residual is bf16][wire][stochastic]
   int64_t (*prune_stage[3][2][3][2])(const PruneCall&, const StagedSpan&);
 
   // Stages a gradient as it is, from bit 0 on and without signs; returns how many elements are not
@@ -45,13 +45,13 @@ struct Kernels {
   // How many bits are set in 64-bit words of any alignment.
   int64_t (*count_bits)(const void* words, int64_t word_count);
 
-  // Writes the positions of the set bits, from `first` upwards, and not a byte more; `count` is
-  // what count_bits says.
+  // Writes the positions of the set bits, from `first` upwards, and not a byte more; `count` is the
+  // result of count_bits.
   void (*list_bits)(const void* words, int64_t word_count, int32_t first, int64_t count,
                     void* indices);
 
-  // The elements of which `words` names the non-zero ones, `values` holds them and `signs` (or
-  // null) names those that are -0.0. Reads up to a vector behind the last value. [value dtype]
+  // Restores the elements: `words` marks the non-zero ones, `values` holds them, and `signs` (or
+  // null) marks those that are -0.0. Reads up to a vector behind the last value. [value dtype]
   void (*expand[3])(const uint64_t* words, const uint64_t* signs, const void* values, int64_t numel,
                     void* out);
 

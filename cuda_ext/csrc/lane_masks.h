@@ -97,7 +97,7 @@ MS_INLINE VectorLanes::U permute(VectorLanes::U u, const uint8_t* order) {
 }
 #endif
 
-// The lanes of `u` that `mask` names, packed to the left; what the other lanes hold is undefined.
+// The lanes of `u` that `mask` names, packed to the left; the other lanes are undefined.
 MS_INLINE VectorLanes::U pack_left(VectorLanes::U u, uint32_t mask) {
 #if defined(__AVX512F__)
   // In a register: compressing straight into memory is microcoded, and slow, on some machines.

@@ -1,4 +1,4 @@
-// How many blocks a launch gets, and its scratch memory; shared by the launchers.
+// The number of blocks of a launch, and its scratch memory; shared by the launchers.
 #pragma once
 
 #include <cuda_runtime.h>

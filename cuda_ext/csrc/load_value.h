@@ -18,13 +18,13 @@ MS_INLINE uint32_t magnitude_bits(float x) {
   return bits < kInfinity ? bits : kInfinity;
 }
 
-// A threshold that `largest`, the largest sample, exceeds: equal gradients would be starved for
-// ever if nothing did. Fp32 bits.
+// A threshold below `largest`, the largest sample: otherwise equal gradients would never be sent.
+// Fp32 bits.
 MS_INLINE uint32_t break_tie(uint32_t threshold, uint32_t largest) {
   return largest == threshold && threshold > 0 ? threshold - 1 : threshold;
 }
 
-// How many of `count` > 0 samples are to be greater than the threshold.
+// How many of `count` > 0 samples must be greater than the threshold.
 MS_INLINE int64_t threshold_rank(float density, int64_t count) {
   const double share = static_cast<double>(density) * static_cast<double>(count);
   const int64_t wanted = static_cast<int64_t>(share);

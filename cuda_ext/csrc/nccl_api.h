@@ -1,5 +1,5 @@
-// What is called of NCCL, by address: the library is the one that torch has loaded, and building
-// needs none. Types and numbers are nccl.h's, which have been these since NCCL 2.7.
+// NCCL's functions, called by address: the library is the one that torch has loaded, so the build
+// needs none. Types and numbers are those of nccl.h, unchanged since NCCL 2.7.
 #pragma once
 
 #include <cstddef>

@@ -18,8 +18,8 @@ namespace {
 
 constexpr int kSpoilThreads = 32;
 
-// If anything has failed so far, spoils the records for their receivers: the first byte becomes 0,
-// with which no record begins.
+// If anything has failed so far, invalidates the records for their receivers: sets their first byte
+// to 0, with which no record begins.
 __global__ void spoil_kernel(const int64_t* earlier, int64_t earlier_count, const int64_t* statuses,
                              int64_t status_count, uint8_t* records) {
   bool failed = false;
@@ -30,7 +30,7 @@ __global__ void spoil_kernel(const int64_t* earlier, int64_t earlier_count, cons
   if (__any_sync(0xffffffffu, failed) && threadIdx.x == 0) records[0] = 0;
 }
 
-// With a single shard every rank has that one.
+// With a single shard all ranks share it.
 const NcclShard& shard_of(const NcclSum& sum, int rank) {
   return sum.shards[sum.shard_count == 1 ? 0 : rank];
 }
@@ -74,7 +74,7 @@ EncodeArguments encoder_of(const NcclSum& sum) {
           nullptr};
 }
 
-// `add(rank)` posts what goes to and comes from a peer, and returns NCCL's result.
+// `add(rank)` posts the send to and the receive from a peer, and returns NCCL's result.
 template <class Add>
 int in_one_group(const NcclSum& sum, Add add) {
   if (sum.world == 1) return kNcclSuccess;

@@ -62,7 +62,7 @@ std::tuple<Tensor, int64_t> nccl_sparse_sum(const Tensor& acc, const Tensor& rec
   check_dtype_code(value_dtype, "nccl_sparse_sum: value_dtype");
 
   const NcclShard* shard = reinterpret_cast<const NcclShard*>(row);
-  const int64_t message_bytes = message.numel();  // MS_CHECK has a `message` of its own
+  const int64_t message_bytes = message.numel();  // MS_CHECK declares its own `message`
   int64_t sum_bytes = 0;
   for (int64_t i = 0; i < shard_count; ++i) {
     const NcclShard& s = shard[i];

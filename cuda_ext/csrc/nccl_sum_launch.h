@@ -1,5 +1,5 @@
-// The sparse sum of a bucket over NCCL, between nvcc (no torch) and the binding: all of it is
-// queued in one call, and no size is known to be anything but what the plan says.
+// The sparse sum of a bucket over NCCL, between nvcc (no torch) and the binding: one call queues
+// everything, and all sizes are those of the plan.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ struct NcclTables {
   const int64_t* sum_slots;
 };
 
-// Borders of what the breakdown tells apart: network, decode, encode, network, decode.
+// Borders between the breakdown's stages: network, decode, encode, network, decode.
 inline constexpr int kNcclMarks = 6;
 
 struct NcclSum {
@@ -52,7 +52,8 @@ struct NcclSum {
   int value_dtype;    // of the values in messages and sums
   uint32_t step;
   const int64_t* sum_steps;  // [shard_count], on the host
-  // Statuses of what made the message: one that is not 0 makes the sum useless to everyone.
+  // Statuses of the calls that made the message: one that is not 0 invalidates the sum for all
+  // ranks.
   const int64_t* earlier;
   int64_t earlier_count;
   // [nccl_sum_report_words] words: the status of each rank's message; with `gathers` the encoder's
@@ -66,8 +67,8 @@ struct NcclSum {
 int64_t nccl_sum_report_words(const NcclSum& sum);
 int64_t nccl_sum_workspace_bytes(const NcclSum& sum);
 
-// Queues everything on `stream` (a cudaStream_t); returns NCCL's first error, behind which
-// nothing more was queued. The launches' own error is the caller's to read with cudaGetLastError.
+// Queues everything on `stream` (a cudaStream_t); returns NCCL's first error, after which nothing
+// more was queued. The caller reads the launches' own error with cudaGetLastError.
 int launch_nccl_sparse_sum(const NcclSum& sum, void* stream);
 
 }  // namespace megatron_sparse

@@ -6,8 +6,8 @@
 //
 // Each rank leaves its message in its own window, one record for each segment in a slot that holds
 // it even if it is dense. The owner of a shard adds its records from all windows in rank order, in
-// fp32, and encodes the sum once, into its own window; all ranks read it there. Fill-in is met
-// once, the result is bit-identical on all ranks, and no host knows a size. SparCML's and ZEN's
+// fp32, and encodes the sum once, into its own window; all ranks read it there. Sums fill in only
+// once, the result is bit-identical on all ranks, and the host needs no size. SparCML's and ZEN's
 // split and all-gather; formats and thresholds are SpCCL's.
 //
 // Bytes of an element for one of n ranks, density d of a message and D of the sum, v bytes a value,
@@ -15,10 +15,10 @@
 // 1/n of the elements n times; (1/4 + 3 v D + 1/8) / n for the sum; 1/8 + v D read from peers and v
 // written. Two meetings.
 //
-// Launches are in stream order. Those in which ranks wait for one another have the ranks that this
-// process runs along y, so that virtual ranks on one GPU are under way together; each has few
-// enough blocks to be resident. The others run rank after rank. Only the timing varies between
-// runs: what is added, and in which order, does not depend on it.
+// Launches are in stream order. Launches in which ranks wait for one another have this process's
+// ranks along y, so that virtual ranks on one GPU run together; each has few enough blocks to be
+// resident. The others run rank after rank. Only the timing varies between runs; the values and the
+// order of the additions do not depend on it.
 #include "encode_steps.cuh"
 #include "peer_move.cuh"
 #include "peer_tile.cuh"
@@ -29,13 +29,13 @@ namespace {
 // Scratch memory of one rank's launches.
 struct PeerScratch {
   void* encode;           // of the message's or the own shard's encoder
-  uint8_t* kinds;         // what segments are to become
+  uint8_t* kinds;         // the requested formats of segments
   int64_t* status;        // of encoders and cuts
   int64_t* encoded;       // [2 * segments]: sizes and counts; not read
   int64_t* header_at;     // [segments]
   DecodeRecord* records;  // of what is read
   int64_t* tile_begin;    // [segments + 1], of the output
-  ScanState* cleared;     // what launch_cut clears where nothing is encoded
+  ScanState* cleared;     // cleared by launch_cut if nothing is encoded
 };
 
 int64_t shard_count(const PeerCall& call, int shard) {
@@ -92,7 +92,7 @@ PeerScratch lay_out_scratch(const PeerCall& call, Carver& memory) {
   return scratch;
 }
 
-// What a launch for one of the call's ranks needs.
+// The arguments of a launch for one of the call's ranks.
 struct PeerStep {
   const PeerCall& call;
   const PeerRank& own;
@@ -136,7 +136,7 @@ uint8_t* area_on_host(const PeerStep& step, PeerPhase phase) {
          (phase == kPeerMessages ? 0 : 2 * domain.message_room) + step.call.buffers[phase] * room;
 }
 
-// The own gradient's records into the own window.
+// Writes the own gradient's records into the own window.
 void launch_peer_encode(const PeerStep& step) {
   const PeerCall& call = step.call;
   EncodeArguments a = encode_of(call, step.scratch, bucket_numel(call), call.segment_count,
@@ -153,7 +153,7 @@ void launch_peer_encode(const PeerStep& step) {
                          call.domain.world);
 }
 
-// Records that selection made go to the own window.
+// Moves the records that selection made into the own window.
 void launch_peer_put(const PeerStep& step) {
   const PeerCall& call = step.call;
   DecodeArguments message = {};
@@ -171,7 +171,7 @@ void launch_peer_put(const PeerStep& step) {
                      static_cast<const int64_t*>(step.scratch.header_at));
 }
 
-// The own shard's records into the own window: of its sum, or of what is to be gathered.
+// Writes the own shard's records into the own window: of its sum, or of the values to gather.
 void launch_peer_shard(const PeerStep& step) {
   const PeerCall& call = step.call;
   EncodeArguments a =
@@ -205,7 +205,7 @@ void launch_peer_shard(const PeerStep& step) {
   launch_place_in_window(step, a, work, kPeerSums, call.tables.shard_segments + step.rank, 1);
 }
 
-// Looks at the headers of what is about to be read.
+// Checks the headers of the records that are read next.
 void launch_peer_check(const PeerStep& step, PeerPhase phase) {
   const PeerReading reading = reading_of(step, phase);
   const int64_t records =
@@ -214,7 +214,7 @@ void launch_peer_check(const PeerStep& step, PeerPhase phase) {
   cudaLaunchKernelEx(&config, peer_check_kernel, reading);
 }
 
-// The output: of the own shard from all messages, or of everything from the sums.
+// Writes the output: the own shard from all messages, or everything from the sums.
 void launch_peer_write(const PeerStep& step) {
   const PeerCall& call = step.call;
   const bool scatter = call.operation == kPeerReduceScatter;
@@ -247,7 +247,8 @@ void launch_peer_write(const PeerStep& step) {
   }
 }
 
-// The ranks of this process together: wait for all, or take what is there.
+// Runs the ranks of this process together: waits for all peers, or takes each one's part when it
+// has come.
 void launch_peer_meet(const PeerCall& call, PeerPhase phase, cudaStream_t stream) {
   const PeerStage stage = {call.operation, phase};
   cudaLaunchConfig_t config = grid_for(1, 1, kMeetThreads, stream);

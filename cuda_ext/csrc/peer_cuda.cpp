@@ -1,7 +1,7 @@
 // peer_collective: checks, device, stream, launch.
 //
-// Reads nothing from the device and waits for nothing: errors on the device are left in the
-// windows' error words.
+// Reads nothing from the device and waits for nothing: errors on the device are in the windows'
+// error words.
 #include <optional>
 #include <vector>
 

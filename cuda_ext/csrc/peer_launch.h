@@ -15,15 +15,15 @@ inline constexpr int64_t kControlBytes = 4096;
 
 enum PeerOperation : int { kPeerAllReduce = 0, kPeerReduceScatter = 1, kPeerAllGather = 2 };
 
-// What ranks tell one another that they have written.
+// The phases for which ranks raise flags.
 enum PeerPhase : int { kPeerMessages = 0, kPeerSums = 1, kPeerPhases = 2 };
 
 // PeerControl::error[0].
 enum PeerError : int64_t {
   kPeerOk = 0,
-  kPeerMissing = 1,  // a rank did not come before the deadline
+  kPeerMissing = 1,  // a rank did not arrive before the deadline
   kPeerRecord = 2,   // a rank's record is wrong
-  kPeerBuffer = 3,   // the host meant another buffer than the number of operations so far says
+  kPeerBuffer = 3,   // the host's choice of area contradicts the number of operations so far
 };
 
 // The fields of PeerControl::error.
@@ -41,18 +41,18 @@ enum PeerErrorField : int {
 };
 
 struct PeerControl {
-  // Written by peers: the number of the operation for which rank r has written what others read,
-  // or what it failed of (peer_sync.cuh).
+  // Written by peers: the number of the operation for which rank r has written its data, or its
+  // failure (peer_sync.cuh).
   unsigned long long flags[kPeerPhases][kMaxPeers];
-  // The rest is the owner's.
+  // The owner writes the rest.
   unsigned long long epochs[kPeerPhases];
-  unsigned long long arrived[kMaxPeers];  // straggler-aware: ranks in the order of their coming
+  unsigned long long arrived[kMaxPeers];  // straggler-aware: ranks in the order of their arrival
   int64_t error[kErrorWords];             // the first error; it stays
 };
 static_assert(sizeof(PeerControl) <= kControlBytes, "the areas begin behind it");
 
-// Who takes part, and where. The ranks that a launch runs are first_rank on: one, or several
-// virtual ones on one GPU.
+// The ranks and their windows. A launch runs the ranks from first_rank on: one, or several virtual
+// ones on one GPU.
 struct PeerDomain {
   uint8_t* windows[kMaxPeers];  // as this process sees them; 256-byte aligned
   int world;
@@ -74,7 +74,7 @@ struct PeerTables {
   const int64_t* shard_slots;      // [segments + world]: slots from the shard's first on
 };
 
-// One rank that this launch runs. A reduction takes a gradient or records that were made elsewhere.
+// One rank that this launch runs. A reduction takes a gradient, or records that were made before.
 struct PeerRank {
   const void* grad;              // numel elements; all-gather: those of the own shard
   const uint8_t* message;        // null where there is a gradient; 16-byte aligned
@@ -95,10 +95,10 @@ struct PeerCall {
   int dtype;                      // of gradients and outputs
   int value_dtype;                // of records
   uint32_t step;                  // of the records' headers
-  // From these densities on a shard travels dense: of a rank's message, of the sum.
+  // From these densities on a shard is sent densely: of a rank's message, and of the sum.
   double message_density;
   double sum_density;
-  bool in_order_of_coming;   // owners take shards as ranks come, instead of waiting for all
+  bool in_order_of_coming;   // owners take shards as ranks arrive, instead of waiting for all
   int buffers[kPeerPhases];  // which of two areas: the number of operations of the phase, modulo 2
   void* workspace;           // 256-byte aligned
 };
@@ -106,8 +106,8 @@ struct PeerCall {
 int64_t peer_workspace_bytes(const PeerCall& call);
 
 // Launches all of an operation for the call's ranks on `stream` (a cudaStream_t) and returns at
-// once; the launches' error is the caller's to read with cudaGetLastError, what went wrong on the
-// device is in PeerControl::error.
+// once; the caller reads the launches' error with cudaGetLastError; errors on the device are in
+// PeerControl::error.
 void launch_peer_collective(const PeerCall& call, void* stream);
 
 }  // namespace megatron_sparse

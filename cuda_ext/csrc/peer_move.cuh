@@ -1,4 +1,4 @@
-// Records on the move, whole: from a message into a window, and from peers' windows to this GPU.
+// Moves whole records: from a message into a window, and from peers' windows to this GPU.
 #pragma once
 
 #include "decode_record.cuh"
@@ -10,7 +10,7 @@ namespace megatron_sparse {
 constexpr int kMoveThreads = 256;
 
 // Called by whole blocks that share the work: this is number `block` of `blocks`. At most `room`
-// bytes are moved, whatever the header says; check_record finds that it says too much.
+// bytes are moved, even if the header states more; check_record then reports the header.
 __device__ __forceinline__ void move_record(uint8_t* to, const uint8_t* from, int64_t room,
                                             int64_t block, int64_t blocks) {
   const uint64_t payload = reinterpret_cast<const Header*>(from)->payload_bytes;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kMoveThreads)
   }
 }
 
-// After it: the records go to their slots in the window. A record is moved by all blocks.
+// The next launch: moves the records to their slots in the window. All blocks share each record.
 __global__ void __launch_bounds__(kMoveThreads)
     peer_put_kernel(PeerDomain domain, int rank, int buffer, DecodeArguments message,
                     const int64_t* slots, const int64_t* header_at) {
@@ -68,12 +68,12 @@ __global__ void __launch_bounds__(kMoveThreads)
 }
 
 // Instead of meeting: raises the flags, then takes each peer's part of the own shard as soon as
-// that peer has come, into staged[peer * sum_room]. Every block looks for itself and takes its part
-// of each record; which came first does not matter to the sum, which is made afterwards, in rank
-// order.
+// that peer has arrived, into staged[peer * sum_room]. Every block polls the flags and takes its
+// part of each record. The order of arrival does not affect the sum, which is computed afterwards,
+// in rank order.
 //
-// The ranks lie along y; a rank's blocks must not keep those of another virtual rank from running,
-// so all are resident (see the launch).
+// The ranks are along y. All blocks are resident (see the launch), so a rank's blocks cannot keep
+// those of another virtual rank from running.
 __global__ void __launch_bounds__(kMoveThreads, 1)
     peer_take_kernel(PeerDomain domain, PeerStage stage, int buffer, PeerTables tables,
                      uint8_t* staged, int64_t staged_stride) {
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1)
   begin_wait(wait);
   if (peer < kMaxPeers) taken[peer] = false;
   if (peer < domain.world && blockIdx.x == 0) raise_flag(domain, rank, peer, stage.phase);
-  // Another block of this rank may fail while this one begins: one thread looks, for all.
+  // Another block of this rank may fail while this one begins, so one thread checks for the block.
   if (__syncthreads_or(peer == 0 && has_failed(own))) return;
   const unsigned long long epoch = own->epochs[stage.phase];
   const int64_t first = tables.shard_segments[rank];

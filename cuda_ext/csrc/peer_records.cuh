@@ -1,5 +1,5 @@
 // Describes the records in windows: checks those that this rank reads, and decides the formats of
-// its own. These launches have few blocks and lie between those that touch every element.
+// its own. These launches have few blocks and run between those that touch every element.
 #pragma once
 
 #include "decode_record.cuh"
@@ -21,14 +21,13 @@ struct PeerReading {
   int buffer;
   PeerTables tables;
   int64_t segment_count;  // of the bucket
-  const uint8_t* staged;  // the messages' parts where they were taken; null in the windows
+  const uint8_t* staged;  // the copies of the messages' parts; null if they are read in the windows
   int value_dtype;
   uint32_t step;
   DecodeRecord* records;  // messages: [world][segments of the shard]; sums: [segments]
 };
 
-// Describes one record. A wrong record becomes kKindNothing, and what is wrong becomes the rank's
-// error.
+// Describes one record. A wrong record becomes kKindNothing, and the rank gets an error.
 __device__ inline void read_record(const PeerReading& call, int sender, const uint8_t* base,
                                    const int64_t* offsets, const int64_t* slots, int64_t segment,
                                    int64_t number, DecodeRecord& record) {
@@ -82,8 +81,8 @@ __global__ void __launch_bounds__(kRecordThreads) peer_check_kernel(PeerReading 
 
 // One block, between compaction and the plan of the records: counts the operation, and decides for
 // each shard whether its sparse segments become dense, because from a density on a dense shard is
-// read faster than a sparse one (SpCCL, section III; there of partial sums). Where it is lower each
-// segment is what was asked for, or dense where that is not larger.
+// read faster than a sparse one (SpCCL, section III; there of partial sums). At a lower density
+// each segment has the requested format, or is dense if that is not larger.
 __global__ void __launch_bounds__(kRecordThreads)
     peer_format_kernel(PeerControl* own, PeerStage stage, int rank, int buffer, Workspace work,
                        const int64_t* segment_offsets, const uint8_t* wanted,

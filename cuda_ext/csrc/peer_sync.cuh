@@ -1,12 +1,13 @@
-// Peers meet: a rank raises its flag in every peer's window, and waits for theirs in its own.
+// Barriers between peers (they "meet"): a rank raises its flag in every peer's window, and waits
+// for theirs in its own.
 //
-// A flag holds the number of the operation (an epoch, which only grows; a peer may be one ahead).
+// A flag holds the number of the operation, which only grows; a peer may be one ahead.
 // With the highest bit set it holds the rank's failure instead: ranks that wait then fail with the
 // same error at once, not at their own deadlines, which would name the wrong rank.
 //
 // Order: everything that this GPU wrote before is released by __threadfence_system() and a volatile
-// store, which is a relaxed one at system scope; a volatile load and the same fence acquire it. No
-// spin is without a deadline, and none traps. A rank whose error word is set waits for no other.
+// store, which is a relaxed one at system scope; a volatile load and the same fence acquire it.
+// Every spin has a deadline, and none traps. A rank whose error word is set waits for no other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,13 +27,13 @@ static_assert(kMeetThreads >= kMaxPeers && kMeetThreads % 32 == 0, "a thread for
 
 constexpr unsigned kNobody = 0xffffffffu;
 
-// What is being done, for errors.
+// The current operation, for errors.
 struct PeerStage {
   PeerOperation operation;
   PeerPhase phase;
 };
 
-// Nanoseconds since some moment, the same one for a whole GPU.
+// Nanoseconds since a moment that is the same for the whole GPU.
 __device__ __forceinline__ int64_t clock_ns() {
 #ifdef __CUDACC__
   int64_t now;
@@ -99,7 +100,7 @@ __device__ __forceinline__ PeerFault fault_of(unsigned long long flag, int repor
           0};
 }
 
-// Called by one thread before it is known that peers have what they need: counts the operation.
+// Called by one thread before the peers' data are known to be there: counts the operation.
 __device__ inline void begin_epoch(PeerControl* control, const PeerStage& stage, int buffer,
                                    int rank) {
   const unsigned long long epoch = ++control->epochs[stage.phase];
@@ -125,8 +126,8 @@ __device__ __forceinline__ unsigned long long read_flag(const PeerControl* own, 
 
 // A block's shared memory for waiting.
 struct PeerWait {
-  unsigned missing;  // the lowest such rank, kNobody where there is none
-  unsigned failed;   // likewise, of the ranks whose flag says so
+  unsigned missing;  // the lowest such rank, or kNobody
+  unsigned failed;   // likewise, of the ranks whose flag reports a failure
 };
 
 __device__ __forceinline__ void begin_wait(PeerWait& wait) {
@@ -162,7 +163,7 @@ __device__ __forceinline__ void end_wait(const PeerWait& wait, const PeerDomain&
   raise_flag(domain, rank, peer, kPeerSums);
 }
 
-// One block for each rank, the ranks along y: raises the flags, then waits for everyone's.
+// One block for each rank, the ranks along y: raises the flags, then waits for all peers' flags.
 __global__ void __launch_bounds__(kMeetThreads)
     peer_meet_kernel(PeerDomain domain, PeerStage stage) {
   __shared__ PeerWait wait;

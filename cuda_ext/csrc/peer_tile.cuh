@@ -1,9 +1,9 @@
-// A tile of a sum: 4096 elements in shared memory, to which the records of one or all ranks are
-// added where they lie, in rank order. Nothing of the sum is written before it is complete.
+// A tile of a sum: 4096 elements in shared memory. The records of one or all ranks are added to it
+// in rank order, read in place. Nothing of the sum is written before it is complete.
 //
-// Each warp sees to 512 neighbours, whatever the format, so that the ranks need only one barrier of
-// the block: the one at which its warps learn where their entries begin. Payloads are checked as
-// they are read: what is wrong adds nothing and becomes the rank's error.
+// Each warp handles 512 neighbours in every format, so each rank's record needs only one barrier of
+// the block, at which the warps learn where their entries begin. Payloads are checked as they are
+// read: a wrong one adds nothing and gives the rank an error.
 //
 // Bytes an element at density d and v bytes a value, for each rank: COO (4 + v) d and two searches
 // of log32 nnz loads for each warp; Pici 1/8 + v d; dense v. The sum is written once.
@@ -22,7 +22,7 @@ struct TileMarks {
   int64_t at[2][kCompactWarps + 1];
 };
 
-// One tile, and from which records it comes: record k of `count` is records[k * stride]. In shared
+// One tile and its records: record k of `count` is records[k * stride]. In shared
 // memory, with what an error needs, because these kernels are short of registers.
 struct PeerTile {
   const DecodeRecord* records;
@@ -57,7 +57,7 @@ __device__ __forceinline__ int64_t warp_lower_bound(const uint32_t* indices, int
     const int64_t step = (high - low + 31) / 32;
     const int64_t at = low + lane * step;
     const bool below = at < high && indices[at] < wanted;
-    // The lanes that are below, as far as they are without a gap.
+    // The number of leading lanes that are below.
     const unsigned not_below = ~__ballot_sync(kAllLanes, below);
     const int lanes_below = not_below == 0 ? 32 : __ffs(static_cast<int>(not_below)) - 1;
     if (lanes_below == 0) return low;
@@ -95,15 +95,15 @@ __device__ __forceinline__ void add_coo_part(const DecodeRecord& record, const P
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t* indices = indices_of(record);
   const uint32_t tile_begin = static_cast<uint32_t>(tile.number) * kPiciTile;
-  // Every border of a warp is searched for once or, at a tile's end, twice with one answer: so all
-  // entries are looked at, whatever the indices.
+  // Every border of a warp is searched once or, at a tile's end, twice with the same result, so all
+  // entries are checked for any indices.
   for (int border = warp; border <= kCompactWarps; border += kCompactWarps) {
     const int64_t at = warp_lower_bound(indices, record.nnz, tile_begin + border * kWarpElements);
     if (lane == 0) marks[border] = at;
   }
   __syncthreads();
   const int64_t first = marks[warp], end = marks[warp + 1];
-  // In the tile; below its first element wraps to far behind its last.
+  // In the tile; an element before the tile wraps to far behind its end.
   const uint32_t from = warp * kWarpElements;
   const uint32_t to = min(from + kWarpElements, static_cast<uint32_t>(tile.length));
   for (int64_t i = first + lane; i < end; i += 32) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void sum_tile(const PeerTile& tile, TileMarks& marks,
   int turn = 0;
   for (int k = 0; k < tile.count; ++k) {
     const DecodeRecord& record = tile.records[k * tile.stride];
-    __syncwarp();  // lanes see to other elements in another format
+    __syncwarp();  // other formats assign other elements to lanes
     if (record.kind == kKindDense) {
       add_dense_part<VALUE>(record, tile, sums);
     } else if (record.kind == kKindCoo) {
@@ -236,7 +236,8 @@ __device__ __forceinline__ void store_sums(void* out, int64_t at, int dtype, con
 }
 
 // The last launch: tiles of the output, each from the records of all ranks (reduce-scatter) or from
-// that of the shard's owner. An output is written once and never read. After an error none is.
+// that of the shard's owner. An output is written once and never read. After an error none is
+// written.
 template <int VALUE>
 __global__ void __launch_bounds__(kCompactThreads, kCompactBlocks)
     peer_write_kernel(PeerReading call, const int64_t* tile_begin, const int64_t* offsets,

@@ -7,7 +7,7 @@
 namespace megatron_sparse {
 namespace {
 
-// Pici's values in the paper's order; each row of the tile is read from left to right.
+// Pici's values in the paper's order: row by row of the tile, from left to right.
 template <class Value>
 void permute_values(const uint64_t* rows, const uint64_t* columns, const uint8_t* from,
                     uint8_t* to) {
@@ -84,7 +84,7 @@ void place_blocks(const StageChunk& chunk, const Record& record, int value_dtype
   }
 }
 
-// Where the section before the values ends, padding left out.
+// Where the section before the values ends, without padding.
 int64_t indices_end(const Record& record) {
   switch (record.kind) {
     case kKindDense:

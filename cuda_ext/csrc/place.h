@@ -1,4 +1,4 @@
-// Records: their formats, sizes and places, and how a staged chunk is put into its record.
+// Records: their formats, sizes and places, and the move of a staged chunk into its record.
 // Free of torch.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace megatron_sparse {
 inline constexpr int64_t kAdaptive =
     -1;  // instead of a RecordKind: the smallest of dense, COO, Pici
 
-// A kind that can be asked for, and a block size that goes with it.
+// A kind that can be requested, and a block size for it.
 bool is_kind(int64_t wanted);
 bool is_block_size(int64_t block_size);  // a power of two from 64 to 4096
 
@@ -30,16 +30,16 @@ struct Record {
   int64_t bytes() const { return kHeaderBytes + at.payload; }
 };
 
-// The kind that is asked for, or dense where that is not larger. Ties of COO and Pici go to COO.
+// The requested kind, or dense if that is not larger. Ties of COO and Pici go to COO.
 Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t numel,
                    SegmentCount count, int64_t block_size, int64_t value_bytes);
 
 // Writes header and padding of all records and sets their payloads. Records lie back to back from
-// `out` on or, given slots, record s at slots[s]; what is left of its slot is cleared.
+// `out` on or, given slots, record s at slots[s]; the rest of its slot is cleared.
 void start_records(std::vector<Record>& records, int value_dtype, uint32_t step, uint8_t* out,
                    const int64_t* slots = nullptr);
 
-// Writes the chunk's part of its record from what was staged, and not a byte more.
+// Writes the chunk's part of its record from the staged data, and not a byte more.
 void place_chunk(const StageChunk& chunk, const Record& record, int value_dtype,
                  const Kernels& kernel);
 

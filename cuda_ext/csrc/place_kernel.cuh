@@ -1,5 +1,6 @@
-// The CUDA encoders' launches around compaction. Before it: the cut into tiles. After it: which
-// record each segment becomes and where, and the move of staged bits and values to their records.
+// The CUDA encoders' launches around compaction. Before it: the cut into tiles. After it: the
+// format and place of each segment's record, and the move of staged bits and values to their
+// records.
 #pragma once
 
 #include "tile_words.cuh"
@@ -15,8 +16,8 @@ __device__ __forceinline__ bool is_known_kind(uint8_t kind, bool with_blocks) {
          kind == kKindAdaptive || (kind == kKindBlocks && with_blocks);
 }
 
-// One block, before compaction: the first tile of each segment. On wrong arguments there are no
-// tiles, the status says why, and the other launches do nothing.
+// One block, before compaction: the first tile of each segment. If the arguments are wrong, the
+// status says so, there are no tiles, and the other launches do nothing.
 __global__ void __launch_bounds__(kPlanThreads)
     cut_tiles_kernel(Workspace work, const int64_t* segment_offsets, const uint8_t* segment_kinds,
                      int64_t segment_count, int64_t numel, int64_t* status) {
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
 }
 
-// What a warp needs to place one tile.
+// The data that a warp needs to place one tile.
 template <class Value>
 struct TileMove {
   const TileWords& bits;
@@ -282,7 +283,7 @@ __device__ __forceinline__ void place_blocks(const TileMove<Value>& move, int bl
       move.indices()[rank] = static_cast<uint32_t>(blocks_before + begin * 64 / block_size);
     }
     Value* out = move.values() + rank * block_size;
-    // Beyond the segment's end no bit is set: the last block is filled up with zeros.
+    // Beyond the segment's end no bit is set, so zeros fill the last block.
     for (int w = 0; w < block_size / 32; ++w) out[32 * w + lane] = move.element(2 * begin + w);
   }
 }
@@ -308,7 +309,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 4)
         bits,
         static_cast<const Value*>(work.values) + staged,
         nnz,
-        min(staged - plan.nnz_before, plan.nnz),  // beyond a limit nothing is left
+        min(staged - plan.nnz_before, plan.nnz),  // the limit has removed all elements
         first,
         static_cast<int>(min(numel - first, static_cast<int64_t>(kPiciTile))),
         call.out + plan.at + kHeaderBytes,

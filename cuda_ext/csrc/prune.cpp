@@ -50,7 +50,7 @@ Tensor prune_cpu(const Tensor& grad, const Tensor& residual, const Tensor& range
           residual_data + at * residual_bytes,
           span_stop - at,
           static_cast<uint64_t>(at),
-          // Infinity is never dropped, whatever the threshold; a NaN threshold keeps everything.
+          // No threshold drops infinity; a NaN threshold keeps everything.
           limit > std::numeric_limits<float>::max() ? std::numeric_limits<float>::max() : limit,
           static_cast<float>(leak),
           value_seed,
@@ -59,7 +59,7 @@ Tensor prune_cpu(const Tensor& grad, const Tensor& residual, const Tensor& range
       count += kernel(call);
       at = span_stop;
       if (at == offsets[range + 1] || at == stop) {
-        // Other threads may be at work in the same range. A sum of integers has no order.
+        // Other threads may work in the same range. A sum of integers does not depend on the order.
         __atomic_fetch_add(&counts[range], count, __ATOMIC_RELAXED);
         count = 0;
         while (at < stop && at == offsets[range + 1]) ++range;

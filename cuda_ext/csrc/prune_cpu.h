@@ -19,7 +19,7 @@ int64_t prune_span(const PruneCall& call) {
   L::U low = first_lanes() + static_cast<uint32_t>(call.index);
   int64_t nnz = 0, i = 0;
   while (i + W <= call.numel) {
-    // Lane counters are 32 bits wide: they are emptied long before they are full.
+    // Lane counters are 32 bits wide; they are added to the total long before they overflow.
     const int64_t stop = i + W * (int64_t{1} << 20);
     L::M count = {};
     for (; i + W <= call.numel && i < stop; i += W) {

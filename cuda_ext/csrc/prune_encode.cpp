@@ -1,7 +1,8 @@
 // prune_encode on the CPU: gradient + residual -> message + new residual, in one pass over both.
 //
 // The gradient and the residual are read once, the residual and the message are written once.
-// Between the two lies what stage.h describes. The bytes are those of prune_ followed by encode.
+// In between the elements are staged as stage.h describes. The bytes are those of prune_ followed
+// by encode.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -37,12 +38,12 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
   const Capacity capacity = {
       check_capacity(capacity_nnz, request.segment_count, "prune_encode: capacity")};
   const int64_t* slot = check_slots(slots, request.segment_count, "prune_encode: slots");
-  // The residual changes before the size is known: `out` must do for whatever it will be.
+  // The residual changes before the size is known, so `out` must have room for the largest size.
   int64_t most = 0;
   for (int64_t s = 0; s < request.segment_count; ++s) {
     const int64_t numel = request.offsets[s + 1] - request.offsets[s];
     const int64_t nnz = capacity.of(s, numel);
-    // No more blocks hold something than there are elements that do.
+    // There are at most as many non-zero blocks as non-zero elements.
     const int64_t blocks =
         kind == kKindBlocks ? std::min(nnz, (numel + block_size - 1) / block_size) : 0;
     const int64_t bytes = plan_record(kind, request.always_dense[s], 0, numel, {nnz, blocks},
@@ -59,7 +60,7 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
   const HashSeed value_seed = hash_seed(static_cast<uint64_t>(key), kDrawValue);
   const HashSeed residual_seed = hash_seed(static_cast<uint64_t>(key), kDrawResidual);
   const float* limits = static_cast<const float*>(thresholds.const_data_ptr());
-  // prune_stage only reads it; PruneCall is also that of the kernel that prunes in place.
+  // prune_stage only reads it; the kernel that prunes in place also uses PruneCall.
   char* grad_data = static_cast<char*>(const_cast<void*>(grad.const_data_ptr()));
   char* residual_data = static_cast<char*>(residual.mutable_data_ptr());
   const int64_t grad_bytes = dtype_bytes(types.grad), residual_bytes = dtype_bytes(types.residual);
@@ -85,7 +86,7 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
             residual_data + at * residual_bytes,
             stop - at,
             static_cast<uint64_t>(at),
-            // Infinity is never dropped, whatever the threshold; a NaN threshold keeps everything.
+            // No threshold drops infinity; a NaN threshold keeps everything.
             limit > std::numeric_limits<float>::max() ? std::numeric_limits<float>::max() : limit,
             static_cast<float>(leak),
             value_seed,

@@ -23,8 +23,8 @@ Tensor prune_encode_records_cuda(const Tensor& grad, const Tensor& residual,
            "prune_encode_records: a tensor is on the wrong device", "all on grad's CUDA device",
            "another");
   const int64_t range_count = thresholds.numel();
-  // The content of range_offsets is on the device and is not looked at: the kernel finds a range of
-  // the table for every element whatever it holds.
+  // The content of range_offsets is on the device and is not checked: the kernel finds a range
+  // inside the table for every element, for any content.
   check_vector(range_offsets, "prune_encode_records: range_offsets", ScalarType::Long,
                range_count + 1);
   MS_CHECK(range_count > 0 || grad.numel() == 0, "prune_encode_records: thresholds is empty",

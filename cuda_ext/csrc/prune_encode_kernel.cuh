@@ -1,13 +1,13 @@
 // The source of prune_encode: x = gradient + residual, pruned as prune_ prunes it, bit for bit;
-// the new residual is written, the gradient is left alone.
+// the new residual is written, the gradient is only read.
 //
 // Bytes an element of g-byte gradient, e-byte residual and v-byte values, at density d:
 //   this launch        g + e read, e + 1/8 + d v written
 //   place_kernel.cuh   1/8 + d v read, the message written (COO d (4 + v), Pici 1/8 + d v)
 // fp32 gradient, bf16 residual, fp32 COO at 1 %: 8 (the floor) + 0.25 + 0.16 = 8.41.
 //
-// Nothing is selected back: where the message turns out not to fit (status kEncodeCapacity) the
-// residual is already the new one and the step is lost. With room for the dense message it fits.
+// A selection cannot be undone: if the message does not fit (status kEncodeCapacity), the residual
+// is already the new one and the step is lost. With room for the dense message it fits.
 #pragma once
 
 #include "compact_kernel.cuh"
@@ -41,7 +41,7 @@ struct PruneSource {
     const int64_t last = place.begin + place.length - 1;
     const int64_t range = find_range(range_offsets, range_count, place.begin);
     const RawResidual* rest = static_cast<const RawResidual*>(residual) + place.begin;
-    // In nearly all tiles. The hash's upper half changes at multiples of 2^32.
+    // True in nearly all tiles. The hash's upper half changes at multiples of 2^32.
     const bool one_range = range_offsets[range + 1] > last;
     const bool one_half = place.begin >> 32 == last >> 32;
     const bool rest_aligned =
@@ -70,7 +70,7 @@ struct PruneSource {
     const int shifted_end = place.length + place.head;
     Vector g[kRounds];
     ResidualVector e[kRounds];
-    // All whole vectors are on their way before the first is used.
+    // All whole vectors are requested before the first is used.
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       const int at = (round * kCompactThreads + threadIdx.x) * kVector;

@@ -8,7 +8,8 @@
 
 namespace megatron_sparse {
 
-// What can be asked for: the format code of the header and, above it, the order inside Pici tiles.
+// Formats that can be requested: the format code of the header and, above it, the order inside Pici
+// tiles.
 enum RecordKind : uint8_t {
   kKindDense = 0,
   kKindCoo = 1,

@@ -14,7 +14,7 @@ namespace megatron_sparse {
 namespace {
 
 constexpr int64_t kRowChunkBytes = int64_t{1} << 16;  // of rows that one task moves
-constexpr int64_t kUnionSlice = int64_t{1} << 14;     // indices that one task merges, about
+constexpr int64_t kUnionSlice = int64_t{1} << 14;     // indices that one task merges, approximately
 
 struct Rows {
   int64_t count;
@@ -103,7 +103,7 @@ Tensor row_sparse_sum_cpu(const Tensor& rows, const Tensor& order, const Tensor&
 
 using Range = std::pair<const int64_t*, const int64_t*>;
 
-// The union of ascending ranges, pairwise in a tree: every index is looked at log2(ranges) times.
+// The union of ascending ranges, pairwise in a tree: every index is read log2(ranges) times.
 std::vector<int64_t> merge_ranges(const std::vector<Range>& ranges) {
   std::vector<std::vector<int64_t>> level;
   for (size_t i = 0; i < ranges.size(); i += 2) {
@@ -186,7 +186,7 @@ std::tuple<Tensor, Tensor> row_sparse_union_cpu(const Tensor& indices, const Ten
   return {result, status};
 }
 
-// Where each local index stands in the union: one search for each chunk, then a merge.
+// Finds the place of each local index in the union: one search for each chunk, then a merge.
 Tensor row_sparse_match_cpu(const Tensor& local, const Tensor& all) {
   const int64_t* wanted = check_ascending(local, "row_sparse_match: local");
   const int64_t* union_begin = check_ascending(all, "row_sparse_match: union");

@@ -3,8 +3,9 @@
 // Sets of row indices are sorted, so everything is a search: a local index in the union (the
 // match), a row of the union among the local ones (the compacted buffer, every byte of it written
 // once), and an entry's place in the merged order of all sets, which is the sum of its places in
-// each of them. A search takes log2 reads where a thread of a merge would wait for its neighbours.
-// No atomics decide a place or the order of a sum, so results do not depend on the schedule.
+// each of them. A search takes log2 reads; in a merge a thread would have to wait for its
+// neighbours. No atomics decide a place or the order of a sum, so results do not depend on the
+// schedule.
 //
 // Bytes: the match 8 read and 8 written a local index; the buffer one row read and written; the sum
 // of repeated rows reads each row once. The union: 8 n log2 an entry, from caches, and 3 x 8.
@@ -35,8 +36,8 @@ __device__ __forceinline__ int64_t search(const int64_t* sorted, int64_t count, 
   return low;
 }
 
-// Keeps the lowest place, whichever thread sees one first: as an unsigned number "nothing" is the
-// largest.
+// Keeps the lowest place, whichever thread finds one first: "nothing", as an unsigned number, is
+// the largest.
 __device__ __forceinline__ void report_place(int64_t* status, int64_t place) {
   atomicMin(reinterpret_cast<unsigned long long*>(status), static_cast<unsigned long long>(place));
 }
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kRowThreads) row_match_kernel(RowMatchArgument
   }
 }
 
-// A warp takes a row of the union. Vector: what moves at a time.
+// A warp takes a row of the union. Vector: the type that moves at a time.
 template <class Vector>
 __global__ void __launch_bounds__(kRowThreads) row_expand_kernel(RowExpandArguments call) {
   const int lane = threadIdx.x % 32;

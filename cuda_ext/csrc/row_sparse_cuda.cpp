@@ -1,7 +1,7 @@
 // Row-sparse gradients on CUDA: checks, device, stream, launch. Their schemas are row_sparse.cpp's.
 //
-// Each call waits for its launches and reads a few words: what they found wrong, and the size of
-// the union. Tables of offsets lie on the device, too.
+// Each call waits for its launches and reads a few words: the errors found, and the size of the
+// union. Tables of offsets lie on the device, too.
 #include "cuda_binding.h"
 #include "error_text.h"
 #include "row_sparse_launch.h"
@@ -15,7 +15,7 @@ void check_set(const Tensor& indices, const Tensor& beside, const char* name) {
   check_beside(indices, beside, name);
 }
 
-// Refuses a set that the kernels found not to ascend, with what lies there.
+// Refuses a set that the kernels found not to ascend, and names the entry.
 void check_ascends(int64_t found, const Tensor& indices, const char* name, void* stream) {
   if (found == kNothingFound) return;
   const int64_t first = found == 0 ? 0 : found - 1;

@@ -61,7 +61,7 @@ struct RowUnionArguments {
   int64_t num_rows;
   int64_t* merged;  // [count], written where nothing is wrong: the union is at its front
   // [6], written: the size of the union, the first entry that is out of range or does not ascend,
-  // and what row_sparse_union says of it: {1, set, position in it, value}, or zeros.
+  // and its description by row_sparse_union: {1, set, position in it, value}, or zeros.
   int64_t* status;
   void* workspace;
 };

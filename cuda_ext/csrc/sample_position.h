@@ -1,4 +1,4 @@
-// Where a stratified sample looks.
+// The positions of a stratified sample.
 #pragma once
 
 #include <cstdint>

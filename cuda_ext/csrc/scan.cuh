@@ -1,9 +1,9 @@
 // Scans: of a warp, of a block, and across blocks by decoupled look-back.
 //
 // Look-back (Merrill and Garland, 2016): tiles are numbered by tickets, so that a tile's
-// predecessors are finished or being worked on by a block that runs, and waiting for them ends on
-// any GPU. A tile publishes its own sum, looks back until it meets a predecessor whose inclusive
-// prefix is known, and publishes its own prefix. Flag and number share one 64-bit word: no fence.
+// predecessors are finished or in work by a running block, so waiting for them ends on any GPU. A
+// tile publishes its own sum, looks back until it meets a predecessor whose inclusive prefix is
+// known, and publishes its own prefix. Flag and number share one 64-bit word: no fence.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -82,7 +82,7 @@ __device__ __forceinline__ int64_t look_back(ScanState* states, int64_t tile, in
     for (;;) {
       if (looked_at >= 0) state = read_state(&states[looked_at]);
       prefix_lanes = __ballot_sync(kAllLanes, state >= kPrefixKnown);
-      // All lanes up to the first one with a prefix; all 32 where there is none.
+      // All lanes up to the first one with a prefix; all 32 if there is none.
       needed = prefix_lanes ^ (prefix_lanes - 1);
       if (__all_sync(kAllLanes, state != 0 || !(needed >> lane & 1))) break;
       __nanosleep(32);

@@ -1,9 +1,9 @@
-// Staging: what one pass over a bucket leaves behind before the shape of its message is known.
+// Staging: the result of one pass over a bucket before the layout of its message is known.
 //
-// A record's place and format follow from the non-zero counts of all that is before it, and those
-// are known only when the whole bucket was looked at. So each chunk first leaves a bitmap (one bit
-// an element) and its non-zero values, packed; placing them (place.h) then needs neither gradient
-// nor residual. At density 1 % that is 1/32 + 1/100 of the gradient's bytes, which stay in cache.
+// A record's place and format follow from the non-zero counts of everything before it, which are
+// known only after the pass over the whole bucket. So each chunk first leaves a bitmap (one bit an
+// element) and its non-zero values, packed; placing them (place.h) then needs neither gradient nor
+// residual. At density 1 % that is 1/32 + 1/100 of the gradient's bytes, which stay in cache.
 //
 // Chunks restart in each segment and do not depend on threads. The chunks that one thread stages in
 // a row pack their values back to back, so that memory is touched only where there are values.
@@ -19,7 +19,7 @@ namespace megatron_sparse {
 
 // Elements of a chunk: whole tiles, whole words of every block, and it fits a second-level cache.
 inline constexpr int64_t kStageChunk = 8 * kPiciTile;
-// Packed values are stored a vector at a time: room for what the last one writes too much.
+// Packed values are stored a vector at a time: room for the excess of the last one.
 inline constexpr int64_t kStageSlack = 64;
 
 struct StageChunk {
@@ -28,11 +28,11 @@ struct StageChunk {
   int64_t end;
   uint64_t* words;  // bit i is set if element begin + i is not zero; cleared up to the tile's end
   uint64_t* signs;  // bit i is set if it is -0.0
-  uint8_t* slot;    // where values may lie: those of this chunk's elements and of later ones
-  uint8_t* values;  // where they do lie; set by the thread that stages the chunk
+  uint8_t* slot;    // room for the values of this chunk's elements and of later ones
+  uint8_t* values;  // their place; set by the thread that stages the chunk
   int64_t nnz;
   int64_t nnz_before;  // in the segment
-  int64_t blocks;      // that hold something, where blocks are asked for
+  int64_t blocks;      // that are not all zero, if blocks are requested
   int64_t blocks_before;
 };
 
@@ -82,7 +82,7 @@ inline void clear_words_behind(const StageChunk& chunk) {
   std::fill(chunk.words + (numel + 63) / 64, chunk.words + stage_words(numel), uint64_t{0});
 }
 
-// Blocks of `block_size` (a multiple of 64 that divides the chunk) that hold something.
+// Blocks of `block_size` (a multiple of 64 that divides the chunk) that are not all zero.
 inline int64_t count_blocks(const StageChunk& chunk, int64_t block_size) {
   const int64_t words = (chunk.end - chunk.begin + 63) / 64, step = block_size / 64;
   int64_t blocks = 0;
@@ -94,7 +94,7 @@ inline int64_t count_blocks(const StageChunk& chunk, int64_t block_size) {
   return blocks;
 }
 
-// Fills in what lies before each chunk; returns each segment's non-zero elements and blocks.
+// Fills in the counts before each chunk; returns each segment's non-zero elements and blocks.
 struct SegmentCount {
   int64_t nnz = 0;
   int64_t blocks = 0;

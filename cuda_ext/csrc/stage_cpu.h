@@ -41,8 +41,8 @@ MS_INLINE int64_t stage_elements(int64_t numel, const StagedSpan& to, LanesAt la
       const uint32_t mask = lanes_with(raw, kRawMagnitude<D>) & inside;
       word |= static_cast<uint64_t>(mask) << (bit & 63);
       sign |= static_cast<uint64_t>(any & ~mask) << (bit & 63);
-      // Where packing is one instruction it is cheaper than a branch that is hard to predict, which
-      // would also keep the loads behind it from being under way.
+      // If packing is one instruction, it is cheaper than a branch that is hard to predict and
+      // would delay the loads behind it.
       if (kPackIsCheap || mask != 0) {
         L::U packed = pack_left(raw, mask);
         if constexpr (D != VALUE) {
@@ -78,7 +78,7 @@ int64_t stage(const void* grad, int64_t numel, const StagedSpan& to) {
     to.words[i / 64] = word;
     const int found = __builtin_popcountll(word);
     if (GRAD == VALUE && found <= kFewBits) {
-      // Copied one by one and without a branch for each; what is too much is overwritten.
+      // Copied one by one without a branch for each; excess copies are overwritten.
       for (int n = 0; n < kFewBits; ++n) {
         const int at = __builtin_ctzll(word | uint64_t{1} << 63);
         std::memcpy(values + (written + n) * value_bytes, from + (i + at) * grad_bytes, grad_bytes);

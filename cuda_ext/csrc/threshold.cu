@@ -17,8 +17,8 @@ constexpr int kThresholdThreads = 512;
 constexpr int kDigits = 256;
 constexpr int kDigitsOfLane = kDigits / 32;
 
-// Scratch entries of a range. Where few ranges are longer than `samples`, all together have no more
-// samples than the bucket has elements.
+// Scratch entries of a range. All ranges together have no more samples than the bucket has
+// elements.
 int64_t scratch_stride(int64_t range_count, int64_t numel, int64_t samples) {
   const int64_t most = samples < numel ? samples : numel;
   return most * range_count <= numel ? most : 0;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThresholdThreads)
       for (int i = threadIdx.x; i < kDigits; i += kThresholdThreads) counts[i] = 0;
       __syncthreads();
       for (int64_t j = threadIdx.x; j < s; j += kThresholdThreads) {
-        // A thread reads what it has written itself.
+        // Each thread reads only its own writes.
         const uint32_t magnitude = magnitudes[j];
         const bool fits = shift == 24 || magnitude >> (shift + 8) == threshold >> (shift + 8);
         if (fits) atomicAdd(&counts[(magnitude >> shift) % kDigits], 1u);

@@ -1,6 +1,6 @@
 // sample_threshold on CUDA: checks, device, stream, launch. Its schema is library.cpp's.
 //
-// All tables lie on the device, so nothing is waited for; the caller has checked what they hold.
+// All tables are on the device, so the host does not wait; the caller has checked their content.
 #include <optional>
 
 #include "cuda_binding.h"

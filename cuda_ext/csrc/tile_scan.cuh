@@ -7,7 +7,7 @@
 namespace megatron_sparse {
 
 constexpr int kScanThreads = 256;
-constexpr int kScanItems = 8;  // neighbours that a thread sees to
+constexpr int kScanItems = 8;  // neighbours that a thread handles
 constexpr int kScanTile = kScanThreads * kScanItems;
 
 MS_INLINE int64_t scan_tiles(int64_t count) {

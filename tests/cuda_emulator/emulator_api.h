@@ -1,7 +1,6 @@
-// What the libraries of emulated launchers share: how they are called, scheduled and poisoned.
+// Shared by the libraries of emulated launchers: calls, schedules and poisoned memory.
 //
-// Every launcher returns null or, in memory of this library, what the emulator had to complain
-// about.
+// Every launcher returns null or the emulator's error text, in memory of this library.
 #pragma once
 
 #include <string>

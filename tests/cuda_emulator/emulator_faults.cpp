@@ -1,6 +1,6 @@
 // Kernels with planted bugs, and healthy twins: one program, `emulator_faults CASE SCHEDULE SEED`.
 //
-// Prints "ok", or "wrong: ..." where a result is wrong, or "caught: ..." where the emulator threw.
+// Prints "ok", or "wrong: ..." if a result is wrong, or "caught: ..." if the emulator threw.
 #include <cstdio>
 #include <cstdlib>
 
@@ -78,7 +78,7 @@ __global__ void divergent_collective_kernel(int* values) {
 }
 
 __global__ void shuffle_from_outside_kernel(int* values) {
-  // The lower half asks a lane that is not in its mask.
+  // The lower half reads from a lane that is not in its mask.
   const unsigned half = threadIdx.x % 32 < 16 ? 0x0000ffffu : 0xffff0000u;
   const int got = __shfl_sync(half, values[blockIdx.x * 256 + threadIdx.x], 20);
   if (threadIdx.x % 32 < 16) values[blockIdx.x * 256 + threadIdx.x] = got;

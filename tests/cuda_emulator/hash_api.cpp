@@ -1,5 +1,5 @@
 // The launchers of hashing and row-sparse gradients, unmodified, compiled for the emulator; and the
-// error texts that their bindings make from what they find.
+// error texts that their bindings make from the kernels' findings.
 #include "emulator_api.h"
 
 #include "error_text.h"

@@ -1,14 +1,14 @@
 // Fuzzes the message decoder (cuda_ext/csrc/decode_records.h) under the address and undefined
 // behaviour sanitizers; scripts/fuzz.sh builds and runs it, with libFuzzer or with fuzz_loop.cpp.
 //
-// An input is 8 bytes of control and a message. Whatever the message: no instruction set may read
-// or write out of bounds, all must answer alike, and a refused message leaves the accumulator as it
-// was. Inputs start as valid messages from our own encoder. Most are damaged and then repaired in
-// part: headers with valid checksums, sections as long as they should be, prefix sums that fit.
-// What one repair leaves wrong is then all that stands between the decoder and a bad access.
+// An input is 8 bytes of control and a message. For any message, no instruction set may read or
+// write out of bounds, all must give the same answer, and a refused message must not change the
+// accumulator. Inputs start as valid messages from our own encoder. Most are damaged and then
+// repaired in part: headers with valid checksums, sections as long as they should be, prefix sums
+// that fit. So a single remaining error is the only reason for the decoder to refuse the message.
 //
 // With the option kInSlots the records are moved apart, each to a slot of capacity mode, with
-// rubbish behind it that nobody may look at; some slots are too short for their record.
+// garbage behind it that must not be read; some slots are too short for their record.
 //
 // An input with the option kRoundTrip names a gradient instead, with hostile values and sizes: all
 // instruction sets must encode it to the same bytes, and decoding must give the gradient back.
@@ -45,7 +45,7 @@ enum Option : uint8_t {
 constexpr int64_t kKinds[] = {kAdaptive, kKindDense,     kKindCoo,
                               kKindPici, kKindPiciPaper, kKindBlocks};
 
-// What was done, for the summary.
+// Counts for the summary.
 struct Counts {
   uint64_t messages = 0;
   uint64_t taken = 0;
@@ -81,7 +81,7 @@ std::vector<const Kernels*> all_kernels() {
   return found;
 }
 
-// Makes a Pici record's prefix sums and count those of its words.
+// Sets a Pici record's prefix sums and count to those of its words.
 void repair_prefix(std::vector<uint8_t>& payload, int64_t numel, Header& header) {
   const int64_t words = 8 * stage_words(numel), tiles = tiles_of(numel);
   payload.resize(words + 4 * (tiles + 1));
@@ -96,7 +96,7 @@ void repair_prefix(std::vector<uint8_t>& payload, int64_t numel, Header& header)
   header.nnz = sum;
 }
 
-// Makes every header say what is expected, and every record as long as its header then demands.
+// Sets every header to the expected values, and every record to the length in its header.
 std::vector<uint8_t> repair(const std::vector<uint8_t>& message, const Control& control) {
   std::vector<uint8_t> repaired;
   size_t at = 0;
@@ -149,7 +149,7 @@ struct SlotTable {
   int64_t at[3];
 };
 
-// Moves the records of a message apart, as far as its headers say where they are.
+// Moves the records of a message apart, as far as its headers give their places.
 SlotTable spread(std::vector<uint8_t>& message, uint8_t slack, bool may_be_short) {
   Header header;
   size_t first = message.size();
@@ -177,7 +177,7 @@ bool same_bits(float a, float b) {
 
 const auto serial = [](int64_t count, const auto& work) { work(0, count); };
 
-// A copy that is exactly as long as its content, so that a byte too far is seen.
+// A copy that is exactly as long as its content, so that an access beyond it is found.
 std::unique_ptr<uint8_t[]> exact_copy(const std::vector<uint8_t>& content) {
   std::unique_ptr<uint8_t[]> copy(new uint8_t[content.size()]);
   if (!content.empty()) std::memcpy(copy.get(), content.data(), content.size());
@@ -315,7 +315,7 @@ void round_trip(Control control, uint32_t seed) {
   const int64_t numel = control.offsets[2] - kFirst;
   const std::vector<float> grad = make_gradient(numel, true, random);
   const Encoding how = {control.dtype, kKinds[random() % 6], 64ll << random() % 7, false};
-  // What must come back, without staging, records and decoding.
+  // The expected gradient, without staging, records and decoding.
   std::vector<uint8_t> values(numel * dtype_bytes(how.dtype) + 1);
   std::vector<float> wanted(numel);
   kernels_portable().convert[kFp32][how.dtype](grad.data(), numel, values.data());
@@ -346,7 +346,7 @@ void round_trip(Control control, uint32_t seed) {
   ++counted.round_trips;
 }
 
-// A valid input, from the encoder, which is thereby under the sanitizers too.
+// A valid input, from the encoder, which so runs under the sanitizers too.
 std::vector<uint8_t> make_input(std::minstd_rand& random) {
   std::vector<uint8_t> input(kControl);
   for (uint8_t& byte : input) byte = static_cast<uint8_t>(random() >> 8);
@@ -397,7 +397,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 
 extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
 
-// Changes the count in one of the headers a little: sections of the right length, but for others.
+// Changes the count in one of the headers a little, so that its sections have the wrong lengths.
 static void nudge_count(uint8_t* message, size_t size, std::minstd_rand& random) {
   Header header;
   if (size < sizeof header) return;

@@ -1,11 +1,12 @@
-// What libFuzzer does for fuzz_decode.cpp, where only g++ is there: a loop that follows coverage.
+// Replaces libFuzzer for fuzz_decode.cpp if only g++ is installed: a loop guided by coverage.
 //
 //   fuzz [--regressions DIR] [--artifacts DIR] SECONDS
 //
 // Runs every file of DIR first, then mutates: inputs that reach a new edge of the control flow
-// (-fsanitize-coverage=trace-pc) are kept and mutated further. An input that a sanitizer objects
-// to, or that takes longer than kTimeout_s, is written to the artifacts' folder before the process
-// dies. Deterministic but for how far it comes. This file must not itself be compiled for coverage.
+// (-fsanitize-coverage=trace-pc) are kept and mutated further. An input that a sanitizer reports,
+// or that takes longer than kTimeout_s, is written to the artifacts' folder before the process
+// ends. Deterministic except for the number of inputs. This file must not itself be compiled for
+// coverage.
 #include <sanitizer/common_interface_defs.h>
 #include <signal.h>
 #include <unistd.h>

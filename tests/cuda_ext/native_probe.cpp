@@ -1,5 +1,5 @@
-// Prints what the torch-free kernel headers compute where no test could afford the memory: indices
-// over 2^32, and sample positions in the longest bucket. test_native_probe.py compares.
+// Prints results of the torch-free kernel headers for sizes that no test has the memory for:
+// indices over 2^32, and sample positions in the longest bucket. test_native_probe.py compares.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>

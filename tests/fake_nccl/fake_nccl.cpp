@@ -1,8 +1,8 @@
-// NCCL's functions for ranks that are threads of one process and memory that is the host's.
+// NCCL's functions for ranks that are threads of one process, on host memory.
 //
-// Like NCCL, a group blocks until its messages have come, aborting ends that, and who aborts leaves
-// whatever lies in the buffers. Unlike it, everything is done when a group's end returns, and a
-// message of another length than what waits for it is an error instead of a hang.
+// Like NCCL, a group blocks until its messages have come; an abort ends the wait and leaves the
+// buffers as they are. Unlike NCCL, everything is done when a group's end returns, and a message of
+// a wrong length is an error instead of a hang.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -174,7 +174,7 @@ EXPORT int ncclCommGetAsyncError(Communicator* communicator, int* error) {
   return kSuccess;
 }
 
-// The memory stays: what another thread is just calling must find it.
+// The memory stays, because another thread may be using it.
 EXPORT int ncclCommAbort(Communicator* communicator) {
   const std::lock_guard lock(communicator->world->mutex);
   communicator->aborted = true;
@@ -189,7 +189,7 @@ EXPORT int ncclCommDestroy(Communicator* communicator) {
 
 // ---- for tests ----
 
-// From now on NCCL has noticed an error; nobody is woken.
+// From now on NCCL reports an error; no waiting thread is woken.
 EXPORT void fake_nccl_notice(Communicator* communicator, int error) {
   const std::lock_guard lock(communicator->world->mutex);
   communicator->asynchronous_error = error;

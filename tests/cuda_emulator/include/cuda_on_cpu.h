@@ -1,17 +1,18 @@
-// CUDA on the CPU: runs unmodified __global__ functions, to test them where there is no GPU.
+// CUDA on the CPU: runs unmodified __global__ functions, to test them without a GPU.
 //
 // Every CUDA thread is a fiber (its own stack; switched with _setjmp, so no assembly and no system
 // call). Warp collectives are real rendezvous of the lanes that their mask names, and barriers of
 // the block's threads. A block runs on an operating-system thread of its own, so that thread_local
 // serves as shared memory; several blocks are resident at once, but exactly one runs at a time and
-// hands the baton on, so that a schedule (order, seed) is reproducible.
+// then passes control on, so that a schedule (order, seed) is reproducible.
 //
-// Found: lanes that are not in their own mask, collectives and barriers that diverge, threads that
-// exit while others wait, deadlocks, spins past a deadline, and, by trying several schedules, most
-// missing barriers. Shared memory starts out poisoned. Out-of-bounds accesses of global memory are
-// for AddressSanitizer. Not modelled: the weak memory order of a GPU, shared-memory bounds, time.
+// It detects: lanes that are not in their own mask, collectives and barriers that diverge, threads
+// that exit while others wait, deadlocks, spins past a deadline, and, by trying several schedules,
+// most missing barriers. Shared memory starts out poisoned. AddressSanitizer detects out-of-bounds
+// accesses of global memory. Not modelled: the weak memory order of a GPU, shared-memory bounds,
+// time.
 //
-// A spin must call __nanosleep, or nobody else ever runs. Dynamic shared memory, declared in a
+// A spin must call __nanosleep, or no other thread ever runs. Dynamic shared memory, declared in a
 // kernel as `extern __shared__ T name[];`, is defined by the test with
 // CUDA_EMULATOR_DYNAMIC_SHARED.
 #pragma once
@@ -100,7 +101,7 @@ inline const char* name_of(Op op) {
   return names[static_cast<int>(op)];
 }
 
-// What a thread waits for.
+// The operation that a thread waits for.
 struct Wait {
   Op op = Op::kNone;
   unsigned mask = 0;
@@ -254,13 +255,13 @@ inline void enter_fiber(unsigned thread) {
   setcontext(&f.birth);
 }
 
-// Lets other threads of the block run, and perhaps other blocks, before this one goes on.
+// Lets other threads of the block run, and perhaps other blocks, before this one continues.
 inline void yield_thread(bool spin) {
   (spin ? worker->spinning : worker->ready).push_back(worker->running);
   leave_fiber();
 }
 
-// Atomics are where blocks meet: random schedules interrupt there.
+// Blocks interact through atomics, so random schedules interrupt there.
 inline void meeting_point() {
   if (options.schedule != Schedule::kRandom || worker->random() % 4 != 0) return;
   worker->hand_over = true;
@@ -415,7 +416,7 @@ inline unsigned block_collective(unsigned value, std::source_location where) {
 
 // ---- scheduling ----
 
-// Fills this library's thread-local variables, shared memory all of them, with rubbish.
+// Poisons this library's thread-local variables, all of which are shared memory.
 inline void poison_shared_memory() {
   Worker* const kept = worker;
   dl_iterate_phdr(
