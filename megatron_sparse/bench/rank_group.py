@@ -100,10 +100,10 @@ def as_rank[Group: RankGroup, Result](
     make: Callable[[Any, int, int], Group],
     action: Callable[[Group], Result],
 ) -> Result:
-    """One rank's part where RANK and WORLD_SIZE are set.
+    """Runs one rank's part; RANK and WORLD_SIZE must be set.
 
-    A typed error ends the process with its exit code. One that several ranks find is told by the
-    first of them.
+    A typed error ends the process with its exit code. If several ranks find it, only the first of
+    them prints it.
 
     Args:
         make: the group of this process, from the store, its rank and the number of ranks.

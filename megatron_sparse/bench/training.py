@@ -43,8 +43,8 @@ class Setting:
         warmup: iterations before the first that counts.
         iters: iterations that count.
         overrides: more arguments of `train`.
-        slow_rank: sleeps in every backward pass, in all rows; schemes that go on without a
-            straggler have it pinned. None for no rank; `plain` cannot go on without it.
+        slow_rank: sleeps in every backward pass, in all rows; schemes that can skip a
+            straggler have it pinned. None for no rank; `plain` cannot skip it.
         slow_ms: how long it sleeps.
     """
 

@@ -278,11 +278,11 @@ def convergence(
         Path | None, typer.Option(metavar="DIR", help="Write pictures and their CSV here.")
     ] = None,
     report: Annotated[
-        bool, typer.Option("--report", help="Train nothing: report what is there.")
+        bool, typer.Option("--report", help="Train nothing: report the finished runs.")
     ] = False,
     json: JsonFile = None,
 ) -> None:
-    """More arguments are overrides of `train`. A run that is there already is not repeated."""
+    """More arguments are overrides of `train`. A finished run is not repeated."""
     from megatron_sparse.bench.convergence import command as runner
     from megatron_sparse.bench.convergence import report as reporter
     from megatron_sparse.bench.convergence.settings import BY_NAME, Study

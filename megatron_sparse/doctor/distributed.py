@@ -94,10 +94,10 @@ def run(request: Request) -> int:
         return run_rank(request, int(os.environ["RANK"]), world_size)
     if request.ranks is None or request.ranks < 2:
         raise ConfigError(
-            "there is nobody to talk to",
+            "the job has only one rank",
             expected="at least 2 ranks, started by srun or torchrun, or --ranks N on this machine",
             got="one process" if request.ranks is None else f"--ranks {request.ranks}",
-            remedy="put srun before the command, or say --ranks 4",
+            remedy="put srun before the command, or add --ranks 4",
         )
     command = local_ranks.command_line(["doctor", *request.arguments()])
     return local_ranks.run_loopback(command, request.ranks)

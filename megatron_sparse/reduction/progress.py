@@ -53,9 +53,9 @@ DEADLINE_FACTOR, DEADLINE_SLACK_S = 1.5, 5.0
 """The thread's deadline is this factor times the timeout, plus this slack: it must come after the
 backend's own timeout, whose error says more."""
 CLOSING_S = 1.0
-"""Seconds in which jobs that are under way may still end when the thread is closed."""
+"""When the thread is closed, jobs that are under way have so many seconds to end."""
 CLOSING_SLACK_S = 4.0
-"""Seconds that `close` waits longer, for a step of a job that takes its time."""
+"""Further seconds that `close` waits for a slow step of a job."""
 
 
 class Pending:
@@ -198,10 +198,10 @@ class ProgressThread:
         return self._broken is not None
 
     def close(self) -> None:
-        """Ends the thread. Jobs that are under way, for which nobody waits any more, get a second.
+        """Ends the thread. Jobs that are still under way get `CLOSING_S`, then end with an error.
 
-        After that they end with an error, of which the other ranks learn: where this rank leaves a
-        step because of an error, the peers of its jobs may never come.
+        No caller waits for them any more, and their peers may never take part: for example if this
+        rank leaves a step because of an error. The other ranks are notified.
         """
         with self._wake:
             self._closes_s = time.perf_counter() + CLOSING_S

@@ -200,7 +200,7 @@ class TestArguments:
         return doctor.Request(**fields)
 
     def test_a_job_of_one_rank(self):
-        with pytest.raises(ConfigError, match="nobody to talk to"):
+        with pytest.raises(ConfigError, match="only one rank"):
             doctor.run(self.request())
 
     def test_ranks_that_are_not_those_of_the_launcher(self, monkeypatch):
