@@ -150,10 +150,22 @@ class TestModel:
             ({"seq_length": 512, "max_position_embeddings": 256}, "max_position_embeddings"),
             ({"position_embedding_type": "alibi"}, "position_embedding_type"),
             ({"dropout": 1.5}, "dropout"),
+            ({"hybrid_layer_pattern": "M-*-"}, "pretrain_hybrid.py"),
+            ({"hybrid_layer_pattern": "-*-*"}, "* (attention) first"),
+            ({"hybrid_layer_pattern": "*-||*-"}, "hybrid_layer_pattern"),
+            ({"hybrid_layer_pattern": "*-*-*"}, "set model.num_layers=5"),
         ],
     )
     def test_refusals(self, values, word):
         assert word in refusal(ModelConfig, **values)
+
+    def test_a_hybrid_model_of_pairs_has_the_parameters_of_a_gpt(self):
+        gpt = ModelConfig(num_layers=2, vocab_size=100)
+        hybrid = ModelConfig(num_layers=4, hybrid_layer_pattern="*-|*-", vocab_size=100)
+        assert (hybrid.attention_layers, hybrid.mlp_layers) == (2, 2)
+        assert parameter_count(hybrid) == parameter_count(gpt)
+        more = ModelConfig(num_layers=5, hybrid_layer_pattern="*-*--", vocab_size=100)
+        assert parameter_count(more) > parameter_count(gpt)
 
     def test_parameter_count_by_hand(self):
         model = ModelConfig(num_layers=1, hidden_size=4, num_attention_heads=1, seq_length=8)
@@ -234,6 +246,10 @@ class TestRun:
                     "model": ModelConfig(num_layers=3),
                 },
                 "num_layers",
+            ),
+            (
+                {"model": ModelConfig(num_layers=4, hybrid_layer_pattern="*-|*-")},
+                "set training.pipeline_parallel=2",
             ),
         ],
     )
