@@ -15,6 +15,7 @@ import torch
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import Header
+from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_COO,
@@ -89,7 +90,8 @@ def encode(
     for (first, last), start, is_sparse in zip(pairwise(offsets), starts, sparse, strict=True):
         if not is_sparse and last > first:
             at = start + HEADER_BYTES
-            out[at : at + (last - first) * dtype.itemsize].view(dtype).copy_(grad_N[first:last])
+            room = out[at : at + (last - first) * dtype.itemsize].view(dtype)
+            round_into(room, grad_N[first:last])
     _write_coo(out, grad_N, offsets, starts, counts, sparse, dtype)
     return torch.tensor(sizes, dtype=torch.int64)
 
@@ -132,7 +134,8 @@ def _write_coo(
         position_K - borders[segment_K]
     ).int()
     values = out.view(dtype)
-    values[torch.tensor(value_at, device=device)[segment_K] + rank_K] = grad_N[position_K].to(dtype)
+    values_K = round_into(values.new_empty(position_K.shape), grad_N[position_K])
+    values[torch.tensor(value_at, device=device)[segment_K] + rank_K] = values_K
 
 
 def decode_add_(

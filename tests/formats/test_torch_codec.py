@@ -60,6 +60,18 @@ def test_same_bytes_and_same_sum_as_the_compiled_codec(sizes, density, code, see
         torch.testing.assert_close(sums[0], sums[1], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("code", [1, 2])
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_narrowed_values_have_the_compiled_codecs_bits_also_where_they_are_nan(code, density):
+    grad, offsets, keep, nnz = _case([300, 41], density, torch.float32, 5)
+    specials = torch.tensor([0x7FC00000, -0x400000, 0x7FA5A5A5], dtype=torch.int32)
+    nonzero = grad.nonzero().flatten()
+    grad[nonzero] = specials.view(torch.float32)[torch.arange(nonzero.numel()) % 3]
+    grad[nonzero[-1]] = 1.00390625  # halfway between two values of bf16
+    expected, _ = _encode(ops.encode, grad, offsets, keep, nnz, code)
+    assert torch.equal(_encode(torch_codec.encode, grad, offsets, keep, nnz, code)[0], expected)
+
+
 def _message():
     grad, offsets, keep, nnz = _case([200, 50], 0.05, torch.float32, 3)
     keep[:] = 0
