@@ -67,7 +67,7 @@ def build(
     parts: Sequence[str] = ("cpu", "cuda"),
     sanitize: bool = False,
 ) -> list[Part]:
-    """Builds what is missing or out of date, under a file lock: several ranks may call it at once.
+    """Builds missing and outdated libraries, under a file lock: several ranks may call it at once.
 
     Args:
         cuda: `auto` leaves the CUDA library out where it cannot be built; `on` makes that an

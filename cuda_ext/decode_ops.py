@@ -52,7 +52,7 @@ def decode_add_(
         acc_M: fp32 on the CPU or a CUDA device; element 0 is the bucket's element `base`. Mutated.
         message: uint8 on the same device, exactly the records of these segments; on CUDA aligned
             to 16 bytes: if the first record of a message is aligned, all are.
-        expected: what the records must say.
+        expected: the facts that the records must state.
         base: the bucket's element that `acc_M` begins with.
         fresh: treat the segments' part of `acc_M` as zero and ignore its content. The first message
             of a sum then needs no separate pass that clears `acc_M`.

@@ -141,7 +141,7 @@ def prune_encode(
 
     Args:
         grad_N: on the CPU or a CUDA device; only read.
-        pruning: what is selected. Its residual is mutated.
+        pruning: the selection's arguments. Its residual is mutated.
         segments: the pieces of the gradient. Each slot must have room for the largest record that
             its segment may send.
         spec: the format of the records.

@@ -160,7 +160,7 @@ def _by_index(
 
 
 def split(partition_K: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A stable partition of entries: what a stable sort by partition gives.
+    """A stable partition of entries: the result of a stable sort by partition.
 
     On the CPU it is one, a radix sort where the numbers are narrow. On CUDA it counts: one pass up
     to 256 partitions, two beyond.

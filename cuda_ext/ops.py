@@ -1,4 +1,4 @@
-"""The ops of the native part, typed and checked: what the rest of the package calls.
+"""The ops of the native part, typed and checked, for the rest of the package.
 
 Shape suffixes: N elements of a bucket (1-D, contiguous; fp32, bf16 or fp16), R ranges, S wire
 segments, M elements of an accumulator. Dtype codes are those of the wire: 0 fp32, 1 bf16, 2 fp16.
@@ -66,7 +66,7 @@ def prune_(
         residual_N: fp32 or bf16. Mutated.
         range_offsets: R+1 offsets of consecutive ranges from 0 to N; empty ones are allowed.
         thresholds_R: fp32, on the gradient's device; below 0 keeps all of a range, NaN too.
-        leak: factor on what is dropped, 0 to 1.
+        leak: factor on dropped values, 0 to 1.
         wire_dtype: dtype code in which values will travel.
         key: of the random bits; negative for rounding to nearest.
 

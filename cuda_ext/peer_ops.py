@@ -51,7 +51,7 @@ AREA_ALIGNMENT = 256
 EPOCHS_AT = 2 * 8 * MAX_PEERS
 ARRIVED_AT = EPOCHS_AT + 16
 ERROR_AT = ARRIVED_AT + 8 * MAX_PEERS
-"""Bytes from a window's begin: of what its own rank alone writes."""
+"""Bytes from a window's begin: the part that only its own rank writes."""
 ERROR_WORDS = 9
 _MISSING, _RECORD, _BUFFER = 1, 2, 3  # PeerError of peer_launch.h
 

@@ -61,7 +61,7 @@ class Pruning:
         residual_N: fp32 or bf16, on the gradient's device. Mutated by the ops.
         range_offsets: int64, R+1 offsets of consecutive ranges from 0 to N.
         thresholds_R: fp32, on the gradient's device; below 0 keeps all of a range, NaN too.
-        leak: factor on what is dropped, 0 to 1.
+        leak: factor on dropped values, 0 to 1.
         key: of the random bits of stochastic rounding; negative for rounding to nearest.
         capacity_S: int64, the most non-zero elements of each segment; None for no limit.
     """

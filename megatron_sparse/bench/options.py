@@ -189,7 +189,7 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
-        """The options, taken out of what Typer gives.
+        """The options, taken from Typer's arguments.
 
         Raises:
             ConfigError: one of them cannot be read, or does not fit.
@@ -265,7 +265,7 @@ class Sizes(Options):
         at_most = f"{smallest} to max_bytes ({self.max_bytes})"
         return [
             ("min_bytes", self.min_bytes, smallest <= self.min_bytes <= self.max_bytes, at_most),
-            # One wire segment holds what is measured.
+            # One wire segment holds the measured elements.
             ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
             at_least("warmup", self.warmup, 0),
             at_least("iters", self.iters, 1),

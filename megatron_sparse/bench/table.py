@@ -135,7 +135,7 @@ def print_table[Row: TableRow](
 ) -> list[Row]:
     """Prints rows as they come and writes one JSON object a line; returns them.
 
-    A sweep that is stopped keeps what it has.
+    A sweep that is stopped keeps its rows.
 
     Raises:
         ConfigError: the file cannot be written.

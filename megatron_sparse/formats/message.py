@@ -353,7 +353,7 @@ def decode_add_(
     Args:
         acc_M: fp32; element 0 is the first element of the first segment. Mutated.
         records: uint8, exactly the records of the given segments, or their slots.
-        expected: what the records must say.
+        expected: the facts that the records must state.
         fresh: treat the segments' part of `acc_M` as zero and ignore its content.
         reports: receives the status of the call, which then does not wait; reading the reports
             raises the error.

@@ -100,10 +100,10 @@ class BucketJob:
 
     @property
     def averages(self) -> bool:
-        """Whether the backend averages, as for Megatron: a dense reduce-scatter of the gradient.
+        """Whether the backend divides, as in plain Megatron: a dense reduce-scatter of the gradient.
 
-        The rest of the gradient, which other ranks own, then stays as it was. Follows from the
-        plan and the bucket alone, so all ranks agree.
+        The shards that other ranks own then keep their values in the gradient buffer. Follows from
+        the plan and the bucket alone, so all ranks agree.
         """
         bucket, plan = self.bucket, self.plan
         is_own = plan.scheme == "dense" and bucket.op is CollectiveOp.REDUCE_SCATTER
@@ -287,8 +287,9 @@ class GradientReducer:
     def _take_whole(self, job: BucketJob) -> torch.Tensor:
         """A dense plan's values [N]: the gradient with the residual added."""
         bucket, plan = job.bucket, job.plan
-        # Where the backend divides, the residual must be added to a gradient that has been divided,
-        # and the sum multiplied again. Without a residual the gradient stays as it is.
+        # The backend will divide the sum. But the residual is a part of the averaged gradient: so
+        # divide the gradient, add the residual, and multiply both again. Without a residual nothing
+        # is needed.
         divides = job.averages and self.selector.method.has_addend(bucket)
         if divides:
             with job.timer.stage("prune"):

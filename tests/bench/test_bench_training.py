@@ -1,4 +1,4 @@
-"""`bench training`: the runs that it starts, and what it reads from them. A fake replaces Megatron.
+"""`bench training`: the runs that it starts, and its results. A fake replaces Megatron.
 
 `tests/integration/test_netbed.py` runs the real one.
 """
@@ -38,7 +38,7 @@ def setting(**changed) -> training.Setting:
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path):
-    """Stands in for the runs: each is 4 iterations of 100, 10, 30, 20 ms times its number."""
+    """Replaces the runs: each has 4 iterations of 100, 10, 30, 20 ms times its number."""
     commands = []
 
     def run(command, log):

@@ -39,7 +39,7 @@ def overrides(command: list[str]) -> dict[str, str]:
 
 @pytest.fixture
 def commands(monkeypatch) -> list[list[str]]:
-    """Stands in for the runs; the second seed's losses are one part in a hundred higher."""
+    """Replaces the runs; the second seed's losses are one part in a hundred higher."""
     started: list[list[str]] = []
 
     def run(command, log):

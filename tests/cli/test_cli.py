@@ -140,7 +140,7 @@ class TestOthers:
 
     @pytest.fixture
     def calls(self, monkeypatch):
-        """Stands in for the modules that the commands import."""
+        """Replaces the modules that the commands import."""
         calls = {}
 
         def stand_in(name: str, function: str, result: object) -> None:

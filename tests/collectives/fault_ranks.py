@@ -41,7 +41,7 @@ class Side:
     Args:
         scheme: its name.
         timeout_s: of the transport.
-        fault: what the transport does.
+        fault: the transport's fault.
         wire_dtype: see `SchemeConfig`.
     """
 

@@ -77,7 +77,7 @@ class Tapped:
 
 
 def _run(case, sizes=None, nodes=None):
-    """(results, what each rank sent in pairwise messages, the cluster)."""
+    """(results, the bytes of each rank's pairwise messages, the cluster)."""
     cluster = VirtualCluster(case.n, Topology(sizes or (case.n,), NO_TIME, NO_TIME))
     taps = {}
 

@@ -29,7 +29,7 @@ SPECIALS = torch.cat(
         torch.tensor([float("inf"), -float("inf"), 1.0, 0.0, -0.0]),
     ]
 )
-"""NaN of both signs and with a payload, infinities, and what they may be added to."""
+"""NaN of both signs and with a payload, infinities, and the values that they may be added to."""
 
 
 def specials(rank: int) -> torch.Tensor:

@@ -156,7 +156,7 @@ def _dense_bytes(case, rank, straggler, b, p):
 
 
 def test_handshakes_do_not_grow_with_a_scaled_bucket():
-    """A bucket so small that handshakes are most of what is sent."""
+    """A bucket so small that handshakes are most of the sent bytes."""
     case, scale = _dense(8, 7, chunk=1), 1e6
     rounds = len(make_schedule(8).rounds)
     expected = straggler_aware_cost(8, rounds).time_s(4 * case.numel * scale, LINK)

@@ -249,7 +249,7 @@ class TestDGC:
             rank.commit()
 
     def test_bf16_gradients_lose_nothing(self):
-        """The gradient is only read; the velocity and what is accumulated are fp32."""
+        """The gradient is only read; the velocity and the residual are fp32."""
         rank = Rank("dgc", momentum=0.5)
         rank.select(_gradient(0).bfloat16(), 0)
         rank.commit()

@@ -227,7 +227,7 @@ class Codecs:
         Args:
             grad_N: the gradient.
             segments: offsets that cut it.
-            kinds: what is asked for, one for each segment.
+            kinds: the requested formats, one for each segment.
             value_dtype: of the message's values.
             capacity: bytes of the output.
             step: the header's.

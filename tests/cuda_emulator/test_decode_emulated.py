@@ -189,7 +189,7 @@ def test_wrong_length_is_named(codecs: Codecs, message: tuple[bytes, list[int], 
 def test_fresh_takes_acc_for_zero(
     codecs: Codecs, message: tuple[bytes, list[int], list[int]]
 ) -> None:
-    """Elements outside the segments keep what they hold; a bad message changes nothing."""
+    """Elements outside the segments keep their values; a bad message changes nothing."""
     good, segments, starts = message
     part, offsets = good[starts[1] :], segments[1:]
     acc = torch.full((12100,), math.nan)

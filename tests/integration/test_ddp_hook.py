@@ -298,7 +298,7 @@ def test_errors_are_typed_those_of_a_backward_pass_too():
 
 
 def _killed_peer(rank, world_size, report):
-    """Rank 1 dies in its third step; rank 0 writes down what its backward pass raises.
+    """Rank 1 dies in its third step; rank 0 records the error of its backward pass.
 
     In the second one DDP itself talks to its peers, about the new buckets.
     """

@@ -105,7 +105,8 @@ def parallel_state_of(layout: Layout) -> Iterator[None]:
 def uneven_all_gather() -> Iterator[None]:
     """Lets gloo gather tensors of unequal sizes, as NCCL does, while in the block.
 
-    The layer-wise optimizer without a layout of its own gathers what each rank has updated.
+    The layer-wise optimizer without a layout of its own gathers the parameters that each rank has
+    updated.
     """
     original = dist.all_gather
 

@@ -82,7 +82,7 @@ def _flags(overlap: bool, distributed: bool) -> tuple[str, str]:
     ("overlap", "distributed"), list(itertools.product((False, True), (False, True)))
 )
 def test_training_and_resuming_is_bit_exact(tmp_path, overlap, distributed):
-    """A run of five iterations, and one that stops after three and goes on from its checkpoint."""
+    """A run of five iterations, and one that stops after three and resumes from its checkpoint."""
     flags = (*AT_TARGET, *_flags(overlap, distributed), "training.save_interval=3")
     whole = train(tmp_path, "whole", *flags)
     summary = json.loads((whole / "summary.json").read_text())

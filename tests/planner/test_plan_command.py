@@ -1,4 +1,4 @@
-"""`megatron-sparse plan`: tables, JSON lines, and what it refuses."""
+"""`megatron-sparse plan`: tables, JSON lines, and refusals."""
 
 from __future__ import annotations
 

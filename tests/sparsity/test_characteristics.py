@@ -153,7 +153,7 @@ def test_sums_of_more_ranks_than_were_measured(name):
 
     Uniform positions and full overlap are exact up to noise. A power law overstates the sum of
     skewed gradients, whose rare rows it takes for common ones, and understates one of disjoint
-    ones: by up to 17 % four times beyond what was measured.
+    ones: by up to 17 % at four times the measured number of ranks.
     """
     model = MODELS[name]
     profile = profile_of([model.gradient(rank) for rank in range(8)])

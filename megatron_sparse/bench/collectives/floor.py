@@ -1,6 +1,6 @@
 """The least time that a synchronisation can take: its bytes at the rates measured beside it.
 
-Wire: what the busiest rank sends, at the rate of its link. Codec, for sparse schemes: the bytes
+Wire: the busiest rank's bytes, at the rate of its link. Codec, for sparse schemes: the bytes
 that each rank must read and write in memory, at the rate at which all ranks of the machine copy at
 once. The floor counts the passes that every codec needs:
 

@@ -45,7 +45,7 @@ class CaseRow(TableRow):
         modelled: times of the network are those of an alpha-beta model.
         wrong: elements, on all ranks, that differ from the exact sum.
         wire_bytes: sent by the busiest rank.
-        sent_density: what was selected, of all elements.
+        sent_density: the fraction of all elements that was selected.
         time_us: of the slowest rank: from dense gradient to dense sum; with a straggler, from the
             last rank's arrival to the last rank's end.
         p99_us: `time_us` of the slowest round but one in a hundred.
@@ -113,7 +113,7 @@ class Row(CaseRow):
         dense_us: of the backend's own dense collective, in turn with the scheme.
         speedup: of the pairs of dense and scheme, the median ratio.
         prune_us: threshold, error feedback, pruning and encoding; 0 with `--no-prune`.
-        encode_us: encoding sums; encoding what is selected is part of `prune_us`.
+        encode_us: encoding sums; encoding the selection is part of `prune_us`.
         network_us: waiting for messages, including the wait for slower ranks.
         decode_us: adding messages up.
         host_us: `time_us` less the stages: the launch, the progress thread, its polling.
@@ -133,7 +133,7 @@ class Row(CaseRow):
         "network_us >8.0f network | decode_us >8.0f decode | host_us >8.0f host | "
         "host_cpu_us >8.0f cpu"
     )
-    """Bandwidths are GB/s: of the gradient, and of what was sent."""
+    """Bandwidths are GB/s: of the gradient, and of the sent bytes."""
 
     dense_us: float | None = None
     speedup: float | None = None

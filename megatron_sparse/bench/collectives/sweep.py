@@ -1,4 +1,4 @@
-"""Options of `bench collectives`: what is measured, and where."""
+"""Options of `bench collectives`: the cases and the place of the measurement."""
 
 from __future__ import annotations
 

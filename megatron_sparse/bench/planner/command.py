@@ -126,7 +126,7 @@ def run(trial: Trial, json_path: Path | None) -> Verdict:
 
     Raises:
         ConfigError: the JSON file cannot be written, or a cluster is unknown.
-        MegatronSparseError: what a collective raises.
+        MegatronSparseError: the error of a collective.
     """
     with torch_threads(1):
         print(

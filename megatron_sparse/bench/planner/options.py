@@ -1,4 +1,4 @@
-"""Options of `bench planner`: what is tried, and where."""
+"""Options of `bench planner`: the cases and the place of the runs."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def run(options: PlannerOptions, json_path: Path | None) -> int:
 
     Raises:
         ConfigError: an option does not fit.
-        MegatronSparseError: what a collective raises.
+        MegatronSparseError: the error of a collective.
     """
     one_of("--op", options.op, tuple(CollectiveOp))
     clusters, op = options.clusters or cases.CLUSTERS, CollectiveOp(options.op)

@@ -1,4 +1,4 @@
-"""Options of `bench stragglers`: what is measured, how late one rank is, and where."""
+"""Options of `bench stragglers`: the cases, the delay of one rank, and the place of the runs."""
 
 from __future__ import annotations
 
