@@ -100,7 +100,7 @@ class BucketJob:
 
     @property
     def averages(self) -> bool:
-        """Whether the backend divides, as in plain Megatron: a dense reduce-scatter of the gradient.
+        """Whether the backend divides, as in Megatron: a dense reduce-scatter of the gradient.
 
         The shards that other ranks own then keep their values in the gradient buffer. Follows from
         the plan and the bucket alone, so all ranks agree.

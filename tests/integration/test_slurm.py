@@ -230,7 +230,7 @@ def test_srun_starts_ranks_and_leaves_a_complete_folder(bed: Bed, undisturbed: J
 
 
 def test_signal_saves_and_slurm_starts_the_job_again(bed: Bed, undisturbed: Job):
-    """Both forms, at the same time; restarted runs have the losses of the undisturbed one."""
+    """Both forms at the same time; restarted runs have the losses of the undisturbed one."""
     off = {"MEGATRON_SPARSE_PREFLIGHT": "off", "RANKS_PER_NODE": "1"}
     jobs = {form: bed.submit(f"train_{form}.sbatch", form, **off) for form in ("srun", "torchrun")}
     for job in jobs.values():
