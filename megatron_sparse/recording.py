@@ -44,8 +44,12 @@ class BucketRecord:
             backend chooses, those of a ring.
         predicted_us: microseconds of all stages together by the planner's cost model; None if no
             such model chose the scheme.
+        dense_us: predicted microseconds of the backend's own collective on the whole gradient;
+            None without a cluster to predict by.
         launched_s: the host's `time.perf_counter` at the launch.
         finished_s: the same at the end.
+        wait_began_s: the same when the training thread began to wait for the bucket.
+        exposed_s: seconds for which the training thread waited for it.
         host_cpu_us: processor microseconds that the progress thread spent in the bucket's steps,
             codecs on a CPU included; without waiting for works.
         host_wall_us: clock microseconds of the same steps.
@@ -65,8 +69,11 @@ class BucketRecord:
     dense_bytes: int = 0
     wire_bytes: int = 0
     predicted_us: float | None = None
+    dense_us: float | None = None
     launched_s: float = 0.0
     finished_s: float = 0.0
+    wait_began_s: float = 0.0
+    exposed_s: float = 0.0
     host_cpu_us: float = 0.0
     host_wall_us: float = 0.0
     straggler: int | None = None
@@ -77,6 +84,12 @@ class BucketRecord:
         """Takes over what the progress thread has measured, in seconds."""
         self.finished_s = finished_s
         self.host_cpu_us, self.host_wall_us = host_cpu_s * 1e6, host_wall_s * 1e6
+
+    def waited(self, began_s: float) -> float:
+        """Notes the training thread's wait, which began at `began_s`; returns its seconds."""
+        self.wait_began_s = began_s
+        self.exposed_s = time.perf_counter() - began_s
+        return self.exposed_s
 
     def stage_us(self) -> dict[str, float]:
         """Microseconds of every stage in `BUCKET_STAGES`. On CUDA this waits for the events."""

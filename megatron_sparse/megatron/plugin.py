@@ -24,6 +24,7 @@ from typing import Any
 import megatron.training.training as host
 import torch
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.checkpointing import get_checkpoint_name
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
@@ -33,6 +34,7 @@ from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint, refusals
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
+from megatron_sparse.megatron.throughput import throughput
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.profiler_ranges import mark_nvtx, marked
@@ -48,6 +50,12 @@ _HOOKED = (
     "save_checkpoint",
     "load_checkpoint",
 )
+
+WIRE_RATIO = "comm/wire_ratio"
+OF_MEGATRON = frozenset({"train/loss", "train/grad_norm", "train/learning_rate", WIRE_RATIO})
+"""Metrics that Megatron itself writes to its dashboards: `lm loss`, `grad-norm`, `learning-rate`,
+and all of a step's loss dictionary, to which the plugin adds the ratio."""
+
 _installed: Plugin | None = None
 
 
@@ -149,9 +157,10 @@ class Plugin:
     def _make_telemetry(self) -> RunTelemetry:
         sinks: list[ScalarSink] = []
         if writer := get_tensorboard_writer():
-            sinks.append(TensorBoardSink(writer))
+            sinks.append(TensorBoardSink(writer, left_out=OF_MEGATRON))
         if run := get_wandb_writer():
-            sinks.append(WandbSink(run, self._resolved_config or dataclasses.asdict(self.config)))
+            config = self._resolved_config or dataclasses.asdict(self.config)
+            sinks.append(WandbSink(run, config, left_out=OF_MEGATRON))
         mark_nvtx(self.config.tracking.nvtx)
         return RunTelemetry(
             self._run_dir,
@@ -235,7 +244,7 @@ class Plugin:
         assert self.attachment is not None
         loss = loss_dict.get("lm loss") if loss_dict else None
         iteration = _arguments().curr_iteration + 1
-        extra = {"learning_rate": learning_rate}
+        extra = {"learning_rate": learning_rate} | self._throughput(iteration_s)
         if self.telemetry.samples(iteration):
             extra |= self._residual_scalars()
         breakdown = self.telemetry.end_iteration(
@@ -246,11 +255,21 @@ class Plugin:
             skipped=skipped,
             extra=extra,
         )
-        if loss_dict and breakdown.dense_bytes:
-            ratio = breakdown.wire_bytes / breakdown.dense_bytes
-            loss_dict["wire ratio"] = torch.tensor(
-                [ratio], device=loss.device if loss is not None else None
+        if loss_dict and breakdown.wire_ratio is not None:
+            # Megatron shows it in its log line, and writes it to the dashboards.
+            loss_dict[WIRE_RATIO] = torch.tensor(
+                [breakdown.wire_ratio], device=loss.device if loss is not None else None
             )
+
+    def _throughput(self, iteration_s: float) -> dict[str, float]:
+        assert self.attachment is not None
+        on_gpu = any(bucket.grad_N.is_cuda for bucket in self.attachment.buckets)
+        return throughput(
+            _arguments(),
+            get_num_microbatches(),
+            iteration_s,
+            host.num_floating_point_operations if on_gpu else None,
+        )
 
     def _residual_scalars(self) -> dict[str, float]:
         """The residual's norm: reads the residual once, and the result on the host."""

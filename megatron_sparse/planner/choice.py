@@ -47,7 +47,6 @@ from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
 from megatron_sparse.formats.message import Message
-from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, Windows, bucket_facts
 from megatron_sparse.planner.plan_state import BucketState
 from megatron_sparse.planner.prices import (
@@ -66,7 +65,7 @@ from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.sparsity.sampling import sample_profile
-from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
+from megatron_sparse.transport import Transport, Work
 
 PRICED_OPTIONS = (
     "format",
@@ -110,12 +109,11 @@ class PricedPlanner(FixedPlanner):
         *,
         logs: bool,
     ) -> None:
-        super().__init__(compression, scheme)
-        self._cluster = cluster
+        super().__init__(compression, scheme, cluster)
+        self._cluster: ClusterModel = cluster
         self._config = planner
         self._options = scheme
         self._logs = logs
-        self._joined = False
         self._states: dict[str, BucketState] = {}
         self._records: dict[tuple[str, str], deque[BucketRecord]] = {}
 
@@ -199,18 +197,6 @@ class PricedPlanner(FixedPlanner):
         return state
 
     # What ranks exchange
-
-    def join(self, transport: Transport) -> None:
-        """See `Planner`. Checks the first group only: others may lie within one host.
-
-        Raises:
-            ConfigError: the cluster file was measured on another cluster.
-        """
-        if self._joined or self._cluster.is_model:
-            return
-        assert isinstance(transport, ProcessGroupTransport), "virtual ranks have model clusters"
-        self._cluster.check_fingerprint(fingerprint(transport))
-        self._joined = True
 
     def windows(self, transport: Transport) -> Windows:
         """See `Planner`: for a group that is one node by the cluster's links."""

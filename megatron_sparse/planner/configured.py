@@ -50,6 +50,7 @@ def planner_of(config: SparseConfig, *, logs: bool) -> Planner:
         ConfigError: a file cannot be read, or settings contradict one another.
     """
     compression, scheme, planner = config.compression, config.scheme, config.planner
+    cluster = None if planner.cluster is None else find(planner.cluster)
     if planner.pin is not None:
         if scheme.name != "auto":
             raise ConfigError(
@@ -58,7 +59,7 @@ def planner_of(config: SparseConfig, *, logs: bool) -> Planner:
                 got=scheme.name,
                 remedy="leave one of them out",
             )
-        return PinnedPlanner(compression, scheme, Path(planner.pin))
-    if scheme.name == "auto" and planner.cluster is not None:
-        return PricedPlanner(compression, scheme, planner, find(planner.cluster), logs=logs)
-    return FixedPlanner(compression, scheme)
+        return PinnedPlanner(compression, scheme, Path(planner.pin), cluster)
+    if scheme.name == "auto" and cluster is not None:
+        return PricedPlanner(compression, scheme, planner, cluster, logs=logs)
+    return FixedPlanner(compression, scheme, cluster)

@@ -11,6 +11,7 @@ from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.plan import Choice, FixedPlanner, Windows
 from megatron_sparse.planner.plan_state import read_plan
+from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.transport import Transport
 
 
@@ -21,13 +22,20 @@ class PinnedPlanner(FixedPlanner):
         compression: the schedule of densities.
         scheme: options of the schemes; `name` is `auto`.
         path: the file, or the folder of a run.
+        cluster: see `FixedPlanner`.
 
     Raises:
         ConfigError: the file is not a plan.
     """
 
-    def __init__(self, compression: CompressionConfig, scheme: SchemeConfig, path: Path) -> None:
-        super().__init__(compression, scheme)
+    def __init__(
+        self,
+        compression: CompressionConfig,
+        scheme: SchemeConfig,
+        path: Path,
+        cluster: ClusterModel | None = None,
+    ) -> None:
+        super().__init__(compression, scheme, cluster)
         self._path = path
         self._rows = read_plan(path)
 

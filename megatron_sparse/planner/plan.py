@@ -15,9 +15,14 @@ from megatron_sparse.compression.selection import MessageSpec
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, wire_dtype_of
+from megatron_sparse.planner.costs import predict
+from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.wire_bytes import predicted_bytes
+from megatron_sparse.pricing.cluster import ClusterModel
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.transport import Transport, Work
+from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 
 WORTHWHILE = 0.7
 """Fraction of the dense bytes; a scheme that would send more is not worth its codec's time."""
@@ -129,6 +134,10 @@ class Planner(Protocol):
         """
         ...
 
+    def dense_us(self, bucket: Bucket) -> float | None:
+        """What the backend's own collective would take for the bucket; None without a cluster."""
+        ...
+
     def replan(self) -> None:
         """Drops every choice: the target density has changed. Called between two steps."""
         ...
@@ -149,14 +158,27 @@ class Planner(Protocol):
 class FixedPlanner:
     """Follows the configuration; `scheme=auto` compares bytes on the wire.
 
+    Args:
+        compression: the schedule of densities.
+        scheme: the scheme, and its options.
+        cluster: prices what dense would have taken; None for no estimate.
+
     Attributes:
         enabled: switch that may change during the run; False plans dense, which also empties the
             residual.
     """
 
-    def __init__(self, compression: CompressionConfig, scheme: SchemeConfig) -> None:
+    def __init__(
+        self,
+        compression: CompressionConfig,
+        scheme: SchemeConfig,
+        cluster: ClusterModel | None = None,
+    ) -> None:
         self._compression = compression
         self._scheme = scheme
+        self._cluster = cluster
+        self._joined = False
+        self._dense_us: dict[BucketShape, float] = {}
         self.enabled = True
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
@@ -207,7 +229,33 @@ class FixedPlanner:
         return Choice(name, reason)
 
     def join(self, transport: Transport) -> None:
-        """See `Planner`: every group is accepted."""
+        """See `Planner`. Checks the first group only: others may lie within one host.
+
+        Raises:
+            ConfigError: the cluster file was measured on another cluster.
+        """
+        if self._joined or self._cluster is None or self._cluster.is_model:
+            return
+        assert isinstance(transport, ProcessGroupTransport), "virtual ranks have model clusters"
+        self._cluster.check_fingerprint(fingerprint(transport))
+        self._joined = True
+
+    def dense_us(self, bucket: Bucket) -> float | None:
+        """See `Planner`: a MODEL, from the cluster's measured or modelled dense link.
+
+        The whole gradient in its own dtype, as Megatron alone would send it. Priced once for each
+        shape of bucket.
+        """
+        if self._cluster is None:
+            return None
+        if bucket.world_size == 1:
+            return 0.0
+        shape = BucketShape(**bucket_facts(bucket, None))
+        if shape not in self._dense_us:
+            whole = SparsityProfile.uniform(shape.numel, 1.0, shape.world_size)
+            price = predict("dense", shape, whole, self._cluster, self._scheme)
+            self._dense_us[shape] = price.total_s * 1e6
+        return self._dense_us[shape]
 
     def windows(self, transport: Transport) -> Windows:
         """See `Planner`: a scheme that is configured by name and uses windows requires them."""

@@ -142,7 +142,7 @@ class PendingReduction:
             self._pending.wait()
         ended = self._pending
         self._record.end(ended.finished_s, ended.host_cpu_s, ended.host_wall_s)
-        self._sink.record_stage("host_wait", time.perf_counter() - start_s)
+        self._sink.record_stage("host_wait", self._record.waited(start_s))
         self._sink.record_bucket(self._record)
 
 
@@ -236,6 +236,7 @@ class GradientReducer:
             timer=StageTimer(bucket.grad_N.device),
             dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
             predicted_us=plan.predicted_us,
+            dense_us=self.planner.dense_us(bucket),
             launched_s=time.perf_counter(),
         )
         # The planner compares its predictions with the times that the pipeline records.

@@ -59,7 +59,7 @@ class PendingRowSparse:
                 part.record_stream(torch.cuda.current_stream(part.device))
         done = self.pending
         self.record.end(done.finished_s, done.host_cpu_s, done.host_wall_s)
-        self._sink.record_stage("host_wait", time.perf_counter() - start_s)
+        self._sink.record_stage("host_wait", self.record.waited(start_s))
         self._sink.record_bucket(self.record)
         return self.reduced
 

@@ -197,7 +197,7 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
     path, damaged = folder / BREAKDOWN_FILE, []
     history = RunHistory()
     try:
-        lines = [IterationBreakdown(**line) for line in read_lines(path, damaged)]
+        lines = [IterationBreakdown.of_line(line) for line in read_lines(path, damaged)]
         for line in lines:
             history.append(line)
     except OSError as error:

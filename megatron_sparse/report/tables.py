@@ -51,7 +51,7 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         ("bytes sent / dense", lambda run: percent(at_target(run)["wire_ratio"])),
         ("bytes sent, whole run", lambda run: _traffic(run.summary)),
         ("iteration, ms", lambda run: ms(at_target(run)["iteration_ms"])),
-        ("exposed, ms", lambda run: ms(run.summary["exposed_ms"])),
+        ("exposed, ms", lambda run: ms(run.summary["stage_ms"]["host_wait"])),
         ("overlapped, ms", lambda run: ms(run.summary["overlapped_ms"])),
         ("memory of the plugin", _memory),
         ("versions", _versions),

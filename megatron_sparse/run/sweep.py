@@ -32,7 +32,7 @@ OUTCOME_FILE = "outcome.json"
 MULTIRUN = "multirun"
 """The folder, in the runs' folder, for files that belong to no single run."""
 _SAME_FOR_ALL = re.compile(r"name|runs_dir|cluster\.env\..*")
-_RESULTS = ("loss_first", "loss_last", "wire_ratio", "iteration_ms", "exposed_ms")
+_RESULTS = ("loss_first", "loss_last", "wire_ratio", "iteration_ms", "exposed_share")
 """Of a run's `summary.json`; its documentation is docs/reading-the-breakdown.md."""
 
 

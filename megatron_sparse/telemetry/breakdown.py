@@ -12,8 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES, BucketRecord
+from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
 
 # allow_nan=False: `NaN` is not JSON, and many readers reject the whole file because of it.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -29,8 +31,6 @@ class IterationBreakdown:
         iteration_ms: wall-clock milliseconds.
         stage_ms: milliseconds of every stage in `recording.STAGES`; stages of buckets are summed
             over the buckets.
-        exposed_ms: milliseconds for which the training thread waited for synchronisation
-            (`stage_ms["host_wait"]`).
         overlapped_ms: milliseconds for which a bucket was in flight and the thread did not wait.
         dense_bytes: bytes that a dense ring would have sent, summed over buckets.
         wire_bytes: bytes that this rank sent, summed over buckets.
@@ -48,13 +48,16 @@ class IterationBreakdown:
         planned_density: the target density, weighted by elements; None like `density`.
         host_cpu_ms: CPU milliseconds that the progress thread spent on the buckets, summed; None
             in runs of versions that did not measure it.
+        dense_iteration_ms: estimated milliseconds with dense synchronisation
+            (`dense_estimate`); None without a cluster to predict by.
+        tokens_per_s: tokens that all ranks trained on, by the wall clock; None if unknown.
+        model_tflop_per_s: TFLOP/s of one GPU, of the model's own operations; None without a GPU.
     """
 
     iteration: int
     phase: str
     iteration_ms: float
     stage_ms: dict[str, float]
-    exposed_ms: float
     overlapped_ms: float
     dense_bytes: int
     wire_bytes: int
@@ -70,6 +73,35 @@ class IterationBreakdown:
     extra: dict[str, float | None] = field(default_factory=dict)
     planned_density: float | None = None
     host_cpu_ms: float | None = None
+    dense_iteration_ms: float | None = None
+    tokens_per_s: float | None = None
+    model_tflop_per_s: float | None = None
+
+    @classmethod
+    def of_line(cls, line: Mapping[str, Any]) -> IterationBreakdown:
+        """The inverse of `line`, given its parsed JSON.
+
+        Lines of 0.1.0 also have `exposed_ms`, which is `stage_ms["host_wait"]`.
+
+        Raises:
+            TypeError: a field is missing or unknown.
+        """
+        return cls(**{name: value for name, value in line.items() if name != "exposed_ms"})
+
+    @property
+    def exposed_ms(self) -> float:
+        """Milliseconds for which the training thread waited for synchronisation."""
+        return self.stage_ms["host_wait"]
+
+    @property
+    def exposed_share(self) -> float | None:
+        """exposed_ms / iteration_ms; None for an iteration without duration."""
+        return self.exposed_ms / self.iteration_ms if self.iteration_ms else None
+
+    @property
+    def other_ms(self) -> float:
+        """Milliseconds of the iteration that belong to no stage of the training thread."""
+        return max(0.0, self.iteration_ms - sum(self.stage_ms[stage] for stage in STEP_STAGES))
 
     @property
     def wire_ratio(self) -> float | None:
@@ -80,6 +112,7 @@ class IterationBreakdown:
         """The breakdown as dashboard metrics, see `metrics.METRICS`; None values are left out."""
         named: dict[str, float | None] = {
             "comm/exposed_ms": self.exposed_ms,
+            "comm/exposed_share": self.exposed_share,
             "comm/overlapped_ms": self.overlapped_ms,
             "comm/host_cpu_ms": self.host_cpu_ms,
             "comm/dense_bytes": self.dense_bytes,
@@ -91,7 +124,16 @@ class IterationBreakdown:
             "planner/measured_ms": self._measured_ms(),
             **{f"planner/buckets/{scheme}": count for scheme, count in self.schemes.items()},
             "breakdown/iteration_ms": self.iteration_ms,
-            **{f"breakdown/{stage}_ms": time_ms for stage, time_ms in self.stage_ms.items()},
+            "breakdown/dense_iteration_ms": self.dense_iteration_ms,
+            # Without `host_wait`: it is `comm/exposed_ms`.
+            **{
+                f"breakdown/{stage}_ms": time_ms
+                for stage, time_ms in self.stage_ms.items()
+                if stage != "host_wait"
+            },
+            "breakdown/other_ms": self.other_ms,
+            "train/tokens_per_s": self.tokens_per_s,
+            "train/model_tflop_per_s": self.model_tflop_per_s,
             "train/loss": self.loss,
             "train/grad_norm": self.grad_norm,
             "train/learning_rate": self.learning_rate,
@@ -108,7 +150,7 @@ class IterationBreakdown:
         return sum(self.stage_ms[stage] for stage in BUCKET_STAGES)
 
     def line(self) -> str:
-        """The line of `breakdown.jsonl`; `IterationBreakdown(**json.loads(line))` is its inverse.
+        """The line of `breakdown.jsonl`; `of_line(json.loads(line))` is its inverse.
 
         Raises:
             ValueError: a time is not finite, which JSON cannot express.
@@ -124,7 +166,8 @@ class StepOutcome:
         loss: a number on the host; None if unknown.
         grad_norm: a number on the host; None if unknown.
         skipped: the optimizer refused the step.
-        extra: further numbers by name; `learning_rate` becomes the breakdown's field of that name.
+        extra: further numbers by name; `learning_rate`, `tokens_per_s` and `model_tflop_per_s`
+            become the breakdown's fields of these names.
     """
 
     loss: float | None = None
@@ -197,6 +240,7 @@ def iteration_breakdown(
         numel += record.numel
         planned += record.density * record.numel
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
+    dense_s = dense_iteration_s(records, iteration_s)
     numbers = {name: finite(value) for name, value in outcome.extra.items()}
     return IterationBreakdown(
         iteration=iteration,
@@ -204,7 +248,6 @@ def iteration_breakdown(
         iteration_ms=iteration_s * 1e3,
         stage_ms={stage: step_s.get(stage, 0.0) * 1e3 for stage in STEP_STAGES}
         | {stage: time_us / 1e3 for stage, time_us in stage_us.items()},
-        exposed_ms=exposed_ms,
         overlapped_ms=max(0.0, in_flight_s(records) * 1e3 - exposed_ms),
         dense_bytes=dense_bytes,
         wire_bytes=wire_bytes,
@@ -220,6 +263,9 @@ def iteration_breakdown(
         extra=numbers,
         planned_density=planned / numel if numel else None,
         host_cpu_ms=sum(record.host_cpu_us for record in records) / 1e3,
+        dense_iteration_ms=None if dense_s is None else dense_s * 1e3,
+        tokens_per_s=numbers.pop("tokens_per_s", None),
+        model_tflop_per_s=numbers.pop("model_tflop_per_s", None),
     )
 
 
@@ -244,13 +290,17 @@ def bucket_line(
 
     Returns:
         JSON. `density` is the fraction sent (nnz / numel), `planned_density` the target;
-        `measured_us`, the sum of all stages, compares with `predicted_us`; `host_cpu_us` and
-        `host_wall_us` are the progress thread's.
+        `measured_us`, the sum of all stages, compares with `predicted_us`; `dense_us` is the
+        predicted time of a dense collective, null without a cluster; `exposed_us` is the training
+        thread's wait; `host_cpu_us` and `host_wall_us` are the progress thread's.
     """
     density = repr(record.nnz / record.numel) if record.numel else "null"
     stage_us = record.stage_us()
     stages = ",".join([f'"{stage}":{us:.1f}' for stage, us in stage_us.items()])
-    predicted = "null" if record.predicted_us is None else f"{record.predicted_us:.1f}"
+    predicted, dense = (
+        "null" if time_us is None else f"{time_us:.1f}"
+        for time_us in (record.predicted_us, record.dense_us)
+    )
     return (
         f'{{"iteration":{iteration},"bucket":{_quoted(record.bucket)},"step":{record.step},'
         f'"scheme":{_quoted(record.scheme)},"phase":{_quoted(record.phase)},'
@@ -260,6 +310,7 @@ def bucket_line(
         f'"numel":{record.numel},"nnz":{record.nnz},'
         f'"dense_bytes":{record.dense_bytes},"wire_bytes":{record.wire_bytes},'
         f'"predicted_us":{predicted},"measured_us":{sum(stage_us.values()):.1f},'
+        f'"dense_us":{dense},"exposed_us":{record.exposed_s * 1e6:.1f},'
         f'"host_cpu_us":{record.host_cpu_us:.1f},"host_wall_us":{record.host_wall_us:.1f},'
         f'"launched_us":{(record.launched_s - origin_s) * 1e6:.1f},'
         f'"finished_us":{(record.finished_s - origin_s) * 1e6:.1f},"stage_us":{{{stages}}}}}'

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
-from megatron_sparse.telemetry.quantities import ms, percent, size
+from megatron_sparse.telemetry.quantities import against_dense, ms, percent, rate, size
 
 _SUMMARY_FILE = "summary.json"
 
@@ -88,9 +88,16 @@ def print_summary(
     console.print(_stage_table(title, parts, iteration_ms))
     console.print()
     console.print(
-        f"synchronisation: {ms(summary['exposed_ms'])} ms exposed, "
+        f"synchronisation: {ms(summary['stage_ms']['host_wait'])} ms exposed "
+        f"({percent(summary['exposed_share'])}), "
         f"{ms(summary['overlapped_ms'])} ms overlapped with compute"
     )
+    if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
+        console.print(f"throughput: {speed}")
+    if summary["world_size"] != 1:
+        cluster = summary["planner_cluster"]
+        # markup=False: a path may hold brackets.
+        console.print(against_dense(summary["against_dense"], cluster), markup=False)
     if stragglers := summary.get("stragglers"):
         console.print(
             f"stragglers: the last rank was late by {ms(stragglers['median_ms'])} ms (median), "

@@ -1,9 +1,10 @@
 """`megatron-sparse dashboard ENTITY/PROJECT`: a W&B workspace with the panels to look at first.
 
-The panels answer, in this order: what does synchronisation cost, where does an iteration's time go,
-what was sent, does the model still learn, was the plan's prediction right, which bucket is slow,
-which rank was late. Names and units are those of `telemetry.metrics`; a panel of a family
-(`bucket/<bucket>/...`) finds its curves by a pattern.
+The first row answers: how much of my iteration is exposed communication, where, since when. Then:
+what was gained over dense, which bucket is slow, what was sent, does the model still learn, was the
+plan's prediction right, which rank was late. Names and units are those of `telemetry.metrics`, and
+Megatron's own for the loss and the gradient's norm; a panel of a family (`bucket/<bucket>/...`)
+finds its curves by a pattern.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_sparse.errors import ConfigError, DependencyError
-from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
+from megatron_sparse.recording import BUCKET_STAGES
 from megatron_sparse.telemetry.metrics import STEP
 
 COLUMNS, PANEL_HEIGHT = 24, 8
@@ -48,18 +49,33 @@ class Panel:
         return "^" + ".+".join(re.escape(part) for part in re.split(r"<\w+>", first)) + "$"
 
 
+ITERATION_PARTS = (
+    "breakdown/forward_backward_ms",
+    "breakdown/optimizer_ms",
+    "comm/exposed_ms",
+    "breakdown/other_ms",
+)
+"""They add up to `breakdown/iteration_ms`."""
+
+
 def _stages(stages: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"breakdown/{stage}_ms" for stage in stages)
 
 
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Communication time": (
-        Panel("Waited for synchronisation (ms)", ("comm/exposed_ms",)),
+        Panel("Exposed communication over the iteration", ("comm/exposed_share",)),
+        Panel("Exposed by bucket (ms)", ("bucket/<bucket>/exposed_ms",)),
+        Panel("An iteration's parts, stacked (ms)", ITERATION_PARTS, "stacked-area"),
+        Panel(
+            "Iteration: measured, and dense estimated (ms)",
+            ("breakdown/iteration_ms", "breakdown/dense_iteration_ms"),
+        ),
+        Panel("Saved over dense, estimated (h)", ("comm/saved_hours",)),
         Panel("Hidden behind compute (ms)", ("comm/overlapped_ms",)),
-        Panel("Iteration (ms)", ("breakdown/iteration_ms",)),
-        Panel("The training thread's stages (ms)", _stages(STEP_STAGES), "stacked-area"),
-        Panel("The buckets' stages, summed (ms)", _stages(BUCKET_STAGES), "stacked-area"),
+        Panel("Tokens per second (tokens/s)", ("train/tokens_per_s",)),
         Panel("Network time by bucket (ms)", ("bucket/<bucket>/network_ms",)),
+        Panel("The buckets' stages, summed (ms)", _stages(BUCKET_STAGES), "stacked-area"),
     ),
     "Bytes on the wire": (
         Panel("Wire over dense", ("comm/wire_ratio",), log=True),
@@ -67,8 +83,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Sent by bucket (B)", ("bucket/<bucket>/wire_bytes",), log=True),
     ),
     "Learning": (
-        Panel("Loss", ("train/loss",)),
-        Panel("Gradient norm", ("train/grad_norm",), log=True),
+        Panel("Loss", ("lm loss", "train/loss")),
+        Panel("Gradient norm", ("grad-norm", "train/grad_norm"), log=True),
         Panel("Skipped steps", ("train/skipped",)),
     ),
     "Compression": (

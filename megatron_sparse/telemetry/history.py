@@ -1,6 +1,6 @@
 """The whole run in columns, and its summary.
 
-A row is one iteration: 18 numbers of 8 bytes, so a million iterations take under 160 MB and the
+A row is one iteration: 20 numbers of 8 bytes, so a million iterations take under 160 MB and the
 summary needs no second pass over the files.
 """
 
@@ -19,11 +19,40 @@ from megatron_sparse.telemetry.breakdown import IterationBreakdown
 PHASES = ("warmup", "ramp", "target", "off")
 
 _INTEGERS = ("iteration", "dense_bytes", "wire_bytes", "nnz", "numel", "skipped", "phase")
-_FLOATS = ("iteration_ms", "exposed_ms", "overlapped_ms", "loss")
+_FLOATS = ("iteration_ms", "overlapped_ms")
+_UNSURE = ("loss", "dense_iteration_ms", "tokens_per_s", "model_tflop_per_s")
+"""Numbers that an iteration may lack; NaN in the column."""
+MS_PER_HOUR = 3.6e6
 
 
 def _median(values: np.ndarray) -> float | None:
     return float(np.median(values)) if values.size else None
+
+
+def _median_known(values: np.ndarray) -> float | None:
+    return _median(values[np.isfinite(values)])
+
+
+def _shares(parts: np.ndarray, wholes: np.ndarray) -> np.ndarray:
+    return parts[wholes > 0] / wholes[wholes > 0]
+
+
+def _saved_ms(dense_ms: float | None, own_ms: float) -> float:
+    return 0.0 if dense_ms is None or math.isnan(dense_ms) else dense_ms - own_ms
+
+
+def _against_dense(dense_ms: np.ndarray, own_ms: np.ndarray) -> dict[str, Any] | None:
+    """Measured and estimated hours of the iterations that have an estimate; None without any."""
+    known = np.isfinite(dense_ms)
+    if not known.any():
+        return None
+    measured, dense = (float(times[known].sum()) / MS_PER_HOUR for times in (own_ms, dense_ms))
+    return {
+        "iterations": int(known.sum()),
+        "measured_hours": measured,
+        "dense_hours": dense,
+        "saved_hours": dense - measured,
+    }
 
 
 class RunHistory:
@@ -31,8 +60,17 @@ class RunHistory:
 
     def __init__(self) -> None:
         self._columns: dict[str, array] = {name: array("q") for name in _INTEGERS}
-        self._columns |= {name: array("d") for name in _FLOATS}
+        self._columns |= {name: array("d") for name in (*_FLOATS, *_UNSURE)}
         self._stages: dict[str, array] = {stage: array("d") for stage in STAGES}
+        self._saved_ms = 0.0
+
+    @property
+    def saved_hours(self) -> float:
+        """Estimated hours that the iterations would have taken longer with dense synchronisation.
+
+        Negative if they would have been shorter. Iterations without an estimate count as 0.
+        """
+        return self._saved_ms / MS_PER_HOUR
 
     def append(self, row: IterationBreakdown) -> None:
         """Adds an iteration; its number must be larger than all before it."""
@@ -40,9 +78,12 @@ class RunHistory:
         for name in ("iteration", "dense_bytes", "wire_bytes", "nnz", "numel", "skipped"):
             columns[name].append(getattr(row, name))
         columns["phase"].append(PHASES.index(row.phase))
-        for name in ("iteration_ms", "exposed_ms", "overlapped_ms"):
+        for name in _FLOATS:
             columns[name].append(getattr(row, name))
-        columns["loss"].append(math.nan if row.loss is None else row.loss)
+        for name in _UNSURE:
+            value = getattr(row, name)
+            columns[name].append(math.nan if value is None else value)
+        self._saved_ms += _saved_ms(row.dense_iteration_ms, row.iteration_ms)
         for stage, column in self._stages.items():
             column.append(row.stage_ms[stage])
 
@@ -51,12 +92,15 @@ class RunHistory:
         keep = bisect_left(self._columns["iteration"], iteration)
         for column in (*self._columns.values(), *self._stages.values()):
             del column[keep:]
+        columns = self._columns["dense_iteration_ms"], self._columns["iteration_ms"]
+        self._saved_ms = sum(map(_saved_ms, *columns))
 
     def summary(self) -> dict[str, Any]:
         """The numbers of `summary.json`; docs/reading-the-breakdown.md explains each field.
 
-        Milliseconds are medians over iterations (the first ones compile and allocate), except
-        `stage_ms_total`. Bytes and densities are sums and ratios of sums.
+        Times, shares and rates are medians over iterations (the first ones compile and allocate),
+        except `stage_ms_total` and `against_dense`. Bytes and densities are sums and ratios of
+        sums.
         """
         # Copies, because an array whose buffer numpy holds can no longer grow.
         c = {name: np.array(column) for name, column in self._columns.items()}
@@ -78,8 +122,11 @@ class RunHistory:
                 if (c["phase"] == number).any()
             },
             "iteration_ms": everything["iteration_ms"],
-            "exposed_ms": _median(c["exposed_ms"]),
+            "exposed_share": _median(_shares(stages["host_wait"], c["iteration_ms"])),
             "overlapped_ms": _median(c["overlapped_ms"]),
+            "tokens_per_s": _median_known(c["tokens_per_s"]),
+            "model_tflop_per_s": _median_known(c["model_tflop_per_s"]),
+            "against_dense": _against_dense(c["dense_iteration_ms"], c["iteration_ms"]),
             "stage_ms": {stage: _median(column) for stage, column in stages.items()},
             "stage_ms_total": {stage: float(column.sum()) for stage, column in stages.items()},
         }

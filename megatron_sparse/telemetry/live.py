@@ -25,7 +25,7 @@ from rich.text import Text
 
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
-from megatron_sparse.telemetry.quantities import ms, percent, size
+from megatron_sparse.telemetry.quantities import ms, percent, rate, size
 
 logger = logging.getLogger(__name__)
 
@@ -132,12 +132,19 @@ class Progress:
         )
 
     def traffic(self) -> str:
-        """Exposed and overlapped time of the synchronisation."""
-        exposed, overlapped = (
-            ms(self.mean_ms(lambda b, name=name: getattr(b, name)))
-            for name in ("exposed_ms", "overlapped_ms")
-        )
-        return f"synchronisation: {exposed} ms exposed, {overlapped} ms overlapped"
+        """Exposed and overlapped time of the synchronisation; the exposed share."""
+        exposed_ms = self.mean_ms(lambda b: b.exposed_ms)
+        share = f" ({exposed_ms / self.iteration_ms:.0%})" if self.iteration_ms else ""
+        overlapped = ms(self.mean_ms(lambda b: b.overlapped_ms))
+        return f"synchronisation: {ms(exposed_ms)} ms exposed{share}, {overlapped} ms overlapped"
+
+    def pace(self) -> str:
+        """Time of an iteration, tokens per second, and the estimate of dense, where known."""
+        speed = rate(self.latest.tokens_per_s, self.latest.model_tflop_per_s)
+        known_ms = [b.dense_iteration_ms for b in self._last if b.dense_iteration_ms is not None]
+        dense = f"dense: about {ms(sum(known_ms) / len(known_ms))} ms" if known_ms else ""
+        first = f"an iteration takes {ms(self.iteration_ms)} ms, {self.window()}"
+        return "  ".join(filter(None, (first, speed, dense)))
 
 
 def clock(seconds: float) -> str:
@@ -261,7 +268,7 @@ def render(progress: Progress, columns: int) -> RenderableType:
         Rule(style="dim"),
         head,
         Text(progress.facts()),
-        Text(f"an iteration takes {ms(iteration_ms)} ms, {progress.window()}", style="dim"),
+        Text(progress.pace(), style="dim"),
         stages,
         Text(progress.traffic()),
         Text(f"buckets, ms: {inside}" if inside else "no bucket yet", style="dim"),

@@ -54,9 +54,15 @@ METRICS = (
     Metric("train/grad_norm", "", "norm of the synchronised gradient, before clipping"),
     Metric("train/learning_rate", "", "learning rate of the first parameter group"),
     Metric("train/skipped", "", "1 if the optimizer refused the step"),
+    Metric("train/tokens_per_s", "tokens/s", "tokens of all ranks over the iteration's time"),
+    Metric("train/model_tflop_per_s", "TFLOP/s", "the model's own operations, of each GPU"),
     Metric("breakdown/iteration_ms", "ms", "the whole iteration, wall clock"),
+    Metric("breakdown/dense_iteration_ms", "ms", "estimate of the iteration with dense"),
     Metric("breakdown/<stage>_ms", "ms", "one stage; stages of buckets are summed over buckets"),
+    Metric("breakdown/other_ms", "ms", "the rest of the iteration: in no stage of the thread"),
     Metric("comm/exposed_ms", "ms", "the training thread waited for synchronisation"),
+    Metric("comm/exposed_share", "", "exposed time over the iteration's time"),
+    Metric("comm/saved_hours", "h", "estimated hours that dense would have taken longer, so far"),
     Metric("comm/overlapped_ms", "ms", "a bucket was in flight and the thread did not wait"),
     Metric("comm/host_cpu_ms", "ms", "CPU time of the progress thread, over all buckets"),
     Metric("comm/dense_bytes", "B", "bytes that this rank would have sent in a dense ring"),
@@ -72,6 +78,7 @@ METRICS = (
     Metric("straggler/delay_ms", "ms", "delays of the last rank, summed over buckets"),
     Metric("straggler/rank", "", "the rank with the longest delay"),
     Metric("straggler/buckets_without", "buckets", "buckets that skipped a rank"),
+    Metric("bucket/<bucket>/exposed_ms", "ms", "the training thread waited for it", sampled=True),
     Metric("bucket/<bucket>/network_ms", "ms", "transfers and waits for peers", sampled=True),
     Metric("bucket/<bucket>/sync_ms", "ms", "time from launch to end", sampled=True),
     Metric("bucket/<bucket>/measured_ms", "ms", "measured time of all stages", sampled=True),
@@ -131,6 +138,7 @@ def bucket_scalars(
         stage_us = record.stage_us()
         predicted_us = record.predicted_us
         values = {
+            "exposed_ms": record.exposed_s * 1e3,
             "network_ms": stage_us["network"] / 1e3,
             "sync_ms": (record.finished_s - record.launched_s) * 1e3,
             "measured_ms": sum(stage_us[stage] for stage in BUCKET_STAGES) / 1e3,

@@ -126,7 +126,7 @@ class RunTelemetry:
             for file in files:
                 file.repair()
             for line in read_lines(run_dir / BREAKDOWN_FILE):
-                self._history.append(IterationBreakdown(**line))
+                self._history.append(IterationBreakdown.of_line(line))
         except OSError as error:
             raise ConfigError(
                 "the run's folder cannot be used",
@@ -194,7 +194,7 @@ class RunTelemetry:
             loss: a number on the host; None if unknown.
             grad_norm: a number on the host; None if unknown.
             skipped: the optimizer refused the step.
-            extra: further numbers; `learning_rate` has a field of its own.
+            extra: further numbers, see `StepOutcome.extra`.
 
         Returns:
             The breakdown, on every rank.
@@ -228,6 +228,8 @@ class RunTelemetry:
             self._traces.end(iteration, spans, records)
         if self._is_writer:
             scalars = breakdown.scalars()
+            if breakdown.dense_iteration_ms is not None:
+                scalars["comm/saved_hours"] = self._history.saved_hours
             if self.samples(iteration):
                 scalars |= bucket_scalars(records, threshold, readiness)
                 self._show_plan(records, iteration)
@@ -344,6 +346,7 @@ class RunTelemetry:
             **self._history.summary(),
             "stragglers": self._straggler_summary(),
             "target_density": compression.get("density"),
+            "planner_cluster": (self._config.get("planner") or {}).get("cluster"),
             **(self._machine or _machine()),
             "versions": _versions(),
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,10 +84,12 @@ class TensorBoardSink:
     Args:
         writer: any object with `SummaryWriter`'s `add_scalar`, `add_text`, `flush` and `close`,
             for example Megatron's. The caller keeps it: `close` only flushes it.
+        left_out: metrics that the caller writes itself, so that none has two names.
     """
 
-    def __init__(self, writer: Any) -> None:
+    def __init__(self, writer: Any, left_out: Collection[str] = ()) -> None:
         self._writer = writer
+        self._left_out = frozenset(left_out)
         self._owned = False
 
     @classmethod
@@ -128,7 +130,8 @@ class TensorBoardSink:
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Adds one point to each curve."""
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            if name not in self._left_out:
+                self._writer.add_scalar(name, value, step)
 
     def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
         """Adds a text with a Markdown table, which TensorBoard renders."""
@@ -151,10 +154,17 @@ class WandbSink:
             it: `close` does not finish it.
         config: the resolved configuration, added to the run's own configuration under the key
             `megatron_sparse`; None adds nothing.
+        left_out: metrics that the caller writes itself, so that none has two names.
     """
 
-    def __init__(self, run: Any, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        run: Any,
+        config: Mapping[str, Any] | None = None,
+        left_out: Collection[str] = (),
+    ) -> None:
         self._run = run
+        self._left_out = frozenset(left_out)
         self._owned = False
         # Draw curves over the iteration: wandb's own step counts rows, and restarts on resume.
         run.define_metric(STEP, hidden=True)
@@ -209,7 +219,8 @@ class WandbSink:
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Logs one row of history at `step`."""
-        self._run.log({**scalars, STEP: step}, step=step)
+        shown = {name: value for name, value in scalars.items() if name not in self._left_out}
+        self._run.log({**shown, STEP: step}, step=step)
 
     def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
         """Logs a table into the row of `step`."""

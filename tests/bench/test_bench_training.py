@@ -50,7 +50,7 @@ def runs(monkeypatch, tmp_path):
         folder.mkdir()
         lines = [
             {
-                "exposed_ms": ms,
+                "stage_ms": {"host_wait": ms},
                 "wire_bytes": 10 * ms,
                 "dense_bytes": 4000,
                 "host_cpu_ms": 0.5 * ms,

@@ -96,10 +96,10 @@ def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
     output = run(with_lines)
     # The plugin's own metric in Megatron's log line, and its table at the end.
     assert "iteration        4/       4" in output
-    assert "wire ratio" in output
+    assert "comm/wire_ratio" in output
     assert "warmup" in output
     plain = run(without)
-    assert "wire ratio" not in plain
+    assert "comm/wire_ratio" not in plain
     assert losses(output) == losses(plain)
     assert len(losses(plain)) == 4
 

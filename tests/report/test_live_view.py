@@ -46,7 +46,7 @@ def test_it_equals_the_terminals_view(run, capsys):
     printed = capsys.readouterr().out
     progress = Progress("one", 20)
     for number, line in enumerate((run / "breakdown.jsonl").read_text().splitlines()[:8], 1):
-        progress.add(IterationBreakdown(**json.loads(line)), number * 0.1)
+        progress.add(IterationBreakdown.of_line(json.loads(line)), number * 0.1)
     console = Console(file=io.StringIO(), width=80)
     console.print(render(progress, 80))
     assert printed == console.file.getvalue()  # type: ignore[attr-defined]

@@ -16,6 +16,9 @@ from megatron_sparse.telemetry.breakdown import (
     in_flight_s,
     iteration_breakdown,
 )
+from megatron_sparse.telemetry.dashboard import ITERATION_PARTS
+from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
+from megatron_sparse.telemetry.metrics import bucket_scalars
 
 
 def record(name="b0", *, launched_s=0.0, finished_s=0.0, stage_us=None, **fields) -> BucketRecord:
@@ -104,10 +107,12 @@ def test_iteration_without_buckets():
         "comm/dense_bytes": 0.0,
         "comm/wire_bytes": 0.0,
         "comm/exposed_ms": 0.0,
+        "comm/exposed_share": 0.0,
         "comm/overlapped_ms": 0.0,
         "comm/host_cpu_ms": 0.0,
         "breakdown/iteration_ms": 250.0,
-        **{f"breakdown/{stage}_ms": 0.0 for stage in STAGES},
+        "breakdown/other_ms": 250.0,
+        **{f"breakdown/{stage}_ms": 0.0 for stage in STAGES if stage != "host_wait"},
         "train/skipped": 1.0,
     }
 
@@ -143,7 +148,7 @@ def test_nan_and_infinity_become_null(value):
     outcome = StepOutcome(loss=value, grad_norm=value, extra={"x": value})
     b = iteration_breakdown(1, [record()], {}, iteration_s=0.1, outcome=outcome)
     assert (b.loss, b.grad_norm, b.extra) == (None, None, {"x": None})
-    assert IterationBreakdown(**json.loads(b.line())) == b
+    assert IterationBreakdown.of_line(json.loads(b.line())) == b
     assert not {"train/loss", "train/grad_norm", "extra/x"} & set(b.scalars())
 
 
@@ -159,7 +164,7 @@ def test_lines_read_back():
     )
     b = iteration_breakdown(9, [r], {"optimizer": 0.1}, iteration_s=1.0, outcome=StepOutcome(0.1))
     assert "\n" not in b.line()
-    assert IterationBreakdown(**json.loads(b.line())) == b
+    assert IterationBreakdown.of_line(json.loads(b.line())) == b
     line = bucket_line(r, 9, origin_s=5.0)
     assert "\n" not in line
     assert json.loads(line) == {
@@ -178,6 +183,8 @@ def test_lines_read_back():
         "wire_bytes": 4,
         "predicted_us": None,
         "measured_us": 12.3,
+        "dense_us": None,
+        "exposed_us": 0.0,
         "host_cpu_us": 0.0,
         "host_wall_us": 0.0,
         "launched_us": 250_000.0,
@@ -201,7 +208,8 @@ def test_the_hosts_time_is_that_of_the_progress_thread():
     assert b.host_cpu_ms == pytest.approx(5.5)
     old = json.loads(b.line())
     del old["host_cpu_ms"]  # of a run from before it was measured
-    assert "comm/host_cpu_ms" not in IterationBreakdown(**old).scalars()
+    old["exposed_ms"] = 0.0  # which was `stage_ms.host_wait` once more
+    assert "comm/host_cpu_ms" not in IterationBreakdown.of_line(old).scalars()
 
 
 def test_predicted_times_stand_beside_measured_ones():
@@ -216,3 +224,96 @@ def test_predicted_times_stand_beside_measured_ones():
     mixed = iteration_breakdown(1, [*planned, record()], {}, iteration_s=1.0)
     assert mixed.predicted_ms is None
     assert "planner/measured_ms" not in mixed.scalars()
+
+
+def test_the_parts_of_an_iteration_add_up():
+    """Stacked in a dashboard they are as high as the iteration."""
+    steps = {"forward_backward": 0.06, "optimizer": 0.01, "host_wait": 0.02}
+    scalars = iteration_breakdown(1, [record()], steps, iteration_s=0.1).scalars()
+    parts = [scalars[name] for name in ITERATION_PARTS]
+    assert sum(parts) == pytest.approx(scalars["breakdown/iteration_ms"])
+    assert scalars["comm/exposed_share"] == pytest.approx(0.2)
+    assert scalars["breakdown/other_ms"] == pytest.approx(10.0)
+
+
+def test_no_number_has_two_names():
+    """Numbers that differ in one iteration: two equal ones would be one metric twice."""
+    records = [
+        record(
+            dense_bytes=1009,
+            wire_bytes=251,
+            predicted_us=3700.0,
+            dense_us=41_000.0,
+            stage_us={stage: 130.0 + 17.0 * i for i, stage in enumerate(BUCKET_STAGES)},
+            launched_s=1.0,
+            finished_s=1.07,
+            host_cpu_us=77.0,
+            density=0.03,
+            wait_began_s=1.05,
+            exposed_s=0.023,
+        )
+    ]
+    b = iteration_breakdown(
+        1,
+        records,
+        {"forward_backward": 0.0611, "optimizer": 0.0107, "host_wait": 0.0231},
+        iteration_s=0.11,
+        outcome=StepOutcome(
+            2.5,
+            1.25,
+            extra={"learning_rate": 1e-3, "tokens_per_s": 123.0, "model_tflop_per_s": 7.0},
+        ),
+    )
+    scalars = b.scalars()
+    assert len(set(scalars.values())) == len(scalars), scalars
+    line = json.loads(b.line())
+    stage_ms = line.pop("stage_ms")
+    single = [v for v in [*line.values(), *stage_ms.values()] if isinstance(v, float)]
+    assert len(set(single)) == len(single), line
+    assert len(set(bucket_scalars(records, {}, []).values())) == len(
+        bucket_scalars(records, {}, [])
+    )
+
+
+class TestDenseEstimate:
+    """The replay of an iteration with dense collectives; times in milliseconds."""
+
+    @staticmethod
+    def bucket(launched, wait_began, exposed, dense, scheme="agsparse"):
+        return record(
+            launched_s=launched / 1e3,
+            wait_began_s=wait_began / 1e3,
+            exposed_s=exposed / 1e3,
+            dense_us=None if dense is None else dense * 1e3,
+            scheme=scheme,
+        )
+
+    def estimate(self, *buckets, iteration=3000.0):
+        found = dense_iteration_s(buckets, iteration / 1e3)
+        return None if found is None else pytest.approx(found * 1e3)
+
+    def test_a_longer_wait_makes_the_iteration_longer(self):
+        """Launched at 0, waited for from 1000 on for 100; dense needs 1500, so 400 more."""
+        assert self.estimate(self.bucket(0, 1000, 100, 1500)) == 3400
+
+    def test_what_is_hidden_behind_compute_costs_nothing(self):
+        """Dense is ready before the thread asks: it would not even have waited the 100."""
+        assert self.estimate(self.bucket(0, 1000, 100, 900)) == 2900
+
+    def test_buckets_share_the_link(self):
+        """Each takes 400 and both are launched at 0: the second is ready at 800."""
+        both = self.bucket(0, 500, 0, 400), self.bucket(0, 500, 0, 400)
+        assert self.estimate(*both) == 3300
+        assert self.estimate(*both[::-1]) == 3300
+
+    def test_a_wait_delays_what_the_thread_does_afterwards(self):
+        """Without overlap: 500 each, launched and waited for in turn, one after the other."""
+        one, other = self.bucket(0, 0, 50, 500), self.bucket(100, 100, 50, 500)
+        assert self.estimate(one, other) == 3000 + 2 * 450
+
+    def test_a_dense_iteration_is_its_own_estimate(self):
+        assert self.estimate(self.bucket(0, 0, 7, 500, "dense")) == 3000
+
+    def test_without_a_prediction_there_is_none(self):
+        assert self.estimate() is None
+        assert self.estimate(self.bucket(0, 0, 7, 500), self.bucket(0, 0, 7, None)) is None

@@ -35,7 +35,16 @@ SUMMARY = {
         "ramp": traffic(30, 30 * 2**20, 8 * 2**20, 0.125, 110.5),
         "target": traffic(50, 50 * 2**20, 2 * 2**20, 0.0103, 95.25),
     },
-    "exposed_ms": 15.0,
+    "exposed_share": 0.15,
+    "tokens_per_s": 20_480.0,
+    "model_tflop_per_s": None,
+    "against_dense": {
+        "iterations": 100,
+        "measured_hours": 10.0,
+        "dense_hours": 17.5,
+        "saved_hours": 7.5,
+    },
+    "planner_cluster": "mine.yaml",
     "overlapped_ms": 31.25,
     "memory_bytes": {"residual": 4 * 2**20, "undo": 4 * 2**20, "messages": 3 * 2**19},
     "stage_ms": STAGE_MS,
@@ -73,7 +82,9 @@ network                40.00   40.00%  transfers and waits for peers
 decode                  6.00    6.00%  adding received messages
 profile                 0.25    0.25%  sampling the sparsity at times
 
-synchronisation: 15.00 ms exposed, 31.25 ms overlapped with compute
+synchronisation: 15.00 ms exposed (15.00%), 31.25 ms overlapped with compute
+throughput: 20,480 tokens/s
+dense: 17.50 h estimated from mine.yaml, measured: 10.00 h, saved: 7.50 h
 memory of this rank: residual 4.00 MiB, undo 4.00 MiB, messages 1.50 MiB
 """
 
@@ -111,7 +122,17 @@ def test_narrow_lines_fit_and_keep_the_verdict(width):
     assert max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())
     assert "loss 9.2500 -> 4.5000" in text
-    assert "15.00 ms exposed, 31.25 ms overlapped with compute" in text
+    assert "15.00 ms exposed (15.00%), 31.25 ms overlapped with compute" in text
+
+
+def test_what_dense_would_have_taken_is_said_or_why_it_is_unknown():
+    (unknown,) = (line for line in printed(edited(against_dense=None), 120) if "dense:" in line)
+    assert "unknown without planner.cluster" in unknown
+    assert "megatron-sparse calibrate" in unknown
+    worse = {"iterations": 1, "measured_hours": 2.0, "dense_hours": 1.5, "saved_hours": -0.5}
+    assert "lost: 30.00 min" in " ".join(printed(edited(against_dense=worse), 120))
+    alone = printed(edited(against_dense=None, world_size=1), 120)
+    assert not [line for line in alone if line.startswith("dense:")], "one rank sends nothing"
 
 
 def test_one_phase_needs_no_total():
@@ -146,7 +167,9 @@ def test_a_run_without_an_iteration():
             "wire_ratio",
             "density",
             "iteration_ms",
-            "exposed_ms",
+            "exposed_share",
+            "tokens_per_s",
+            "against_dense",
             "overlapped_ms",
             "target_density",
         ),

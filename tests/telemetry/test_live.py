@@ -37,7 +37,6 @@ def breakdown(iteration: int, *, loss: float | None = 4.5, **fields) -> Iteratio
         "phase": "target",
         "iteration_ms": 100.0,
         "stage_ms": stage_ms,
-        "exposed_ms": 15.0,
         "overlapped_ms": 25.0,
         "dense_bytes": 2**20,
         "wire_bytes": 2**15,
@@ -78,7 +77,7 @@ def test_it_shows_progress_loss_ratio_and_where_the_time_goes():
     ]
     bars = [line.count("━") for line in lines[4:8]]
     assert bars[0] > bars[2] > bars[1] > bars[3]
-    assert lines[8] == "synchronisation: 15.00 ms exposed, 25.00 ms overlapped"
+    assert lines[8] == "synchronisation: 15.00 ms exposed (15%), 25.00 ms overlapped"
     assert lines[9] == "buckets, ms: network 40.00"
 
 
@@ -134,6 +133,15 @@ def test_unknown_values_are_left_out():
 )
 def test_clock(seconds, text):
     assert clock(seconds) == text
+
+
+def test_it_shows_the_rate_and_what_dense_would_take():
+    progress = Progress("demo", 10)
+    for dense_ms in (150.0, 170.0):
+        progress.add(breakdown(1, tokens_per_s=20_480.0, dense_iteration_ms=dense_ms), 0.0)
+    assert drawn(progress, 100)[3] == (
+        "an iteration takes 100.00 ms, mean of the last 2  20,480 tokens/s  dense: about 160.00 ms"
+    )
 
 
 def test_plain_prints_a_line_now_and_then():

@@ -44,7 +44,7 @@ def test_units_are_suffixes():
 
 
 def test_every_stage_is_known_and_other_names_are_not():
-    assert all(known(f"breakdown/{stage}_ms") for stage in STAGES)
+    assert all(known(f"breakdown/{stage}_ms") for stage in (*STAGES, "other"))
     assert known("bucket/chunk1.dense0.0/threshold")
     for name in ("bucket/dense0.0/thresholds", "comm/exposed", "xcomm/exposed_ms", "threshold"):
         assert not known(name), name
@@ -59,9 +59,11 @@ def test_bucket_scalars():
         wire_bytes=240,
         straggler=2,
         host_cpu_us=1500.0,
+        exposed_s=0.125,
     )
     late = ReadinessRecord("dense0.0", 1, (0.25, 0.0, 0.0))
     assert bucket_scalars([made], {"dense0.0": 0.125}, [late]) == {
+        "bucket/dense0.0/exposed_ms": 125.0,
         "bucket/dense0.0/network_ms": 2.0,
         "bucket/dense0.0/sync_ms": 500.0,
         "bucket/dense0.0/measured_ms": 2.5,

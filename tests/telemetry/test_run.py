@@ -105,11 +105,48 @@ def test_summary_of_a_run(tmp_path):
     # medians over iterations 1..6 of 2 buckets x i ms, i ms, and 100 i ms
     assert summary["stage_ms"]["prune"] == 7.0
     assert summary["stage_ms_total"]["prune"] == 42.0
-    assert summary["exposed_ms"] == summary["stage_ms"]["host_wait"] == 3.5
+    assert summary["stage_ms"]["host_wait"] == 3.5
     assert summary["iteration_ms"] == pytest.approx(350.0, rel=1e-12)  # 0.1 * 3 is not exact
     assert target["iteration_ms"] == pytest.approx(500.0, rel=1e-12)
     assert (summary["target_density"], summary["world_size"]) == (0.01, 1)
     assert summary["versions"]["torch"] == torch.__version__
+
+
+def test_saved_hours_are_those_of_the_iterations_that_remain(tmp_path):
+    """Dense would have taken 1.8 s longer in each: a resumed run counts repeated ones once."""
+    rows = {}
+
+    class Sink:
+        def log(self, scalars, step):
+            rows[step] = scalars
+
+        def close(self):
+            pass
+
+    sink = Sink()
+    for start in (1, 3):
+        telemetry = open_run(tmp_path, sinks=[sink])
+        for iteration in range(start, 5):
+            made = BucketRecord("b", 1, "agsparse", "target", 0.01, numel=8, dense_us=1.9e6)
+            made.launched_s, made.wait_began_s, made.exposed_s = 1.0, 1.0, 0.1
+            made.launched_s = 1.0
+            telemetry.record_bucket(made)
+            telemetry.end_iteration(iteration, iteration_s=1.0, extra={"tokens_per_s": 64.0})
+            assert rows[iteration]["comm/saved_hours"] == pytest.approx(iteration * 1.8 / 3600)
+        summary = telemetry.close()
+    found = summary["against_dense"]
+    assert found["iterations"] == 4
+    assert found["measured_hours"] == pytest.approx(4 / 3600)
+    assert found["dense_hours"] == pytest.approx(4 * 2.8 / 3600)
+    assert found["saved_hours"] == pytest.approx(4 * 1.8 / 3600)
+    assert summary["tokens_per_s"] == 64.0
+
+
+def test_without_a_prediction_nothing_is_saved_or_lost(tmp_path):
+    telemetry = open_run(tmp_path)
+    assert "comm/saved_hours" not in iterate(telemetry, 1).scalars()
+    summary = telemetry.close()
+    assert (summary["against_dense"], summary["planner_cluster"]) == (None, None)
 
 
 def test_summary_of_no_iteration(tmp_path):
