@@ -25,11 +25,13 @@ def make_run(
     ends: bool = True,
     plan: bool = True,
     delays: bool = True,
+    dense_us: float | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes the folder of a run of 4 ranks: two dense iterations, then `density`.
 
-    Bucket i takes 2 (i + 1) ms on the network and was predicted 1 ms; rank 1 is always last.
+    Bucket i takes 2 (i + 1) ms on the network and was predicted 1 ms; rank 1 is always last. The
+    training thread waits 10 ms, as long for each bucket.
     """
     whole = {"name": name, "compression": {"density": density}, **(config or {})}
     telemetry = RunTelemetry(
@@ -51,6 +53,8 @@ def make_run(
                 dense_bytes=600_000,
                 wire_bytes=600_000 if dense else round(1_200_000 * density),
                 predicted_us=None if dense else PREDICTED_US,
+                dense_us=dense_us,
+                exposed_s=0.01 / buckets,
             )
             record.timer.add("network", 2000.0 * (bucket + 1))
             record.timer.add("prune", 300.0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
-from megatron_sparse.report import theme
+from megatron_sparse.report import exposed, theme
 from megatron_sparse.report.charts import Chart, short, thinned, thinned_note
 from megatron_sparse.report.run_charts import AXIS_IN, BAR_IN, label_of, stacked_axes
 from megatron_sparse.report.run_data import BucketMedians, RunData
@@ -29,7 +29,12 @@ def charts_of(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart]]:
     """
     end = "" if len(runs) == 1 else f", {label_of(run, runs)}"
     suffix = "" if len(runs) == 1 else f"-{run.key.lower()}"
-    found = {"time": [_breakdown(run, suffix, end)], "buckets": [], "sparsity": []}
+    by_bucket = exposed.chart(run.exposed, len(run.iterations.number), suffix, end)
+    found = {
+        "exposed": [*([] if by_bucket is None else [by_bucket]), _breakdown(run, suffix, end)],
+        "buckets": [],
+        "sparsity": [],
+    }
     if run.buckets:
         found["buckets"] = [_buckets(run, suffix, end)]
     if run.profiles:

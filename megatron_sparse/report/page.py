@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from megatron_sparse.config.dotted import canonical
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.report import bucket_charts, run_charts, tables, theme
+from megatron_sparse.report import bucket_charts, exposed, run_charts, tables, theme
 from megatron_sparse.report.charts import Chart
 from megatron_sparse.report.run_data import RunData, load_run
 from megatron_sparse.version import __version__
@@ -35,6 +35,7 @@ class Section:
     Attributes:
         name: name of its anchor.
         title: its heading.
+        lead: a paragraph for each run, before everything else.
         charts: shown first.
         tables: shown after the charts.
         absent: the sentence shown if the runs have no data for the section.
@@ -43,6 +44,7 @@ class Section:
 
     name: str
     title: str
+    lead: list[str] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
     tables: list[tables.Table] = field(default_factory=list)
     absent: str = ""
@@ -101,29 +103,40 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
     profiled = [one for one in runs if one.profiles]
     delayed = [one for one in runs if one.readiness]
     return [
+        Section(
+            "exposed",
+            "Exposed communication",
+            [_answer(one, runs) for one in runs],
+            [*charts["exposed"], *charts["iteration"]],
+        ),
         Section("summary", "Summary", tables=[tables.summary_table(runs)]),
-        Section("loss", "Loss", charts["loss"], absent=_unless(charts["loss"], "No finite loss.")),
-        Section("time", "Where the time went", charts["time"]),
+        Section(
+            "loss",
+            "Loss",
+            charts=charts["loss"],
+            absent=_unless(charts["loss"], "No finite loss."),
+        ),
+        Section("time", "Where the time went", charts=charts["time"]),
         Section(
             "bytes",
             "Bytes on the wire",
-            charts["bytes"],
-            [tables.phase_table(one, runs) for one in runs],
-            _unless(charts["bytes"], "One rank alone sends nothing."),
+            charts=charts["bytes"],
+            tables=[tables.phase_table(one, runs) for one in runs],
+            absent=_unless(charts["bytes"], "One rank alone sends nothing."),
         ),
         Section(
             "buckets",
             "Buckets: plan and times",
-            charts["buckets"],
-            [tables.bucket_table(one, runs) for one in with_buckets],
-            _unless(with_buckets, "No times for buckets."),
+            charts=charts["buckets"],
+            tables=[tables.bucket_table(one, runs) for one in with_buckets],
+            absent=_unless(with_buckets, "No times for buckets."),
         ),
         Section(
             "sparsity",
             "Sparsity",
-            charts["sparsity"],
-            [tables.sparsity_table(one, runs) for one in profiled],
-            _unless(
+            charts=charts["sparsity"],
+            tables=[tables.sparsity_table(one, runs) for one in profiled],
+            absent=_unless(
                 profiled,
                 "Not measured: train with scheme=auto planner.cluster=FILE, or with "
                 "tracking.record_gradients_iters=[...].",
@@ -132,9 +145,9 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
         Section(
             "stragglers",
             "Stragglers",
-            charts["stragglers"],
-            [tables.straggler_table(delayed)] if delayed else [],
-            _unless(delayed, "Not measured: train with straggler.mode=observe."),
+            charts=charts["stragglers"],
+            tables=[tables.straggler_table(delayed)] if delayed else [],
+            absent=_unless(delayed, "Not measured: train with straggler.mode=observe."),
         ),
         Section(
             "configuration",
@@ -144,6 +157,13 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
             absent=_unless([one for one in runs if one.config], "Unknown."),
         ),
     ]
+
+
+def _answer(one: RunData, runs: Sequence[RunData]) -> str:
+    """How much of the run's iterations is exposed, in which buckets, since when."""
+    levels = exposed.levels_of(one.iterations.number, one.iterations.exposed_share)
+    text = " ".join(exposed.sentences(one.summary, one.exposed, levels))
+    return text if len(runs) == 1 else f"{run_charts.label_of(one, runs)}. {text}"
 
 
 def _unless(found: Sequence[object], sentence: str) -> str:
@@ -191,6 +211,7 @@ def _shown(section: Section) -> dict[str, Any]:
     return {
         "name": section.name,
         "title": section.title,
+        "lead": section.lead,
         "absent": section.absent,
         "tables": section.tables,
         "charts": [

@@ -28,7 +28,9 @@ def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
     found = {
         "loss": [_loss(runs)] if any(np.isfinite(r.iterations.loss).any() for r in runs) else [],
         "bytes": [_wire_ratio(sending), _sent(sending)] if sending else [],
-        "time": [_iteration_time(runs), *_stage_medians(runs)],
+        "time": _stage_medians(runs),
+        "exposed": _exposed_share(runs),
+        "iteration": [_iteration_time(runs)],
         "stragglers": [],
     }
     if measured := [run for run in runs if run.readiness]:
@@ -110,10 +112,42 @@ def _sent(runs: Sequence[RunData]) -> Chart:
     return Chart("sent", f"Sent so far ({BYTES_UNITS[power]})", note, draw)
 
 
-def _iteration_time(runs: Sequence[RunData]) -> Chart:
-    highest = max(float(np.percentile(run.iterations.iteration_ms, 98)) for run in runs)
+def _exposed_share(runs: Sequence[RunData]) -> list[Chart]:
+    """A line for each run; none if the chart of one run's buckets shows the same."""
+    if len(runs) == 1 and runs[0].exposed.shares():
+        return []
+    highest = max(float(np.nanpercentile(run.iterations.exposed_share, 98)) for run in runs)
 
     def draw(axes: Axes) -> None:
+        _lines(axes, runs, [run.iterations.exposed_share * 100 for run in runs])
+        axes.set_ylim(0, max(highest * 115, 1.0))
+        axes.set_ylabel("% of the iteration")
+
+    note = "The training thread waits for synchronisation in this part of an iteration."
+    return [
+        Chart(
+            "exposed-share",
+            "Exposed communication (% of the iteration)",
+            note + thinned_note(_lengths(runs)),
+            draw,
+        )
+    ]
+
+
+def _iteration_time(runs: Sequence[RunData]) -> Chart:
+    dense = {
+        run.index: run.iterations.dense_iteration_ms
+        for run in runs
+        if np.isfinite(run.iterations.dense_iteration_ms).any()
+    }
+    times = [*(run.iterations.iteration_ms for run in runs), *dense.values()]
+    highest = max(float(np.nanpercentile(values, 98)) for values in times)
+
+    def draw(axes: Axes) -> None:
+        for run in runs:
+            if run.index in dense:
+                x, y = thinned(run.iterations.number, dense[run.index])
+                axes.plot(x, y, color=theme.of_run(run.index).light, linestyle=":")
         _lines(axes, runs, [run.iterations.iteration_ms for run in runs])
         axes.set_ylim(0, highest * 1.15)
         axes.set_ylabel("ms")
@@ -122,6 +156,8 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
         "Wall-clock time. The first iterations compile and allocate, so the scale ends a little "
         "above the time of 98 % of the iterations."
     )
+    if dense:
+        note += " Dotted: the estimate of what dense synchronisation would have taken."
     return Chart(
         "iteration-time", "Time of an iteration (ms)", note + thinned_note(_lengths(runs)), draw
     )

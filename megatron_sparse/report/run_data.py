@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import yaml
 
 from megatron_sparse.config.dotted import flat
@@ -23,7 +22,9 @@ from megatron_sparse.config.redaction import redact, redact_text
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan
 from megatron_sparse.pricing.profile import SparsityProfile
-from megatron_sparse.recording import STAGES, ReadinessRecord
+from megatron_sparse.recording import ReadinessRecord
+from megatron_sparse.report.exposed import ExposedTimes
+from megatron_sparse.report.iterations import Iterations
 from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.gradient_dump import FOLDER as GRADIENTS
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
@@ -38,33 +39,6 @@ CONFIG_FILE = "config.yaml"
 WINDOW = 200
 """Iterations at the end of a run that buckets' medians are taken over."""
 LINES_NAMED = 5
-
-
-@dataclass(frozen=True)
-class Iterations:
-    """Columns with one value for each iteration; NaN where a value is missing.
-
-    Attributes:
-        number: the iteration's number, as the training loop counts.
-        loss: loss of the iteration.
-        iteration_ms: wall-clock time.
-        dense_bytes: bytes that a dense ring would have sent.
-        wire_bytes: bytes sent.
-        stage_ms: milliseconds of each stage in `recording.STAGES`.
-    """
-
-    number: np.ndarray
-    loss: np.ndarray
-    iteration_ms: np.ndarray
-    dense_bytes: np.ndarray
-    wire_bytes: np.ndarray
-    stage_ms: Mapping[str, np.ndarray]
-
-    @property
-    def wire_ratio(self) -> np.ndarray:
-        """Bytes on the wire over those of dense; NaN where dense would send nothing."""
-        dense = np.where(self.dense_bytes > 0, self.dense_bytes, np.nan)
-        return self.wire_bytes / dense
 
 
 @dataclass(frozen=True)
@@ -112,6 +86,7 @@ class RunData:
         profiles: sparsity of the gradients, by bucket.
         profiled: origin of the profiles, in words.
         readiness: the ranks' waits for one another, by bucket.
+        exposed: the training thread's waits for each bucket, over the run.
         command: the command that started the run; empty if unknown.
         config: configuration values by dotted key.
         gaps: sentences about missing data.
@@ -127,6 +102,7 @@ class RunData:
     profiles: Mapping[str, SparsityProfile]
     profiled: str
     readiness: Mapping[str, list[ReadinessRecord]]
+    exposed: ExposedTimes
     command: str
     config: Mapping[str, Any]
     gaps: Sequence[str]
@@ -150,19 +126,11 @@ def load_run(folder: Path, index: int) -> RunData:
     """
     gaps: list[str] = []
     lines, history = load_breakdown(folder, gaps)
-    iterations = Iterations(
-        number=np.array([line.iteration for line in lines]),
-        loss=np.array([np.nan if line.loss is None else line.loss for line in lines]),
-        iteration_ms=np.array([line.iteration_ms for line in lines]),
-        dense_bytes=np.array([line.dense_bytes for line in lines], dtype=np.float64),
-        wire_bytes=np.array([line.wire_bytes for line in lines], dtype=np.float64),
-        stage_ms={
-            stage: np.array([line.stage_ms.get(stage, 0.0) for line in lines]) for stage in STAGES
-        },
-    )
+    iterations = Iterations.of(lines)
     command, config = load_config(folder, gaps)
     summary = _load_summary(folder, history, config, gaps)
     plan, profiles = _load_plan(folder, gaps)
+    exposed = ExposedTimes(iterations.number, iterations.iteration_ms)
     profiled = "sampled by the planner"
     if not profiles and (folder / GRADIENTS).is_dir():
         profiles, profiled = _recorded_profiles(folder, gaps)
@@ -172,11 +140,12 @@ def load_run(folder: Path, index: int) -> RunData:
         name=str(summary.get("name") or folder.resolve().name),
         summary=summary,
         iterations=iterations,
-        buckets=_load_buckets(folder, lines[-1].iteration, gaps),
+        buckets=_load_buckets(folder, lines[-1].iteration, exposed, gaps),
         plan=plan,
         profiles=profiles,
         profiled=profiled,
         readiness=_load_readiness(folder, gaps),
+        exposed=exposed,
         command=command,
         config=config,
         gaps=gaps,
@@ -260,7 +229,11 @@ def _load_summary(
             f"the run has not ended, or was killed: {SUMMARY_FILE} is missing, and totals cover "
             "the iterations so far"
         )
-    known = {"name": config.get("name"), "target_density": config.get("compression.density")}
+    known = {
+        "name": config.get("name"),
+        "target_density": config.get("compression.density"),
+        "planner_cluster": config.get("planner.cluster"),
+    }
     return {**known, **found, **history.summary()}
 
 
@@ -324,12 +297,15 @@ def _recorded_profiles(folder: Path, gaps: list[str]) -> tuple[dict[str, Sparsit
     return profiles, f"recorded in iteration {iteration}"
 
 
-def _load_buckets(folder: Path, last: int, gaps: list[str]) -> dict[str, BucketMedians]:
-    """The buckets' medians over the iterations from `last - WINDOW + 1` on."""
+def _load_buckets(
+    folder: Path, last: int, exposed: ExposedTimes, gaps: list[str]
+) -> dict[str, BucketMedians]:
+    """The buckets' medians over the iterations from `last - WINDOW + 1` on; fills `exposed`."""
     path, damaged = folder / BUCKETS_FILE, []
     recent: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=WINDOW))
     try:
         for line in read_lines(path, damaged):
+            exposed.add(line)
             if last - WINDOW < line["iteration"] <= last:
                 recent[line["bucket"]].append(line)
         found = {name: _medians(name, list(lines)) for name, lines in recent.items()}

@@ -11,7 +11,7 @@ from megatron_sparse.config.dotted import canonical
 from megatron_sparse.report.bucket_charts import slowest
 from megatron_sparse.report.run_charts import label_of
 from megatron_sparse.report.run_data import BucketMedians, RunData
-from megatron_sparse.telemetry.quantities import ms, percent, size
+from megatron_sparse.telemetry.quantities import hours, ms, percent, rate, size
 from megatron_sparse.telemetry.readiness import statistics_of
 
 MOST_BUCKETS = 48
@@ -52,7 +52,10 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         ("bytes sent, whole run", lambda run: _traffic(run.summary)),
         ("iteration, ms", lambda run: ms(at_target(run)["iteration_ms"])),
         ("exposed, ms", lambda run: ms(run.summary["stage_ms"]["host_wait"])),
+        ("exposed / iteration", lambda run: percent(run.summary["exposed_share"])),
         ("overlapped, ms", lambda run: ms(run.summary["overlapped_ms"])),
+        ("throughput", _rate),
+        ("hours saved over dense", _saved),
         ("memory of the plugin", _memory),
         ("versions", _versions),
     ]
@@ -106,6 +109,18 @@ def _target_density(run: RunData) -> str:
 def _traffic(traffic: Any) -> str:
     sent, dense = size(traffic["wire_bytes"]), size(traffic["dense_bytes"])
     return f"{sent} of {dense}"
+
+
+def _rate(run: RunData) -> str:
+    return rate(run.summary["tokens_per_s"], run.summary["model_tflop_per_s"]) or UNKNOWN
+
+
+def _saved(run: RunData) -> str:
+    """Estimated; unknown without a cluster to predict dense by."""
+    found = run.summary["against_dense"]
+    if found is None:
+        return f"{UNKNOWN} (no planner.cluster)"
+    return f"{hours(found['saved_hours'])} of {hours(found['dense_hours'])}, estimated"
 
 
 def _memory(run: RunData) -> str:

@@ -79,6 +79,8 @@ def against_dense(found: Mapping[str, Any] | None, cluster: str | None) -> str:
             "cluster's link"
         )
     saved = found["saved_hours"]
+    if saved == 0:
+        return f"dense: {hours(found['measured_hours'])}, measured: every iteration went dense"
     outcome = f"saved: {hours(saved)}" if saved >= 0 else f"lost: {hours(-saved)}"
     return (
         f"dense: {hours(found['dense_hours'])} estimated from {cluster or 'planner.cluster'}, "

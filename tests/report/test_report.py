@@ -164,6 +164,9 @@ def test_numbers_of_the_summary(run, tmp_path):
     assert table["schemes at the end"] == ["direct x 3"] * 2
     assert table["against A"] == ["-", "1.00 times as long"]
     assert table["exposed, ms"] == ["10.00", "10.00"]
+    assert table["exposed / iteration"] == ["10.00%", "10.00%"]
+    assert table["throughput"] == ["-", "-"]
+    assert table["hours saved over dense"] == ["- (no planner.cluster)"] * 2
     assert table["memory of the plugin"] == ["residual 390.62 KiB"] * 2
 
 

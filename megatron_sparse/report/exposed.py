@@ -1,0 +1,201 @@
+"""Exposed communication of a run: how much of an iteration, in which buckets, since when.
+
+The first section of a report. Time is exposed if the training thread waits for a bucket; the waits
+for all buckets add up to the stage `host_wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_sparse.report import theme
+from megatron_sparse.report.charts import MOST_POINTS, Chart, short, thinned_note
+from megatron_sparse.telemetry.quantities import against_dense, ms, percent, rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_BUCKETS = 6
+"""Buckets that a chart shows by name; the others are one area."""
+LEAST_CHANGE = 0.01
+"""A smaller change of the share is not worth a sentence."""
+LEAST_EXPLAINED = 0.5
+"""The part of the share's variance that a change must explain; noise explains little anywhere."""
+LEAST_ITERATIONS = 5
+MOST_LEVELS = 4
+REST = "other buckets"
+
+
+class ExposedTimes:
+    """Collects the waits for each bucket over the run, in at most `MOST_POINTS` intervals.
+
+    Args:
+        number: the iterations' numbers, ascending.
+        iteration_ms: their times.
+    """
+
+    def __init__(self, number: np.ndarray, iteration_ms: np.ndarray) -> None:
+        parts = min(len(number), MOST_POINTS)
+        self._interval_of: dict[int, int] = {}
+        for index, piece in enumerate(np.array_split(number, parts)):
+            self._interval_of |= dict.fromkeys(piece.tolist(), index)
+        self.number = np.array([piece.mean() for piece in np.array_split(number, parts)])
+        self._total_ms = np.array([piece.sum() for piece in np.array_split(iteration_ms, parts)])
+        self._waits_ms: dict[str, np.ndarray] = {}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Adds a line of `buckets.jsonl`; lines of versions without `exposed_us` add nothing."""
+        index = self._interval_of.get(line["iteration"])
+        if index is not None and "exposed_us" in line:
+            waits_ms = self._waits_ms.setdefault(line["bucket"], np.zeros(len(self.number)))
+            waits_ms[index] += line["exposed_us"] / 1e3
+
+    def shares(self) -> dict[str, np.ndarray]:
+        """For each bucket and interval, the wait for it over the iterations' time."""
+        total_ms = np.where(self._total_ms > 0, self._total_ms, np.inf)
+        return {name: waits_ms / total_ms for name, waits_ms in self._waits_ms.items()}
+
+
+@dataclass(frozen=True)
+class Level:
+    """A part of a run in which a share stays about the same.
+
+    Attributes:
+        first: its first iteration.
+        share: its median.
+    """
+
+    first: int
+    share: float
+
+
+def levels_of(number: np.ndarray, share: np.ndarray) -> list[Level]:
+    """The levels of a share, the latest first: at most `MOST_LEVELS`.
+
+    The run is cut in two where that explains most of the variance, and its later part again,
+    as long as the cut is clear.
+
+    Args:
+        number: the iterations' numbers.
+        share: one value for each; NaN is left out.
+
+    Returns:
+        Levels without gaps; a single one where nothing has clearly changed; none without values.
+
+    Example:
+        >>> share = np.repeat([0.4, 0.1], 50)
+        >>> [(level.first, float(level.share)) for level in levels_of(np.arange(1, 101), share)]
+        [(51, 0.1), (1, 0.4)]
+    """
+    known = np.isfinite(share)
+    number, share = number[known], share[known]
+    levels: list[Level] = []
+    while len(share):
+        cut = _cut(share) if len(levels) < MOST_LEVELS - 1 else None
+        end = len(share) if cut is None else cut
+        levels.insert(0, Level(int(number[0]), float(np.median(share[:end]))))
+        number, share = number[end:], share[end:]
+    return levels
+
+
+def _cut(share: np.ndarray) -> int | None:
+    """The index at which a new level begins; None if no place is clear."""
+    count = len(share)
+    if count < 2 * LEAST_ITERATIONS:
+        return None
+    # The first iterations compile and allocate: such outliers are no level.
+    bounded = np.clip(share, *np.percentile(share, [2, 98]))
+    sizes = np.arange(1, count)
+    sums = np.cumsum(bounded)
+    low, high = sums[:-1] / sizes, (sums[-1] - sums[:-1]) / (count - sizes)
+    # Of the variance around the common mean, the part between the two means.
+    explained = sizes * (count - sizes) / count * (low - high) ** 2
+    explained[: LEAST_ITERATIONS - 1] = 0.0
+    explained[count - LEAST_ITERATIONS :] = 0.0
+    cut = int(explained.argmax()) + 1
+    variance = float(((bounded - bounded.mean()) ** 2).sum())
+    change = abs(float(np.median(share[:cut]) - np.median(share[cut:])))
+    clear = explained[cut - 1] >= LEAST_EXPLAINED * variance and change >= LEAST_CHANGE
+    return cut if clear else None
+
+
+def sentences(
+    summary: Mapping[str, Any], times: ExposedTimes, levels: Sequence[Level]
+) -> list[str]:
+    """The answers in words: how much, where, since when, and what dense would have taken.
+
+    Args:
+        summary: of the run.
+        times: waits by bucket.
+        levels: of the exposed share, the latest first.
+    """
+    said = [
+        f"{percent(summary['exposed_share'])} of an iteration is exposed communication: "
+        f"{ms(summary['stage_ms']['host_wait'])} of {ms(summary['iteration_ms'])} ms (medians)."
+    ]
+    if len(levels) > 1:
+        *later, first = levels
+        parts = ", ".join(f"{percent(one.share)} from iteration {one.first} on" for one in later)
+        said.append(f"It is {parts}, and {percent(first.share)} before.")
+    since = levels[0].first if len(levels) > 1 else 0
+    totals = {
+        name: float(share[times.number >= since].sum()) for name, share in times.shares().items()
+    }
+    if (whole := sum(totals.values())) > 0 and len(totals) > 1:
+        worst = sorted(totals, key=lambda name: -totals[name])[:2]
+        named = " and ".join(f"{short(name)} ({totals[name] / whole:.0%})" for name in worst)
+        when = f" from iteration {since} on" if since else ""
+        said.append(f"Of {len(totals)} buckets, the longest waits{when} are for {named}.")
+    if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
+        said.append(f"Throughput: {speed}.")
+    if summary.get("world_size") != 1:
+        estimate = against_dense(summary["against_dense"], summary.get("planner_cluster"))
+        said.append(f"{estimate[0].upper()}{estimate[1:]}.")
+    return said
+
+
+def chart(times: ExposedTimes, length: int, suffix: str, end: str) -> Chart | None:
+    """The share of exposed time by bucket over the run, stacked; None without any bucket's waits.
+
+    Args:
+        times: waits by bucket.
+        length: number of iterations.
+        suffix: of the chart's name, for several runs.
+        end: of its title, for several runs.
+    """
+    shares = times.shares()
+    if not shares:
+        return None
+    ordered = sorted(shares, key=lambda name: -float(shares[name].sum()))
+    areas = {short(name): shares[name] for name in ordered[:MOST_BUCKETS]}
+    if rest := ordered[MOST_BUCKETS:]:
+        areas[REST] = np.sum([shares[name] for name in rest], axis=0)
+
+    def draw(axes: Axes) -> None:
+        x, values = times.number, [value * 100 for value in areas.values()]
+        if len(x) == 1:
+            x, values = np.array([x[0] - 0.4, x[0] + 0.4]), [np.repeat(v, 2) for v in values]
+        colours = [theme.SERIES[index % len(theme.SERIES)].light for index in range(len(areas))]
+        if rest:
+            colours[-1] = theme.MUTED.light
+        axes.stackplot(x, *values, labels=list(areas), colors=colours, linewidth=0)
+        total = np.sum(values, axis=0)
+        axes.set_ylim(0, max(float(np.percentile(total, 98)) * 1.15, 1.0))
+        axes.margins(x=0)
+        axes.set(xlabel="iteration", ylabel="% of the iteration")
+        axes.figure.legend(loc="outside lower center", ncols=3, columnspacing=1.0)
+
+    note = (
+        "The training thread waits for the buckets in the order of their launch; areas add up to "
+        "the exposed share. The scale ends a little above 98 % of the values."
+    )
+    return Chart(
+        f"exposed{suffix}",
+        f"Exposed by bucket (% of the iteration){end}",
+        note + thinned_note([length]),
+        draw,
+    )

@@ -1,0 +1,160 @@
+"""Exposed communication on a report's first screen: how much, where, since when."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_sparse.report import exposed, page
+from megatron_sparse.report.exposed import ExposedTimes, Level, levels_of
+from megatron_sparse.report.run_data import load_run
+from tests.report_runs import make_run
+
+SUMMARY = {
+    "exposed_share": 0.25,
+    "iteration_ms": 100.0,
+    "stage_ms": {"host_wait": 25.0},
+    "tokens_per_s": 2048.0,
+    "model_tflop_per_s": None,
+    "world_size": 4,
+    "against_dense": None,
+}
+
+
+def times(waits_ms: dict[str, list[float]], iteration_ms: float = 100.0) -> ExposedTimes:
+    """Of a run whose iteration i waited `waits_ms[bucket][i - 1]` for each bucket."""
+    count = len(next(iter(waits_ms.values())))
+    found = ExposedTimes(np.arange(1, count + 1), np.full(count, iteration_ms))
+    for bucket, waits in waits_ms.items():
+        for index, wait_ms in enumerate(waits):
+            line = {"iteration": index + 1, "bucket": bucket, "exposed_us": wait_ms * 1e3}
+            found.add(line)
+    return found
+
+
+class TestTimes:
+    """The waits by bucket over the run."""
+
+    def test_shares_of_the_iteration(self):
+        shares = times({"a": [10, 20], "b": [5, 0]}).shares()
+        assert {name: share.tolist() for name, share in shares.items()} == {
+            "a": [0.1, 0.2],
+            "b": [0.05, 0.0],
+        }
+
+    def test_long_runs_are_averaged_without_losing_time(self):
+        many = times({"a": [10.0] * 700 + [40.0] * 300})
+        (share,) = many.shares().values()
+        assert len(share) == len(many.number) == 200
+        assert share[0] == pytest.approx(0.1)
+        assert share[-1] == pytest.approx(0.4)
+        assert share.mean() == pytest.approx(0.19)
+
+    def test_lines_that_know_nothing_of_it(self):
+        """Of an older version, and of an iteration whose line was cut off."""
+        found = times({"a": [10]})
+        found.add({"iteration": 1, "bucket": "old"})
+        found.add({"iteration": 9, "bucket": "late", "exposed_us": 1.0})
+        assert list(found.shares()) == ["a"]
+
+
+class TestLevels:
+    """Since when a share is what it is."""
+
+    @staticmethod
+    def of(share) -> list[Level]:
+        return levels_of(np.arange(1, len(share) + 1), np.array(share))
+
+    def test_the_latest_comes_first(self):
+        noise = np.random.default_rng(0).normal(0, 0.004, 300)
+        found = self.of(np.repeat([0.5, 0.03, 0.08], 100) + noise)
+        assert [level.first for level in found] == [201, 101, 1]
+        assert [level.share for level in found] == pytest.approx([0.08, 0.03, 0.5], abs=5e-3)
+
+    def test_noise_and_outliers_are_no_change(self):
+        noise = np.abs(np.random.default_rng(1).normal(0.2, 0.05, 400))
+        noise[:2] = 0.9
+        assert [level.first for level in self.of(noise)] == [1]
+
+    @pytest.mark.parametrize("share", [[], [0.1], [0.1] * 4 + [0.9] * 4, [0.2] * 50])
+    def test_too_short_or_constant(self, share):
+        assert [level.first for level in self.of(share)] == ([1] if share else [])
+
+    def test_what_is_unknown_is_left_out(self):
+        found = self.of([np.nan, np.nan, *[0.4] * 10, *[0.1] * 10])
+        assert found == [Level(13, 0.1), Level(3, 0.4)]
+
+
+class TestSentences:
+    """The lead of the first section."""
+
+    def said(self, waits_ms, levels, **changed) -> str:
+        return " ".join(exposed.sentences(SUMMARY | changed, times(waits_ms), levels))
+
+    def test_how_much_where_since_when(self):
+        waits = {"a": [30, 5, 5, 5], "b": [1, 15, 15, 15]}
+        text = self.said(waits, [Level(2, 0.2), Level(1, 0.31)])
+        assert "25.00% of an iteration is exposed communication: 25.00 of 100.00 ms" in text
+        assert "It is 20.00% from iteration 2 on, and 31.00% before." in text
+        # As it is now, not as it was: `a` waited longest before.
+        assert "the longest waits from iteration 2 on are for b (75%) and a (25%)" in text
+        assert "Throughput: 2,048 tokens/s." in text
+
+    def test_an_unknown_estimate_is_said_to_be_unknown(self):
+        text = self.said({"a": [1]}, [Level(1, 0.2)])
+        assert "Dense: unknown without planner.cluster" in text
+        assert "It is" not in text
+
+    def test_the_saving_in_hours(self):
+        found = {"measured_hours": 10.0, "dense_hours": 17.5, "saved_hours": 7.5}
+        text = self.said({"a": [1]}, [], against_dense=found, planner_cluster="mine.yaml")
+        assert "Dense: 17.50 h estimated from mine.yaml, measured: 10.00 h, saved: 7.50 h." in text
+        same = {"measured_hours": 10.0, "dense_hours": 10.0, "saved_hours": 0.0}
+        assert "every iteration went dense" in self.said({"a": [1]}, [], against_dense=same)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return load_run(make_run(tmp_path_factory.mktemp("runs") / "one", "one", buckets=8), 0)
+
+
+def names(runs):
+    first = page.sections_of(runs)[0]
+    assert first.name == "exposed"
+    return [chart.name for chart in first.charts]
+
+
+def test_the_first_section_of_one_run(run):
+    (first, *_) = page.sections_of([run])
+    assert names([run]) == ["exposed", "breakdown", "iteration-time"]
+    assert "10.00% of an iteration is exposed communication: 10.00 of 100.00 ms" in first.lead[0]
+    svg = first.charts[0].svg()
+    assert "other buckets" in svg
+    assert svg.count("dense") >= exposed.MOST_BUCKETS
+    assert "other" in first.charts[1].svg(), "the parts add up to the iteration"
+
+
+def test_several_runs_are_compared_first(run, tmp_path):
+    other = load_run(make_run(tmp_path / "two", "two"), 1)
+    assert names([run, other])[:2] == ["exposed-share", "exposed-a"]
+    assert {"exposed-b", "breakdown-a", "breakdown-b"} < set(names([run, other]))
+
+
+def test_a_run_of_a_version_that_did_not_measure_buckets(tmp_path):
+    folder = make_run(tmp_path / "old", "old")
+    lines = [json.loads(line) for line in (folder / "buckets.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["exposed_us"], line["dense_us"]
+    (folder / "buckets.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert names([load_run(folder, 0)]) == ["exposed-share", "breakdown", "iteration-time"]
+
+
+def test_the_estimate_of_dense_is_drawn_beside_the_measured_time(tmp_path):
+    plain = make_run(tmp_path / "plain", "plain")
+    known = make_run(tmp_path / "known", "known", dense_us=20_000.0)
+    for folder, dotted in ((plain, False), (known, True)):
+        *_, time = page.sections_of([load_run(folder, 0)])[0].charts
+        assert ("Dotted" in time.note) is dotted
+        assert ("stroke-dasharray" in time.svg()) is dotted
