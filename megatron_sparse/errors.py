@@ -97,5 +97,9 @@ class SelectionError(MegatronSparseError):
     exit_code = 3
 
 
+class StorageError(MegatronSparseError):
+    """A disk is full: names the file or the folder."""
+
+
 class CheckpointError(MegatronSparseError):
     """The plugin's part of a checkpoint is missing, damaged, or belongs to another layout."""

@@ -144,6 +144,9 @@ class TrainingConfig:
         save_signal: name of a signal, such as SIGUSR1. When a rank receives it, the run finishes
             the current iteration, saves a checkpoint and exits with code 0. With this option the
             run also saves a checkpoint at its end.
+        save_on_interrupt: on Ctrl-C (SIGINT) finish the current iteration and save a checkpoint; a
+            second Ctrl-C stops at once. Without it Ctrl-C stops at once. With this option the run
+            also saves a checkpoint at its end. Excludes `save_signal`.
         load: folder of checkpoints to start from; a resumed run takes its own.
     """
 
@@ -166,6 +169,7 @@ class TrainingConfig:
     eval_iters: int = 10
     save_interval: int = 0
     save_signal: str | None = None
+    save_on_interrupt: bool = False
     load: str | None = None
 
     def __post_init__(self) -> None:
@@ -198,6 +202,19 @@ class TrainingConfig:
         one_of("training.precision", self.precision, ("auto", *DTYPES))
         if self.save_signal is not None:
             one_of("training.save_signal", self.save_signal, SAVE_SIGNALS)
+        is_flag("training.save_on_interrupt", self.save_on_interrupt)
+        if self.save_on_interrupt and self.save_signal is not None:
+            raise ConfigError(
+                "Megatron saves on one signal only",
+                expected="training.save_on_interrupt=true (SIGINT) or training.save_signal",
+                got=f"save_on_interrupt=true and save_signal={self.save_signal}",
+                remedy="leave out one of them; save_signal=SIGTERM is for a job's end",
+            )
+
+    @property
+    def exit_signal(self) -> str | None:
+        """The signal on which Megatron saves and ends the run; None if there is none."""
+        return "SIGINT" if self.save_on_interrupt else self.save_signal
 
 
 @dataclass

@@ -16,13 +16,12 @@ from typing import Any, NoReturn
 
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CheckpointError, ConfigError
+from megatron_sparse.megatron.checkpoint_folder import TRACKER
 from megatron_sparse.megatron.models import model_flags
 
 PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 CHECKPOINTS = "checkpoints"
 """Where a run keeps its checkpoints, in its folder."""
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron writes it when a checkpoint is complete."""
 
 
 def derived_flags(
@@ -105,12 +104,13 @@ _OF_APEX_OR_TE = (
 def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
     own = run_dir / CHECKPOINTS
     flags: dict[str, object] = {}
-    if config.training.save_interval or config.training.save_signal:
+    exit_signal = config.training.exit_signal
+    if config.training.save_interval or exit_signal:
         # With `save` Megatron saves at the end, too, and asks for the interval there.
         interval = config.training.save_interval or config.training.iterations
         flags |= {"save": str(own), "save_interval": interval}
-    if config.training.save_signal:
-        flags |= {"exit_signal_handler": True, "exit_signal": config.training.save_signal}
+    if exit_signal:
+        flags |= {"exit_signal_handler": True, "exit_signal": exit_signal}
     if has_checkpoint(config, own):
         flags["load"] = str(own)
     elif config.training.load is not None:
@@ -136,11 +136,16 @@ def check_load(config: RunConfig) -> None:
 
 def has_checkpoint(config: RunConfig, folder: Path) -> bool:
     """Whether Megatron finished saving a checkpoint here, or a temporary one in its own folder."""
+    return any((each / TRACKER).is_file() for each in checkpoint_folders(config, folder))
+
+
+def checkpoint_folders(config: RunConfig, folder: Path) -> list[Path]:
+    """`folder`, and the folder of temporary checkpoints that Megatron looks into besides."""
     folders = [folder]
     if config.megatron.get("non_persistent_ckpt_type") == "global":
         other = config.megatron.get("non_persistent_global_ckpt_dir")
         folders.append(Path(other) if other else folder / "non_persistent")
-    return any((each / TRACKER).is_file() for each in folders)
+    return folders
 
 
 def _tracking_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:

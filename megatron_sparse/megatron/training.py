@@ -38,7 +38,7 @@ _KNOWN_NOISE = (
 
 
 def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
-    """Trains on this rank until `training.iterations`, or until `training.save_signal`.
+    """Trains on this rank until `training.iterations`, or until `training.exit_signal`.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK. Makes the process group and destroys it.
 
@@ -61,7 +61,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     vocab_size, data_prefix = find_data(config)
     if config.tracking.wandb != "disabled":
         _set_wandb_environment(config, run_dir)
-    _prepare_host(config.cluster.device)
+    prepare_host(config.cluster.device)
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
@@ -90,7 +90,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
         # Also when Megatron leaves early by sys.exit (--exit-interval, a signal).
         if plugin is not None:
             plugin.close()
-    stopped_at = None if config.training.save_signal is None else _stopped_at()
+    stopped_at = None if config.training.exit_signal is None else _stopped_at()
     _leave()
     return stopped_at
 
@@ -153,8 +153,13 @@ def _set_wandb_environment(config: RunConfig, run_dir: Path) -> None:
     wandb.teardown()
 
 
-def _prepare_host(device: str) -> None:
-    """Makes `megatron.training` work on this machine, see `cpu_mode` and `repairs`."""
+def prepare_host(device: str) -> None:
+    """Makes `megatron.training` work on this machine, see `cpu_mode` and `repairs`. Idempotent.
+
+    Raises:
+        DependencyError: megatron-core with its training loop is not installed.
+        HostError: Megatron lacks a function that is replaced.
+    """
     from megatron_sparse.megatron import cpu_mode, repairs
 
     if device == "cpu":

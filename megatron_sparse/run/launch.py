@@ -19,7 +19,8 @@ from typing import Any
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
-from megatron_sparse.run import preparation, slurm, worker
+from megatron_sparse.run import interrupt, preparation, resume, slurm, worker
+from megatron_sparse.run.full_disk import as_storage_error, probe
 from megatron_sparse.run.preparation import CONFIG_FILE
 from megatron_sparse.run.rank_report import read_report
 
@@ -71,10 +72,17 @@ def _launch(config: RunConfig, command: str) -> int:
     vocab_size = preparation.preflight(config)
     if config.megatron:
         check_megatron_section(config)
-    run_dir = preparation.make_run_dir(config, command)
-    print(preparation.describe(config, vocab_size, run_dir), flush=True)
+    start = preparation.check_start(config, vocab_size, in_rank=False)
+    if start.is_done(config):
+        print(resume.describe(config, start), flush=True)
+        return 0
+    run_dir = preparation.make_run_dir(config, command, start)
+    print(preparation.describe(config, vocab_size, run_dir, start), flush=True)
     with _environment(preparation.rank_environment(config)):
-        return _run_agent(config, run_dir)
+        code = _run_agent(config, run_dir)
+    if code:
+        print(resume.go_on(config, run_dir, command), file=sys.stderr, flush=True)
+    return code
 
 
 def check_megatron_section(config: RunConfig) -> None:
@@ -118,27 +126,40 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "logs"), redirects=quiet),
+        shutdown_timeout=interrupt.SAVE_S if config.training.save_on_interrupt else None,
     )
     try:
-        elastic_launch(settings, sys.executable)("-u", "-m", WORKER, str(run_dir / CONFIG_FILE))
+        with interrupt.saving(config.training.save_on_interrupt):
+            elastic_launch(settings, sys.executable)("-u", "-m", WORKER, str(run_dir / CONFIG_FILE))
     except ChildFailedError as error:
-        return _report(*error.get_first_failure())
+        return _report(*error.get_first_failure(), run_dir)
     except SignalException as error:
         print(f"stopped by {error.sigval.name}; see {run_dir / 'logs'}", file=sys.stderr)
         return 128 + error.sigval
+    except (OSError, ValueError) as error:
+        # The agent's own files are on the run's disk, too.
+        full = as_storage_error(error, run_dir)
+        if full is None:
+            raise
+        raise full from None
     finally:
         agent_log.propagate = before
         agent_log.removeHandler(silent)
     return 0
 
 
-def _report(rank: int, failure: Any) -> int:
+def _report(rank: int, failure: Any, run_dir: Path) -> int:
     """Prints why the first rank failed; returns the exit code."""
     # A rank that a signal killed has written no report.
     message, typed = read_report(failure.error_file_data) or (failure.message, False)
     if typed:
         print(f"error: {message}", file=sys.stderr)
         return failure.exitcode
+    full = probe(run_dir)
+    if full is not None:
+        # A rank cannot write its report on a full disk.
+        print(f"error: {full}", file=sys.stderr)
+        return full.exit_code
     print(f"error: rank {rank} failed: {message}", file=sys.stderr)
     log = Path(failure.error_file).with_name("stderr.log")
     if log.is_file():

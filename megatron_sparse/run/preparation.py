@@ -12,9 +12,11 @@ from pathlib import Path
 
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import arguments, refusals
+from megatron_sparse.megatron import arguments, checkpoint_fit, checkpoint_folder, refusals
 from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.run import composition, provenance
+from megatron_sparse.run.resume import Start, find, run_folder
+from megatron_sparse.run.resume import describe as resumed
 
 CONFIG_FILE = "config.yaml"
 
@@ -83,29 +85,54 @@ def _check_device(config: RunConfig) -> None:
         raise nccl_communicator.refusal("cluster.device=cpu")
 
 
-def make_run_dir(config: RunConfig, command: str) -> Path:
+def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
+    """Finds the checkpoint that the run starts from, and compares it with the configuration.
+
+    Imports megatron where there is a checkpoint.
+
+    Args:
+        config: the run.
+        vocab_size: from `preflight`.
+        in_rank: whether this process will train; on a CPU it then enters CPU mode first.
+
+    Raises:
+        CheckpointError: the checkpoint is not complete, or does not fit.
+        ConfigError: there is nothing to resume.
+    """
+    from megatron_sparse.megatron import training
+
+    start = find(config)
+    path = start.checkpoint
+    if path is None or path.name == checkpoint_folder.RELEASE or start.is_done(config):
+        return start
+    training.silence_known_noise()
+    if in_rank:
+        training.prepare_host(config.cluster.device)
+    checkpoint_fit.check(config, vocab_size, path)
+    return start
+
+
+def make_run_dir(config: RunConfig, command: str, start: Start | None = None) -> Path:
     """Makes the run's folder with its `config.yaml` and `starts.jsonl`, as `resume` says.
+
+    Args:
+        config: the run.
+        command: the command line.
+        start: from `resume.find`; None looks for the checkpoint here.
 
     Returns:
         The folder, absolute. An earlier run of this name is continued in it, or was moved to
         `NAME.1`, ...
 
     Raises:
+        CheckpointError: the checkpoint of `training.load` is not complete.
         ConfigError: there is nothing to resume, or the folder holds something else.
     """
-    run_dir = (Path(config.runs_dir) / config.name).absolute()
-    own = run_dir / arguments.CHECKPOINTS
-    goes_on = config.resume != "never" and arguments.has_checkpoint(config, own)
-    if config.resume == "must" and not goes_on:
-        raise ConfigError(
-            f"run {config.name} cannot be resumed",
-            expected=f"a checkpoint in {own}",
-            got="none",
-            remedy="set resume=auto to start it from scratch, and training.save_interval to save "
-            "checkpoints",
-        )
+    start = find(config) if start is None else start
+    run_dir = run_folder(config)
     try:
-        if not goes_on:
+        start.repair()
+        if not start.own:
             _move_aside(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         composition.save(config, run_dir / CONFIG_FILE, command)
@@ -171,8 +198,8 @@ def package_path() -> dict[str, str]:
     return {"PYTHONPATH": str(checkout) + (os.pathsep + path if path else "")}
 
 
-def describe(config: RunConfig, vocab_size: int, run_dir: Path) -> str:
-    """The run in three lines."""
+def describe(config: RunConfig, vocab_size: int, run_dir: Path, start: Start | None = None) -> str:
+    """The run in three lines, and a fourth one if it starts from a checkpoint."""
     from megatron_sparse.collectives import SCHEMES, Input
 
     training, cluster = config.training, config.cluster
@@ -194,4 +221,5 @@ def describe(config: RunConfig, vocab_size: int, run_dir: Path) -> str:
         f"  {training.iterations} iterations of {config.global_batch_size} x "
         f"{config.model.seq_length} tokens, {how}\n"
         f"  {run_dir}"
+        + ("" if start is None or start.checkpoint is None else f"\n  {resumed(config, start)}")
     )

@@ -19,7 +19,9 @@ _TYPED = "megatron_sparse"
 
 
 def write_report(message: str, *, typed: bool) -> None:
-    """Writes the agent's error file, in its format; prints the message where there is no agent.
+    """Writes the agent's error file, in its format, complete or not at all.
+
+    Prints the message where there is no agent, and where the file cannot be written.
 
     Args:
         message: why this rank failed; secrets in it are hidden.
@@ -33,7 +35,14 @@ def write_report(message: str, *, typed: bool) -> None:
     callstack = redact_text(traceback.format_exc())
     info = {"timestamp": str(int(time.time())), "py_callstack": callstack}
     report = {"message": {"message": message, "extraInfo": info}, _TYPED: typed}
-    Path(path).write_text(json.dumps(report), "utf-8")
+    part = Path(f"{path}.part")
+    try:
+        part.write_text(json.dumps(report), "utf-8")
+        # The agent would fail over a report that is cut off.
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        print(f"error: {message}\n(no report: {error})", file=sys.stderr)
 
 
 def read_report(report: Mapping[str, Any]) -> tuple[str, bool] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -17,11 +18,16 @@ from typing import Any
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
-from megatron_sparse.run import composition, preparation, slurm
+from megatron_sparse.run import composition, preparation, resume, slurm
+from megatron_sparse.run.full_disk import as_storage_error
 from megatron_sparse.run.rank_log import rank_log
 from megatron_sparse.run.rank_report import write_report
 
 _MEETING_TIMEOUT = timedelta(minutes=10)
+_NOTHING_LEFT = "-"
+"""The answer of rank 0, instead of a folder, where the checkpoint is the last one already."""
+_READERS = "megatron_sparse/readers"
+_READERS_S = 60
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +55,13 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # the launcher passes Ctrl-C on and reports it
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, SystemExit | GeneratorExit):
+            raise
+        full = as_storage_error(error, path.parent)
+        if full is not None:
+            write_report(str(full), typed=True)
+            return full.exit_code
         write_report(f"{type(error).__name__}: {error}", typed=False)
         raise
     return 0
@@ -82,8 +94,11 @@ def run_started(config: RunConfig, command: str) -> int:
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, _ = next(rendezvous("env://", timeout=_MEETING_TIMEOUT))
+    run_dir = None
     try:
         run_dir = _agree_on_folder(config, command, store, rank)
+        if run_dir is None:
+            return 0
         from megatron_sparse.megatron import training
 
         with rank_log(run_dir, rank, world_size), _nccl_errors(config):
@@ -97,6 +112,19 @@ def run_started(config: RunConfig, command: str) -> int:
         if reported:
             return error.exit_code
         raise
+    except KeyboardInterrupt:
+        if rank == 0 and run_dir is not None:
+            print(resume.go_on(config, run_dir, command), file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, SystemExit | GeneratorExit) or run_dir is None:
+            raise
+        full = as_storage_error(error, run_dir)
+        if full is None:
+            raise
+        if _is_reported(store):
+            return full.exit_code
+        raise full from error
     return 0
 
 
@@ -140,12 +168,19 @@ def _after(config: RunConfig, stopped_at: int | None, rank: int) -> None:
     if stopped_at is None or rank != 0:
         return
     print(
-        f"{config.training.save_signal} has ended the run after iteration {stopped_at}; "
+        f"{config.training.exit_signal} has ended the run after iteration {stopped_at}; "
         "the checkpoint is saved, and resume=auto continues from it",
         flush=True,
     )
     if config.cluster.requeue:
         slurm.requeue(os.environ)
+
+
+def _wait_for_readers(store: Any, ranks: int) -> None:
+    """Keeps rank 0, whose process is the store, until every other rank has read the answer."""
+    deadline_s = time.monotonic() + _READERS_S
+    while store.add(_READERS, 0) < ranks and time.monotonic() < deadline_s:
+        time.sleep(0.05)
 
 
 def _is_reported(store: Any) -> bool:
@@ -156,22 +191,33 @@ def _is_reported(store: Any) -> bool:
         return False  # the store went with rank 0
 
 
-def _agree_on_folder(config: RunConfig, command: str, store: Any, rank: int) -> Path:
-    """Rank 0 makes the run's folder; the others wait for its path."""
+def _agree_on_folder(config: RunConfig, command: str, store: Any, rank: int) -> Path | None:
+    """Rank 0 makes the run's folder; the others wait for its path. None: nothing is left to do."""
     key = "megatron_sparse/run_dir"
     if rank == 0:
         answer = ""
         try:
             vocab_size = preparation.preflight(config)
-            run_dir = preparation.make_run_dir(config, command)
-            print(preparation.describe(config, vocab_size, run_dir), flush=True)
-            answer = str(run_dir)
+            start = preparation.check_start(config, vocab_size, in_rank=True)
+            if start.is_done(config):
+                answer = _NOTHING_LEFT
+                print(resume.describe(config, start), flush=True)
+            else:
+                run_dir = preparation.make_run_dir(config, command, start)
+                print(preparation.describe(config, vocab_size, run_dir, start), flush=True)
+                answer = str(run_dir)
         finally:
             store.set(key, answer)
+        if answer == _NOTHING_LEFT:
+            _wait_for_readers(store, config.cluster.world_size - 1)
+            return None
         return run_dir
     answer = store.get(key).decode()
     if not answer:
         sys.exit(ConfigError.exit_code)  # rank 0 prints the error
+    if answer == _NOTHING_LEFT:
+        store.add(_READERS, 1)
+        return None
     run_dir = Path(answer)
     run_dir.mkdir(parents=True, exist_ok=True)  # nodes may not share a disk
     return run_dir

@@ -12,7 +12,7 @@ import torch
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import arguments, training
+from megatron_sparse.megatron import arguments, checkpoint_folder, training
 from megatron_sparse.run import preparation, rank_report, slurm, worker
 from megatron_sparse.run.composition import compose, load
 from megatron_sparse.transport.nccl_errors import ENVIRONMENT
@@ -31,10 +31,14 @@ def config(tmp_path) -> RunConfig:
     return compose(["data=mock", "name=mine", f"runs_dir={tmp_path}"])
 
 
-def checkpoint(run_dir: Path) -> None:
+def checkpoint(run_dir: Path, iteration: int = 10) -> Path:
+    """A complete one of the format torch, without anything in it."""
     folder = run_dir / arguments.CHECKPOINTS
-    folder.mkdir()
-    (folder / arguments.TRACKER).write_text("10")
+    saved = checkpoint_folder.checkpoint(folder, iteration) / "mp_rank_00"
+    saved.mkdir(parents=True)
+    torch.save({}, saved / "model_optim_rng.pt")
+    checkpoint_folder.track(folder, iteration)
+    return saved.parent
 
 
 class TestRunDir:

@@ -1,0 +1,246 @@
+"""Compares a checkpoint with the run that shall go on from it, before ranks start.
+
+Megatron saves its arguments in each checkpoint. It refuses some differences with an assertion in
+every rank after the start, and fails over others with shapes or keys that do not match. Here each
+is one error that names the keys and the ways out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.errors import CheckpointError
+from megatron_sparse.megatron import arguments
+
+logger = logging.getLogger("megatron_sparse")
+
+SHAPE = {
+    "num_layers": "model.num_layers",
+    "hidden_size": "model.hidden_size",
+    "num_attention_heads": "model.num_attention_heads",
+    "num_query_groups": "model.num_query_groups",
+    "ffn_hidden_size": "model.ffn_hidden_size",
+    "position_embedding_type": "model.position_embedding_type",
+    "max_position_embeddings": "model.max_position_embeddings",
+    "untie_embeddings_and_output_weights": "model.tied_embeddings",
+    "vocab_size": "model.vocab_size",
+    "kv_channels": "megatron.kv_channels",
+    "add_bias_linear": "megatron.disable_bias_linear",
+    "normalization": "megatron.normalization",
+    "swiglu": "megatron.swiglu",
+    "num_experts": "megatron.num_experts",
+}
+"""Megatron's arguments that decide the shapes of parameters, and the keys that set them."""
+SCHEDULE = {
+    "lr": "training.lr",
+    "min_lr": "training.min_lr",
+    "lr_decay_style": "megatron.lr_decay_style",
+    "lr_decay_iters": "training.iterations",
+    "lr_warmup_iters": "training.lr_warmup_iters",
+    "global_batch_size": "training.global_batch_size",
+    "weight_decay": "training.weight_decay",
+}
+"""The same for the learning rate's schedule, which Megatron counts in samples."""
+PARALLEL = {
+    "tensor_model_parallel_size": "training.tensor_parallel",
+    "pipeline_model_parallel_size": "training.pipeline_parallel",
+}
+OPTIMIZER = {
+    "optimizer": "megatron.optimizer",
+    "use_distributed_optimizer": "training.use_distributed_optimizer",
+}
+_RESIDUAL = "megatron_sparse.residual."
+_RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
+
+
+def check(config: RunConfig, vocab_size: int, checkpoint: Path) -> None:
+    """Refuses a checkpoint that this run cannot go on from. Imports megatron.
+
+    Args:
+        config: the run; `cluster.device` must be decided.
+        vocab_size: of the data.
+        checkpoint: the folder of one checkpoint, complete.
+
+    Raises:
+        CheckpointError: they do not fit; names the keys.
+        ConfigError: a key of the `megatron:` section is wrong.
+    """
+    state = common_state(checkpoint)
+    saved = state.get("args")
+    if saved is None:
+        logger.warning("%s does not hold Megatron's arguments: it is not compared", checkpoint)
+        return
+    wanted = wanted_arguments(config, vocab_size)
+    _check_shape(saved, wanted, checkpoint)
+    starts_anew = bool(getattr(wanted, "finetune", False))
+    if starts_anew:
+        return
+    _check_parallel(config, saved, wanted, checkpoint)
+    if not getattr(wanted, "no_load_optim", False) and not getattr(saved, "no_save_optim", False):
+        _check_optimizer(saved, wanted, checkpoint, state)
+        _check_schedule(config, saved, wanted, checkpoint)
+
+
+def common_state(checkpoint: Path) -> Mapping[str, Any]:
+    """What all ranks of a checkpoint share, without tensors of the model; empty if not readable.
+
+    Args:
+        checkpoint: of the format torch_dist or torch; others have none.
+    """
+    import torch
+    from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
+    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+    from megatron.core.safe_globals import register_safe_globals
+
+    register_safe_globals()
+    if check_is_distributed_checkpoint(str(checkpoint)):
+        return load_common_state_dict(str(checkpoint))
+    legacy = sorted(checkpoint.glob("mp_rank_*/model_optim_rng.pt"))
+    if not legacy:
+        return {}
+    # Mapped: a whole model is not read for its arguments.
+    return torch.load(legacy[0], map_location="cpu", weights_only=True, mmap=True)
+
+
+def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
+    """Megatron's arguments of the run, as parsed and not yet completed."""
+    derived = arguments.derived_flags(config, Path(), vocab_size=vocab_size, data_prefix=None)
+    parser = arguments.megatron_parser()
+    wanted = parser.parse_args(arguments.command_line(derived, config.megatron, parser))
+    if not wanted.group_query_attention:
+        wanted.num_query_groups = wanted.num_attention_heads
+    return wanted
+
+
+def _differences(
+    keys: Mapping[str, str], saved: argparse.Namespace, wanted: argparse.Namespace
+) -> dict[str, tuple[object, object]]:
+    """Key to (value of the checkpoint, value of the run), where both are known and differ."""
+    found = {}
+    for name, key in keys.items():
+        before, now = getattr(saved, name, None), getattr(wanted, name, None)
+        if before is None or now is None or before == now:
+            continue
+        if name == "untie_embeddings_and_output_weights" or name == "add_bias_linear":
+            before, now = not before, not now
+        found[key] = (before, now)
+    return found
+
+
+def _error(
+    what: str, found: Mapping[str, tuple[object, object]], remedy: str, checkpoint: Path
+) -> CheckpointError:
+    return CheckpointError(
+        f"{what}: {checkpoint}",
+        expected=", ".join(f"{key}={_text(before)}" for key, (before, _) in found.items()),
+        got=", ".join(f"{key}={_text(now)}" for key, (_, now) in found.items()),
+        remedy=remedy,
+    )
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_shape(saved: Any, wanted: Any, checkpoint: Path) -> None:
+    found = _differences(SHAPE, saved, wanted)
+    if wanted.position_embedding_type != "learned_absolute":
+        found.pop("model.max_position_embeddings", None)
+    if found:
+        raise _error(
+            "the checkpoint holds another model",
+            found,
+            "set the keys as the checkpoint has them; to train this model from scratch set "
+            "resume=never (or another name) and training.load=null",
+            checkpoint,
+        )
+
+
+def _check_parallel(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path) -> None:
+    found = _differences(PARALLEL, saved, wanted)
+    if not found:
+        return
+    if not (checkpoint / "metadata.json").is_file():
+        raise _error(
+            "a checkpoint of this format keeps its model-parallel layout",
+            found,
+            "set the keys as the checkpoint has them; checkpoints of --ckpt-format torch_dist "
+            "can be loaded with another layout",
+            checkpoint,
+        )
+    keeps = config.plugin and config.compression.residual_checkpoint != "none"
+    if keeps and _has_residuals(checkpoint):
+        raise _error(
+            "the checkpoint's residuals belong to another model-parallel layout",
+            found,
+            "set the keys as the checkpoint has them, or start with empty residuals: "
+            "compression.residual_checkpoint=none",
+            checkpoint,
+        )
+
+
+def _has_residuals(checkpoint: Path) -> bool:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    names = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return any(name.startswith(_RESIDUAL) for name in names)
+
+
+def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[str, Any]) -> None:
+    found = _differences(OPTIMIZER, saved, wanted)
+    if not wanted.use_distributed_optimizer:
+        # Its state has main weights in fp32 beside weights in half precision, and none otherwise.
+        halves = [bool(each.fp16 or each.bf16) for each in (saved, wanted)]
+        if halves[0] != halves[1]:
+            found["training.precision"] = (_precision(saved), _precision(wanted))
+    sharding = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if wanted.use_distributed_optimizer and sharding and sharding not in _RESHARDABLE:
+        found |= _differences(PARALLEL, saved, wanted)
+    if found:
+        raise _error(
+            "the checkpoint's optimizer state does not fit this run",
+            found,
+            "set the keys as the checkpoint has them, or start with a fresh optimizer: "
+            "megatron.no_load_optim=true megatron.no_load_rng=true",
+            checkpoint,
+        )
+
+
+def _precision(megatron_arguments: Any) -> str:
+    if megatron_arguments.fp16:
+        return "fp16"
+    return "bf16" if megatron_arguments.bf16 else "fp32"
+
+
+def _check_schedule(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path) -> None:
+    if wanted.override_opt_param_scheduler or wanted.use_checkpoint_opt_param_scheduler:
+        return
+    if getattr(saved, "train_samples", None) or wanted.train_samples:
+        return  # counted in samples from the start: the batch size does not matter
+    found = _differences(SCHEDULE, saved, wanted)
+    if not found:
+        return
+    batch = SCHEDULE["global_batch_size"]
+    remedy = (
+        "set the keys as the checkpoint has them; or go on with the new schedule: "
+        "megatron.override_opt_param_scheduler=true; or with the checkpoint's: "
+        "megatron.use_checkpoint_opt_param_scheduler=true"
+    )
+    if batch in found and config.training.global_batch_size is None:
+        each = config.training.micro_batch_size
+        remedy = (
+            f"set {batch}={found[batch][0]}: null means one micro-batch of {each} on each of "
+            f"{config.data_parallel} data-parallel ranks, so it follows the number of ranks. Or "
+            + remedy
+        )
+    raise _error(
+        "the checkpoint was trained with another learning-rate schedule",
+        found,
+        remedy,
+        checkpoint,
+    )

@@ -1,0 +1,88 @@
+"""Recognises that a run failed because its disk is full, and says so in one error.
+
+The error itself seldom does: on a full disk torch and Megatron report lost workers, damaged zip
+archives or JSON that ends early, and the rank may not be able to write its own report.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_sparse.errors import StorageError
+
+PROBE_BYTES = 1 << 20
+"""Written to find out whether a folder's disk takes more; a report or a tracker is smaller."""
+_CODES = (errno.ENOSPC, errno.EDQUOT)
+_WORDS = tuple(os.strerror(code).lower() for code in _CODES)
+
+
+def as_storage_error(error: BaseException, folder: Path) -> StorageError | None:
+    """A typed error if `error` comes from a full disk, else None.
+
+    Args:
+        error: with its causes, and those of other ranks that torch has gathered in it.
+        folder: of the run; the disk named where `error` names no file.
+    """
+    for each in _causes(error):
+        if isinstance(each, OSError) and each.errno in _CODES:
+            return storage_error(each.filename or folder, each)
+        lines = str(each).splitlines()
+        # Workers of Megatron's that write in parallel hand their error on as a text.
+        said = next((line for line in lines if any(w in line.lower() for w in _WORDS)), None)
+        if said is not None:
+            return storage_error(folder, said.strip())
+    return probe(folder)
+
+
+def probe(folder: Path) -> StorageError | None:
+    """An error if the folder's disk does not take `PROBE_BYTES` more. Writes and removes a file."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(os.urandom(PROBE_BYTES))  # some file systems store zeros without space
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return storage_error(folder, error) if error.errno in _CODES else None
+    return None
+
+
+def storage_error(path: str | Path | int, got: object) -> StorageError:
+    """The error for a file or folder on a full disk."""
+    return StorageError(
+        f"the disk is full: {path}",
+        expected="space for the run's files; a checkpoint is the largest",
+        got=f"{got}{_free(Path(str(path)))}",
+        remedy="free space there, or copy the run's folder to another disk and set runs_dir; "
+        "then go on with resume=must, which takes the newest complete checkpoint",
+    )
+
+
+def _free(path: Path) -> str:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return f" ({shutil.disk_usage(path).free / 2**20:.1f} MiB free)"
+    except OSError:
+        return ""
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, its causes and contexts, and the errors of ranks that torch gathered in it."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        waiting += [each.__cause__, each.__context__]
+        # torch.distributed.checkpoint's CheckpointException: rank to (error, its traceback).
+        failures = getattr(each, "failures", None)
+        if isinstance(failures, dict):
+            waiting += [wrapped[0] for wrapped in failures.values()]

@@ -1,0 +1,186 @@
+"""Where a run starts, and with which command it goes on after its end.
+
+`find` looks for the checkpoint before anything is written; `describe` says it in a line, `go_on`
+tells after a run has stopped what is saved and how to continue.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_sparse.config.redaction import redact_command
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.errors import CheckpointError, ConfigError
+from megatron_sparse.megatron import arguments, checkpoint_folder
+from megatron_sparse.megatron.checkpoint_folder import TRACKER, checkpoint
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts.
+
+    Attributes:
+        iteration: that the checkpoint has done; 0 from scratch.
+        checkpoint: its folder; None from scratch.
+        own: whether it is the run's own, rather than that of `training.load`.
+        repairs: iteration to write into the tracker of each of these folders.
+        warnings: a line for each checkpoint that is passed over.
+    """
+
+    iteration: int = 0
+    checkpoint: Path | None = None
+    own: bool = False
+    repairs: dict[Path, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def is_done(self, config: RunConfig) -> bool:
+        """Whether nothing is left to do for a run that goes on."""
+        return self.own and self.iteration >= config.training.iterations
+
+    def repair(self) -> None:
+        """Makes each tracker name the checkpoint that was chosen; prints why.
+
+        Raises:
+            OSError: a tracker cannot be written.
+        """
+        for line in self.warnings:
+            print(f"warning: {line}", flush=True)
+        for folder, iteration in self.repairs.items():
+            checkpoint_folder.track(folder, iteration)
+
+
+def run_folder(config: RunConfig) -> Path:
+    """The run's folder, absolute; it need not exist."""
+    return (Path(config.runs_dir) / config.name).absolute()
+
+
+def find(config: RunConfig) -> Start:
+    """The checkpoint that the run starts from. Writes nothing.
+
+    Raises:
+        CheckpointError: that of `training.load`, or of `megatron.ckpt_step`, is not complete.
+        ConfigError: `resume=must`, and the run has no complete checkpoint.
+    """
+    own = run_folder(config) / arguments.CHECKPOINTS
+    warnings: tuple[str, ...] = ()
+    if config.resume != "never" and arguments.has_checkpoint(config, own):
+        found = _find_own(config, own)
+        if found.checkpoint is not None:
+            return found
+        warnings = found.warnings
+    if config.resume == "must":
+        raise ConfigError(
+            f"run {config.name} cannot be resumed",
+            expected=f"a complete checkpoint in {own}",
+            got="; ".join(warnings) or "none",
+            remedy="set resume=auto to start it from scratch, and training.save_interval to save "
+            "checkpoints",
+        )
+    if config.training.load is not None:
+        return _find_loaded(config, Path(config.training.load))
+    return Start(warnings=warnings)
+
+
+def _find_own(config: RunConfig, own: Path) -> Start:
+    step = config.megatron.get("ckpt_step")
+    if step:
+        return Start(int(step), _of_step(own, int(step)), own=True)
+    best, repairs, warnings = Start(), {}, []
+    for folder in arguments.checkpoint_folders(config, own):
+        if not (folder / TRACKER).is_file():
+            continue
+        choice = checkpoint_folder.choose(folder)
+        if choice.damage:
+            end = "there is no other" if choice.iteration is None else f"taken: {choice.iteration}"
+            warnings.append(f"{folder}: {choice.damage}; {end}")
+        if choice.iteration is None:
+            continue
+        if choice.damage:
+            repairs[folder] = choice.iteration
+        if best.checkpoint is None or choice.iteration >= best.iteration:
+            best = Start(choice.iteration, checkpoint(folder, choice.iteration), own=True)
+    return Start(best.iteration, best.checkpoint, best.own, repairs, tuple(warnings))
+
+
+def _find_loaded(config: RunConfig, folder: Path) -> Start:
+    starts_anew = bool(config.megatron.get("finetune"))
+    step = config.megatron.get("ckpt_step")
+    if step:
+        return Start(0 if starts_anew else int(step), _of_step(folder, int(step)))
+    if not (folder / TRACKER).is_file():
+        return Start()  # a temporary checkpoint in a folder of its own
+    if checkpoint_folder.is_release(folder):
+        return Start(0, folder / checkpoint_folder.RELEASE)
+    choice = checkpoint_folder.choose(folder)
+    if choice.damage:
+        newest = choice.iteration
+        if newest is None:
+            remedy = "set training.load to another folder, or to null"
+        elif choice.tracked is None:
+            remedy = f"write {newest}, the newest complete one, into {folder / TRACKER}"
+        else:
+            remedy = f"set megatron.ckpt_step={newest}, the newest complete one"
+        raise CheckpointError(
+            f"the checkpoint in {folder} is not complete",
+            expected=f"the checkpoint that {TRACKER} names",
+            got=choice.damage,
+            remedy=remedy,
+        )
+    assert choice.iteration is not None
+    return Start(0 if starts_anew else choice.iteration, checkpoint(folder, choice.iteration))
+
+
+def _of_step(folder: Path, step: int) -> Path:
+    path = checkpoint(folder, step)
+    problem = checkpoint_folder.damage(path)
+    if problem is not None:
+        complete = [
+            str(iteration)
+            for iteration in checkpoint_folder.saved_iterations(folder)
+            if checkpoint_folder.damage(checkpoint(folder, iteration)) is None
+        ]
+        raise CheckpointError(
+            f"the checkpoint of megatron.ckpt_step={step} is not complete",
+            expected=f"a complete checkpoint {path}",
+            got=problem,
+            remedy=f"choose one of {', '.join(complete)}" if complete else "leave out the key",
+        )
+    return path
+
+
+def describe(config: RunConfig, start: Start) -> str:
+    """A line about the start; empty from scratch."""
+    if start.checkpoint is None:
+        return ""
+    total = config.training.iterations
+    if start.is_done(config):
+        return (
+            f"nothing left to do: the checkpoint of {config.name} has iteration {start.iteration} "
+            f"of {total}; raise training.iterations to train on"
+        )
+    if not start.own:
+        return f"starts from {start.checkpoint} at iteration {start.iteration} of {total}"
+    return f"resumed at {start.iteration} of {total}"
+
+
+def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
+    """What is saved of a run that stopped, and the command that goes on.
+
+    Args:
+        config: the run.
+        run_dir: its folder.
+        command: that started it.
+    """
+    folder = run_dir / arguments.CHECKPOINTS
+    done = checkpoint_folder.choose(folder).iteration
+    if done is None:
+        return (
+            "no checkpoint is saved; training.save_interval=N saves one every N iterations, "
+            "training.save_on_interrupt=true one on Ctrl-C"
+        )
+    total = config.training.iterations
+    words = [word for word in shlex.split(command) if not word.startswith("resume=")]
+    again = redact_command(shlex.join([*words, "resume=must"]))
+    return f"the last checkpoint has iteration {done} of {total}; to go on:\n  {again}"

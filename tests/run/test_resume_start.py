@@ -1,0 +1,407 @@
+"""What a start says about the checkpoint that it goes on from, and an end about the one it leaves.
+
+One run of two iterations leaves a real checkpoint of Megatron's; everything else is compared with
+it, or with damaged copies of it, before any rank starts.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_sparse.errors import CheckpointError, ConfigError, StorageError
+from megatron_sparse.megatron import checkpoint_fit, checkpoint_folder
+from megatron_sparse.megatron.checkpoint_folder import TRACKER, checkpoint, choose
+from megatron_sparse.run import full_disk, interrupt, launch, preparation, rank_report, resume
+from megatron_sparse.run.composition import compose
+from tests.megatron.test_pretrain import ROOT, SMALL, TIMEOUT_S, train
+
+RUN = (
+    "cluster.ranks_per_node=1",
+    "cluster.device=cpu",
+    "training.precision=fp32",
+    "training.global_batch_size=null",
+    "scheme=agsparse",
+    "compression.warmup_iters=0",
+    "compression.ramp_iters=0",
+    "training.save_interval=1",
+)
+DONE = 2
+VOCAB_SIZE = 512
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> Path:
+    """The folder of runs, with a run `mine` that has checkpoints of iterations 1 and 2."""
+    folder = tmp_path_factory.mktemp("real")
+    train(folder, "mine", *RUN, f"training.iterations={DONE}")
+    return folder
+
+
+@pytest.fixture
+def runs(real, tmp_path) -> Path:
+    """A copy, to damage."""
+    return Path(shutil.copytree(real, tmp_path / "runs"))
+
+
+def config_of(runs: Path, *overrides: str, iterations: int = DONE):
+    words = [*SMALL, *RUN, "name=mine", f"runs_dir={runs}", f"training.iterations={iterations}"]
+    return compose([*words, *overrides])
+
+
+def start_of(runs: Path, *overrides: str, iterations: int = DONE) -> resume.Start:
+    config = config_of(runs, *overrides, iterations=iterations)
+    return preparation.check_start(config, VOCAB_SIZE, in_rank=False)
+
+
+class TestWhatIsLeft:
+    """`training.resume=auto` says where it goes on."""
+
+    def test_nothing(self, runs, capsys):
+        config = config_of(runs, "resume=auto")
+        before = sorted(path for path in runs.rglob("*"))
+        assert launch.run(config, "megatron-sparse train") == 0
+        assert "nothing left to do: the checkpoint of mine has iteration 2 of 2" in (
+            capsys.readouterr().out
+        )
+        assert sorted(path for path in runs.rglob("*")) == before, "and nothing is written"
+
+    def test_some_iterations(self, runs):
+        checkpoint_folder.track(runs / "mine/checkpoints", 1)
+        start = start_of(runs, "resume=must")
+        assert (start.iteration, start.own, start.warnings) == (1, True, ())
+        text = preparation.describe(config_of(runs), 512, runs / "mine", start)
+        assert text.endswith("\n  resumed at 1 of 2")
+
+    def test_a_load_that_is_not_the_runs_own(self, runs):
+        overrides = ("name=other", f"training.load={runs / 'mine/checkpoints'}")
+        start = start_of(runs, *overrides)
+        assert not start.is_done(config_of(runs, *overrides))
+        assert resume.describe(config_of(runs), start).startswith("starts from ")
+        anew = start_of(runs, *overrides, "megatron.finetune=true", iterations=50)
+        assert anew.iteration == 0
+
+    def test_from_scratch_says_nothing(self, runs):
+        config = config_of(runs, "resume=never")
+        assert resume.describe(config, resume.find(config)) == ""
+
+
+class TestFit:
+    """What Megatron refuses after the start, with an assertion or with nothing at all."""
+
+    @pytest.mark.parametrize(
+        ("overrides", "expected", "remedy"),
+        [
+            (("model.num_layers=4",), "model.num_layers=2", "as the checkpoint has them"),
+            (("megatron.num_layers=4",), "model.num_layers=2", "as the checkpoint has them"),
+            (("model.hidden_size=128",), "model.hidden_size=64", "training.load=null"),
+            (("model.num_query_groups=2",), "model.num_query_groups=4", "resume=never"),
+            (("model.tied_embeddings=false",), "model.tied_embeddings=true", "resume=never"),
+            (("model.position_embedding_type=rope",), "learned_absolute", "resume=never"),
+            (("training.iterations=9",), "training.iterations=2", "override_opt_param_scheduler"),
+            (("training.lr=0.01",), "training.lr=0.0003", "use_checkpoint_opt_param_scheduler"),
+            (
+                ("cluster.ranks_per_node=2",),
+                "training.global_batch_size=2",
+                "null means one micro-batch of 2 on each of 2 data-parallel ranks",
+            ),
+            (
+                ("training.global_batch_size=8",),
+                "training.global_batch_size=2",
+                "set the keys as the checkpoint has them",
+            ),
+            (
+                ("cluster.ranks_per_node=2", "training.tensor_parallel=2"),
+                "training.tensor_parallel=1",
+                "compression.residual_checkpoint=none",
+            ),
+            (
+                ("training.use_distributed_optimizer=true",),
+                "training.use_distributed_optimizer=false",
+                "megatron.no_load_optim=true",
+            ),
+            (("training.precision=bf16",), "training.precision=fp32", "no_load_optim"),
+            (("megatron.optimizer=sgd",), "megatron.optimizer=adam", "no_load_optim"),
+        ],
+    )
+    def test_another_run_is_refused_before_ranks_start(self, runs, overrides, expected, remedy):
+        checkpoint_folder.track(runs / "mine/checkpoints", 1)
+        with pytest.raises(CheckpointError) as caught:
+            start_of(runs, "resume=auto", *overrides)
+        assert expected in str(caught.value.expected)
+        assert remedy in str(caught.value.remedy)
+        assert caught.value.exit_code == 2
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            (),
+            ("training.iterations=9", "megatron.override_opt_param_scheduler=true"),
+            ("training.lr=0.01", "megatron.use_checkpoint_opt_param_scheduler=true"),
+            ("cluster.ranks_per_node=2", "training.micro_batch_size=1"),
+            ("training.precision=bf16", "megatron.no_load_optim=true"),
+            ("plugin=false",),
+            ("compression.density=0.5", "scheme=direct"),
+            ("training.overlap_grad_reduce=false",),
+        ],
+    )
+    def test_what_may_change(self, runs, overrides):
+        checkpoint_folder.track(runs / "mine/checkpoints", 1)
+        assert start_of(runs, "resume=must", *overrides).iteration == 1
+
+    def test_the_vocabulary(self, runs):
+        with pytest.raises(CheckpointError, match=r"model\.vocab_size=512"):
+            checkpoint_fit.check(config_of(runs), 700, checkpoint(runs / "mine/checkpoints", 2))
+
+    def test_nothing_is_lost(self, runs):
+        before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+        with pytest.raises(CheckpointError):
+            launch.run(config_of(runs, "resume=auto", iterations=9), "megatron-sparse train")
+        assert {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()} == before
+
+
+def damages(saved: Path) -> dict[str, object]:
+    """Name of a damage to what does it."""
+
+    def cut(name: str, size: int) -> None:
+        os.truncate(saved / name, size)
+
+    return {
+        "data cut": lambda: cut("__0_0.distcp", 1000),
+        "data missing": lambda: (saved / "__0_0.distcp").unlink(),
+        "metadata cut": lambda: cut(".metadata", 500),
+        "metadata missing": lambda: (saved / ".metadata").unlink(),
+        "metadata.json empty": lambda: cut("metadata.json", 0),
+        "metadata.json missing": lambda: (saved / "metadata.json").unlink(),
+        "folder missing": lambda: shutil.rmtree(saved),
+    }
+
+
+class TestPartial:
+    """A checkpoint that is not complete is never the one that a run goes on from."""
+
+    @pytest.mark.parametrize("name", sorted(damages(Path())))
+    def test_the_newest_complete_one_is_taken(self, runs, name, capsys):
+        folder = runs / "mine/checkpoints"
+        assert choose(folder) == checkpoint_folder.Choice(2, 2)
+        damages(checkpoint(folder, 2))[name]()
+        start = start_of(runs, "resume=auto")
+        assert start.iteration == 1
+        preparation.make_run_dir(config_of(runs, "resume=auto"), "again", start)
+        assert (folder / TRACKER).read_text() == "1", "which is what Megatron reads"
+        said = capsys.readouterr().out
+        assert "iteration 2 is not complete" in said
+        assert "taken: 1" in said
+
+    @pytest.mark.parametrize("text", ["", "12x", "\x00\x00"])
+    def test_a_tracker_that_the_full_disk_cut_off(self, runs, text):
+        (runs / "mine/checkpoints" / TRACKER).write_text(text)
+        start = start_of(runs, "resume=must")
+        assert (start.iteration, start.repairs) == (2, {runs / "mine/checkpoints": 2})
+
+    def test_a_user_who_goes_back_is_obeyed(self, runs):
+        checkpoint_folder.track(runs / "mine/checkpoints", 1)
+        assert choose(runs / "mine/checkpoints") == checkpoint_folder.Choice(1, 1)
+
+    def test_no_complete_one(self, runs):
+        for iteration in (1, 2):
+            (checkpoint(runs / "mine/checkpoints", iteration) / ".metadata").unlink()
+        with pytest.raises(ConfigError, match="cannot be resumed") as caught:
+            start_of(runs, "resume=must")
+        assert ".metadata is missing; there is no other" in str(caught.value.got)
+        config = config_of(runs, "resume=auto")
+        preparation.make_run_dir(
+            config, "again", preparation.check_start(config, 512, in_rank=False)
+        )
+        assert (runs / "mine.1/checkpoints").is_dir()
+        assert not (runs / "mine/checkpoints").exists()
+
+    def test_of_training_load(self, runs):
+        folder = runs / "mine/checkpoints"
+        load = ("name=other", f"training.load={folder}")
+        (checkpoint(folder, 2) / ".metadata").unlink()
+        with pytest.raises(CheckpointError, match=r"megatron\.ckpt_step=1"):
+            start_of(runs, *load)
+        with pytest.raises(CheckpointError, match="choose one of 1"):
+            start_of(runs, *load, "megatron.ckpt_step=2")
+        assert start_of(runs, *load, "megatron.ckpt_step=1").iteration == 1
+        (folder / TRACKER).write_text("")
+        with pytest.raises(CheckpointError, match="write 1, the newest complete one, into"):
+            start_of(runs, *load)
+
+    def test_of_the_format_torch(self, tmp_path):
+        saved = checkpoint(tmp_path, 3) / "mp_rank_00"
+        saved.mkdir(parents=True)
+        path = saved / "model_optim_rng.pt"
+        import torch
+
+        torch.save({"weight": torch.ones(1000)}, path)
+        assert checkpoint_folder.damage(saved.parent) is None
+        os.truncate(path, path.stat().st_size - 100)
+        assert "model_optim_rng.pt is cut off" in str(checkpoint_folder.damage(saved.parent))
+
+
+class TestFullDisk:
+    """One error that names the cause and the path, last."""
+
+    NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/runs/mine/x.distcp")
+
+    def gathered(self) -> BaseException:
+        from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+        return CheckpointException("write", {0: _wrap_exception(self.NO_SPACE)})
+
+    def errors(self) -> list[BaseException]:
+        damaged = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+        damaged.__context__ = self.NO_SPACE
+        told = RuntimeError(f"Worker failure: [Errno 28] {os.strerror(errno.ENOSPC)}\nTraceback")
+        quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/disk/x")
+        return [self.NO_SPACE, damaged, told, quota, self.gathered()]
+
+    def test_it_is_recognised_wherever_it_hides(self, tmp_path):
+        for error in self.errors():
+            found = full_disk.as_storage_error(error, tmp_path)
+            assert isinstance(found, StorageError), error
+            assert "the disk is full: /" in str(found)
+            assert "resume=must" in str(found.remedy)
+        assert full_disk.as_storage_error(ValueError("another one"), tmp_path) is None
+        assert list(tmp_path.iterdir()) == [], "the probe leaves nothing"
+
+    def test_a_rank_says_so(self, tmp_path, monkeypatch, capsys):
+        """Also where the disk does not even take its report."""
+        from megatron_sparse.run import worker
+
+        config = config_of(tmp_path)
+        path = preparation.make_run_dir(config, "x") / preparation.CONFIG_FILE
+
+        def train(*arguments):
+            raise self.gathered()
+
+        monkeypatch.setattr("megatron_sparse.megatron.training.train", train)
+        monkeypatch.setenv("RANK", "0")
+        report = tmp_path / "error.json"
+        monkeypatch.setenv(rank_report.ERROR_FILE, str(report))
+        assert worker.main([str(path)]) == StorageError.exit_code
+        message, typed = rank_report.read_report(json.loads(report.read_text())) or ("", False)
+        assert typed
+        assert "/disk/runs/mine/x.distcp" in message
+        report.unlink()
+
+        def refuse(self, *arguments, **options):
+            raise TestFullDisk.NO_SPACE
+
+        monkeypatch.setattr(Path, "write_text", refuse)
+        assert worker.main([str(path)]) == StorageError.exit_code
+        assert not report.exists(), "the agent would fail over half a report"
+        assert "the disk is full" in capsys.readouterr().err
+
+    def test_the_launcher_says_so_where_no_rank_could(self, tmp_path, monkeypatch, capsys):
+        # What torch's agent knows of a rank that left no report.
+        failure = SimpleNamespace(
+            message="see the log",
+            exitcode=1,
+            error_file=str(tmp_path / "error.json"),
+            error_file_data={"message": "none"},
+        )
+        assert launch._report(0, failure, tmp_path) == 1
+        assert "rank 0 failed: see the log" in capsys.readouterr().err
+        monkeypatch.setattr(full_disk.tempfile, "TemporaryFile", self._refuse)
+        assert launch._report(0, failure, tmp_path) == StorageError.exit_code
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: the disk is full: {tmp_path}")
+        assert "see the log" not in said
+
+    def _refuse(self, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class TestEnd:
+    """What is said after an end that was not planned."""
+
+    def test_the_last_checkpoint_and_the_command(self, runs):
+        config = config_of(runs)
+        command = "megatron-sparse train 'cluster.env.PGPASS=planted' resume=auto name=mine"
+        said = resume.go_on(config, runs / "mine", command)
+        assert said == (
+            "the last checkpoint has iteration 2 of 2; to go on:\n"
+            "  megatron-sparse train 'cluster.env.PGPASS=***' name=mine resume=must"
+        )
+        (checkpoint(runs / "mine/checkpoints", 2) / ".metadata").unlink()
+        assert "the last checkpoint has iteration 1 of 2" in resume.go_on(
+            config, runs / "mine", command
+        )
+
+    def test_no_checkpoint(self, tmp_path):
+        said = resume.go_on(config_of(tmp_path), tmp_path, "megatron-sparse train")
+        assert said.startswith("no checkpoint is saved; training.save_interval=N")
+
+    def test_one_signal_saves(self, tmp_path):
+        with pytest.raises(ConfigError, match="on one signal only"):
+            config_of(tmp_path, "training.save_on_interrupt=true", "training.save_signal=SIGTERM")
+        from megatron_sparse.megatron import arguments
+
+        config = config_of(tmp_path, "training.save_on_interrupt=true", "training.save_interval=0")
+        flags = arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
+        assert (flags["exit_signal_handler"], flags["exit_signal"]) == (True, "SIGINT")
+        assert flags["save"] == str(tmp_path / arguments.CHECKPOINTS)
+
+    def test_a_second_ctrl_c_kills_the_ranks(self):
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        before = signal.getsignal(signal.SIGINT)
+        sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        try:
+            with interrupt.saving(True):
+                with pytest.raises(SignalException):
+                    signal.raise_signal(signal.SIGINT)
+                assert sleeper.poll() is None
+                assert sleeper.pid in interrupt.children(os.getpid())
+                signal.raise_signal(signal.SIGINT)
+            assert sleeper.wait(10) == -signal.SIGKILL
+        finally:
+            sleeper.kill()
+        assert signal.getsignal(signal.SIGINT) is before
+
+    def test_ctrl_c_saves_and_says_how_to_go_on(self, tmp_path):
+        """A whole run; without the key the same end finds the checkpoint of `save_interval`."""
+        command = [sys.executable, str(ROOT / "scripts/train.py"), *SMALL, *RUN]
+        command += ["name=stopped", f"runs_dir={tmp_path}", "training.iterations=100000"]
+        command += ["training.save_on_interrupt=true", "training.save_interval=100000"]
+        command += ["tracking.flush_every=1"]
+        with (tmp_path / "output").open("w+") as output:
+            run = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                cwd=ROOT,
+                # A job that was started in the background ignores SIGINT, and so do its children.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
+            try:
+                deadline = time.monotonic() + TIMEOUT_S
+                lines = tmp_path / "stopped/breakdown.jsonl"
+                while not (lines.exists() and lines.stat().st_size) and run.poll() is None:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+                run.send_signal(signal.SIGINT)
+                assert run.wait(TIMEOUT_S) == 128 + signal.SIGINT
+            finally:
+                run.kill()
+            output.seek(0)
+            said = output.read()
+        done = choose(tmp_path / "stopped/checkpoints").iteration
+        assert done is not None
+        assert done >= 1
+        assert f"the last checkpoint has iteration {done} of 100000; to go on:" in said
+        assert said.rstrip().endswith("resume=must")
+        assert "Traceback" not in said, said[-3000:]
