@@ -185,7 +185,7 @@ def _check_parallel(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path
 
 
 def _has_residuals(checkpoint: Path) -> bool:
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     names = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return any(name.startswith(_RESIDUAL) for name in names)

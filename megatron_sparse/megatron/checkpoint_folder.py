@@ -117,7 +117,7 @@ def damage(saved: Path) -> str | None:
 
 
 def _damage_of_distributed(saved: Path) -> str | None:
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     if not (saved / ".metadata").is_file():
         return ".metadata is missing"

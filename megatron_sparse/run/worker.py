@@ -195,7 +195,7 @@ def _agree_on_folder(config: RunConfig, command: str, store: Any, rank: int) -> 
     """Rank 0 makes the run's folder; the others wait for its path. None: nothing is left to do."""
     key = "megatron_sparse/run_dir"
     if rank == 0:
-        answer = ""
+        answer, run_dir = "", None
         try:
             vocab_size = preparation.preflight(config)
             start = preparation.check_start(config, vocab_size, in_rank=True)
@@ -208,9 +208,8 @@ def _agree_on_folder(config: RunConfig, command: str, store: Any, rank: int) -> 
                 answer = str(run_dir)
         finally:
             store.set(key, answer)
-        if answer == _NOTHING_LEFT:
+        if run_dir is None:
             _wait_for_readers(store, config.cluster.world_size - 1)
-            return None
         return run_dir
     answer = store.get(key).decode()
     if not answer:
