@@ -33,6 +33,8 @@ _KNOWN_NOISE = (
     r"'pin_memory' argument is set as true but no accelerator is found.*",
     r".*torch\.distributed.*is deprecated.*",
     r".*TypedStorage is deprecated.*",
+    # The launcher reads a checkpoint's arguments, and has no process group.
+    r"torch\.distributed is disabled, unavailable or uninitialized.*",
     r".*`torch\.jit\.\w+` is deprecated.*",
 )
 

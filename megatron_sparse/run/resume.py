@@ -181,6 +181,8 @@ def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
             "training.save_on_interrupt=true one on Ctrl-C"
         )
     total = config.training.iterations
+    if done >= total:
+        return f"the last checkpoint has iteration {done} of {total}: nothing is left to do"
     words = [word for word in shlex.split(command) if not word.startswith("resume=")]
     again = redact_command(shlex.join([*words, "resume=must"]))
     return f"the last checkpoint has iteration {done} of {total}; to go on:\n  {again}"

@@ -14,15 +14,25 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_sparse.errors import CheckpointError, ConfigError, StorageError
 from megatron_sparse.megatron import checkpoint_fit, checkpoint_folder
 from megatron_sparse.megatron.checkpoint_folder import TRACKER, checkpoint, choose
-from megatron_sparse.run import full_disk, interrupt, launch, preparation, rank_report, resume
+from megatron_sparse.run import (
+    full_disk,
+    interrupt,
+    launch,
+    preparation,
+    rank_report,
+    resume,
+    worker,
+)
 from megatron_sparse.run.composition import compose
 from tests.megatron.test_pretrain import ROOT, SMALL, TIMEOUT_S, train
 
@@ -75,6 +85,16 @@ class TestWhatIsLeft:
             capsys.readouterr().out
         )
         assert sorted(path for path in runs.rglob("*")) == before, "and nothing is written"
+
+    def test_nothing_for_ranks_that_srun_started(self, runs):
+        config = config_of(runs, "resume=auto", "cluster.ranks_per_node=2")
+        store = torch.distributed.HashStore()
+        with ThreadPoolExecutor(2) as ranks:
+            ended = [
+                ranks.submit(worker._agree_on_folder, config, "megatron-sparse train", store, rank)
+                for rank in range(2)
+            ]
+            assert [end.result(60) for end in ended] == [None, None]
 
     def test_some_iterations(self, runs):
         checkpoint_folder.track(runs / "mine/checkpoints", 1)
@@ -243,8 +263,6 @@ class TestPartial:
         saved = checkpoint(tmp_path, 3) / "mp_rank_00"
         saved.mkdir(parents=True)
         path = saved / "model_optim_rng.pt"
-        import torch
-
         torch.save({"weight": torch.ones(1000)}, path)
         assert checkpoint_folder.damage(saved.parent) is None
         os.truncate(path, path.stat().st_size - 100)
@@ -279,8 +297,6 @@ class TestFullDisk:
 
     def test_a_rank_says_so(self, tmp_path, monkeypatch, capsys):
         """Also where the disk does not even take its report."""
-        from megatron_sparse.run import worker
-
         config = config_of(tmp_path)
         path = preparation.make_run_dir(config, "x") / preparation.CONFIG_FILE
 
@@ -329,15 +345,18 @@ class TestEnd:
     """What is said after an end that was not planned."""
 
     def test_the_last_checkpoint_and_the_command(self, runs):
-        config = config_of(runs)
+        config = config_of(runs, iterations=5)
         command = "megatron-sparse train 'cluster.env.PGPASS=planted' resume=auto name=mine"
         said = resume.go_on(config, runs / "mine", command)
         assert said == (
-            "the last checkpoint has iteration 2 of 2; to go on:\n"
+            "the last checkpoint has iteration 2 of 5; to go on:\n"
             "  megatron-sparse train 'cluster.env.PGPASS=***' name=mine resume=must"
         )
+        assert resume.go_on(config_of(runs), runs / "mine", command).endswith(
+            "nothing is left to do"
+        )
         (checkpoint(runs / "mine/checkpoints", 2) / ".metadata").unlink()
-        assert "the last checkpoint has iteration 1 of 2" in resume.go_on(
+        assert "the last checkpoint has iteration 1 of 5" in resume.go_on(
             config, runs / "mine", command
         )
 
