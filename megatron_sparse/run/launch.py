@@ -80,7 +80,8 @@ def _launch(config: RunConfig, command: str) -> int:
     print(preparation.describe(config, vocab_size, run_dir, start), flush=True)
     with _environment(preparation.rank_environment(config)):
         code = _run_agent(config, run_dir)
-    if code:
+    # After an error only where something is saved; the error itself is the last thing otherwise.
+    if code > 128 or (code and resume.has_saved(run_dir)):
         print(resume.go_on(config, run_dir, command), file=sys.stderr, flush=True)
     return code
 

@@ -165,6 +165,11 @@ def describe(config: RunConfig, start: Start) -> str:
     return f"resumed at {start.iteration} of {total}"
 
 
+def has_saved(run_dir: Path) -> bool:
+    """Whether a run's folder has a complete checkpoint."""
+    return checkpoint_folder.choose(run_dir / arguments.CHECKPOINTS).iteration is not None
+
+
 def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
     """What is saved of a run that stopped, and the command that goes on.
 
