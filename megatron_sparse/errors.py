@@ -86,7 +86,7 @@ class ScheduleError(MegatronSparseError):
 
 
 class SweepError(MegatronSparseError):
-    """Runs of a sweep failed, or its folder holds none or damaged ones."""
+    """Runs of a sweep failed, or its folder holds damaged outcomes."""
 
     exit_code = 1
 

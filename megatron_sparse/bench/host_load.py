@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from types import ModuleType
 
-from megatron_sparse.errors import DependencyError
+from megatron_sparse.extras import require
 
 MOST_FOREIGN_LOAD = 0.1
 """Share of the machine; if other programs use more, a measurement is marked as noisy."""
@@ -58,13 +58,16 @@ def free_memory_bytes() -> int:
 
 
 def _psutil() -> ModuleType:
-    try:
-        import psutil
-    except ImportError:
-        raise DependencyError(
-            "the machine's load and memory cannot be seen",
-            expected="psutil",
-            got="it is not installed",
-            remedy="pip install psutil",
-        ) from None
+    require_psutil()
+    import psutil
+
     return psutil
+
+
+def require_psutil() -> None:
+    """Refuses to go on without psutil.
+
+    Raises:
+        DependencyError: names the extra.
+    """
+    require("psutil", "sees the machine's load and memory", "train")

@@ -26,13 +26,11 @@ from megatron_sparse.bench.options import (
 from megatron_sparse.bench.peer.options import PeerOptions
 from megatron_sparse.bench.planner.options import PlannerOptions
 from megatron_sparse.bench.stragglers.sweep import LinkPlace, StragglerSweep
+from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_file, writable_folder
 
 bench = typer.Typer(help="Measures one part on this machine.", no_args_is_help=True)
 
 PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write one JSON object a line.")
-]
 
 
 @command(bench, "Selection from a gradient: threshold, error feedback, pruning, encoding.")
@@ -109,7 +107,12 @@ def codecs(
         float, typer.Option(min=0, help="Times its noise that --check allows.")
     ] = 1.0,
     save_baseline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measure three times and write a baseline.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            callback=writable_file(),
+            help="Measure three times and write a baseline.",
+        ),
     ] = None,
     json: JsonFile = None,
 ) -> None:
@@ -152,7 +155,10 @@ def stragglers(
     sweep: StragglerSweep,
     place: LinkPlace,
     figure: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draw the rows as StragglAR's figure 5.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", callback=figures_folder, help="Draw the rows as StragglAR's figure 5."
+        ),
     ] = None,
     json: JsonFile = None,
 ) -> None:
@@ -181,9 +187,9 @@ def training(
         int | None, typer.Option(min=0, help="Sleeps in every backward pass.")
     ] = None,
     slow_ms: Annotated[float, typer.Option(min=0, help="For so long.")] = 300.0,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs' folders.")] = Path(
-        "runs/bench_training"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", callback=writable_folder, help="For the runs' folders.")
+    ] = Path("runs/bench_training"),
     json: JsonFile = None,
 ) -> None:
     """More arguments are overrides of `train`. See docs/testbed.md."""
@@ -271,11 +277,14 @@ def convergence(
     ] = "all",
     seeds: Annotated[str, typer.Option(metavar="N,...", help="Each trains every setting.")] = "1,2",
     iters: Annotated[int, typer.Option(help="Iterations of each run.")] = 1500,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs' folders.")] = Path(
-        "runs/convergence"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", callback=writable_folder, help="For the runs' folders.")
+    ] = Path("runs/convergence"),
     figures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write pictures and their CSV here.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", callback=figures_folder, help="Write pictures and their CSV here."
+        ),
     ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Train nothing: report the finished runs.")

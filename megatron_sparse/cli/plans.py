@@ -8,8 +8,15 @@ from typing import Annotated
 import typer
 
 from megatron_sparse.bench.options import parse_densities, parse_size
-from megatron_sparse.cli.bench import JsonFile
+from megatron_sparse.cli.outputs import (
+    JsonFile,
+    figures_folder,
+    picture,
+    writable_file,
+    writable_folder,
+)
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.extras import require_figures, require_fits
 
 
 def profile(
@@ -29,7 +36,12 @@ def profile(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write ZEN's figures there, as PNG and CSV.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            callback=figures_folder,
+            help="Write ZEN's figures there, as PNG and CSV.",
+        ),
     ] = None,
     json: JsonFile = None,
 ) -> None:
@@ -43,7 +55,11 @@ def profile(
 def calibrate(
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Output; default: cluster.yaml, none with --virtual."),
+        typer.Option(
+            metavar="FILE",
+            callback=writable_file(makes_folder=True),
+            help="Output; default: cluster.yaml, none with --virtual.",
+        ),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Default: the ranks that a launcher started, else 2.")
@@ -145,7 +161,7 @@ def plan(
 ) -> None:
     """Times come from a cost model. See docs/planner.md."""
     from megatron_sparse.bucket import CollectiveOp
-    from megatron_sparse.collectives.registry import check_names
+    from megatron_sparse.collectives.registry import check_names, check_op
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig
     from megatron_sparse.planner import plan_rows
@@ -155,7 +171,9 @@ def plan(
 
     one_of("--op", op, tuple(CollectiveOp))
     names = None if schemes is None else schemes.split(",")
-    check_names(SchemeConfig(), PlannerConfig(schemes=names))
+    planner = PlannerConfig(schemes=names)
+    check_names(SchemeConfig(), planner)
+    check_op(SchemeConfig(), planner, CollectiveOp(op))
     sizes = None
     if bucket_bytes is not None:
         sizes = [parse_size("--bucket-bytes", size) for size in bucket_bytes.split(",")]
@@ -187,7 +205,7 @@ def schedule(
         float, typer.Option(min=1e-6, help="Link rate in Gbit/s, for the cost table.")
     ] = 25.0,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the schedule.")
+        Path | None, typer.Option(metavar="FILE.png", callback=picture, help="Draw the schedule.")
     ] = None,
     json: JsonFile = None,
 ) -> None:
@@ -203,9 +221,10 @@ def simulate(
     paper: Annotated[str | None, typer.Option(help="spccl | zen | pccl | stragglar")] = None,
     figure: Annotated[int | None, typer.Option(help="The figure's number in the paper.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Draw all figures of all papers.")] = False,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for PNG and CSV.")] = Path(
-        "figures"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", callback=writable_folder, help="Folder for PNG and CSV."),
+    ] = Path("figures"),
     fast: Annotated[bool, typer.Option("--fast", help="Use a much smaller sweep.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="List the figures.")] = False,
 ) -> None:
@@ -219,7 +238,12 @@ def simulate(
             got="none of them",
             remedy="megatron-sparse simulate --list shows which figures there are",
         )
-    for chosen in figures.select(paper, figure):
+    chosen_figures = figures.select(paper, figure)
+    if not list_only:
+        require_figures()
+        if any(chosen.paper == "zen" for chosen in chosen_figures):
+            require_fits()
+    for chosen in chosen_figures:
         if list_only:
             print(f"--paper {chosen.paper} --figure {chosen.number}: {chosen.title}")
             continue

@@ -7,15 +7,23 @@ from typing import Annotated
 
 import typer
 
+from megatron_sparse.cli.outputs import figures_folder, picture, writable_file
+from megatron_sparse.extras import require, require_figures
+
 
 def stragglers(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the delays' CDF.")
+        Path | None,
+        typer.Option(metavar="FILE.png", callback=picture, help="Draw the delays' CDF."),
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.csv", help="Write a line for each bucket and iteration."),
+        typer.Option(
+            metavar="FILE.csv",
+            callback=writable_file(),
+            help="Write a line for each bucket and iteration.",
+        ),
     ] = None,
 ) -> None:
     """Needs a run with straggler.mode=observe, persistent or dynamic."""
@@ -27,13 +35,21 @@ def stragglers(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     output: Annotated[
-        Path, typer.Option(metavar="FILE.html", help="The page, one self-contained file.")
+        Path,
+        typer.Option(
+            metavar="FILE.html",
+            callback=writable_file(".html", makes_folder=True),
+            help="The page, one self-contained file.",
+        ),
     ] = Path("report.html"),
     png: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also write every chart as PNG.")
+        Path | None,
+        typer.Option(metavar="DIR", callback=figures_folder, help="Also write every chart as PNG."),
     ] = None,
 ) -> None:
     """Prints the files that it has written. A run may still be going on."""
+    require("jinja2", "makes the page", "figures")
+    require_figures()
     from megatron_sparse.report import page
 
     for path in page.run(runs, output, png):
@@ -46,7 +62,10 @@ def view(
         int | None, typer.Option(min=1, help="Show the state after it; default: the last one.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw an SVG instead.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.svg", callback=writable_file(".svg"), help="Draw an SVG instead."
+        ),
     ] = None,
     columns: Annotated[
         int | None, typer.Option(min=20, help="Width; default: the terminal's, 100 in an SVG.")
@@ -65,7 +84,10 @@ def dashboard(
     name: Annotated[str, typer.Option(help="Name of the workspace.")] = "megatron_sparse",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do not talk to W&B.")] = False,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the workspace's specification.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=writable_file(), help="Write the workspace's specification."
+        ),
     ] = None,
 ) -> None:
     """See docs/tracking.md."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_sparse.cli.bench import JsonFile
+from megatron_sparse.cli.outputs import JsonFile, writable_file, writable_folder
 from megatron_sparse.errors import ConfigError
 
 
@@ -52,7 +52,10 @@ def doctor(
 
 def sweep(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The sweep's runs_dir.")],
-    csv: Annotated[Path | None, typer.Option(metavar="FILE.csv", help="Write the table.")] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.csv", callback=writable_file(), help="Write the table."),
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """For `train --multirun`. See docs/slurm.md."""
@@ -63,7 +66,12 @@ def sweep(
 
 def corpus(
     kind: Annotated[str, typer.Option(help="code | prose")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder, for example data/code.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", callback=writable_folder, help="Output folder, for example data/code."
+        ),
+    ],
     vocab_size: Annotated[
         int, typer.Option(help="Number of token ids, the end of a document included.")
     ] = 8192,

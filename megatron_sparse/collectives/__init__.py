@@ -14,7 +14,9 @@ from megatron_sparse.collectives.registry import (
     SCHEMES,
     candidates,
     check,
+    check_capacity,
     check_names,
+    check_op,
     over_groups,
     skips_straggler,
 )
@@ -31,7 +33,9 @@ __all__ = [
     "Steps",
     "candidates",
     "check",
+    "check_capacity",
     "check_names",
+    "check_op",
     "over_groups",
     "skips_straggler",
 ]

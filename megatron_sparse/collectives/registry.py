@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.scheme import Scheme
 from megatron_sparse.config.checks import one_of
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
@@ -107,11 +108,15 @@ def skips_straggler(name: str) -> bool:
     return name in SCHEMES and SCHEMES[name].skips_straggler
 
 
-def check(config: SparseConfig) -> SparseConfig:
+def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
     """Refuses a configuration that names an unknown scheme or does not fit its scheme.
 
     Called when a configuration is resolved, before ranks start. The package `config` itself does
     not import the schemes.
+
+    Args:
+        config: the plugin's part.
+        op: what the gradients need, see `check_op`; None if that is not known yet.
 
     Returns:
         The configuration.
@@ -131,6 +136,9 @@ def check(config: SparseConfig) -> SparseConfig:
         )
     _check_engine(scheme, has_engine=chosen is None or chosen.has_engine)
     _check_straggler(config)
+    check_capacity(scheme)
+    if op is not None:
+        check_op(scheme, config.planner, op)
     return config
 
 
@@ -145,6 +153,47 @@ def check_names(scheme: SchemeConfig, planner: PlannerConfig) -> None:
     one_of("scheme.inner", scheme.inner, inners)
     for name in planner.schemes or ():
         one_of("planner.schemes", name, tuple(candidates()))
+
+
+def check_capacity(scheme: SchemeConfig) -> None:
+    """Refuses a capacity for a scheme without messages of fixed size; part of `check`.
+
+    Raises:
+        ConfigError: lists the schemes that have them.
+    """
+    if scheme.capacity is not None and scheme.name != AUTO and not SCHEMES[scheme.name].takes_slots:
+        raise ConfigError(
+            f"scheme.name={scheme.name} has no messages of fixed size",
+            expected=" | ".join([AUTO, *(name for name, s in SCHEMES.items() if s.takes_slots)]),
+            got=f"scheme.capacity={scheme.capacity}",
+            remedy="choose another scheme, or leave scheme.capacity out",
+        )
+
+
+def check_op(scheme: SchemeConfig, planner: PlannerConfig, op: CollectiveOp) -> None:
+    """Refuses schemes that cannot do the collective operation that the gradients need.
+
+    Args:
+        scheme: with `auto` one of the candidates in `planner.schemes` suffices.
+        planner: names the candidates.
+        op: a reduce-scatter with Megatron's distributed optimizer, else an all-reduce.
+
+    Raises:
+        ConfigError: lists the schemes that can.
+    """
+    key, names = "scheme.name", [scheme.name]
+    if scheme.name == AUTO:
+        key, names = "planner.schemes", planner.schemes
+    if names is None or any(op in SCHEMES[name].ops for name in names):
+        return
+    able = [name for name, each in SCHEMES.items() if op in each.ops]
+    raise ConfigError(
+        f"{key}={','.join(names)} cannot do the {op} that these gradients need",
+        expected=" | ".join([AUTO, *able] if key == "scheme.name" else able),
+        got=", ".join(names),
+        remedy="choose another scheme, or train without Megatron's distributed optimizer, which "
+        "needs the reduce_scatter (training.use_distributed_optimizer=false)",
+    )
 
 
 def _check_engine(scheme: SchemeConfig, *, has_engine: bool) -> None:

@@ -35,7 +35,8 @@ class ModelConfig:
         vocab_size: number of token ids; null takes the data's. Megatron pads it to a multiple of
             128 times the tensor-parallel size.
         tied_embeddings: input embedding and output layer share one matrix.
-        dropout: dropout probability of hidden states and attention.
+        dropout: dropout probability of hidden states.
+        attention_dropout: dropout probability of attention; null takes `dropout`.
         init_std: standard deviation of the initial weights.
     """
 
@@ -52,6 +53,7 @@ class ModelConfig:
     vocab_size: int | None = None
     tied_embeddings: bool = True
     dropout: float = 0.0
+    attention_dropout: float | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -76,6 +78,8 @@ class ModelConfig:
         in_range("model.rotary_base", self.rotary_base, 1, math.inf, integer=True)
         is_flag("model.tied_embeddings", self.tied_embeddings)
         in_range("model.dropout", self.dropout, 0, 1)
+        if self.attention_dropout is not None:
+            in_range("model.attention_dropout", self.attention_dropout, 0, 1)
         in_range("model.init_std", self.init_std, 0, math.inf, low_open=True)
         divides(
             "model.num_attention_heads",

@@ -26,6 +26,8 @@ from megatron_sparse.errors import ConfigError
 
 SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM")
 """Allowed values of `training.save_signal`."""
+LR_WARMUP_ITERS = 100
+"""The longest warm-up that `training.lr_warmup_iters=null` takes."""
 
 
 @dataclass
@@ -124,7 +126,8 @@ class TrainingConfig:
         iterations: optimizer steps of the whole run.
         lr: the highest learning rate; it then falls along a cosine to `min_lr`.
         min_lr: the last learning rate.
-        lr_warmup_iters: iterations over which the learning rate rises from 0.
+        lr_warmup_iters: iterations over which the learning rate rises from 0; null takes 100, or
+            a tenth of the run where that is less.
         weight_decay: Adam's decoupled weight decay.
         clip_grad: largest global norm of the gradient; 0 does not clip.
         micro_batch_size: samples of one forward pass on one rank.
@@ -153,7 +156,7 @@ class TrainingConfig:
     iterations: int = 1000
     lr: float = 3e-4
     min_lr: float = 3e-5
-    lr_warmup_iters: int = 100
+    lr_warmup_iters: int | None = None
     weight_decay: float = 0.1
     clip_grad: float = 1.0
     micro_batch_size: int = 2
@@ -188,10 +191,15 @@ class TrainingConfig:
             in_range(f"training.{name}", getattr(self, name), 1, math.inf, integer=True)
         for name in ("eval_interval", "save_interval"):
             in_range(f"training.{name}", getattr(self, name), 0, math.inf, integer=True)
-        # Megatron asserts that the schedule has steps left after the warm-up.
-        in_range(
-            "training.lr_warmup_iters", self.lr_warmup_iters, 0, self.iterations - 1, integer=True
-        )
+        if self.lr_warmup_iters is not None:
+            # Megatron asserts that the schedule has steps left after the warm-up.
+            in_range(
+                "training.lr_warmup_iters",
+                self.lr_warmup_iters,
+                0,
+                self.iterations - 1,
+                integer=True,
+            )
         in_range("training.seed", self.seed, 1, 2**31 - 1, integer=True)
         if self.global_batch_size is not None:
             in_range(
@@ -216,6 +224,13 @@ class TrainingConfig:
         """The signal on which Megatron saves and ends the run; None if there is none."""
         return "SIGINT" if self.save_on_interrupt else self.save_signal
 
+    @property
+    def lr_warmup(self) -> int:
+        """Iterations over which the learning rate rises, whether given or derived."""
+        if self.lr_warmup_iters is not None:
+            return self.lr_warmup_iters
+        return min(LR_WARMUP_ITERS, self.iterations // 10)
+
 
 @dataclass
 class RunConfig:
@@ -237,8 +252,8 @@ class RunConfig:
         data: see `DataConfig`.
         tracking: see `TrackingConfig`.
         training: see `TrainingConfig`.
-        megatron: any flag of Megatron-LM, e.g. `{recompute_activations: true}`. It overrides the
-            other sections.
+        megatron: any flag of Megatron-LM that no key of the other sections sets, e.g.
+            `{recompute_activations: true}`.
     """
 
     name: str = "run"

@@ -149,8 +149,9 @@ class PlannerConfig:
 
     Attributes:
         cluster: the costs of links and codecs: a file that `megatron-sparse calibrate` wrote, or
-            the name of a shipped cluster model. null compares bytes instead of times; of the
-            options below only `pin` then has an effect.
+            the name of a shipped cluster model. `train cluster=NAME` sets it to the costs of that
+            cluster where they are known. null compares bytes instead of times; of the options
+            below only `pin` then has an effect.
         schemes: names of candidate schemes; `dense` is always a candidate. null takes all but
             `peer_two_shot`, whose windows need memory.
         profile_iters: steps at the beginning of ramp and target that sample each bucket's
@@ -258,10 +259,11 @@ class SparseConfig:
         if self.compression.threshold_scope == "tp_group" and priced and not self.planner.pin:
             raise ConfigError(
                 "compression.threshold_scope=tp_group needs the same plan on the whole group",
-                expected="a scheme by name, planner.pin, or no planner.cluster",
+                expected="a scheme by name, planner.pin, or planner.cluster=null",
                 got=f"planner.cluster={self.planner.cluster}, with which each data-parallel group "
                 "makes its own plan",
-                remedy="pin the plan of another run, or set compression.threshold_scope=bucket",
+                remedy="pin the plan of another run, or set planner.cluster=null, or "
+                "compression.threshold_scope=bucket",
             )
         capacity, most = self.scheme.capacity, REUSE_BAND[1]
         if self.compression.method == "threshold_reuse" and capacity and capacity <= most:

@@ -1,8 +1,9 @@
 """From a `RunConfig` to the command line of Megatron-LM.
 
 Flags are a dict in the spelling of the `megatron:` section (`num_layers: 4`), where true is a bare
-flag. Keys of the `megatron:` section override the flags that our own sections imply. Megatron's own
-parser defines the flags' names and values.
+flag. Keys of the `megatron:` section may change flags that this module derives from no key of ours,
+such as those for missing kernels; `owned_flags` refuses the others. Megatron's own parser defines
+the flags' names and values.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CheckpointError, ConfigError
 from megatron_sparse.megatron.checkpoint_folder import TRACKER
 from megatron_sparse.megatron.models import model_flags
+from megatron_sparse.megatron.owned_flags import OWNED_FLAGS
 
 PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 CHECKPOINTS = "checkpoints"
@@ -50,7 +52,7 @@ def derived_flags(
         "min_lr": training.min_lr,
         "lr_decay_style": "cosine",
         "lr_decay_iters": training.iterations,
-        "lr_warmup_iters": training.lr_warmup_iters,
+        "lr_warmup_iters": training.lr_warmup,
         "weight_decay": training.weight_decay,
         "clip_grad": training.clip_grad,
         "seed": training.seed,
@@ -191,7 +193,7 @@ def command_line(
     Args:
         derived: from our sections.
         passed: the `megatron:` section. Null removes a derived flag, and so does the opposite flag
-            (`rope_fusion: true`, `overlap_grad_reduce: false`).
+            (`rope_fusion: true`, `no_one_logger: false`).
         parser: from `megatron_parser`.
 
     Raises:
@@ -265,10 +267,13 @@ def _look_up(
             remedy="leave the key out: without the flag it is off",
         )
     names = [option.removeprefix("--").replace("-", "_") for option in actions]
-    close = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    close = [
+        OWNED_FLAGS.get(name, f"megatron.{name}")
+        for name in difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    ]
     raise ConfigError(
         f"megatron.{key} is no flag of Megatron-LM",
-        expected="the name of a flag" + (f", such as {', '.join(close)}" if close else ""),
+        expected="the name of a flag" + (f"; close to it: {', '.join(close)}" if close else ""),
         got=key,
         remedy="write the flag without its dashes, with _ for -",
     )

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives import check_op
 from megatron_sparse.compression.dgc import check_optimizer
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
@@ -83,6 +84,8 @@ class Attachment:
         self.grad_norm: float | None = None
         self.groups = collect(chunks, ParameterFilter(config.compression))
         self._check_attachable()
+        for bucket in self.buckets:
+            check_op(config.scheme, config.planner, bucket.op)
         self.planner = planner_of(config, logs=dist.get_rank() == 0)
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), config.scheme.timeout_s)
         device = self.buckets[0].grad_N.device if self.buckets else torch.device("cpu")

@@ -64,7 +64,9 @@ def model_flags(model: ModelConfig) -> dict[str, object]:
         "position_embedding_type": model.position_embedding_type,
         "make_vocab_size_divisible_by": VOCABULARY_MULTIPLE,
         "hidden_dropout": model.dropout,
-        "attention_dropout": model.dropout,
+        "attention_dropout": (
+            model.dropout if model.attention_dropout is None else model.attention_dropout
+        ),
         "init_method_std": model.init_std,
     }
     if model.position_embedding_type == "rope":

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_sparse.collectives import AUTO
 from megatron_sparse.config.sparse import RING_DENSITIES, SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.choice import PricedPlanner
 from megatron_sparse.planner.pinned import PinnedPlanner
 from megatron_sparse.planner.plan import FixedPlanner, Planner
 from megatron_sparse.pricing.cluster import find
+
+logger = logging.getLogger("megatron_sparse")
 
 
 def with_swept_thresholds(config: SparseConfig) -> SparseConfig:
@@ -39,6 +43,24 @@ def with_swept_thresholds(config: SparseConfig) -> SparseConfig:
     )
 
 
+def basis(config: SparseConfig) -> str:
+    """Says in a sentence what `scheme.name=auto` chooses by.
+
+    Raises:
+        ConfigError: the cluster file cannot be read.
+    """
+    planner = config.planner
+    if planner.pin is not None:
+        return f"scheme auto follows the plan in {planner.pin}"
+    if planner.cluster is None:
+        return "scheme auto compares bytes: planner.cluster names no costs of links and codecs"
+    kind = "a model, not measured" if find(planner.cluster).is_model else "measured"
+    return (
+        "scheme auto takes the least predicted time, with the links and codecs of "
+        f"{planner.cluster} ({kind})"
+    )
+
+
 def planner_of(config: SparseConfig, *, logs: bool) -> Planner:
     """The planner that a configuration asks for.
 
@@ -50,9 +72,11 @@ def planner_of(config: SparseConfig, *, logs: bool) -> Planner:
         ConfigError: a file cannot be read, or settings contradict one another.
     """
     compression, scheme, planner = config.compression, config.scheme, config.planner
+    if logs and scheme.name == AUTO:
+        logger.info(basis(config))
     cluster = None if planner.cluster is None else find(planner.cluster)
     if planner.pin is not None:
-        if scheme.name != "auto":
+        if scheme.name != AUTO:
             raise ConfigError(
                 "planner.pin and scheme.name both say which scheme to take",
                 expected="scheme.name=auto",
@@ -60,6 +84,6 @@ def planner_of(config: SparseConfig, *, logs: bool) -> Planner:
                 remedy="leave one of them out",
             )
         return PinnedPlanner(compression, scheme, Path(planner.pin), cluster)
-    if scheme.name == "auto" and cluster is not None:
+    if scheme.name == AUTO and cluster is not None:
         return PricedPlanner(compression, scheme, planner, cluster, logs=logs)
     return FixedPlanner(compression, scheme, cluster)

@@ -8,12 +8,11 @@ from enum import Enum
 from typing import Any, Protocol
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SCHEMES, Exchange, Input
+from megatron_sparse.collectives import SCHEMES, Exchange, Input, check_capacity, check_op
 from megatron_sparse.collectives.accumulator import partial_dtype
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.compression.selection import MessageSpec
-from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, wire_dtype_of
 from megatron_sparse.planner.costs import predict
 from megatron_sparse.planner.fingerprint import fingerprint
@@ -187,7 +186,8 @@ class FixedPlanner:
         Raises:
             ConfigError: the configured scheme cannot do what the bucket needs.
         """
-        self._check_op(bucket)
+        check_capacity(self._scheme)
+        check_op(self._scheme, PlannerConfig(), bucket.op)
         phase, density = phase_and_density(self._compression, step)
         if not self.enabled:
             return self._dense(Phase.OFF, Choice("dense", "compression is switched off"))
@@ -304,26 +304,6 @@ class FixedPlanner:
             sharded=False,
             reason=choice.reason,
             predicted_us=choice.predicted_us,
-        )
-
-    def _check_op(self, bucket: Bucket) -> None:
-        """Checks the operation in the first step, not only after the warm-up."""
-        name = self._scheme.name
-        if self._scheme.capacity is not None and name != "auto" and not SCHEMES[name].takes_slots:
-            raise ConfigError(
-                f"scheme.name={name} has no messages of fixed size",
-                expected=" | ".join(["auto", *(s.name for s in SCHEMES.values() if s.takes_slots)]),
-                got=f"scheme.capacity={self._scheme.capacity}",
-                remedy="choose another scheme, or leave scheme.capacity out",
-            )
-        if name == "auto" or bucket.op in SCHEMES[name].ops:
-            return
-        able = [scheme.name for scheme in SCHEMES.values() if bucket.op in scheme.ops]
-        raise ConfigError(
-            f"scheme.name={name} cannot do the {bucket.op} that bucket {bucket.name} needs",
-            expected=" | ".join(["auto", *able]),
-            got=name,
-            remedy="choose another scheme, or train without Megatron's distributed optimizer",
         )
 
 

@@ -31,6 +31,24 @@ from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseE
 from megatron_sparse.run import composition, launch, preparation, sweep
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
+_MODES = {
+    "--run": "run",
+    "-r": "run",
+    "--multirun": "multirun",
+    "-m": "multirun",
+    "--cfg": "cfg",
+    "-c": "cfg",
+    "--info": "info",
+    "-i": "info",
+    "--shell-completion": "completion",
+    "-sc": "completion",
+}
+"""Hydra's flags of which one command line has one at most."""
+_FLAGS = (
+    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--package", "-p"),
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    "--experimental-rerun",
+)
 _OTHER_RANK = "see the error of another rank"
 
 
@@ -46,6 +64,7 @@ def train(arguments: Sequence[str]) -> None:
     """
     composition.register_schema()
     command = shlex.join(["megatron-sparse", "train", *arguments])
+    check_flags(arguments)
     overrides = composition.hydra_overrides(arguments)
     if not {"--multirun", "-m"} & set(arguments):
         refused: list[MegatronSparseError] = []
@@ -72,6 +91,33 @@ def train(arguments: Sequence[str]) -> None:
     )
     if folder.is_dir():  # not after --cfg or --help
         sweep.check(folder)
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """Refuses flags that Hydra does not have, and two that exclude each other.
+
+    Raises:
+        ConfigError: names the key that the user most likely means.
+    """
+    flags = [text.partition("=")[0] for text in arguments if text.startswith("-")]
+    for flag in flags:
+        if flag not in (*_FLAGS, *_MODES):
+            meant = composition.closest_key(flag.strip("-").replace("-", "_"))
+            raise ConfigError(
+                f"train has no flag {flag}",
+                expected="SECTION.KEY=VALUE, or a flag of Hydra's, such as --multirun or --cfg",
+                got=flag,
+                remedy=f"did you mean {meant}=VALUE?"
+                if meant
+                else "write keys without dashes; megatron-sparse train --help shows them",
+            )
+    if len({_MODES[flag] for flag in flags if flag in _MODES}) > 1:
+        raise ConfigError(
+            "these flags exclude each other",
+            expected="one of " + ", ".join(_MODES),
+            got=" ".join(flag for flag in flags if flag in _MODES),
+            remedy="leave the others out",
+        )
 
 
 def _run(composed: DictConfig, command: str, refused: list[MegatronSparseError]) -> None:

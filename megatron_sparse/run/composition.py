@@ -32,10 +32,12 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import AUTO, SCHEMES, check, check_names
 from megatron_sparse.config.redaction import redact, redact_command
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron.owned_flags import OWNED_FLAGS
 from megatron_sparse.version import __version__
 
 CONFIG_MODULE = "megatron_sparse.configs"
@@ -45,14 +47,21 @@ GROUPS = ("model", "compression", "scheme", "cluster", "data", "tracking", "expe
 SCHEME = "scheme"
 """The group whose options are the registered schemes; the others have a file for each option."""
 
+_OTHER_NAMES = {**OWNED_FLAGS, "cluster_models": "planner.cluster"}
+"""Names of other programs and files for keys of ours, with the key."""
+_AT_ROOT = re.compile(r"^(experiment|cluster)=")
 _FREE = re.compile(r"(megatron|cluster\.env)\.")
 
 
 def register_schema() -> None:
     """Makes `RunConfig` the base of `configs/train.yaml`. Idempotent."""
     ConfigStore.instance().store(name="run_config", node=RunConfig)
-    names = ", ".join(group_options(SCHEME))
-    OmegaConf.register_new_resolver("schemes", lambda: names, replace=True)
+    OmegaConf.register_new_resolver("groups", _groups, replace=True)
+
+
+def _groups() -> str:
+    """The groups and their options, for `--help`."""
+    return "\n".join(f"{group}: {', '.join(group_options(group))}" for group in sorted(GROUPS))
 
 
 def group_options(group: str) -> list[str]:
@@ -67,12 +76,19 @@ def group_options(group: str) -> list[str]:
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     """Rewrites overrides to Hydra's syntax.
 
-    `megatron.num_workers=4` adds a key, for which Hydra asks for `++`; and an experiment's values
-    belong at the root, for which it asks for `experiment@_global_`.
+    `megatron.manual_gc=true` adds a key, for which Hydra asks for `++`; and the values of an
+    experiment or a cluster belong at the root, for which it asks for `experiment@_global_`. Hydra's
+    flags come first, because its parser refuses overrides on both sides of a flag.
     """
-    added = [f"++{text}" if _FREE.match(text) else text for text in overrides]
-    spelt = [re.sub(r"^experiment=", "experiment@_global_=", text) for text in added]
-    return [_scheme_override(text) for text in spelt]
+    flags = [text for text in overrides if not _is_override(text)]
+    values = [text for text in overrides if _is_override(text)]
+    added = [f"++{text}" if _FREE.match(text) else text for text in values]
+    spelt = [_AT_ROOT.sub(r"\1@_global_=", text) for text in added]
+    return [*flags, *(_scheme_override(text) for text in spelt)]
+
+
+def _is_override(text: str) -> bool:
+    return not text.startswith("-") and ("=" in text or text.startswith("~"))
 
 
 def _scheme_override(text: str) -> str:
@@ -129,7 +145,9 @@ def from_mapping(mapping: Mapping[str, Any]) -> RunConfig:
         raise config_error(error) from None
     assert isinstance(config, RunConfig)
     if config.plugin:
-        check(config.sparse)
+        sharded = config.training.use_distributed_optimizer
+        op = CollectiveOp.REDUCE_SCATTER if sharded else CollectiveOp.ALL_REDUCE
+        check(config.sparse, op)
     else:
         check_names(config.scheme, config.planner)
     return config
@@ -186,6 +204,14 @@ def config_error(error: Exception) -> ConfigError:
             return _wrong_type(found)
         if isinstance(found, ConfigKeyError | ConfigAttributeError):
             return _unknown_key(str(found.full_key or ""))
+    several = re.match("Ambiguous value for argument '(.+)'", str(error))
+    if several:
+        return ConfigError(
+            f"{several[1].partition('=')[0]} has several values",
+            expected="one value, or --multirun for a run of each",
+            got=several[1],
+            remedy="add --multirun; in a text with a comma quote it: 'key=\"a,b\"'",
+        )
     named = re.match(
         r"Could not (?:override|append to|delete from config)[^']*'([^']+)'", str(error)
     )
@@ -210,13 +236,29 @@ def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
     )
 
 
-def _unknown_key(key: str) -> ConfigError:
+def closest_key(key: str) -> str | None:
+    """The key, or the group, that the user most likely means by a name that is none.
+
+    Args:
+        key: with or without a section; names of Megatron's flags count too.
+
+    Example:
+        >>> closest_key("training.train_iters"), closest_key("lr_warmup")
+        ('training.iterations', 'training.lr_warmup_iters')
+    """
     keys = list(_keys(RunConfig))
-    section, _, last = key.rpartition(".")
-    inside = [known for known in keys if section and known.startswith(f"{section}.")]
-    elsewhere = [known for known in keys if known.rpartition(".")[2] == last]
+    last = key.rpartition(".")[2]
+    by_last = {known.rpartition(".")[2]: known for known in reversed(keys)}
+    meant = by_last.get(last) or _OTHER_NAMES.get(last)
     # Groups are no keys, but the misspelt word may be the name of one.
-    meant = elsewhere[0] if elsewhere else _closest(key, [*keys, *GROUPS])
+    meant = meant or _closest(key, [*keys, *GROUPS])
+    return meant or by_last.get(_closest(last, list(by_last)) or "")
+
+
+def _unknown_key(key: str) -> ConfigError:
+    section = key.rpartition(".")[0]
+    inside = [known for known in _keys(RunConfig) if section and known.startswith(f"{section}.")]
+    meant = closest_key(key)
     hint = f"did you mean {meant}? " if meant else ""
     return ConfigError(
         f"there is no key {key!r}",

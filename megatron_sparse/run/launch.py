@@ -77,7 +77,7 @@ def _launch(config: RunConfig, command: str) -> int:
         print(resume.describe(config, start), flush=True)
         return 0
     run_dir = preparation.make_run_dir(config, command, start)
-    print(preparation.describe(config, vocab_size, run_dir, start), flush=True)
+    print(preparation.describe(config, run_dir, start), flush=True)
     with _environment(preparation.rank_environment(config)):
         code = _run_agent(config, run_dir)
     # After an error only where something is saved; the error itself is the last thing otherwise.

@@ -9,16 +9,27 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+from megatron_sparse.compression.dgc import check_optimizer
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import arguments, checkpoint_fit, checkpoint_folder, refusals
-from megatron_sparse.megatron.models import parameter_count
+from megatron_sparse.extras import require
+from megatron_sparse.megatron import (
+    arguments,
+    checkpoint_fit,
+    checkpoint_folder,
+    owned_flags,
+    refusals,
+)
+from megatron_sparse.planner.configured import basis, planner_of, with_swept_thresholds
 from megatron_sparse.run import composition, provenance
 from megatron_sparse.run.resume import Start, find, run_folder
 from megatron_sparse.run.resume import describe as resumed
 
 CONFIG_FILE = "config.yaml"
+MEGATRON_SGD_MOMENTUM = 0.9
+"""Megatron's default of `--sgd-momentum`."""
 
 
 def decide(config: RunConfig) -> RunConfig:
@@ -55,14 +66,20 @@ def preflight(config: RunConfig) -> int:
 
     Raises:
         CheckpointError: there is no checkpoint in `training.load`.
-        ConfigError: the data and the model do not fit, or settings of the plugin do not.
+        ConfigError: the data and the model do not fit, settings of the plugin do not, a file of the
+            planner cannot be read, or a flag of Megatron is set that a key of ours owns.
+        DependencyError: a package that the ranks need is missing.
         DatasetError: the corpus is missing or damaged.
         DependencyError: the optimizer needs a package that is missing.
     """
     from megatron_sparse.megatron import training
 
+    owned_flags.check_owned(config.megatron)
+    _check_packages(config)
     if config.plugin:
-        _ = config.sparse  # checks what must hold between its sections
+        # Reads the planner's files, and checks what must hold between the sections.
+        planner_of(with_swept_thresholds(config.sparse), logs=False)
+        _check_optimizer(config)
         _check_device(config)
         refusals.check_section(config.megatron)
     refusals.check_optimizer(config)
@@ -71,8 +88,25 @@ def preflight(config: RunConfig) -> int:
     return vocab_size
 
 
+def _check_packages(config: RunConfig) -> None:
+    """Refuses a run for whose ranks an optional package is missing."""
+    require("megatron.training", "trains the model", "train")
+    if config.tracking.tensorboard:
+        require("tensorboard", "draws the scalars", "train", "set tracking.tensorboard=false")
+    if config.tracking.wandb != "disabled":
+        require("wandb", "keeps the runs", "train", "set tracking.wandb=disabled")
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    """Raises the error that `attach` would raise for Megatron's optimizer."""
+    group = {}
+    if config.megatron.get("optimizer") == "sgd":
+        group["momentum"] = float(config.megatron.get("sgd_momentum", MEGATRON_SGD_MOMENTUM))
+    check_optimizer(config.compression, SimpleNamespace(param_groups=[group]))
+
+
 def _check_device(config: RunConfig) -> None:
-    """Raises, before the ranks start, the errors that each would raise when it attaches."""
+    """Raises the errors that each rank would raise when it attaches."""
     from megatron_sparse.collectives import SCHEMES, peer_windows
     from megatron_sparse.transport import nccl_communicator
 
@@ -198,12 +232,11 @@ def package_path() -> dict[str, str]:
     return {"PYTHONPATH": str(checkout) + (os.pathsep + path if path else "")}
 
 
-def describe(config: RunConfig, vocab_size: int, run_dir: Path, start: Start | None = None) -> str:
-    """The run in three lines, and a fourth one if it starts from a checkpoint."""
-    from megatron_sparse.collectives import SCHEMES, Input
+def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> str:
+    """The run in three lines, with its choice or checkpoint in five; ranks add the parameters."""
+    from megatron_sparse.collectives import AUTO, SCHEMES, Input
 
     training, cluster = config.training, config.cluster
-    millions = parameter_count(config.model, vocab_size, training.tensor_parallel) / 1e6
     backend = "NCCL" if cluster.device == "cuda" else "gloo"
     if not config.plugin:
         how = "plain Megatron, without the plugin"
@@ -215,11 +248,16 @@ def describe(config: RunConfig, vocab_size: int, run_dir: Path, start: Start | N
         first = config.compression.warmup_iters + config.compression.ramp_iters + 1
         how = f"scheme {config.scheme.name}, density {config.compression.density:.4g}"
         how += f" from iteration {first} on"
+        if first > training.iterations:
+            how += ", which is after the end of the run"
+    choice = ""
+    if config.plugin and config.scheme.name == AUTO:
+        choice = f"  {basis(config.sparse)}\n"
     return (
-        f"{config.name}: {millions:.1f} M parameters, {cluster.world_size} ranks on "
-        f"{cluster.device} ({backend}), {training.precision}\n"
+        f"{config.name}: {cluster.world_size} ranks on {cluster.device} ({backend}), "
+        f"{training.precision}\n"
         f"  {training.iterations} iterations of {config.global_batch_size} x "
-        f"{config.model.seq_length} tokens, {how}\n"
+        f"{config.model.seq_length} tokens, {how}\n{choice}"
         f"  {run_dir}"
         + ("" if start is None or start.checkpoint is None else f"\n  {resumed(config, start)}")
     )

@@ -141,13 +141,13 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     differ, the results of `summary.json`, `error`.
 
     Raises:
-        ConfigError: a run's configuration or summary is damaged.
-        SweepError: there are no runs, or an outcome is damaged.
+        ConfigError: there are no runs, or a run's configuration or summary is damaged.
+        SweepError: an outcome is damaged.
     """
     ended = {outcome.name: outcome for outcome in outcomes(folder)}
     configs = {path.parent.name: _config(path) for path in sorted(folder.glob(f"*/{CONFIG_FILE}"))}
     if not configs and not ended:
-        raise SweepError(
+        raise ConfigError(
             f"there are no runs in {folder}",
             expected=f"folders with {CONFIG_FILE}, as train --multirun runs_dir=... makes them",
             got="none",
@@ -202,8 +202,8 @@ def report(folder: Path, csv_path: Path | None, json_path: Path | None) -> None:
         json_path: for one JSON object a line; None writes none.
 
     Raises:
-        ConfigError: a file cannot be written, or one of a run is damaged.
-        SweepError: there are no runs, or an outcome is damaged.
+        ConfigError: there are no runs, a file cannot be written, or one of a run is damaged.
+        SweepError: an outcome is damaged.
     """
     found = rows(folder)
     write_rows(json_path, found)

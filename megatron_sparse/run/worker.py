@@ -91,9 +91,7 @@ def run_started(config: RunConfig, command: str) -> int:
         )
     config = preparation.decide(config)
     os.environ.update(preparation.rank_environment(config))
-    from torch.distributed.rendezvous import rendezvous
-
-    store, rank, _ = next(rendezvous("env://", timeout=_MEETING_TIMEOUT))
+    store, rank = _meet()
     run_dir = None
     try:
         run_dir = _agree_on_folder(config, command, store, rank)
@@ -126,6 +124,28 @@ def run_started(config: RunConfig, command: str) -> int:
             return full.exit_code
         raise full from error
     return 0
+
+
+def _meet() -> tuple[Any, int]:
+    """The store at which all ranks meet, and this rank.
+
+    Raises:
+        ConfigError: MASTER_ADDR and MASTER_PORT do not name a free port of the first rank's host.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        store, rank, _ = next(rendezvous("env://", timeout=_MEETING_TIMEOUT))
+    except (DistError, ValueError) as error:
+        address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise ConfigError(
+            "the ranks cannot meet",
+            expected="the host of rank 0 in MASTER_ADDR, and a free port of it in MASTER_PORT",
+            got=f"{address}: {str(error).strip().splitlines()[0]}",
+            remedy="set MASTER_PORT to another port, the same on every rank",
+        ) from None
+    return store, rank
 
 
 def _survive_early_signals(config: RunConfig) -> None:
@@ -204,7 +224,7 @@ def _agree_on_folder(config: RunConfig, command: str, store: Any, rank: int) -> 
                 print(resume.describe(config, start), flush=True)
             else:
                 run_dir = preparation.make_run_dir(config, command, start)
-                print(preparation.describe(config, vocab_size, run_dir, start), flush=True)
+                print(preparation.describe(config, run_dir, start), flush=True)
                 answer = str(run_dir)
         finally:
             store.set(key, answer)

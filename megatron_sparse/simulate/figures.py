@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_sparse.errors import DependencyError
+from megatron_sparse.extras import require_figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,15 +93,9 @@ def canvas_class() -> type[Canvas]:
     Raises:
         DependencyError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure as Canvas
-    except ImportError as error:
-        raise DependencyError(
-            "matplotlib is missing, which draws figures",
-            expected="an importable matplotlib",
-            got=str(error),
-            remedy="pip install 'megatron-sparse[figures]'",
-        ) from error
+    require_figures()
+    from matplotlib.figure import Figure as Canvas
+
     return Canvas
 
 

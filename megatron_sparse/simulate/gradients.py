@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_sparse.errors import ConfigError, DependencyError
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.extras import require_fits
 
 
 @dataclass(frozen=True)
@@ -210,13 +211,7 @@ def _zipf_probability(rows: int, density: float, exponent: float) -> np.ndarray:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    try:
-        from scipy.optimize import root_scalar
-    except ImportError as error:
-        raise DependencyError(
-            "scipy is missing, which fits synthetic gradients",
-            expected="an importable scipy",
-            got=str(error),
-            remedy="pip install 'megatron-sparse[figures]'",
-        ) from error
+    require_fits()
+    from scipy.optimize import root_scalar
+
     return float(root_scalar(function, bracket=(low, high), xtol=1e-9).root)

@@ -112,8 +112,8 @@ class TestTrain:
             return 7
 
         monkeypatch.setattr(launch, "run", failing)
-        assert run("train", "name=mine", "megatron.num_workers=1") == 7
-        assert seen == [("mine", "megatron-sparse train name=mine megatron.num_workers=1")]
+        assert run("train", "name=mine", "megatron.manual_gc=true") == 7
+        assert seen == [("mine", "megatron-sparse train name=mine megatron.manual_gc=true")]
 
     def test_a_typed_error_of_the_run_keeps_its_code(self, monkeypatch, capsys):
         def failing(config, command):

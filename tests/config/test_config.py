@@ -269,3 +269,17 @@ class TestRun:
     )
     def test_training_refusals(self, values):
         refusal(TrainingConfig, **values)
+
+    @pytest.mark.parametrize(
+        ("iterations", "given", "taken"),
+        [
+            (1, None, 0),
+            (9, None, 0),
+            (50, None, 5),
+            (1000, None, 100),
+            (9000, None, 100),
+            (9, 7, 7),
+        ],
+    )
+    def test_the_warm_up_of_a_short_run_is_derived(self, iterations, given, taken):
+        assert TrainingConfig(iterations=iterations, lr_warmup_iters=given).lr_warmup == taken

@@ -13,7 +13,8 @@ import torch
 
 from megatron_sparse.errors import CheckpointError, ConfigError, DatasetError
 from megatron_sparse.megatron import arguments, cpu_mode, training
-from megatron_sparse.megatron.models import parameter_count
+from megatron_sparse.megatron.models import model_flags, parameter_count
+from megatron_sparse.megatron.owned_flags import OWNED_FLAGS, check_owned
 from megatron_sparse.run import launch, preparation
 from megatron_sparse.run.composition import compose, group_options
 from tests.ranks import run_ranks
@@ -194,6 +195,83 @@ class TestData:
             training.find_data(compose([f"data.dir={tmp_path}/none"]))
 
 
+FREE = {
+    # No key of ours says these.
+    "lr_decay_style",
+    "lr_decay_iters",
+    "make_vocab_size_divisible_by",
+    "no_one_logger",
+    "tensorboard_log_interval",
+    "tokenizer_type",
+    "transformer_impl",
+    *(f"no_{name}_fusion" for name in ("bias_dropout", "bias_gelu", "gradient_accumulation")),
+    *(f"no_{name}" for name in ("masked_softmax_fusion", "persist_layer_norm", "rope_fusion")),
+}
+"""Derived flags that the `megatron:` section may change."""
+
+
+class TestOwnedFlags:
+    """Each of Megatron's flags is said in one place only."""
+
+    def test_every_derived_flag_has_its_key_or_is_free(self, tmp_path, parser):
+        overrides = (
+            ["data.dir=null", "data.prefix=x", "data.mock=false", "data.vocab_size=512"],
+            ["model=starcoder2_3b_28l_gqa", "model.tied_embeddings=false"],
+            ["training.save_interval=2", "training.save_signal=SIGUSR1", "training.load=x"],
+            ["training.use_distributed_optimizer=true", "training.precision=fp16"],
+            ["tracking=wandb", "tracking.wandb_entity=me"],
+        )
+        derived = set()
+        for more in overrides:
+            said = ["data=mock", "cluster.device=cpu", "training.precision=bf16", *more]
+            prefix = Path("x") if "data.prefix=x" in more else None
+            derived |= set(
+                arguments.derived_flags(compose(said), tmp_path, vocab_size=512, data_prefix=prefix)
+            )
+        assert derived - OWNED_FLAGS.keys() == FREE
+
+        flags = {flag for action in parser._actions for flag in action.option_strings}
+        spelt = {"--" + name.replace("_", "-") for name in OWNED_FLAGS}
+        assert spelt <= flags, "no flag that Megatron does not have"
+        for action in parser._actions:
+            assert len(spelt & set(action.option_strings)) in (0, len(action.option_strings))
+
+    def test_every_key_is_there(self):
+        config = compose([])
+        for key in OWNED_FLAGS.values():
+            at = config
+            for part in key.split("."):
+                at = getattr(at, part)
+
+    @pytest.mark.parametrize(
+        ("said", "key"),
+        [
+            ("megatron.num_layers=3", "model.num_layers"),
+            ("megatron.num-layers=3", "model.num_layers"),
+            ("megatron.train_iters=3", "training.iterations"),
+            ("megatron.bf16=true", "training.precision"),
+            ("megatron.lr_warmup_fraction=0.1", "training.lr_warmup_iters"),
+            ("megatron.overlap_grad_reduce=false", "training.overlap_grad_reduce"),
+            ("megatron.data_path=[x]", "data.prefix"),
+            ("megatron.wandb_project=null", "tracking.wandb_project"),
+        ],
+    )
+    @pytest.mark.parametrize("plugin", ["true", "false"])
+    def test_a_flag_that_a_key_owns_is_refused(self, said, key, plugin):
+        with pytest.raises(ConfigError, match=f"remedy: .* set {key}"):
+            preparation.preflight(compose(["data=mock", f"plugin={plugin}", said]))
+
+    def test_a_blend_of_data_has_no_key(self):
+        check_owned({"data_path": ["0.5", "a", "0.5", "b"], "swiglu": True})
+
+
+def test_separate_dropouts():
+    flags = model_flags(compose(["model.dropout=0.1", "model.attention_dropout=0"]).model)
+    assert (flags["hidden_dropout"], flags["attention_dropout"]) == (0.1, 0)
+    flags = model_flags(compose(["model.dropout=0.1"]).model)
+    assert (flags["hidden_dropout"], flags["attention_dropout"]) == (0.1, 0.1)
+
+
 def test_loss_is_the_sum_over_tokens_that_count():
     from megatron_sparse.megatron.batches import loss_function
 
@@ -215,6 +293,7 @@ def _real_counts(rank, world_size):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import parse_args, validate_args
 
+    from megatron_sparse.megatron.built_model import count_parameters
     from megatron_sparse.megatron.training import model_config_of
 
     parallel_state.initialize_model_parallel()
@@ -244,7 +323,7 @@ def _real_counts(rank, world_size):
         model_config = model_config_of(parsed)
         builder = model_config.get_builder_cls()(model_config)
         model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
-        counts[name] = sum(parameter.numel() for parameter in model.parameters())
+        counts[name] = count_parameters([model])
         hybrid = config.model.hybrid_layer_pattern is not None
         assert type(model).__name__ == ("HybridModel" if hybrid else "GPTModel")
     return counts

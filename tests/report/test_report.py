@@ -377,7 +377,7 @@ def test_many_buckets(tmp_path):
 
 
 def test_a_missing_library_is_named(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(Exception, match="matplotlib is missing") as caught:
         report(tmp_path, run)
     assert not isinstance(caught.value, ConfigError)

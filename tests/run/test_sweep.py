@@ -181,7 +181,7 @@ class TestTable:
         assert float(line["loss_last"]) == row["loss_last"] == 2.0
 
     def test_mistakes_are_typed(self, tmp_path):
-        with pytest.raises(SweepError, match="there are no runs"):
+        with pytest.raises(ConfigError, match="there are no runs"):
             sweep.rows(tmp_path)
         made_run(tmp_path, "a", loss=2.0)
         with pytest.raises(ConfigError, match="table cannot be written"):

@@ -217,11 +217,11 @@ def run_virtual(request: Request, cluster_name: str, ranks: int) -> None:
     with torch_threads(1):
         found, points = _sweep_formats(request.formats, sweep)
     first = virtual.transports[0]
-    _report(request, first, points, found, f"cluster {cluster.name}, {ranks} virtual ranks", MODEL)
     if request.out is not None:
         densities, where = cluster.ring_densities | found, ["--virtual", f"--ranks={ranks}"]
         comment = _comment(request, [*where, f"--cluster={cluster_name}"])
         replace(cluster, ring_densities=densities).save(request.out, comment)
+    _report(request, first, points, found, f"cluster {cluster.name}, {ranks} virtual ranks", MODEL)
 
 
 class _CalibrationRank(RankGroup):
@@ -249,8 +249,9 @@ class _CalibrationRank(RankGroup):
             found, points = self._sweep()
             if self.rank == 0 and cluster is not None:
                 where = f"{self.world_size} ranks, {self.backend}"
-                _report(request, self._transport, points, found, where, "measured")
+                # The file first: it is the result, the picture shows it.
                 self._add(replace(cluster, ring_densities=cluster.ring_densities | found))
+                _report(request, self._transport, points, found, where, "measured")
 
     def _existing(self) -> tuple[bool, ClusterModel | None]:
         """Whether there is a file that a sweep adds to; rank 0, which writes, gets its content."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_sparse.bench.calibrate.threshold_sweep import THRESHOLDS, SweepPoint
+from megatron_sparse.errors import DependencyError
+from megatron_sparse.extras import require_figures
 from megatron_sparse.pricing.cluster import ClusterModel, CodecRate
-from megatron_sparse.simulate.figures import Figure, Row, draw_lines, groups, styles_of
+from megatron_sparse.simulate.figures import (
+    Figure,
+    Row,
+    draw_lines,
+    groups,
+    styles_of,
+    write_csv,
+)
 from megatron_sparse.transport import Link
 
 if TYPE_CHECKING:
@@ -79,7 +89,9 @@ def print_curves(
 
 
 def draw_curves(points: Sequence[SweepPoint], what: str, label: str, folder: Path) -> list[Path]:
-    """Writes the curves as CSV and PNG.
+    """Writes the curves as CSV and, where matplotlib is installed, as PNG.
+
+    A missing picture is a warning on standard error: the thresholds are the result.
 
     Args:
         points: of all curves.
@@ -89,12 +101,17 @@ def draw_curves(points: Sequence[SweepPoint], what: str, label: str, folder: Pat
 
     Returns:
         The files.
-
-    Raises:
-        DependencyError: matplotlib is missing.
     """
     rows = [asdict(point) | {"series": point.format} for point in points]
     figure = Figure("spccl", 2, FIGURE_TITLE, what, lambda _: rows, _draw, 3.6, label)
+    try:
+        require_figures()
+    except DependencyError as error:
+        print(f"warning: the curves are not drawn: {error}", file=sys.stderr)
+        folder.mkdir(parents=True, exist_ok=True)
+        table = folder / f"{figure.name}.csv"
+        write_csv(rows, table)
+        return [table]
     return figure.make(folder, fast=False)
 
 

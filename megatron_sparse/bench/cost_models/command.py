@@ -32,6 +32,7 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import over_groups
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.extras import require_fits
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner.costs import fits, predict
 from megatron_sparse.pricing.cluster import ClusterModel, find
@@ -52,6 +53,8 @@ KINDS: dict[str, Callable[[int, float], GradientModel]] = {
     "embedding": partial(gradients.skewed, exponent=1.0, row_numel=ROW_NUMEL),
 }
 """Gradients of a number of elements and a density."""
+FITTED = frozenset({"skewed", "embedding"})
+"""Kinds that are fitted with scipy."""
 LEAST_NNZ = 32
 """Least non-zero elements of a shard; with fewer, chance outweighs the model's error."""
 LEAST_NUMEL, MOST_NUMEL = 2**16, 2**19
@@ -123,6 +126,7 @@ class CostSweep:
 
     Raises:
         ConfigError: a name is unknown, or a number out of range.
+        DependencyError: scipy is missing, which the kinds need.
     """
 
     schemes: Sequence[str]
@@ -139,12 +143,22 @@ class CostSweep:
             "bench cost-models",
             [
                 known("scheme", self.schemes, over_groups()),
+                (
+                    "scheme",
+                    self.schemes,
+                    any(fits(name, self.op, SchemeConfig()) for name in self.schemes),
+                    f"a scheme that has a cost model and can do the {self.op}",
+                ),
                 known("kind", self.kinds, KINDS),
                 fractions("density", self.densities),
                 ("ranks", self.world_sizes, all(n >= 2 for n in self.world_sizes), "2 or more"),
                 ("size", self.full_numel, self.full_numel >= smallest, f"{smallest} elements"),
             ],
         )
+        for name in self.clusters:
+            find(name)
+        if FITTED.intersection(self.kinds):
+            require_fits()
 
     def rows(self) -> Iterator[CostRow]:
         """Every case; kinds outermost, schemes innermost."""

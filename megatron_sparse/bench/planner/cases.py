@@ -36,6 +36,8 @@ KINDS: dict[str, Callable[[int], GradientModel]] = {
     "embedding_nmt": lambda numel: gradients.embedding_like(numel, 0.0247, 0.615, 128, ROW_NUMEL),
 }
 """By name: `disjoint` is ZEN's batch size of 1, at which ranks hardly overlap."""
+FITTED = frozenset({"skewed", "embedding", "embedding_nmt"})
+"""Kinds that are fitted with scipy."""
 
 
 @dataclass(frozen=True)

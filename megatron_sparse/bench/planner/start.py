@@ -8,9 +8,10 @@ from pathlib import Path
 from megatron_sparse.bench.planner import cases, command, ranks
 from megatron_sparse.bench.planner.options import PlannerOptions
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives.registry import check_names
+from megatron_sparse.collectives.registry import check_names, check_op
 from megatron_sparse.config.checks import one_of
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig
+from megatron_sparse.extras import require_fits
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.run import local_ranks
 
@@ -29,6 +30,7 @@ def run(options: PlannerOptions, json_path: Path | None) -> int:
     schemes = None if options.schemes is None else list(options.schemes)
     planner = PlannerConfig(schemes=schemes)
     check_names(SchemeConfig(), planner)
+    check_op(SchemeConfig(), planner, op)
     started = local_ranks.started_ranks()
     local_ranks.check_place(
         netbed=options.netbed, virtual=False, mbit=options.mbit, ranks=None, started=started
@@ -39,9 +41,11 @@ def run(options: PlannerOptions, json_path: Path | None) -> int:
     if options.recording is not None:
         workloads = cases.recorded(options.recording)
     else:
-        usual = cases.QUICK_KINDS if options.quick else tuple(cases.KINDS)
+        usual = options.kinds or (cases.QUICK_KINDS if options.quick else tuple(cases.KINDS))
+        if cases.FITTED.intersection(usual):
+            require_fits()
         numel = full_numel if is_real else simulated_bytes // 4
-        workloads = cases.synthetic(options.kinds or usual, numel)
+        workloads = cases.synthetic(usual, numel)
     if not is_real:
         sizes = cases.QUICK_WORLD_SIZES if options.quick else cases.WORLD_SIZES
         trial = command.Trial(

@@ -1,0 +1,115 @@
+"""Options that name an output: each is checked before the command works, not when it writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.extras import require_figures
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def writable_file(
+    *suffixes: str, makes_folder: bool = False
+) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
+    """A callback of an option: its file can be written, and has one of these suffixes.
+
+    Args:
+        suffixes: such as `.svg`; none allows all.
+        makes_folder: the command makes the file's folder.
+    """
+
+    def check(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        flag = parameter.opts[0]
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise ConfigError(
+                f"{flag} cannot write this kind of file",
+                expected=f"a name that ends in {' or '.join(suffixes)}",
+                got=path,
+                remedy=f"write {flag} {path.with_suffix(suffixes[0])}",
+            )
+        folder = _nearest(path.parent) if makes_folder else path.parent
+        problem = _problem(path) if path.exists() else _problem_of_folder(folder)
+        if problem:
+            raise ConfigError(
+                f"{flag} {path} cannot be written",
+                expected="a file that can be made or replaced",
+                got=problem,
+                remedy="give another path, or make the folder",
+            )
+        return path
+
+    return check
+
+
+def picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+    """A callback of an option: its picture can be drawn, and written."""
+    if path is not None:
+        require_figures()
+    return writable_file(*PICTURES)(parameter, path)
+
+
+def writable_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
+    """A callback of an option: its folder is there or can be made."""
+    if folder is None:
+        return None
+    problem = _problem_of_folder(_nearest(folder))
+    if problem:
+        raise ConfigError(
+            f"{parameter.opts[0]} {folder} cannot be written",
+            expected="a folder that exists or can be made",
+            got=problem,
+            remedy="give another folder",
+        )
+    return folder
+
+
+def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
+    """A callback of an option: figures can be drawn, and written into its folder."""
+    if folder is not None:
+        require_figures()
+    return writable_folder(parameter, folder)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or what exists of its path."""
+    nearest = folder.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    return nearest
+
+
+def _problem(path: Path) -> str:
+    """Why an existing file cannot be replaced; empty if it can."""
+    if path.is_dir():
+        return f"{path} is a folder"
+    return "" if os.access(path, os.W_OK) else f"{path} is read-only"
+
+
+def _problem_of_folder(folder: Path) -> str:
+    """Why nothing can be written into a folder; empty if it can."""
+    if not folder.exists():
+        return f"there is no folder {folder}"
+    if not folder.is_dir():
+        return f"{folder} is a file"
+    return "" if os.access(folder, os.W_OK) else f"{folder} is read-only"
+
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=writable_file(),
+        help="Write one JSON object a line.",
+    ),
+]
+"""The option that most commands have."""
