@@ -80,7 +80,7 @@ def test_the_navigation_has_the_sections_of_the_readme() -> None:
     nav = {title: pages for entry in settings["nav"] for title, pages in entry.items()}
     readme = (ROOT / "README.md").read_text("utf-8").partition("\n## Read on\n")[2]
     sections = {}
-    for paragraph in readme.split("\n\n"):
+    for paragraph in readme.strip().split("\n\n"):
         title, _, links = paragraph.partition(": ")
         pages = re.findall(r"\]\(docs/([^)#]+\.md)\)", links)
         if pages and links.startswith("["):

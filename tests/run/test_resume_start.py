@@ -100,7 +100,7 @@ class TestWhatIsLeft:
         checkpoint_folder.track(runs / "mine/checkpoints", 1)
         start = start_of(runs, "resume=must")
         assert (start.iteration, start.own, start.warnings) == (1, True, ())
-        text = preparation.describe(config_of(runs), 512, runs / "mine", start)
+        text = preparation.describe(config_of(runs), runs / "mine", start)
         assert text.endswith("\n  resumed at 1 of 2")
 
     def test_a_load_that_is_not_the_runs_own(self, runs):
