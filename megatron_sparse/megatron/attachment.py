@@ -194,11 +194,7 @@ class Attachment:
     ) -> ProcessGroupTransport:
         scheme = self.config.scheme
         transport = ProcessGroupTransport(
-            group,
-            scheme.timeout_s,
-            device,
-            liveness=scheme.watch_peers,
-            nccl_engine=nccl_engine,
+            group, scheme.timeout_s, device, liveness=scheme.watch_peers, nccl_engine=nccl_engine
         )
         self._transports.append(transport)
         return transport
