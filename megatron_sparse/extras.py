@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 
 from megatron_sparse.errors import DependencyError
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found. Imports its parent packages only."""
+    """Whether a module can be found. Imports nothing."""
     try:
-        return find_spec(module) is not None
+        return _find(module) is not None
     except (ImportError, ValueError):
         return False
+
+
+def _find(module: str) -> ModuleSpec | None:
+    # `find_spec` alone would import the parents, and CPU mode comes before any import of megatron.
+    parent = module.rpartition(".")[0]
+    if not parent:
+        return find_spec(module)
+    package = _find(parent)
+    if package is None or package.submodule_search_locations is None:
+        return None
+    folders = package.submodule_search_locations
+    specs = (finder.find_spec(module, folders) for finder in sys.meta_path)
+    return next(filter(None, specs), None)
 
 
 def require(module: str, does: str, extra: str, otherwise: str = "") -> None:
