@@ -9,7 +9,7 @@ from megatron_sparse.extras import is_installed
 
 
 @pytest.mark.parametrize(
-    "module, found",
+    ("module", "found"),
     [
         ("json", True),
         ("json.decoder", True),
