@@ -1,4 +1,7 @@
-"""Options that name an output: each is checked before the command works, not when it writes."""
+"""Options that name an output: each is checked before the command works, not when it writes.
+
+Of several ranks, rank 0 checks, because it writes.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def writable_file(
     """
 
     def check(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-        if path is None:
-            return None
+        if path is None or not _writes():
+            return path
         flag = parameter.opts[0]
         if suffixes and path.suffix.lower() not in suffixes:
             raise ConfigError(
@@ -59,8 +62,8 @@ def picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
 
 def writable_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
     """A callback of an option: its folder is there or can be made."""
-    if folder is None:
-        return None
+    if folder is None or not _writes():
+        return folder
     problem = _problem_of_folder(_nearest(folder))
     if problem:
         raise ConfigError(
@@ -77,6 +80,10 @@ def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path 
     if folder is not None:
         require_figures()
     return writable_folder(parameter, folder)
+
+
+def _writes() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _nearest(folder: Path) -> Path:

@@ -349,7 +349,7 @@ class TestLoopback:
             local_ranks.run_loopback([sys.executable, "-c", code], 2)
 
     def test_the_first_rank_to_fail_says_so_and_the_others_are_silent(self, tmp_path, capfd):
-        """Rank 0 finds the error; the others lose rank 0 in the middle of a collective."""
+        """Rank 0 finds the error; the others wait for rank 0 until it is gone."""
         command = local_ranks.command_line(
             [
                 "bench",
@@ -379,7 +379,7 @@ class TestLoopback:
         (["--min-bytes=64", "--max-bytes=64", "--ranks=100"], "--min-bytes"),
         (["--format=zip"], "pici"),
         (["--timeout=0"], "above 0"),
-        (["--json=no/such/folder/rows.jsonl"], "measurements"),
+        (["--json=no/such/folder/rows.jsonl"], "no folder no/such/folder"),
         (["--netbed"], "--mbit R"),
         (["--netbed", "--mbit=100", "--virtual"], "--virtual"),
         (["--scheme=ssar_rd", "--op=reduce_scatter"], "nothing to measure"),

@@ -303,7 +303,8 @@ def recorded(checkout: Path) -> Path:
 def run_script(script: str, checkout: Path, **env: str) -> subprocess.CompletedProcess[str]:
     path = f"{checkout}/bin:{os.environ['PATH']}"
     # Settings of this run of the tests must not reach the script under test.
-    inherited = {k: v for k, v in os.environ.items() if k not in ("CI", "MEGATRON_SPARSE_STRICT")}
+    own = ("CI", "MEGATRON_SPARSE_STRICT", "MEGATRON_SPARSE_FUZZ_SECONDS")
+    inherited = {k: v for k, v in os.environ.items() if k not in own}
     return bash(f"bash scripts/{script}", checkout, inherited | {"LINT": "0", "PATH": path} | env)
 
 

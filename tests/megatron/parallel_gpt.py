@@ -7,6 +7,7 @@ one launch of processes.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -72,8 +73,9 @@ class Layout:
 def parallel_state_of(layout: Layout) -> Iterator[None]:
     """Megatron's process groups for a layout, while in the block.
 
-    Megatron forgets its groups but does not end them; each gloo group has two threads, and twenty
-    layouts would leave a thousand threads that wake up often. megatron-core 0.19.2 keeps the kind
+    Megatron forgets its groups but does not end them; each gloo group has three threads, and twenty
+    layouts would leave a thousand threads that wake up often. A group ends with the last object
+    that holds it. megatron-core 0.19.2 keeps the kind
     of reduce-scatter in a global, which `reduce_scatter_with_fp32_accumulation` sets for all later
     models; this block restores it.
     """
@@ -98,6 +100,7 @@ def parallel_state_of(layout: Layout) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
         for group in [each for each in groups if each not in before]:
             dist.destroy_process_group(group)
+        gc.collect()
         param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter
 
 
@@ -167,6 +170,12 @@ class ParallelGPT:
         self._set_schedule(ddp_config)
         rank = parallel_state.get_data_parallel_rank()
         self.generator = torch.Generator().manual_seed(100 + rank)
+
+    def __del__(self) -> None:
+        # Megatron's hooks hold each chunk through autograd's nodes, where no collector of cycles
+        # looks; emptied, a chunk no longer holds the process groups to the end of the process.
+        for chunk in self.chunks:
+            vars(chunk).clear()
 
     def _transformer_config(self) -> Any:
         from megatron.core.transformer.transformer_config import TransformerConfig

@@ -26,7 +26,9 @@ def _counts(rank: int, world_size: int) -> dict[str, int]:
     counts = {}
     for name, layout in LAYOUTS.items():
         with parallel_state_of(layout):
-            counts[name] = count_parameters(ParallelGPT(layout).chunks)
+            model = ParallelGPT(layout)
+            counts[name] = count_parameters(model.chunks)
+            del model
     return counts
 
 

@@ -59,9 +59,9 @@ def test_rounds_of_other_even_numbers(n, most):
 
 
 def test_256_ranks_take_no_time():
-    start = time.perf_counter()
+    start = time.process_time()
     list(doubling_rounds(256))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def _changed(schedule, number, transfers):
