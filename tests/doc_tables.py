@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+_RULE = re.compile(r"\| ?--")
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)(?:\[\w+\])?`")
 
 
 def rows_with_tests(page: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Every row of the page's tables: its text, and file and function of each test it names.
+    """The rows of the page's tables that have a column `test`, without their headers.
 
-    Header rows and the lines under them are left out.
+    Each is its text, and file and function of each test that it names.
     """
     lines = (ROOT / page).read_text("utf-8").splitlines()
     rows = []
-    for index, line in enumerate(lines):
-        following = lines[index + 1] if index + 1 < len(lines) else ""
-        is_header = following.startswith("|--") or following.startswith("| --")
-        if line.startswith("|") and not line.startswith(("|--", "| --")) and not is_header:
+    is_wanted = False
+    for before, line in pairwise(lines):
+        if not line.startswith("|"):
+            is_wanted = False
+        elif _RULE.match(line):
+            is_wanted = before.endswith("| test |")
+        elif is_wanted:
             rows.append((line, _TEST.findall(line)))
+    assert rows, f"{page} has no table with a column `test`"
     return rows
 
 

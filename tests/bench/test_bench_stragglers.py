@@ -282,7 +282,7 @@ def test_ranks_of_several_machines_are_refused():
         (["--straggler=4", "--ranks=4"], "0 to 3"),
         (["--scheme=telepathy"], "straggler"),
         (["--netbed"], "--mbit R"),
-        (["--json=no/such/folder/rows.jsonl"], "measurements"),
+        (["--json=no/such/folder/rows.jsonl"], "no folder no/such/folder"),
     ],
 )
 def test_mistakes_are_one_error(arguments, words, capsys, monkeypatch):

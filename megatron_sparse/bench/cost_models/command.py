@@ -29,7 +29,7 @@ from megatron_sparse.bench.cost_models.codec_prices import (
 from megatron_sparse.bench.options import check_arguments, fractions, known
 from megatron_sparse.bench.table import Columns, TableRow, print_table, torch_threads
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import over_groups
+from megatron_sparse.collectives import SCHEMES, over_groups
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_fits
@@ -146,7 +146,10 @@ class CostSweep:
                 (
                     "scheme",
                     self.schemes,
-                    any(fits(name, self.op, SchemeConfig()) for name in self.schemes),
+                    any(
+                        name in SCHEMES and fits(name, self.op, SchemeConfig())
+                        for name in self.schemes
+                    ),
                     f"a scheme that has a cost model and can do the {self.op}",
                 ),
                 known("kind", self.kinds, KINDS),
