@@ -5,11 +5,15 @@ it, and whether a peer's record was right before the optimizer uses it. So each 
 copy of a few words to the host, and waits for it: an encoder's report (status, sizes and counts of
 its segments), or a decoder's status. Where sizes are fixed, `reports` reads all of them together.
 Tables of offsets lie on the host, where the plan made them; their copies on the device are cached.
+
+A CUDA graph copies its tables itself: the copy is one of its nodes, and each replay repeats it. A
+copy made outside of the graph would not do, because the cache may release it before a replay; and a
+copy made inside of it holds nothing until the graph is replayed, so it is never cached.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -76,10 +80,13 @@ def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:
     """A cached copy of a small host table, or None for None. Do not write to it.
 
     For the CPU it is the table itself. Never waits. A copy belongs to the stream that made it, so
-    memory that the cache releases is free when that stream gets there.
+    memory that the cache releases is free when that stream gets there. While a CUDA graph is
+    captured each call returns a new copy, which belongs to the graph.
     """
     if table is None or device.type == "cpu":
         return table
+    if torch.cuda.is_current_stream_capturing():
+        return to_device(table, device)
     return _device_copy(table.numpy().tobytes(), table.dtype, device, _stream(device))
 
 
@@ -99,11 +106,24 @@ def _stream(device: torch.device) -> int:
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor's copy on the device; a tensor already there is returned as is. Never waits.
 
-    Copies through pinned memory: from other memory CUDA may wait for all work in the stream.
+    Copies through pinned memory: from other memory CUDA may wait for all work in the stream. While
+    a CUDA graph is captured, pinned memory with the same bytes is used by all copies and kept until
+    the process ends, because a graph may be replayed at any time.
     """
     if values.device.type == device.type:
         return values
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        data = values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _graph_source(data, values.dtype, values.shape).to(device, non_blocking=True)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def _graph_source(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """Pinned memory from which captured graphs copy."""
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).pin_memory()
 
 
 def record_kinds(segment_dense: torch.Tensor, kind: int, device: torch.device) -> torch.Tensor:

@@ -20,6 +20,7 @@ enum PeerPhase : int { kPeerMessages = 0, kPeerSums = 1, kPeerPhases = 2 };
 
 // PeerControl::error[0].
 enum PeerError : int64_t {
+  kPeerClaimed = -1,  // inside a launch only: a thread is writing the other words
   kPeerOk = 0,
   kPeerMissing = 1,  // a rank did not arrive before the deadline
   kPeerRecord = 2,   // a rank's record is wrong

@@ -7,7 +7,8 @@
 //
 // Order: everything that this GPU wrote before is released by __threadfence_system() and a volatile
 // store, which is a relaxed one at system scope; a volatile load and the same fence acquire it.
-// Every spin has a deadline, and none traps. A rank whose error word is set waits for no other.
+// Every spin on a peer has a deadline, and none traps. A rank whose error word is set waits for no
+// other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -55,11 +56,12 @@ __device__ __forceinline__ uint8_t* area_of(const PeerDomain& domain, int rank, 
   return domain.windows[rank] + kControlBytes + before + buffer * room;
 }
 
+// True from the claim on: the error's fields may still be on their way.
 __device__ __forceinline__ bool has_failed(const PeerControl* control) {
   return *static_cast<const volatile int64_t*>(&control->error[kErrorCode]) != kPeerOk;
 }
 
-// Writes the error words; the first error stays.
+// An error on its way into the error words.
 struct PeerFault {
   PeerError code;
   int64_t rank;
@@ -69,25 +71,42 @@ struct PeerFault {
   int64_t value;
 };
 
+// Writes the error words; the first error stays. Its thread claims the code's word, writes the other
+// words, and publishes the code last: a reader that sees a code sees the fields that belong to it.
 __device__ inline void fail(PeerControl* control, const PeerStage& stage, const PeerFault& fault) {
-  unsigned long long* const word =
-      reinterpret_cast<unsigned long long*>(&control->error[kErrorCode]);
-  if (atomicCAS(word, 0ull, static_cast<unsigned long long>(fault.code)) != 0ull) return;
-  control->error[kErrorOperation] = stage.operation;
-  control->error[kErrorPhase] = stage.phase;
-  control->error[kErrorEpoch] = static_cast<int64_t>(control->epochs[stage.phase]);
-  control->error[kErrorRank] = fault.rank;
-  control->error[kErrorReporter] = fault.reporter;
-  control->error[kErrorSegment] = fault.segment;
-  control->error[kErrorField] = fault.field;
-  control->error[kErrorValue] = fault.value;
+  int64_t* const words = control->error;
+  const auto claimed = static_cast<unsigned long long>(kPeerClaimed);
+  if (atomicCAS(reinterpret_cast<unsigned long long*>(&words[kErrorCode]), 0ull, claimed) != 0ull) {
+    return;
+  }
+  words[kErrorOperation] = stage.operation;
+  words[kErrorPhase] = stage.phase;
+  words[kErrorEpoch] = static_cast<int64_t>(control->epochs[stage.phase]);
+  words[kErrorRank] = fault.rank;
+  words[kErrorReporter] = fault.reporter;
+  words[kErrorSegment] = fault.segment;
+  words[kErrorField] = fault.field;
+  words[kErrorValue] = fault.value;
+  __threadfence();
+  *static_cast<volatile int64_t*>(&words[kErrorCode]) = fault.code;
+}
+
+// The code of a rank that has failed. Waits for a thread of this GPU that is inside `fail`, which
+// waits for nothing; so this spin needs no deadline.
+__device__ inline int64_t error_code(const PeerControl* control) {
+  const volatile int64_t* const word = &control->error[kErrorCode];
+  int64_t code = *word;
+  for (; code == kPeerClaimed; code = *word) __nanosleep(20);
+  __threadfence();
+  return code;
 }
 
 // A failure as a flag: bit 63, the code in the 7 bits below, the rank in the next 16.
 constexpr unsigned long long kFailed = 1ull << 63;
 
 __device__ __forceinline__ unsigned long long failure_flag(const PeerControl* control) {
-  return kFailed | static_cast<unsigned long long>(control->error[kErrorCode]) << 56 |
+  const auto code = static_cast<unsigned long long>(error_code(control));
+  return kFailed | code << 56 |
          static_cast<unsigned long long>(control->error[kErrorRank]) << 40;
 }
 

@@ -106,6 +106,7 @@ class PeerCluster:
         self._library, self._codecs = codecs.library, codecs
         self._library.workspace_of_peer.restype = ctypes.c_int64
         self._library.peer_collective.restype = ctypes.c_char_p
+        self._library.peer_fail_at_once.restype = ctypes.c_char_p
         self._library.peer_layout.restype = ctypes.c_int64
         self.layout, self.dtype, self.deadline_s = layout, dtype, deadline_s
         self.windows = [Buffer(layout.window_bytes()) for _ in range(layout.world_size)]
@@ -189,6 +190,19 @@ class PeerCluster:
     def error(self, rank: int) -> torch.Tensor:
         """A rank's error words."""
         return self._words(rank, ERROR_AT, ERROR_WORDS)
+
+    def fail_at_once(self, rank: int, blocks: int, threads: int) -> list[int]:
+        """Lets all threads of a launch fail for a reason each; the flags that they made of it."""
+        flags = Buffer(8 * blocks * threads)
+        self._codecs.run(
+            "peer_fail_at_once",
+            [self.windows[rank], flags],
+            ctypes.c_void_p(self.windows[rank].pointer),
+            ctypes.c_void_p(flags.pointer),
+            blocks,
+            threads,
+        )
+        return flags.read(torch.int64).tolist()
 
     def arrived(self, rank: int) -> list[int]:
         """In which order a rank took the others' shards."""

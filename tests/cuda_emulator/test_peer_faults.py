@@ -75,6 +75,19 @@ def test_a_failed_rank_does_not_wait_again(codecs: Codecs) -> None:
     assert cluster.error(0).tolist() == first
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_threads_that_fail_at_once_tell_one_whole_error(codecs: Codecs, seed: int) -> None:
+    """The fields are there before the code is: no flag mixes two errors, or names no rank."""
+    codecs.schedule(RANDOM, seed, resident_blocks=4, multiprocessors=4)
+    cluster = PeerCluster(codecs, uneven_layout(2), torch.float32)
+    flags = cluster.fail_at_once(0, blocks=6, threads=40)
+    words = cluster.error(0).tolist()
+    number = words[4]
+    code = number % 2 + 1
+    assert words == [code, Operation.REDUCE_SCATTER, 1, 0, *[number] * 5]
+    assert set(flags) == {code << 56 | number << 40 | -(1 << 63)}
+
+
 @pytest.mark.parametrize("in_order_of_coming", [False, True])
 def test_a_late_rank_is_no_fault(codecs: Codecs, in_order_of_coming: bool) -> None:
     codecs.schedule(IN_ORDER, 0, resident_blocks=2, multiprocessors=2)

@@ -14,6 +14,7 @@ from megatron_sparse.collectives import peer_windows
 from megatron_sparse.collectives.peer_two_shot import peer_layout
 from megatron_sparse.collectives.peer_windows import ProcessRanks, check_domain, open_windows
 from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.cuda_ext.peer_ops import (
     CONTROL_BYTES,
     MAX_PEERS,
@@ -282,19 +283,24 @@ def test_virtual_ranks_on_a_gpu(ranks: int, in_order_of_coming: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_two_steps_in_a_graph() -> None:
+@pytest.mark.parametrize("warm", [False, True])
+def test_two_steps_in_a_graph(warm: bool) -> None:
+    """Also if no table of the layout was on the device before the capture."""
     device = torch.device("cuda")
-    layout = layout_of(1 << 16, 2)
+    layout = layout_of((1 << 16) + 1024 * warm, 2)
     peers = PeerMemory(VirtualRanks(2, device), {"b": layout}, 5)
     given = [torch.rand(layout.numel, device=device) for _ in range(2)]
     outs = [torch.empty_like(grad) for grad in given]
-    for _ in range(2):
-        peers.run(Operation.ALL_REDUCE, "b", given, outs, 0)  # tables are copied
+    for _ in range(2 if warm else 0):
+        peers.run(Operation.ALL_REDUCE, "b", given, outs, 0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(2):
             peers.run(Operation.ALL_REDUCE, "b", given, outs, 0)
+    codec_cuda._device_copy.cache_clear()
+    scraps = [torch.full((n,), 2**40, device=device) for n in (1, 2, 3, 1024) for _ in range(64)]
+    scraps += [torch.full((n,), 2**40).pin_memory() for n in (1, 2, 3, 1024) for _ in range(64)]
     for seed in range(3):
         for grad in given:
             grad.uniform_(generator=torch.Generator(device).manual_seed(seed))

@@ -261,7 +261,7 @@ inline void yield_thread(bool spin) {
   leave_fiber();
 }
 
-// Blocks interact through atomics, so random schedules interrupt there.
+// Blocks interact through atomics and fences, so random schedules interrupt there.
 inline void meeting_point() {
   if (options.schedule != Schedule::kRandom || worker->random() % 4 != 0) return;
   worker->hand_over = true;
@@ -681,12 +681,17 @@ T atomicCAS(T* address, std::type_identity_t<T> expected, std::type_identity_t<T
   cuda_emulator::meeting_point();
   const T old = *address;
   if (old == expected) *address = value;
+  cuda_emulator::meeting_point();  // others see the claim before what the claimant writes next
   return old;
 }
 
-inline void __threadfence() {}
+inline void __threadfence() {
+  cuda_emulator::meeting_point();
+}
 inline void __threadfence_block() {}
-inline void __threadfence_system() {}
+inline void __threadfence_system() {
+  cuda_emulator::meeting_point();
+}
 inline void __nanosleep(unsigned) {
   cuda_emulator::yield_thread(true);
 }
