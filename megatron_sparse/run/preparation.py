@@ -111,12 +111,24 @@ def _check_device(config: RunConfig) -> None:
     from megatron_sparse.transport import nccl_communicator
 
     if config.cluster.device != "cpu":
+        _check_nccl_backend(config)
         return
     scheme = SCHEMES.get(config.scheme.name)
     if scheme is not None and scheme.needs_windows:
         raise peer_windows.refusal("cluster.device=cpu")
     if config.scheme.nccl_engine:
         raise nccl_communicator.refusal("cluster.device=cpu")
+
+
+def _check_nccl_backend(config: RunConfig) -> None:
+    """Refuses settings for which torch's backend `nccl` is switched to another one."""
+    from megatron_sparse.transport import nccl_backends
+
+    environment = config.cluster.env | os.environ  # as `rank_environment` does
+    if config.scheme.nccl_errors == "typed":
+        nccl_backends.check_switch(nccl_backends.TYPED_ERRORS, environment)
+    if config.scheme.nccl_engine:
+        nccl_backends.check_switch(nccl_backends.ENGINE, environment)
 
 
 def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:

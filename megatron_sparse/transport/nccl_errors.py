@@ -5,11 +5,13 @@ By default torch's watchdog ends the process when an operation of NCCL fails or 
 `HealthCheck` asks every NCCL group of the process, Megatron's too, for errors: before the optimizer
 steps, and before a checkpoint is saved.
 
-The check relies on the order in which the watchdog of torch 2.11 to 2.13 acts: it sets the group's
+The check relies on the order in which the watchdog of torch's `ProcessGroupNCCL` acts (its source
+was read in torch 2.11 to 2.13; 2.14 declares the same): it sets the group's
 error; with TORCH_NCCL_PROPAGATE_ERROR it tells the group's other members, whose watchdogs set
 theirs; it sleeps four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC; it aborts the communicator. Only
 then does a stream that waits for the operation go on, with undefined values in its buffers. So the
-group's error is always set before such values can be read.
+group's error is always set before such values can be read. Other NCCL backends are refused
+(`nccl_backends`).
 
 The host runs ahead of the device, so a step that was queued before the error may still change
 weights with such values, and, through groups that are healthy, other ranks' weights too. The
@@ -34,6 +36,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.transport.nccl_backends import (
+    TYPED_ERRORS,
+    check_switch,
+    cuda_backend,
+    is_supported,
+    require_supported,
+)
 
 ENVIRONMENT = {
     # Abort communicators, leave the process alone (CleanUpOnly of ProcessGroupNCCL.hpp).
@@ -65,27 +74,33 @@ class NcclBackend(Protocol):
 
 
 def nccl_groups() -> Iterator[tuple[str, NcclBackend]]:
-    """The name, for errors, and the backend of every NCCL group of this process."""
+    """The name, for errors, and the backend of every NCCL group of this process.
+
+    Groups whose CUDA tensors gloo serves are left out: its errors are exceptions.
+
+    Raises:
+        ConfigError: another backend serves a group, so its errors cannot be asked for.
+    """
     world = dist.distributed_c10d._world
-    nccl = getattr(dist, "ProcessGroupNCCL", ())  # a torch without NCCL has none of them
+    gloo = getattr(dist, "ProcessGroupGloo", ())
     for group in list(world.pg_map):
-        try:
-            backend = group._get_backend(torch.device("cuda"))
-        except RuntimeError:
-            continue  # a group of the CPU alone
-        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch checks each operation in a wrapper.
-        backend = getattr(backend, "wrapped_pg", backend)
-        if isinstance(backend, nccl):
-            ranks = dist.get_process_group_ranks(group)
-            yield f"{group.group_desc or world.pg_names[group]} (ranks {_listed(ranks)})", backend
+        backend = cuda_backend(group)
+        if backend is None or isinstance(backend, gloo):
+            continue
+        ranks = dist.get_process_group_ranks(group)
+        name = f"{group.group_desc or world.pg_names[group]} (ranks {_listed(ranks)})"
+        if not is_supported(backend):
+            require_supported(TYPED_ERRORS, group, name)
+        yield name, backend
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
     """Refuses a process that the watchdog would end, or that would not learn of others' errors.
 
     Raises:
-        ConfigError: a variable is not as in `ENVIRONMENT`.
+        ConfigError: a variable is not as in `ENVIRONMENT`, or `nccl` is another backend.
     """
+    check_switch(TYPED_ERRORS, environment)
     for name in _NEEDED:
         if environment.get(name) != ENVIRONMENT[name]:
             raise ConfigError(
@@ -107,7 +122,8 @@ class HealthCheck:
         groups: returns the groups to check.
 
     Raises:
-        ConfigError: the environment leaves errors to torch's own handling.
+        ConfigError: the environment leaves errors to torch's own handling, or a group's backend is
+            not supported (`nccl_backends`).
     """
 
     def __init__(
@@ -122,6 +138,8 @@ class HealthCheck:
         self._gone = gone
         self._device = device
         self._groups = groups
+        for _ in groups():  # refuses backends that cannot be asked, before the first step
+            pass
 
     def check(self, before: str) -> None:
         """Raises if a group has failed so far. The host does not wait.

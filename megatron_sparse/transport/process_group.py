@@ -33,6 +33,7 @@ from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
+from megatron_sparse.transport.nccl_backends import ENGINE, require_supported
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusal
 from megatron_sparse.transport.nccl_library import loaded_nccl
 from megatron_sparse.transport.operation import Operation
@@ -149,7 +150,8 @@ class ProcessGroupTransport:
         nccl_engine: make a communicator of NCCL's beside the group.
 
     Raises:
-        ConfigError: the device does not fit the backend, or `nccl_engine` is set on a CPU.
+        ConfigError: the device does not fit the backend, or `nccl_engine` is set on a CPU or with a
+            backend that the engine does not support (`nccl_backends`).
         DependencyError: NCCL's functions cannot be called.
         CommunicationError: the ranks cannot reach one another.
     """
@@ -171,6 +173,8 @@ class ProcessGroupTransport:
                 got=f"{device.type} with {backend}",
                 remedy="choose --distributed-backend to match",
             )
+        if nccl_engine and device.type == "cuda":
+            require_supported(ENGINE, group, group.group_desc)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.device = device

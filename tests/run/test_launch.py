@@ -145,6 +145,32 @@ class TestPreflight:
         assert caught.value.got == "cluster.device=cpu"
         preparation.preflight(dataclasses.replace(run, plugin=False))
 
+    @pytest.mark.parametrize("where", ["shell", "cluster.env"])
+    @pytest.mark.parametrize(
+        ("scheme", "words"),
+        [
+            (SchemeConfig(nccl_errors="typed"), r"scheme\.nccl_errors=typed"),
+            (
+                SchemeConfig(name="direct", capacity=1.5, nccl_engine=True),
+                r"scheme\.nccl_engine=true",
+            ),
+        ],
+    )
+    def test_an_nccl_that_is_another_backend(self, config, monkeypatch, scheme, words, where):
+        name = "TORCH_DIST_USE_NCCL2"
+        monkeypatch.delenv(name, raising=False)
+        cluster = dataclasses.replace(config.cluster, device="cuda")
+        run = dataclasses.replace(config, scheme=scheme, cluster=cluster)
+        preparation.preflight(run)
+        if where == "shell":
+            monkeypatch.setenv(name, "1")
+        else:
+            cluster = dataclasses.replace(cluster, env={name: "1"})
+        switched = dataclasses.replace(run, cluster=cluster)
+        with pytest.raises(ConfigError, match=f"{words} with {name}=1"):
+            preparation.preflight(switched)
+        preparation.preflight(dataclasses.replace(switched, scheme=SchemeConfig()))
+
 
 class TestEnvironment:
     """Each rank's environment."""

@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._C import _distributed_c10d  # pyright: ignore[reportAttributeAccessI
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.transport import nccl_errors
+from megatron_sparse.transport import ProcessGroupTransport, nccl_errors
 from megatron_sparse.transport.nccl_errors import (
     ENVIRONMENT,
     HealthCheck,
@@ -206,12 +207,107 @@ def test_torch_has_the_functions_in_use() -> None:
         assert hasattr(nccl, "get_error")
 
 
+def test_torch_declares_the_watchdog_that_the_check_relies_on() -> None:
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    if not header.is_file():
+        pytest.skip("a torch without NCCL")
+    text = header.read_text()
+    assert "class Watchdog {" in text
+    assert "CleanUpOnly = 2," in text
+    for name in ENVIRONMENT:
+        assert f'"{name}"' in text
+
+
 def test_groups_of_the_cpu_are_left_out() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         assert list(nccl_errors.nccl_groups()) == []
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_an_nccl_that_is_another_backend_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", value)
+    if value == "0":
+        health_check()
+        return
+    with pytest.raises(ConfigError, match="nccl_errors=typed with TORCH_DIST_USE_NCCL2=1") as caught:
+        health_check()
+    assert "ProcessGroupNCCL" in str(caught.value.expected)
+    assert "unset TORCH_DIST_USE_NCCL2" in str(caught.value.remedy)
+
+
+class Group:
+    """One whose CUDA tensors a given backend serves."""
+
+    group_desc = "megatron_sparse"
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    def _get_backend(self, device: torch.device) -> Any:
+        assert device.type == "cuda"
+        return self.backend
+
+
+def serving(monkeypatch: pytest.MonkeyPatch, backend: Any, name: str = "nccl") -> Group:
+    """The process's only group."""
+    group = Group(backend)
+    world = type("World", (), {"pg_map": {group: None}, "pg_names": {group: "7"}})
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(range(0, 20, 2)))
+    monkeypatch.setattr(dist, "get_backend", lambda _: name)
+    return group
+
+
+class ProcessGroupNCCL2(Backend):
+    """Has `get_error` too, and tells nothing by it before it ends the process."""
+
+
+def test_a_group_whose_errors_mean_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When the check is made, and if the group is made later; it was left out without a word."""
+    groups = nccl_errors.nccl_groups
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
+    serving(monkeypatch, Backend())
+    health = HealthCheck(30, lambda: None, CPU, groups)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Legacy", (), {}))
+    serving(monkeypatch, ProcessGroupNCCL2(), "nccl2")
+    for look in (
+        lambda: HealthCheck(30, lambda: None, CPU, groups),
+        lambda: health.check("the optimizer's step"),
+    ):
+        with pytest.raises(ConfigError, match="nccl_errors=typed with the group") as caught:
+            look()
+        assert caught.value.got == "nccl2 (ProcessGroupNCCL2)"
+        assert "ProcessGroupNCCL" in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_the_engine_names_its_backend(monkeypatch: pytest.MonkeyPatch, supported: bool) -> None:
+    """The name is nccl for both: TORCH_DIST_USE_NCCL2=1."""
+    legacy = Backend if supported else type("Legacy", (), {})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", legacy, raising=False)
+    group: Any = serving(monkeypatch, Backend())
+
+    class ReachedError(Exception):
+        pass
+
+    def get_rank(_: Any) -> int:
+        raise ReachedError
+
+    monkeypatch.setattr(dist, "get_rank", get_rank)
+    with pytest.raises(ReachedError if supported else ConfigError) as caught:
+        ProcessGroupTransport(group, 30, torch.device("cuda"), nccl_engine=True)
+    if not supported:
+        assert "scheme.nccl_engine=true with the group megatron_sparse" in str(caught.value)
+        assert "nccl (Backend)" in str(caught.value)
+    with pytest.raises(ReachedError):
+        ProcessGroupTransport(group, 30, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -221,16 +317,6 @@ def test_every_group_that_can_fail_is_checked(
     backend = Backend()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
 
-    class Group:
-        group_desc = "megatron_sparse"
-
-        def _get_backend(self, device: torch.device) -> Any:
-            assert device.type == "cuda"
-            return SimpleNamespace(wrapped_pg=backend) if wrapped else backend
-
-    group = Group()
-    world = type("World", (), {"pg_map": {group: None}, "pg_names": {group: "7"}})
-    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(range(0, 20, 2)))
+    serving(monkeypatch, SimpleNamespace(wrapped_pg=backend) if wrapped else backend)
     name = "megatron_sparse (ranks 0, 2, 4, 6, 8, 10, 12, 14, ... of 10)"
     assert list(nccl_errors.nccl_groups()) == [(name, backend)]
