@@ -225,10 +225,11 @@ class SparseSum:
             part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
 
     def settle(self, cut: Cut) -> None:
-        """Gives a complete sum the bits that a peer has which decodes its records.
+        """Gives a complete sum the bits that a peer has which decodes its records and settles too.
 
         Call it before the records are encoded, where a rank keeps a sum that others decode or add
-        up themselves: the bits of a sum of two NaN depend on their order, which differs there.
+        up themselves: the bits of a sum of two NaN depend on their order, which differs there. Call
+        it on the peers after they have decoded: on a GPU decoding a NaN may change its bits.
         """
         if self.sum_N is not self._bucket.grad_N:
             return  # `write` rounds, to the dtype that complete sums travel in.

@@ -64,6 +64,7 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
         room = sums.take("received", cuts[rank].capacity(sums.final_dtype))
         records = yield from exchange_records(group, None, (SERVER, room), last=True)
         sums.add_sum(records, cuts[rank], sums.final_dtype, SERVER, fresh=True)
+        sums.settle(cuts[rank])
         sums.write(cuts[rank].elements)
         return group.sent_bytes
 

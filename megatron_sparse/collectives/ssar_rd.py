@@ -52,6 +52,7 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
         room = room[: whole.capacity(sums.final_dtype)]
         records = yield from exchange_records(group, None, (home, room), last=True)
         sums.add_sum(records, whole, sums.final_dtype, home, fresh=True)
+        sums.settle(whole)
         sums.write(slice(None))
         return group.sent_bytes
 

@@ -79,10 +79,11 @@ class SchemeConfig:
             rank and group), long before the timeout; docs/collectives.md, Faults.
         nccl_errors: what becomes of a failed operation of NCCL: `torch` leaves it to torch's
             watchdog, which ends the process; `typed` aborts communicators instead, and raises an
-            error that names the group (docs/peer-memory.md, Between nodes). On CUDA, with Megatron.
+            error that names the group (docs/peer-memory.md, Between nodes). On CUDA, with Megatron,
+            and with the backend nccl as torch's ProcessGroupNCCL.
         nccl_engine: buckets of `direct` and `agsparse` with a `capacity` are one call of C++ on a
             communicator of NCCL's own, for groups whose host cannot keep up (docs/peer-memory.md,
-            The NCCL engine). On CUDA.
+            The NCCL engine). On CUDA, with the same backend.
         deterministic: freeze every decision that would be taken from timing.
     """
 

@@ -11,8 +11,8 @@ buffer densely. Each of n ranks has K of U rows; a row has D values of b bytes.
 | compacted buffer | zeros, then scatter: (U + K) D b bytes written | with the match, in one pass: U D b bytes written |
 | wire | 8 nK bytes of indices, 2 (n-1)/n U D b of values | the same; no broadcast |
 
-Every step is deterministic, and gives the same bits on the CPU and on a CUDA device. On CUDA the
-host waits at every step, for the check of the arguments and for sizes, and steps are searches
+Every step is deterministic, and gives the same bits on the CPU and on a CUDA device, except those
+of a NaN that is a sum. On CUDA the host waits at every step, for the check of the arguments and for sizes, and steps are searches
 instead of merges (`csrc/row_sparse.cu`).
 """  # noqa: E501 - a table's rows are lines
 

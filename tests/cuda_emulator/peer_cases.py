@@ -46,8 +46,11 @@ def gradients(
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether the bytes are equal, so that 0.0 and -0.0, and different NaN, are not."""
-    return torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8))
+    """Whether the bits are equal, so that 0.0 and -0.0 are not. A NaN equals every NaN."""
+    found, expected = (
+        values.masked_fill(values.isnan(), torch.nan) for values in (found, expected)
+    )
+    return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def check(

@@ -208,7 +208,9 @@ def test_torch_has_the_functions_in_use() -> None:
 
 
 def test_torch_declares_the_watchdog_that_the_check_relies_on() -> None:
-    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    header = (
+        Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    )
     if not header.is_file():
         pytest.skip("a torch without NCCL")
     text = header.read_text()
@@ -234,7 +236,9 @@ def test_an_nccl_that_is_another_backend_is_refused(
     if value == "0":
         health_check()
         return
-    with pytest.raises(ConfigError, match="nccl_errors=typed with TORCH_DIST_USE_NCCL2=1") as caught:
+    with pytest.raises(
+        ConfigError, match="nccl_errors=typed with TORCH_DIST_USE_NCCL2=1"
+    ) as caught:
         health_check()
     assert "ProcessGroupNCCL" in str(caught.value.expected)
     assert "unset TORCH_DIST_USE_NCCL2" in str(caught.value.remedy)
