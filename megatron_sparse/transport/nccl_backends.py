@@ -1,7 +1,7 @@
 """Which of torch's NCCL backends `scheme.nccl_errors=typed` and `scheme.nccl_engine` support.
 
-Both support `nccl` where it is torch's `ProcessGroupNCCL`. Its watchdog aborts communicators and
-leaves the process alone if `nccl_errors.ENVIRONMENT` says so, and publishes errors in a known order.
+Both support `nccl` where it is torch's `ProcessGroupNCCL`. Its watchdog publishes errors in a known
+order, aborts communicators and leaves the process alone if `nccl_errors.ENVIRONMENT` says so.
 
 torch 2.14 adds backends that are written anew, `nccl2` and `nccl-lazy`, and can make `nccl` an
 alias of the former (`TORCH_DIST_USE_NCCL2=1`). Their thread aborts the communicator, and as a rule
