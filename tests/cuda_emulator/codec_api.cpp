@@ -33,6 +33,19 @@ EXPORT void emulator_schedule(int schedule, uint64_t seed, unsigned resident_blo
   cuda_emulator::options.multiprocessors = multiprocessors;
 }
 
+// From now on this thread's launches are counted, from zero; or no longer.
+EXPORT void emulator_count(int on) {
+  cuda_emulator::counted = on != 0;
+  cuda_emulator::work = {};
+}
+
+// Four numbers: kernels, memsets, bytes read, bytes written.
+EXPORT void emulator_counted(int64_t* out) {
+  const cuda_emulator::Work& work = cuda_emulator::work;
+  const int64_t numbers[] = {work.kernels, work.memsets, work.bytes_read, work.bytes_written};
+  std::copy(std::begin(numbers), std::end(numbers), out);
+}
+
 // Built with AddressSanitizer, marks bytes as out of bounds, or as usable again.
 EXPORT void emulator_poison([[maybe_unused]] const void* from, [[maybe_unused]] size_t bytes,
                             [[maybe_unused]] int on) {

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron_sparse.cuda_ext.arguments import refusing
+from tests.cuda_emulator import ledger
 
 GPU = torch.device("cuda:0")
 _CROSSING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
@@ -38,6 +39,7 @@ _SIZE_ON_DEVICE = {
     _aten.item,
 }
 """Operations whose result, or its size, the host must know."""
+_OVERWRITES = {_aten.copy_, _aten.fill_, _aten.zero_}
 _HOST_TENSORS = {"nccl_sparse_sum": 4}
 """Names of op arguments on the GPU: communicator, shards, the sums' steps, events."""
 _mode = threading.local()
@@ -216,6 +218,24 @@ def _is_pinned(tensor: torch.Tensor | None) -> bool:
     return getattr(tensor, "pinned_in_emulation", False)
 
 
+def _count(func, args, kwargs, result, here: bool) -> None:
+    """Enters an operation into this thread's ledger, if it has one."""
+    counted = ledger.current()
+    if counted is None:
+        return
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    read: list[torch.Tensor] = []
+    for argument in func._schema.arguments:
+        # What is only written is not read: `copy_`, `fill_`, `zero_` and `out=`.
+        is_target = argument.alias_info is not None and argument.alias_info.is_write
+        if is_target and (argument.name == "out" or func.overloadpacket in _OVERWRITES):
+            continue
+        values = tree_flatten(given.get(argument.name))[0]
+        read += [value.inner for value in values if isinstance(value, OnDevice)]
+    results = tree_flatten(result)[0]
+    counted.add_torch_op(func, read, [v for v in results if here and isinstance(v, torch.Tensor)])
+
+
 def _run(func, args, kwargs):
     if _waiting_is_an_error():
         _check_waiting(func, args, kwargs)
@@ -241,6 +261,8 @@ def _run(func, args, kwargs):
         here = isinstance(args[0], OnDevice)
     plain_args, plain_kwargs = tree_map(unwrapped, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
+    if held or here:
+        _count(func, args, kwargs, result, here)
     if pins:
         return _pinned(result)
     if not here or func in _NUMBER:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from tests.cuda_emulator import ledger
+
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "cuda_ext" / "csrc"
 # Kernels load values as raw bits; nvcc does not assume strict aliasing either.
@@ -42,12 +44,20 @@ def find_gxx() -> str | None:
     return shutil.which("g++")
 
 
-def compile_library(folder: Path, extra: Sequence[str] = ()) -> Path:
-    """Builds the shared library; returns its path."""
+TRAFFIC = (
+    "-DCUDA_EMULATOR_TRAFFIC",
+    "-fsanitize=thread",
+    "--param=tsan-instrument-func-entry-exit=0",
+)
+"""Options with which kernels announce their accesses to `traffic.cpp`."""
 
-    def compile_one(source: Path) -> Path:
+
+def compile_library(folder: Path, extra: Sequence[str] = (), *, counts_bytes: bool = False) -> Path:
+    """Builds the shared library, whose ledgers contain bytes or launches only; returns its path."""
+
+    def compile_one(source: Path, options: Sequence[str]) -> Path:
         target = folder / f"{source.name}.o"
-        command = ["g++", *FLAGS, *extra, "-x", "c++", "-c", source, "-o", target]
+        command = ["g++", *FLAGS, *options, "-x", "c++", "-c", source, "-o", target]
         subprocess.run(command, check=True)
         return target
 
@@ -58,8 +68,11 @@ def compile_library(folder: Path, extra: Sequence[str] = ()) -> Path:
         HERE / "peer_api.cpp",
         HERE / "nccl_api.cpp",
     )
+    options = (*extra, *TRAFFIC) if counts_bytes else extra
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, units))
+        objects = list(pool.map(lambda unit: compile_one(unit, options), units))
+    if counts_bytes:
+        objects.append(compile_one(HERE / "traffic.cpp", extra))
     library = folder / "codecs_on_cpu.so"
     subprocess.run(["g++", "-shared", "-pthread", *extra, *objects, "-o", library], check=True)
     return library
@@ -409,13 +422,35 @@ class Codecs:
         guards = [guard for buffer in buffers for guard in buffer.guards()]
         for guard in guards:
             self._poison(guard, 1)
-        complaint = getattr(self.library, name)(*arguments)
+        complaint = self._call(name, buffers, arguments)
         for guard in guards:
             self._poison(guard, 0)
         if complaint is not None:
             raise EmulatorError(complaint.decode())
         for guard in guards:
             assert bool((guard == 0xA5).all()), f"{name} wrote outside a buffer"
+
+    def _call(
+        self, name: str, buffers: Sequence[Buffer], arguments: Sequence[object]
+    ) -> bytes | None:
+        """Calls a launcher and enters its work into this thread's ledger, if it has one."""
+        counted, launch = ledger.current(), getattr(self.library, name)
+        if counted is None:
+            return launch(*arguments)
+        watches = hasattr(self.library, "emulator_watch")
+        for buffer in buffers if watches else ():
+            self.library.emulator_watch(
+                ctypes.c_void_p(buffer.pointer), ctypes.c_size_t(buffer.data.numel())
+            )
+        self.library.emulator_count(1)
+        complaint = launch(*arguments)
+        numbers = (ctypes.c_int64 * 4)()
+        self.library.emulator_counted(numbers)
+        self.library.emulator_count(0)
+        if watches:
+            self.library.emulator_unwatch()
+        counted.add_launcher(tuple(numbers))
+        return complaint
 
     def _poison(self, guard: torch.Tensor, on: int) -> None:
         self.library.emulator_poison(

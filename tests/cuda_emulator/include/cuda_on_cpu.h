@@ -12,6 +12,9 @@
 // accesses of global memory. Not modelled: the weak memory order of a GPU, shared-memory bounds,
 // time.
 //
+// It counts what a thread queues: kernels, memsets, and, in a library built for it (traffic.cpp), the
+// bytes that kernels move.
+//
 // A spin must call __nanosleep, or no other thread ever runs. Dynamic shared memory, declared in a
 // kernel as `extern __shared__ T name[];`, is defined by the test with
 // CUDA_EMULATOR_DYNAMIC_SHARED.
@@ -79,6 +82,30 @@ struct Options {
   int multiprocessors = 2;  // what cudaDeviceGetAttribute answers
 };
 inline Options options;
+
+// What the calling thread has queued since `counted` was set.
+struct Work {
+  int64_t kernels = 0;
+  int64_t memsets = 0;
+  int64_t bytes_read = 0;
+  int64_t bytes_written = 0;
+};
+inline thread_local Work work;
+inline thread_local bool counted = false;
+
+#ifdef CUDA_EMULATOR_TRAFFIC
+extern "C" void traffic_begin(bool counted);
+extern "C" void traffic_end(int64_t* read, int64_t* written);
+
+// While it lives, a launch's accesses are counted, and other threads wait with theirs.
+class Traffic {
+ public:
+  Traffic() { traffic_begin(counted); }
+  ~Traffic() { traffic_end(&work.bytes_read, &work.bytes_written); }
+};
+#else
+class Traffic {};
+#endif
 
 enum class Op {
   kNone,
@@ -740,11 +767,15 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const std::tuple<Parameters...> copies(std::forward<Arguments>(arguments)...);
   cuda_emulator::Launch launch(config->gridDim, config->blockDim,
                                [&] { std::apply(kernel, copies); });
+  ++cuda_emulator::work.kernels;
+  [[maybe_unused]] const cuda_emulator::Traffic traffic;
   launch.run();
   return cudaSuccess;
 }
 
 inline cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t) {
+  ++cuda_emulator::work.memsets;
+  cuda_emulator::work.bytes_written += static_cast<int64_t>(bytes);
   std::memset(pointer, value, bytes);
   return cudaSuccess;
 }

@@ -1,0 +1,209 @@
+"""What one rank gives a GPU to do for a bucket: launches, and bytes of device memory an element.
+
+`docs/device-work.md` shows it: `python -m tests.cuda_emulator.device_work` writes it anew.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
+from megatron_sparse.reduction.progress import GATE
+from megatron_sparse.transport import VirtualCluster
+from tests import fake_nccl
+from tests.cuda_emulator.device import GPU, EmulatedGpu, pretend_driver
+from tests.cuda_emulator.emulated import IN_ORDER, Codecs, compile_library
+from tests.cuda_emulator.ledger import Ledger, counting
+from tests.cuda_emulator.op_calls import EmulatedDevice
+from tests.cuda_emulator.test_nccl_emulated import Group, Rank, group_of, on_all
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "device-work.md"
+RANKS, NUMEL = 8, 8 * 8192
+FLOOR_BYTES = 16
+COUNTED_STEP = 1
+"""By then tables are on the device and residuals are not zero."""
+SETTINGS: dict[str, Any] = {"density": 0.01, "capacity": 1.25, "samples": 500}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of a bucket through the device, in capacity mode."""
+
+    scheme: str
+    op: CollectiveOp
+    engine: bool
+
+    def __str__(self) -> str:
+        return f"`{self.scheme}`{', engine' if self.engine else ''}, {self.op.value}"
+
+
+WAYS = [
+    Way("direct", CollectiveOp.ALL_REDUCE, True),
+    Way("direct", CollectiveOp.ALL_REDUCE, False),
+    Way("direct", CollectiveOp.REDUCE_SCATTER, True),
+    Way("agsparse", CollectiveOp.ALL_REDUCE, True),
+    Way("agsparse", CollectiveOp.ALL_REDUCE, False),
+]
+"""The other schemes with slots forward what they receive in the order of a stream, which the
+virtual cluster does not keep."""
+
+
+class WorkRank(Rank):
+    """A rank with one fp32 bucket of two parameters."""
+
+    def __init__(self, transport: Any, way: Way) -> None:
+        super().__init__(
+            transport,
+            way.op,
+            torch.float32,
+            scheme=way.scheme,
+            nccl_engine=way.engine,
+            **SETTINGS,
+        )
+        self.bucket = Bucket(
+            "b",
+            torch.zeros(NUMEL, device=GPU),
+            [
+                ParameterSlice("v", 0, NUMEL // 2 + 100),
+                ParameterSlice("w", NUMEL // 2 + 100, NUMEL),
+            ],
+            way.op,
+            RANKS,
+            reduction=Reduction.AVG,
+        )
+
+    def fill(self, step: int) -> None:
+        """The backward pass."""
+        generator = torch.Generator().manual_seed(10 * step + self.transport.rank)
+        self.bucket.grad_N.copy_(torch.randn(NUMEL, generator=generator))
+
+
+def work_of(way: Way, nccl: Any) -> Ledger:
+    """Counts the work of rank 0 of 8, in a step after the first.
+
+    Args:
+        way: which.
+        nccl: of `tests.fake_nccl`.
+    """
+    return _with_engine(way, nccl) if way.engine else _without_engine(way)
+
+
+def _with_engine(way: Way, nccl: Any) -> Ledger:
+    ledger = Ledger()
+
+    def step(group: Group, rank: int, number: int) -> None:
+        group.ranks[rank].fill(number)
+        if (rank, number) == (0, COUNTED_STEP):
+            with counting(ledger):
+                group.drive(rank, number)
+        else:
+            group.drive(rank, number)
+
+    with group_of(nccl, RANKS, lambda transport: WorkRank(transport, way)) as group:
+        for number in range(COUNTED_STEP + 1):
+            on_all(range(RANKS), lambda rank, number=number: step(group, rank, number))
+    return ledger
+
+
+def _without_engine(way: Way) -> Ledger:
+    ledger, cluster = Ledger(), VirtualCluster(RANKS, device=GPU)
+    ranks = [WorkRank(transport, way) for transport in cluster.transports]
+
+    def drive(rank: WorkRank, number: int) -> Iterator[Any]:
+        rank.fill(number)
+        counts = (rank.transport.rank, number) == (0, COUNTED_STEP)
+        steps = rank.steps(number)
+        while True:
+            try:
+                with counting(ledger if counts else None):
+                    outcome = next(steps)
+            except StopIteration as ended:
+                return ended.value
+            if outcome is not GATE:
+                yield outcome
+
+    for number in range(COUNTED_STEP + 1):
+        cluster.run(lambda transport, number=number: drive(ranks[transport.rank], number))
+    return ledger
+
+
+HEAD = f"""\
+# Launches and bytes of a bucket
+
+What one rank of {RANKS} gives its GPU to do for a bucket in capacity mode: density 1 %, capacity
+1.25, fp32 gradient and residual. The [emulator](results/gpu.md) counts it; no GPU was measured. A
+test compares this page with the count. After a change of a launch, write the page anew:
+
+```bash
+python -m tests.cuda_emulator.device_work
+```
+
+"Engine" is `scheme.nccl_engine=true`; without it messages go through c10d.
+
+- **Launches** are the package's kernels, its memsets and torch's operations (each counted as one;
+  copies from and to the host included). NCCL's own kernels are not: one for each group of messages.
+- **Bytes** of device memory for each element of the bucket. A kernel counts each sector of 32 bytes
+  once as read and once as written: nothing stays in a cache between launches, everything within
+  one. The bucket has {NUMEL:,} elements, so samples and tables weigh more than in a real one.
+  NCCL's reading and writing of messages is left out.
+- **The floor** is {FLOOR_BYTES} bytes an element: gradient and residual are read, residual and sum
+  are written, each once.
+"""
+
+
+def page(counts: dict[Way, Ledger]) -> str:
+    """The text of `docs/device-work.md`."""
+    rows = [
+        "| path | kernels | memsets | torch's | launches | read | written | bytes | by the floor |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for way, ledger in counts.items():
+        read, written = ledger.bytes_read / NUMEL, ledger.bytes_written / NUMEL
+        total = read + written
+        rows.append(
+            f"| {way} | {ledger.kernels} | {ledger.memsets} | {ledger.torch_ops} "
+            f"| {ledger.launches} | {read:.1f} | {written:.1f} | {total:.1f} "
+            f"| {total / FLOOR_BYTES:.2f} |"
+        )
+    return "\n".join([HEAD, *rows, ""])
+
+
+def counting_codecs(folder: Path) -> Codecs:
+    """The emulator, compiled to count bytes, in the one schedule of the counts."""
+    codecs = Codecs(compile_library(folder, counts_bytes=True))
+    codecs.schedule(IN_ORDER, 0, resident_blocks=4, multiprocessors=4)
+    return codecs
+
+
+def everything(codecs: Codecs, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Way, Ledger]:
+    """Counts every way.
+
+    Args:
+        codecs: of `counting_codecs`.
+        folder: for an NCCL of the tests.
+        monkeypatch: undoes the emulation.
+    """
+    nccl = fake_nccl.build(folder)
+    pretend_driver(monkeypatch)
+    EmulatedDevice(codecs, monkeypatch)
+    with EmulatedGpu():
+        return {way: work_of(way, nccl) for way in WAYS}
+
+
+def write_page() -> None:
+    """Writes `docs/device-work.md`."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        counts = everything(counting_codecs(Path(name)), Path(name), patch)
+    PAGE.write_text(page(counts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_page()

@@ -1,0 +1,81 @@
+"""Counts the work that a thread gives to the emulated GPU: launches, and bytes of device memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_here = threading.local()
+_ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach")
+
+
+@dataclass
+class Ledger:
+    """What was counted.
+
+    Attributes:
+        kernels: launches of the package's own kernels.
+        memsets: of device memory, by the package's launchers.
+        torch_ops: torch's operations on device memory, copies from and to the host included. Each
+            is at least one launch; views and allocations are none.
+        bytes_read: of device memory; by kernels in sectors of 32 bytes (`traffic.cpp`), by torch's
+            operations all of their arguments.
+        bytes_written: likewise.
+    """
+
+    kernels: int = 0
+    memsets: int = 0
+    torch_ops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    @property
+    def launches(self) -> int:
+        """Everything that is queued, NCCL's own kernels apart."""
+        return self.kernels + self.memsets + self.torch_ops
+
+    def add_launcher(self, counted: tuple[int, int, int, int]) -> None:
+        """Adds what a launcher has queued: kernels, memsets, bytes read, bytes written."""
+        self.kernels += counted[0]
+        self.memsets += counted[1]
+        self.bytes_read += counted[2]
+        self.bytes_written += counted[3]
+
+    def add_torch_op(
+        self, func: Any, read: list[torch.Tensor], written: list[torch.Tensor]
+    ) -> None:
+        """Adds an operation, unless it touches no memory."""
+        schema = func._schema
+        is_view = any(
+            value.alias_info is not None and not value.alias_info.is_write
+            for value in schema.returns
+        )
+        if is_view or schema.name.removeprefix("aten::") in _ALLOCATES:
+            return
+        self.torch_ops += 1
+        self.bytes_read += sum(map(_nbytes, read))
+        self.bytes_written += sum(map(_nbytes, written))
+
+
+def current() -> Ledger | None:
+    """The ledger of this thread, if its work is counted."""
+    return getattr(_here, "ledger", None)
+
+
+@contextmanager
+def counting(ledger: Ledger | None) -> Iterator[None]:
+    """Counts this thread's work in the ledger; with None, counts nothing."""
+    before, _here.ledger = current(), ledger
+    try:
+        yield
+    finally:
+        _here.ledger = before
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,86 @@
+"""Launches and bytes of a bucket, as `docs/device-work.md` states them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import CollectiveOp
+from tests.cuda_emulator.device import EmulatedGpu, to_gpu
+from tests.cuda_emulator.device_work import (
+    FLOOR_BYTES,
+    NUMEL,
+    PAGE,
+    Way,
+    counting_codecs,
+    everything,
+    page,
+)
+from tests.cuda_emulator.emulated import Codecs, find_gxx
+from tests.cuda_emulator.ledger import Ledger, counting
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if find_gxx() is None:
+        pytest.skip("the emulator needs g++")
+    return tmp_path_factory.mktemp("counting")
+
+
+@pytest.fixture(scope="module")
+def codecs(folder: Path) -> Codecs:
+    return counting_codecs(folder)
+
+
+@pytest.fixture(scope="module")
+def counts(codecs: Codecs, folder: Path) -> dict[Way, Ledger]:
+    with pytest.MonkeyPatch.context() as patch:
+        return everything(codecs, folder, patch)
+
+
+def test_the_page_says_what_the_emulator_counts(counts: dict[Way, Ledger]) -> None:
+    """`python -m tests.cuda_emulator.device_work` writes it anew."""
+    assert PAGE.read_text("utf-8") == page(counts)
+
+
+def test_no_way_counts_fewer_bytes_than_the_floor(counts: dict[Way, Ledger]) -> None:
+    """Gradient and residual are read; the residual is written, and the sum or a shard of it."""
+    for way, ledger in counts.items():
+        whole = way.op is CollectiveOp.ALL_REDUCE
+        least = FLOOR_BYTES * NUMEL if whole else (FLOOR_BYTES - 4) * NUMEL
+        assert ledger.bytes_read + ledger.bytes_written >= least, way
+
+
+def test_a_kernel_counts_each_sector_of_its_buffers_once(codecs: Codecs) -> None:
+    """Of 4096 samples of 4096 elements: all are read and their magnitudes written, once each."""
+    numel, tables = 4096, 5 * 32
+    with counting(ledger := Ledger()):
+        codecs.sample_threshold(
+            torch.randn(numel),
+            None,
+            torch.tensor([0, numel]),
+            torch.tensor([0.1]),
+            numel,
+            torch.tensor([3]),
+        )
+    assert ledger.kernels >= 1
+    assert ledger.torch_ops == 0
+    assert 0 <= ledger.bytes_written - 4 * numel <= tables
+    assert 0 <= ledger.bytes_read - 8 * numel <= tables, "gradient, and magnitudes"
+
+
+def test_torchs_operations_count_what_they_read_and_write() -> None:
+    with EmulatedGpu(), counting(ledger := Ledger()):
+        x = to_gpu(torch.ones(100))
+        before = (ledger.torch_ops, ledger.bytes_read, ledger.bytes_written)
+        assert before == (0, 0, 0)
+        x[:50].add_(x[50:])
+        assert (ledger.torch_ops, ledger.bytes_read, ledger.bytes_written) == (1, 400, 200)
+        torch.empty(1000, device="cuda").view(10, 100)
+        assert ledger.torch_ops == 1, "allocations and views are free"
+        x.zero_()
+        assert (ledger.torch_ops, ledger.bytes_read, ledger.bytes_written) == (2, 400, 600)
+    x.inner.add_(1)
+    assert ledger.torch_ops == 2, "nothing is counted outside"
