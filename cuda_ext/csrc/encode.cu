@@ -7,13 +7,23 @@ namespace megatron_sparse {
 namespace {
 
 template <class Value>
-void launch_place_values(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
-  const cudaLaunchConfig_t one = grid_for(1, 1, kPlanThreads, stream);
-  cudaLaunchKernelEx(&one, plan_records_kernel<Value>, work, a);
+void launch_place_values(const EncodeArguments& a, const Workspace& work, cudaStream_t stream,
+                         const SpoiledBy& spoiled) {
   const int64_t tiles = a.numel / kPiciTile + a.segment_count;
   const cudaLaunchConfig_t all = grid_for((tiles + kPlaceWarps - 1) / kPlaceWarps,
                                           multiprocessors() * 8, kPlaceThreads, stream);
-  cudaLaunchKernelEx(&all, place_kernel<Value>, work, a);
+  cudaLaunchKernelEx(&all, place_kernel<Value>, work, a, spoiled);
+}
+
+// At most a block for each of the multiprocessors.
+void launch_cut_tiles(const EncodeArguments& a, const Workspace& work, const Cleared& slots,
+                      cudaStream_t stream) {
+  const Cleared counters = {work.nnz_states, work.zeroed_bytes};
+  const int64_t vectors = (counters.bytes + slots.bytes) / 16;
+  const cudaLaunchConfig_t config =
+      grid_for(vectors / kCutThreads + 1, multiprocessors(), kCutThreads, stream);
+  cudaLaunchKernelEx(&config, cut_tiles_kernel, work, a.segment_offsets, a.segment_kinds,
+                     a.segment_count, a.numel, a.status, counters, slots);
 }
 
 }  // namespace
@@ -23,23 +33,22 @@ int64_t encode_workspace_bytes(const EncodeArguments& arguments) {
 }
 
 void launch_cut(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
-  cudaMemsetAsync(work.nnz_states, 0, static_cast<size_t>(work.zeroed_bytes), stream);
-  const cudaLaunchConfig_t one = grid_for(1, 1, kPlanThreads, stream);
-  cudaLaunchKernelEx(&one, cut_tiles_kernel, work, a.segment_offsets, a.segment_kinds,
-                     a.segment_count, a.numel, a.status);
+  launch_cut_tiles(a, work, {}, stream);
 }
 
-void launch_place_records(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
+void launch_cut_and_clear(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
+  Cleared slots = {};
+  if (a.slots != nullptr) slots = {a.out, a.capacity};
+  launch_cut_tiles(a, work, slots, stream);
+}
+
+void launch_place(const EncodeArguments& a, const Workspace& work, cudaStream_t stream,
+                  const SpoiledBy& spoiled) {
   if (a.value_dtype == kFp32) {
-    launch_place_values<uint32_t>(a, work, stream);
+    launch_place_values<uint32_t>(a, work, stream, spoiled);
   } else {
-    launch_place_values<uint16_t>(a, work, stream);
+    launch_place_values<uint16_t>(a, work, stream, spoiled);
   }
-}
-
-void launch_place(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
-  if (a.slots != nullptr) cudaMemsetAsync(a.out, 0, static_cast<size_t>(a.capacity), stream);
-  launch_place_records(a, work, stream);
 }
 
 void launch_compact_grad(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
@@ -52,13 +61,13 @@ void launch_compact_grad(const EncodeArguments& a, const Workspace& work, cudaSt
   }
 }
 
-void launch_encode(const EncodeArguments& a, void* stream_pointer) {
+void launch_encode(const EncodeArguments& a, void* stream_pointer, const SpoiledBy& spoiled) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const Workspace work = workspace_of(a);
-  launch_cut(a, work, stream);
+  launch_cut_and_clear(a, work, stream);
   if (a.segment_count == 0) return;
   launch_compact_grad(a, work, stream);
-  launch_place(a, work, stream);
+  launch_place(a, work, stream, spoiled);
 }
 
 }  // namespace megatron_sparse

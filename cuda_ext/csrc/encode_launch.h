@@ -51,9 +51,23 @@ struct PruneArguments {
 
 int64_t encode_workspace_bytes(const EncodeArguments& arguments);
 
+// Statuses of earlier calls, on the device: a word in every `stride` words; 0 means no error.
+struct Earlier {
+  const int64_t* words;
+  int64_t count;
+  int64_t stride;
+};
+
+// If one of these has failed, the message's first byte is set to 0, with which no record begins:
+// its receivers refuse it.
+struct SpoiledBy {
+  Earlier some;
+  Earlier others;
+};
+
 // Encodes the non-zero elements of the gradient. Launches on `stream` (a cudaStream_t) and returns
 // at once; the caller reads the launches' error with cudaGetLastError.
-void launch_encode(const EncodeArguments& arguments, void* stream);
+void launch_encode(const EncodeArguments& arguments, void* stream, const SpoiledBy& spoiled = {});
 
 // The same for the pruned gradient + residual; the gradient is only read.
 void launch_prune_encode(const EncodeArguments& arguments, const PruneArguments& prune,

@@ -17,6 +17,11 @@ inline Workspace workspace_of(const EncodeArguments& a) {
 // Clears the workspace's counters and cuts the segments into tiles.
 void launch_cut(const EncodeArguments& arguments, const Workspace& work, cudaStream_t stream);
 
+// The same, and clears the slots, if there are any: they are sent whole and must not contain older
+// data.
+void launch_cut_and_clear(const EncodeArguments& arguments, const Workspace& work,
+                          cudaStream_t stream);
+
 template <class Source>
 void launch_compact(const EncodeArguments& a, const Source& source, const Workspace& work,
                     cudaStream_t stream) {
@@ -32,10 +37,7 @@ void launch_compact_grad(const EncodeArguments& arguments, const Workspace& work
                          cudaStream_t stream);
 
 // Plans the records and moves the kept elements into them; writes nothing between slots.
-void launch_place_records(const EncodeArguments& arguments, const Workspace& work,
-                          cudaStream_t stream);
-
-// The same, but clears the slots first: they are sent whole and must not contain older data.
-void launch_place(const EncodeArguments& arguments, const Workspace& work, cudaStream_t stream);
+void launch_place(const EncodeArguments& arguments, const Workspace& work, cudaStream_t stream,
+                  const SpoiledBy& spoiled = {});
 
 }  // namespace megatron_sparse

@@ -26,6 +26,8 @@ struct Workspace {
   ScanState* nnz_states;    // [tiles], zeroed; after compaction, inclusive prefixes
   ScanState* block_states;  // likewise, of non-zero blocks; null if there are none
   unsigned int* ticket;     // zeroed
+  unsigned int* planners;   // zeroed: blocks that have asked to plan the records
+  unsigned int* planned;    // zeroed: whether the first of them has done it
   int64_t* tile_begin;      // [segments + 1]: first tile of each segment
   RecordPlan* plans;        // [segments]
   uint32_t* words;          // [128 * tiles]: bit b of word w says that element 32 w + b is kept
@@ -47,7 +49,9 @@ inline Workspace lay_out_workspace(void* base, int64_t numel, int64_t segment_co
   Carver memory(base);
   w.nnz_states = memory.take<ScanState>(tiles);
   if (with_blocks) w.block_states = memory.take<ScanState>(tiles);
-  w.ticket = memory.take<unsigned int>(1);
+  w.ticket = memory.take<unsigned int>(3);
+  w.planners = w.ticket + 1;
+  w.planned = w.ticket + 2;
   w.zeroed_bytes = memory.used();
   w.tile_begin = memory.take<int64_t>(segment_count + 1);
   w.plans = memory.take<RecordPlan>(segment_count);

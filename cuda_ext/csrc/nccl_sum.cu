@@ -3,7 +3,7 @@
 //
 // Shards go to their owners in one group of sends and receives; the owner adds them in rank order,
 // encodes the sum once and sends it to everyone in another. Launches for up to 16 ranks: 3 and one
-// for each rank to add, 7 to encode, 4 to place the sums. Bytes: as of `direct`.
+// for each rank to add, 3 to encode, 4 to place the sums. Bytes: as of `direct`.
 #include <algorithm>
 #include <vector>
 
@@ -15,20 +15,6 @@
 
 namespace megatron_sparse {
 namespace {
-
-constexpr int kSpoilThreads = 32;
-
-// If anything has failed so far, invalidates the records for their receivers: sets their first byte
-// to 0, with which no record begins.
-__global__ void spoil_kernel(const int64_t* earlier, int64_t earlier_count, const int64_t* statuses,
-                             int64_t status_count, uint8_t* records) {
-  bool failed = false;
-  for (int64_t i = threadIdx.x; i < earlier_count; i += kSpoilThreads) failed |= earlier[i] != 0;
-  for (int64_t i = threadIdx.x; i < status_count; i += kSpoilThreads) {
-    failed |= statuses[i * kStatusWords] != 0;
-  }
-  if (__any_sync(0xffffffffu, failed) && threadIdx.x == 0) records[0] = 0;
-}
 
 // With a single shard all ranks share it.
 const NcclShard& shard_of(const NcclSum& sum, int rank) {
@@ -168,16 +154,10 @@ class Queue {
   }
 
   void encode() const {
-    const EncodeArguments encoder = encoder_of(sum_);
-    launch_encode(encoder, stream_);
-    if (own_.sum_bytes == 0) return;
-    const cudaLaunchConfig_t one =
-        grid_for(1, 1, kSpoilThreads, static_cast<cudaStream_t>(stream_));
-    // The messages' statuses, and the encoder's, which follows them.
-    const int64_t* statuses = sum_.report;
-    const int64_t status_count = sum_.world + 1;
-    cudaLaunchKernelEx(&one, spoil_kernel, sum_.earlier, sum_.earlier_count, statuses, status_count,
-                       encoder.out);
+    // A damaged message, or one that its rank could not make, spoils the sum for everyone.
+    const Earlier messages = {sum_.report, sum_.world, kStatusWords};
+    const Earlier own_calls = {sum_.earlier, sum_.earlier_count, 1};
+    launch_encode(encoder_of(sum_), stream_, {messages, own_calls});
   }
 
   void place_sums() const {

@@ -126,7 +126,7 @@ void launch_place_in_window(const PeerStep& step, EncodeArguments& a, const Work
                      step.scratch.kinds);
   if (a.segment_count == 0) return;
   a.segment_kinds = step.scratch.kinds;
-  launch_place_records(a, work, step.stream);
+  launch_place(a, work, step.stream);
 }
 
 uint8_t* area_on_host(const PeerStep& step, PeerPhase phase) {

@@ -1,32 +1,52 @@
-// The CUDA encoders' launches around compaction. Before it: the cut into tiles. After it: the
-// format and place of each segment's record, and the move of staged bits and values to their
-// records.
+// The CUDA encoders' launches around compaction. Before it: the cut into tiles, and zeros where they
+// are needed. After it: the format and place of each segment's record, and the move of staged bits
+// and values to their records.
 #pragma once
 
 #include "tile_words.cuh"
 
 namespace megatron_sparse {
 
-constexpr int kPlanThreads = 256;
+constexpr int kCutThreads = 256;
 constexpr int kPlaceThreads = 256;
 constexpr int kPlaceWarps = kPlaceThreads / 32;
+
+// An area of zeros to be.
+struct Cleared {
+  void* begin;  // 16-byte aligned
+  int64_t bytes;
+};
 
 __device__ __forceinline__ bool is_known_kind(uint8_t kind, bool with_blocks) {
   return kind == kKindDense || kind == kKindCoo || kind == kKindPici || kind == kKindPiciPaper ||
          kind == kKindAdaptive || (kind == kKindBlocks && with_blocks);
 }
 
-// One block, before compaction: the first tile of each segment. If the arguments are wrong, the
-// status says so, there are no tiles, and the other launches do nothing.
-__global__ void __launch_bounds__(kPlanThreads)
+// Called by the whole grid.
+__device__ __forceinline__ void clear_area(const Cleared& area) {
+  const int64_t whole = area.bytes / 16, stride = item_stride();
+  uint4* vectors = static_cast<uint4*>(area.begin);
+  uint8_t* bytes = static_cast<uint8_t*>(area.begin);
+  for (int64_t i = first_item(); i < whole; i += stride) vectors[i] = {0, 0, 0, 0};
+  for (int64_t i = 16 * whole + first_item(); i < area.bytes; i += stride) bytes[i] = 0;
+}
+
+// Before compaction. All blocks clear the counters and, if wanted, the slots. The first one finds
+// the first tile of each segment. If the arguments are wrong, the status says so, there are no
+// tiles, and the other launches do nothing.
+__global__ void __launch_bounds__(kCutThreads)
     cut_tiles_kernel(Workspace work, const int64_t* segment_offsets, const uint8_t* segment_kinds,
-                     int64_t segment_count, int64_t numel, int64_t* status) {
-  __shared__ int64_t shared[kPlanThreads / 32];
+                     int64_t segment_count, int64_t numel, int64_t* status, Cleared counters,
+                     Cleared slots) {
+  __shared__ int64_t shared[kCutThreads / 32];
   __shared__ unsigned int first_wrong;
+  clear_area(counters);
+  clear_area(slots);
+  if (blockIdx.x != 0) return;
   if (threadIdx.x == 0) first_wrong = 0xffffffffu;
   __syncthreads();
   int64_t tiles_before = 0;
-  for (int64_t begin = 0; begin < segment_count; begin += kPlanThreads) {
+  for (int64_t begin = 0; begin < segment_count; begin += kCutThreads) {
     const int64_t s = begin + threadIdx.x;
     int64_t tiles = 0;
     if (s < segment_count) {
@@ -42,7 +62,7 @@ __global__ void __launch_bounds__(kPlanThreads)
       }
     }
     int64_t total;
-    const int64_t before = block_exclusive_sum<kPlanThreads>(tiles, shared, total);
+    const int64_t before = block_exclusive_sum<kCutThreads>(tiles, shared, total);
     if (s < segment_count) work.tile_begin[s] = tiles_before + before;
     tiles_before += total;
   }
@@ -64,22 +84,34 @@ __device__ __forceinline__ void clear(uint8_t* from, uint8_t* to) {
   for (; from < to; ++from) *from = 0;
 }
 
-// One block, after compaction: sizes, places, headers and padding of all records.
+__device__ __forceinline__ bool has_failed(const Earlier& calls) {
+  bool failed = false;
+  for (int64_t i = threadIdx.x; i < calls.count; i += kPlaceThreads) {
+    failed |= calls.words[i * calls.stride] != 0;
+  }
+  return failed;
+}
+
+// A block's shared memory for plan_records.
+struct PlanMemory {
+  int64_t warp_sums[kPlaceThreads / 32];
+  unsigned int first_misfit;
+};
+
+// Called by one block, after compaction: sizes, places, headers and padding of all records.
 template <class Value>
-__global__ void __launch_bounds__(kPlanThreads)
-    plan_records_kernel(Workspace work, EncodeArguments call) {
-  __shared__ int64_t shared[kPlanThreads / 32];
-  __shared__ unsigned int first_misfit;
-  if (threadIdx.x == 0) first_misfit = 0xffffffffu;
+__device__ __forceinline__ void plan_records(const Workspace& work, const EncodeArguments& call,
+                                             const SpoiledBy& spoiled, PlanMemory& shared) {
+  if (threadIdx.x == 0) shared.first_misfit = 0xffffffffu;
   if (call.status[0] != kEncodeOk) {
-    for (int64_t s = threadIdx.x; s < call.segment_count; s += kPlanThreads) {
+    for (int64_t s = threadIdx.x; s < call.segment_count; s += kPlaceThreads) {
       call.segment_bytes[s] = 0;
       call.nnz[s] = 0;
     }
     return;
   }
   int64_t used = 0;
-  for (int64_t begin = 0; begin < call.segment_count; begin += kPlanThreads) {
+  for (int64_t begin = 0; begin < call.segment_count; begin += kPlaceThreads) {
     const int64_t s = begin + threadIdx.x;
     int64_t bytes = 0;
     RecordPlan plan = {};
@@ -109,13 +141,13 @@ __global__ void __launch_bounds__(kPlanThreads)
       bytes = kHeaderBytes + plan.sections.payload;
     }
     int64_t total;
-    plan.at = used + block_exclusive_sum<kPlanThreads>(bytes, shared, total);
+    plan.at = used + block_exclusive_sum<kPlaceThreads>(bytes, shared.warp_sums, total);
     used += total;
     if (s < call.segment_count) {
       if (call.slots != nullptr) {
         plan.at = call.slots[s];
         if (bytes > call.slots[s + 1] - plan.at) {
-          atomicMin(&first_misfit, static_cast<unsigned int>(s));
+          atomicMin(&shared.first_misfit, static_cast<unsigned int>(s));
         }
       }
       work.plans[s] = plan;
@@ -124,6 +156,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     }
   }
   __syncthreads();  // all have read the status
+  const unsigned int first_misfit = shared.first_misfit;
   if (first_misfit != 0xffffffffu) {
     if (threadIdx.x == 0) {
       call.status[0] = kEncodeSlot;
@@ -141,7 +174,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     }
     return;
   }
-  for (int64_t s = threadIdx.x; s < call.segment_count; s += kPlanThreads) {
+  for (int64_t s = threadIdx.x; s < call.segment_count; s += kPlaceThreads) {
     const RecordPlan plan = work.plans[s];
     const bool pici = plan.kind == kKindPici || plan.kind == kKindPiciPaper;
     const int64_t offset = call.segment_offsets[s];
@@ -176,6 +209,31 @@ __global__ void __launch_bounds__(kPlanThreads)
     clear(payload + plan.sections.indices + 4 * index_count, payload + plan.sections.values);
     clear(payload + plan.sections.values_end, payload + plan.sections.payload);
   }
+  const bool failed = has_failed(spoiled.some) || has_failed(spoiled.others);
+  // The barrier comes after the first record's header.
+  if (__syncthreads_or(failed) && threadIdx.x == 0) call.out[0] = 0;
+}
+
+// Lets the first block of the launch plan the records; the others wait for it. It has begun before
+// they ask, so the wait ends on any GPU.
+template <class Value>
+__device__ __forceinline__ void plan_once(const Workspace& work, const EncodeArguments& call,
+                                          const SpoiledBy& spoiled, PlanMemory& shared) {
+  __shared__ bool is_first;
+  if (threadIdx.x == 0) is_first = atomicAdd(work.planners, 1u) == 0;
+  __syncthreads();
+  if (is_first) {
+    plan_records<Value>(work, call, spoiled, shared);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();  // the plans before the word that announces them
+      atomicExch(work.planned, 1u);
+    }
+  } else if (threadIdx.x == 0) {
+    while (*static_cast<const volatile unsigned int*>(work.planned) == 0) __nanosleep(64);
+    __threadfence();
+  }
+  __syncthreads();
 }
 
 // The data that a warp needs to place one tile.
@@ -288,11 +346,13 @@ __device__ __forceinline__ void place_blocks(const TileMove<Value>& move, int bl
   }
 }
 
-// A warp takes one tile after the other.
+// The first block plans the records. Then a warp takes one tile after the other.
 template <class Value>
 __global__ void __launch_bounds__(kPlaceThreads, 4)
-    place_kernel(Workspace work, EncodeArguments call) {
+    place_kernel(Workspace work, EncodeArguments call, SpoiledBy spoiled) {
   __shared__ TileWords tiles[kPlaceWarps];
+  __shared__ PlanMemory planning;
+  plan_once<Value>(work, call, spoiled, planning);
   if (call.status[0] != kEncodeOk) return;
   TileWords& bits = tiles[threadIdx.x / 32];
   const int64_t tile_count = work.tile_begin[call.segment_count];

@@ -63,7 +63,7 @@ void launch_limit(const EncodeArguments& a, const PruneArguments& p, const Works
 void launch_prune_encode(const EncodeArguments& a, const PruneArguments& p, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const Workspace work = workspace_of(a);
-  launch_cut(a, work, stream);
+  launch_cut_and_clear(a, work, stream);
   if (a.segment_count == 0) return;
   const Grid grid = grid_of(a.grad_dtype, a.value_dtype);
   if (a.grad_dtype == kFp32) {

@@ -18,7 +18,7 @@ from tests.cuda_emulator.device_work import (
     everything,
     page,
 )
-from tests.cuda_emulator.emulated import Codecs, find_gxx
+from tests.cuda_emulator.emulated import COO, Codecs, find_gxx
 from tests.cuda_emulator.ledger import Ledger, counting
 
 
@@ -69,6 +69,31 @@ def test_a_kernel_counts_each_sector_of_its_buffers_once(codecs: Codecs) -> None
     assert ledger.torch_ops == 0
     assert 0 <= ledger.bytes_written - 4 * numel <= tables
     assert 0 <= ledger.bytes_read - 8 * numel <= tables, "gradient, and magnitudes"
+
+
+@pytest.mark.parametrize("limits", [False, True])
+def test_an_encoder_is_three_launches_and_a_fourth_for_limits(codecs: Codecs, limits: bool) -> None:
+    """Cut, compact, place; nothing else clears slots or plans the records."""
+    numel = 2 * 4096
+    prune = {
+        "residual": torch.zeros(numel),
+        "ranges": [0, numel],
+        "thresholds": [2.0],
+        "leak": 1.0,
+        "key": -1,
+    }
+    with counting(ledger := Ledger()):
+        codecs.encode(
+            torch.randn(numel),
+            [0, numel],
+            [COO],
+            torch.float32,
+            capacity=4 * numel,
+            prune=prune if limits else None,
+            slots=[0, 4 * numel],
+            most_nnz=[300] if limits else None,
+        )
+    assert (ledger.kernels, ledger.memsets) == (4 if limits else 3, 0)
 
 
 def test_torchs_operations_count_what_they_read_and_write() -> None:
