@@ -199,7 +199,8 @@ class NcclCommunicator:
             self.check()
 
     def _run_monitor(self) -> None:
-        torch.cuda.set_device(self._device)  # a thread begins with the first one
+        if self._device.type == "cuda":  # it is not where NCCL is a stub
+            torch.cuda.set_device(self._device)  # a thread begins with the first one
         while True:
             with self._change:
                 if not self._pending and not self._closing:
