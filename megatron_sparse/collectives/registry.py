@@ -161,11 +161,12 @@ def check_capacity(scheme: SchemeConfig) -> None:
     Raises:
         ConfigError: lists the schemes that have them.
     """
-    if scheme.capacity is not None and scheme.name != AUTO and not SCHEMES[scheme.name].takes_slots:
+    given, name = scheme.given_capacity, scheme.name
+    if given is not None and name != AUTO and not SCHEMES[name].takes_slots:
         raise ConfigError(
-            f"scheme.name={scheme.name} has no messages of fixed size",
+            f"scheme.name={name} has no messages of fixed size",
             expected=" | ".join([AUTO, *(name for name, s in SCHEMES.items() if s.takes_slots)]),
-            got=f"scheme.capacity={scheme.capacity}",
+            got=f"scheme.capacity={given}",
             remedy="choose another scheme, or leave scheme.capacity out",
         )
 

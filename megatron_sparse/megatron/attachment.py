@@ -32,12 +32,13 @@ from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, Resid
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
-from megatron_sparse.megatron.buckets import GroupBuckets, collect, tensor_parallel_group
+from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of, tensor_parallel_group
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
 from megatron_sparse.megatron.units import ResidualUnit
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import RecordSink
+from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
@@ -77,19 +78,18 @@ class Attachment:
         sink: RecordSink,
         run_dir: Path | None = None,
     ) -> None:
-        self.config = config = with_swept_thresholds(config)
         self._run_dir = run_dir
         self.sink = sink
         self.step = 0
         self.grad_norm: float | None = None
         self.groups = collect(chunks, ParameterFilter(config.compression))
         self._check_attachable()
+        self._device = device = device_of(self.buckets)
+        self.config = config = with_agreed_capacity(with_swept_thresholds(config), device)
         for bucket in self.buckets:
             check_op(config.scheme, config.planner, bucket.op)
         self.planner = planner_of(config, logs=dist.get_rank() == 0)
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), config.scheme.timeout_s)
-        device = self.buckets[0].grad_N.device if self.buckets else torch.device("cpu")
-        self._device = device
         self.progress = ProgressThread(device, config.scheme.timeout_s)
         # Until `bind_optimizer` is called, every step counts as accepted.
         self.residuals = ResidualStore(

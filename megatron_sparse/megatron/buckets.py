@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
@@ -91,6 +93,15 @@ def group_attribute(group: Any) -> str:
     if group.ddp_config.use_distributed_optimizer:
         return "intra_distributed_optimizer_instance_group"
     return "data_parallel_group"
+
+
+def device_of(buckets: Sequence[Bucket]) -> torch.device:
+    """Where the gradients are; on a rank without buckets, where those of the other ranks are."""
+    if buckets:
+        return buckets[0].grad_N.device
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def tensor_parallel_group() -> torch.distributed.ProcessGroup:

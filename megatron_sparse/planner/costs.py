@@ -16,6 +16,7 @@ every message is modelled. All schemes on 64 ranks: 0.13 s, with shared cards 0.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
@@ -86,6 +87,8 @@ def predict(
         )
 
     entry, lasting = SCHEMES[scheme], without_chance(profile)
+    factor = options.capacity_on(cluster.device, takes_slots=entry.takes_slots)
+    options = replace(options, capacity=factor)
     assert entry.cost is not None, "as `fits` has found"
     cost = entry.cost
 
@@ -153,5 +156,5 @@ def fits(scheme: str, op: CollectiveOp, options: SchemeConfig) -> bool:
     entry = SCHEMES[scheme]
     if entry.cost is None:
         return False
-    has_size = options.capacity is None or entry.takes is Input.DENSE or entry.takes_slots
+    has_size = options.given_capacity is None or entry.takes is Input.DENSE or entry.takes_slots
     return op in entry.ops and has_size

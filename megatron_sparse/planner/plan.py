@@ -68,7 +68,7 @@ class Plan:
             block_size=options.block_size,
             sharded=self.sharded,
             extra_cuts=scheme.extra_cuts(bucket),
-            capacity=options.capacity,
+            capacity=options.capacity_on(bucket.grad_N.device.type, takes_slots=scheme.takes_slots),
         )
 
 

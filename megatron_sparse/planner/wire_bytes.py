@@ -49,8 +49,9 @@ def predicted_bytes(bucket: Bucket, density: float, scheme: SchemeConfig) -> dic
         return kept * element_bytes + pruned * record_bytes(density, element_bytes, scheme.format)
 
     sum_density = 1 - (1 - density) ** n
-    if scheme.capacity is not None:
-        density = min(scheme.capacity * density, 1)
+    factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)
+    if factor is not None:
+        density = min(factor * density, 1)
         sum_density = min(n * density, 1)
     message, shares = message_bytes(density), (n - 1) / n
     if bucket.op is CollectiveOp.REDUCE_SCATTER:

@@ -33,7 +33,7 @@ class DryRun:
         shape: the bucket.
         densities: of the ranks' contributions and their sums.
         cluster: the costs.
-        options: of the scheme.
+        options: of the scheme; `capacity` is its factor, or null.
         n: ranks.
         scatter: whether it is a reduce-scatter.
         clocks: of all ranks. Mutated.
@@ -66,7 +66,7 @@ class DryRun:
         self.n = topology.world_size
         self.scatter = shape.op is CollectiveOp.REDUCE_SCATTER
         self.clocks = RankClocks(topology)
-        self.has_slots = options.capacity is not None
+        self.has_slots = options.given_capacity is not None
         self.charged = charged
         self.host_s = cluster.host_s_per_message if hosted else 0.0
 
@@ -91,9 +91,8 @@ class DryRun:
         return self._with_slots(density_P, self.n * self.densities.whole(1))
 
     def _with_slots(self, density_P: np.ndarray, target: float) -> np.ndarray:
-        if self.options.capacity is None:
-            return density_P
-        return np.full_like(density_P, min(self.options.capacity * target, 1.0))
+        factor = self.options.given_capacity
+        return density_P if factor is None else np.full_like(density_P, min(factor * target, 1.0))
 
     def select(self, form: str) -> None:
         """Threshold, error feedback, pruning and encoding of the whole bucket."""

@@ -198,7 +198,7 @@ class StragglerPolicy:
         scheme = AWARE.get(plan.scheme)
         if scheme is None or not self._acts or bucket.op not in SCHEMES[scheme].ops:
             return plan
-        if self._scheme.capacity is not None and SCHEMES[plan.scheme].takes_slots:
+        if self._scheme.given_capacity is not None and SCHEMES[plan.scheme].takes_slots:
             return plan  # its messages have slots; those of the other scheme have none
         return replace(plan, scheme=scheme)
 

@@ -158,8 +158,13 @@ def check(not_waiting: NotWaiting, ranks: Ranks) -> None:
         assert bool(bucket.grad_N[bucket.shard(rank) if scattered else slice(None)].any())
 
 
+@pytest.mark.parametrize("name", ["direct", "auto"])
+def test_auto_fixes_sizes_on_a_gpu(not_waiting: NotWaiting, name: str) -> None:
+    check(not_waiting, Ranks(CollectiveOp.ALL_REDUCE, scheme=name))
+
+
 def test_without_capacity_sizes_are_waited_for(not_waiting: NotWaiting) -> None:
-    ranks = Ranks(CollectiveOp.ALL_REDUCE, scheme="direct")
+    ranks = Ranks(CollectiveOp.ALL_REDUCE, scheme="direct", capacity=None)
     fill(ranks, 0)
     ranks.step(0)
     with not_waiting(), pytest.raises(RuntimeError, match="synchronizing"):
