@@ -57,6 +57,10 @@ class Reports:
             return torch.empty(0, dtype=torch.int64, device=device)
         return self._statuses[0] if len(self._statuses) == 1 else torch.cat(self._statuses)
 
+    def words(self) -> list[torch.Tensor]:
+        """The words of all calls so far that were not read yet, on the calls' device."""
+        return [words for words, _ in self._calls]
+
     def begin_read(self) -> HostCopy:
         """Starts the one copy of all words to the host, without waiting for it."""
         calls, self._calls = self._calls, []
@@ -105,11 +109,13 @@ class HostCopy:
             _waiting().put((self._calls[0][0].device, self._copied, wake))
 
     def finish(self) -> None:
-        """Checks the words; waits for them if they are not there.
+        """Checks the words, once; waits for them if they are not there.
 
         Raises:
             MegatronSparseError: the first error of a call.
         """
+        if not self._calls:
+            return
         if self._copied is not None:
             self._copied.synchronize()
         calls, self._calls = self._calls, []

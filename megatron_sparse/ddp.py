@@ -36,7 +36,7 @@ from megatron_sparse.planner.plan import Windows
 from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
-from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.reducer import GradientReducer, Groups, PendingReduction
 from megatron_sparse.reduction.row_sparse import PendingRowSparse, RowSparseReducer
 from megatron_sparse.transport import ProcessGroupTransport, Transport
@@ -108,7 +108,7 @@ class DDPState:
             liveness=self.config.scheme.watch_peers,
             nccl_engine=self.config.scheme.nccl_engine,
         )
-        self._progress = ProgressThread(device, timeout_s)
+        self._progress = progress_on(device, timeout_s)
         self.config = with_agreed_capacity(self.config, device, self._transport.group)
         self._planner = planner_of(self.config, logs=self._transport.rank == 0)
         _check_no_windows(self._planner, self._transport)

@@ -21,7 +21,8 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.link_timing import TAG, Clock, complete, timed
 from megatron_sparse.planner.plan import FixedPlanner
 from megatron_sparse.recording import NullSink, StageTimer
-from megatron_sparse.reduction.progress import GATE, ProgressThread
+from megatron_sparse.reduction.job import GATE
+from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport, Work
 

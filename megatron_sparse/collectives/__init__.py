@@ -8,7 +8,7 @@ one still waits and decodes.
 `SCHEMES` maps each value of `scheme.name` to its scheme.
 """
 
-from megatron_sparse.collectives.base import POSTED, UNORDERED, Exchange, Steps
+from megatron_sparse.collectives.base import POSTED, QUEUED, UNORDERED, Exchange, Steps
 from megatron_sparse.collectives.registry import (
     AUTO,
     SCHEMES,
@@ -25,6 +25,7 @@ from megatron_sparse.collectives.scheme import Input, Scheme
 __all__ = [
     "AUTO",
     "POSTED",
+    "QUEUED",
     "SCHEMES",
     "UNORDERED",
     "Exchange",

@@ -19,14 +19,14 @@ from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.peer_memory import PeerMemory
 from megatron_sparse.transport.subset import SubsetTransport
 
-POSTED, UNORDERED = Marker.POSTED, Marker.UNORDERED
+POSTED, UNORDERED, QUEUED = Marker.POSTED, Marker.UNORDERED, Marker.QUEUED
 
 Yielded = Work | Marker
 """What a collective yields to the thread that drives it."""
 
 Steps = Generator[Yielded, None, int]
-"""Yields works to wait for and, at most once each, `UNORDERED` and `POSTED`; returns the bytes that
-this rank sent.
+"""Yields works to wait for and, at most once each, `UNORDERED`, `POSTED` and, in capacity mode on
+CUDA, `QUEUED`; returns the bytes that this rank sent.
 
 The count covers pairwise messages, sizes included, but not the all-gathers of the agreement. For
 `dense` it is the count of a ring.

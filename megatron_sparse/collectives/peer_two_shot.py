@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import POSTED, Exchange, Steps
+from megatron_sparse.collectives.base import POSTED, QUEUED, Exchange, Steps
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
 from megatron_sparse.cuda_ext.reports import Reports
@@ -105,6 +105,7 @@ def peer_two_shot(exchange: Exchange, message: Message) -> Steps:
     peers.report(reports, bucket.name, message.step)
     read = reports.begin_read()
     if not read.ready():
+        yield QUEUED
         yield read
     read.finish()
     return sent_bytes(message, rank)

@@ -23,6 +23,7 @@ import torch
 from megatron_sparse.bucket import Layout
 from megatron_sparse.collectives.accumulator import partial_dtype
 from megatron_sparse.collectives.base import (
+    QUEUED,
     Exchange,
     Identity,
     SparseCollective,
@@ -331,6 +332,7 @@ def reads_reports(collective: SparseCollective) -> SparseCollective:
         if message.reports is not None:
             read = message.reports.begin_read()
             if not read.ready():
+                yield QUEUED
                 yield read
             read.finish()
         return sent_bytes

@@ -117,6 +117,10 @@ class Message:
         self.counted = int(counts.sum())
         self.counted_pruned = int(counts[self.layout.pruned_S].sum())
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All device memory that the message holds: its buffer, and the words of its reports."""
+        return [self.buffer, *(() if self.reports is None else self.reports.words())]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all records."""

@@ -15,7 +15,6 @@ Megatron cuts its gradients into buckets, several of which form a bucket group, 
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,14 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
 from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of, tensor_parallel_group
+from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
 from megatron_sparse.megatron.units import ResidualUnit
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
-from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import RecordSink
 from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
-from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport import ProcessGroupTransport
@@ -90,7 +89,7 @@ class Attachment:
             check_op(config.scheme, config.planner, bucket.op)
         self.planner = planner_of(config, logs=dist.get_rank() == 0)
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), config.scheme.timeout_s)
-        self.progress = ProgressThread(device, config.scheme.timeout_s)
+        self.progress = progress_on(device, config.scheme.timeout_s)
         # Until `bind_optimizer` is called, every step counts as accepted.
         self.residuals = ResidualStore(
             RESIDUAL_DTYPES[config.compression.residual_dtype],
@@ -109,7 +108,8 @@ class Attachment:
         if config.scheme.nccl_errors == "typed" and device.type == "cuda":
             self.nccl_health = HealthCheck(config.scheme.timeout_s, self._lost_rank, device)
         self._launched: set[int] = set()
-        self._optimizer: Any = None
+        self._optimizer: WatchedOptimizer | None = None
+        self._sums = UnconfirmedSums()
         self.unit = ResidualUnit(chunks)
         for group in self.groups:
             self._reducer_of(group, device)
@@ -248,30 +248,18 @@ class Attachment:
         for store in stores.values():
             store.undo = undo or wanted == "always"
             store.outcome = Outcome.REPORTED
-        self._optimizer = optimizer
         self.unit.bind(optimizer)
-        original = optimizer.step
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if self.nccl_health is not None:
-                self.nccl_health.check("the optimizer's step")
-            start_s = time.perf_counter()
-            with marked("optimizer"):
-                result = original(*args, **kwargs)
-            self.sink.record_stage("optimizer", time.perf_counter() - start_s)
-            success, self.grad_norm = True, None
-            if isinstance(result, tuple):
-                success, self.grad_norm = bool(result[0]), result[1]
-            self._step_ended(success)
-            return result
-
-        optimizer.step = step
+        self._optimizer = WatchedOptimizer(
+            optimizer, self._sums, self.sink, begin=self._step_begins, end=self._step_ended
+        )
 
     def launch(self, group: GroupBuckets) -> Handle:
         """Starts the synchronisation of one bucket group. Called by its `start_grad_sync`."""
         self._count_launch(group)
         reducer = self._reducers[id(group.process_group)]
-        return Handle([reducer.start(bucket, self.step) for bucket in group.buckets])
+        pending = [reducer.start(bucket, self.step) for bucket in group.buckets]
+        # Without an optimizer nobody confirms the sums later.
+        return Handle(pending, None if self._optimizer is None else self._sums)
 
     def _count_launch(self, group: GroupBuckets) -> None:
         """Without an optimizer, the second launch of a group begins a new step."""
@@ -327,8 +315,13 @@ class Attachment:
         """Restores a result of `method_state`; pass {} if the checkpoint has none that fits."""
         self.method.load_state_dict(state)
 
-    def _step_ended(self, success: bool) -> None:
+    def _step_begins(self) -> None:
+        if self.nccl_health is not None:
+            self.nccl_health.check("the optimizer's step")
+
+    def _step_ended(self, success: bool, grad_norm: float | None) -> None:
         """Makes the step's selections final, or undoes them if the optimizer skipped the step."""
+        self.grad_norm = grad_norm
         unit_change = self.unit.end_step(accepted=success)
         if success:
             for store in self.stores().values():
@@ -390,7 +383,7 @@ class Attachment:
                 del host.sparse_attachment, host.sparse_group
         self.unit.close()
         if self._optimizer is not None:
-            self._optimizer.__dict__.pop("step", None)
+            self._optimizer.close()
             self._optimizer = None
         self.progress.close()
         for transport in self._transports:

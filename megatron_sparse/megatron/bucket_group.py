@@ -19,20 +19,36 @@ from megatron_sparse.megatron.buckets import (
     group_attribute,
     has_instances,
 )
+from megatron_sparse.megatron.optimizer_step import UnconfirmedSums
 from megatron_sparse.reduction.reducer import PendingReduction
 
 
 class Handle:
-    """The handle on which Megatron calls `wait()`."""
+    """The handle on which Megatron calls `wait()`.
 
-    def __init__(self, pending: list[PendingReduction]) -> None:
+    Args:
+        pending: the buckets of the group.
+        sums: confirms them later, before parameters change; None: `wait` does it.
+    """
+
+    def __init__(self, pending: list[PendingReduction], sums: UnconfirmedSums | None) -> None:
         self._pending = pending
+        self._sums = sums
 
     def wait(self) -> None:
-        """Waits for every bucket of the group, in launch order."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
+        """Lets the current stream wait for every bucket of the group, in launch order.
+
+        Raises:
+            MegatronSparseError: a bucket was not synchronised. With `sums`, an error that only the
+                device knows yet is raised before parameters change.
+        """
+        pending, self._pending = self._pending, []
+        for each in pending:
+            if self._sums is None:
+                each.wait()
+            else:
+                each.wait_until_queued()
+                self._sums.add(each)
 
 
 class Launcher(Protocol):

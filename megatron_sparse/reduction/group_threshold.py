@@ -23,7 +23,7 @@ from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.progress import GATE, Stage
+from megatron_sparse.reduction.job import GATE, Stage
 from megatron_sparse.transport import Transport, Work
 
 

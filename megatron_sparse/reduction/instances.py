@@ -11,11 +11,12 @@ Cost beside the scheme's: 2 (k - 1) / k N b / n bytes on n ranks an instance, an
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Protocol
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives.base import Exchange, Steps
+from megatron_sparse.collectives.base import QUEUED, Exchange, Steps, Yielded
 from megatron_sparse.collectives.dense import dense
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.base import Marker
@@ -68,12 +69,17 @@ class SumOverInstances:
         Raises:
             CommunicationError: an instance means another bucket or step.
         """
-        sent_bytes = yield from _without_markers(steps)
+        sent_bytes = yield from _until_queued(steps)
         shard = shard_bucket(exchange.bucket, exchange.transport.rank)
         if exchange.averages:
             shard.grad_N.div_(exchange.bucket.instances)
         across = replace(exchange, bucket=shard, transport=self._instances, averages=False)
-        return sent_bytes + (yield from dense(across, shard.grad_N, step))
+        across_bytes = yield from dense(across, shard.grad_N, step)
+        if sent_bytes is None:
+            # What is left only reads reports, after the second half has been queued.
+            yield QUEUED
+            sent_bytes = yield from steps
+        return sent_bytes + across_bytes
 
 
 def shard_bucket(bucket: Bucket, rank: int) -> Bucket:
@@ -94,11 +100,14 @@ def shard_bucket(bucket: Bucket, rank: int) -> Bucket:
     )
 
 
-def _without_markers(steps: Steps) -> Steps:
+def _until_queued(steps: Steps) -> Generator[Yielded, None, int | None]:
+    """Drives a collective to its end, or to `QUEUED` (None); passes no marker on."""
     while True:
         try:
             outcome = next(steps)
         except StopIteration as end:
             return end.value
+        if outcome is QUEUED:
+            return None
         if not isinstance(outcome, Marker):
             yield outcome

@@ -6,6 +6,7 @@
                 dense plan: gradient + residual, whole
                 -- the gate: before it a bucket works locally, after it it may use the network;
                    buckets pass it in the order of their launch, which is the same on all ranks --
+                On CUDA the gate leads from one stream to another (`streams`).
     agree       agree with the other ranks on the rank to skip, if any, and on coming plans
     exchange    run the plan's collective, which overwrites the gradient with the sum
     finish      complete the bucket's telemetry record
@@ -54,8 +55,10 @@ from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.group_threshold import threshold_source
 from megatron_sparse.reduction.instances import second_half
-from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread, Stage
+from megatron_sparse.reduction.job import GATE, Progress, Stage
+from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
+from megatron_sparse.reduction.streams import used_here
 from megatron_sparse.reduction.windows import windows_for
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.peer_memory import PeerMemory
@@ -124,25 +127,50 @@ class BucketJob:
 
 
 class PendingReduction:
-    """A bucket that is being synchronised. Call `wait` exactly once."""
+    """A bucket that is being synchronised. Call `wait` once, or else its two halves, each once."""
 
     def __init__(self, pending: Pending, record: BucketRecord, sink: RecordSink) -> None:
         self._pending = pending
         self._record = record
         self._sink = sink
 
+    @property
+    def bucket(self) -> str:
+        """The bucket's name."""
+        return self._record.bucket
+
     def wait(self) -> None:
-        """Blocks until the bucket holds the sum; see `Pending.wait` for streams.
+        """Blocks until the bucket holds the sum, and the sum is known to be right.
 
         Raises:
             MegatronSparseError: the bucket was not synchronised; its content is undefined.
         """
+        self.wait_until_queued()
+        self.confirm()
+
+    def wait_until_queued(self) -> None:
+        """After it the current stream sees the sum; see `Pending.wait_until_queued`.
+
+        In capacity mode on CUDA the host does not wait for the device. Nothing irrevocable may be
+        done with the sum before `confirm` has returned.
+
+        Raises:
+            MegatronSparseError: the bucket was not synchronised, as far as is known by now.
+        """
         start_s = time.perf_counter()
         with marked("host_wait"):
-            self._pending.wait()
-        ended = self._pending
-        self._record.end(ended.finished_s, ended.host_cpu_s, ended.host_wall_s)
+            self._pending.wait_until_queued()
         self._sink.record_stage("host_wait", self._record.waited(start_s))
+
+    def confirm(self) -> None:
+        """Blocks until the bucket's reports have been read, and hands the record to the sink.
+
+        Raises:
+            MegatronSparseError: the bucket was not synchronised; its content is undefined.
+        """
+        ended = self._pending
+        ended.wait_until_ended()
+        self._record.end(ended.finished_s, ended.host_cpu_s, ended.host_wall_s)
         self._sink.record_bucket(self._record)
 
 
@@ -156,7 +184,7 @@ class GradientReducer:
         method: the compression method, which owns the residuals; shared by all reducers of a model.
             The progress thread mutates it between `start` and `wait`.
         sink: receives each bucket's telemetry record, in `PendingReduction.wait`.
-        progress: the thread that runs the pipelines; shared by all reducers of the process.
+        progress: drives the pipelines; shared by all reducers of the process.
         listeners: see `GradientListener`.
 
     Raises:
@@ -171,7 +199,7 @@ class GradientReducer:
         planner: Planner,
         method: CompressionMethod,
         sink: RecordSink,
-        progress: ProgressThread,
+        progress: Progress,
         listeners: Sequence[GradientListener] = (),
     ) -> None:
         self._config = config
@@ -221,7 +249,7 @@ class GradientReducer:
         Args:
             bucket: the bucket to synchronise.
             step: the training step, for the density schedule and the keys of random draws.
-            on_done: called when the pipeline has ended; see `ProgressThread.submit`.
+            on_done: called when the pipeline has ended; see `Progress.submit`.
         """
         self._stragglers.begin_step(step)
         # `adapt` replaces the scheme by a variant that can skip a rank, if there is one.
@@ -254,6 +282,7 @@ class GradientReducer:
         self._prepare(job)
         selected = yield from self._select(job)
         yield GATE
+        used_here(selected.tensors() if isinstance(selected, Message) else [selected])
         exchange = yield from self._agree(job, selected)
         sent_bytes = yield from self._exchange(job, selected, exchange)
         self._finish(job, selected, sent_bytes)

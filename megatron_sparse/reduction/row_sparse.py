@@ -22,7 +22,10 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.formats.row_sparse import RowSparse, check_coo
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.recording import BucketRecord, NullSink, RecordSink, StageTimer
-from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
+from megatron_sparse.reduction.job import GATE, Progress
+from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.streams import used_here
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 
 
@@ -78,7 +81,7 @@ class RowSparseReducer:
         self,
         transport: Transport,
         sink: RecordSink,
-        progress: ProgressThread,
+        progress: Progress,
         way: Way = Way.AUTO,
     ) -> None:
         self.transport = transport
@@ -107,7 +110,7 @@ class RowSparseReducer:
             reduction: sum or average.
             step: the same on every rank.
             on_done: called once when the work has ended, with or without an error; see
-                `ProgressThread.submit`.
+                `Progress.submit`.
 
         Raises:
             ExtensionError: the gradient is of another kind.
@@ -142,6 +145,7 @@ class RowSparseReducer:
             rows = RowSparse.from_coo(gradient)
         record.nnz = rows.rows_KD.numel()
         yield GATE
+        used_here([rows.indices_K, rows.rows_KD])
         result = yield from row_sparse(
             record.bucket,
             rows,

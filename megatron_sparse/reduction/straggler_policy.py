@@ -48,7 +48,8 @@ from megatron_sparse.planner.link_timing import (
 from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.recording import ReadinessRecord, RecordSink, StageTimer
-from megatron_sparse.reduction.progress import GATE, Pending, ProgressThread
+from megatron_sparse.reduction.job import GATE, Progress
+from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.straggler.critical import (
     SplitTimes,
     dense_split,
@@ -188,7 +189,7 @@ class StragglerPolicy:
         if self._config.inject_rank == self._transport.rank:
             time.sleep(self._config.inject_delay_ms / 1e3)
 
-    def launched(self, progress: ProgressThread) -> None:
+    def launched(self, progress: Progress) -> None:
         """Called after each launch; submits `agree` after the first launch of a step."""
         if self._last_step and self._agreement is None:
             self._agreement = progress.submit("readiness", self.agree, StageTimer())

@@ -25,6 +25,9 @@ class Marker(Enum):
     UNORDERED = "unordered"
     """It posts only pairwise messages with a tag of their own. They may be posted in any order
     relative to other collectives' messages. Not with NCCL, which has no tags."""
+    QUEUED = "queued"
+    """On CUDA: the result is complete on the current stream. From here on it only reads reports,
+    and raises the errors in them; each further yield is a copy of reports."""
 
 
 class Work(Protocol):

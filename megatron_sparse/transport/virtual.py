@@ -181,7 +181,7 @@ class VirtualCluster:
             except StopIteration as end:
                 results[rank] = end.value
                 return
-            if outcome is Marker.UNORDERED:
+            if outcome is Marker.UNORDERED or outcome is Marker.QUEUED:
                 continue
             if isinstance(outcome, Enum):
                 assert self.transports[rank].may_post, "the marker comes once"

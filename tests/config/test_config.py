@@ -109,7 +109,8 @@ class TestPluginSections:
         assert f".{key} " in refusal(section, **{key: value})
 
     @pytest.mark.parametrize(
-        "others", [{}, {"name": "direct"}, {"name": "ssar_split_ag", "capacity": 1.5}]
+        "others",
+        [{"capacity": None}, {"name": "direct", "capacity": None}, {"name": "ssar_split_ag"}],
     )
     def test_the_nccl_engine_needs_messages_of_fixed_size(self, others):
         wrong = SparseConfig(scheme=SchemeConfig(nccl_engine=True, **others))

@@ -13,7 +13,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -68,6 +68,8 @@ class OnDevice(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
+
+    def record_stream(self, stream: Stream) -> None: ...
 
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
@@ -156,10 +158,25 @@ class Event:
         return True
 
 
+class Stream:
+    """A CUDA stream, on which every operation ends at once."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        del device
+
+    def wait_event(self, event: Event) -> None: ...
+
+
+_STREAM = Stream()
+
+
 def pretend_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets torch name a GPU on a machine without one, and wait for it."""
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: _STREAM)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     if not torch.cuda.is_available():

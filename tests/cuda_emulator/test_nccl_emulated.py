@@ -23,7 +23,8 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
-from megatron_sparse.reduction.progress import GATE, ProgressThread
+from megatron_sparse.reduction.job import GATE
+from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import BucketJob, GradientReducer, Groups
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator

@@ -14,9 +14,12 @@ from megatron_sparse.collectives import over_groups
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.cuda_ext.reports import HostCopy
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
-from megatron_sparse.reduction.progress import GATE, ProgressThread
+from megatron_sparse.reduction.in_order import InOrderProgress
+from megatron_sparse.reduction.job import GATE
+from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import BucketJob, GradientReducer, Groups
 from megatron_sparse.transport import VirtualCluster
 from tests.cuda_emulator.codec_cases import Place
@@ -161,6 +164,54 @@ def check(not_waiting: NotWaiting, ranks: Ranks) -> None:
 @pytest.mark.parametrize("name", ["direct", "auto"])
 def test_auto_fixes_sizes_on_a_gpu(not_waiting: NotWaiting, name: str) -> None:
     check(not_waiting, Ranks(CollectiveOp.ALL_REDUCE, scheme=name))
+
+
+class Kept(NullSink):
+    """Keeps the buckets' records."""
+
+    def __init__(self) -> None:
+        self.records: list[BucketRecord] = []
+
+    def record_bucket(self, record: BucketRecord) -> None:
+        self.records.append(record)
+
+
+def test_between_launch_and_update_the_host_waits_for_nothing(
+    place: Place, not_waiting: NotWaiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From `start` to the stream's wait, while the device has not come to the reports."""
+    config = SparseConfig.from_overrides(
+        density=0.1, warmup_iters=0, ramp_iters=0, samples=200, keep_below_numel=0, scheme="direct"
+    )
+    method = method_of(
+        config.compression, ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    )
+    sink, progress = Kept(), InOrderProgress(GPU, 30)
+    planner = planner_of(config, logs=False)
+    transport = VirtualCluster(1, device=GPU).transports[0]
+    reducer = GradientReducer(config, Groups(transport), planner, method, sink, progress)
+    bucket = Bucket(
+        "b",
+        torch.zeros(NUMEL, device=GPU),
+        [ParameterSlice("w", 0, NUMEL)],
+        CollectiveOp.ALL_REDUCE,
+        1,
+    )
+    has_come = [True]
+    monkeypatch.setattr(HostCopy, "ready", lambda copy: has_come[0])
+    for step in range(STEPS):
+        has_come[0] = step == 0
+        generator = torch.Generator().manual_seed(step)
+        bucket.grad_N.copy_(torch.randn(NUMEL, generator=generator))
+        with not_waiting() if step else nullcontext():
+            pending = reducer.start(bucket, step)
+            pending.wait_until_queued()
+        assert len(sink.records) == step
+        has_come[0] = True
+        pending.confirm()
+        assert sink.records[step].nnz > 0
+    assert bool(bucket.grad_N.any())
+    progress.close()
 
 
 def test_without_capacity_sizes_are_waited_for(not_waiting: NotWaiting) -> None:

@@ -23,7 +23,9 @@ from megatron_sparse.config.sparse import PEER_WINDOWS, PlannerConfig, SparseCon
 from megatron_sparse.errors import CommunicationError, ConfigError, HostError
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import NullSink, StageTimer
-from megatron_sparse.reduction.progress import GATE, Job, Pending, ProgressThread
+from megatron_sparse.reduction.job import GATE, Job
+from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.peer_memory import PeerWindows

@@ -59,3 +59,13 @@ def test_what_is_there_wakes_at_once() -> None:
     woken: list[bool] = []
     HostCopy([]).when_ready(lambda: woken.append(True))
     assert woken == [True]
+
+
+def test_a_copy_that_was_waited_for_is_checked_once() -> None:
+    """The thread that drives a job finishes its work, and so does the job itself."""
+    looks: list[int] = []
+    words = torch.tensor([0, 7])
+    copy = HostCopy([(words, lambda words: looks.append(int(words[1])))])
+    copy.finish()
+    copy.finish()
+    assert looks == [7]

@@ -11,7 +11,8 @@ import torch
 from megatron_sparse.collectives import POSTED, UNORDERED
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.progress import GATE, ProgressThread
+from megatron_sparse.reduction.job import GATE
+from megatron_sparse.reduction.progress import ProgressThread
 
 
 class ManualWork:
@@ -146,7 +147,7 @@ def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
 
 
 def test_an_operation_that_never_ends_is_an_error_after_the_deadline(monkeypatch):
-    monkeypatch.setattr("megatron_sparse.reduction.progress.DEADLINE_SLACK_S", 0.0)
+    monkeypatch.setattr("megatron_sparse.reduction.job.DEADLINE_SLACK_S", 0.0)
     progress = ProgressThread(torch.device("cpu"), timeout_s=0.1)
     pending = progress.submit("a", _job("a", [], [ManualWork()]), StageTimer())
     with pytest.raises(CommunicationError, match="out of time"):

@@ -30,7 +30,7 @@ from megatron_sparse.errors import (
     MegatronSparseError,
     WireFormatError,
 )
-from megatron_sparse.reduction.progress import DEADLINE_FACTOR, DEADLINE_SLACK_S
+from megatron_sparse.reduction.job import DEADLINE_FACTOR, DEADLINE_SLACK_S
 from megatron_sparse.reference import peer
 from megatron_sparse.transport.peer_memory import (
     CudaIpc,

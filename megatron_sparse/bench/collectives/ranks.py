@@ -37,7 +37,7 @@ from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.progress import GATE
+from megatron_sparse.reduction.job import GATE
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 
 # torch 2.13 renamed it; older ones only have the first name.

@@ -39,7 +39,7 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.progress import GATE
+from megatron_sparse.reduction.job import GATE
 from megatron_sparse.transport import Link
 
 LATENCY_ROUNDS, LATENCY_BYTES, DELAY_ROUNDS = 20, 8, 3

@@ -1,0 +1,101 @@
+"""Wraps an optimizer's step: sums are confirmed before any parameter changes.
+
+In capacity mode on CUDA, Megatron's `finish_grad_sync` returns when a bucket's work is on a stream;
+the reports that say whether the sum is right come to the host later. Megatron's optimizers prepare
+the gradients in `step`, read their norm on the host if they clip, and change parameters in
+`step_with_ready_grads`. The reports are read right before that: after the norm they have come, so
+nothing is waited for. For an optimizer without that method they are read before `step`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron_sparse.profiler_ranges import marked
+from megatron_sparse.recording import RecordSink
+from megatron_sparse.reduction.reducer import PendingReduction
+
+UPDATE = "step_with_ready_grads"
+"""Megatron's method that changes parameters."""
+
+
+class UnconfirmedSums:
+    """The step's buckets that are on a stream, but whose reports have not been read."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, PendingReduction] = {}
+
+    def add(self, pending: PendingReduction) -> None:
+        """Takes a bucket over. One that comes again belongs to a new step: reads the last first.
+
+        Raises:
+            MegatronSparseError: see `confirm`.
+        """
+        if pending.bucket in self._pending:
+            self.confirm()
+        self._pending[pending.bucket] = pending
+
+    def confirm(self) -> None:
+        """Reads all reports; the host waits for those that have not come.
+
+        Raises:
+            MegatronSparseError: a bucket was not synchronised; no parameter may be changed.
+        """
+        waiting, self._pending = self._pending, {}
+        for pending in waiting.values():
+            pending.confirm()
+
+
+class WatchedOptimizer:
+    """An optimizer whose `step` is wrapped, until `close`.
+
+    Args:
+        optimizer: Megatron's, or any object with `step`.
+        sums: confirmed before parameters change.
+        sink: receives the seconds of each step.
+        begin: called before each step; may raise.
+        end: called after each step with whether it was accepted, and the gradient's norm if known.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        sums: UnconfirmedSums,
+        sink: RecordSink,
+        *,
+        begin: Callable[[], None],
+        end: Callable[[bool, float | None], None],
+    ) -> None:
+        self._optimizer = optimizer
+        original, update = optimizer.step, getattr(optimizer, UPDATE, None)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            begin()
+            start_s = time.perf_counter()
+            with marked("optimizer"):
+                if update is None:
+                    sums.confirm()
+                result = original(*args, **kwargs)
+                sums.confirm()  # not yet, if the optimizer skipped its update
+            sink.record_stage("optimizer", time.perf_counter() - start_s)
+            success, grad_norm = True, None
+            if isinstance(result, tuple):
+                success, grad_norm = bool(result[0]), result[1]
+            end(success, grad_norm)
+            return result
+
+        def confirmed_update(*args: Any, **kwargs: Any) -> Any:
+            assert update is not None, "only then it is wrapped"
+            sums.confirm()
+            return update(*args, **kwargs)
+
+        optimizer.step = step
+        if update is not None:
+            setattr(optimizer, UPDATE, confirmed_update)
+
+    def close(self) -> None:
+        """Restores the optimizer's own methods."""
+        for name in ("step", UPDATE):
+            self._optimizer.__dict__.pop(name, None)

@@ -1,0 +1,142 @@
+"""No parameter changes before the step's sums are known to be right."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from megatron_sparse.errors import WireFormatError
+from megatron_sparse.megatron.bucket_group import Handle
+from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
+from megatron_sparse.recording import NullSink
+from megatron_sparse.reduction.reducer import PendingReduction
+
+
+class Sum:
+    """A bucket that is on a stream; `confirm` reads its report."""
+
+    def __init__(self, log: list[str], bucket: str = "b", *, is_bad: bool = False) -> None:
+        self.bucket = bucket
+        self._log = log
+        self._is_bad = is_bad
+
+    def wait_until_queued(self) -> None:
+        self._log.append(f"{self.bucket} on stream")
+
+    def confirm(self) -> None:
+        self._log.append(f"{self.bucket} read")
+        if self._is_bad:
+            raise WireFormatError("a bad record", expected="a good one", got="another")
+
+    def wait(self) -> None:
+        self.wait_until_queued()
+        self.confirm()
+
+
+class PlainOptimizer:
+    """One of torch's."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def step(self) -> None:
+        self._log.append("update")
+
+
+class MegatronOptimizer:
+    """Prepares, reads the norm, then updates; as Megatron's do."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self.skips = False
+
+    def step(self) -> tuple[bool, float, int]:
+        self._log.append("norm")
+        if self.skips:
+            return False, 1.0, 0
+        return self.step_with_ready_grads(), 1.0, 0
+
+    def step_with_ready_grads(self) -> bool:
+        self._log.append("update")
+        return True
+
+
+def watched(optimizer: Any, sums: UnconfirmedSums, log: list[str]) -> WatchedOptimizer:
+    return WatchedOptimizer(
+        optimizer,
+        sums,
+        NullSink(),
+        begin=lambda: log.append("begin"),
+        end=lambda success, norm: log.append(f"end {success} {norm}"),
+    )
+
+
+def finish_grad_sync(sums: UnconfirmedSums | None, *pending: Sum) -> None:
+    """Megatron's wait for a bucket group."""
+    Handle(cast("list[PendingReduction]", list(pending)), sums).wait()
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        (PlainOptimizer, ["begin", "b read", "update", "end True None"]),
+        (MegatronOptimizer, ["begin", "norm", "b read", "update", "end True 1.0"]),
+    ],
+)
+def test_sums_are_confirmed_right_before_parameters_change(kind: type, steps: list[str]) -> None:
+    log, sums = [], UnconfirmedSums()
+    optimizer = kind(log)
+    watch = watched(optimizer, sums, log)
+    finish_grad_sync(sums, Sum(log))
+    assert log == ["b on stream"], "the host waits for no report"
+    optimizer.step()
+    assert log[1:] == steps
+    watch.close()
+    assert not vars(optimizer).keys() & {"step", "step_with_ready_grads"}
+
+
+@pytest.mark.parametrize("kind", [PlainOptimizer, MegatronOptimizer])
+def test_no_step_is_taken_on_a_bad_sum(kind: type) -> None:
+    log, sums = [], UnconfirmedSums()
+    optimizer = kind(log)
+    watched(optimizer, sums, log)
+    finish_grad_sync(sums, Sum(log, "a"), Sum(log, "b", is_bad=True))
+    with pytest.raises(WireFormatError, match="a bad record"):
+        optimizer.step()
+    assert "update" not in log
+    assert not any(line.startswith("end") for line in log), "the step is not accepted"
+
+
+def test_a_skipped_update_confirms_too() -> None:
+    log, sums = [], UnconfirmedSums()
+    optimizer = MegatronOptimizer(log)
+    optimizer.skips = True
+    watched(optimizer, sums, log)
+    finish_grad_sync(sums, Sum(log))
+    optimizer.step()
+    assert log == ["b on stream", "begin", "norm", "b read", "end False 1.0"]
+
+
+def test_without_an_optimizer_the_handle_confirms() -> None:
+    log: list[str] = []
+    finish_grad_sync(None, Sum(log))
+    assert log == ["b on stream", "b read"]
+
+
+def test_a_bucket_that_comes_again_without_a_step_is_confirmed_first() -> None:
+    log, sums = [], UnconfirmedSums()
+    for _ in range(2):
+        finish_grad_sync(sums, Sum(log, "a"), Sum(log, "b"))
+    assert log[:5] == ["a on stream", "b on stream", "a on stream", "a read", "b read"]
+    sums.confirm()
+    assert log[-2:] == ["a read", "b read"]
+    sums.confirm()
+    assert log.count("a read") == 2
+
+
+def test_megatrons_optimizers_have_the_method() -> None:
+    from megatron.core.optimizer import optimizer as host
+
+    for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer"):
+        assert callable(getattr(host, name).step_with_ready_grads)

@@ -1,0 +1,221 @@
+"""On CUDA: which stream a bucket's work is on, what it waits for, and who launches it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron_sparse.collectives import POSTED, QUEUED
+from megatron_sparse.errors import CommunicationError, WireFormatError
+from megatron_sparse.recording import StageTimer
+from megatron_sparse.reduction.in_order import QUEUES, InOrderProgress, progress_on
+from megatron_sparse.reduction.job import GATE, Job, Progress
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.streams import used_here
+from tests.reduction.fake_cuda import DEVICE, FakeCuda
+
+DRIVERS = [InOrderProgress, ProgressThread]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+class StreamWork:
+    """A work of NCCL: always ready; `finish` lets the stream wait."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+
+    def ready(self) -> bool:
+        return True
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        wake()
+
+
+class Report:
+    """A copy of reports that is on its way until the test lets it come."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.came = threading.Event()
+        self.reads = 0
+        self._error = error
+
+    def ready(self) -> bool:
+        return self.came.is_set()
+
+    def when_ready(self, wake: Callable[[], None]) -> None: ...
+
+    def finish(self) -> None:
+        self.reads += 1
+        if self._error is not None:
+            raise self._error
+
+
+def bucket(cuda: FakeCuda, name: str, report: Report | None = None) -> Job:
+    """A bucket's job: select, exchange, decode, and in capacity mode a report."""
+
+    def job():
+        cuda.note(f"select {name}")
+        yield GATE
+        cuda.note(f"post {name}")
+        yield POSTED
+        yield StreamWork(lambda: cuda.note(f"arrival of {name}"))
+        cuda.note(f"decode {name}")
+        if report is not None:
+            yield QUEUED
+            yield report
+
+    return job
+
+
+def launch(progress: Progress, name: str, job: Job):
+    return progress.submit(name, job, StageTimer())
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_the_next_bucket_is_selected_beside_the_exchange_of_the_last(
+    cuda: FakeCuda, driver: type[InOrderProgress] | type[ProgressThread]
+) -> None:
+    progress = driver(DEVICE, 30)
+    for name in "ab":
+        cuda.note(f"gradient {name}")
+        launch(progress, name, bucket(cuda, name)).wait()
+        cuda.note(f"use of {name}")
+    progress.close()
+    for name in "ab":
+        order = ["gradient", "select", "post", "arrival of", "decode", "use of"]
+        streams = ["launching", "codec", "network", "network", "network", "launching"]
+        steps = [f"{stream}: {step} {name}" for stream, step in zip(streams, order, strict=True)]
+        for before, after in pairwise(steps):
+            assert cuda.precedes(before, after), (before, after)
+    assert cuda.precedes("network: decode a", "network: post b")
+
+
+def test_a_selection_does_not_wait_for_an_exchange(cuda: FakeCuda) -> None:
+    progress = InOrderProgress(DEVICE, 30)
+    first = launch(progress, "a", bucket(cuda, "a"))
+    second = launch(progress, "b", bucket(cuda, "b"))
+    assert not cuda.precedes("network: post a", "codec: select b")
+    assert cuda.precedes("codec: select a", "codec: select b")
+    first.wait()
+    second.wait()
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_queued_bucket_can_be_used_before_its_report_has_come(
+    cuda: FakeCuda, driver: type[InOrderProgress] | type[ProgressThread]
+) -> None:
+    progress, report, ended = driver(DEVICE, 30), Report(), threading.Event()
+    pending = progress.submit("a", bucket(cuda, "a", report), StageTimer(), ended.set)
+    pending.wait_until_queued()
+    cuda.note("use of a")
+    assert cuda.precedes("network: decode a", "launching: use of a")
+    assert not pending.done()
+    assert not ended.is_set()
+    assert report.reads == 0
+    report.came.set()
+    pending.wait_until_ended()
+    assert report.reads == 1
+    assert ended.is_set()
+    progress.close()
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_an_error_in_a_report_surfaces_when_it_is_read_and_stops_what_follows(
+    cuda: FakeCuda, driver: type[InOrderProgress] | type[ProgressThread]
+) -> None:
+    progress = driver(DEVICE, 30)
+    report = Report(WireFormatError("a bad record", expected="a good one", got="another"))
+    pending = launch(progress, "a", bucket(cuda, "a", report))
+    pending.wait_until_queued()
+    report.came.set()
+    with pytest.raises(WireFormatError, match="bucket a: a bad record"):
+        pending.wait_until_ended()
+    assert progress.broken
+    with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
+        launch(progress, "b", bucket(cuda, "b")).wait()
+    progress.close()
+
+
+def test_the_launching_thread_launches_all_device_work_in_order(cuda: FakeCuda) -> None:
+    progress, threads = InOrderProgress(DEVICE, 30), []
+
+    def job():
+        threads.append(threading.current_thread())
+        yield from bucket(cuda, "a", Report())()
+
+    launch(progress, "a", job)
+    assert threads == [threading.current_thread()]
+    assert cuda.log[-2:] == ["network: decode a", "network: record network1"]
+    cuda.note("a collective of the tensor-parallel group")
+    launch(progress, "b", bucket(cuda, "b", Report()))
+    launches = [line for line in cuda.log if " record " not in line and " wait " not in line]
+    assert [line.split(": ")[1] for line in launches] == [
+        "select a",
+        "post a",
+        "arrival of a",
+        "decode a",
+        "a collective of the tensor-parallel group",
+        "select b",
+        "post b",
+        "arrival of b",
+        "decode b",
+    ]
+
+
+def test_an_error_while_launching_surfaces_in_the_wait(cuda: FakeCuda) -> None:
+    progress = InOrderProgress(DEVICE, 30)
+
+    def job():
+        yield GATE
+        raise CommunicationError("rank 1 is gone", expected="all ranks", got="none")
+
+    pending = launch(progress, "a", job)
+    for wait in (pending.wait_until_queued, pending.wait_until_ended):
+        with pytest.raises(CommunicationError, match="bucket a: rank 1 is gone"):
+            wait()
+    progress.close()
+    with pytest.raises(CommunicationError, match="an earlier failure"):
+        launch(progress, "b", bucket(cuda, "b")).wait()
+
+
+@pytest.mark.parametrize(
+    ("queues", "device", "driver"),
+    [
+        ("1", DEVICE, InOrderProgress),
+        ("8", DEVICE, ProgressThread),
+        (None, DEVICE, ProgressThread),
+        ("1", torch.device("cpu"), ProgressThread),
+    ],
+)
+def test_one_hardware_queue_takes_the_launching_thread(
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    queues: str | None,
+    device: torch.device,
+    driver: type,
+) -> None:
+    monkeypatch.delenv(QUEUES, raising=False)
+    if queues is not None:
+        monkeypatch.setenv(QUEUES, queues)
+    progress = progress_on(device, 30)
+    assert type(progress) is driver
+    progress.close()
+
+
+def test_memory_that_crosses_the_gate_is_named_to_the_allocator(cuda: FakeCuda) -> None:
+    class OnGpu:
+        device = DEVICE
+
+        def record_stream(self, stream) -> None:
+            cuda.note(f"keep until {stream.name}")
+
+    used_here([OnGpu(), torch.zeros(1)])  # type: ignore[list-item]
+    assert cuda.log == ["launching: keep until launching"]
