@@ -113,6 +113,7 @@ STAGES = (
     Stage("nccl", (2,), 60, tests=("tests/transport/test_nccl_on_gpu.py",)),
     Stage("peer-memory", (2,), 30, tests=PEER_TESTS),
     Stage("capacity", (2,), 30, tests=(f"{TESTS}no_waiting.py",)),
+    Stage("streams", (2,), 25, tests=("tests/reduction/test_streams_on_gpu.py",)),
     Stage("hash-tests", (2,), 30, tests=(f"{TESTS}hash_formats.py", f"{TESTS}zen.py")),
     Stage("hashing", (2,), 25, bench="hashing"),
     Stage("memcheck", (3,), 60, tests=PEER_TESTS, tool="memcheck"),

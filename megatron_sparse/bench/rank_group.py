@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
 from megatron_sparse.errors import MegatronSparseError
-from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.netbed import NETBED_MBIT
 
@@ -61,7 +61,7 @@ class RankGroup:
         self._transport = ProcessGroupTransport(
             world, timeout_s, self._device, nccl_engine=nccl_engine
         )
-        self._progress = ProgressThread(self._device, timeout_s)
+        self._progress = progress_on(self._device, timeout_s)
 
     def __enter__(self) -> Self:
         return self

@@ -21,8 +21,7 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.link_timing import TAG, Clock, complete, timed
 from megatron_sparse.planner.plan import FixedPlanner
 from megatron_sparse.recording import NullSink, StageTimer
-from megatron_sparse.reduction.job import GATE
-from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.job import GATE, Progress
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport, Work
 
@@ -31,7 +30,7 @@ FEW, MANY = 4, 36
 
 
 def measure_host(
-    transport: Transport, progress: ProgressThread, repeats: int, clock: Clock
+    transport: Transport, progress: Progress, repeats: int, clock: Clock
 ) -> tuple[float, float]:
     """Seconds a message and a bucket, neither negative; the same on all ranks.
 
@@ -71,9 +70,7 @@ def _bare_messages(transport: Transport, count: int) -> Callable[[], None]:
     return run
 
 
-def _driven_messages(
-    transport: Transport, progress: ProgressThread, count: int
-) -> Callable[[], None]:
+def _driven_messages(transport: Transport, progress: Progress, count: int) -> Callable[[], None]:
     n, sent, received = transport.world_size, _word(transport), _word(transport)
     after, before = (transport.rank + 1) % n, (transport.rank - 1) % n
 
@@ -93,7 +90,7 @@ def _small_bucket(transport: Transport) -> Bucket:
     return Bucket("calibrate", grad_N, [ParameterSlice("w", 0, n)], CollectiveOp.ALL_REDUCE, n)
 
 
-def _bucket(transport: Transport, progress: ProgressThread) -> Callable[[], None]:
+def _bucket(transport: Transport, progress: Progress) -> Callable[[], None]:
     config, bucket = SparseConfig.from_overrides(scheme="dense"), _small_bucket(transport)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     planner = FixedPlanner(config.compression, config.scheme)

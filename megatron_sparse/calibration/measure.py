@@ -22,7 +22,7 @@ from megatron_sparse.planner.link_timing import (
     measure_links,
 )
 from megatron_sparse.pricing.cluster import ClusterModel
-from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.job import Progress
 from megatron_sparse.transport import ProcessGroupTransport
 
 
@@ -47,7 +47,7 @@ FULL = Effort(link_timing.FULL, calibration_codec.FULL, 31)
 
 def calibrate(
     transport: ProcessGroupTransport,
-    progress: ProgressThread,
+    progress: Progress,
     effort: Effort,
     name: str,
     tell: Callable[[str], None],

@@ -4,8 +4,9 @@ With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order in which they were
 streams together. Megatron relies on it with tensor and context parallelism: each rank launches that
 group's collectives and the data-parallel ones in one order. A thread of ours would launch a
 bucket's NCCL kernels at a moment that differs between ranks. Two ranks could then each wait in one
-kernel for a peer whose own kernel is behind another one in its queue: a deadlock. So here a bucket's
-device work is launched where the backward pass launches the bucket, before `submit` returns.
+kernel for a peer whose own kernel is behind another one in its queue: a deadlock. So here a
+bucket's device work is launched where the backward pass launches the bucket, before `submit`
+returns.
 
 In capacity mode the host waits for nothing on the way. Where sizes are exchanged it waits for them,
 in the middle of the backward pass.

@@ -6,14 +6,12 @@ For correctness only: the processes take turns on the GPU.
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.gpu_ranks import on_one_gpu
 
 RANKS = 2
 BENCH = """
@@ -49,34 +47,8 @@ def test_the_sum_is_right(way: str, tmp_path: Path) -> None:
 
 def run_ranks(way: str, folder: Path) -> int:
     """Runs the bench on all ranks; returns its rows, none of which may be wrong."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_RANK": "0",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-    }
     path = folder / "rows.jsonl"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BENCH, way, str(path)],
-            env=shared | {"RANK": str(rank), "NCCL_HOSTID": f"host{rank}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        said = [process.communicate(timeout=180)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(said)
+    on_one_gpu(RANKS, "-c", BENCH, way, str(path))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert not any(row["wrong"] for row in rows)
     return len(rows)

@@ -38,6 +38,7 @@ from megatron_sparse.bench.collectives.report import print_head
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.table import Columns, TableRow, copy_action, print_table, show_progress
 from megatron_sparse.bucket import Bucket
+from megatron_sparse.reduction.reducer import PendingReduction
 
 FLOOR_BYTES = 16
 """Of an element: fp32 gradient and residual read, residual and sum written."""
@@ -56,7 +57,7 @@ class BucketRow(TableRow):
         queues: hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows; null where it is not set.
         time_us: from gradient to sum, the device's work included.
         floor_us: see the module's docstring; so for the rest.
-        host_us: of the training thread.
+        host_us: of the training thread, from the launch until the optimizer could begin.
         waits: of the host for the device.
         busy_us: the compute kernel alone.
         both_us: the compute kernel and the bucket.
@@ -158,7 +159,10 @@ class BucketBench(RankBench):
         busy = self._busy(row.time_us)
         row.busy_us = self._median(busy)
         row.both_us = self._median(lambda: synchronise(busy), refill)
-        row.host_us = median(self._host_us(synchronise, refill) for _ in range(self._options.iters))
+        row.host_us = median(
+            self._host_us(lambda: reducer.start(bucket, step), refill)
+            for _ in range(self._options.iters)
+        )
         row.waits = self._waits(bucket, synchronise, refill)
 
     def _median(
@@ -186,12 +190,18 @@ class BucketBench(RankBench):
         count = max(round(time_us / self._median(product)), 1)
         return lambda: [product() for _ in range(count)]
 
-    def _host_us(self, action: Callable[[], object], before: Callable[[], object]) -> float:
+    def _host_us(
+        self, start: Callable[[], PendingReduction], before: Callable[[], object]
+    ) -> float:
+        """Microseconds from the launch until a training loop would go on to the optimizer."""
         before()
         self._meet()
         start_s = time.perf_counter()
-        action()
-        return (time.perf_counter() - start_s) * 1e6
+        pending = start()
+        pending.wait_until_queued()
+        spent_us = (time.perf_counter() - start_s) * 1e6
+        pending.confirm()
+        return spent_us
 
     def _waits(
         self, bucket: Bucket, action: Callable[[], object], before: Callable[[], object]
