@@ -109,7 +109,7 @@ class Attachment:
             self.nccl_health = HealthCheck(config.scheme.timeout_s, self._lost_rank, device)
         self._launched: set[int] = set()
         self._optimizer: WatchedOptimizer | None = None
-        self._sums = UnconfirmedSums()
+        self._sums = UnconfirmedSums(self._check_nccl)
         self.unit = ResidualUnit(chunks)
         for group in self.groups:
             self._reducer_of(group, device)
@@ -250,7 +250,7 @@ class Attachment:
             store.outcome = Outcome.REPORTED
         self.unit.bind(optimizer)
         self._optimizer = WatchedOptimizer(
-            optimizer, self._sums, self.sink, begin=self._step_begins, end=self._step_ended
+            optimizer, self._sums, self.sink, begin=self._check_nccl, end=self._step_ended
         )
 
     def launch(self, group: GroupBuckets) -> Handle:
@@ -315,7 +315,7 @@ class Attachment:
         """Restores a result of `method_state`; pass {} if the checkpoint has none that fits."""
         self.method.load_state_dict(state)
 
-    def _step_begins(self) -> None:
+    def _check_nccl(self) -> None:
         if self.nccl_health is not None:
             self.nccl_health.check("the optimizer's step")
 

@@ -22,9 +22,14 @@ UPDATE = "step_with_ready_grads"
 
 
 class UnconfirmedSums:
-    """The step's buckets that are on a stream, but whose reports have not been read."""
+    """The step's buckets that are on a stream, but whose reports have not been read.
 
-    def __init__(self) -> None:
+    Args:
+        check: raises if communication has failed; called when the device has passed the sums.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
         self._pending: dict[str, PendingReduction] = {}
 
     def add(self, pending: PendingReduction) -> None:
@@ -44,8 +49,12 @@ class UnconfirmedSums:
             MegatronSparseError: a bucket was not synchronised; no parameter may be changed.
         """
         waiting, self._pending = self._pending, {}
-        for pending in waiting.values():
-            pending.confirm()
+        try:
+            for pending in waiting.values():
+                pending.confirm()
+        finally:
+            # An aborted NCCL leaves what looks like damaged records: its own error says more.
+            self._check()
 
 
 class WatchedOptimizer:

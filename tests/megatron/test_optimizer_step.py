@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_sparse.errors import WireFormatError
+from megatron_sparse.errors import CommunicationError, WireFormatError
 from megatron_sparse.megatron.bucket_group import Handle
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.recording import NullSink
@@ -85,7 +85,7 @@ def finish_grad_sync(sums: UnconfirmedSums | None, *pending: Sum) -> None:
     ],
 )
 def test_sums_are_confirmed_right_before_parameters_change(kind: type, steps: list[str]) -> None:
-    log, sums = [], UnconfirmedSums()
+    log, sums = [], UnconfirmedSums(lambda: None)
     optimizer = kind(log)
     watch = watched(optimizer, sums, log)
     finish_grad_sync(sums, Sum(log))
@@ -98,7 +98,7 @@ def test_sums_are_confirmed_right_before_parameters_change(kind: type, steps: li
 
 @pytest.mark.parametrize("kind", [PlainOptimizer, MegatronOptimizer])
 def test_no_step_is_taken_on_a_bad_sum(kind: type) -> None:
-    log, sums = [], UnconfirmedSums()
+    log, sums = [], UnconfirmedSums(lambda: None)
     optimizer = kind(log)
     watched(optimizer, sums, log)
     finish_grad_sync(sums, Sum(log, "a"), Sum(log, "b", is_bad=True))
@@ -108,8 +108,22 @@ def test_no_step_is_taken_on_a_bad_sum(kind: type) -> None:
     assert not any(line.startswith("end") for line in log), "the step is not accepted"
 
 
+def test_a_failed_nccl_is_the_error_of_a_sum_that_looks_damaged() -> None:
+    log: list[str] = []
+
+    def check() -> None:
+        raise CommunicationError("NCCL has failed", expected="all ranks", got="none")
+
+    sums, optimizer = UnconfirmedSums(check), MegatronOptimizer(log)
+    watched(optimizer, sums, log)
+    finish_grad_sync(sums, Sum(log, is_bad=True))
+    with pytest.raises(CommunicationError, match="NCCL has failed"):
+        optimizer.step()
+    assert "update" not in log
+
+
 def test_a_skipped_update_confirms_too() -> None:
-    log, sums = [], UnconfirmedSums()
+    log, sums = [], UnconfirmedSums(lambda: None)
     optimizer = MegatronOptimizer(log)
     optimizer.skips = True
     watched(optimizer, sums, log)
@@ -125,7 +139,7 @@ def test_without_an_optimizer_the_handle_confirms() -> None:
 
 
 def test_a_bucket_that_comes_again_without_a_step_is_confirmed_first() -> None:
-    log, sums = [], UnconfirmedSums()
+    log, sums = [], UnconfirmedSums(lambda: None)
     for _ in range(2):
         finish_grad_sync(sums, Sum(log, "a"), Sum(log, "b"))
     assert log[:5] == ["a on stream", "b on stream", "a on stream", "a read", "b read"]
