@@ -86,9 +86,9 @@ class SchemeConfig:
             rank and group), long before the timeout; docs/collectives.md, Faults.
         nccl_errors: what becomes of a failed operation of NCCL: `torch` leaves it to torch's
             watchdog, which ends the process; `typed` aborts communicators instead, and raises an
+            error that names the group (docs/peer-memory.md, Between nodes). On CUDA, with Megatron,
+            and with the backend nccl as torch's ProcessGroupNCCL.
         nccl_engine: buckets of `direct` and `agsparse` of fixed size are one call of C++ on a
-            communicator of NCCL's own, for groups whose host cannot keep up (docs/peer-memory.md,
-            The NCCL engine). On CUDA, with the same backend.
             communicator of NCCL's own, for groups whose host cannot keep up (docs/peer-memory.md,
             The NCCL engine). On CUDA, with the same backend.
         deterministic: freeze every decision that would be taken from timing.
@@ -118,9 +118,13 @@ class SchemeConfig:
         if self.wire_dtype is not None:
             one_of("scheme.wire_dtype", self.wire_dtype, DTYPES)
         one_of("scheme.format", self.format, MESSAGE_FORMATS)
-        if isinstance(self.capacity, str):
-            one_of("scheme.capacity", self.capacity, ("auto", "null", "a factor"))
-        elif self.capacity is not None:
+        if isinstance(self.capacity, str) and self.capacity != "auto":
+            raise ConfigError(
+                "scheme.capacity does not fit",
+                expected="auto | null | a factor such as 1.25",
+                got=repr(self.capacity),
+            )
+        if self.given_capacity is not None:
             in_range("scheme.capacity", self.capacity, 0, math.inf, low_open=True)
         in_range("scheme.block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE, integer=True)
         if int(self.block_size).bit_count() != 1:
