@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.reduction.progress import GATE
+from megatron_sparse.reduction.job import GATE
 from megatron_sparse.transport import VirtualCluster
 from tests import fake_nccl
 from tests.cuda_emulator.device import GPU, EmulatedGpu, pretend_driver
