@@ -247,7 +247,7 @@ def drive(job: Job, start: Start) -> Outcome:
 def price(job: Job, scheme: str, gradients: Gradients) -> Outcome:
     """Runs a registered scheme: encodes the selection and runs the collective."""
     entry = SCHEMES[scheme]
-    options = SchemeConfig(name=scheme, format=job.format)
+    options = SchemeConfig(name=scheme, format=job.format, capacity=None)
 
     def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
         bucket, buffers = make_bucket(job, gradients(transport.rank)), MessageBuffers()

@@ -103,7 +103,7 @@ def sparse(
 
     def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
         bucket = make_bucket(job, of_rank(transport.rank))
-        options = SchemeConfig(format=job.format)
+        options = SchemeConfig(format=job.format, capacity=None)
         return all_gather.sparse_ring(Exchange(bucket, transport, MessageBuffers(), timer, options))
 
     return drive(job, start)

@@ -81,7 +81,7 @@ def after_s(
     # Divisible by n pieces and by n - 1 chunks.
     numel = world_size * (world_size - 1) * 2
     job = Job(machine, world_size, full_bytes, numel, charged=False)
-    options = SchemeConfig(name=scheme)
+    options = SchemeConfig(name=scheme, capacity=None)
 
     def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
         if transport.rank == world_size - 1:

@@ -171,7 +171,7 @@ class CostSweep:
                     yield from self._rows(kind, density, n)
 
     def _rows(self, kind: str, density: float, n: int) -> Iterator[CostRow]:
-        options = SchemeConfig()
+        options = SchemeConfig(capacity=None)
         model = KINDS[kind](simulated_numel(n, density, self.full_numel), density)
         given = [model.gradient(rank) for rank in range(n)]
         profile = virtual_truth.at_full_size(profile_of(given), self.full_numel)
@@ -247,7 +247,7 @@ def measured_rows(path: Path, cluster: ClusterModel) -> Iterator[CostRow]:
     Raises:
         ConfigError: the file cannot be read, is none of that bench, or no row is left.
     """
-    options, left_out = SchemeConfig(), 0
+    options, left_out = SchemeConfig(capacity=None), 0
     for row in _read(path):
         op = CollectiveOp(row["op"])
         scheme, n, numel = row["carried_by"], row["world_size"], row["count"]
