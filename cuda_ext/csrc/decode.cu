@@ -1,4 +1,4 @@
-// Instances of decode_add_'s CUDA kernels and their launch.
+// Instances of decode_add_'s and decode_sum_'s CUDA kernels and their launches.
 #include <algorithm>
 
 #include "decode_kernel.cuh"
@@ -8,58 +8,61 @@ namespace megatron_sparse {
 namespace {
 
 constexpr int kMostDecodes = 16;  // of one launch, whose parameters have at most 4 KB
+constexpr int kSumBlocks = 4;     // resident on a multiprocessor
 
-template <int MOST>
-void launch_add(const DecodeBatch<MOST>& batch, const cudaLaunchConfig_t& config) {
+template <bool FRESH, int MOST>
+void launch_sum(const DecodeBatch<MOST>& batch, const SumPlan& plan,
+                const cudaLaunchConfig_t& config) {
   const int dtype = batch.call[0].value_dtype;
   if (dtype == kFp32) {
-    cudaLaunchKernelEx(&config, add_kernel<kFp32, MOST>, batch);
+    cudaLaunchKernelEx(&config, sum_kernel<kFp32, FRESH, MOST>, batch, plan);
   } else if (dtype == kBf16) {
-    cudaLaunchKernelEx(&config, add_kernel<kBf16, MOST>, batch);
+    cudaLaunchKernelEx(&config, sum_kernel<kBf16, FRESH, MOST>, batch, plan);
   } else {
-    cudaLaunchKernelEx(&config, add_kernel<kFp16, MOST>, batch);
+    cudaLaunchKernelEx(&config, sum_kernel<kFp16, FRESH, MOST>, batch, plan);
   }
 }
 
+// `groups` sums of `plan.count` messages each, one after the other in `calls`.
 template <int MOST>
-void launch_batch(const DecodeArguments* calls, int64_t count, DecodeParts parts,
+void launch_batch(const DecodeArguments* calls, int groups, const SumPlan& plan, bool fresh,
                   cudaStream_t stream) {
-  static_assert(sizeof(DecodeBatch<MOST>) <= 4096);
+  static_assert(sizeof(DecodeBatch<MOST>) + sizeof(SumPlan) <= 4096);
   DecodeBatch<MOST> batch = {};
-  int64_t wanted = 0, segments = 0;
-  bool clears = false;
-  for (int64_t i = 0; i < count; ++i) {
+  const int count = groups * plan.count;
+  int64_t tiles = 0, segments = 0;
+  for (int i = 0; i < count; ++i) {
     const DecodeArguments& call = calls[i];
     batch.call[i] = call;
     batch.work[i] = lay_out_decode_workspace(call.workspace, call.segment_count);
-    // A unit is at least 512 bytes of the message, except for each segment's last.
-    const int64_t warps = call.message_bytes / 512 + call.segment_count;
-    wanted = std::max(wanted, (warps + kDecodeWarps - 1) / kDecodeWarps);
+    // Each segment's last tile may be short.
+    tiles = std::max(tiles, call.acc_numel / kPiciTile + call.segment_count);
     segments += call.segment_count;
-    clears |= call.fresh;
   }
-  const int64_t resident = multiprocessors() * 8, most = std::max<int64_t>(resident / count, 1);
-  const auto of_all = [&](int64_t blocks, int64_t limit, int threads) {
-    cudaLaunchConfig_t config = grid_for(blocks, limit, threads, stream);
-    config.gridDim.y = static_cast<unsigned>(count);
+  const auto grid = [stream](int64_t blocks, int64_t most, int rows, int threads) {
+    cudaLaunchConfig_t config = grid_for(blocks, most, threads, stream);
+    config.gridDim.y = static_cast<unsigned>(rows);
     return config;
   };
-  const cudaLaunchConfig_t walk = of_all(1, 1, kWalkThreads);
+  const cudaLaunchConfig_t walk = grid(1, 1, count, kWalkThreads);
   cudaLaunchKernelEx(&walk, walk_kernel<MOST>, batch);
   if (segments == 0) return;
-  const cudaLaunchConfig_t check = of_all(wanted, most, kDecodeThreads);
-  cudaLaunchKernelEx(&check, check_kernel<MOST>, batch);
-  if (parts == DecodeParts::kApart || count == 1) {
-    const cudaLaunchConfig_t clear = of_all(most, most, kDecodeThreads);
-    if (clears) cudaLaunchKernelEx(&clear, clear_kernel<MOST>, batch);
-    launch_add(batch, check);
-    return;
+  const int64_t resident = multiprocessors() * kSumBlocks;
+  if constexpr (MOST == 1) {
+    if (plan.checked) {
+      // A unit is at least 512 bytes of the message, except for each segment's last.
+      const int64_t warps = calls[0].message_bytes / 512 + segments;
+      const cudaLaunchConfig_t check =
+          grid((warps + kDecodeWarps - 1) / kDecodeWarps, resident, 1, kDecodeThreads);
+      cudaLaunchKernelEx(&check, check_kernel, batch);
+    }
   }
-  for (int64_t i = 0; i < count; ++i) {
-    const DecodeBatch<1> one = {{batch.call[i]}, {batch.work[i]}};
-    const cudaLaunchConfig_t all = grid_for(resident, resident, kDecodeThreads, stream);
-    if (calls[i].fresh) cudaLaunchKernelEx(&all, clear_kernel<1>, one);
-    launch_add(one, grid_for(wanted, resident, kDecodeThreads, stream));
+  const cudaLaunchConfig_t sum =
+      grid(tiles, std::max<int64_t>(resident / groups, 1), groups, kDecodeThreads);
+  if (fresh) {
+    launch_sum<true>(batch, plan, sum);
+  } else {
+    launch_sum<false>(batch, plan, sum);
   }
 }
 
@@ -70,13 +73,21 @@ int64_t decode_workspace_bytes(int64_t segment_count) {
 }
 
 void launch_decode_add(const DecodeArguments& call, void* stream) {
-  launch_batch<1>(&call, 1, DecodeParts::kTheSame, static_cast<cudaStream_t>(stream));
+  launch_batch<1>(&call, 1, {1, true}, call.fresh, static_cast<cudaStream_t>(stream));
 }
 
-void launch_decode_add_all(const DecodeArguments* calls, int64_t count, DecodeParts parts,
-                           void* stream) {
+void launch_decode_sum(const DecodeArguments* calls, int64_t count, void* stream) {
   for (int64_t begin = 0; begin < count; begin += kMostDecodes) {
-    launch_batch<kMostDecodes>(calls + begin, std::min<int64_t>(count - begin, kMostDecodes), parts,
+    const int here = static_cast<int>(std::min<int64_t>(count - begin, kMostDecodes));
+    launch_batch<kMostDecodes>(calls + begin, 1, {here, false}, begin == 0,
+                               static_cast<cudaStream_t>(stream));
+  }
+}
+
+void launch_decode_place(const DecodeArguments* calls, int64_t count, void* stream) {
+  for (int64_t begin = 0; begin < count; begin += kMostDecodes) {
+    const int here = static_cast<int>(std::min<int64_t>(count - begin, kMostDecodes));
+    launch_batch<kMostDecodes>(calls + begin, here, {1, false}, true,
                                static_cast<cudaStream_t>(stream));
   }
 }

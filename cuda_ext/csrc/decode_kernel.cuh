@@ -1,25 +1,29 @@
 // Second and third launch of decode_add_ on CUDA: check every index, word and prefix, then add.
+// decode_sum_ has no check of its own: its sums check what they read.
 //
-// acc is changed only if the whole message is right. No two values of a message go to one element
-// (indices ascend), so there are no atomics, and the sums do not depend on the schedule.
+// decode_add_ changes acc only if the whole message is right. decode_sum_ ignores acc's content, so
+// after an error there is nothing to preserve, and the messages are read once. Every tile of the
+// sum is made in shared memory (tile_sum.cuh) and written once; sums that acc keeps are changed in
+// place.
 //
-// A warp takes one unit after the other: a tile of 4096 elements in Pici, else up to 1024 entries.
-// Bytes an element at density d and v bytes a value. COO: 4 d read by the checks, (4 + v) d by the
-// sum. Pici: 1/8 and 1/8 + v d. Both: acc, d sectors of 32 bytes read and written if kept values
-// are far apart, else 8 bytes in all.
+// A check takes one unit after the other for each warp: a tile of 4096 elements in Pici, else up to
+// 256 indices. The sum takes one tile after the other for each block.
+// Bytes an element, at density d and v bytes a value, for each message: tile_sum.cuh; and the
+// checks, COO 4 d, Pici 1/8. acc: 4 written or, in place, d sectors of 32 bytes read and written
+// if kept values are far apart, else 8 in all.
 #pragma once
 
 #include "decode_walk.cuh"
 #include "elementwise.h"
 #include "lanes.h"
-#include "tile_words.cuh"
+#include "tile_sum.cuh"
 
 namespace megatron_sparse {
 
-constexpr int kDecodeThreads = 256;
-constexpr int kDecodeWarps = kDecodeThreads / 32;
+constexpr int kDecodeThreads = kSumThreads;
+constexpr int kDecodeWarps = kSumWarps;
 
-// A warp's unit: `entry` is its first entry, or its tile.
+// A warp's unit of a check.
 struct Unit {
   int64_t segment;
   int64_t number;  // in the record
@@ -34,7 +38,7 @@ __device__ __forceinline__ Unit find_unit(const DecodeArguments& call, const Dec
 // The lowest wrong entry is reported, whichever warp finds one first.
 __device__ __forceinline__ void report(const DecodeWorkspace& work, int64_t segment, int64_t entry,
                                        bool beyond_numel) {
-  atomicMin(work.wrong, static_cast<unsigned long long>(segment) << 33 |
+  atomicMin(&work.state->wrong, static_cast<unsigned long long>(segment) << 33 |
                             static_cast<unsigned long long>(entry) << 1 | beyond_numel);
 }
 
@@ -48,25 +52,6 @@ __device__ __forceinline__ void check_indices(const DecodeWorkspace& work, const
     const uint32_t index = indices[k];
     if (index >= limit || (k > 0 && index <= indices[k - 1])) {
       report(work, unit.segment, k, false);
-      return;
-    }
-  }
-}
-
-// The last block is zero beyond the segment's end.
-__device__ __forceinline__ void check_block_padding(const DecodeWorkspace& work, const Unit& unit,
-                                                    const DecodeRecord& record,
-                                                    int64_t value_bytes) {
-  const int64_t last = record.blocks - 1;
-  const int64_t last_end = (indices_of(record)[last] + int64_t{1}) * record.block_size;
-  const int64_t halves = value_bytes / 2;
-  // Not above zero if the last block ends inside the segment.
-  const int64_t padded = min(last_end - record.numel, record.block_size) * halves;
-  const uint16_t* end =
-      reinterpret_cast<const uint16_t*>(record.payload + record.sections.values_end);
-  for (int64_t k = threadIdx.x % 32; k < padded; k += 32) {
-    if (end[k - padded] != 0) {
-      report(work, unit.segment, last, true);
       return;
     }
   }
@@ -86,160 +71,47 @@ __device__ __forceinline__ void check_tile(const DecodeWorkspace& work, const Un
     report(work, unit.segment, unit.number, false);
   }
   const int64_t length = record.numel - unit.number * kPiciTile;
-  if (length >= kPiciTile) return;
-  bool stray = false;
-  for (int w = lane; w < kTileWords; w += 32) {
-    for (uint32_t left = bits.word[w]; left != 0; left &= left - 1) {
-      const int bit = 32 * (w % 2) + __ffs(static_cast<int>(left)) - 1;
-      const int element = record.kind == kKindPici ? 64 * (w / 2) + bit : 64 * bit + w / 2;
-      stray |= element >= length;
-    }
+  if (length < kPiciTile && has_stray_bits(bits, record.kind, static_cast<int>(length))) {
+    report(work, unit.segment, unit.number, true);
   }
-  if (stray) report(work, unit.segment, unit.number, true);
 }
 
-template <int MOST>
-__global__ void __launch_bounds__(kDecodeThreads, 4)
-    check_kernel(const __grid_constant__ DecodeBatch<MOST> batch) {
-  const DecodeArguments& call = batch.call[blockIdx.y];
-  const DecodeWorkspace& work = batch.work[blockIdx.y];
-  __shared__ TileWords tiles[kDecodeWarps];
+// Checks a message's sections; called by each of `warps` warps, which have `bits` to write to.
+__device__ __attribute__((noinline)) inline void check_sections(const DecodeArguments& call,
+                                                                const DecodeWorkspace& work,
+                                                                TileWords& bits, int64_t warp,
+                                                                int64_t warps) {
   const int64_t unit_count = work.unit_begin[call.segment_count];
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kDecodeWarps;
-  for (int64_t u = static_cast<int64_t>(blockIdx.x) * kDecodeWarps + threadIdx.x / 32;
-       u < unit_count; u += warps) {
+  for (int64_t u = warp; u < unit_count; u += warps) {
     const Unit unit = find_unit(call, work, u);
     const DecodeRecord record = work.records[unit.segment];
     if (record.kind == kKindCoo) {
       check_indices(work, unit, indices_of(record), record.nnz, record.numel);
     } else if (record.kind == kKindBlocks) {
       const int64_t limit = (record.numel + record.block_size - 1) / record.block_size;
-      // As many units as the values need; the indices need fewer, so some units find none.
       check_indices(work, unit, indices_of(record), record.blocks, limit);
-      if (unit.number == 0) {
-        check_block_padding(work, unit, record, dtype_bytes(call.value_dtype));
+      if (unit.number == 0 && has_wrong_padding(record, dtype_bytes(call.value_dtype))) {
+        report(work, unit.segment, record.blocks - 1, true);
       }
     } else if (record.kind != kKindDense) {
-      check_tile(work, unit, record, tiles[threadIdx.x / 32]);
+      check_tile(work, unit, record, bits);
     }
   }
 }
 
-// Between check and add, if the caller wants the message alone: clears the segments' part of acc,
-// which is contiguous.
-template <int MOST>
 __global__ void __launch_bounds__(kDecodeThreads, 4)
-    clear_kernel(const __grid_constant__ DecodeBatch<MOST> batch) {
-  const DecodeArguments& call = batch.call[blockIdx.y];
-  const DecodeWorkspace& work = batch.work[blockIdx.y];
-  if (!call.fresh || call.segment_count == 0) return;
-  if (call.status[0] != kDecodeOk || *work.wrong != kNothingWrong) return;
-  const int64_t begin = call.segment_offsets[0] - call.base;
-  const int64_t end = call.segment_offsets[call.segment_count] - call.base;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * kDecodeThreads;
-  for (int64_t at = begin + static_cast<int64_t>(blockIdx.x) * kDecodeThreads + threadIdx.x;
-       at < end; at += threads) {
-    call.acc[at] = 0;
-  }
+    check_kernel(const __grid_constant__ DecodeBatch<1> batch) {
+  __shared__ TileWords tiles[kDecodeWarps];
+  const int warp = threadIdx.x / 32;
+  check_sections(batch.call[0], batch.work[0], tiles[warp],
+                 static_cast<int64_t>(blockIdx.x) * kDecodeWarps + warp,
+                 static_cast<int64_t>(gridDim.x) * kDecodeWarps);
 }
 
-// Four neighbours a lane: one load of values, and one of acc where it is aligned.
-template <int VALUE>
-__device__ __forceinline__ void add_run(float* acc, const uint8_t* values, int64_t first,
-                                        int count) {
-  using Raw = typename RawType<VALUE>::type;
-  using Vector = Neighbours<Raw, 4>;
-  const Raw* from = reinterpret_cast<const Raw*>(values) + first;
-  const bool values_aligned = reinterpret_cast<uintptr_t>(from) % alignof(Vector) == 0;
-  const bool acc_aligned = reinterpret_cast<uintptr_t>(acc) % 16 == 0;
-  for (int k = threadIdx.x % 32 * 4; k < count; k += 128) {
-    if (values_aligned && acc_aligned && k + 4 <= count) {
-      const Vector added = *reinterpret_cast<const Vector*>(from + k);
-      float4 sum = *reinterpret_cast<const float4*>(acc + k);
-      sum.x += widen<ScalarLanes, VALUE>(added.value[0]);
-      sum.y += widen<ScalarLanes, VALUE>(added.value[1]);
-      sum.z += widen<ScalarLanes, VALUE>(added.value[2]);
-      sum.w += widen<ScalarLanes, VALUE>(added.value[3]);
-      *reinterpret_cast<float4*>(acc + k) = sum;
-    } else {
-      for (int i = k; i < min(k + 4, count); ++i) acc[i] += widen<ScalarLanes, VALUE>(from[i]);
-    }
-  }
-}
-
-template <int VALUE>
-__device__ __forceinline__ void add_coo(float* acc, const Unit& unit, const DecodeRecord& record) {
-  using Raw = typename RawType<VALUE>::type;
-  using Vector = Neighbours<Raw, 4>;
-  const uint32_t* indices = indices_of(record);
-  const uint8_t* values = record.payload + record.sections.values;
-  const int64_t begin = unit.number * kUnitEntries;
-  const int64_t end = min(begin + kUnitEntries, record.nnz);
-  for (int64_t k = begin + threadIdx.x % 32 * 4; k < end; k += 128) {
-    if (k + 4 <= end) {
-      // Indices differ, so all of acc can be read before any of it is written.
-      const uint4 at = *reinterpret_cast<const uint4*>(indices + k);
-      const Vector added = *reinterpret_cast<const Vector*>(values + k * sizeof(Raw));
-      const float x = acc[at.x], y = acc[at.y], z = acc[at.z], w = acc[at.w];
-      acc[at.x] = x + widen<ScalarLanes, VALUE>(added.value[0]);
-      acc[at.y] = y + widen<ScalarLanes, VALUE>(added.value[1]);
-      acc[at.z] = z + widen<ScalarLanes, VALUE>(added.value[2]);
-      acc[at.w] = w + widen<ScalarLanes, VALUE>(added.value[3]);
-    } else {
-      for (int64_t i = k; i < end; ++i) acc[indices[i]] += value_at<VALUE>(values, i);
-    }
-  }
-}
-
-// 32 elements at a time: each lane takes the element of its bit.
-template <int VALUE>
-__device__ __forceinline__ void add_tile(float* acc, const Unit& unit, const DecodeRecord& record,
-                                         TileWords& bits) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(record.payload);
-  load_tile_words(bits, words + unit.number * kTileWords);
-  float* sums = acc + unit.number * kPiciTile;
-  const int64_t rank = indices_of(record)[unit.number];
-  const uint8_t* values = record.payload + record.sections.values;
-  if (record.kind == kKindPici) {
-#pragma unroll 4
-    for (int w = 0; w < kTileWords; ++w) {
-      const uint32_t word = bits.word[w];
-      if (!(word >> lane & 1)) continue;
-      const int before = bits.before[w] + __popc(word & ((1u << lane) - 1));
-      sums[32 * w + lane] += value_at<VALUE>(values, rank + before);
-    }
-    return;
-  }
-  // The paper's order: a lane has columns `lane` and `lane + 32`; a row at a time is 64 neighbours.
-  const uint64_t column[2] = {wide_word(bits, lane), wide_word(bits, lane + 32)};
-  const int64_t first[2] = {rank + bits.before[2 * lane], rank + bits.before[2 * lane + 64]};
-  for (int row = 0; row < 64; ++row) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!(column[half] >> row & 1)) continue;
-      const int before = __popcll(column[half] & ((uint64_t{1} << row) - 1));
-      sums[64 * row + 32 * half + lane] += value_at<VALUE>(values, first[half] + before);
-    }
-  }
-}
-
-template <int VALUE>
-__device__ __forceinline__ void add_block(float* acc, const Unit& unit,
-                                          const DecodeRecord& record) {
-  const int64_t block = unit.number / record.units_per_block;
-  const int64_t inside = (unit.number - block * record.units_per_block) * kUnitEntries;
-  const int64_t first = indices_of(record)[block] * record.block_size + inside;
-  // The last block may reach past the segment; values there are ignored.
-  const int64_t room = min(record.numel - first, record.block_size - inside);
-  const int count = static_cast<int>(min(room, static_cast<int64_t>(kUnitEntries)));
-  add_run<VALUE>(acc + first, record.payload + record.sections.values,
-                 block * record.block_size + inside, count);
-}
-
-// Writes the checks' findings; done by the first block's first thread.
-__device__ inline void write_entry_error(const DecodeArguments& call, const DecodeWorkspace& work,
-                                         unsigned long long wrong) {
+// Writes the lowest wrong entry to the status.
+__device__ __attribute__((noinline)) inline void write_entry_error(const DecodeArguments& call,
+                                                                   const DecodeWorkspace& work) {
+  const unsigned long long wrong = work.state->wrong;
   const int64_t segment = static_cast<int64_t>(wrong >> 33);
   const int64_t entry = static_cast<int64_t>(wrong >> 1 & 0xffffffffu);
   const bool beyond_numel = wrong & 1;
@@ -257,36 +129,103 @@ __device__ inline void write_entry_error(const DecodeArguments& call, const Deco
   }
 }
 
-template <int VALUE, int MOST>
+// How a launch adds its messages.
+struct SumPlan {
+  int count;     // of the messages that add to the same elements: to those of the first
+  bool checked;  // by check_kernel, so an error stops everything
+};
+
+// A block has met an error in a section. The first one that does checks all of the message, so that
+// the status is that of the CPU's decoder. Called by a whole block.
+__device__ __attribute__((noinline)) inline void report_sections(const DecodeArguments& call,
+                                                                 const DecodeWorkspace& work,
+                                                                 SumMemory& memory) {
+  const int warp = threadIdx.x / 32;
+  const bool claims = threadIdx.x == 0 && atomicExch(&work.state->claimed, 1u) == 0;
+  if (!__syncthreads_or(claims)) return;
+  check_sections(call, work, memory.words[warp], warp, kDecodeWarps);
+  __syncthreads();
+  if (threadIdx.x == 0) write_entry_error(call, work);
+}
+
+// What sum_tile finds wrong: a bit for each message, in shared memory.
+struct MarkWrong {
+  unsigned int* messages;
+
+  __device__ __forceinline__ void operator()(int k, DecodeField, int64_t) const {
+    atomicOr(messages, 1u << k);
+  }
+};
+
+// Writes a tile's sums; called by a whole block.
+__device__ __forceinline__ void store_tile(float* out, const float* sums, int length) {
+  if (reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+    const int whole = length / 4;
+    for (int at = threadIdx.x; at < whole; at += kDecodeThreads) {
+      reinterpret_cast<float4*>(out)[at] = reinterpret_cast<const float4*>(sums)[at];
+    }
+    const int at = 4 * whole + threadIdx.x;
+    if (at < length) out[at] = sums[at];
+  } else {
+    for (int at = threadIdx.x; at < length; at += kDecodeThreads) out[at] = sums[at];
+  }
+}
+
+// A tile and where its sums go.
+struct PlacedTile {
+  SumTile tile;
+  int64_t segment;
+  float* out;
+};
+
+__device__ __forceinline__ PlacedTile find_tile(const DecodeArguments& call,
+                                                const DecodeWorkspace& work, int64_t number) {
+  const int64_t segment = find_range(work.tile_begin, call.segment_count, number);
+  const int64_t offset = call.segment_offsets[segment];
+  const int64_t left = call.segment_offsets[segment + 1] - offset;
+  const int64_t begin = (number - work.tile_begin[segment]) * kPiciTile;
+  const int length = static_cast<int>(min(left - begin, static_cast<int64_t>(kPiciTile)));
+  return {{begin, length, begin + kPiciTile >= left}, segment, call.acc + (offset - call.base) + begin};
+}
+
+template <int VALUE, bool FRESH, int MOST>
 __global__ void __launch_bounds__(kDecodeThreads, 4)
-    add_kernel(const __grid_constant__ DecodeBatch<MOST> batch) {
-  const DecodeArguments& call = batch.call[blockIdx.y];
-  const DecodeWorkspace& work = batch.work[blockIdx.y];
-  __shared__ TileWords tiles[kDecodeWarps];
-  const unsigned long long wrong = *work.wrong;
-  if (wrong != kNothingWrong) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) write_entry_error(call, work, wrong);
+    sum_kernel(const __grid_constant__ DecodeBatch<MOST> batch, SumPlan plan) {
+  __shared__ __align__(16) float sums[FRESH ? kPiciTile : 4];
+  __shared__ SumMemory memory;
+  __shared__ PlacedTile place;  // not in registers, of which there are few
+  __shared__ unsigned int wrong;
+  const int group = blockIdx.y * plan.count;
+  const DecodeArguments& call = batch.call[group];
+  const DecodeWorkspace& work = batch.work[group];
+  if (plan.checked && work.state->wrong != kNothingWrong) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) write_entry_error(call, work);
     return;
   }
-  const int64_t unit_count = work.unit_begin[call.segment_count];
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kDecodeWarps;
-  for (int64_t u = static_cast<int64_t>(blockIdx.x) * kDecodeWarps + threadIdx.x / 32;
-       u < unit_count; u += warps) {
-    const Unit unit = find_unit(call, work, u);
-    const DecodeRecord record = work.records[unit.segment];
-    float* acc = call.acc + record.acc_begin;
-    if (record.kind == kKindDense) {
-      const int64_t first = unit.number * kUnitEntries;
-      add_run<VALUE>(
-          acc + first, record.payload, first,
-          static_cast<int>(min(record.numel - first, static_cast<int64_t>(kUnitEntries))));
-    } else if (record.kind == kKindCoo) {
-      add_coo<VALUE>(acc, unit, record);
-    } else if (record.kind == kKindBlocks) {
-      add_block<VALUE>(acc, unit, record);
-    } else {
-      add_tile<VALUE>(acc, unit, record, tiles[threadIdx.x / 32]);
+  if (plan.checked && !work.state->readable) return;
+  for (int64_t t = blockIdx.x; t < work.tile_begin[call.segment_count]; t += gridDim.x) {
+    if (threadIdx.x == 0) {
+      place = find_tile(call, work, t);
+      wrong = 0;
     }
+    if (FRESH) {
+      for (int at = threadIdx.x; at < kPiciTile / 4; at += kDecodeThreads) {
+        reinterpret_cast<float4*>(sums)[at] = {0, 0, 0, 0};
+      }
+    }
+    __syncthreads();
+    const auto record_of = [&](int k) {
+      const DecodeWorkspace& of = batch.work[group + k];
+      return of.state->readable ? of.records + place.segment : nullptr;
+    };
+    sum_tile<VALUE>(record_of, plan.count, place.tile, memory, FRESH ? sums : place.out,
+                    MarkWrong{&wrong});
+    if (FRESH) store_tile(place.out, sums, place.tile.length);
+    for (unsigned int left = wrong; left != 0; left &= left - 1) {
+      const int k = group + __ffs(static_cast<int>(left)) - 1;
+      report_sections(batch.call[k], batch.work[k], memory);
+    }
+    __syncthreads();  // shared memory is free again
   }
 }
 

@@ -44,7 +44,7 @@ struct DecodeArguments {
   int64_t base;  // acc's first element in the bucket
   int value_dtype;
   uint32_t step;
-  bool fresh;       // ignore the content of the segments' part of acc
+  bool fresh;       // take the segments' part of acc for zero
   void* workspace;  // 256-byte aligned
   int64_t* status;  // [4], written
   // Null for records back to back; else [segment_count + 1] ascending multiples of 16 from 0 on,
@@ -58,13 +58,16 @@ int64_t decode_workspace_bytes(int64_t segment_count);
 // with cudaGetLastError.
 void launch_decode_add(const DecodeArguments& arguments, void* stream);
 
-// Whether the messages of a call add to the same elements of acc.
-enum class DecodeParts { kTheSame, kApart };
+// Several messages, each with a workspace and a status of its own and of one value_dtype. acc's
+// content is ignored (`fresh` is not read), every element of the segments is written once, and
+// nothing else. After an error the segments' part of acc is undefined, except that it is untouched
+// if the segments do not lie in it. Two launches for each 16 messages: all are walked together, and
+// a tile of acc is made from all of them.
+//
+// The sum of messages with the same acc, base and segments, added in this order from 0.
+void launch_decode_sum(const DecodeArguments* calls, int64_t count, void* stream);
 
-// Several messages, each with a workspace and a status of its own and of one value_dtype. Messages
-// that add to the same elements do so in this order. All are walked together and checked together,
-// and those with different elements are added together: walking many takes as long as walking one.
-void launch_decode_add_all(const DecodeArguments* calls, int64_t count, DecodeParts parts,
-                           void* stream);
+// Each message alone; no two have an element of acc in common.
+void launch_decode_place(const DecodeArguments* calls, int64_t count, void* stream);
 
 }  // namespace megatron_sparse

@@ -9,8 +9,8 @@
 
 namespace megatron_sparse {
 
-// Entries that a warp checks and adds at a time, for formats without tiles.
-constexpr int kUnitEntries = 1024;
+// Indices that a warp checks at a time, for formats without tiles.
+constexpr int kUnitEntries = 256;
 
 struct DecodeRecord {
   const uint8_t* payload;
@@ -20,7 +20,6 @@ struct DecodeRecord {
   int64_t nnz;
   int64_t blocks;
   int64_t block_size;
-  int64_t units_per_block;
   uint8_t kind;
 };
 
@@ -62,7 +61,7 @@ __device__ inline FieldError check_record(const DecodeArguments& call, int64_t s
   record.numel = numel;
   record.acc_begin = offset - call.base;
   record.nnz = static_cast<int64_t>(header.nnz);
-  record.blocks = record.block_size = record.units_per_block = 0;
+  record.blocks = record.block_size = 0;
   record.kind = header.format;
   if (header.format == kFormatPici && header.flags == 0) record.kind = kKindPiciPaper;
   const uint64_t announced = header.payload_bytes;
@@ -81,7 +80,6 @@ __device__ inline FieldError check_record(const DecodeArguments& call, int64_t s
     if (record.blocks > most || record.nnz > record.blocks * record.block_size) {
       return field_error(kDecodeBlockCount, subheader.y);
     }
-    record.units_per_block = (record.block_size + kUnitEntries - 1) / kUnitEntries;
   }
   record.sections =
       sections_of(record.kind, numel, record.nnz, record.blocks, record.block_size, value_bytes);
@@ -93,14 +91,15 @@ __device__ inline FieldError check_record(const DecodeArguments& call, int64_t s
   return {false, 0, 0};
 }
 
+// Pieces that are checked one by one. Any dense value is right.
 __device__ __forceinline__ int64_t units_of(const DecodeRecord& record) {
   switch (record.kind) {
     case kKindDense:
-      return (record.numel + kUnitEntries - 1) / kUnitEntries;
+      return 0;
     case kKindCoo:
       return (record.nnz + kUnitEntries - 1) / kUnitEntries;
     case kKindBlocks:
-      return record.blocks * record.units_per_block;
+      return (record.blocks + kUnitEntries - 1) / kUnitEntries;
     default:
       return tiles_of(record.numel);
   }

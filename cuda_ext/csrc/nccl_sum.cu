@@ -2,8 +2,8 @@
 // without the host in between.
 //
 // Shards go to their owners in one group of sends and receives; the owner adds them in rank order,
-// encodes the sum once and sends it to everyone in another. Launches for up to 16 ranks: 3 and one
-// for each rank to add, 3 to encode, 4 to place the sums. Bytes: as of `direct`.
+// encodes the sum once and sends it to everyone in another. Launches for up to 16 ranks: 2 to add,
+// 3 to encode, 2 to place the sums. Bytes: as of `direct`.
 #include <algorithm>
 #include <vector>
 
@@ -145,12 +145,12 @@ class Queue {
       calls.push_back({sum_.acc + own_.begin, own_.numel,
                        is_own ? sum_.message + own_.message_begin : received_from(rank),
                        own_.message_bytes, sum_.tables.segment_offsets + own_.first_segment,
-                       own_.segment_count, own_.begin, sum_.value_dtype, sum_.step, rank == 0,
+                       own_.segment_count, own_.begin, sum_.value_dtype, sum_.step, true,
                        memory.take<uint8_t>(decode_workspace_bytes(own_.segment_count)),
                        sum_.report + kStatusWords * rank,
                        sum_.tables.message_slots + entry(sum_, own_)});
     }
-    launch_decode_add_all(calls.data(), sum_.world, DecodeParts::kTheSame, stream_);
+    launch_decode_sum(calls.data(), sum_.world, stream_);
   }
 
   void encode() const {
@@ -172,7 +172,7 @@ class Queue {
                        memory.take<uint8_t>(decode_workspace_bytes(shard.segment_count)),
                        statuses + kStatusWords * rank, sum_.tables.sum_slots + entry(sum_, shard)});
     }
-    launch_decode_add_all(calls.data(), sum_.world, DecodeParts::kApart, stream_);
+    launch_decode_place(calls.data(), sum_.world, stream_);
   }
 
   const NcclSum& sum_;
