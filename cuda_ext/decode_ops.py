@@ -1,11 +1,21 @@
-"""The op that adds up messages, typed and checked. `ops` exports it and defines the suffixes."""
+"""The ops that add up messages, typed and checked. `ops` exports them and defines the suffixes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from megatron_sparse.cuda_ext import codec_cuda
-from megatron_sparse.cuda_ext.arguments import call, check_code, check_device, check_flat
+from megatron_sparse.cuda_ext.arguments import (
+    call,
+    check_code,
+    check_device,
+    check_flat,
+    refusal,
+)
 from megatron_sparse.cuda_ext.codec_checks import check_slots
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.cuda_ext.reports import Reports
@@ -83,6 +93,74 @@ def decode_add_(
         look(status.cpu())
     else:
         reports.add(status, look)
+
+
+def decode_sum_(
+    acc_M: torch.Tensor,
+    messages: Sequence[torch.Tensor],
+    expected: Expected,
+    base: int,
+    ranks: Sequence[int],
+    *,
+    reports: Reports | None = None,
+) -> None:
+    """Writes the sum of several ranks' messages: the same bits as one `decode_add_` after another.
+
+    On CUDA all messages are read in one pass, and every element of the sum is written once: two
+    kernels for each 16 messages. Every header, index, prefix sum and bit is checked before it is
+    used, but after the first elements have been written.
+
+    Args:
+        acc_M: fp32 on the CPU or a CUDA device; element 0 is the bucket's element `base`. Mutated:
+            the segments' part becomes the sum from zero, in the order of the messages; its old
+            content is ignored. Undefined after an error. Elements outside the segments are kept.
+        messages: at least one uint8 message on the same device, each of them as `decode_add_`'s.
+        expected: the facts that the records of every message must state; its rank is not read.
+        base: the bucket's element that `acc_M` begins with.
+        ranks: the sender of each message, for errors.
+        reports: receives the calls' statuses, and the call does not wait. Reading the reports
+            raises the error of the first bad message.
+
+    Raises:
+        WireFormatError: names the rank and the field of the first message that is wrong.
+        ExtensionError: the other arguments do not fit together.
+    """
+    if not messages or len(messages) != len(ranks):
+        got = f"{len(messages)} messages of {len(ranks)} ranks"
+        raise refusal("decode_sum_", "a message is missing", "one of each rank", got)
+    if check_device("decode_sum_", "acc", acc_M) == "cpu":
+        for number, (message, rank) in enumerate(zip(messages, ranks, strict=True)):
+            sender = replace(expected, rank=rank)
+            decode_add_(acc_M, message, sender, base, fresh=number == 0, reports=reports)
+        return
+    check_flat("decode_sum_", "acc", acc_M, (torch.float32,))
+    for message in messages:
+        check_flat("decode_sum_", "message", message, (torch.uint8,), device=acc_M.device)
+    check_code("decode_sum_", "value_dtype", expected.value_dtype)
+    offsets = expected.segment_offsets
+    check_slots("decode_sum_", expected.slots, offsets.numel() - 1, None)
+    statuses = call(
+        "decode_sum_",
+        acc_M,
+        list(messages),
+        codec_cuda.on_device(offsets, acc_M.device),
+        expected.value_dtype,
+        expected.step,
+        base,
+        codec_cuda.on_device(expected.slots, acc_M.device),
+    )
+
+    def look(rank: int, status: torch.Tensor) -> None:
+        codec_cuda.check_status(status, offsets, base, acc_M.numel())
+        refuse_message(status, replace(expected, rank=rank), has_slots=expected.slots is not None)
+
+    if reports is None:
+        statuses = statuses.cpu()
+    for rank, status in zip(ranks, statuses.view(len(ranks), -1), strict=True):
+        if reports is None:
+            look(rank, status)
+        else:
+            reports.add(status, partial(look, rank))
 
 
 def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -> None:

@@ -91,6 +91,18 @@ def _decode_add(
     return segment_offsets.new_empty(STATUS_WORDS)
 
 
+def _decode_sum(
+    acc: torch.Tensor,
+    messages: list[torch.Tensor],
+    segment_offsets: torch.Tensor,
+    value_dtype: int,
+    step: int,
+    base: int,
+    slots: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return segment_offsets.new_empty(STATUS_WORDS * len(messages))
+
+
 def _encode_records(
     grad: torch.Tensor,
     segment_offsets: torch.Tensor,
@@ -222,6 +234,7 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "cuda": {
         "encode_records": _encode_records,
         "prune_encode_records": _prune_encode_records,
+        "decode_sum_": _decode_sum,
         "peer_collective": _peer_collective,
         "nccl_sparse_sum": _nccl_sparse_sum,
         "hash_split": _hash_split,

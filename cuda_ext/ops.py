@@ -22,13 +22,14 @@ from megatron_sparse.cuda_ext.arguments import (
     refusal,
 )
 from megatron_sparse.cuda_ext.codec_checks import message_capacity, scratch_capacity
-from megatron_sparse.cuda_ext.decode_ops import decode_add_
+from megatron_sparse.cuda_ext.decode_ops import decode_add_, decode_sum_
 from megatron_sparse.cuda_ext.encode_ops import encode, prune_encode
 
 __all__ = [
     "GRAD_DTYPES",
     "RESIDUAL_DTYPES",
     "decode_add_",
+    "decode_sum_",
     "encode",
     "message_capacity",
     "prune_",

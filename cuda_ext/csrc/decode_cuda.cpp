@@ -1,69 +1,102 @@
-// decode_add_ on CUDA: checks, device, stream, launch. Its schema is library.cpp's.
+// decode_add_ and decode_sum_ on CUDA: checks, device, stream, launch. decode_add_'s schema is
+// library.cpp's; decode_sum_ exists on CUDA only.
 //
-// segment_offsets lies on the device, and the status stays there: the caller waits for the device
-// when it reads it.
-#include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
+// segment_offsets lies on the device, and the statuses stay there: the caller waits for the device
+// when it reads them.
+#include <optional>
+#include <vector>
 
-#include "check.h"
+#include "cuda_binding.h"
 #include "decode_launch.h"
 
 namespace megatron_sparse {
 namespace {
 
+// What the calls of all messages have in common; message, workspace and status are missing.
+DecodeArguments check_decode(const Tensor& acc, const Tensor& segment_offsets, int64_t value_dtype,
+                             int64_t step, int64_t base, const std::optional<Tensor>& slots) {
+  check_vector(acc, "decode: acc", ScalarType::Float, -1);
+  check_vector(segment_offsets, "decode: segment_offsets", ScalarType::Long, -1);
+  MS_CHECK(acc.is_cuda(), "decode: acc is on the wrong device", "a CUDA device", "another");
+  check_beside(segment_offsets, acc, "decode: segment_offsets");
+  check_dtype_code(value_dtype, "decode: value_dtype");
+  MS_CHECK(segment_offsets.numel() >= 1, "decode: segment_offsets is empty", "at least one offset",
+           0);
+  MS_CHECK(segment_offsets.numel() <= int64_t{1} << 31, "decode: there are too many segments",
+           "fewer than 2^31", segment_offsets.numel() - 1);
+  MS_CHECK(base >= 0 && base <= kMaxNumel, "decode: base is out of range", "0 to 2^40", base);
+  DecodeArguments call = {};
+  call.acc = static_cast<float*>(acc.mutable_data_ptr());
+  call.acc_numel = acc.numel();
+  call.segment_offsets = entries_of(segment_offsets);
+  call.segment_count = segment_offsets.numel() - 1;
+  call.base = base;
+  call.value_dtype = static_cast<int>(value_dtype);
+  call.step = static_cast<uint32_t>(step);
+  if (slots.has_value()) {
+    check_vector(*slots, "decode: slots", ScalarType::Long, segment_offsets.numel());
+    check_beside(*slots, acc, "decode: slots");
+    call.slots = entries_of(*slots);
+  }
+  return call;
+}
+
+void set_message(DecodeArguments& call, const Tensor& message, const Tensor& acc) {
+  check_vector(message, "decode: message", ScalarType::Byte, -1);
+  check_beside(message, acc, "decode: message");
+  check_alignment(message, 16, "decode: message");
+  call.message = static_cast<const uint8_t*>(message.const_data_ptr());
+  call.message_bytes = message.numel();
+}
+
 Tensor decode_add_cuda(const Tensor& acc, const Tensor& message, const Tensor& segment_offsets,
                        int64_t value_dtype, int64_t step, int64_t base, bool fresh,
                        std::optional<Tensor> slots) {
-  check_vector(acc, "decode_add_: acc", ScalarType::Float, -1);
-  check_vector(message, "decode_add_: message", ScalarType::Byte, -1);
-  check_vector(segment_offsets, "decode_add_: segment_offsets", ScalarType::Long, -1);
-  const auto device = acc.get_device_index();
-  const auto here = [device](const Tensor& tensor) {
-    return tensor.is_cuda() && tensor.get_device_index() == device;
-  };
-  MS_CHECK(here(acc) && here(message) && here(segment_offsets),
-           "decode_add_: a tensor is on the wrong device", "all on acc's CUDA device", "another");
-  const int64_t* slot = nullptr;
-  if (slots.has_value()) {
-    check_vector(*slots, "decode_add_: slots", ScalarType::Long, segment_offsets.numel());
-    MS_CHECK(here(*slots), "decode_add_: slots is on the wrong device", "acc's CUDA device",
-             "another");
-    slot = static_cast<const int64_t*>(slots->const_data_ptr());
-  }
-  check_dtype_code(value_dtype, "decode_add_: value_dtype");
-  MS_CHECK(segment_offsets.numel() >= 1, "decode_add_: segment_offsets is empty",
-           "at least one offset", 0);
-  MS_CHECK(segment_offsets.numel() <= int64_t{1} << 31, "decode_add_: there are too many segments",
-           "fewer than 2^31", segment_offsets.numel() - 1);
-  MS_CHECK(base >= 0 && base <= kMaxNumel, "decode_add_: base is out of range", "0 to 2^40", base);
-  MS_CHECK(reinterpret_cast<uintptr_t>(message.const_data_ptr()) % 16 == 0,
-           "decode_add_: message is not aligned", "an address that 16 divides", "another");
-
-  torch::stable::accelerator::DeviceGuard guard(device);
-  const int64_t segment_count = segment_offsets.numel() - 1;
-  Tensor status = torch::stable::new_empty(segment_offsets, {4});
-  const Tensor workspace =
-      torch::stable::new_empty(message, {decode_workspace_bytes(segment_count)});
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  launch_decode_add(
-      {static_cast<float*>(acc.mutable_data_ptr()), acc.numel(),
-       static_cast<const uint8_t*>(message.const_data_ptr()), message.numel(),
-       static_cast<const int64_t*>(segment_offsets.const_data_ptr()), segment_count, base,
-       static_cast<int>(value_dtype), static_cast<uint32_t>(step), fresh,
-       workspace.mutable_data_ptr(), static_cast<int64_t*>(status.mutable_data_ptr()), slot},
-      stream);
+  DecodeArguments call = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
+  set_message(call, message, acc);
+  torch::stable::accelerator::DeviceGuard guard(acc.get_device_index());
+  Tensor status = new_words(acc, 4);
+  const Tensor workspace = new_workspace(acc, decode_workspace_bytes(call.segment_count));
+  call.fresh = fresh;
+  call.workspace = workspace.mutable_data_ptr();
+  call.status = words_of(status);
+  launch_decode_add(call, current_stream(acc));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return status;
+}
+
+Tensor decode_sum_cuda(const Tensor& acc, const std::vector<Tensor>& messages,
+                       const Tensor& segment_offsets, int64_t value_dtype, int64_t step,
+                       int64_t base, std::optional<Tensor> slots) {
+  const DecodeArguments common =
+      check_decode(acc, segment_offsets, value_dtype, step, base, slots);
+  const int64_t count = static_cast<int64_t>(messages.size());
+  MS_CHECK(count > 0, "decode: there are no messages", "at least one", 0);
+  torch::stable::accelerator::DeviceGuard guard(acc.get_device_index());
+  Tensor statuses = new_words(acc, 4 * count);
+  const int64_t bytes = decode_workspace_bytes(common.segment_count);
+  const Tensor workspace = new_workspace(acc, count * bytes);
+  std::vector<DecodeArguments> calls(messages.size(), common);
+  for (int64_t i = 0; i < count; ++i) {
+    set_message(calls[i], messages[i], acc);
+    calls[i].workspace = static_cast<uint8_t*>(workspace.mutable_data_ptr()) + i * bytes;
+    calls[i].status = words_of(statuses) + 4 * i;
+  }
+  launch_decode_sum(calls.data(), count, current_stream(acc));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return statuses;
 }
 
 }  // namespace
 }  // namespace megatron_sparse
 
+STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
+  m.def(
+      "decode_sum_(Tensor(a!) acc, Tensor[] messages, Tensor segment_offsets, int value_dtype, "
+      "int step, int base, Tensor? slots=None) -> Tensor");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CUDA, m) {
   m.impl("decode_add_", TORCH_BOX(&megatron_sparse::decode_add_cuda));
+  m.impl("decode_sum_", TORCH_BOX(&megatron_sparse::decode_sum_cuda));
 }

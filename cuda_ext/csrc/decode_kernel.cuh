@@ -171,21 +171,27 @@ __device__ __forceinline__ void store_tile(float* out, const float* sums, int le
   }
 }
 
-// A tile and where its sums go.
+// A tile of all segments and where its sums go; `out` is null behind the last one.
 struct PlacedTile {
-  SumTile tile;
+  int64_t number;
   int64_t segment;
+  SumTile tile;
   float* out;
 };
 
-__device__ __forceinline__ PlacedTile find_tile(const DecodeArguments& call,
-                                                const DecodeWorkspace& work, int64_t number) {
-  const int64_t segment = find_range(work.tile_begin, call.segment_count, number);
+// Finds the tile that has `place.number`.
+__device__ __forceinline__ void find_tile(const DecodeArguments& call, const DecodeWorkspace& work,
+                                          PlacedTile& place) {
+  place.out = nullptr;
+  if (place.number >= work.tile_begin[call.segment_count]) return;
+  const int64_t segment = find_range(work.tile_begin, call.segment_count, place.number);
   const int64_t offset = call.segment_offsets[segment];
   const int64_t left = call.segment_offsets[segment + 1] - offset;
-  const int64_t begin = (number - work.tile_begin[segment]) * kPiciTile;
+  const int64_t begin = (place.number - work.tile_begin[segment]) * kPiciTile;
   const int length = static_cast<int>(min(left - begin, static_cast<int64_t>(kPiciTile)));
-  return {{begin, length, begin + kPiciTile >= left}, segment, call.acc + (offset - call.base) + begin};
+  place.segment = segment;
+  place.tile = {begin, length, begin + kPiciTile >= left};
+  place.out = call.acc + (offset - call.base) + begin;
 }
 
 template <int VALUE, bool FRESH, int MOST>
@@ -203,9 +209,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
     return;
   }
   if (plan.checked && !work.state->readable) return;
-  for (int64_t t = blockIdx.x; t < work.tile_begin[call.segment_count]; t += gridDim.x) {
+  if (threadIdx.x == 0) place.number = blockIdx.x;
+  while (true) {
     if (threadIdx.x == 0) {
-      place = find_tile(call, work, t);
+      find_tile(call, work, place);
       wrong = 0;
     }
     if (FRESH) {
@@ -214,6 +221,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
       }
     }
     __syncthreads();
+    if (place.out == nullptr) return;
     const auto record_of = [&](int k) {
       const DecodeWorkspace& of = batch.work[group + k];
       return of.state->readable ? of.records + place.segment : nullptr;
@@ -226,6 +234,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
       report_sections(batch.call[k], batch.work[k], memory);
     }
     __syncthreads();  // shared memory is free again
+    if (threadIdx.x == 0) place.number += gridDim.x;
   }
 }
 

@@ -1,4 +1,5 @@
-// First launch of decode_add_ and decode_sum_ on CUDA: follows a message's records and checks every header.
+// First launch of decode_add_ and decode_sum_ on CUDA: follows a message's records and checks
+// every header.
 //
 // The message is untrusted. One thread follows the sizes, with a load for each record, and never
 // leaves the message; then the block checks all headers at once. The status is that of the CPU's

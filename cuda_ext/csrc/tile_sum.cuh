@@ -142,12 +142,13 @@ __device__ __forceinline__ void find_block_part(const DecodeRecord& record, cons
                                                 int k, int64_t value_bytes, TilePart& part,
                                                 const Report& report) {
   const uint32_t* indices = indices_of(record);
-  const int64_t size = record.block_size, tile_end = tile.begin + kPiciTile;
-  const int64_t first = tile.begin / size;
-  const int64_t next = tile.is_last ? (record.numel + size - 1) / size : tile_end / size;
+  const uint32_t size = static_cast<uint32_t>(record.block_size);  // as it is in the record
+  const uint32_t begin = static_cast<uint32_t>(tile.begin), tile_end = begin + kPiciTile;
+  const uint32_t first = begin / size;
+  const uint32_t next =
+      tile.is_last ? (static_cast<uint32_t>(record.numel) - 1) / size + 1 : tile_end / size;
   uint32_t found[2];
-  count_below(indices, static_cast<uint32_t>(record.blocks),
-              {static_cast<uint32_t>(first), static_cast<uint32_t>(next)}, found);
+  count_below(indices, static_cast<uint32_t>(record.blocks), {first, next}, found);
   bool wrong = found[0] > found[1] || (tile.is_last && found[1] != record.blocks);
   if (tile.begin == 0) wrong |= has_wrong_padding(record, value_bytes);
   if (found[0] <= found[1]) {
@@ -163,7 +164,7 @@ __device__ __forceinline__ void find_block_part(const DecodeRecord& record, cons
   const bool reaches_in = !tile.is_last && next * size < tile_end && found[1] < record.blocks &&
                           indices[found[1]] == next;
   part.indices += found[0];
-  part.values += int64_t{found[0]} * size * value_bytes;
+  part.values += int64_t{found[0]} * record.block_size * value_bytes;
   part.count = static_cast<int>(found[1] - found[0]) + reaches_in;
   part.kind = kKindBlocks;
 }
@@ -232,6 +233,7 @@ __device__ __forceinline__ void add_entry(const TilePart& part, int i, uint32_t 
 template <int VALUE, class Report>
 __device__ __forceinline__ void add_coo_part(const TilePart& part, int first, const SumTile& tile,
                                              int k, float* sums, const Report& report) {
+#pragma unroll 1
   for (int i = first + threadIdx.x; i < part.count; i += kSumThreads) {
     add_entry(part, i, part.indices[i], value_at<VALUE>(part.values, i), tile, k, sums, report);
   }
@@ -283,17 +285,34 @@ __device__ __forceinline__ void add_dense_part(const TilePart& part, float* sums
   }
 }
 
-// A warp takes one block after the other.
+// A warp takes one piece of a block after the other.
 template <int VALUE>
 __device__ __forceinline__ void add_block_part(const TilePart& part, const SumTile& tile,
                                                float* sums) {
-  for (int64_t block = threadIdx.x / 32; block < part.count; block += kSumWarps) {
-    const int64_t begin = part.indices[block] * part.block_size - tile.begin;  // in the tile
-    // Blocks may begin before the tile; the last one may reach past the segment, with zeros.
-    const int64_t end = min(begin + part.block_size, static_cast<int64_t>(tile.length));
+  constexpr int piece = 32 * kLoadsAhead;
+  // Of a long block only the elements in the tile count.
+  const int64_t most = min(part.block_size, int64_t{kPiciTile});
+  const int pieces = static_cast<int>((most + piece - 1) / piece);
+#pragma unroll 1
+  for (int u = threadIdx.x / 32; u < part.count * pieces; u += kSumWarps) {
+    const int block = u / pieces;
+    // A block may begin before the tile. The last one may reach past the segment, with zeros.
+    const int64_t begin = part.indices[block] * part.block_size - tile.begin;
+    const int from = static_cast<int>(max(begin, int64_t{0})) + (u - block * pieces) * piece;
+    const int end = static_cast<int>(min(begin + part.block_size, int64_t{tile.length}));
     const int64_t values = block * part.block_size - begin;
-    for (int64_t at = max(begin, int64_t{0}) + threadIdx.x % 32; at < end; at += 32) {
-      sums[at] += value_at<VALUE>(part.values, values + at);
+    float value[kLoadsAhead] = {}, sum[kLoadsAhead] = {};
+#pragma unroll
+    for (int i = 0; i < kLoadsAhead; ++i) {
+      const int at = from + i * 32 + threadIdx.x % 32;
+      if (at >= end) continue;
+      value[i] = value_at<VALUE>(part.values, values + at);
+      sum[i] = sums[at];
+    }
+#pragma unroll
+    for (int i = 0; i < kLoadsAhead; ++i) {
+      const int at = from + i * 32 + threadIdx.x % 32;
+      if (at < end) sums[at] = sum[i] + value[i];
     }
   }
 }

@@ -87,9 +87,13 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
 
     def add_in_rank_order(sender: int, records: torch.Tensor) -> None:
         nonlocal next_rank
-        if not received:
-            sums.clear()
         received[sender] = records
+        if sums.adds_at_once:
+            if len(received) == n:
+                sums.add_messages([received[each] for each in range(n)], whole, range(n))
+            return
+        if len(received) == 1:
+            sums.clear()
         while next_rank in received:
             sums.add_message(received[next_rank], whole, next_rank)
             next_rank += 1

@@ -112,8 +112,7 @@ def split(
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[rank] = sent[rank]
     yield from pairwise_all_to_all(sent, received, group, last=last)
-    for sender, records in enumerate(received):
-        sums.add_message(records, cuts[rank], sender, fresh=sender == 0)
+    sums.add_messages(received, cuts[rank], range(n))
 
 
 def encode_own_shard(

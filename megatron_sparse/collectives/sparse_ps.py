@@ -71,8 +71,7 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[SERVER] = own
     yield from group.exchange([], [(peer, received[peer]) for peer in range(1, n)])
-    for sender, records in enumerate(received):
-        sums.add_message(records, whole, sender, fresh=sender == SERVER)
+    sums.add_messages(received, whole, range(n))
     if scatter:
         out = sums.take("encoded", sum(cut.capacity(sums.final_dtype) for cut in cuts))
         rooms = out.split([cut.capacity(sums.final_dtype) for cut in cuts])

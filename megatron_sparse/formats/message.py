@@ -13,7 +13,8 @@ end. Where the extension has no CUDA part, `torch_codec` works on CUDA tensors (
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -371,3 +372,36 @@ def decode_add_(
         torch_codec.decode_add_(acc_M, records, expected, base, fresh=fresh)
         return
     ops.decode_add_(acc_M, records, expected, base, fresh=fresh, reports=reports)
+
+
+def decode_sum_(
+    acc_M: torch.Tensor,
+    records: Sequence[torch.Tensor],
+    expected: Expected,
+    ranks: Sequence[int],
+    *,
+    reports: Reports | None = None,
+) -> None:
+    """Writes the sum of several ranks' records to `acc_M`, in their order, from zero.
+
+    The same bits as `decode_add_` for one rank after the other, the first one `fresh`. On CUDA all
+    are added in one pass, and without `reports` the call waits once.
+
+    Args:
+        acc_M: fp32; element 0 is the first element of the first segment. Mutated; undefined after
+            an error.
+        records: of each rank, as of `decode_add_`.
+        expected: the facts that all records must state; its rank is not read.
+        ranks: the sender of each.
+        reports: as of `decode_add_`.
+
+    Raises:
+        WireFormatError: a rank's records are not as expected.
+    """
+    base = int(expected.segment_offsets[0])
+    if is_compiled(acc_M.device):
+        ops.decode_sum_(acc_M, records, expected, base, ranks, reports=reports)
+        return
+    for number, (each, rank) in enumerate(zip(records, ranks, strict=True)):
+        sender = replace(expected, rank=rank)
+        decode_add_(acc_M, each, sender, fresh=number == 0, reports=reports)

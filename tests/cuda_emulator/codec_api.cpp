@@ -79,6 +79,14 @@ EXPORT const char* decode_add(const megatron_sparse::DecodeArguments* arguments)
   return guarded([&] { megatron_sparse::launch_decode_add(*arguments, nullptr); });
 }
 
+EXPORT const char* decode_sum(const megatron_sparse::DecodeArguments* calls, int64_t count) {
+  return guarded([&] { megatron_sparse::launch_decode_sum(calls, count, nullptr); });
+}
+
+EXPORT const char* decode_place(const megatron_sparse::DecodeArguments* calls, int64_t count) {
+  return guarded([&] { megatron_sparse::launch_decode_place(calls, count, nullptr); });
+}
+
 EXPORT int64_t workspace_of_threshold(const megatron_sparse::ThresholdArguments* call) {
   return megatron_sparse::threshold_workspace_bytes(call->range_count, call->numel, call->samples);
 }

@@ -123,12 +123,12 @@ def dispatcher(
     """`cuda_ext.arguments.call`, whose ops on tensors of the GPU are `ops`."""
 
     def emulated_call(name: str, *arguments: Any) -> Any:
-        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        tensors = [v for v in tree_flatten(arguments)[0] if isinstance(v, torch.Tensor)]
         if not any(isinstance(value, OnDevice) for value in tensors):
             return call(name, *arguments)
         strangers = [value for value in tensors if not isinstance(value, OnDevice)]
         assert len(strangers) == _HOST_TENSORS.get(name, 0), f"{name}: two devices"
-        result = refusing(ops[name], *map(unwrapped, arguments))
+        result = refusing(ops[name], *tree_map(unwrapped, arguments))
         return tree_map(lambda v: OnDevice(v) if isinstance(v, torch.Tensor) else v, result)
 
     return emulated_call

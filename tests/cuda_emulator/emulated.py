@@ -198,6 +198,17 @@ class Encoded:
     residual: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Expecting:
+    """The facts that a decoder's caller knows: fields of `DecodeArguments`."""
+
+    segments: Sequence[int]
+    value_dtype: int = 0
+    step: int = 7
+    base: int = 0
+    slots: Sequence[int] | None = None
+
+
 class EmulatorError(Exception):
     """The emulator found a forbidden action of a kernel."""
 
@@ -207,7 +218,9 @@ class Codecs:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        for name in ("encode", "prune_encode", "prune_tile", "decode_add", "sample_threshold"):
+        for name in ("encode", "prune_encode", "prune_tile", "sample_threshold"):
+            getattr(self.library, name).restype = ctypes.c_char_p
+        for name in ("decode_add", "decode_sum", "decode_place"):
             getattr(self.library, name).restype = ctypes.c_char_p
         for name in ("workspace_of_encode", "workspace_of_decode", "workspace_of_threshold"):
             getattr(self.library, name).restype = ctypes.c_int64
@@ -331,29 +344,63 @@ class Codecs:
     ) -> tuple[torch.Tensor, list[int]]:
         """Runs decode_add_ on a copy of `acc_M`; returns it and the status."""
         acc = Buffer.of(acc_M, shift)
+        record = Expecting(segments, DTYPE_CODES[value_dtype], step, base, slots)
+        call, status, buffers = self._decode_call(acc, message, record, fresh)
+        self.run("decode_add", buffers, ctypes.byref(call))
+        return acc.read(torch.float32), status.read(torch.int64).tolist()
+
+    def decode_sum(
+        self,
+        acc_M: torch.Tensor,
+        messages: Sequence[bytes],
+        records: Sequence[Expecting],
+        *,
+        apart: bool = False,
+        shift: int = 0,
+    ) -> tuple[torch.Tensor, list[list[int]]]:
+        """Runs decode_sum_ or, with `apart`, its form for messages that share no element.
+
+        Returns:
+            A copy of `acc_M` with the sum in it, and the status of every message.
+        """
+        acc = Buffer.of(acc_M, shift)
+        calls = [
+            self._decode_call(acc, message, record, fresh=True)
+            for message, record in zip(messages, records, strict=True)
+        ]
+        buffers = [acc, *(buffer for _, _, more in calls for buffer in more[1:])]
+        arguments = (DecodeArguments * len(calls))(*(call for call, _, _ in calls))
+        name = "decode_place" if apart else "decode_sum"
+        self.run(name, buffers, ctypes.byref(arguments), ctypes.c_int64(len(calls)))
+        states = [status.read(torch.int64).tolist() for _, status, _ in calls]
+        return acc.read(torch.float32), states
+
+    def _decode_call(
+        self, acc: Buffer, message: bytes, record: Expecting, fresh: bool
+    ) -> tuple[DecodeArguments, Buffer, list[Buffer]]:
+        """The arguments, the status, and all buffers, `acc` first."""
         data = Buffer.of(torch.tensor(list(message), dtype=torch.uint8))
-        offsets = Buffer.of(torch.tensor(segments, dtype=torch.int64))
-        status, places = Buffer(32), _table(slots)
-        workspace = Buffer(self.library.workspace_of_decode(ctypes.c_int64(len(segments) - 1)))
-        arguments = DecodeArguments(
+        offsets = Buffer.of(torch.tensor(record.segments, dtype=torch.int64))
+        status, places = Buffer(32), _table(record.slots)
+        count = len(record.segments) - 1
+        workspace = Buffer(self.library.workspace_of_decode(ctypes.c_int64(count)))
+        call = DecodeArguments(
             acc.pointer,
-            acc_M.numel(),
+            acc.data.numel() // 4,
             data.pointer,
             len(message),
             offsets.pointer,
-            len(segments) - 1,
-            base,
-            DTYPE_CODES[value_dtype],
-            step,
+            count,
+            record.base,
+            record.value_dtype,
+            record.step,
             fresh,
             workspace.pointer,
             status.pointer,
             _pointer(places),
         )
         buffers = [acc, data, offsets, status, workspace]
-        buffers += [] if places is None else [places]
-        self.run("decode_add", buffers, ctypes.byref(arguments))
-        return acc.read(torch.float32), status.read(torch.int64).tolist()
+        return call, status, [*buffers, *([] if places is None else [places])]
 
     def sample_threshold(
         self,

@@ -24,7 +24,7 @@ from megatron_sparse.cuda_ext import (
 from megatron_sparse.formats import codec_choice
 from megatron_sparse.triton_kernels import prune as triton_prune
 from tests.cuda_emulator.device import dispatcher, to_gpu
-from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs
+from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs, Expecting
 from tests.cuda_emulator.emulated_hash import HashOps
 from tests.cuda_emulator.emulated_nccl import NcclOps
 
@@ -42,6 +42,7 @@ class EmulatedDevice:
             "encode_records": self._encode,
             "prune_encode_records": self._prune_encode,
             "decode_add_": self._decode_add,
+            "decode_sum_": self._decode_sum,
             # Triton's kernel has tests of its own; here the CPU's makes the numbers.
             "prune_": partial(arguments.call, "prune_"),
             "nccl_sparse_sum": NcclOps(codecs),
@@ -132,6 +133,18 @@ class EmulatedDevice:
         )
         acc.copy_(found)
         return torch.tensor(status)
+
+    def _decode_sum(self, acc, messages, offsets, value_dtype, step, base, slots=None):
+        assert all(each.data_ptr() % 16 == 0 for each in messages), "the binding refuses them"
+        expecting = Expecting(offsets.tolist(), value_dtype, step, base, _numbers(slots))
+        found, states = self._codecs.decode_sum(
+            acc,
+            [each.numpy().tobytes() for each in messages],
+            [expecting] * len(messages),
+            shift=_shift(acc),
+        )
+        acc.copy_(found)
+        return torch.tensor(states).flatten()
 
 
 def _numbers(table: torch.Tensor | None) -> list[int] | None:
