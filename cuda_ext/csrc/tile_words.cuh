@@ -31,8 +31,4 @@ __device__ __forceinline__ int load_tile_words(TileWords& tile, const uint32_t* 
   return __shfl_sync(kAllLanes, inclusive, 31);
 }
 
-__device__ __forceinline__ uint64_t wide_word(const TileWords& tile, int at) {
-  return static_cast<uint64_t>(tile.word[2 * at + 1]) << 32 | tile.word[2 * at];
-}
-
 }  // namespace megatron_sparse

@@ -167,6 +167,42 @@ def test_decode_add(place: Place, form: str, fresh: bool) -> None:
         ops.decode_add_(got, place(message), Expected(SEGMENTS + base, code, STEP, rank=3), 0)
 
 
+@pytest.mark.parametrize("ranks", [1, 5, 20])
+@pytest.mark.parametrize("form", FORMS)
+def test_decode_sum(place: Place, form: str, ranks: int) -> None:
+    """The same bits as one message after the other on the CPU, NaN apart; 20 take two passes."""
+    code = list(FORMS).index(form) % 3
+    messages = [message_of(form, code, density) for density in (0.05, 0.01, 0.3, 0.0)]
+    messages = [messages[rank % 4] for rank in range(ranks)]
+    expected = Expected(SEGMENTS, code, STEP, rank=0)
+    acc_M = torch.randn(NUMEL + 20)
+    got, base = place(acc_M, 3), 5
+    for number, message in enumerate(messages):
+        ops.decode_add_(acc_M[base:], message, expected, 0, fresh=number == 0)
+    ops.decode_sum_(got[base:], [place(each) for each in messages], expected, 0, range(ranks))
+    found, wanted = got.cpu(), acc_M
+    assert torch.equal(found.isnan(), wanted.isnan())
+    numbers = ~wanted.isnan()
+    assert torch.equal(found[numbers].view(torch.int32), wanted[numbers].view(torch.int32))
+
+
+def test_decode_sum_names_the_first_bad_rank(place: Place) -> None:
+    good, expected = message_of("coo", 0), Expected(SEGMENTS, 0, STEP, rank=0)
+    bad = good.clone()
+    bad[40] ^= 1
+    messages = [place(each) for each in (good, bad, bad)]
+    acc, reports = place(torch.zeros(NUMEL)), Reports()
+    with pytest.raises(WireFormatError, match="rank 8: field checksum"):
+        ops.decode_sum_(acc, messages, expected, 0, [6, 8, 9])
+    ops.decode_sum_(acc, messages, expected, 0, [6, 8, 9], reports=reports)
+    with pytest.raises(WireFormatError, match="rank 8: field checksum"):
+        reports.read()
+    with pytest.raises(ExtensionError, match="a message is missing"):
+        ops.decode_sum_(acc, messages, expected, 0, [6, 8])
+    with pytest.raises(ExtensionError, match="segments do not lie in acc"):
+        ops.decode_sum_(acc[:8000], messages[:1], expected, 0, [6])
+
+
 def damages(message: torch.Tensor) -> list[torch.Tensor]:
     """Messages with one byte changed, and with bytes missing or too many."""
     damaged = []
