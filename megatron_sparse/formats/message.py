@@ -384,13 +384,11 @@ def decode_sum_(
 ) -> None:
     """Writes the sum of several ranks' records to `acc_M`, in their order, from zero.
 
-    The same bits as `decode_add_` for one rank after the other, the first one `fresh`. On CUDA all
-    are added in one pass, and without `reports` the call waits once.
+    The bits are those of one `decode_add_` after the other; on CUDA this is one pass.
 
     Args:
-        acc_M: fp32; element 0 is the first element of the first segment. Mutated; undefined after
-            an error.
-        records: of each rank, as of `decode_add_`.
+        acc_M: as of `decode_add_`; undefined after an error.
+        records: of each rank.
         expected: the facts that all records must state; its rank is not read.
         ranks: the sender of each.
         reports: as of `decode_add_`.
