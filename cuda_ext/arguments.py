@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.cuda_ext import load
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ExtensionError
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,6 +106,14 @@ def check_selection(
         check_flat(op, "residual", residual_N, residual_dtypes, numel, grad_N.device)
     check_offsets(op, "range_offsets", range_offsets, numel)
     return range_offsets.numel() - 1
+
+
+def check_limits(op: str, pruning: Pruning, ranges: int, device: torch.device) -> None:
+    """Refuses anything but a threshold, and if ties are kept a chance, for each range."""
+    fp32 = (torch.float32,)
+    check_flat(op, "thresholds", pruning.thresholds_R, fp32, ranges, device)
+    if pruning.tie_chances_R is not None:
+        check_flat(op, "tie_chances", pruning.tie_chances_R, fp32, ranges, device)
 
 
 def check_code(op: str, name: str, code: int) -> None:

@@ -21,6 +21,7 @@ from megatron_sparse.cuda_ext.arguments import (
     call,
     check_device,
     check_flat,
+    check_limits,
     check_selection,
     refusal,
 )
@@ -166,7 +167,7 @@ def prune_encode(
     """
     op, device = "prune_encode", grad_N.device
     ranges = check_selection(op, grad_N, pruning.residual_N, RESIDUAL_DTYPES, pruning.range_offsets)
-    check_flat(op, "thresholds", pruning.thresholds_R, (torch.float32,), ranges, device)
+    check_limits(op, pruning, ranges, device)
     kind = check_encode(op, grad_N, segments, spec, out)
     if check_device(op, "grad", grad_N) == "cuda":
         refuse_scratch(op, scratch)
@@ -187,6 +188,7 @@ def prune_encode(
             out,
             codec_cuda.on_device(pruning.capacity_S, device),
             codec_cuda.on_device(segments.slots, device),
+            pruning.tie_chances_R,
         )
         if reports is not None:
             return _later(op, report, segments.offsets, reports)
@@ -210,6 +212,7 @@ def prune_encode(
         spec.block_size,
         pruning.capacity_S,
         segments.slots,
+        pruning.tie_chances_R,
     )
 
 

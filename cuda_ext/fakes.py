@@ -25,6 +25,7 @@ def _prune(
     leak: float,
     wire_dtype: int,
     key: int,
+    tie_chances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return thresholds.new_empty(thresholds.shape, dtype=torch.int64)
 
@@ -36,8 +37,9 @@ def _sample_threshold(
     densities: torch.Tensor,
     samples: int,
     keys: torch.Tensor,
-) -> torch.Tensor:
-    return grad.new_empty(densities.shape, dtype=torch.float32)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    thresholds = grad.new_empty(densities.shape, dtype=torch.float32)
+    return thresholds, torch.empty_like(thresholds), grad.new_empty(keys.shape, dtype=torch.int64)
 
 
 def _encode(
@@ -73,6 +75,7 @@ def _prune_encode(
     block_size: int,
     capacity: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    tie_chances: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sizes = segment_offsets.new_empty(segment_dense.shape)
     return sizes, segment_offsets.new_empty(segment_dense.shape)
@@ -131,6 +134,7 @@ def _prune_encode_records(
     out: torch.Tensor,
     capacity: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    tie_chances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return segment_offsets.new_empty(STATUS_WORDS + 2 * segment_formats.shape[0])
 

@@ -9,6 +9,8 @@ CPU tensors are worked on by torch's own thread pool; results do not depend on t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megatron_sparse.cuda_ext import codec_cuda, threshold_torch
@@ -18,12 +20,14 @@ from megatron_sparse.cuda_ext.arguments import (
     call,
     check_code,
     check_flat,
+    check_limits,
     check_selection,
     refusal,
 )
 from megatron_sparse.cuda_ext.codec_checks import message_capacity, scratch_capacity
 from megatron_sparse.cuda_ext.decode_ops import decode_add_, decode_sum_
 from megatron_sparse.cuda_ext.encode_ops import encode, prune_encode
+from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
 
 __all__ = [
     "GRAD_DTYPES",
@@ -41,21 +45,16 @@ __all__ = [
 ]
 
 
-def prune_(
-    grad_N: torch.Tensor,
-    residual_N: torch.Tensor,
-    range_offsets: torch.Tensor,
-    thresholds_R: torch.Tensor,
-    leak: float,
-    wire_dtype: int,
-    key: int,
-) -> torch.Tensor:
+def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Tensor:
     """Leaky error feedback and pruning, fused, in place.
 
     For each element, in fp32: `x = g + e; drop = |x| <= t; g = drop ? 0 : round(x);
     e = drop ? leak * x : x - g`. NaN and infinity are never dropped; where x is one of them, e
     becomes 0. With fp32 throughout and leak 1, `g + e` afterwards is the fp32 sum before, bit for
     bit (but for the sign of a zero).
+
+    With tie chances an element with `|x| == t > 0` is not dropped if a 24-bit hash of (key, index
+    in the bucket), over 2^24, is less than its range's chance.
 
     `round` is to the values that both the gradient's dtype and `wire_dtype` hold, saturating at
     the largest finite one; what it cuts off goes to the residual. It is stochastic: up with the
@@ -64,12 +63,9 @@ def prune_(
 
     Args:
         grad_N: becomes the values to send. Mutated.
-        residual_N: fp32 or bf16. Mutated.
-        range_offsets: R+1 offsets of consecutive ranges from 0 to N; empty ones are allowed.
-        thresholds_R: fp32, on the gradient's device; below 0 keeps all of a range, NaN too.
-        leak: factor on dropped values, 0 to 1.
+        pruning: what is selected; empty ranges are allowed, a capacity is not. Its residual is
+            mutated.
         wire_dtype: dtype code in which values will travel.
-        key: of the random bits; negative for rounding to nearest.
 
     Returns:
         int64 nnz_R on the gradient's device: stored values that are not zero. No host
@@ -80,22 +76,35 @@ def prune_(
 
     Example:
         >>> g, e = torch.tensor([3.0, 1.0]), torch.tensor([0.0, 0.5])
-        >>> prune_(g, e, torch.tensor([0, 2]), torch.tensor([2.0]), 0.5, 0, 0), g, e
+        >>> pruning = Pruning(e, torch.tensor([0, 2]), torch.tensor([2.0]), leak=0.5, key=0)
+        >>> prune_(g, pruning, 0), g, e
         (tensor([1]), tensor([3., 0.]), tensor([0.0000, 0.7500]))
     """
-    ranges = check_selection("prune_", grad_N, residual_N, RESIDUAL_DTYPES, range_offsets)
-    check_flat("prune_", "thresholds", thresholds_R, (torch.float32,), ranges, grad_N.device)
+    ranges = check_selection(
+        "prune_", grad_N, pruning.residual_N, RESIDUAL_DTYPES, pruning.range_offsets
+    )
+    check_limits("prune_", pruning, ranges, grad_N.device)
     check_code("prune_", "wire_dtype", wire_dtype)
-    if not 0 <= leak <= 1:
-        raise refusal("prune_", "leak is out of range", "0 to 1", leak)
+    if not 0 <= pruning.leak <= 1:
+        raise refusal("prune_", "leak is out of range", "0 to 1", pruning.leak)
+    if pruning.capacity_S is not None:
+        raise refusal("prune_", "a capacity is given", "None", pruning.capacity_S.tolist())
     if grad_N.device.type == "cpu":
         return call(
-            "prune_", grad_N, residual_N, range_offsets, thresholds_R, leak, wire_dtype, key
+            "prune_",
+            grad_N,
+            pruning.residual_N,
+            pruning.range_offsets,
+            pruning.thresholds_R,
+            pruning.leak,
+            wire_dtype,
+            pruning.key,
+            pruning.tie_chances_R,
         )
     from megatron_sparse.triton_kernels import prune
 
-    offsets = codec_cuda.on_device(range_offsets, grad_N.device)
-    return prune.prune_(grad_N, residual_N, offsets, thresholds_R, leak, wire_dtype, key)
+    offsets = codec_cuda.on_device(pruning.range_offsets, grad_N.device)
+    return prune.prune_(grad_N, replace(pruning, range_offsets=offsets), wire_dtype)
 
 
 def sample_threshold(
@@ -105,14 +114,15 @@ def sample_threshold(
     densities_R: torch.Tensor,
     samples: int,
     keys_R: torch.Tensor,
-) -> torch.Tensor:
-    """The magnitude that about `density` of each range exceeds, from a stratified sample.
+) -> Limits:
+    """The limits that select about `density` of each range, from a stratified sample.
 
     From a range of n elements it samples s = min(n, samples), one in each of s equal strata; with
     n <= samples that is all of them. The threshold is the magnitude `|g + e|` of descending rank
-    floor(density * s), so about density * s samples are strictly greater. At least one is: where no
-    sample exceeds the threshold, it becomes the next smaller float, so that equal gradients are
-    sent too. NaN counts as infinite. A pure function of its arguments.
+    floor(density * s), from 0. Of the samples, A exceed it and E equal it; the tie chance is
+    (density * s - A) / E, so density * s samples are selected on average, whatever their
+    distribution. A threshold of 0, which selects all that is not zero, has chance 0; so has
+    infinity, which is always sent. NaN counts as infinite. A pure function of its arguments.
 
     Args:
         grad_N: only read.
@@ -123,8 +133,8 @@ def sample_threshold(
         keys_R: int64 on the CPU; keys of the sample positions.
 
     Returns:
-        fp32 thresholds_R on the gradient's device; -1 for a range that is empty or kept whole. No
-        host synchronisation.
+        Limits_R on the gradient's device; threshold -1, chance 0 and no ties for a range that is
+        empty or kept whole. No host synchronisation.
 
     Raises:
         ExtensionError: arguments that do not fit together.
@@ -132,9 +142,9 @@ def sample_threshold(
     Example:
         >>> g = torch.tensor([1.0, -4.0, 2.0, 3.0])
         >>> sample_threshold(
-        ...     g, None, torch.tensor([0, 4]), torch.tensor([0.5]), 10, torch.tensor([7])
+        ...     g, None, torch.tensor([0, 4]), torch.tensor([0.625]), 10, torch.tensor([7])
         ... )
-        tensor([2.])
+        Limits(thresholds=tensor([2.]), tie_chances=tensor([0.5000]), ties=tensor([1]))
     """
     ranges = check_selection("sample_threshold", grad_N, residual_N, GRAD_DTYPES, range_offsets)
     cpu = torch.device("cpu")
@@ -147,7 +157,7 @@ def sample_threshold(
             "sample_threshold", "a density is out of range", "above 0", densities_R.tolist()
         )
     device = grad_N.device
-    return call(
+    found = call(
         "sample_threshold",
         grad_N,
         residual_N,
@@ -156,24 +166,25 @@ def sample_threshold(
         samples,
         codec_cuda.to_device(keys_R, device),
     )
+    return Limits(*found)
 
 
-def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> torch.Tensor:
-    """The threshold of one sample that was already taken; the rule of `sample_threshold`.
+def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> Limits:
+    """The limits of one sample that was already taken; the rule of `sample_threshold`.
 
     Args:
         magnitudes_K: fp32 `|g + e|` of K samples, on any device. Only read.
         density: above 0; 1 and more keeps all.
 
     Returns:
-        fp32, 0-D, on the same device; -1 for no samples. No host synchronisation.
+        0-D limits on the same device; threshold -1 for no samples. No host synchronisation.
 
     Raises:
         ExtensionError: wrong shape, dtype or density.
 
     Example:
-        >>> threshold_of_samples(torch.tensor([1.0, 4.0, 2.0, 3.0]), 0.5)
-        tensor(2.)
+        >>> threshold_of_samples(torch.tensor([2.0, 4.0, 2.0, 3.0]), 0.625)
+        Limits(thresholds=tensor(2.), tie_chances=tensor(0.2500), ties=tensor(2))
     """
     check_flat("threshold_of_samples", "magnitudes", magnitudes_K, (torch.float32,))
     if not density > 0:

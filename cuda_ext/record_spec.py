@@ -6,6 +6,7 @@ Shape suffixes as in `ops`. Tables of offsets and flags are on the CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,8 @@ from megatron_sparse.wire import FORMAT_COO
 
 DEFAULT_BLOCK_SIZE = 256
 """Elements of a block; OmniReduce's own choice."""
+KEEP_ALL = -1.0
+"""A threshold below every magnitude: everything is sent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +56,29 @@ class RecordSpec:
     block_size: int = DEFAULT_BLOCK_SIZE
 
 
+class Limits(NamedTuple):
+    """The result of sampling: keep everything above a threshold, and a part of what equals it.
+
+    All are of one shape and on one device: a scalar, or one for each range or piece.
+
+    Attributes:
+        thresholds: fp32; below 0 keeps everything, NaN too.
+        tie_chances: fp32, 0 to 1: the probability that an element is kept whose magnitude equals
+            the threshold.
+        ties: int64, how many samples equal the threshold; 0 where nothing was sampled.
+    """
+
+    thresholds: torch.Tensor
+    tie_chances: torch.Tensor
+    ties: torch.Tensor
+
+    @classmethod
+    def keep_all(cls, shape: tuple[int, ...], device: torch.device) -> Limits:
+        """Limits below every magnitude: everything is sent."""
+        chances = torch.zeros(shape, device=device)
+        return cls(torch.full_like(chances, KEEP_ALL), chances, chances.long())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pruning:
     """How a bucket is pruned: thresholds for `x = gradient + residual`, and the residual's leak.
@@ -62,8 +88,12 @@ class Pruning:
         range_offsets: int64, R+1 offsets of consecutive ranges from 0 to N.
         thresholds_R: fp32, on the gradient's device; below 0 keeps all of a range, NaN too.
         leak: factor on dropped values, 0 to 1.
-        key: of the random bits of stochastic rounding; negative for rounding to nearest.
+        key: of the random bits that choose among ties and round stochastically; negative for
+            rounding to nearest.
         capacity_S: int64, the most non-zero elements of each segment; None for no limit.
+        tie_chances_R: fp32, beside the thresholds, 0 to 1: the part of the elements with
+            `|x| == threshold` that is kept, drawn by (key, index in the bucket). None keeps none of
+            them. Zeros are never kept.
     """
 
     residual_N: torch.Tensor
@@ -72,6 +102,7 @@ class Pruning:
     leak: float
     key: int
     capacity_S: torch.Tensor | None = None
+    tie_chances_R: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

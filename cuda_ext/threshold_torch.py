@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.cuda_ext.codec_cuda import to_device
-from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, hash_seed
+from megatron_sparse.cuda_ext.record_spec import Limits
+from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, DRAW_TIE, hash_seed
 
 _MASK_32 = 2**32 - 1
 _INFINITY = 0x7F800000
-KEEP_ALL = -1.0
 
 
 def sample_threshold(
@@ -24,20 +24,21 @@ def sample_threshold(
     densities_R: torch.Tensor,
     samples: int,
     keys_R: torch.Tensor,
-) -> torch.Tensor:
+) -> Limits:
     """See `cuda_ext.ops.sample_threshold`, which checks the arguments."""
     device = grad_N.device
     offsets, densities = range_offsets.tolist(), densities_R.tolist()
-    thresholds_R = torch.full((len(densities),), KEEP_ALL, device=device)
-    rows = []
+    limits_R = Limits.keep_all((len(densities),), device)
+    rows, wanted = [], []
     for r, (density, key) in enumerate(zip(densities, keys_R.tolist(), strict=True)):
         numel = offsets[r + 1] - offsets[r]
         if numel and density < 1:
             count = min(numel, samples)
-            rank = min(max(int(density * count), 1), count - 1)
+            wanted.append(density * count)
+            rank = min(int(wanted[-1]), count - 1)
             rows.append((r, offsets[r], numel, count, rank, *hash_seed(key, DRAW_SAMPLE)))
     if not rows:
-        return thresholds_R
+        return limits_R
 
     table = to_device(torch.tensor(rows, dtype=torch.int64), device)
     range_A, start_A, numel_A, count_A, rank_A, seed_a_A, seed_b_A = table.unbind(1)
@@ -56,20 +57,39 @@ def sample_threshold(
     if residual_N is not None:
         x_K = x_K + residual_N[position_K].float()
     # One sort serves all ranges: by range, then by magnitude.
-    ordered_K = ((owner_K << 32) | _magnitude_bits(x_K)).sort().values & _MASK_32
-    chosen_A = _break_ties(ordered_K[last_A - rank_A], ordered_K[last_A])
-    return thresholds_R.index_copy_(0, range_A, chosen_A)
+    ordered_K = ((owner_K << 32) | _magnitude_bits(x_K)).sort().values
+    chosen_A = ordered_K[last_A - rank_A]
+    after_A = torch.searchsorted(ordered_K, chosen_A, right=True)
+    equal_A = after_A - torch.searchsorted(ordered_K, chosen_A)
+    wanted_A = to_device(torch.tensor(wanted, dtype=torch.float64), device)
+    found_A = _limits(chosen_A & _MASK_32, wanted_A, last_A + 1 - after_A, equal_A)
+    for all_R, some_A in zip(limits_R, found_A, strict=True):
+        all_R.index_copy_(0, range_A, some_A)
+    return limits_R
 
 
-def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> torch.Tensor:
+def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> Limits:
     """See `cuda_ext.ops.threshold_of_samples`, which checks the arguments."""
     count = magnitudes_K.numel()
     if count == 0 or density >= 1:
-        return torch.full((), KEEP_ALL, device=magnitudes_K.device)
-    rank = min(max(int(density * count), 1), count - 1)
+        return Limits.keep_all((), magnitudes_K.device)
+    wanted = density * count
     bits_K = _magnitude_bits(magnitudes_K)
-    chosen = bits_K.kthvalue(count - rank).values
-    return _break_ties(chosen, bits_K.max())
+    chosen = bits_K.kthvalue(count - min(int(wanted), count - 1)).values
+    return _limits(chosen, wanted, (bits_K > chosen).sum(), (bits_K == chosen).sum())
+
+
+def drawn_ties(first: int, count: int, key: int, device: torch.device) -> torch.Tensor:
+    """The 24-bit draws, over 2^24, of `count` elements from `first` on: fp32 in [0, 1).
+
+    A tie is kept where its draw is less than its chance; `csrc/limit.h` has the definition.
+    """
+    a, b = hash_seed(key, DRAW_TIE)
+    index = torch.arange(first, first + count, device=device)
+    high = index >> 32
+    seed_a = (high * 0x85EBCA6B & _MASK_32) ^ a
+    bits = _hash(index & _MASK_32, seed_a, b + high * 0xC2B2AE35)
+    return (bits >> 8).float() * 2.0**-24
 
 
 def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
@@ -77,10 +97,13 @@ def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & 0x7FFFFFFF).clamp(max=_INFINITY).long()
 
 
-def _break_ties(chosen: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """The next smaller float where no value exceeds the threshold: ties would never be sent."""
-    starved = (chosen == largest) & (chosen > 0)
-    return (chosen - starved.long()).int().view(torch.float32)
+def _limits(
+    chosen: torch.Tensor, wanted: torch.Tensor | float, above: torch.Tensor, equal: torch.Tensor
+) -> Limits:
+    """The limits of thresholds `chosen` (fp32 bits), which that many samples exceed and equal."""
+    chances = ((wanted - above.double()) / equal).float()
+    has_chance = (chosen > 0) & (chosen < _INFINITY)
+    return Limits(chosen.int().view(torch.float32), chances.where(has_chance, 0), equal)
 
 
 def _position(

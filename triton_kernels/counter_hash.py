@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-DRAW_VALUE, DRAW_RESIDUAL, DRAW_SAMPLE = range(3)
+DRAW_VALUE, DRAW_RESIDUAL, DRAW_SAMPLE, DRAW_TIE = range(4)
 _MASK_64 = 2**64 - 1
 
 

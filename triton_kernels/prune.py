@@ -15,7 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_sparse.triton_kernels.counter_hash import DRAW_RESIDUAL, DRAW_VALUE, hash_seed
+from megatron_sparse.cuda_ext.record_spec import Pruning
+from megatron_sparse.triton_kernels.counter_hash import (
+    DRAW_RESIDUAL,
+    DRAW_TIE,
+    DRAW_VALUE,
+    hash_seed,
+)
 
 BLOCK = 2048
 _CODE_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -29,44 +35,42 @@ _GRIDS = {
 }
 
 
-def prune_(
-    grad_N: torch.Tensor,
-    residual_N: torch.Tensor,
-    range_offsets: torch.Tensor,
-    thresholds_R: torch.Tensor,
-    leak: float,
-    wire_dtype: int,
-    key: int,
-) -> torch.Tensor:
-    """See `cuda_ext.ops.prune_`, which checks the arguments; here all tensors are on one device.
+def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Tensor:
+    """See `cuda_ext.ops.prune_`, which checks the arguments; here all tensors are on one device,
+    the range offsets too.
 
     Launches one kernel on the current stream; no host synchronisation.
     """
-    numel, range_count = grad_N.numel(), thresholds_R.numel()
+    numel, range_count = grad_N.numel(), pruning.thresholds_R.numel()
     nnz_R = torch.zeros(range_count, dtype=torch.int64, device=grad_N.device)
     if numel == 0:
         return nnz_R
-    grad, residual = _CODE_OF[grad_N.dtype], _CODE_OF[residual_N.dtype]
+    grad, residual = _CODE_OF[grad_N.dtype], _CODE_OF[pruning.residual_N.dtype]
     cut, fixed_below, limit = _GRIDS[frozenset({grad, wire_dtype}) - {0}]
-    seeds = (*hash_seed(key, DRAW_VALUE), *hash_seed(key, DRAW_RESIDUAL))
+    draws = (DRAW_VALUE, DRAW_RESIDUAL, DRAW_TIE)
+    seeds = [word for draw in draws for word in hash_seed(pruning.key, draw)]
+    ties = pruning.tie_chances_R is not None
     kernel: Any = _prune_kernel  # Triton types a launch as the call of the Python function
     with torch.cuda.device_of(grad_N):
         kernel[(triton.cdiv(numel, BLOCK),)](
             _raw(grad_N),
-            _raw(residual_N),
-            range_offsets,
-            thresholds_R,
+            _raw(pruning.residual_N),
+            pruning.range_offsets,
+            pruning.thresholds_R,
+            # Not read without TIES.
+            pruning.tie_chances_R if ties else pruning.thresholds_R,
             nnz_R,
             numel,
             range_count,
-            leak,
+            pruning.leak,
             *map(_signed, seeds),
             GRAD=grad,
             RESIDUAL=residual,
             CUT=cut,
             FIXED_BELOW=fixed_below,
             LIMIT=limit,
-            STOCHASTIC=key >= 0,
+            STOCHASTIC=pruning.key >= 0,
+            TIES=ties,
             BLOCK=BLOCK,
         )
     return nnz_R
@@ -165,13 +169,22 @@ def _find_range(range_offsets, range_count, at):
 
 
 @triton.jit(
-    do_not_specialize=["range_count", "seed_a", "seed_b", "residual_seed_a", "residual_seed_b"]
+    do_not_specialize=[
+        "range_count",
+        "seed_a",
+        "seed_b",
+        "residual_seed_a",
+        "residual_seed_b",
+        "tie_seed_a",
+        "tie_seed_b",
+    ]
 )
 def _prune_kernel(
     grad,
     residual,
     range_offsets,
     thresholds,
+    tie_chances,
     nnz,
     numel,
     range_count,
@@ -180,12 +193,15 @@ def _prune_kernel(
     seed_b,
     residual_seed_a,
     residual_seed_b,
+    tie_seed_a,
+    tie_seed_b,
     GRAD: tl.constexpr,
     RESIDUAL: tl.constexpr,
     CUT: tl.constexpr,
     FIXED_BELOW: tl.constexpr,
     LIMIT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    TIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Prunes BLOCK elements; `x = g + e`, see the module and `cuda_ext.ops.prune_`."""
@@ -198,11 +214,14 @@ def _prune_kernel(
 
     first_range = _find_range(range_offsets, range_count, block_begin)
     threshold_B = tl.zeros((BLOCK,), tl.float32)
+    chance_B = tl.zeros((BLOCK,), tl.float32)
     r = first_range
     begin = block_begin
     while begin < block_end:
         end = tl.load(range_offsets + r + 1)
         threshold_B = tl.where(at_B >= begin, tl.load(thresholds + r), threshold_B)
+        if TIES:
+            chance_B = tl.where(at_B >= begin, tl.load(tie_chances + r), chance_B)
         begin = end
         r += 1
     # Infinity is never dropped; a NaN threshold keeps everything.
@@ -218,6 +237,14 @@ def _prune_kernel(
     # BLOCK divides 2^32: the upper half of the index is constant in a block.
     high = (block_begin >> 32).to(tl.uint32)
     low_B = at_B.to(tl.uint32)
+    if TIES:
+        tied_B = magnitude_B.to(tl.float32, bitcast=True) == threshold_B
+        tied_B = tied_B & (threshold_B > 0) & (chance_B > 0)
+        if tl.max(tied_B.to(tl.int32), axis=0) > 0:
+            a = tie_seed_a.to(tl.uint32, bitcast=True) ^ (high * 0x85EBCA6B)
+            b = tie_seed_b.to(tl.uint32, bitcast=True) + high * 0xC2B2AE35
+            draw_B = (_hash_bits(a, b, low_B) >> 8).to(tl.int32).to(tl.float32)
+            drop_B = drop_B & ~(tied_B & (draw_B * (1.0 / 16777216.0) < chance_B))
     kept_B = magnitude_B
     if CUT != 0:
         a = seed_a.to(tl.uint32, bitcast=True) ^ (high * 0x85EBCA6B)

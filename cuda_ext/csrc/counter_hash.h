@@ -9,7 +9,8 @@
 //   x = low32(index) ^ a
 //   x ^= x >> 16;  x *= 0x21f0aaad;  x ^= x >> 15;  x += b;  x *= 0xd35a2d97;  x ^= x >> 15
 //
-// `draw` names the use: the rounding of a value and that of its residual must be independent.
+// `draw` names the use: the rounding of a value, that of its residual and the choice among ties
+// must be independent.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@
 
 namespace megatron_sparse {
 
-enum Draw : uint64_t { kDrawValue = 0, kDrawResidual = 1, kDrawSample = 2 };
+enum Draw : uint64_t { kDrawValue = 0, kDrawResidual = 1, kDrawSample = 2, kDrawTie = 3 };
 
 struct HashSeed {
   uint32_t a;

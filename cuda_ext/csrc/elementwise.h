@@ -5,6 +5,7 @@
 
 #include "counter_hash.h"
 #include "dtypes.h"
+#include "limit.h"
 
 namespace megatron_sparse {
 
@@ -92,20 +93,27 @@ struct Pruned {
   typename L::M nonzero;
 };
 
-// x = g + e; drop = |x| <= threshold; out = drop ? 0 : round(x); e' = drop ? leak x : x - out.
+// x = g + e; drop = |x| <= threshold, but for the ties that are drawn (limit.h);
+// out = drop ? 0 : round(x); e' = drop ? leak x : x - out.
 template <class L, int GRAD, int RESIDUAL, Grid G, bool STOCHASTIC>
 MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual_raw,
-                                  float threshold, float leak, HashSeed value_seed,
-                                  HashSeed residual_seed, typename L::U low) {
+                                  const Limit& limit, float leak, const PruneSeeds& seeds,
+                                  typename L::U low) {
   using U = typename L::U;
   using F = typename L::F;
+  using M = typename L::M;
   const F x = widen<L, GRAD>(grad_raw) + widen<L, RESIDUAL>(residual_raw);
   const U bits = L::as_bits(x), magnitude = bits & kMagnitude, sign = bits & ~kMagnitude;
-  const auto drop = L::as_float(magnitude) <= threshold;  // false for NaN: it is kept and travels
+  M drop = L::as_float(magnitude) <= limit.threshold;  // false for NaN: it is kept and travels
+  if (L::any_equal(L::as_float(magnitude), limit.tie)) {
+    const F draw = L::to_float(hash_bits(seeds.tie, low) >> 8) * (1.0f / kTwoTo24);
+    const M drawn = (L::as_float(magnitude) == limit.tie) & (draw < limit.chance);
+    drop = L::select(drawn, M{}, drop);
+  }
   const auto finite = magnitude < kInfinity;
 
   U random = {};
-  if constexpr (G != Grid::kFp32 && STOCHASTIC) random = hash_bits(value_seed, low);
+  if constexpr (G != Grid::kFp32 && STOCHASTIC) random = hash_bits(seeds.value, low);
   const U rounded = round_magnitude<L, G, STOCHASTIC, true>(magnitude, random);
   // Use one NaN on all machines: they differ in which operand's payload survives an addition.
   const U special = L::select(magnitude > kInfinity, U{} + kNan, bits);
@@ -116,7 +124,7 @@ MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual
   U rest = L::as_bits(L::select(drop, x * leak, remainder));
   if constexpr (RESIDUAL == kBf16) {
     U rest_random = {};
-    if constexpr (STOCHASTIC) rest_random = hash_bits(residual_seed, low);
+    if constexpr (STOCHASTIC) rest_random = hash_bits(seeds.residual, low);
     rest = (rest & ~kMagnitude) |
            round_magnitude<L, Grid::kBf16, STOCHASTIC, true>(rest & kMagnitude, rest_random);
   }

@@ -43,6 +43,7 @@ struct PruneArguments {
   void* residual;                // changed
   const int64_t* range_offsets;  // [range_count + 1]
   const float* thresholds;       // [range_count]
+  const float* tie_chances;      // [range_count], or null for zeros
   int64_t range_count;
   float leak;
   int64_t key;  // of the random bits; negative for rounding to nearest

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "counter_hash.h"
 #include "hash_partition.h"
+#include "limit.h"
 
 namespace megatron_sparse {
 
@@ -14,10 +14,9 @@ struct PruneCall {
   void* residual;  // likewise
   int64_t numel;   // no element may lie across a multiple of 2^32
   uint64_t index;
-  float threshold;
+  Limit limit;
   float leak;
-  HashSeed value_seed;
-  HashSeed residual_seed;
+  PruneSeeds seeds;
 };
 
 // Where a run of elements is staged (stage.h): the first one's bit is `bit` of `words`, and of

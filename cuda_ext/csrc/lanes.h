@@ -34,6 +34,7 @@ struct ScalarLanes {
   }
   MS_INLINE_MEMBER static U to_integer(F f) { return static_cast<U>(f); }
   MS_INLINE_MEMBER static F to_float(U u) { return static_cast<F>(u); }
+  MS_INLINE_MEMBER static bool any_equal(F f, float value) { return f == value; }
   template <class T>
   MS_INLINE_MEMBER static T select(M mask, T yes, T no) {
     return mask ? yes : no;

@@ -8,10 +8,10 @@
 STABLE_TORCH_LIBRARY(megatron_sparse, m) {
   m.def(
       "prune_(Tensor(a!) grad, Tensor(b!) residual, Tensor range_offsets, Tensor thresholds, "
-      "float leak, int wire_dtype, int key) -> Tensor");
+      "float leak, int wire_dtype, int key, Tensor? tie_chances=None) -> Tensor");
   m.def(
       "sample_threshold(Tensor grad, Tensor? residual, Tensor range_offsets, Tensor densities, "
-      "int samples, Tensor keys) -> Tensor");
+      "int samples, Tensor keys) -> (Tensor, Tensor, Tensor)");
   m.def(
       "encode(Tensor grad, Tensor segment_offsets, Tensor segment_dense, Tensor nnz, "
       "int value_dtype, int step, Tensor(a!) out, Tensor(b!) scratch, int kind, int block_size, "
@@ -20,7 +20,7 @@ STABLE_TORCH_LIBRARY(megatron_sparse, m) {
       "prune_encode(Tensor grad, Tensor(a!) residual, Tensor range_offsets, Tensor thresholds, "
       "Tensor segment_offsets, Tensor segment_dense, float leak, int wire_dtype, int key, "
       "int step, Tensor(b!) out, Tensor(c!) scratch, int kind, int block_size, "
-      "Tensor? capacity=None, Tensor? slots=None) -> (Tensor, Tensor)");
+      "Tensor? capacity=None, Tensor? slots=None, Tensor? tie_chances=None) -> (Tensor, Tensor)");
   m.def(
       "decode_add_(Tensor(a!) acc, Tensor message, Tensor segment_offsets, int value_dtype, "
       "int step, int base, bool fresh=False, Tensor? slots=None) -> Tensor");

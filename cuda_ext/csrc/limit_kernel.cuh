@@ -33,15 +33,15 @@ template <int VALUE, int RESIDUAL>
 __device__ __forceinline__ bool give_back(const LimitArguments& call, int64_t at, uint32_t value) {
   using RawResidual = typename RawType<RESIDUAL>::type;
   constexpr Grid grid = static_cast<Grid>(VALUE);
-  constexpr float largest = 3.4028234663852886e38f;
   RawResidual* rest = static_cast<RawResidual*>(call.residual) + at;
   const HashSeed seed = hash_seed_at(call.residual_seed, static_cast<uint32_t>(at >> 32));
+  const PruneSeeds seeds = {seed, seed, seed};  // values round to themselves, and nothing ties
   const uint32_t low = static_cast<uint32_t>(at);
   const Pruned<ScalarLanes> done = call.stochastic
                                        ? prune_element<ScalarLanes, VALUE, RESIDUAL, grid, true>(
-                                             value, *rest, largest, call.leak, seed, seed, low)
+                                             value, *rest, drop_finite(), call.leak, seeds, low)
                                        : prune_element<ScalarLanes, VALUE, RESIDUAL, grid, false>(
-                                             value, *rest, largest, call.leak, seed, seed, low);
+                                             value, *rest, drop_finite(), call.leak, seeds, low);
   *rest = static_cast<RawResidual>(done.residual);
   return !done.nonzero;
 }

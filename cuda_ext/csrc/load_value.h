@@ -18,18 +18,23 @@ MS_INLINE uint32_t magnitude_bits(float x) {
   return bits < kInfinity ? bits : kInfinity;
 }
 
-// A threshold below `largest`, the largest sample: otherwise equal gradients would never be sent.
-// Fp32 bits.
-MS_INLINE uint32_t break_tie(uint32_t threshold, uint32_t largest) {
-  return largest == threshold && threshold > 0 ? threshold - 1 : threshold;
+// How many of `count` samples are to be sent; not a whole number.
+MS_INLINE double wanted_samples(float density, int64_t count) {
+  return static_cast<double>(density) * static_cast<double>(count);
 }
 
-// How many of `count` > 0 samples must be greater than the threshold.
-MS_INLINE int64_t threshold_rank(float density, int64_t count) {
-  const double share = static_cast<double>(density) * static_cast<double>(count);
-  const int64_t wanted = static_cast<int64_t>(share);
-  const int64_t most = count - 1, least = wanted < 1 ? 1 : wanted;
-  return least < most ? least : most;
+// The descending rank, from 0, of the sample that is the threshold.
+MS_INLINE int64_t threshold_rank(double wanted, int64_t count) {
+  const int64_t rank = static_cast<int64_t>(wanted);
+  return rank < count - 1 ? rank : count - 1;
+}
+
+// The chance of what equals a threshold (fp32 bits) that `above` samples exceed and `equal` samples
+// equal, so that `wanted` samples are sent on average: 0 to 1, for above <= wanted <= above +
+// equal. Zeros are never sent and infinity always is; neither has a chance.
+MS_INLINE float tie_chance(uint32_t threshold, double wanted, int64_t above, int64_t equal) {
+  if (threshold == 0 || threshold == kInfinity) return 0;
+  return static_cast<float>((wanted - static_cast<double>(above)) / static_cast<double>(equal));
 }
 
 }  // namespace megatron_sparse

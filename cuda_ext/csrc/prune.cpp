@@ -3,7 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <limits>
+#include <optional>
 
 #include "check.h"
 #include "isa.h"
@@ -17,8 +17,9 @@ namespace {
 constexpr int64_t kTile = int64_t{1} << 15;
 
 Tensor prune_cpu(const Tensor& grad, const Tensor& residual, const Tensor& range_offsets,
-                 const Tensor& thresholds, double leak, int64_t wire_dtype, int64_t key) {
-  const PruneTypes types = check_prune(grad, residual, thresholds, leak, wire_dtype);
+                 const Tensor& thresholds, double leak, int64_t wire_dtype, int64_t key,
+                 std::optional<Tensor> tie_chances) {
+  const PruneTypes types = check_prune(grad, residual, thresholds, tie_chances, leak, wire_dtype);
   MS_CHECK(grad.is_cpu() && residual.is_cpu() && thresholds.is_cpu(),
            "prune_: a tensor is on the wrong device", "all on the CPU", "another");
   const int64_t numel = grad.numel(), range_count = thresholds.numel();
@@ -28,13 +29,13 @@ Tensor prune_cpu(const Tensor& grad, const Tensor& residual, const Tensor& range
 
   Tensor nnz = torch::stable::new_zeros(range_offsets, {range_count});
   int64_t* counts = static_cast<int64_t*>(nnz.mutable_data_ptr());
-  const float* limits = static_cast<const float*>(thresholds.const_data_ptr());
+  const float* thresholds_data = static_cast<const float*>(thresholds.const_data_ptr());
+  const float* chances = chances_of(tie_chances);
   char* grad_data = static_cast<char*>(grad.mutable_data_ptr());
   char* residual_data = static_cast<char*>(residual.mutable_data_ptr());
   const int64_t grad_bytes = dtype_bytes(types.grad), residual_bytes = dtype_bytes(types.residual);
   const auto kernel = kernels().prune[types.grad][types.residual][wire_dtype][key >= 0];
-  const HashSeed value_seed = hash_seed(static_cast<uint64_t>(key), kDrawValue);
-  const HashSeed residual_seed = hash_seed(static_cast<uint64_t>(key), kDrawResidual);
+  const PruneSeeds seeds = prune_seeds(key);
 
   torch::stable::parallel_for(0, (numel + kTile - 1) / kTile, 1, [&](int64_t begin, int64_t end) {
     int64_t at = begin * kTile;
@@ -44,17 +45,14 @@ Tensor prune_cpu(const Tensor& grad, const Tensor& residual, const Tensor& range
     while (at < stop) {
       const int64_t tile_stop = std::min(stop, (at / kTile + 1) * kTile);
       const int64_t span_stop = std::min(tile_stop, offsets[range + 1]);
-      const float limit = limits[range];
       const PruneCall call = {
           grad_data + at * grad_bytes,
           residual_data + at * residual_bytes,
           span_stop - at,
           static_cast<uint64_t>(at),
-          // No threshold drops infinity; a NaN threshold keeps everything.
-          limit > std::numeric_limits<float>::max() ? std::numeric_limits<float>::max() : limit,
+          limit_at(thresholds_data, chances, range),
           static_cast<float>(leak),
-          value_seed,
-          residual_seed,
+          seeds,
       };
       count += kernel(call);
       at = span_stop;

@@ -6,7 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <limits>
+#include <optional>
 #include <tuple>
 
 #include "capacity.h"
@@ -17,15 +17,13 @@
 namespace megatron_sparse {
 namespace {
 
-std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& residual,
-                                            const Tensor& range_offsets, const Tensor& thresholds,
-                                            const Tensor& segment_offsets,
-                                            const Tensor& segment_dense, double leak,
-                                            int64_t wire_dtype, int64_t key, int64_t step,
-                                            const Tensor& out, const Tensor& scratch, int64_t kind,
-                                            int64_t block_size, std::optional<Tensor> capacity_nnz,
-                                            std::optional<Tensor> slots) {
-  const PruneTypes types = check_prune(grad, residual, thresholds, leak, wire_dtype);
+std::tuple<Tensor, Tensor> prune_encode_cpu(
+    const Tensor& grad, const Tensor& residual, const Tensor& range_offsets,
+    const Tensor& thresholds, const Tensor& segment_offsets, const Tensor& segment_dense,
+    double leak, int64_t wire_dtype, int64_t key, int64_t step, const Tensor& out,
+    const Tensor& scratch, int64_t kind, int64_t block_size, std::optional<Tensor> capacity_nnz,
+    std::optional<Tensor> slots, std::optional<Tensor> tie_chances) {
+  const PruneTypes types = check_prune(grad, residual, thresholds, tie_chances, leak, wire_dtype);
   MS_CHECK(grad.is_cpu() && residual.is_cpu() && thresholds.is_cpu(),
            "prune_encode: a tensor is on the wrong device", "all on the CPU", "another");
   const int64_t range_count = thresholds.numel();
@@ -57,9 +55,9 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
 
   const Kernels& kernel = kernels();
   const auto prune = kernel.prune_stage[types.grad][types.residual][wire_dtype][key >= 0];
-  const HashSeed value_seed = hash_seed(static_cast<uint64_t>(key), kDrawValue);
-  const HashSeed residual_seed = hash_seed(static_cast<uint64_t>(key), kDrawResidual);
-  const float* limits = static_cast<const float*>(thresholds.const_data_ptr());
+  const PruneSeeds seeds = prune_seeds(key);
+  const float* thresholds_data = static_cast<const float*>(thresholds.const_data_ptr());
+  const float* chances = chances_of(tie_chances);
   // prune_stage only reads it; the kernel that prunes in place also uses PruneCall.
   char* grad_data = static_cast<char*>(const_cast<void*>(grad.const_data_ptr()));
   char* residual_data = static_cast<char*>(residual.mutable_data_ptr());
@@ -80,17 +78,14 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
         // The upper half of an element's index is constant in a call.
         const int64_t high_stop = (at | int64_t{0xffffffff}) + 1;
         const int64_t stop = std::min({chunk.end, ranges[range + 1], high_stop});
-        const float limit = limits[range];
         const PruneCall call = {
             grad_data + at * grad_bytes,
             residual_data + at * residual_bytes,
             stop - at,
             static_cast<uint64_t>(at),
-            // No threshold drops infinity; a NaN threshold keeps everything.
-            limit > std::numeric_limits<float>::max() ? std::numeric_limits<float>::max() : limit,
+            limit_at(thresholds_data, chances, range),
             static_cast<float>(leak),
-            value_seed,
-            residual_seed,
+            seeds,
         };
         const int64_t found = prune(call, {chunk.words, chunk.signs, at - chunk.begin, values});
         chunk.nnz += found;
@@ -117,10 +112,9 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(const Tensor& grad, const Tensor& re
                                   residual_data + element * residual_bytes,
                                   1,
                                   static_cast<uint64_t>(element),
-                                  std::numeric_limits<float>::max(),
+                                  drop_finite(),
                                   static_cast<float>(leak),
-                                  value_seed,
-                                  residual_seed};
+                                  seeds};
           if (prune_staged(call) == 0) return;
           if (capacity.of(chunks[c].segment, 1) > 0) {
             special[c] = true;

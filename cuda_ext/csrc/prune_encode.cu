@@ -9,15 +9,9 @@ namespace {
 template <int GRAD, int RESIDUAL, Grid G, bool STOCHASTIC>
 void launch(const EncodeArguments& a, const PruneArguments& p, const Workspace& work,
             cudaStream_t stream) {
-  const uint64_t key = static_cast<uint64_t>(p.key);
-  const PruneSource<GRAD, RESIDUAL, G, STOCHASTIC> source = {a.grad,
-                                                             p.residual,
-                                                             p.range_offsets,
-                                                             p.thresholds,
-                                                             p.range_count,
-                                                             p.leak,
-                                                             hash_seed(key, kDrawValue),
-                                                             hash_seed(key, kDrawResidual)};
+  const PruneSource<GRAD, RESIDUAL, G, STOCHASTIC> source = {
+      a.grad,        p.residual,    p.range_offsets, p.thresholds,
+      p.tie_chances, p.range_count, p.leak,          prune_seeds(p.key)};
   launch_compact(a, source, work, stream);
 }
 

@@ -14,11 +14,6 @@
 
 namespace megatron_sparse {
 
-// Infinity is never dropped; a NaN threshold keeps everything.
-__device__ __forceinline__ float clamp_threshold(float threshold) {
-  return threshold > 3.402823466e+38f ? 3.402823466e+38f : threshold;
-}
-
 template <int GRAD, int RESIDUAL, Grid G, bool STOCHASTIC>
 struct PruneSource {
   using Raw = typename RawType<GRAD>::type;
@@ -32,10 +27,10 @@ struct PruneSource {
   void* residual;
   const int64_t* range_offsets;  // [range_count + 1]
   const float* thresholds;       // [range_count]
+  const float* tie_chances;      // [range_count], or null
   int64_t range_count;
   float leak;
-  HashSeed value_seed;
-  HashSeed residual_seed;
+  PruneSeeds seeds;
 
   __device__ __forceinline__ void fill(const TilePlace& place, Raw* raw) const {
     const int64_t last = place.begin + place.length - 1;
@@ -47,13 +42,13 @@ struct PruneSource {
     const bool rest_aligned =
         (reinterpret_cast<uintptr_t>(rest) - place.head * sizeof(RawResidual)) % 16 == 0;
     if (one_range && one_half && rest_aligned) {
-      fill_vectors(place, clamp_threshold(thresholds[range]), raw);
+      fill_vectors(place, limit_at(thresholds, tie_chances, range), raw);
     } else {
       fill_scalars(place, raw);
     }
   }
 
-  __device__ __forceinline__ void fill_vectors(const TilePlace& place, float threshold,
+  __device__ __forceinline__ void fill_vectors(const TilePlace& place, const Limit& limit,
                                                Raw* raw) const {
     using Vector = Neighbours<Raw, kVector>;
     using ResidualVector = Neighbours<RawResidual, kVector>;
@@ -61,11 +56,10 @@ struct PruneSource {
     const Raw* from = static_cast<const Raw*>(grad) + place.begin;
     RawResidual* rest = static_cast<RawResidual*>(residual) + place.begin;
     const uint32_t high = static_cast<uint32_t>(place.begin >> 32);
-    const HashSeed value_at = hash_seed_at(value_seed, high);
-    const HashSeed rest_at = hash_seed_at(residual_seed, high);
+    const PruneSeeds seeds_at = prune_seeds_at(seeds, high);
     const auto prune = [&](int element, uint32_t g, uint32_t e) {
       return prune_element<ScalarLanes, GRAD, RESIDUAL, G, STOCHASTIC>(
-          g, e, threshold, leak, value_at, rest_at, static_cast<uint32_t>(place.begin) + element);
+          g, e, limit, leak, seeds_at, static_cast<uint32_t>(place.begin) + element);
     };
     const int shifted_end = place.length + place.head;
     Vector g[kRounds];
@@ -106,12 +100,12 @@ struct PruneSource {
     for (int p = threadIdx.x; p < place.length; p += kCompactThreads) {
       const int64_t at = place.begin + p;
       const uint32_t high = static_cast<uint32_t>(at >> 32);
-      const float threshold =
-          clamp_threshold(thresholds[find_range(range_offsets, range_count, at)]);
+      const Limit limit =
+          limit_at(thresholds, tie_chances, find_range(range_offsets, range_count, at));
       RawResidual* rest = static_cast<RawResidual*>(residual) + at;
       const Pruned<ScalarLanes> done = prune_element<ScalarLanes, GRAD, RESIDUAL, G, STOCHASTIC>(
-          static_cast<const Raw*>(grad)[at], *rest, threshold, leak, hash_seed_at(value_seed, high),
-          hash_seed_at(residual_seed, high), static_cast<uint32_t>(at));
+          static_cast<const Raw*>(grad)[at], *rest, limit, leak, prune_seeds_at(seeds, high),
+          static_cast<uint32_t>(at));
       raw[p + place.head] = static_cast<Raw>(done.grad);
       *rest = static_cast<RawResidual>(done.residual);
     }

@@ -113,14 +113,13 @@ template <int GRAD, int RESIDUAL, int VALUE, Grid G, bool STOCHASTIC>
 int64_t prune_stage(const PruneCall& call, const StagedSpan& to) {
   using L = VectorLanes;
   const uint32_t high = static_cast<uint32_t>(call.index >> 32);
-  const HashSeed value_seed = hash_seed_at(call.value_seed, high);
-  const HashSeed residual_seed = hash_seed_at(call.residual_seed, high);
+  const PruneSeeds seeds = prune_seeds_at(call.seeds, high);
   const L::U first = first_lanes() + static_cast<uint32_t>(call.index);
   return stage_elements<GRAD, VALUE>(call.numel, to, [&](int64_t i, int64_t lanes, auto full) {
     const L::U low = first + static_cast<uint32_t>(i);
     const auto prune = [&](L::U grad, L::U residual) {
-      return prune_element<L, GRAD, RESIDUAL, G, STOCHASTIC>(
-          grad, residual, call.threshold, call.leak, value_seed, residual_seed, low);
+      return prune_element<L, GRAD, RESIDUAL, G, STOCHASTIC>(grad, residual, call.limit, call.leak,
+                                                             seeds, low);
     };
     if constexpr (full.value) {
       const Pruned<L> done =

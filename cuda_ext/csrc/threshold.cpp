@@ -1,9 +1,12 @@
-// sample_threshold on the CPU: a stratified sample of each range, and its quantile.
+// sample_threshold on the CPU: a stratified sample of each range, its quantile, and the
+// chance of what ties with that.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <functional>
+#include <optional>
+#include <tuple>
 #include <vector>
 
 #include "check.h"
@@ -13,18 +16,30 @@
 namespace megatron_sparse {
 namespace {
 
-float quantile(std::vector<uint32_t>& magnitudes, float density) {
-  const int64_t rank = threshold_rank(density, static_cast<int64_t>(magnitudes.size()));
-  std::nth_element(magnitudes.begin(), magnitudes.begin() + rank, magnitudes.end(),
-                   std::greater<uint32_t>());
-  // nth_element leaves the larger ones before `rank`.
-  const uint32_t largest = *std::max_element(magnitudes.begin(), magnitudes.begin() + rank + 1);
-  return ScalarLanes::as_float(break_tie(magnitudes[rank], largest));
+struct Quantile {
+  float threshold;
+  float tie_chance;
+  int64_t ties;
+};
+
+Quantile quantile(std::vector<uint32_t>& magnitudes, float density) {
+  const int64_t count = static_cast<int64_t>(magnitudes.size());
+  const double wanted = wanted_samples(density, count);
+  const auto place = magnitudes.begin() + threshold_rank(wanted, count);
+  std::nth_element(magnitudes.begin(), place, magnitudes.end(), std::greater<uint32_t>());
+  // nth_element leaves the larger ones before `place`.
+  const uint32_t threshold = *place;
+  const int64_t before = std::count(magnitudes.begin(), place, threshold);
+  const int64_t above = place - magnitudes.begin() - before;
+  const int64_t equal = before + std::count(place, magnitudes.end(), threshold);
+  return {ScalarLanes::as_float(threshold), tie_chance(threshold, wanted, above, equal), equal};
 }
 
-Tensor sample_threshold_cpu(const Tensor& grad, std::optional<Tensor> residual,
-                            const Tensor& range_offsets, const Tensor& densities, int64_t samples,
-                            const Tensor& keys) {
+std::tuple<Tensor, Tensor, Tensor> sample_threshold_cpu(const Tensor& grad,
+                                                        std::optional<Tensor> residual,
+                                                        const Tensor& range_offsets,
+                                                        const Tensor& densities, int64_t samples,
+                                                        const Tensor& keys) {
   check_flat(grad, "sample_threshold: grad");
   MS_CHECK(grad.is_cpu(), "sample_threshold: grad is on the wrong device", "cpu", "another");
   const int grad_type = dtype_code(grad, "sample_threshold: grad");
@@ -57,13 +72,19 @@ Tensor sample_threshold_cpu(const Tensor& grad, std::optional<Tensor> residual,
   const void* grad_data = grad.const_data_ptr();
   const int64_t* range_keys = static_cast<const int64_t*>(keys.const_data_ptr());
   Tensor thresholds = torch::stable::new_empty(densities, {range_count});
+  Tensor tie_chances = torch::stable::new_empty(densities, {range_count});
+  Tensor ties = torch::stable::new_empty(keys, {range_count});
+  int64_t* equal = static_cast<int64_t*>(ties.mutable_data_ptr());
   float* out = static_cast<float*>(thresholds.mutable_data_ptr());
+  float* chances = static_cast<float*>(tie_chances.mutable_data_ptr());
   torch::stable::parallel_for(0, range_count, 1, [&](int64_t begin, int64_t end) {
     std::vector<uint32_t> magnitudes;
     for (int64_t r = begin; r < end; ++r) {
       const int64_t n = offsets[r + 1] - offsets[r], s = std::min(n, samples);
       if (n == 0 || wanted[r] >= 1) {
         out[r] = -1;
+        chances[r] = 0;
+        equal[r] = 0;
         continue;
       }
       const HashSeed seed = hash_seed(static_cast<uint64_t>(range_keys[r]), kDrawSample);
@@ -75,10 +96,13 @@ Tensor sample_threshold_cpu(const Tensor& grad, std::optional<Tensor> residual,
         if (residual_data != nullptr) x += load_as_float(residual_data, residual_type, at);
         magnitudes[j] = magnitude_bits(x);
       }
-      out[r] = quantile(magnitudes, wanted[r]);
+      const Quantile found = quantile(magnitudes, wanted[r]);
+      out[r] = found.threshold;
+      chances[r] = found.tie_chance;
+      equal[r] = found.ties;
     }
   });
-  return thresholds;
+  return {thresholds, tie_chances, ties};
 }
 
 }  // namespace

@@ -2,8 +2,8 @@
 //
 // A block takes a range: it collects the magnitudes of its samples, which lie apart in memory, and
 // finds the one of the wanted rank by four passes over their bytes, the highest first, each with a
-// histogram in shared memory. 4 to 8 bytes a sample are read from the bucket, and 16 from scratch
-// memory that the caches hold.
+// histogram in shared memory; the last one counts the ties. 4 to 8 bytes a sample are read from the
+// bucket, and 16 from scratch memory that the caches hold.
 #include "launch_grid.cuh"
 #include "load_value.h"
 #include "sample_position.h"
@@ -46,33 +46,33 @@ __device__ __forceinline__ void find_digit(const unsigned* counts, int64_t rank,
 __global__ void __launch_bounds__(kThresholdThreads)
     sample_threshold_kernel(ThresholdArguments call, int64_t stride) {
   __shared__ unsigned counts[kDigits];
-  __shared__ unsigned largest;
   __shared__ Digit digit;
   uint32_t* const scratch = static_cast<uint32_t*>(call.workspace);
   for (int64_t r = blockIdx.x; r < call.range_count; r += gridDim.x) {
     const int64_t begin = call.range_offsets[r], n = call.range_offsets[r + 1] - begin;
     const float density = call.densities[r];
     if (n <= 0 || density >= 1) {
-      if (threadIdx.x == 0) call.thresholds[r] = -1;
+      if (threadIdx.x == 0) {
+        call.thresholds[r] = -1;
+        call.tie_chances[r] = 0;
+        call.ties[r] = 0;
+      }
       continue;
     }
     const int64_t s = n < call.samples ? n : call.samples;
     uint32_t* const magnitudes = scratch + (stride > 0 ? r * stride : begin);
     const HashSeed seed = hash_seed(static_cast<uint64_t>(call.keys[r]), kDrawSample);
-    if (threadIdx.x == 0) largest = 0;
-    __syncthreads();
-    uint32_t own_largest = 0;
     for (int64_t j = threadIdx.x; j < s; j += kThresholdThreads) {
       const uint32_t random = hash_at(seed, static_cast<uint64_t>(j));
       const int64_t at = begin + sample_position(n, s, j, random);
       float x = load_as_float(call.grad, call.grad_dtype, at);
       if (call.residual != nullptr) x += load_as_float(call.residual, call.residual_dtype, at);
       magnitudes[j] = magnitude_bits(x);
-      own_largest = magnitudes[j] > own_largest ? magnitudes[j] : own_largest;
     }
-    atomicMax(&largest, own_largest);
     uint32_t threshold = 0;
-    int64_t rank = threshold_rank(density, s);
+    const double wanted = wanted_samples(density, s);
+    const int64_t first_rank = threshold_rank(wanted, s);
+    int64_t rank = first_rank;
     for (int shift = 24; shift >= 0; shift -= 8) {
       for (int i = threadIdx.x; i < kDigits; i += kThresholdThreads) counts[i] = 0;
       __syncthreads();
@@ -89,7 +89,11 @@ __global__ void __launch_bounds__(kThresholdThreads)
       rank = digit.rank;
     }
     if (threadIdx.x == 0) {
-      call.thresholds[r] = ScalarLanes::as_float(break_tie(threshold, largest));
+      // The last pass counted the samples that equal the threshold; `rank` is one of theirs.
+      const int64_t equal = counts[threshold % kDigits];
+      call.thresholds[r] = ScalarLanes::as_float(threshold);
+      call.tie_chances[r] = tie_chance(threshold, wanted, first_rank - rank, equal);
+      call.ties[r] = equal;
     }
     // The next range's writes to shared memory come after the reads of all threads.
     __syncthreads();

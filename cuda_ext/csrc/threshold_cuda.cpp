@@ -2,6 +2,7 @@
 //
 // All tables are on the device, so the host does not wait; the caller has checked their content.
 #include <optional>
+#include <tuple>
 
 #include "cuda_binding.h"
 #include "threshold_launch.h"
@@ -9,9 +10,11 @@
 namespace megatron_sparse {
 namespace {
 
-Tensor sample_threshold_cuda(const Tensor& grad, std::optional<Tensor> residual,
-                             const Tensor& range_offsets, const Tensor& densities, int64_t samples,
-                             const Tensor& keys) {
+std::tuple<Tensor, Tensor, Tensor> sample_threshold_cuda(const Tensor& grad,
+                                                         std::optional<Tensor> residual,
+                                                         const Tensor& range_offsets,
+                                                         const Tensor& densities, int64_t samples,
+                                                         const Tensor& keys) {
   check_flat(grad, "sample_threshold: grad");
   MS_CHECK(grad.is_cuda(), "sample_threshold: grad is on the wrong device", "cuda", "another");
   ThresholdArguments call = {};
@@ -40,16 +43,20 @@ Tensor sample_threshold_cuda(const Tensor& grad, std::optional<Tensor> residual,
 
   torch::stable::accelerator::DeviceGuard guard(grad.get_device_index());
   const Tensor thresholds = torch::stable::new_empty(densities, {call.range_count});
+  const Tensor tie_chances = torch::stable::new_empty(densities, {call.range_count});
+  const Tensor ties = torch::stable::new_empty(keys, {call.range_count});
   const Tensor workspace =
       new_workspace(grad, threshold_workspace_bytes(call.range_count, call.numel, samples));
   call.range_offsets = entries_of(range_offsets);
   call.densities = static_cast<const float*>(densities.const_data_ptr());
   call.keys = entries_of(keys);
   call.thresholds = static_cast<float*>(thresholds.mutable_data_ptr());
+  call.tie_chances = static_cast<float*>(tie_chances.mutable_data_ptr());
+  call.ties = static_cast<int64_t*>(ties.mutable_data_ptr());
   call.workspace = workspace.mutable_data_ptr();
   launch_sample_threshold(call, current_stream(grad));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return thresholds;
+  return {thresholds, tie_chances, ties};
 }
 
 }  // namespace

@@ -17,7 +17,9 @@ struct ThresholdArguments {
   const int64_t* keys;           // [range_count]
   int64_t range_count;
   int64_t samples;
-  float* thresholds;  // [range_count], written
+  float* thresholds;   // [range_count], written
+  float* tie_chances;  // [range_count], written
+  int64_t* ties;       // [range_count], written
   void* workspace;
 };
 

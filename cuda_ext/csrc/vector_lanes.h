@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #include "dtypes.h"
 #include "portability.h"
 
@@ -27,6 +31,18 @@ struct VectorLanes {
   }
   MS_INLINE_MEMBER static F to_float(U u) {
     return __builtin_convertvector(reinterpret_cast<M>(u), F);
+  }
+  MS_INLINE_MEMBER static bool any_equal(F f, float value) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(f), _mm512_set1_ps(value), _CMP_EQ_OQ) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps(reinterpret_cast<__m256>(f == value)) != 0;
+#else
+    const M equal = f == value;
+    int32_t any = 0;
+    for (int lane = 0; lane < kWidth; ++lane) any |= equal[lane];
+    return any != 0;
+#endif
   }
   template <class T>
   MS_INLINE_MEMBER static T select(M mask, T yes, T no) {

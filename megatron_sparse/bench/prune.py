@@ -95,7 +95,8 @@ def _tasks(size: int, density: float, dtype: str, residual_dtype: str) -> Iterat
     limit = float(thresholds)
 
     before = grad_N.clone(), residual_N.clone()
-    nnz = ops.prune_(grad_N, residual_N, offsets, thresholds, 1.0, code, KEY)
+    pruning = Pruning(residual_N, offsets, thresholds, 1.0, KEY)
+    nnz = ops.prune_(grad_N, pruning, code)
     wrong = _wrong_prune(before, (grad_N, residual_N), nnz, limit, code)
     peer_grad_N, peer_residual_N = before
     peer_sum_N = torch.empty(numel)
@@ -105,7 +106,7 @@ def _tasks(size: int, density: float, dtype: str, residual_dtype: str) -> Iterat
         "-",
         2 * numel * (itemsize + residual_N.element_size()),
         wrong,
-        lambda: ops.prune_(grad_N, residual_N, offsets, thresholds, 1.0, code, KEY),
+        lambda: ops.prune_(grad_N, pruning, code),
         peers={PEER: lambda: _prune_in_torch(peer_grad_N, peer_residual_N, peer_sum_N, limit)},
     )
 

@@ -16,6 +16,7 @@ from megatron_sparse.bench.bucket.sweep import BucketSweep
 from megatron_sparse.bench.codecs.sweep import PruneSweep
 from megatron_sparse.bench.codecs.sweep import Sweep as CodecSweep
 from megatron_sparse.bench.collectives.sweep import NodePlace, Sweep
+from megatron_sparse.bench.density.sweep import DensitySweep
 from megatron_sparse.bench.options import (
     command,
     parse_counts,
@@ -40,6 +41,15 @@ def prune(sweep: PruneSweep, json: JsonFile = None) -> None:
 
     rows = import_module("megatron_sparse.bench.prune").run(sweep, json)
     raise typer.Exit(1 if any(row["wrong"] for row in rows) else 0)
+
+
+@command(bench, "The density that is sent against the one asked for, for many distributions.")
+def density(sweep: DensitySweep, json: JsonFile = None) -> None:
+    """Exits with 1 when a row misses its target: see docs/compression.md."""
+    from importlib import import_module
+
+    rows = import_module("megatron_sparse.bench.density.command").run(sweep, json)
+    raise typer.Exit(1 if any(row.off for row in rows) else 0)
 
 
 @bench.command(help="The plugin's own cost: dense through it against Megatron alone, in pairs.")

@@ -7,9 +7,9 @@ each rank, before the selection, and accumulates velocities instead of gradients
 
     u = momentum * u + g;  v = v + u;  sent = v where |v| > threshold;  v = 0 and u = 0 where sent
 
-Here v is the residual. The optimizer must then have no momentum of its own: it is SGD's rule alone,
-and `check_optimizer` refuses others (with Adam, whose steps are not linear in the gradient, it is
-not defined).
+(and of the |v| that equal the threshold those that are drawn). Here v is the residual. The
+optimizer must then have no momentum of its own: it is SGD's rule alone, and `check_optimizer`
+refuses others (with Adam, whose steps are not linear in the gradient, it is not defined).
 
 Parameters that are always sent whole, and every dense step (warm-up, dense plans, compression
 switched off), send u and v and mask nothing. Momentum is linear, so the ranks' velocities add up to
@@ -24,7 +24,8 @@ which would end the overlap with the backward pass.
 Cost: nothing on the wire. Memory: an fp32 velocity, as large as the residual, and its undo copy
 where the residual has one. Time: two passes over the bucket, in chunks that stay in a CPU's cache:
 one that reads gradient and updates velocity and residual, one that reads gradient and residual and
-clears velocities. No host synchronisation.
+clears velocities. The draws of ties are repeated in torch: on a CPU only for chunks that have a
+tie, on CUDA, where that is not known, for all. No host synchronisation.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from megatron_sparse.compression.method import SampledTopK
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.threshold import pruned_pieces
 from megatron_sparse.config.sparse import CompressionConfig
+from megatron_sparse.cuda_ext.record_spec import Pruning
+from megatron_sparse.cuda_ext.threshold_torch import drawn_ties
 from megatron_sparse.errors import ConfigError
 
 CHUNK = 2**18
@@ -74,26 +77,12 @@ class DGC(SampledTopK):
         """See `CompressionMethod`: a velocity grows from the first step on."""
         return True
 
-    def thresholds(
-        self,
-        bucket: Bucket,
-        layout: Layout,
-        residual_N: torch.Tensor,
-        density: float,
-        step: int,
-        agreed: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """See `CompressionMethod`. Clears the velocities of the elements that will be sent."""
-        thresholds_R = super().thresholds(bucket, layout, residual_N, density, step, agreed)
-        if self.config.momentum_masking and density < 1:
-            self._mask(bucket, layout, residual_N, thresholds_R)
-        return thresholds_R
-
-    def _mask(
-        self, bucket: Bucket, layout: Layout, residual_N: torch.Tensor, thresholds_R: torch.Tensor
-    ) -> None:
+    def selecting(self, bucket: Bucket, layout: Layout, pruning: Pruning, density: float) -> None:
+        """See `CompressionMethod`: clears the velocities of the elements that will be sent."""
+        if not self.config.momentum_masking or density >= 1:
+            return
         velocity_N = self.velocities[bucket.name]
-        limits_R = thresholds_R.clamp(max=LARGEST_THRESHOLD)
+        thresholds_R = pruning.thresholds_R.clamp(max=LARGEST_THRESHOLD)
         pruned_P = pruned_pieces(bucket, layout)
         borders = pairwise(layout.range_offsets.tolist())
         for r, ((start, stop), piece) in enumerate(
@@ -101,8 +90,13 @@ class DGC(SampledTopK):
         ):
             for part in _chunks(start, stop) if pruned_P[piece] else ():
                 # The kernel compares in the same way: NaN is sent.
-                x = (bucket.grad_N[part].float() + residual_N[part]).abs_()
-                velocity_N[part].masked_fill_(x.le(limits_R[r]).logical_not_(), 0)
+                x = (bucket.grad_N[part].float() + pruning.residual_N[part]).abs_()
+                sent = x.le(thresholds_R[r]).logical_not_()
+                tied = x.eq(thresholds_R[r])
+                if pruning.tie_chances_R is not None and (tied.is_cuda or bool(tied.any())):
+                    draws = drawn_ties(part.start, len(x), pruning.key, x.device)
+                    sent |= tied.logical_and_(draws < pruning.tie_chances_R[r])
+                velocity_N[part].masked_fill_(sent, 0)
 
 
 def check_optimizer(config: CompressionConfig, optimizer: Any) -> None:

@@ -1,13 +1,13 @@
 """The interface of the compression methods, and the default one: sampled top-k, error feedback.
 
 A method decides two things about a bucket: what is added to the gradient before anything is
-selected (the residual and, for DGC, a velocity), and which thresholds select. The rest (pruning,
+selected (the residual and, for DGC, a velocity), and which limits select. The rest (pruning,
 encoding, leak, rounding) is the same for all of them, in one fused pass.
 
 | `compression.method` | class | beside the residual it keeps |
 |---|---|---|
 | `topk` | `SampledTopK` | nothing |
-| `threshold_reuse` | `threshold_reuse.ThresholdReuse` | thresholds, and their kept counts |
+| `threshold_reuse` | `threshold_reuse.ThresholdReuse` | limits, and their kept counts |
 | `sidco` | `tail_fit.SIDCo` | nothing |
 | `dgc` | `dgc.DGC` | a velocity of each element |
 
@@ -23,17 +23,18 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.compression.residual import ResidualStore
-from megatron_sparse.compression.threshold import range_thresholds
+from megatron_sparse.compression.threshold import range_limits
 from megatron_sparse.config.sparse import CompressionConfig
+from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
 from megatron_sparse.formats.message import Message
 
 
 class CompressionMethod(Protocol):
     """How a bucket's selection is made; one object serves all buckets of a rank.
 
-    The progress thread calls `begin`, `thresholds` and `selected` for each bucket, in this order,
-    or `begin` alone for a dense plan; buckets of a step may come in any order. The other methods
-    are called between two steps.
+    The progress thread calls `begin`, `limits`, `selecting` and `selected` for each bucket, in this
+    order, or `begin` alone for a dense plan; buckets of a step may come in any order. The other
+    methods are called between two steps.
 
     Attributes:
         config: the settings it was made with.
@@ -52,20 +53,24 @@ class CompressionMethod(Protocol):
         """Whether `begin` may return anything but zeros; if not, a dense plan needs no pass."""
         ...
 
-    def thresholds(
+    def limits(
         self,
         bucket: Bucket,
         layout: Layout,
         residual_N: torch.Tensor,
         density: float,
         step: int,
-        agreed: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The threshold of every range of the layout; see `threshold.range_thresholds`."""
+        agreed: Limits | None,
+    ) -> Limits:
+        """The limits of every range of the layout; see `threshold.range_limits`."""
+        ...
+
+    def selecting(self, bucket: Bucket, layout: Layout, pruning: Pruning, density: float) -> None:
+        """Called with what is about to be selected; gradient and residual are still whole."""
         ...
 
     def selected(self, bucket: Bucket, message: Message) -> None:
-        """Called with the message that the thresholds have selected."""
+        """Called with the message that the limits have selected."""
         ...
 
     def commit(self) -> None:
@@ -97,7 +102,7 @@ class CompressionMethod(Protocol):
 
 
 class SampledTopK:
-    """Leaky error feedback; thresholds from samples of every step. The base of the others.
+    """Leaky error feedback; limits from samples of every step. The base of the others.
 
     Cost: no pass over the gradient of its own; `samples` elements of each range are read.
 
@@ -119,17 +124,20 @@ class SampledTopK:
         """See `CompressionMethod`."""
         return bucket.name in self.residuals
 
-    def thresholds(
+    def limits(
         self,
         bucket: Bucket,
         layout: Layout,
         residual_N: torch.Tensor,
         density: float,
         step: int,
-        agreed: torch.Tensor | None,
-    ) -> torch.Tensor:
+        agreed: Limits | None,
+    ) -> Limits:
         """See `CompressionMethod`."""
-        return range_thresholds(bucket, layout, residual_N, density, step, self.config, agreed)
+        return range_limits(bucket, layout, residual_N, density, step, self.config, agreed)
+
+    def selecting(self, bucket: Bucket, layout: Layout, pruning: Pruning, density: float) -> None:
+        """See `CompressionMethod`: ignored."""
 
     def selected(self, bucket: Bucket, message: Message) -> None:
         """See `CompressionMethod`: ignored."""

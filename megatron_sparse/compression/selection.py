@@ -4,10 +4,11 @@ Leaky error feedback, for each element, with gradient g and residual e:
 
     x = g + e
     |x| above the threshold:   send x rounded to the wire's dtype; e becomes the rounding error
+    |x| equal to it:           a part of these elements is drawn, and sent likewise
     otherwise:                 send nothing; e becomes leak * x
 
-The compression method (`method.py`) supplies e and the thresholds, one for each range of the bucket
-(a parameter, or the part of it in one shard; see the picture above `bucket.Layout`). The rest is
+The compression method (`method.py`) supplies e and the limits, one for each range of the bucket (a
+parameter, or the part of it in one shard; see the picture above `bucket.Layout`). The rest is
 the same for all methods.
 
 Shape suffixes: N elements of the bucket, S segments of the message, R threshold ranges.
@@ -23,10 +24,9 @@ import torch
 from megatron_sparse.bucket import Bucket, Cuts
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.compression.method import CompressionMethod
-from megatron_sparse.compression.threshold import KEEP_ALL
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Pruning
+from megatron_sparse.cuda_ext.record_spec import KEEP_ALL, Limits, Pruning
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
@@ -66,15 +66,15 @@ class MessageSpec:
 
 
 class Agreed(NamedTuple):
-    """The residual and the threshold that ranks have agreed on before the selection.
+    """The residual and the limits that ranks have agreed on before the selection.
 
     Attributes:
         residual_N: the residual, as `Selector.begin` returned it.
-        threshold: an fp32 scalar on the bucket's device.
+        limits: scalars on the bucket's device.
     """
 
     residual_N: torch.Tensor
-    threshold: torch.Tensor
+    limits: Limits
 
 
 class Selector:
@@ -83,8 +83,8 @@ class Selector:
     Args:
         method: the compression method, with its settings and residuals, which are mutated; shared
             with the selectors of other groups.
-        rank: this rank in the group; part of the key of stochastic rounding, so that ranks do not
-            round alike.
+        rank: this rank in the group; part of the key of random draws, so that ranks neither round
+            alike nor draw the same ties.
         buffers: where messages live.
 
     Attributes:
@@ -102,7 +102,7 @@ class Selector:
     def begin(self, bucket: Bucket, timer: StageTimer) -> torch.Tensor:
         """The residual [N] with all that the method adds to the gradient; mutates it.
 
-        `select` calls this itself. Call it first only if ranks agree on a threshold, for which they
+        `select` calls this itself. Call it first only if ranks agree on limits, for which they
         need the residual; then pass the result to `select` in `agreed`.
         """
         with timer.stage("prune"):
@@ -128,33 +128,33 @@ class Selector:
             spec: the message to make.
             step: the training step; keys the random draws and stands in the message.
             timer: receives the time of each stage.
-            agreed: the residual and the threshold if ranks have agreed on one; None: this rank
-                finds its thresholds alone.
+            agreed: the residual and the limits if ranks have agreed on them; None: this rank
+                finds its limits alone.
         """
         layout = bucket.layout(spec.sharded, spec.extra_cuts)
         capacity_S = None
         if spec.capacity is not None:
             capacity_S = segment_capacity(layout, spec.capacity * spec.density)
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, spec.wire_dtype)
-        residual_N, threshold = agreed or (self.begin(bucket, timer), None)
+        residual_N, limits = agreed or (self.begin(bucket, timer), None)
         with timer.stage("threshold"):
-            thresholds_R = self.method.thresholds(
-                bucket, layout, residual_N, spec.density, step, threshold
+            limits_R = self.method.limits(bucket, layout, residual_N, spec.density, step, limits)
+            pruning = Pruning(
+                residual_N,
+                layout.range_offsets,
+                limits_R.thresholds,
+                self.config.leak,
+                self._key(bucket, step),
+                capacity_S,
+                limits_R.tie_chances,
             )
-        self.thresholds_R = thresholds_R
-        key = self._rounding_key(bucket, step)
+            self.method.selecting(bucket, layout, pruning, spec.density)
+        self.thresholds_R = limits_R.thresholds
         with timer.stage("prune"):
             message = prune_encode(
                 bucket,
                 layout,
-                Pruning(
-                    residual_N,
-                    layout.range_offsets,
-                    thresholds_R,
-                    self.config.leak,
-                    key,
-                    capacity_S,
-                ),
+                pruning,
                 record_spec(value_dtype, step, spec.format, spec.block_size),
                 self.buffers,
             )
@@ -181,15 +181,14 @@ class Selector:
             thresholds_R = torch.full(
                 layout.range_piece.shape, KEEP_ALL, device=bucket.grad_N.device
             )
-            ops.prune_(
-                bucket.grad_N,
+            pruning = Pruning(
                 residual_N,
                 layout.range_offsets,
                 thresholds_R,
                 self.config.leak,
-                WIRE_CODES[value_dtype],
-                self._rounding_key(bucket, step),
+                self._key(bucket, step),
             )
+            ops.prune_(bucket.grad_N, pruning, WIRE_CODES[value_dtype])
         if not narrow:
             return bucket.grad_N
         with timer.stage("encode"):
@@ -201,5 +200,5 @@ class Selector:
             )
             return round_into(values_N, bucket.grad_N)
 
-    def _rounding_key(self, bucket: Bucket, step: int) -> int:
+    def _key(self, bucket: Bucket, step: int) -> int:
         return draw_key(self.config.seed, step, "round", bucket.name, self.rank)

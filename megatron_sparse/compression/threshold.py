@@ -1,8 +1,11 @@
-"""Thresholds from samples: one for each parameter, or one for the pruned part of a bucket.
+"""Limits from samples: one for each parameter, or one for the pruned part of a bucket.
 
 Both sample `samples` elements by count, not by percentage, at positions that are a pure function of
 (seed, step, parameter or bucket): stratum j of s holds the elements floor(j n / s) to
 floor((j + 1) n / s), and a counter hash picks one of them.
+
+A limit is a threshold and the chance of what ties with it, so that `density` of a parameter is sent
+whatever its distribution: `ops.sample_threshold` has the rule.
 """
 
 from __future__ import annotations
@@ -15,22 +18,20 @@ from megatron_sparse.bucket import Bucket, Layout, ParameterSlice
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_torch
+from megatron_sparse.cuda_ext.record_spec import Limits
 from megatron_sparse.formats.codec_choice import is_compiled
 
-KEEP_ALL = -1.0
-"""Below every magnitude: everything is sent."""
 
-
-def range_thresholds(
+def range_limits(
     bucket: Bucket,
     layout: Layout,
     residual_N: torch.Tensor,
     density: float,
     step: int,
     config: CompressionConfig,
-    agreed: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The threshold of every range of the layout.
+    agreed: Limits | None = None,
+) -> Limits:
+    """The limits of every range of the layout.
 
     Args:
         bucket: the gradients.
@@ -39,39 +40,40 @@ def range_thresholds(
         density: target density of the pruned parameters.
         step: keys the samples.
         config: scope, number of samples, seed.
-        agreed: the threshold that ranks have agreed on (`group_threshold`); None samples.
+        agreed: the limits, 0-D, that ranks have agreed on (`group_limits`); None samples.
 
     Returns:
-        fp32 thresholds_R on the bucket's device; ranges that are not pruned, and all
-        of them at density 1, hold `KEEP_ALL`. No host synchronisation.
+        Limits_R on the bucket's device; thresholds of ranges that are not pruned, and all of them
+        at density 1, are `KEEP_ALL`. No host synchronisation.
     """
-    return spread(
-        piece_thresholds(bucket, layout, residual_N, density, step, config, agreed), layout
-    )
+    return spread(piece_limits(bucket, layout, residual_N, density, step, config, agreed), layout)
 
 
-def piece_thresholds(
+def piece_limits(
     bucket: Bucket,
     layout: Layout,
     residual_N: torch.Tensor,
     density: float,
     step: int,
     config: CompressionConfig,
-    agreed: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The threshold of every piece of the layout; see `range_thresholds`."""
+    agreed: Limits | None = None,
+) -> Limits:
+    """The limits of every piece of the layout; see `range_limits`."""
     device = bucket.grad_N.device
     pruned_P = pruned_pieces(bucket, layout)
+    everything = Limits.keep_all((len(pruned_P),), device)
     if density >= 1:
-        return torch.full((len(pruned_P),), KEEP_ALL, device=device)
-    threshold = agreed
-    if threshold is None and config.threshold_scope == "bucket":
+        return everything
+    limits = agreed
+    if limits is None and config.threshold_scope == "bucket":
         magnitudes_S = sampled_magnitudes(bucket, residual_N, step, config)
         if not magnitudes_S.numel():
-            return torch.full((len(pruned_P),), KEEP_ALL, device=device)
-        threshold = ops.threshold_of_samples(magnitudes_S, density)
-    if threshold is not None:
-        return threshold.where(codec_cuda.on_device(torch.tensor(pruned_P), device), KEEP_ALL)
+            return everything
+        limits = ops.threshold_of_samples(magnitudes_S, density)
+    if limits is not None:
+        is_pruned = codec_cuda.on_device(torch.tensor(pruned_P), device)
+        pairs = zip(limits, everything, strict=True)
+        return Limits(*(torch.where(is_pruned, one, other) for one, other in pairs))
     names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
     keys = [draw_key(config.seed, step, "sample", name) for name in names]
     sample = (ops if is_compiled(device) else threshold_torch).sample_threshold
@@ -85,9 +87,10 @@ def piece_thresholds(
     )
 
 
-def spread(thresholds_P: torch.Tensor, layout: Layout) -> torch.Tensor:
+def spread(limits_P: Limits, layout: Layout) -> Limits:
     """From the layout's pieces to its ranges, each of which lies in one piece."""
-    return thresholds_P[codec_cuda.on_device(layout.range_piece, thresholds_P.device)]
+    piece_R = codec_cuda.on_device(layout.range_piece, limits_P.thresholds.device)
+    return Limits(*(each_P[piece_R] for each_P in limits_P))
 
 
 def pruned_pieces(bucket: Bucket, layout: Layout) -> list[bool]:

@@ -9,6 +9,9 @@ adapts a threshold whose kept count is outside 0.8 to 1.3 of the target. Togethe
   than half or more than twice of the target.
 - Otherwise its thresholds are those of the last step. If that step kept less than 0.8 or more than
   1.3 of the target, all of them are multiplied by `correction`.
+- A bucket is also sampled again, in every step, while more than `MOST_TIES` of the samples that a
+  parameter sends equal its threshold. What ties and is not sent grows with every step: it would all
+  exceed an old threshold at once.
 
 The kept count is that of the bucket's last message (elements that may be pruned). The host knows it
 already: it has read the sizes of records, or the reports of capacity mode, since. One factor serves
@@ -21,8 +24,9 @@ and is applied from the next step on.
 
 Everything is a pure function of the steps so far: resume and repeated steps are bit-exact.
 
-Cost: sampling in one step of `reuse_iters`, nothing in the others. Memory: one number for each
-parameter. No host synchronisation.
+Cost: sampling in one step of `reuse_iters`, nothing in the others. Memory: a threshold and a tie
+chance for each parameter. No host synchronisation: whether a bucket's samples tie is copied to the
+host without waiting, and read in the next step, after the message's sizes.
 """
 
 from __future__ import annotations
@@ -36,22 +40,27 @@ import torch
 from megatron_sparse.bucket import Bucket, Layout
 from megatron_sparse.compression.method import SampledTopK
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.threshold import piece_thresholds, spread
+from megatron_sparse.compression.threshold import piece_limits, spread
 from megatron_sparse.config.compression import REUSE_BAND, CompressionConfig
-from megatron_sparse.cuda_ext.codec_cuda import to_device
+from megatron_sparse.cuda_ext.codec_cuda import on_device, to_device
+from megatron_sparse.cuda_ext.record_spec import Limits
 from megatron_sparse.errors import CheckpointError
 from megatron_sparse.formats.message import Message
 
 OUT_OF_REACH = (0.5, 2.0)
 """Kept counts over the target outside of which the bucket is sampled again."""
+MOST_TIES = 1 - REUSE_BAND[0]
+"""Of what is to be sent: so many ties may be sent or not without leaving the band."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """The thresholds of a bucket's last selection.
+    """The limits of a bucket's last selection.
 
     Attributes:
-        thresholds_P: fp32, of the bucket's pieces, on its device or, after a resume, on the CPU.
+        limits_P: of the bucket's pieces, on its device or, after a resume, on the CPU.
+        tied: whether too many samples equal their threshold: a bool tensor on the CPU, whose
+            content is there as soon as `kept_count` is known.
         parameters: names of the pruned ones, in order; if they change, the bucket is sampled anew.
         density: the target.
         sampled_step: the step that sampled them.
@@ -59,7 +68,8 @@ class Served:
         kept: the selection of that step: its message, or its count. None before it is known.
     """
 
-    thresholds_P: torch.Tensor
+    limits_P: Limits
+    tied: torch.Tensor
     parameters: tuple[str, ...]
     density: float
     sampled_step: int
@@ -81,24 +91,37 @@ class ThresholdReuse(SampledTopK):
         self._served: dict[str, Served] = {}
         self._pending: dict[str, Served] = {}
 
-    def thresholds(
+    def limits(
         self,
         bucket: Bucket,
         layout: Layout,
         residual_N: torch.Tensor,
         density: float,
         step: int,
-        agreed: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """See `CompressionMethod`. `agreed` is always None: ranks share no thresholds here."""
+        agreed: Limits | None,
+    ) -> Limits:
+        """See `CompressionMethod`. `agreed` is always None: ranks share no limits here."""
         if self.residuals.outcome is Outcome.ASSUMED and bucket.name in self._pending:
             self._served[bucket.name] = self._pending.pop(bucket.name)
         served = self._next(bucket, layout, density, step)
         if served is None:
-            thresholds_P = piece_thresholds(bucket, layout, residual_N, density, step, self.config)
-            served = Served(thresholds_P, _names(bucket), density, step, step)
+            limits_P = piece_limits(bucket, layout, residual_N, density, step, self.config)
+            tied = self._tied(bucket, layout, limits_P, density)
+            served = Served(limits_P, tied, _names(bucket), density, step, step)
         self._pending[bucket.name] = served
-        return spread(served.thresholds_P, layout)
+        return spread(served.limits_P, layout)
+
+    def _tied(
+        self, bucket: Bucket, layout: Layout, limits_P: Limits, density: float
+    ) -> torch.Tensor:
+        """Whether any parameter's samples tie too often; on its way to the CPU."""
+        lengths = layout.piece_offsets.diff()
+        if self.config.threshold_scope == "bucket":
+            lengths.fill_(sum(p.stop - p.start for p in bucket.parameters if p.pruned))
+        # A single sample ties with itself.
+        most_P = (lengths.clamp(max=self.config.samples) * (density * MOST_TIES)).clamp(min=1)
+        device = limits_P.ties.device
+        return (limits_P.ties > on_device(most_P, device)).any().to("cpu", non_blocking=True)
 
     def _next(self, bucket: Bucket, layout: Layout, density: float, step: int) -> Served | None:
         """The last step's thresholds, corrected; None if the bucket must be sampled."""
@@ -108,19 +131,16 @@ class ThresholdReuse(SampledTopK):
             or last.step != step - 1
             or last.density != density
             or last.parameters != _names(bucket)
-            or last.thresholds_P.numel() != len(layout.piece_parameter)
+            or last.limits_P.thresholds.numel() != len(layout.piece_parameter)
             or step - last.sampled_step >= self.config.reuse_iters
         ):
             return None
         pruned = sum(p.stop - p.start for p in bucket.parameters if p.pruned)
         factor = correction(last.kept_count, density * pruned, density)
-        if factor is None:
+        if factor is None or bool(last.tied):
             return None
-        thresholds_P = to_device(last.thresholds_P, bucket.grad_N.device)
-        if factor != 1:
-            # Thresholds of kept pieces are negative, and stay negative.
-            thresholds_P = thresholds_P * factor
-        return replace(last, thresholds_P=thresholds_P, step=step, kept=None)
+        limits_P = Limits(*(to_device(each, bucket.grad_N.device) for each in last.limits_P))
+        return replace(last, limits_P=_scaled(limits_P, factor), step=step, kept=None)
 
     def selected(self, bucket: Bucket, message: Message) -> None:
         """See `CompressionMethod`."""
@@ -138,21 +158,23 @@ class ThresholdReuse(SampledTopK):
     def rescale(self, factor: float) -> None:
         """See `CompressionMethod`."""
         for name, served in self._served.items():
-            self._served[name] = replace(served, thresholds_P=served.thresholds_P * factor)
+            self._served[name] = replace(served, limits_P=_scaled(served.limits_P, factor))
 
     def state_dict(self) -> dict[str, Any]:
-        """See `CompressionMethod`: each bucket's thresholds by its name."""
+        """See `CompressionMethod`: each bucket's limits by its name."""
         held = self._served
         if self.residuals.outcome is Outcome.ASSUMED:
             held = held | self._pending
         return {
             name: {
-                "thresholds": served.thresholds_P.cpu(),
+                "thresholds": served.limits_P.thresholds.cpu(),
+                "tie_chances": served.limits_P.tie_chances.cpu(),
                 "parameters": list(served.parameters),
                 "density": served.density,
                 "sampled_step": served.sampled_step,
                 "step": served.step,
                 "kept": served.kept_count,
+                "tied": bool(served.tied),
             }
             for name, served in held.items()
         }
@@ -163,7 +185,8 @@ class ThresholdReuse(SampledTopK):
         try:
             self._served = {
                 name: Served(
-                    values["thresholds"],
+                    _saved_limits(values),
+                    torch.tensor(values.get("tied", False)),
                     tuple(values["parameters"]),
                     values["density"],
                     values["sampled_step"],
@@ -207,6 +230,18 @@ def correction(kept: int, target: float, density: float) -> float | None:
     if ratio * density >= 1:
         return high
     return min(max(math.log(density) / math.log(ratio * density), low), high)
+
+
+def _scaled(limits_P: Limits, factor: float) -> Limits:
+    """The limits in another unit. Thresholds of kept pieces are negative, and stay negative."""
+    return limits_P._replace(thresholds=limits_P.thresholds * factor)
+
+
+def _saved_limits(values: dict[str, Any]) -> Limits:
+    """A bucket's limits from a checkpoint; older ones kept no element that ties."""
+    thresholds_P = values["thresholds"]
+    nothing_P = torch.zeros_like(thresholds_P)
+    return Limits(thresholds_P, values.get("tie_chances", nothing_P), nothing_P.long())
 
 
 def _names(bucket: Bucket) -> tuple[str, ...]:

@@ -268,15 +268,7 @@ def prune_encode(
     slots_S = None if slots is None else slots.offsets
     if not is_compiled(grad_N.device):
         _refuse_slots(slots_S)
-        nnz_R = ops.prune_(
-            grad_N,
-            pruning.residual_N,
-            pruning.range_offsets,
-            pruning.thresholds_R,
-            pruning.leak,
-            spec.value_dtype,
-            pruning.key,
-        )
+        nnz_R = ops.prune_(grad_N, pruning, spec.value_dtype)
         return encode(bucket, layout, nnz_R, spec, buffers)
     segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
     out = _take_message(bucket, layout, spec, buffers)

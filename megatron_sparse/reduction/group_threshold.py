@@ -1,8 +1,9 @@
-"""One threshold for a bucket on all ranks of a tensor-parallel group, from all ranks' samples.
+"""One limit for a bucket on all ranks of a tensor-parallel group, from all ranks' samples.
 
 ZEN, section 4: ranks that hold parts of the same layers sample their gradients, gather the samples,
-and select by one global threshold; a rank with larger gradients then sends more than the others.
-The samples are those of `threshold_scope=bucket`, drawn at the same positions on every rank.
+and select by one global threshold, and by one chance of what ties with it; a rank with larger
+gradients then sends more than the others. The samples are those of `threshold_scope=bucket`, drawn
+at the same positions on every rank.
 
 Cost: an agreement of 8 (2 + n) bytes a rank on the group's n ranks, and an all-gather of 4 bytes a
 sample. Both are messages, so selection begins only when the bucket has passed the gate.
@@ -18,9 +19,10 @@ import torch
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Identity, exchange_sizes
 from megatron_sparse.compression.selection import Agreed, Selector
-from megatron_sparse.compression.threshold import KEEP_ALL, sampled_magnitudes
+from megatron_sparse.compression.threshold import sampled_magnitudes
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Limits
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import GATE, Stage
@@ -33,7 +35,7 @@ class ThresholdSource(Protocol):
     def agree(
         self, bucket: Bucket, density: float, step: int, timer: StageTimer
     ) -> Stage[Agreed | None]:
-        """The residual and the threshold that ranks agree on; None: each rank takes its own."""
+        """The residual and the limits that ranks agree on; None: each rank takes its own."""
         ...
 
 
@@ -80,13 +82,13 @@ class GroupThreshold:
             return None
         yield GATE
         residual_N = self._selector.begin(bucket, timer)
-        threshold = yield from group_threshold(
+        limits = yield from group_limits(
             bucket, residual_N, density, step, self._selector.config, self._transport, timer
         )
-        return Agreed(residual_N, threshold)
+        return Agreed(residual_N, limits)
 
 
-def group_threshold(
+def group_limits(
     bucket: Bucket,
     residual_N: torch.Tensor,
     density: float,
@@ -94,8 +96,8 @@ def group_threshold(
     config: CompressionConfig,
     transport: Transport,
     timer: StageTimer,
-) -> Generator[Work, None, torch.Tensor]:
-    """The threshold for the pruned parameters of a bucket, the same on all ranks of a group.
+) -> Generator[Work, None, Limits]:
+    """The limits for the pruned parameters of a bucket, the same on all ranks of a group.
 
     Args:
         bucket: of this rank; the others have one of the same name and sizes.
@@ -107,7 +109,7 @@ def group_threshold(
         timer: receives the time of sampling.
 
     Returns:
-        An fp32 scalar on the bucket's device; `KEEP_ALL` where nothing may be pruned.
+        Scalars on the bucket's device; they keep everything where nothing may be pruned.
 
     Raises:
         CommunicationError: a rank has another bucket, or another number of samples of it.
@@ -124,7 +126,7 @@ def group_threshold(
             remedy="set compression.threshold_scope=parameter",
         )
     if not own_S.numel():
-        return torch.full((), KEEP_ALL, device=own_S.device)
+        return Limits.keep_all((), own_S.device)
     gathered = own_S.new_empty(transport.world_size * own_S.numel())
     yield transport.all_gather(gathered, own_S)
     with timer.stage("threshold"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-DRAW_VALUE, DRAW_RESIDUAL, DRAW_SAMPLE = range(3)
+DRAW_VALUE, DRAW_RESIDUAL, DRAW_SAMPLE, DRAW_TIE = range(4)
 _MASK_64 = 2**64 - 1
 _MASK_32 = 2**32 - 1
 

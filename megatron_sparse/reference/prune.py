@@ -1,6 +1,7 @@
 """Pruning with leaky error feedback, in float64: the oracle of `prune_`.
 
 `x = g + e; drop = |x| <= t; out = drop ? 0 : round(x); e' = drop ? leak x : x - out`, all in fp32.
+An element with |x| = t > 0 is not dropped when `(h >> 8) / 2^24 < chance`.
 
 `round` goes to the values that both the gradient's dtype and the wire's can hold. Stochastic
 rounding goes up with the probability of the part cut off. Where a value is cut by d bits of its
@@ -17,7 +18,12 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.cuda_ext.record_spec import Pruning
-from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, DRAW_VALUE, counter_hash
+from megatron_sparse.reference.counter_hash import (
+    DRAW_RESIDUAL,
+    DRAW_TIE,
+    DRAW_VALUE,
+    counter_hash,
+)
 
 FP32, BF16, FP16 = range(3)
 CODE_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
@@ -94,6 +100,10 @@ def prune(
     drop = x_N.abs() <= threshold_N
     finite = x_N.isfinite()
     index_N = torch.arange(grad_N.numel()) + first_index
+    if pruning.tie_chances_R is not None:
+        chance_N = torch.repeat_interleave(pruning.tie_chances_R, lengths).double()
+        drawn = (counter_hash(key, DRAW_TIE, index_N) >> 8).double() / 2**24 < chance_N
+        drop &= ~((x_N.abs() == threshold_N) & (threshold_N > 0) & drawn)
 
     finite_x = torch.where(finite, x_N, 0)
     random = counter_hash(key, DRAW_VALUE, index_N) if key >= 0 else None

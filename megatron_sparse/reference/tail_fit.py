@@ -7,6 +7,28 @@ import math
 import torch
 
 
+def fit_limit(magnitudes: list[float], density: float, stages: int) -> tuple[float, float]:
+    """The threshold and tie chance of one row of `compression.tail_fit.fit_limits`.
+
+    Example:
+        >>> fit_limit([2.0, 2.0, 2.0, 2.0], 0.25, 1)
+        (2.0, 0.25)
+    """
+    fitted = fit_threshold(magnitudes, density, stages)
+    ordered = sorted((x for x in magnitudes if math.isfinite(x)), reverse=True)
+    if not ordered:
+        return fitted, 0.0
+    wanted = density * len(ordered)
+    error = math.sqrt(wanted * (1 - density))
+    quantile = ordered[int(wanted)]
+    ties = ordered.count(quantile)
+    kept = sum(x > fitted for x in ordered)
+    if ties <= max(error, 1) and abs(kept - wanted) <= 2 * error:
+        return fitted, 0.0
+    above = sum(x > quantile for x in ordered)
+    return quantile, (wanted - above) / ties if quantile > 0 else 0.0
+
+
 def fit_threshold(magnitudes: list[float], density: float, stages: int) -> float:
     """The threshold of one row of `compression.tail_fit.fit_thresholds`.
 

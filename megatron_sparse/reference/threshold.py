@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron_sparse.cuda_ext.record_spec import Limits
 from megatron_sparse.reference.counter_hash import DRAW_SAMPLE, counter_hash
 
 
@@ -25,23 +26,24 @@ def sample_positions(numel: int, samples: int, key: int) -> list[int]:
     return positions
 
 
-def quantile_threshold(magnitudes: list[float], density: float) -> float:
-    """The magnitude that about `density` of the samples exceed, at least one of them.
+def quantile_limit(magnitudes: list[float], density: float) -> tuple[float, float, int]:
+    """The threshold, the tie chance with which density * s of s samples are sent, and the ties.
 
-    It is the value of descending rank floor(density * s), counted from 0, at least 1; NaN counts as
-    infinite. If that is also the largest value and not zero, it is the next smaller float: else
-    equal gradients would never be sent.
+    The threshold is the value of descending rank floor(density * s), counted from 0; NaN counts as
+    infinite. Zeros are never sent, and infinity always: these have no chance.
 
     Example:
-        >>> quantile_threshold([1.0, 2.0, 3.0, 4.0], 0.5)
-        2.0
+        >>> quantile_limit([1.0, 2.0, 2.0, 4.0], 0.5)
+        (2.0, 0.5, 2)
     """
     ordered = sorted((math.inf if math.isnan(m) else m for m in magnitudes), reverse=True)
-    rank = min(max(math.floor(density * len(ordered)), 1), len(ordered) - 1)
-    threshold = torch.tensor(ordered[rank], dtype=torch.float32)
-    if ordered[0] == ordered[rank] and ordered[rank] > 0:
-        threshold = torch.nextafter(threshold, torch.zeros(()))
-    return float(threshold)
+    wanted = density * len(ordered)
+    threshold = ordered[min(math.floor(wanted), len(ordered) - 1)]
+    equal = ordered.count(threshold)
+    if threshold in (0, math.inf):
+        return threshold, 0.0, equal
+    above = sum(m > threshold for m in ordered)
+    return threshold, (wanted - above) / equal, equal
 
 
 def sample_threshold(
@@ -51,18 +53,23 @@ def sample_threshold(
     densities_R: torch.Tensor,
     samples: int,
     keys_R: torch.Tensor,
-) -> torch.Tensor:
-    """The threshold of every range; arguments as of `cuda_ext.ops.sample_threshold`."""
-    thresholds = []
+) -> Limits:
+    """The limits of every range; arguments as of `cuda_ext.ops.sample_threshold`."""
+    limits = []
     for (begin, end), density, key in zip(
         pairwise(range_offsets.tolist()), densities_R.tolist(), keys_R.tolist(), strict=True
     ):
         if begin == end or density >= 1:
-            thresholds.append(-1.0)
+            limits.append((-1.0, 0.0, 0))
             continue
         index = torch.tensor(sample_positions(end - begin, samples, key)) + begin
         x = grad_N[index].float()
         if residual_N is not None:
             x = x + residual_N[index].float()
-        thresholds.append(quantile_threshold(x.abs().tolist(), density))
-    return torch.tensor(thresholds, dtype=torch.float32)
+        limits.append(quantile_limit(x.abs().tolist(), density))
+    thresholds, chances, ties = zip(*limits, strict=True) if limits else ((), (), ())
+    return Limits(
+        torch.tensor(thresholds, dtype=torch.float32),
+        torch.tensor(chances, dtype=torch.float32),
+        torch.tensor(ties, dtype=torch.int64),
+    )

@@ -274,6 +274,8 @@ class OnDevice(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         result = super().__torch_function__(func, types, args, kwargs or {})
+        if func.__name__ == "to" and (kwargs or {}).get("non_blocking") and "cpu" in args:
+            return result.as_subclass(torch.Tensor)
         if func.__name__ not in cls.WAITING:
             return result
         OnDevice.reads += 1

@@ -201,15 +201,14 @@ def test_no_method_waits_for_the_device(method):
         residual_N = made.begin(bucket)
         for held in made.stores.values():
             held._residuals["b"] = held["b"].as_subclass(OnDevice)
-        thresholds_R = made.thresholds(
-            bucket, layout, residual_N.as_subclass(OnDevice), 0.1, step, None
-        )
+        # DGC's `selecting` is in tests/cuda_emulator/test_no_waiting.py: on a CPU it may look.
+        limits_R = made.limits(bucket, layout, residual_N.as_subclass(OnDevice), 0.1, step, None)
         sent = Message(torch.empty(0), layout, [], "fp32", step, 685, counted_pruned=585)
         made.selected(bucket, sent)
         made.commit()
         for held in made.stores.values():
             held.commit()
-        assert thresholds_R.numel() == layout.range_piece.numel()
+        assert {each_R.shape for each_R in limits_R} == {layout.range_piece.shape}
     assert OnDevice.reads == 0
 
 
@@ -219,7 +218,7 @@ class TestDGC:
     @pytest.mark.parametrize("masking", [True, False])
     def test_it_follows_the_papers_rule_in_sparse_and_dense_steps(self, masking):
         rank = Rank("dgc", momentum=0.5, momentum_masking=masking)
-        velocity = accumulated = torch.zeros(NUMEL)
+        velocity, accumulated, ties = torch.zeros(NUMEL), torch.zeros(NUMEL), 0
         for step, density in enumerate((None, 0.25, 0.1, 0.1, None, 0.1, 1.0, 0.1)):
             gradient = _gradient(step)
             threshold_N = torch.full((NUMEL,), -1.0)
@@ -228,6 +227,11 @@ class TestDGC:
             else:
                 sent, _ = rank.select(gradient, step, density)
                 threshold_N = _spread(rank.selector.thresholds_R)
+                # An element that ties with its threshold and is drawn is as good as above it.
+                drawn_N = (sent != 0) & (sent.abs() == threshold_N)
+                ties += int(drawn_N.sum())
+                below_N = threshold_N.nextafter(torch.zeros(()))
+                threshold_N = torch.where(drawn_N, below_N, threshold_N)
             expected, velocity, accumulated = dgc_step(
                 gradient, velocity, accumulated, threshold_N, 0.5, masking
             )
@@ -239,6 +243,7 @@ class TestDGC:
             if masking and density == 0.1:
                 assert (velocity[:3500] == 0).sum() >= (sent[:3500] != 0).sum() > 0
             rank.commit()
+        assert ties > 0 or not masking, "a tie was sent, and its velocity cleared"
 
     def test_dense_steps_are_sgd_with_momentum(self):
         """Megatron's own is compared in tests/megatron/test_methods_in_megatron.py."""
@@ -251,14 +256,16 @@ class TestDGC:
     def test_bf16_gradients_lose_nothing(self):
         """The gradient is only read; the velocity and the residual are fp32."""
         rank = Rank("dgc", momentum=0.5)
-        rank.select(_gradient(0).bfloat16(), 0)
+        sent, _ = rank.select(_gradient(0).bfloat16(), 0)
         rank.commit()
         held = rank.held()
+        threshold_N = _spread(rank.selector.thresholds_R)
+        drawn_N = (sent != 0) & (sent.float().abs() == threshold_N)
         expected = dgc_step(
             _gradient(0).bfloat16(),
             torch.zeros(NUMEL),
             torch.zeros(NUMEL),
-            _spread(rank.selector.thresholds_R),
+            torch.where(drawn_N, threshold_N.nextafter(torch.zeros(())), threshold_N),
             0.5,
             True,
         )
@@ -370,6 +377,37 @@ class TestThresholdReuse:
         _, kept = rank.select(_gradient(0), 0, capacity=1.5)
         rank.commit()
         assert rank.method.state_dict()["b"]["kept"] == kept > 0
+
+    def test_ties_are_sampled_in_every_step(self):
+        """What was not sent of equal gradients would all exceed the last step's threshold."""
+        rank = Rank("threshold_reuse", density=0.1)
+        for step in range(6):
+            _, kept = rank.select(torch.full((NUMEL,), 0.5), step)
+            rank.commit()
+            assert rank.method.state_dict()["b"]["sampled_step"] == step
+            # The draw's standard error is 23.
+            assert abs(kept - 585) < 100, step
+
+    def test_a_checkpoint_holds_the_chances_and_an_older_one_is_read(self):
+        saved = Rank("threshold_reuse", density=0.1025, reuse_iters=9)
+        gradient = 1 + torch.randperm(NUMEL, generator=torch.Generator().manual_seed(1))
+        saved.select(gradient.float(), 0)
+        saved.commit()
+        state = saved.method.state_dict()
+        chances = state["b"]["tie_chances"]
+        # 61.5 of 600 samples: 61 and half a one. The bias is kept whole.
+        assert chances.tolist() == pytest.approx([0.5, 0, 0, 0.5], rel=1e-4)
+        assert state["b"]["tied"] is False
+        loaded = Rank("threshold_reuse", density=0.1025, reuse_iters=9)
+        loaded.method.load_state_dict(state)
+        assert torch.equal(loaded.method.state_dict()["b"]["tie_chances"], chances)
+
+        older = {key: value for key, value in state["b"].items() if not key.startswith("tie")}
+        loaded.method.load_state_dict({"b": older})
+        assert not loaded.method.state_dict()["b"]["tie_chances"].any()
+        loaded.select(gradient.float(), 1)
+        loaded.commit()
+        assert loaded.method.state_dict()["b"]["sampled_step"] == 0, "its thresholds are used"
 
     def test_damaged_state_is_one_error(self):
         rank = Rank("threshold_reuse")

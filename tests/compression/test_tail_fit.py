@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron_sparse.compression.tail_fit import fit_thresholds, stages_of
-from megatron_sparse.reference.tail_fit import fit_threshold
+from megatron_sparse.compression.tail_fit import fit_limits, fit_thresholds, stages_of
+from megatron_sparse.reference.tail_fit import fit_limit, fit_threshold
 
 SAMPLES = 40_000
 
@@ -33,6 +33,23 @@ def test_padded_rows_have_the_oracles_thresholds(density):
     expected = [fit_threshold(row.tolist(), density, stages) for row in rows]
     # Both in fp64, added up in another order; the variance cancels, which costs some digits more.
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("density", [0.3, 0.05, 0.001])
+def test_padded_rows_have_the_oracles_limits(density):
+    """Rows whose samples tie, or of whose shape the fit knows nothing, have their quantile."""
+    draw = torch.Generator().manual_seed(4)
+    rows = _awkward_rows()
+    rows += [torch.randint(0, 9, (800,), generator=draw).float(), torch.full((90,), 1e-40)]
+    rows.append(torch.where(torch.rand(900, generator=draw) < 0.02, 3.0, 0.1))
+    rows.append(torch.randn(1000, generator=draw).abs())
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=math.nan)
+    got = fit_limits(padded, density)
+    expected = [fit_limit(row.tolist(), density, stages_of(density)) for row in rows]
+    for found, wanted in zip(got, zip(*expected, strict=True), strict=False):
+        torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-5, atol=0)
+    assert float(got.tie_chances[-4]) > 0, "integers tie"
+    assert float(got.tie_chances[-1]) == 0, "normal values are fitted"
 
 
 def test_something_is_sent_of_every_row_that_is_not_zero():

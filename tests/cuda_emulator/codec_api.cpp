@@ -98,7 +98,8 @@ EXPORT const char* sample_threshold(const megatron_sparse::ThresholdArguments* c
 // One tile that lies at `begin` of a bucket too long for this machine: the bucket's first element
 // is an address that nothing is read from.
 EXPORT const char* prune_tile(const float* grad, uint16_t* residual, uint32_t* out, int64_t begin,
-                              int length, float threshold, float leak, int64_t key) {
+                              int length, float threshold, float tie_chance, float leak,
+                              int64_t key) {
   return guarded([&] {
     using namespace megatron_sparse;
     const int64_t ranges[] = {begin, begin + length};
@@ -109,10 +110,10 @@ EXPORT const char* prune_tile(const float* grad, uint16_t* residual, uint32_t* o
                                reinterpret_cast<void*>(moved(residual, 2)),
                                ranges,
                                &threshold,
+                               &tie_chance,
                                1,
                                leak,
-                               hash_seed(static_cast<uint64_t>(key), kDrawValue),
-                               hash_seed(static_cast<uint64_t>(key), kDrawResidual)};
+                               prune_seeds(key)};
     const cudaLaunchConfig_t config = grid_for(1, 1, kCompactThreads, nullptr);
     cudaLaunchKernelEx(&config, prune_tile_kernel, source, begin, length, out);
   });

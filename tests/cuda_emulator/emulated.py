@@ -109,6 +109,7 @@ class PruneArguments(ctypes.Structure):
         ("residual", ctypes.c_void_p),
         ("range_offsets", ctypes.c_void_p),
         ("thresholds", ctypes.c_void_p),
+        ("tie_chances", ctypes.c_void_p),
         ("range_count", ctypes.c_int64),
         ("leak", ctypes.c_float),
         ("key", ctypes.c_int64),
@@ -151,6 +152,8 @@ class ThresholdArguments(ctypes.Structure):
         ("range_count", ctypes.c_int64),
         ("samples", ctypes.c_int64),
         ("thresholds", ctypes.c_void_p),
+        ("tie_chances", ctypes.c_void_p),
+        ("ties", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
     )
 
@@ -259,7 +262,8 @@ class Codecs:
             step: the header's.
             block_size: of blocks, 0 for none.
             shift: elements by which gradient and residual miss a 256-byte border.
-            prune: residual, ranges, thresholds, leak, key, residual_shift.
+            prune: residual, ranges, thresholds, tie_chances (may be missing), leak, key,
+                residual_shift.
             slots: where records begin; the result's records are then the slots.
             most_nnz: the most non-zero elements of each segment.
         """
@@ -300,11 +304,16 @@ class Codecs:
             residual = Buffer.of(prune["residual"], prune.get("residual_shift", shift))
             ranges = Buffer.of(torch.tensor(prune["ranges"], dtype=torch.int64))
             limits = Buffer.of(torch.tensor(prune["thresholds"], dtype=torch.float32))
+            chances = None
+            if prune.get("tie_chances") is not None:
+                chances = Buffer.of(torch.tensor(prune["tie_chances"], dtype=torch.float32))
+                buffers.append(chances)
             buffers += [residual, ranges, limits]
             pruning = PruneArguments(
                 residual.pointer,
                 ranges.pointer,
                 limits.pointer,
+                _pointer(chances),
                 len(prune["thresholds"]),
                 prune["leak"],
                 prune["key"],
@@ -410,12 +419,12 @@ class Codecs:
         densities_R: torch.Tensor,
         samples: int,
         keys_R: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Runs sample_threshold, as its binding makes the call."""
         given = [Buffer.of(each) for each in (grad_N, range_offsets, densities_R, keys_R)]
         grad, offsets, densities, keys = given
         residual = None if residual_N is None else Buffer.of(residual_N)
-        thresholds = Buffer(4 * densities_R.numel())
+        thresholds, chances, ties = (Buffer(width * densities_R.numel()) for width in (4, 4, 8))
         call = ThresholdArguments(
             grad.pointer,
             DTYPE_CODES[grad_N.dtype],
@@ -428,26 +437,40 @@ class Codecs:
             densities_R.numel(),
             samples,
             thresholds.pointer,
+            chances.pointer,
+            ties.pointer,
             None,
         )
         workspace = Buffer(self.library.workspace_of_threshold(ctypes.byref(call)))
         call.workspace = workspace.pointer
-        buffers = [*given, thresholds, workspace, *([] if residual is None else [residual])]
+        buffers = [
+            *given,
+            thresholds,
+            chances,
+            ties,
+            workspace,
+            *([] if residual is None else [residual]),
+        ]
         self.run("sample_threshold", buffers, ctypes.byref(call))
-        return thresholds.read(torch.float32)
+        return (
+            thresholds.read(torch.float32),
+            chances.read(torch.float32),
+            ties.read(torch.int64),
+        )
 
     def prune_tile(
         self,
         grad_N: torch.Tensor,
         residual_N: torch.Tensor,
         begin: int,
-        threshold: float,
+        limit: tuple[float, float],
         leak: float,
         key: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the pruning source on one tile that begins at element `begin` of a bucket.
 
-        fp32 gradient, bf16 residual, bf16 grid, stochastic; returns both afterwards.
+        `limit` is its threshold and tie chance. fp32 gradient, bf16 residual, bf16 grid,
+        stochastic; returns both afterwards.
         """
         grad, residual, out = Buffer.of(grad_N), Buffer.of(residual_N), Buffer.of(grad_N)
         self.run(
@@ -458,7 +481,7 @@ class Codecs:
             ctypes.c_void_p(out.pointer),
             ctypes.c_int64(begin),
             len(grad_N),
-            ctypes.c_float(threshold),
+            *map(ctypes.c_float, limit),
             ctypes.c_float(leak),
             ctypes.c_int64(key),
         )

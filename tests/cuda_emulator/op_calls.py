@@ -105,11 +105,13 @@ class EmulatedDevice:
         out,
         capacity=None,
         slots=None,
+        tie_chances=None,
     ):
         prune = {
             "residual": residual,
             "ranges": ranges.tolist(),
             "thresholds": thresholds.tolist(),
+            "tie_chances": None if tie_chances is None else tie_chances.tolist(),
             "leak": leak,
             "key": key,
             "residual_shift": _shift(residual),

@@ -204,11 +204,15 @@ def test_prune_encode(
     kinds = [COO, (PICI, PICI_PAPER)[number % 2], COO]
     # Ranges end inside tiles; one keeps everything, one nothing finite.
     ranges = [0, 3000, 3000, 8191, 9003, 9010]
-    thresholds = [1.5, 0.0, 1.2, math.inf, -1.0]
+    thresholds, chances = [1.5, 0.0, 1.2, math.inf, -1.0], [0.5, 1.0, 0.3, 0.0, 0.0]
     generator = torch.Generator().manual_seed(number)
     grad_N = gradient(9010, 1.0, grad, seed=number)
     residual_N = (torch.randn(9010, generator=generator) * 0.5).to(residual)
     residual_N[::97] = 0
+    # Three elements in ten tie with their range's threshold, where it is 1.5 or 1.2 rounded.
+    tied = torch.rand(9010, generator=generator) < 0.3
+    grad_N = torch.where(tied, torch.tensor(1.5).to(grad), grad_N)
+    residual_N[tied] = 0
     shift = number % 5
     encoded = codecs.encode(
         grad_N,
@@ -222,6 +226,7 @@ def test_prune_encode(
             "residual": residual_N,
             "ranges": ranges,
             "thresholds": thresholds,
+            "tie_chances": chances,
             "leak": 0.9,
             "key": key,
             "residual_shift": shift + (number % 4 == 3),
@@ -229,7 +234,15 @@ def test_prune_encode(
     )
     pruned_N, rest_N, _ = prune_oracle.prune(
         grad_N,
-        Pruning(residual_N, torch.tensor(ranges), torch.tensor(thresholds), 0.9, key),
+        Pruning(
+            residual_N,
+            torch.tensor(ranges),
+            torch.tensor(thresholds),
+            0.9,
+            key,
+            None,
+            torch.tensor(chances),
+        ),
         DTYPE_CODES[value],
     )
     expect(encoded, pruned_N, segments, kinds, value, 0)
@@ -241,13 +254,21 @@ def test_prune_encode(
 def test_pruning_far_into_a_bucket(codecs: Codecs, begin: int) -> None:
     """The random bits depend on the upper half of the index, which may change inside a tile."""
     codecs.schedule(RANDOM, 2)
-    length, key, threshold = 4096, 99, 0.7
+    length, key, limit = 4096, 99, (0.75, 0.6)
     grad_N = gradient(length, 1.0, torch.float32, seed=begin % 1000)
     residual_N = torch.randn(length, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found_N, rest_N = codecs.prune_tile(grad_N, residual_N, begin, threshold, 0.9, key)
+    grad_N[::3], residual_N[::3] = 0.5, 0.25
+    found_N, rest_N = codecs.prune_tile(grad_N, residual_N, begin, limit, 0.9, key)
     out_N, wanted_N, _ = prune_oracle.prune(
         grad_N,
-        Pruning(residual_N, torch.tensor([0, length]), torch.tensor([threshold]), 0.9, key),
+        Pruning(
+            residual_N,
+            torch.tensor([0, length]),
+            torch.tensor(limit[:1]),
+            0.9,
+            key,
+            tie_chances_R=torch.tensor(limit[1:]),
+        ),
         DTYPE_CODES[torch.bfloat16],
         begin,
     )

@@ -116,23 +116,32 @@ def test_prune_encode(
     # Ranges end inside tiles and segments; one keeps all, -0.0 and NaN too, one nothing finite.
     ranges = torch.tensor([0, 3000, 3000, 8191, 8300, 9001])
     thresholds_R = torch.tensor([1.5, 0.0, 1.2, -1.0, math.inf])
+    chances_R = torch.tensor([0.4, 1.0, 0.5, 0.5, 0.5]) if number % 3 else None
     grad_N = gradient(NUMEL, 1.0, dtype, seed=number)
     residual_N = torch.randn(NUMEL, generator=torch.Generator().manual_seed(number)) * 0.5
     residual_N[::97] = -0.0
     grad_N[::97] = -0.0
+    grad_N[1::5], residual_N[1::5] = 1.5, 0  # ties in the first range
     residual_N = residual_N.to(residual_dtype)
     grad, rest = place(grad_N, number % 5), place(residual_N, number % 7)
     out, got = room(code), place(room(code))
     sizes, nnz = ops.prune_encode(
         grad_N,
-        Pruning(residual_N, ranges, thresholds_R, 0.9, key),
+        Pruning(residual_N, ranges, thresholds_R, 0.9, key, tie_chances_R=chances_R),
         Segments(SEGMENTS, KEEP),
         RecordSpec(code, STEP, **FORMS[form]),
         out[:-32],
     )
     got_sizes, got_nnz = ops.prune_encode(
         grad,
-        Pruning(rest, ranges, place(thresholds_R), 0.9, key),
+        Pruning(
+            rest,
+            ranges,
+            place(thresholds_R),
+            0.9,
+            key,
+            tie_chances_R=None if chances_R is None else place(chances_R),
+        ),
         Segments(SEGMENTS, KEEP),
         RecordSpec(code, STEP, **FORMS[form]),
         got[:-32],

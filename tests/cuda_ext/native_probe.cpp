@@ -15,7 +15,7 @@ int main() {
   const uint64_t keys[] = {0, 1, 0x123456789abcdef0ull};
   const uint64_t indices[] = {0, 1, 0xffffffffull, 1ull << 32, (5ull << 32) + 7, (1ull << 40) - 1};
   for (const uint64_t key : keys) {
-    for (uint64_t draw = 0; draw < 3; ++draw) {
+    for (uint64_t draw = 0; draw < 4; ++draw) {
       for (const uint64_t index : indices) {
         std::printf("hash %llu %llu %llu %u\n", (unsigned long long)key, (unsigned long long)draw,
                     (unsigned long long)index, hash_at(hash_seed(key, draw), index));
@@ -33,15 +33,10 @@ int main() {
   }
   // 40 elements of a bucket, the first of which is number 5 * 2^32 + 3: fp32, sent as bf16.
   std::vector<float> grad(40), residual(40);
-  for (int i = 0; i < 40; ++i) grad[i] = 1.0f + i * 0.001f;
-  const PruneCall call = {grad.data(),
-                          residual.data(),
-                          40,
-                          (5ull << 32) + 3,
-                          -1.0f,
-                          1.0f,
-                          hash_seed(9, kDrawValue),
-                          hash_seed(9, kDrawResidual)};
+  // Half of them tie with the threshold.
+  for (int i = 0; i < 40; ++i) grad[i] = i % 2 ? 1.02f : 1.0f + i * 0.001f;
+  const PruneCall call = {grad.data(), residual.data(), 40, (5ull << 32) + 3, limit_of(1.02f, 0.5f),
+                          1.0f,        prune_seeds(9)};
   kernels_portable().prune[kFp32][kFp32][kBf16][1](call);
   for (int i = 0; i < 40; ++i) std::printf("prune %d %.9g %.9g\n", i, grad[i], residual[i]);
   return 0;

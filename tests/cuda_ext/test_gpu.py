@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,14 +28,20 @@ def test_prune(dtype, residual_dtype, wire):
     for numel in cases.SIZES:
         offsets = cases.cut(numel, 5, seed=numel)
         thresholds = torch.tensor([-1.0, math.inf, 1e-3, 1.0, cases.FLT_MAX])
+        chances = torch.tensor([0.9, 0.5, 0.3, 0.6, 1.0])
         for kind, key in (("spread", 5), ("special", -1), ("special", 2**63 - 1)):
             grad, residual = cases.make(kind, numel, dtype), cases.make(kind, numel, residual_dtype)
-            expected = prune_oracle.prune(
-                grad, Pruning(residual, offsets, thresholds, 0.9, key), wire
-            )
+            pruning = Pruning(residual, offsets, thresholds, 0.9, key, tie_chances_R=chances)
+            expected = prune_oracle.prune(grad, pruning, wire)
             for place in (torch.clone, cases.unaligned):
                 got_grad, got_residual = (place(t.cuda()) for t in (grad, residual))
-                nnz = ops.prune_(got_grad, got_residual, offsets, thresholds.cuda(), 0.9, wire, key)
+                moved = replace(
+                    pruning,
+                    residual_N=got_residual,
+                    thresholds_R=thresholds.cuda(),
+                    tie_chances_R=chances.cuda(),
+                )
+                nnz = ops.prune_(got_grad, moved, wire)
                 what = f"{kind} {numel} {key}"
                 cases.assert_same_bits(got_grad.cpu(), expected[0], f"{what}: grad")
                 cases.assert_same_bits(got_residual.cpu(), expected[1], f"{what}: residual")
@@ -47,7 +54,8 @@ def test_sample_threshold():
     arguments = (offsets, densities, 3000, torch.arange(6))
     expected = threshold_oracle.sample_threshold(grad, residual, *arguments)
     got = ops.sample_threshold(grad.cuda(), residual.cuda(), *arguments)
-    cases.assert_same_bits(got.cpu(), expected, "thresholds")
+    for name, here, wanted in zip(expected._fields, got, expected, strict=True):
+        cases.assert_same_bits(here.cpu(), wanted, name)
 
 
 def test_a_stage_is_timed_by_events():

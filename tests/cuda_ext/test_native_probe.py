@@ -31,7 +31,7 @@ def lines(tmp_path_factory):
 
 def test_hashes(lines):
     found = [list(map(int, words)) for kind, *words in lines if kind == "hash"]
-    assert len(found) == 54
+    assert len(found) == 72
     for key, draw, index, got in found:
         assert got == int(counter_hash(key, draw, torch.tensor([index])))
 
@@ -46,12 +46,21 @@ def test_sample_positions(lines):
 
 def test_pruning_beyond_index_2_to_the_32(lines):
     grad = 1 + torch.arange(40, dtype=torch.float32) * torch.tensor(0.001)
+    grad[1::2] = 1.02
     expected = prune_oracle.prune(
         grad,
-        Pruning(torch.zeros(40), torch.tensor([0, 40]), torch.tensor([-1.0]), 1.0, 9),
+        Pruning(
+            torch.zeros(40),
+            torch.tensor([0, 40]),
+            torch.tensor([1.02]),
+            1.0,
+            9,
+            tie_chances_R=torch.tensor([0.5]),
+        ),
         1,
         5 * 2**32 + 3,
     )
     found = [list(map(float, words)) for kind, *words in lines if kind == "prune"]
     assert torch.tensor([row[1] for row in found]).equal(expected[0])
     assert torch.tensor([row[2] for row in found]).equal(expected[1])
+    assert 0 < int((expected[0][1::2] != 0).sum()) < 20

@@ -15,8 +15,9 @@ def arguments_of(name):
     grad = cases.pruned_grad(100, 0.1, torch.float32)
     nnz = cases.count_nonzero(grad, offsets)
     out = torch.zeros(ops.message_capacity(offsets, 0), dtype=torch.uint8)
+    limits = torch.tensor([0.5, -1.0]), torch.tensor([0.5, 0.0])
     if name == "prune_":
-        return torch.randn(100), torch.zeros(100), offsets, torch.tensor([0.5, -1.0]), 0.9, 1, 4
+        return torch.randn(100), torch.zeros(100), offsets, *limits[:1], 0.9, 1, 4, limits[1]
     if name == "sample_threshold":
         densities, keys = torch.tensor([0.1, 0.2]), torch.tensor([1, 2])
         return torch.randn(100), torch.zeros(100), offsets, densities, 30, keys
@@ -29,7 +30,7 @@ def arguments_of(name):
             torch.randn(100),
             torch.zeros(100),
             offsets,
-            torch.tensor([0.5, -1.0]),
+            limits[0],
             offsets,
             dense,
             0.9,
@@ -40,6 +41,9 @@ def arguments_of(name):
             scratch,
             -1,
             256,
+            None,
+            None,
+            limits[1],
         )
     used = int(ops.encode(grad, Segments(offsets, dense), nnz, RecordSpec(0, 5), out).sum())
     return torch.zeros(100), out[:used].clone(), offsets, 0, 5, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -20,19 +21,18 @@ from tests.cuda_ext import cases
 KEY = 0x1234_5678_9ABC_DEF0
 
 
-def check(grad, residual, offsets, thresholds, leak, wire, key, what):
+def check(grad, pruning, wire, what):
     """One call on every instruction set, on unaligned views between poisoned neighbours."""
-    expected = oracle.prune(grad, Pruning(residual, offsets, thresholds, leak, key), wire)
+    expected = oracle.prune(grad, pruning, wire)
     for isa in cases.ISAS:
         with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
-            check_once(
-                expected, grad, residual, (offsets, thresholds, leak, wire, key), f"{isa} {what}"
-            )
+            check_once(expected, grad, pruning, wire, f"{isa} {what}")
+    return expected
 
 
-def check_once(expected, grad, residual, arguments, what):
-    got_grad, got_residual = cases.unaligned(grad), cases.unaligned(residual)
-    nnz = ops.prune_(got_grad, got_residual, *arguments)
+def check_once(expected, grad, pruning, wire, what):
+    got_grad, got_residual = cases.unaligned(grad), cases.unaligned(pruning.residual_N)
+    nnz = ops.prune_(got_grad, replace(pruning, residual_N=got_residual), wire)
     cases.assert_same_bits(got_grad, expected[0], f"{what}: grad")
     cases.assert_same_bits(got_residual, expected[1], f"{what}: residual")
     assert torch.equal(nnz, expected[2]), what
@@ -51,12 +51,61 @@ def test_equals_the_oracle(dtype, residual_dtype, wire):
         offsets = cases.cut(numel, 5, seed=numel)
         # Keeps all, drops all but infinity, in between twice, and nothing but NaN and infinity.
         thresholds = torch.tensor([-1.0, math.inf, 1e-3, 1.0, cases.FLT_MAX])
+        chances = torch.tensor([0.9, 0.5, 0.3, 0.6, 1.0])
         for kind in cases.kinds(numel):
             grad = cases.make(kind, numel, dtype, seed=1)
             residual = cases.make(kind, numel, residual_dtype, seed=2)
-            for leak, key in ((1.0, KEY), (0.9, -1)):
-                what = f"{kind} {numel} leak {leak} key {key}"
-                check(grad, residual, offsets, thresholds, leak, wire, key, what)
+            for leak, key, ties in ((1.0, KEY, chances), (0.9, -1, chances), (0.9, KEY, None)):
+                what = f"{kind} {numel} leak {leak} key {key} {ties}"
+                pruning = Pruning(residual, offsets, thresholds, leak, key, tie_chances_R=ties)
+                check(grad, pruning, wire, what)
+
+
+@pytest.mark.parametrize("wire", range(3))
+@pytest.mark.parametrize("residual_dtype", cases.RESIDUAL_DTYPES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_ties_are_drawn_as_the_oracle_draws_them(dtype, residual_dtype, wire):
+    """Whole numbers: a quarter of each range ties; with the threshold 0 only zeros would."""
+    numel = 4097
+    generator = torch.Generator().manual_seed(wire)
+    grad = torch.randint(-2, 3, (numel,), generator=generator).to(dtype)
+    residual = torch.randint(-2, 3, (numel,), generator=generator).to(residual_dtype)
+    offsets = cases.cut(numel, 6, seed=wire)
+    thresholds = torch.tensor([0.0, 1.0, 2.0, 2.0, 3.0, 1.5])
+    chances = torch.tensor([1.0, 0.25, 1.0, 0.0, 0.75, 1.0])
+    for leak, key in ((1.0, KEY), (0.9, -1)):
+        pruning = Pruning(residual, offsets, thresholds, leak, key, tie_chances_R=chances)
+        check(grad, pruning, wire, f"key {key}")
+
+
+def test_a_tie_is_kept_with_its_chance_and_a_zero_never():
+    numel, chance = 2**18, 0.3
+    whole = torch.tensor([0, numel])
+    pruned = []
+    for key in (1, 2, 2):
+        grad, residual = torch.full((numel,), -2.0), torch.zeros(numel)
+        pruning = Pruning(
+            residual, whole, torch.tensor([2.0]), 1.0, key, tie_chances_R=torch.tensor([chance])
+        )
+        kept = int(ops.prune_(grad, pruning, 0))
+        assert torch.equal(grad + residual, torch.full((numel,), -2.0)), "nothing is lost"
+        assert abs(kept / numel - chance) < 4 * math.sqrt(chance * (1 - chance) / numel)
+        pruned.append(grad != 0)
+    assert torch.equal(pruned[1], pruned[2])
+    both = float((pruned[0] & pruned[1]).float().mean())
+    assert abs(both - chance**2) < 0.01, "draws of two keys are independent"
+
+    zeros = Pruning(
+        torch.zeros(100),
+        torch.tensor([0, 100]),
+        torch.zeros(1),
+        1.0,
+        1,
+        tie_chances_R=torch.ones(1),
+    )
+    grad = torch.full((100,), -0.0)
+    assert int(ops.prune_(grad, zeros, 0)) == 0
+    assert not bool(grad.signbit().any()), "what is dropped becomes 0, not -0"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +122,10 @@ def test_large_and_independent_of_the_thread_count(dtype, wire):
             grad, residual = (cases.make("spread", numel, d, seed=3) for d in (dtype, dtype))
             if dtype == torch.bfloat16:
                 residual = residual.float()
-            check(grad, residual, offsets, thresholds, 1.0, wire, KEY, f"{threads} threads")
+            pruning = Pruning(
+                residual, offsets, thresholds, 1.0, KEY, tie_chances_R=thresholds.flip(0)
+            )
+            check(grad, pruning, wire, f"{threads} threads")
     finally:
         torch.set_num_threads(before)
 
@@ -81,7 +133,10 @@ def test_large_and_independent_of_the_thread_count(dtype, wire):
 def test_a_nan_threshold_keeps_everything():
     grad = cases.make("special", 100, torch.float32)
     residual = torch.zeros(100)
-    check(grad, residual, torch.tensor([0, 100]), torch.tensor([math.nan]), 1.0, 0, -1, "")
+    nan = torch.tensor([math.nan])
+    for ties in (None, torch.tensor([0.5])):
+        pruning = Pruning(residual, torch.tensor([0, 100]), nan, 1.0, -1, tie_chances_R=ties)
+        check(grad, pruning, 0, "")
 
 
 @given(
@@ -90,15 +145,24 @@ def test_a_nan_threshold_keeps_everything():
     st.sampled_from(cases.RESIDUAL_DTYPES),
     st.integers(0, 2),
     st.floats(-1, 2.0**126, width=32),
+    st.floats(0, 1, width=32),
     st.sampled_from([1.0, 0.9]),
     st.integers(-1, 2**63 - 1),
 )
 @settings(deadline=None, max_examples=100)
-def test_any_floats_equal_the_oracle(values, dtype, residual_dtype, wire, threshold, leak, key):
+def test_any_floats_equal_the_oracle(
+    values, dtype, residual_dtype, wire, threshold, chance, leak, key
+):
     grad = torch.tensor(values).to(dtype)
     residual = torch.tensor(values[::-1]).to(residual_dtype)
     offsets = torch.tensor([0, len(values)])
-    check(grad, residual, offsets, torch.tensor([threshold]), leak, wire, key, "hypothesis")
+    # Every second time the threshold is one of the magnitudes.
+    if threshold < 1:
+        threshold = float((grad.float() + residual.float())[0].abs())
+    ties = torch.tensor([chance])
+    limit = torch.tensor([threshold])
+    pruning = Pruning(residual, offsets, limit, leak, key, tie_chances_R=ties)
+    check(grad, pruning, wire, "hypothesis")
 
 
 @pytest.mark.parametrize("threshold", [-1.0, 0.5])
@@ -106,7 +170,8 @@ def test_fp32_conserves_the_sum_bit_for_bit(threshold):
     grad = cases.make("spread", 4097, torch.float32, seed=4)
     residual = cases.make("spread", 4097, torch.float32, seed=5)
     expected = grad + residual
-    ops.prune_(grad, residual, torch.tensor([0, 4097]), torch.tensor([threshold]), 1.0, 0, KEY)
+    limit = torch.tensor([threshold])
+    ops.prune_(grad, Pruning(residual, torch.tensor([0, 4097]), limit, 1.0, KEY), 0)
     cases.assert_same_bits(grad + residual, expected, "sum")
 
 
@@ -115,10 +180,12 @@ def test_steps_together_send_everything():
     # sum of all gradients. Small integers make every fp32 sum exact.
     generator = torch.Generator().manual_seed(6)
     total, sent, residual = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
+    offsets, limit = torch.tensor([0, 1000]), torch.tensor([12.0])
     for step in range(20):
         grad = torch.randint(-8, 9, (1000,), generator=generator).float()
         total += grad
-        ops.prune_(grad, residual, torch.tensor([0, 1000]), torch.tensor([12.0]), 1.0, 0, step)
+        chance = torch.tensor([step / 20])
+        ops.prune_(grad, Pruning(residual, offsets, limit, 1.0, step, tie_chances_R=chance), 0)
         sent += grad
     assert torch.equal(sent + residual, total)
     assert int((sent != 0).sum()) > 0
@@ -127,7 +194,11 @@ def test_steps_together_send_everything():
 def test_every_element_may_be_its_own_range():
     grad = cases.make("spread", 513, torch.float32, seed=7)
     thresholds = torch.rand(513)
-    check(grad, torch.zeros(513), torch.arange(514), thresholds, 1.0, 1, KEY, "tiny ranges")
+    thresholds[::3] = grad[::3].abs()
+    pruning = Pruning(
+        torch.zeros(513), torch.arange(514), thresholds, 1.0, KEY, tie_chances_R=torch.rand(513)
+    )
+    check(grad, pruning, 1, "tiny ranges")
 
 
 BAD_CALLS = {
@@ -136,6 +207,9 @@ BAD_CALLS = {
     "residual has the wrong dtype": {"residual": torch.zeros(8, dtype=torch.float16)},
     "residual has the wrong length": {"residual": torch.zeros(7)},
     "thresholds has the wrong length": {"thresholds": torch.zeros(2)},
+    "tie_chances has the wrong length": {"chances": torch.zeros(2)},
+    "tie_chances has the wrong dtype": {"chances": torch.zeros(1, dtype=torch.float64)},
+    "a capacity is given": {"capacity": torch.tensor([3])},
     "range_offsets does not cut": {"offsets": torch.tensor([0, 7])},
     "range_offsets has the wrong dtype": {"offsets": torch.tensor([0, 8], dtype=torch.int32)},
     "wire_dtype is unknown": {"wire": 3},
@@ -151,11 +225,14 @@ def test_refuses(problem):
         "offsets": torch.tensor([0, 8]),
         "thresholds": torch.zeros(1),
         "leak": 1.0,
-        "wire": 0,
         "key": 0,
+        "capacity": None,
+        "chances": None,
+        "wire": 0,
     } | BAD_CALLS[problem]
+    grad, *pruning, wire = call.values()
     with pytest.raises(ExtensionError, match=problem):
-        ops.prune_(*call.values())
+        ops.prune_(grad, Pruning(*pruning), wire)
 
 
 @pytest.mark.parametrize("offsets", [[0, 9], [1, 8], [0, 5, 3, 8], [-1, 8]])
@@ -177,6 +254,10 @@ def test_the_op_itself_checks_for_access_beyond_the_buffers(offsets):
 def test_an_unknown_instruction_set_is_one_typed_error(monkeypatch):
     monkeypatch.setenv("MEGATRON_SPARSE_ISA", "avx1024")
     with pytest.raises(ExtensionError) as caught:
-        ops.prune_(torch.zeros(1), torch.zeros(1), torch.tensor([0, 1]), torch.zeros(1), 1.0, 0, 0)
+        ops.prune_(
+            torch.zeros(1),
+            Pruning(torch.zeros(1), torch.tensor([0, 1]), torch.zeros(1), 1.0, 0),
+            0,
+        )
     assert caught.value.got == "avx1024"
     assert "portable" in str(caught.value.expected)

@@ -23,10 +23,16 @@ KEY = 0x1234_5678_9ABC_DEF0
 STEP = 7
 
 
+def chances_of(thresholds):
+    """Some tie chance for each threshold."""
+    return torch.linspace(0.2, 0.9, thresholds.numel())
+
+
 def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, form, what):
     """On every instruction set, with poisoned buffers, on unaligned views."""
+    chances = chances_of(thresholds)
     pruned, rest, _ = prune_oracle.prune(
-        grad, Pruning(residual, ranges, thresholds, leak, key), wire
+        grad, Pruning(residual, ranges, thresholds, leak, key, tie_chances_R=chances), wire
     )
     nnz = cases.count_nonzero(pruned, segments)
     records = message_oracle.encode(
@@ -41,7 +47,7 @@ def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, 
             scratch = torch.full((room + 64,), 0xFF, dtype=torch.uint8)
             sizes, got_nnz = ops.prune_encode(
                 got_grad,
-                Pruning(got_rest, ranges, thresholds, leak, key),
+                Pruning(got_rest, ranges, thresholds, leak, key, tie_chances_R=chances),
                 Segments(segments, dense),
                 RecordSpec(wire, STEP, **FORMS[form]),
                 out[:capacity],
@@ -154,15 +160,15 @@ def test_any_floats(values, dtype, residual_dtype, wire, threshold, key, pieces,
         torch.zeros(capacity, dtype=torch.uint8),
         torch.zeros(capacity, dtype=torch.uint8),
     )
-    fused_rest, rest = residual.clone(), residual.clone()
+    fused_rest, rest, chances = residual.clone(), residual.clone(), chances_of(thresholds)
     ops.prune_encode(
         grad,
-        Pruning(fused_rest, ranges, thresholds, 1.0, key),
+        Pruning(fused_rest, ranges, thresholds, 1.0, key, tie_chances_R=chances),
         Segments(segments, dense_S),
         RecordSpec(wire, STEP, **FORMS[form]),
         fused,
     )
-    ops.prune_(grad, rest, ranges, thresholds, 1.0, wire, key)
+    ops.prune_(grad, Pruning(rest, ranges, thresholds, 1.0, key, tie_chances_R=chances), wire)
     nnz = cases.count_nonzero(grad, segments)
     ops.encode(grad, Segments(segments, dense_S), nnz, RecordSpec(wire, STEP, **FORMS[form]), apart)
     assert torch.equal(fused, apart)

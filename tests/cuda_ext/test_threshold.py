@@ -18,16 +18,18 @@ from tests.cuda_ext import cases
 def check(grad, residual, offsets, densities, samples, keys, what=""):
     arguments = (grad, residual, offsets, densities, samples, keys)
     expected = oracle.sample_threshold(*arguments)
-    cases.assert_same_bits(ops.sample_threshold(*arguments), expected, f"compiled {what}")
-    got = threshold_torch.sample_threshold(*arguments)
-    cases.assert_same_bits(got, expected, f"torch {what}")
+    for module in (ops, threshold_torch):
+        found = module.sample_threshold(*arguments)
+        for name, got, wanted in zip(expected._fields, found, expected, strict=True):
+            cases.assert_same_bits(got, wanted, f"{module.__name__} {what} {name}")
     return expected
 
 
 def single(values, density, samples=1000, key=0):
     grad = torch.as_tensor(values, dtype=torch.float32)
     offsets = torch.tensor([0, grad.numel()])
-    return float(check(grad, None, offsets, torch.tensor([density]), samples, torch.tensor([key])))
+    limits = check(grad, None, offsets, torch.tensor([density]), samples, torch.tensor([key]))
+    return tuple(map(float, limits))
 
 
 @pytest.mark.parametrize("residual_dtype", [None, *cases.DTYPES])
@@ -65,37 +67,43 @@ def test_independent_of_the_thread_count():
             results.append(ops.sample_threshold(*arguments))
     finally:
         torch.set_num_threads(before)
-    cases.assert_same_bits(results[1], results[0], "threads")
+    for one, two in zip(*results, strict=True):
+        cases.assert_same_bits(two, one, "threads")
 
 
 def test_rank_of_the_threshold():
     values = torch.arange(1.0, 101.0)
-    assert single(values, 0.1) == 90.0  # ten are strictly greater
-    assert single(values, 0.999) == 1.0
-    assert single(values, 1e-9) == 99.0  # one survives at least
-    assert single(values, 1.0) == -1.0
-    assert single([], 0.5) == -1.0
+    assert single(values, 0.125) == (
+        88.0,
+        0.5,
+        1,
+    )  # twelve are strictly greater, and half a one more
+    assert single(values, 0.999)[0] == 1.0
+    assert single(values, 2**-10) == (100.0, 100 / 1024, 1)  # one in ten steps
+    assert single(values, 1.0) == (-1.0, 0.0, 0)
+    assert single([], 0.5) == (-1.0, 0.0, 0)
 
 
-def test_equal_gradients_are_not_starved():
-    below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0)).item()
-    assert single([2.0, -2.0, 2.0, 2.0], 0.25) == below
-    assert single([2.0, 2.0, 1.0, 1.0], 0.25) == below  # a tie at the top
-    assert single([-3.0], 0.5) < 3.0
-    assert single([0.0, -0.0, 0.0], 0.5) == 0.0  # zeros are never sent
+def test_ties_have_the_chance_that_sends_the_density():
+    assert single([2.0, -2.0, 2.0, 2.0], 0.25) == (2.0, 0.25, 4)
+    assert single([2.0, 2.0, 1.0, 1.0], 0.25) == (2.0, 0.5, 2)  # a tie at the top
+    assert single([2.0, 1.0, 1.0, 1.0], 0.5) == (1.0, torch.tensor(1 / 3).item(), 3)
+    assert single([-3.0], 0.5) == (3.0, 0.5, 1)
+    assert single([0.0, -0.0, 0.0], 0.5) == (0.0, 0.0, 3)  # zeros are never sent
+    assert single([0.0, 0.0, 1e-45, 0.0], 0.5) == (0.0, 0.0, 3)
 
 
 def test_nan_and_infinity_are_the_largest():
-    assert single([math.nan, 1.0, 2.0, 3.0], 0.25) == 3.0
+    assert single([math.nan, 1.0, 2.0, 3.0], 0.25) == (3.0, 0.0, 1)
     # More than are wanted: only they are kept, for prune_ never drops them.
-    assert single([math.nan, math.inf, math.nan, 3.0], 0.25) == cases.FLT_MAX
+    assert single([math.nan, math.inf, math.nan, 3.0], 0.25) == (math.inf, 0.0, 3)
 
 
 def test_the_kept_fraction_is_near_the_density():
     density, samples, numel = 0.05, 4000, 400_000
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     offsets = torch.tensor([0, numel])
-    threshold = ops.sample_threshold(
+    threshold, *_ = ops.sample_threshold(
         grad, None, offsets, torch.tensor([density]), samples, torch.tensor([3])
     )
     kept = float((grad.abs() > threshold).float().mean())
@@ -118,20 +126,25 @@ def test_positions_are_exact_up_to_the_longest_bucket(numel, samples, key):
 
 
 @given(
-    st.lists(st.floats(width=32).map(abs), min_size=1, max_size=60),
+    st.lists(
+        st.floats(width=32).map(abs) | st.sampled_from([0.0, 1.0, 2.0]), min_size=1, max_size=60
+    ),
     st.floats(1e-6, 0.999),
 )
 @settings(deadline=None)
 def test_threshold_of_samples_follows_the_same_rule(values, density):
     magnitudes = torch.tensor(values, dtype=torch.float32)
     got = ops.threshold_of_samples(magnitudes, density)
-    assert got.shape == ()
-    assert float(got) == oracle.quantile_threshold(magnitudes.tolist(), density)
+    threshold, chance, ties = oracle.quantile_limit(magnitudes.tolist(), density)
+    assert all(limit.shape == () for limit in got)
+    assert float(got.thresholds) == threshold
+    assert int(got.ties) == ties
+    assert float(got.tie_chances) == float(torch.tensor(chance, dtype=torch.float32))
 
 
 def test_threshold_of_no_samples_or_of_all_keeps_all():
-    assert float(ops.threshold_of_samples(torch.empty(0), 0.5)) == -1
-    assert float(ops.threshold_of_samples(torch.ones(3), 1.0)) == -1
+    assert [*map(float, ops.threshold_of_samples(torch.empty(0), 0.5))] == [-1, 0, 0]
+    assert [*map(float, ops.threshold_of_samples(torch.ones(3), 1.0))] == [-1, 0, 0]
 
 
 @pytest.mark.parametrize(

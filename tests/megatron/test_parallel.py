@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.compression.threshold import KEEP_ALL
+from megatron_sparse.cuda_ext.record_spec import KEEP_ALL
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.recording import NullSink
 from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of

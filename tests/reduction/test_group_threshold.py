@@ -7,12 +7,12 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.methods import method_of
-from megatron_sparse.compression.threshold import KEEP_ALL
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SparseConfig
+from megatron_sparse.cuda_ext.record_spec import KEEP_ALL
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import NullSink, StageTimer
-from megatron_sparse.reduction.group_threshold import group_threshold
+from megatron_sparse.reduction.group_threshold import group_limits
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
@@ -21,21 +21,23 @@ from tests.ranks import run_ranks
 NUMEL = 10_000
 
 
-def _bucket(rank, *, numel=NUMEL, keep=False, world_size=1):
+def _bucket(rank, *, numel=NUMEL, keep=False, constant=False, world_size=1):
     """Gradients of rank r are r + 1 times as large as those of rank 0."""
     generator = torch.Generator().manual_seed(rank)
     grad_N = torch.randn(numel, generator=generator) * (rank + 1)
+    if constant:
+        grad_N = torch.full((numel,), rank + 1.0)
     pieces = [ParameterSlice("w", 0, numel, keep)]
     return Bucket("b", grad_N, pieces, CollectiveOp.ALL_REDUCE, world_size)
 
 
-def _thresholds(density, config=None, n=4, **bucket):
+def _limits(density, config=None, n=4, **bucket):
     config = config or CompressionConfig(threshold_scope="tp_group")
 
     def start(transport):
         own = {name: value[transport.rank] for name, value in bucket.items()}
         made = _bucket(transport.rank, **own)
-        return group_threshold(
+        return group_limits(
             made, torch.zeros(made.numel), density, 3, config, transport, StageTimer()
         )
 
@@ -43,34 +45,45 @@ def _thresholds(density, config=None, n=4, **bucket):
 
 
 def test_all_ranks_have_the_quantile_of_all_samples():
-    found = _thresholds(0.1)
-    assert len({threshold.item() for threshold in found}) == 1
+    found = _limits(0.1)
+    assert len({tuple(limit.item() for limit in limits) for limits in found}) == 1
+    threshold = found[0].thresholds
     everything = torch.cat([_bucket(rank).grad_N for rank in range(4)]).abs()
     # 40,000 samples of 10,000 elements are all of them: the threshold is exact.
-    assert int((everything > found[0]).sum()) == 4000
-    shares = [int((_bucket(rank).grad_N.abs() > found[0]).sum()) for rank in range(4)]
+    assert int((everything > threshold).sum()) == 4000
+    shares = [int((_bucket(rank).grad_N.abs() > threshold).sum()) for rank in range(4)]
     assert shares == sorted(shares)
     assert shares[3] > 10 * shares[0], "who has larger gradients sends more"
 
 
 def test_few_samples_are_those_of_the_bucket():
     config = CompressionConfig(threshold_scope="tp_group", samples=500)
-    (threshold, *_) = _thresholds(0.1, config)
+    (threshold, *_) = _limits(0.1, config)
     everything = torch.cat([_bucket(rank).grad_N for rank in range(4)]).abs()
-    kept = float((everything > threshold).float().mean())
+    kept = float((everything > threshold.thresholds).float().mean())
     # 2,000 samples: a relative error of sqrt(0.9 / (0.1 * 2000)) = 7 %; three of them.
     assert kept == pytest.approx(0.1, rel=0.2)
 
 
 def test_without_pruned_parameters_everything_is_kept():
-    assert [t.item() for t in _thresholds(0.1, keep=[True] * 4)] == [KEEP_ALL] * 4
+    found = _limits(0.1, keep=[True] * 4)
+    assert [limits.thresholds.item() for limits in found] == [KEEP_ALL] * 4
+    assert [limits.tie_chances.item() for limits in found] == [0] * 4
+
+
+def test_ties_of_the_whole_group_have_one_chance():
+    """Ranks hold 1, 2, 3 and 4 everywhere: a tenth of all is two fifths of the last rank's."""
+    found = _limits(0.1, constant=[True] * 4)
+    assert [tuple(limit.item() for limit in limits) for limits in found] == [
+        (4.0, torch.tensor(0.4).item(), NUMEL)
+    ] * 4
 
 
 def test_ranks_with_different_samples_are_an_error():
     with pytest.raises(CommunicationError, match="different samples"):
-        _thresholds(0.1, keep=[False, False, True, False])
+        _limits(0.1, keep=[False, False, True, False])
     with pytest.raises(CommunicationError, match="not in the same collective"):
-        _thresholds(0.1, numel=[NUMEL, NUMEL, 5000, NUMEL])
+        _limits(0.1, numel=[NUMEL, NUMEL, 5000, NUMEL])
 
 
 def _reduce(rank, world_size):

@@ -55,6 +55,7 @@ def test_compiles_for_sm_90(grad, residual, wire, stochastic, numel_type):
         "FIXED_BELOW": fixed_below,
         "LIMIT": limit,
         "STOCHASTIC": stochastic,
+        "TIES": stochastic,
         "BLOCK": prune.BLOCK,
     }
     raw = {0: "*i32", 1: "*i16", 2: "*i16"}
@@ -63,6 +64,7 @@ def test_compiles_for_sm_90(grad, residual, wire, stochastic, numel_type):
         "residual": raw[residual],
         "range_offsets": "*i64",
         "thresholds": "*fp32",
+        "tie_chances": "*fp32",
         "nnz": "*i64",
         "numel": numel_type,
         "range_count": "i32",
@@ -71,9 +73,11 @@ def test_compiles_for_sm_90(grad, residual, wire, stochastic, numel_type):
         "seed_b": "i32",
         "residual_seed_a": "i32",
         "residual_seed_b": "i32",
+        "tie_seed_a": "i32",
+        "tie_seed_b": "i32",
         **dict.fromkeys(constants, "constexpr"),
     }
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(6)}
     source = ASTSource(prune._prune_kernel, signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     assert len(compiled.asm["cubin"]) > 0

@@ -42,9 +42,12 @@ def check(
     offsets = cases.cut(numel, 4, seed=numel)
     offsets[2] = offsets[1]
     thresholds = torch.tensor([-1.0, 5.0, math.inf, 1e-3])
-    arguments = (offsets, thresholds, leak, wire, key)
-    expected = oracle.prune(grad, Pruning(residual, offsets, thresholds, leak, key), wire)
-    nnz = triton_prune.prune_(grad, residual, *arguments)
+    grad[1::3], residual[1::3] = -2.5, -2.5
+    grad[2::11], residual[2::11] = 0, 1e-3  # ties where the residual is fp32
+    chances = None if wire == 1 else torch.tensor([1.0, 0.4, 0.5, 0.6])
+    pruning = Pruning(residual, offsets, thresholds, leak, key, tie_chances_R=chances)
+    expected = oracle.prune(grad, pruning, wire)
+    nnz = triton_prune.prune_(grad, pruning, wire)
     what = f"{numel} {kind} {dtype} {residual_dtype} wire {wire} key {key}"
     cases.assert_same_bits(grad, expected[0], f"{what}: grad")
     cases.assert_same_bits(residual, expected[1], f"{what}: residual")

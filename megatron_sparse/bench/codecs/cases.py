@@ -80,7 +80,7 @@ def make_tasks(
     case = _Case(torch.tensor([0, grad_N.numel()]), threshold_of(density), code, form, wrong, peers)
     yield _prune_encode_task(case, grad_N)
     rest_N = torch.zeros(grad_N.numel())
-    nnz = ops.prune_(grad_N, rest_N, case.offsets, case.thresholds, 0.0, code, KEY)
+    nnz = ops.prune_(grad_N, Pruning(rest_N, case.offsets, case.thresholds, 0.0, KEY), code)
     del rest_N
     yield _encode_task(case, grad_N, nnz)
     yield _decode_task(case, grad_N, nnz)
@@ -205,7 +205,7 @@ def check_against_oracles(density: float, dtype: str, form: str) -> int:
                 out,
             )
         else:
-            counts = ops.prune_(pruned_N, rest_N, offsets, thresholds, 0.5, code, KEY)
+            counts = ops.prune_(pruned_N, Pruning(rest_N, offsets, thresholds, 0.5, KEY), code)
             sizes = ops.encode(
                 pruned_N,
                 Segments(offsets, dense),

@@ -64,7 +64,7 @@ def make_tasks(
     )
 
     pruned_N = grad_N.clone()
-    ops.prune_(pruned_N, residual_N, host_offsets, thresholds_R, 0.0, code, KEY)
+    ops.prune_(pruned_N, Pruning(residual_N, host_offsets, thresholds_R, 0.0, KEY), code)
     encode = partial(
         overload("encode_records"), pruned_N, offsets, kinds, code, STEP, block_size, out
     )

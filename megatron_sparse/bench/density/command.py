@@ -1,0 +1,129 @@
+"""How near the sent density comes to the one that was asked for, whatever the gradient looks like.
+
+Each row is a distribution at a density. Twenty steps are selected from it as in training: first
+without a residual, then with one, which adds up what was not sent (a constant gradient c becomes
+multiples of c). For both the row gives the mean density over the steps as a part of the one asked
+for, and the worst single step in standard errors of the sample, sqrt(d (1 - d) / samples).
+
+Zeros are never sent: where fewer elements than that are not zero, these are what is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from megatron_sparse.bench.density.gradients import DISTRIBUTIONS
+from megatron_sparse.bench.density.sweep import DensitySweep
+from megatron_sparse.bench.options import check_arguments, known
+from megatron_sparse.bench.table import Columns, TableRow, print_table
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.compression.methods import method_of
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.selection import MessageSpec, Selector
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.recording import StageTimer
+
+MEAN_TARGET = 0.1
+"""The part of the density asked for by which the mean over the steps may be off."""
+STEP_TARGET = 3.0
+"""The standard errors of the sample by which a single step may be off."""
+
+
+@dataclass
+class Row(TableRow):
+    """One line of the table and one JSON object.
+
+    Attributes:
+        distribution: of the gradient.
+        density: asked for.
+        mean: density that was sent over the one asked for, mean over the steps without a residual.
+        worst: the largest error of one of these steps, in standard errors of the sample.
+        fed_mean: as `mean`, with error feedback from step to step.
+        fed_worst: as `worst`, likewise.
+    """
+
+    COLUMNS = Columns(
+        "distribution <18 | density >8g | mean >10.3f mean/asked | worst >11.1f worst(s.e.) | "
+        "fed_mean >12.3f fed back: mean/asked | fed_worst >11.1f worst(s.e.)",
+        gap="  ",
+    )
+
+    distribution: str
+    density: float
+    mean: float
+    worst: float
+    fed_mean: float
+    fed_worst: float
+
+    @property
+    def off(self) -> bool:
+        """Whether any number misses its target."""
+        mean = max(abs(self.mean - 1), abs(self.fed_mean - 1))
+        return mean > MEAN_TARGET or max(self.worst, self.fed_worst) > STEP_TARGET
+
+
+def run(sweep: DensitySweep, json_path: Path | None = None) -> list[Row]:
+    """Prints the table and returns its rows; CPU only.
+
+    Args:
+        sweep: what to measure.
+        json_path: file for one JSON object a line; None writes none.
+
+    Raises:
+        ConfigError: an unknown distribution or method, or a file that cannot be written.
+    """
+    names = sweep.distributions or tuple(DISTRIBUTIONS)
+    check_arguments("bench density", [known("distribution", names, DISTRIBUTIONS)])
+    print(
+        f"# method {sweep.method}, threshold_scope {sweep.threshold_scope}, {sweep.elements} "
+        f"elements, {sweep.samples} samples, {sweep.steps} steps"
+    )
+    cases = product(names, sweep.densities)
+    return print_table(Row.COLUMNS, (measure(sweep, *case) for case in cases), json_path)
+
+
+def measure(sweep: DensitySweep, distribution: str, density: float) -> Row:
+    """One row; a pure function of its arguments."""
+    samples = min(sweep.samples, sweep.elements)
+    error = math.sqrt(density * (1 - density) / samples)
+    found: list[float] = []
+    for feedback in (False, True):
+        steps = list(sent_densities(sweep, distribution, density, feedback))
+        found.append(fmean(sent for sent, _ in steps) / fmean(asked for _, asked in steps))
+        found.append(max(abs(sent - asked) for sent, asked in steps) / error)
+    return Row(distribution, density, *found)
+
+
+def sent_densities(
+    sweep: DensitySweep, distribution: str, density: float, feedback: bool
+) -> Iterator[tuple[float, float]]:
+    """The density that each step sends, and the one it is asked for."""
+    draw = torch.Generator().manual_seed(7)
+    selector = _selector(sweep)
+    for step in range(sweep.steps):
+        if not feedback:
+            selector = _selector(sweep)
+        gradient_N = DISTRIBUTIONS[distribution](sweep.elements, draw)
+        parameter = ParameterSlice("w", 0, sweep.elements)
+        bucket = Bucket("b", gradient_N, [parameter], CollectiveOp.ALL_REDUCE, world_size=1)
+        spec = MessageSpec(density)
+        message = selector.select(bucket, spec, step=step, timer=StageTimer())
+        stores = selector.method.stores
+        for store in stores.values():
+            store.commit()
+        selector.method.commit()
+        nonzero = message.pruned_nnz + int(stores["residual"]["b"].count_nonzero())
+        yield message.pruned_nnz / sweep.elements, min(density, nonzero / sweep.elements)
+
+
+def _selector(sweep: DensitySweep) -> Selector:
+    """A rank that has not sent anything yet."""
+    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.REPORTED)
+    return Selector(method_of(sweep.config(), residuals), 0, MessageBuffers())

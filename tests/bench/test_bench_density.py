@@ -1,0 +1,79 @@
+"""`bench density`: the sent density is the one asked for, whatever the gradient looks like."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse.bench.density.command import Row, measure, run
+from megatron_sparse.bench.density.gradients import DISTRIBUTIONS
+from megatron_sparse.bench.density.sweep import DensitySweep
+from megatron_sparse.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+TIED = ("constant", "outlier", "two_levels_0.02", "integers")
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_every_distribution_is_sent_at_the_density_asked_for(name):
+    """20 steps of 100,000 elements: mean within 10 %, each step within 3 standard errors."""
+    sweep = DensitySweep()
+    rows = [measure(sweep, name, density) for density in sweep.densities]
+    assert not [row for row in rows if row.off]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threshold_scope": "bucket"},
+        {"method": "sidco"},
+        {"method": "threshold_reuse"},
+        {"method": "dgc"},
+    ],
+    ids=str,
+)
+def test_ties_are_right_with_every_method(options):
+    sweep = DensitySweep(**options)
+    rows = [measure(sweep, name, 0.01) for name in TIED]
+    assert not [row for row in rows if row.off]
+
+
+@pytest.mark.parametrize("change", [{"mean": 1.11}, {"fed_mean": 0.89}, {"worst": 3.1}])
+def test_a_missed_target_is_seen(change):
+    good = {"mean": 0.91, "worst": 2.9, "fed_mean": 1.09, "fed_worst": 2.9}
+    assert not Row("constant", 0.01, **good).off
+    assert Row("constant", 0.01, **good | change).off
+
+
+def test_the_table(tmp_path, capsys):
+    sweep = DensitySweep(distributions=("constant",), densities=(0.25,), elements=999, steps=2)
+    (row,) = run(sweep, tmp_path / "rows.jsonl")
+    printed = capsys.readouterr().out.splitlines()
+    assert "999 elements, 40000 samples, 2 steps" in printed[0]
+    assert printed[2].split()[:2] == ["constant", "0.25"]
+    assert json.loads((tmp_path / "rows.jsonl").read_text()) == row.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"densities": (1.0,)}, "density is out of range"),
+        ({"distributions": ("cauchy",)}, "distribution is out of range"),
+        ({"method": "randomk"}, "compression.method"),
+        ({"threshold_scope": "tp_group", "method": "sidco"}, "threshold_scope"),
+    ],
+)
+def test_mistakes_are_one_error(options, word):
+    with pytest.raises(ConfigError, match=word):
+        run(DensitySweep(**options))
+
+
+def test_the_documented_table_has_every_row_and_meets_the_targets():
+    text = (ROOT / "docs/compression.md").read_text()
+    rows = [line.split() for line in text.splitlines() if re.match(r" {4}\S+ +0\.\d+ ", line)]
+    expected = [(name, f"{d:g}") for name in DISTRIBUTIONS for d in DensitySweep().densities]
+    assert [tuple(row[:2]) for row in rows] == expected
+    assert not [row for row in rows if Row(row[0], *map(float, row[1:])).off]
