@@ -98,22 +98,26 @@ struct Pruned {
 template <class L, int GRAD, int RESIDUAL, Grid G, bool STOCHASTIC>
 MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual_raw,
                                   const Limit& limit, float leak, const PruneSeeds& seeds,
-                                  typename L::U low) {
+                                  uint32_t high, typename L::U low) {
   using U = typename L::U;
   using F = typename L::F;
   using M = typename L::M;
   const F x = widen<L, GRAD>(grad_raw) + widen<L, RESIDUAL>(residual_raw);
   const U bits = L::as_bits(x), magnitude = bits & kMagnitude, sign = bits & ~kMagnitude;
   M drop = L::as_float(magnitude) <= limit.threshold;  // false for NaN: it is kept and travels
-  if (L::any_equal(L::as_float(magnitude), limit.tie)) {
-    const F draw = L::to_float(hash_bits(seeds.tie, low) >> 8) * (1.0f / kTwoTo24);
-    const M drawn = (L::as_float(magnitude) == limit.tie) & (draw < limit.chance);
+  // Rarely: with a continuous distribution a sample ties with nothing but itself.
+  if (L::any_tie(L::as_float(magnitude), limit)) {
+    const U bits_of_tie = hash_bits(hash_seed_at(seeds.tie, L::stay(high)), low);
+    const F draw = L::to_float(bits_of_tie >> 8) * (1.0f / kTwoTo24);
+    const M drawn = (L::as_float(magnitude) == limit.threshold) & (draw < limit.chance);
     drop = L::select(drawn, M{}, drop);
   }
   const auto finite = magnitude < kInfinity;
 
   U random = {};
-  if constexpr (G != Grid::kFp32 && STOCHASTIC) random = hash_bits(seeds.value, low);
+  if constexpr (G != Grid::kFp32 && STOCHASTIC) {
+    random = hash_bits(hash_seed_at(seeds.value, high), low);
+  }
   const U rounded = round_magnitude<L, G, STOCHASTIC, true>(magnitude, random);
   // Use one NaN on all machines: they differ in which operand's payload survives an addition.
   const U special = L::select(magnitude > kInfinity, U{} + kNan, bits);
@@ -124,7 +128,7 @@ MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual
   U rest = L::as_bits(L::select(drop, x * leak, remainder));
   if constexpr (RESIDUAL == kBf16) {
     U rest_random = {};
-    if constexpr (STOCHASTIC) rest_random = hash_bits(seeds.residual, low);
+    if constexpr (STOCHASTIC) rest_random = hash_bits(hash_seed_at(seeds.residual, high), low);
     rest = (rest & ~kMagnitude) |
            round_magnitude<L, Grid::kBf16, STOCHASTIC, true>(rest & kMagnitude, rest_random);
   }

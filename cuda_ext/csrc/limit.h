@@ -5,12 +5,11 @@
 
 namespace megatron_sparse {
 
-// A magnitude above `threshold` is sent. One that equals `tie` is sent if its draw, a 24-bit hash
-// of its index over 2^24, is less than `chance`.
+// A magnitude above `threshold` is sent. One that equals it is sent if its draw, a 24-bit hash of
+// its index over 2^24, is less than `chance`.
 struct Limit {
   float threshold;
-  float tie;  // the threshold, or -1 where nothing is sent as a tie
-  float chance;
+  float chance;  // 0 where nothing is sent as a tie
 };
 
 // Infinity is never dropped, whatever the threshold; a NaN threshold keeps everything. Zeros never
@@ -18,7 +17,7 @@ struct Limit {
 MS_INLINE Limit limit_of(float threshold, float chance) {
   constexpr float largest = 3.4028234663852886e38f;
   const float clamped = threshold > largest ? largest : threshold;
-  return {clamped, clamped > 0 && chance > 0 ? clamped : -1.0f, chance};
+  return {clamped, clamped > 0 ? chance : 0.0f};
 }
 
 // The limit of range r; `chances` is null where nothing is sent as a tie.
@@ -31,7 +30,7 @@ MS_INLINE Limit drop_finite() {
   return limit_of(3.4028234663852886e38f, 0.0f);
 }
 
-// The random bits of one call, or of its elements whose index has a certain upper half.
+// The random bits of one call; those of an element follow from its index.
 struct PruneSeeds {
   HashSeed value;
   HashSeed residual;
@@ -41,11 +40,6 @@ struct PruneSeeds {
 MS_INLINE PruneSeeds prune_seeds(int64_t key) {
   const uint64_t k = static_cast<uint64_t>(key);
   return {hash_seed(k, kDrawValue), hash_seed(k, kDrawResidual), hash_seed(k, kDrawTie)};
-}
-
-MS_INLINE PruneSeeds prune_seeds_at(const PruneSeeds& seeds, uint32_t high) {
-  return {hash_seed_at(seeds.value, high), hash_seed_at(seeds.residual, high),
-          hash_seed_at(seeds.tie, high)};
 }
 
 }  // namespace megatron_sparse

@@ -34,14 +34,15 @@ __device__ __forceinline__ bool give_back(const LimitArguments& call, int64_t at
   using RawResidual = typename RawType<RESIDUAL>::type;
   constexpr Grid grid = static_cast<Grid>(VALUE);
   RawResidual* rest = static_cast<RawResidual*>(call.residual) + at;
-  const HashSeed seed = hash_seed_at(call.residual_seed, static_cast<uint32_t>(at >> 32));
-  const PruneSeeds seeds = {seed, seed, seed};  // values round to themselves, and nothing ties
+  // Values round to themselves, and nothing ties.
+  const PruneSeeds seeds = {call.residual_seed, call.residual_seed, call.residual_seed};
+  const uint32_t high = static_cast<uint32_t>(at >> 32);
   const uint32_t low = static_cast<uint32_t>(at);
-  const Pruned<ScalarLanes> done = call.stochastic
-                                       ? prune_element<ScalarLanes, VALUE, RESIDUAL, grid, true>(
-                                             value, *rest, drop_finite(), call.leak, seeds, low)
-                                       : prune_element<ScalarLanes, VALUE, RESIDUAL, grid, false>(
-                                             value, *rest, drop_finite(), call.leak, seeds, low);
+  const Pruned<ScalarLanes> done =
+      call.stochastic ? prune_element<ScalarLanes, VALUE, RESIDUAL, grid, true>(
+                            value, *rest, drop_finite(), call.leak, seeds, high, low)
+                      : prune_element<ScalarLanes, VALUE, RESIDUAL, grid, false>(
+                            value, *rest, drop_finite(), call.leak, seeds, high, low);
   *rest = static_cast<RawResidual>(done.residual);
   return !done.nonzero;
 }

@@ -14,7 +14,6 @@ int64_t prune_span(const PruneCall& call) {
   using L = VectorLanes;
   constexpr int W = L::kWidth;
   const uint32_t high = static_cast<uint32_t>(call.index >> 32);
-  const PruneSeeds seeds = prune_seeds_at(call.seeds, high);
   L::U low = first_lanes() + static_cast<uint32_t>(call.index);
   int64_t nnz = 0, i = 0;
   while (i + W <= call.numel) {
@@ -24,7 +23,7 @@ int64_t prune_span(const PruneCall& call) {
     for (; i + W <= call.numel && i < stop; i += W) {
       const Pruned<L> done = prune_element<L, GRAD, RESIDUAL, G, STOCHASTIC>(
           load_raw<GRAD>(call.grad, i), load_raw<RESIDUAL>(call.residual, i), call.limit, call.leak,
-          seeds, low);
+          call.seeds, high, low);
       store_raw<GRAD>(call.grad, i, done.grad);
       store_raw<RESIDUAL>(call.residual, i, done.residual);
       count -= done.nonzero;
@@ -35,7 +34,7 @@ int64_t prune_span(const PruneCall& call) {
   if (const int64_t rest = call.numel - i; rest > 0) {
     const Pruned<L> done = prune_element<L, GRAD, RESIDUAL, G, STOCHASTIC>(
         load_raw_some<GRAD>(call.grad, i, rest), load_raw_some<RESIDUAL>(call.residual, i, rest),
-        call.limit, call.leak, seeds, low);
+        call.limit, call.leak, call.seeds, high, low);
     store_raw_some<GRAD>(call.grad, i, rest, done.grad);
     store_raw_some<RESIDUAL>(call.residual, i, rest, done.residual);
     for (int lane = 0; lane < rest; ++lane) nnz -= done.nonzero[lane];

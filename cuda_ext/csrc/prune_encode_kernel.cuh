@@ -56,10 +56,9 @@ struct PruneSource {
     const Raw* from = static_cast<const Raw*>(grad) + place.begin;
     RawResidual* rest = static_cast<RawResidual*>(residual) + place.begin;
     const uint32_t high = static_cast<uint32_t>(place.begin >> 32);
-    const PruneSeeds seeds_at = prune_seeds_at(seeds, high);
     const auto prune = [&](int element, uint32_t g, uint32_t e) {
       return prune_element<ScalarLanes, GRAD, RESIDUAL, G, STOCHASTIC>(
-          g, e, limit, leak, seeds_at, static_cast<uint32_t>(place.begin) + element);
+          g, e, limit, leak, seeds, high, static_cast<uint32_t>(place.begin) + element);
     };
     const int shifted_end = place.length + place.head;
     Vector g[kRounds];
@@ -104,7 +103,7 @@ struct PruneSource {
           limit_at(thresholds, tie_chances, find_range(range_offsets, range_count, at));
       RawResidual* rest = static_cast<RawResidual*>(residual) + at;
       const Pruned<ScalarLanes> done = prune_element<ScalarLanes, GRAD, RESIDUAL, G, STOCHASTIC>(
-          static_cast<const Raw*>(grad)[at], *rest, limit, leak, prune_seeds_at(seeds, high),
+          static_cast<const Raw*>(grad)[at], *rest, limit, leak, seeds, high,
           static_cast<uint32_t>(at));
       raw[p + place.head] = static_cast<Raw>(done.grad);
       *rest = static_cast<RawResidual>(done.residual);

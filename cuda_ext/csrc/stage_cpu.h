@@ -113,13 +113,12 @@ template <int GRAD, int RESIDUAL, int VALUE, Grid G, bool STOCHASTIC>
 int64_t prune_stage(const PruneCall& call, const StagedSpan& to) {
   using L = VectorLanes;
   const uint32_t high = static_cast<uint32_t>(call.index >> 32);
-  const PruneSeeds seeds = prune_seeds_at(call.seeds, high);
   const L::U first = first_lanes() + static_cast<uint32_t>(call.index);
   return stage_elements<GRAD, VALUE>(call.numel, to, [&](int64_t i, int64_t lanes, auto full) {
     const L::U low = first + static_cast<uint32_t>(i);
     const auto prune = [&](L::U grad, L::U residual) {
       return prune_element<L, GRAD, RESIDUAL, G, STOCHASTIC>(grad, residual, call.limit, call.leak,
-                                                             seeds, low);
+                                                             call.seeds, high, low);
     };
     if constexpr (full.value) {
       const Pruned<L> done =

@@ -11,6 +11,7 @@
 #endif
 
 #include "dtypes.h"
+#include "limit.h"
 #include "portability.h"
 
 namespace megatron_sparse {
@@ -32,13 +33,18 @@ struct VectorLanes {
   MS_INLINE_MEMBER static F to_float(U u) {
     return __builtin_convertvector(reinterpret_cast<M>(u), F);
   }
-  MS_INLINE_MEMBER static bool any_equal(F f, float value) {
+  MS_INLINE_MEMBER static uint32_t stay(uint32_t u) { return u; }
+  // Whether a tie must be drawn in any lane.
+  MS_INLINE_MEMBER static bool any_tie(F f, const Limit& limit) {
+    if (!(limit.chance > 0)) return false;
+    const float threshold = limit.threshold;
 #if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(f), _mm512_set1_ps(value), _CMP_EQ_OQ) != 0;
+    return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(f), _mm512_set1_ps(threshold), _CMP_EQ_OQ) !=
+           0;
 #elif defined(__AVX2__)
-    return _mm256_movemask_ps(reinterpret_cast<__m256>(f == value)) != 0;
+    return _mm256_movemask_ps(reinterpret_cast<__m256>(f == threshold)) != 0;
 #else
-    const M equal = f == value;
+    const M equal = f == threshold;
     int32_t any = 0;
     for (int lane = 0; lane < kWidth; ++lane) any |= equal[lane];
     return any != 0;
