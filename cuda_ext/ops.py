@@ -9,8 +9,6 @@ CPU tensors are worked on by torch's own thread pool; results do not depend on t
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from megatron_sparse.cuda_ext import codec_cuda, threshold_torch
@@ -103,8 +101,15 @@ def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Ten
         )
     from megatron_sparse.triton_kernels import prune
 
-    offsets = codec_cuda.on_device(pruning.range_offsets, grad_N.device)
-    return prune.prune_(grad_N, replace(pruning, range_offsets=offsets), wire_dtype)
+    return prune.prune_(
+        grad_N,
+        pruning.residual_N,
+        codec_cuda.on_device(pruning.range_offsets, grad_N.device),
+        (pruning.thresholds_R, pruning.tie_chances_R),
+        pruning.leak,
+        wire_dtype,
+        pruning.key,
+    )
 
 
 def sample_threshold(

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.triton_kernels.counter_hash import (
     DRAW_RESIDUAL,
     DRAW_TIE,
@@ -35,42 +34,50 @@ _GRIDS = {
 }
 
 
-def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Tensor:
-    """See `cuda_ext.ops.prune_`, which checks the arguments; here all tensors are on one device,
-    the range offsets too.
+def prune_(
+    grad_N: torch.Tensor,
+    residual_N: torch.Tensor,
+    range_offsets: torch.Tensor,
+    limits: tuple[torch.Tensor, torch.Tensor | None],
+    leak: float,
+    wire_dtype: int,
+    key: int,
+) -> torch.Tensor:
+    """See `cuda_ext.ops.prune_`, which checks the arguments; here all tensors are on one device.
 
+    `limits` are thresholds_R and tie_chances_R, or None for no ties.
     Launches one kernel on the current stream; no host synchronisation.
     """
-    numel, range_count = grad_N.numel(), pruning.thresholds_R.numel()
+    thresholds_R, tie_chances_R = limits
+    numel, range_count = grad_N.numel(), thresholds_R.numel()
     nnz_R = torch.zeros(range_count, dtype=torch.int64, device=grad_N.device)
     if numel == 0:
         return nnz_R
-    grad, residual = _CODE_OF[grad_N.dtype], _CODE_OF[pruning.residual_N.dtype]
+    grad, residual = _CODE_OF[grad_N.dtype], _CODE_OF[residual_N.dtype]
     cut, fixed_below, limit = _GRIDS[frozenset({grad, wire_dtype}) - {0}]
     draws = (DRAW_VALUE, DRAW_RESIDUAL, DRAW_TIE)
-    seeds = [word for draw in draws for word in hash_seed(pruning.key, draw)]
-    ties = pruning.tie_chances_R is not None
+    seeds = [word for draw in draws for word in hash_seed(key, draw)]
     kernel: Any = _prune_kernel  # Triton types a launch as the call of the Python function
     with torch.cuda.device_of(grad_N):
         kernel[(triton.cdiv(numel, BLOCK),)](
             _raw(grad_N),
-            _raw(pruning.residual_N),
-            pruning.range_offsets,
-            pruning.thresholds_R,
+            _raw(residual_N),
+            range_offsets,
+            thresholds_R,
             # Not read without TIES.
-            pruning.tie_chances_R if ties else pruning.thresholds_R,
+            thresholds_R if tie_chances_R is None else tie_chances_R,
             nnz_R,
             numel,
             range_count,
-            pruning.leak,
+            leak,
             *map(_signed, seeds),
             GRAD=grad,
             RESIDUAL=residual,
             CUT=cut,
             FIXED_BELOW=fixed_below,
             LIMIT=limit,
-            STOCHASTIC=pruning.key >= 0,
-            TIES=ties,
+            STOCHASTIC=key >= 0,
+            TIES=tie_chances_R is not None,
             BLOCK=BLOCK,
         )
     return nnz_R

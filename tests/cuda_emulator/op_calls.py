@@ -50,11 +50,16 @@ class EmulatedDevice:
             **HashOps(codecs).ops(),
         }
         self.call = dispatcher(self.ops, arguments.call)
-        monkeypatch.setattr(triton_prune, "prune_", partial(self.call, "prune_"))
+        monkeypatch.setattr(triton_prune, "prune_", self._prune_in_triton)
         for module in (encode_ops, decode_ops, hash_ops, nccl_ops, row_sparse_ops, ops):
             monkeypatch.setattr(module, "call", self.call)
         monkeypatch.setattr(codec_choice, "_is_compiled", lambda device, wanted: True)
         monkeypatch.setattr(codec_cuda, "_stream", lambda device: -1)
+
+    def _prune_in_triton(self, grad, residual, ranges, limits, leak, wire_dtype, key):
+        return self.call(
+            "prune_", grad, residual, ranges, limits[0], leak, wire_dtype, key, limits[1]
+        )
 
     def _encode(
         self,

@@ -47,7 +47,8 @@ def check(
     chances = None if wire == 1 else torch.tensor([1.0, 0.4, 0.5, 0.6])
     pruning = Pruning(residual, offsets, thresholds, leak, key, tie_chances_R=chances)
     expected = oracle.prune(grad, pruning, wire)
-    nnz = triton_prune.prune_(grad, pruning, wire)
+    limits = (thresholds, chances)
+    nnz = triton_prune.prune_(grad, residual, offsets, limits, leak, wire, key)
     what = f"{numel} {kind} {dtype} {residual_dtype} wire {wire} key {key}"
     cases.assert_same_bits(grad, expected[0], f"{what}: grad")
     cases.assert_same_bits(residual, expected[1], f"{what}: residual")
