@@ -93,10 +93,10 @@ __device__ __forceinline__ void store_value(void* values, int64_t at, int value_
   }
 }
 
-// Source: kGrad, kVector, `const void* grad`, and
+// Source: kGrad, kVector, kBlocks (resident on a multiprocessor), `const void* grad`, and
 //   fill(tile, raw): element p of the tile to raw[p + tile.head], for all p < tile.length.
 template <class Source>
-__global__ void __launch_bounds__(kCompactThreads, kCompactBlocks)
+__global__ void __launch_bounds__(kCompactThreads, Source::kBlocks)
     compact_kernel(Source source, Workspace work, const int64_t* segment_offsets,
                    int64_t segment_count, int value_dtype, int64_t block_size) {
   constexpr int GRAD = Source::kGrad;

@@ -107,7 +107,7 @@ MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual
   M drop = L::as_float(magnitude) <= limit.threshold;  // false for NaN: it is kept and travels
   // Rarely: with a continuous distribution a sample ties with nothing but itself.
   if (L::any_tie(L::as_float(magnitude), limit)) {
-    const U bits_of_tie = hash_bits(hash_seed_at(seeds.tie, L::stay(high)), low);
+    const U bits_of_tie = hash_bits(hash_seed_at(seeds.tie, high), low);
     const F draw = L::to_float(bits_of_tie >> 8) * (1.0f / kTwoTo24);
     const M drawn = (L::as_float(magnitude) == limit.threshold) & (draw < limit.chance);
     drop = L::select(drawn, M{}, drop);

@@ -10,6 +10,7 @@ struct GradSource {
   using Raw = typename RawType<GRAD>::type;
   static constexpr int kGrad = GRAD;
   static constexpr int kVector = 16 / sizeof(Raw);
+  static constexpr int kBlocks = kCompactBlocks;
 
   const void* grad;
 

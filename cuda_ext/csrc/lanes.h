@@ -35,14 +35,6 @@ struct ScalarLanes {
   }
   MS_INLINE_MEMBER static U to_integer(F f) { return static_cast<U>(f); }
   MS_INLINE_MEMBER static F to_float(U u) { return static_cast<F>(u); }
-  // The same number, from which nothing is computed before the branch that asks for it: what were
-  // computed once for all elements would take registers and be spilled.
-  MS_INLINE_MEMBER static uint32_t stay(uint32_t u) {
-#ifdef __CUDA_ARCH__
-    asm volatile("" : "+r"(u));
-#endif
-    return u;
-  }
   // Whether a tie must be drawn; its chance may still be 0.
   MS_INLINE_MEMBER static bool any_tie(F f, const Limit& limit) { return f == limit.threshold; }
   template <class T>

@@ -187,6 +187,7 @@ template <int VALUE>
 struct PeerSource {
   static constexpr int kGrad = kFp32;
   static constexpr int kVector = 1;
+  static constexpr int kBlocks = kCompactBlocks;
 
   PeerReading reading;
   const void* grad;        // never read: there is no gradient whose alignment counts

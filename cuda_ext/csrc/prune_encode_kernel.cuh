@@ -22,6 +22,9 @@ struct PruneSource {
   // 16 bytes of the narrower buffer.
   static constexpr int kVector =
       16 / (sizeof(Raw) < sizeof(RawResidual) ? sizeof(Raw) : sizeof(RawResidual));
+  // Two buffers are on their way in 32 registers, so 64 do not suffice. Three blocks request 96 KiB
+  // of a multiprocessor at once, five times what hides the memory's latency.
+  static constexpr int kBlocks = 3;
 
   const void* grad;
   void* residual;

@@ -33,7 +33,6 @@ struct VectorLanes {
   MS_INLINE_MEMBER static F to_float(U u) {
     return __builtin_convertvector(reinterpret_cast<M>(u), F);
   }
-  MS_INLINE_MEMBER static uint32_t stay(uint32_t u) { return u; }
   // Whether a tie must be drawn in any lane.
   MS_INLINE_MEMBER static bool any_tie(F f, const Limit& limit) {
     if (!(limit.chance > 0)) return false;
