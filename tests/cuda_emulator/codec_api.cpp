@@ -39,10 +39,11 @@ EXPORT void emulator_count(int on) {
   cuda_emulator::work = {};
 }
 
-// Four numbers: kernels, memsets, bytes read, bytes written.
+// Five numbers: kernels, memsets, bytes read, bytes written, blocks.
 EXPORT void emulator_counted(int64_t* out) {
   const cuda_emulator::Work& work = cuda_emulator::work;
-  const int64_t numbers[] = {work.kernels, work.memsets, work.bytes_read, work.bytes_written};
+  const int64_t numbers[] = {work.kernels, work.memsets, work.bytes_read, work.bytes_written,
+                             work.blocks};
   std::copy(std::begin(numbers), std::end(numbers), out);
 }
 

@@ -514,12 +514,12 @@ class Codecs:
             )
         self.library.emulator_count(1)
         complaint = launch(*arguments)
-        numbers = (ctypes.c_int64 * 4)()
+        numbers = (ctypes.c_int64 * 5)()
         self.library.emulator_counted(numbers)
         self.library.emulator_count(0)
         if watches:
             self.library.emulator_unwatch()
-        counted.add_launcher(tuple(numbers))
+        counted.add_launcher(*numbers)
         return complaint
 
     def _poison(self, guard: torch.Tensor, on: int) -> None:

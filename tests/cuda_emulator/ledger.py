@@ -26,6 +26,7 @@ class Ledger:
         bytes_read: of device memory; by kernels in sectors of 32 bytes (`traffic.cpp`), by torch's
             operations all of their arguments.
         bytes_written: likewise.
+        blocks: of the package's kernels.
     """
 
     kernels: int = 0
@@ -33,18 +34,22 @@ class Ledger:
     torch_ops: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
+    blocks: int = 0
 
     @property
     def launches(self) -> int:
         """Everything that is queued, NCCL's own kernels apart."""
         return self.kernels + self.memsets + self.torch_ops
 
-    def add_launcher(self, counted: tuple[int, int, int, int]) -> None:
-        """Adds what a launcher has queued: kernels, memsets, bytes read, bytes written."""
-        self.kernels += counted[0]
-        self.memsets += counted[1]
-        self.bytes_read += counted[2]
-        self.bytes_written += counted[3]
+    def add_launcher(
+        self, kernels: int, memsets: int, bytes_read: int, bytes_written: int, blocks: int
+    ) -> None:
+        """Adds what a launcher has queued."""
+        self.kernels += kernels
+        self.memsets += memsets
+        self.bytes_read += bytes_read
+        self.bytes_written += bytes_written
+        self.blocks += blocks
 
     def add_torch_op(
         self, func: Any, read: list[torch.Tensor], written: list[torch.Tensor]

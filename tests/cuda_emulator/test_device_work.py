@@ -71,6 +71,21 @@ def test_a_kernel_counts_each_sector_of_its_buffers_once(codecs: Codecs) -> None
     assert 0 <= ledger.bytes_read - 8 * numel <= tables, "gradient, and magnitudes"
 
 
+def test_the_samples_of_one_range_are_gathered_by_many_blocks(codecs: Codecs) -> None:
+    numel, samples, threads = 20_000, 4000, 256
+    with counting(ledger := Ledger()):
+        codecs.sample_threshold(
+            torch.randn(numel),
+            None,
+            torch.tensor([0, numel]),
+            torch.tensor([0.1]),
+            samples,
+            torch.tensor([3]),
+        )
+    assert ledger.kernels == 2, "gather, select"
+    assert ledger.blocks == -(-samples // threads) + 1, "a thread a sample, and one block a range"
+
+
 @pytest.mark.parametrize("limits", [False, True])
 def test_an_encoder_is_three_launches_and_a_fourth_for_limits(codecs: Codecs, limits: bool) -> None:
     """Cut, compact, place; nothing else clears slots or plans the records."""

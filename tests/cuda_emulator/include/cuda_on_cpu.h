@@ -86,6 +86,7 @@ inline Options options;
 // What the calling thread has queued since `counted` was set.
 struct Work {
   int64_t kernels = 0;
+  int64_t blocks = 0;  // of all kernels
   int64_t memsets = 0;
   int64_t bytes_read = 0;
   int64_t bytes_written = 0;
@@ -768,6 +769,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   cuda_emulator::Launch launch(config->gridDim, config->blockDim,
                                [&] { std::apply(kernel, copies); });
   ++cuda_emulator::work.kernels;
+  cuda_emulator::work.blocks += config->gridDim.x * config->gridDim.y * config->gridDim.z;
   [[maybe_unused]] const cuda_emulator::Traffic traffic;
   launch.run();
   return cudaSuccess;
