@@ -19,9 +19,10 @@ struct PruneSource {
   using Raw = typename RawType<GRAD>::type;
   using RawResidual = typename RawType<RESIDUAL>::type;
   static constexpr int kGrad = GRAD;
-  // 16 bytes of the narrower buffer.
+  // 16 bytes of the wider buffer: an access of a warp then has no gaps, in either buffer.
   static constexpr int kVector =
-      16 / (sizeof(Raw) < sizeof(RawResidual) ? sizeof(Raw) : sizeof(RawResidual));
+      16 / (sizeof(Raw) > sizeof(RawResidual) ? sizeof(Raw) : sizeof(RawResidual));
+  static_assert(kVector * sizeof(Raw) <= 16 && kVector * sizeof(RawResidual) <= 16);
   // Two buffers are on their way in 32 registers, so 64 do not suffice. Three blocks request 96 KiB
   // of a multiprocessor at once, five times what hides the memory's latency.
   static constexpr int kBlocks = 3;
@@ -42,8 +43,9 @@ struct PruneSource {
     // True in nearly all tiles. The hash's upper half changes at multiples of 2^32.
     const bool one_range = range_offsets[range + 1] > last;
     const bool one_half = place.begin >> 32 == last >> 32;
-    const bool rest_aligned =
-        (reinterpret_cast<uintptr_t>(rest) - place.head * sizeof(RawResidual)) % 16 == 0;
+    const uintptr_t rest_begin =
+        reinterpret_cast<uintptr_t>(rest) - place.head * sizeof(RawResidual);
+    const bool rest_aligned = rest_begin % (kVector * sizeof(RawResidual)) == 0;
     if (one_range && one_half && rest_aligned) {
       fill_vectors(place, limit_at(thresholds, tie_chances, range), raw);
     } else {
