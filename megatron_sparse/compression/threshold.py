@@ -61,16 +61,16 @@ def piece_limits(
     """The limits of every piece of the layout; see `range_limits`."""
     device = bucket.grad_N.device
     pruned_P = pruned_pieces(bucket, layout)
-    everything = Limits.keep_all((len(pruned_P),), device)
     if density >= 1:
-        return everything
+        return Limits.keep_all((len(pruned_P),), device)
     limits = agreed
     if limits is None and config.threshold_scope == "bucket":
         magnitudes_S = sampled_magnitudes(bucket, residual_N, step, config)
         if not magnitudes_S.numel():
-            return everything
+            return Limits.keep_all((len(pruned_P),), device)
         limits = ops.threshold_of_samples(magnitudes_S, density)
     if limits is not None:
+        everything = Limits.keep_all((len(pruned_P),), device)
         is_pruned = codec_cuda.on_device(torch.tensor(pruned_P), device)
         pairs = zip(limits, everything, strict=True)
         return Limits(*(torch.where(is_pruned, one, other) for one, other in pairs))
