@@ -1,71 +1,18 @@
-"""Sampled thresholds in plain torch operations, for GPUs without the extension's CUDA part.
+"""Thresholds of samples that are already there, and draws of ties, in plain torch operations.
 
-The same bits as the compiled op (`csrc/threshold.cpp`): positions are integer arithmetic, and
-magnitudes are ordered by their fp32 bits. No host synchronisation: sizes come from CPU tensors, and
-the few numbers that each range needs go to the device in one small copy.
+The same rule and bits as the compiled ops (`csrc/threshold.cpp`, `csrc/limit.h`): magnitudes are
+ordered by their fp32 bits. No host synchronisation.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megatron_sparse.cuda_ext.codec_cuda import to_device
 from megatron_sparse.cuda_ext.record_spec import Limits
-from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, DRAW_TIE, hash_seed
+from megatron_sparse.triton_kernels.counter_hash import DRAW_TIE, hash_seed
 
 _MASK_32 = 2**32 - 1
 _INFINITY = 0x7F800000
-
-
-def sample_threshold(
-    grad_N: torch.Tensor,
-    residual_N: torch.Tensor | None,
-    range_offsets: torch.Tensor,
-    densities_R: torch.Tensor,
-    samples: int,
-    keys_R: torch.Tensor,
-) -> Limits:
-    """See `cuda_ext.ops.sample_threshold`, which checks the arguments."""
-    device = grad_N.device
-    offsets, densities = range_offsets.tolist(), densities_R.tolist()
-    limits_R = Limits.keep_all((len(densities),), device)
-    rows, wanted = [], []
-    for r, (density, key) in enumerate(zip(densities, keys_R.tolist(), strict=True)):
-        numel = offsets[r + 1] - offsets[r]
-        if numel and density < 1:
-            count = min(numel, samples)
-            wanted.append(density * count)
-            rank = min(int(wanted[-1]), count - 1)
-            rows.append((r, offsets[r], numel, count, rank, *hash_seed(key, DRAW_SAMPLE)))
-    if not rows:
-        return limits_R
-
-    table = to_device(torch.tensor(rows, dtype=torch.int64), device)
-    range_A, start_A, numel_A, count_A, rank_A, seed_a_A, seed_b_A = table.unbind(1)
-    last_A = count_A.cumsum(0) - 1  # of each range's samples, which are adjacent
-    first_A = last_A + 1 - count_A
-    total = sum(row[3] for row in rows)
-    owner_K = torch.repeat_interleave(
-        torch.arange(len(rows), device=device), count_A, output_size=total
-    )
-    sample_K = torch.arange(total, device=device) - first_A[owner_K]
-    random_K = _hash(sample_K, seed_a_A[owner_K], seed_b_A[owner_K])
-    inside_K = _position(numel_A[owner_K], count_A[owner_K], sample_K, random_K)
-    position_K = start_A[owner_K] + inside_K
-
-    x_K = grad_N[position_K].float()
-    if residual_N is not None:
-        x_K = x_K + residual_N[position_K].float()
-    # One sort serves all ranges: by range, then by magnitude.
-    ordered_K = ((owner_K << 32) | _magnitude_bits(x_K)).sort().values
-    chosen_A = ordered_K[last_A - rank_A]
-    after_A = torch.searchsorted(ordered_K, chosen_A, right=True)
-    equal_A = after_A - torch.searchsorted(ordered_K, chosen_A)
-    wanted_A = to_device(torch.tensor(wanted, dtype=torch.float64), device)
-    found_A = _limits(chosen_A & _MASK_32, wanted_A, last_A + 1 - after_A, equal_A)
-    for all_R, some_A in zip(limits_R, found_A, strict=True):
-        all_R.index_copy_(0, range_A, some_A)
-    return limits_R
 
 
 def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> Limits:
@@ -104,17 +51,6 @@ def _limits(
     chances = ((wanted - above.double()) / equal).float()
     has_chance = (chosen > 0) & (chosen < _INFINITY)
     return Limits(chosen.int().view(torch.float32), chances.where(has_chance, 0), equal)
-
-
-def _position(
-    numel: torch.Tensor, count: torch.Tensor, sample: torch.Tensor, random: torch.Tensor
-) -> torch.Tensor:
-    """An element of stratum `sample` of `count`; the splits keep products under 2^63."""
-    quotient, remainder = numel // count, numel % count
-    begin = sample * quotient + sample * remainder // count
-    end = (sample + 1) * quotient + (sample + 1) * remainder // count
-    width, half = end - begin, random >> 1
-    return begin + half * (width >> 31) + (half * (width & 0x7FFFFFFF) >> 31)
 
 
 def _hash(index: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

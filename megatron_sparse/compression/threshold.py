@@ -17,7 +17,7 @@ import torch
 from megatron_sparse.bucket import Bucket, Layout, ParameterSlice
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.config.sparse import CompressionConfig
-from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_torch
+from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_triton
 from megatron_sparse.cuda_ext.record_spec import Limits
 from megatron_sparse.formats.codec_choice import is_compiled
 
@@ -76,7 +76,7 @@ def piece_limits(
         return Limits(*(torch.where(is_pruned, one, other) for one, other in pairs))
     names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
     keys = [draw_key(config.seed, step, "sample", name) for name in names]
-    sample = (ops if is_compiled(device) else threshold_torch).sample_threshold
+    sample = (ops if is_compiled(device) else threshold_triton).sample_threshold
     return sample(
         bucket.grad_N,
         residual_N,

@@ -20,6 +20,7 @@ from megatron_sparse.cuda_ext import (
     nccl_ops,
     ops,
     row_sparse_ops,
+    threshold_triton,
 )
 from megatron_sparse.formats import codec_choice
 from megatron_sparse.triton_kernels import prune as triton_prune
@@ -51,6 +52,7 @@ class EmulatedDevice:
         }
         self.call = dispatcher(self.ops, arguments.call)
         monkeypatch.setattr(triton_prune, "prune_", self._prune_in_triton)
+        monkeypatch.setattr(threshold_triton, "sample_threshold", ops.sample_threshold)
         for module in (encode_ops, decode_ops, hash_ops, nccl_ops, row_sparse_ops, ops):
             monkeypatch.setattr(module, "call", self.call)
         monkeypatch.setattr(codec_choice, "_is_compiled", lambda device, wanted: True)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel to test")
+from tests.triton_kernels.compiling import ARCHS, RAW, compiled_ptx
+
+pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel to test")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,23 +30,25 @@ def test_equals_the_oracle_in_the_interpreter():
     assert done.stdout == "108 cases are equal\n"
 
 
-@pytest.mark.parametrize("numel_type", ["i32", "i64"])
+CASES = [
+    (0, 0, 0, True),
+    (0, 1, 1, True),
+    (0, 0, 2, False),
+    (1, 1, 1, True),
+    (1, 0, 2, True),
+    (2, 1, 1, False),
+    (2, 0, 2, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("grad", "residual", "wire", "stochastic"),
+    ("grad", "residual", "wire", "stochastic", "numel_type", "arch"),
     [
-        (0, 0, 0, True),
-        (0, 1, 1, True),
-        (0, 0, 2, False),
-        (1, 1, 1, True),
-        (1, 0, 2, True),
-        (2, 1, 1, False),
-        (2, 0, 2, True),
+        *((*case, numel_type, 90) for case in CASES for numel_type in ("i32", "i64")),
+        *((*case, "i64", arch) for case in CASES[:4] for arch in ARCHS if arch != 90),
     ],
 )
-def test_compiles_for_sm_90(grad, residual, wire, stochastic, numel_type):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def test_compiles(grad, residual, wire, stochastic, numel_type, arch):
     from megatron_sparse.triton_kernels import prune
 
     cut, fixed_below, limit = prune._GRIDS[frozenset({grad, wire}) - {0}]
@@ -58,10 +62,9 @@ def test_compiles_for_sm_90(grad, residual, wire, stochastic, numel_type):
         "TIES": stochastic,
         "BLOCK": prune.BLOCK,
     }
-    raw = {0: "*i32", 1: "*i16", 2: "*i16"}
     signature = {
-        "grad": raw[grad],
-        "residual": raw[residual],
+        "grad": RAW[grad],
+        "residual": RAW[residual],
         "range_offsets": "*i64",
         "thresholds": "*fp32",
         "tie_chances": "*fp32",
@@ -75,15 +78,8 @@ def test_compiles_for_sm_90(grad, residual, wire, stochastic, numel_type):
         "residual_seed_b": "i32",
         "tie_seed_a": "i32",
         "tie_seed_b": "i32",
-        **dict.fromkeys(constants, "constexpr"),
     }
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(6)}
-    source = ASTSource(prune._prune_kernel, signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert len(compiled.asm["cubin"]) > 0
-    ptx = compiled.asm["ptx"]
-    assert ".ftz" not in ptx, "denormals must not be flushed"
-    assert ".local" not in ptx, "registers spill to local memory"
+    ptx = compiled_ptx(prune._prune_kernel, signature, constants, arch)
     # Offsets of elements are 64 bits wide.
     assert "ld.global" in ptx
     assert ".v4.b32" in ptx or ".v2.b32" in ptx, "loads are not vectorised"

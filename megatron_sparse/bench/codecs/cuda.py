@@ -3,11 +3,15 @@
 Times are those of the device. They leave out the few words that `ops` reads on the host afterwards,
 and host time between launches for which the device does not wait. Operation, copy and peers take
 turns in the same run. Every op is first compared with the CPU's codec, byte for byte.
+
+Beside `prune_encode` stand Triton's kernels, which select where the compiled library is not there:
+`Triton prune_` with the same threshold, and `Triton selection`, which samples the threshold too.
+Neither writes a record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,12 +20,14 @@ import torch
 
 from megatron_sparse.bench.codecs import cases, cub_peer
 from megatron_sparse.bench.codecs.cases import DTYPES, FORMS, KEY, STEP, Action, Task
-from megatron_sparse.cuda_ext import codec_cuda, load, ops
+from megatron_sparse.config.compression import CompressionConfig
+from megatron_sparse.cuda_ext import codec_cuda, load, ops, threshold_triton
 from megatron_sparse.cuda_ext.arguments import overload
 from megatron_sparse.cuda_ext.codec_checks import record_kind
-from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
+from megatron_sparse.cuda_ext.record_spec import Expected, Limits, Pruning, RecordSpec, Segments
 from megatron_sparse.wire import FORMAT_BLOCKS
 
+SAMPLES = CompressionConfig.samples
 SECTOR_BYTES = 32
 """The least bytes that a GPU reads or writes to touch one element of the accumulator."""
 
@@ -60,7 +66,10 @@ def make_tasks(
         grad_N.nbytes + 2 * residual_N.nbytes + used(),
         wrong,
         fused,
-        peers={"torch ops": lambda: cases.prune_encode_in_torch(grad_N, rest_N, limit)},
+        peers={
+            "torch ops": lambda: cases.prune_encode_in_torch(grad_N, rest_N, limit),
+            **_triton_peers(grad_N, host_offsets, thresholds_R, density, code),
+        },
     )
 
     pruned_N = grad_N.clone()
@@ -99,6 +108,7 @@ def compare_with_cpu(density: float, dtype: str, form: str, device: torch.device
     """Bytes of message, residual and sum that differ from the CPU's on a smaller gradient."""
     code, arguments = list(DTYPES).index(dtype), FORMS[form]
     grad_N = cases.gradient(cases.ORACLE_NUMEL + 17, dtype)
+    wrong = _triton_wrong(grad_N, density, code, device)
     numel = grad_N.numel()
     offsets, keep = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
     thresholds_R = cases.threshold_of(density)
@@ -116,10 +126,63 @@ def compare_with_cpu(density: float, dtype: str, form: str, device: torch.device
         message = out[: int(sizes.sum())]
         ops.decode_add_(acc_N, message, Expected(offsets, code, STEP, rank=0), 0)
         results.append((message.cpu(), rest_N.cpu(), acc_N.cpu()))
+    return wrong + _differing_bytes(*results)
+
+
+def _triton_wrong(grad_N: torch.Tensor, density: float, code: int, device: torch.device) -> int:
+    """Bytes in which Triton's selection differs from the CPU's: limits, gradient and residual."""
+    numel = grad_N.numel()
+    results: list[tuple[torch.Tensor, ...]] = []
+    for place, sample in (
+        (torch.device("cpu"), ops.sample_threshold),
+        (device, threshold_triton.sample_threshold),
+    ):
+        sent_N, rest_N = grad_N.clone().to(place), torch.zeros(numel, device=place)
+        _select(sample, sent_N, rest_N, torch.tensor([0, numel]), density, code)
+        results.append((sent_N.cpu(), rest_N.cpu()))
+    return _differing_bytes(*results)
+
+
+def _differing_bytes(wanted: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> int:
     return sum(
-        cases.differing(got.view(torch.uint8), wanted.numpy().tobytes())
-        for wanted, got in zip(*results, strict=True)
+        cases.differing(mine.view(torch.uint8), theirs.view(torch.uint8).numpy().tobytes())
+        for theirs, mine in zip(wanted, got, strict=True)
     )
+
+
+def _select(
+    sample: Callable[..., Limits],
+    grad_N: torch.Tensor,
+    residual_N: torch.Tensor,
+    offsets: torch.Tensor,
+    density: float,
+    code: int,
+) -> None:
+    """Samples the threshold and prunes, with leak 0.5; mutates both."""
+    densities_R, keys_R = torch.tensor([density]), torch.tensor([KEY])
+    limits = sample(grad_N, residual_N, offsets, densities_R, SAMPLES, keys_R)
+    pruning = Pruning(
+        residual_N, offsets, limits.thresholds, 0.5, KEY, tie_chances_R=limits.tie_chances
+    )
+    ops.prune_(grad_N, pruning, code)
+
+
+def _triton_peers(
+    grad_N: torch.Tensor,
+    offsets: torch.Tensor,
+    thresholds_R: torch.Tensor,
+    density: float,
+    code: int,
+) -> dict[str, Action]:
+    """See the module; each works on copies, which pruning again does not change."""
+    sent_N, selected_N = grad_N.clone(), grad_N.clone()
+    rests = [torch.zeros(grad_N.numel(), device=grad_N.device) for _ in range(2)]
+    pruning = Pruning(rests[0], offsets, thresholds_R, 0.0, KEY)
+
+    def select() -> None:
+        _select(threshold_triton.sample_threshold, selected_N, rests[1], offsets, density, code)
+
+    return {"Triton prune_": lambda: ops.prune_(sent_N, pruning, code), "Triton selection": select}
 
 
 def time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[list[float]]:

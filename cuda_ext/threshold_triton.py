@@ -1,0 +1,44 @@
+"""Sampled thresholds on GPUs without the extension's CUDA part: two launches of Triton.
+
+The same bits as the compiled op. What the host knows, ranges, densities and keys, goes to the
+device in one small copy; the host never waits. Needs Triton, as `ops.prune_` does on CUDA.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.cuda_ext.codec_cuda import to_device
+from megatron_sparse.cuda_ext.record_spec import Limits
+from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, hash_seed
+
+
+def sample_threshold(
+    grad_N: torch.Tensor,
+    residual_N: torch.Tensor | None,
+    range_offsets: torch.Tensor,
+    densities_R: torch.Tensor,
+    samples: int,
+    keys_R: torch.Tensor,
+) -> Limits:
+    """See `cuda_ext.ops.sample_threshold`, which checks the arguments.
+
+    The gradient is on a CUDA device, or Triton interprets its kernels.
+    """
+    from megatron_sparse.triton_kernels import threshold
+
+    offsets, densities = range_offsets.tolist(), densities_R.tolist()
+    rows, wanted, total, most = [], [], 0, 0
+    for r, (density, key) in enumerate(zip(densities, keys_R.tolist(), strict=True)):
+        begin, numel = offsets[r], offsets[r + 1] - offsets[r]
+        count = min(numel, samples) if density < 1 else 0
+        wanted.append(density * count)
+        rank = min(int(wanted[-1]), max(count - 1, 0))
+        rows.append((begin, numel, count, rank, 0, *hash_seed(key, DRAW_SAMPLE), total))
+        total, most = total + count, max(most, count)
+    plan = torch.tensor(rows, dtype=torch.int64).view(len(rows), threshold.PLAN_COLUMNS.value)
+    plan[:, 4] = torch.tensor(wanted, dtype=torch.float64).view(torch.int64)
+    found = threshold.sample_threshold(
+        grad_N, residual_N, to_device(plan, grad_N.device), total, most
+    )
+    return Limits(*found)

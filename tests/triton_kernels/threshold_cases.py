@@ -1,0 +1,110 @@
+"""Run by test_triton_threshold.py, with TRITON_INTERPRET=1 set before Triton is imported."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_sparse.cuda_ext import ops, threshold_triton
+from megatron_sparse.cuda_ext.record_spec import Pruning
+from megatron_sparse.reference import threshold as oracle
+from megatron_sparse.triton_kernels import prune as triton_prune
+from megatron_sparse.triton_kernels import threshold as triton_threshold
+from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, hash_seed
+from tests.cuda_ext import cases
+
+DENSITIES = torch.tensor([0.01, 0.5, 1.0, 1e-6, 0.999, 0.3, 2.0])
+KEYS = torch.tensor([0, 1, 2, 3, 2**62, 2**31, 7])
+
+
+def main() -> None:
+    """Compares the kernels with the oracle and the CPU's codec; prints how many were equal."""
+    done = 0
+    for dtype, residual_dtype in itertools.product(cases.DTYPES, (None, *cases.DTYPES)):
+        for kind, numel, samples in (("spread", 4097, 700), ("special", 701, 10**6)):
+            check_oracle(kind, numel, samples, dtype, residual_dtype)
+            done += 1
+    check_oracle("spread", 0, 5, torch.float32, None)
+    check_oracle("equal", 17, 1, torch.float32, None)
+    for numel, samples, key in ((1, 5, 3), (2**31 + 9, 300, 2**63 - 1), (2**40, 40, 2**31)):
+        check_positions(numel, samples, key)
+    for dtype, residual_dtype in itertools.product(cases.DTYPES, cases.RESIDUAL_DTYPES):
+        check_selection(dtype, residual_dtype)
+        done += 1
+    print(f"{done} cases are equal")
+
+
+def check_oracle(
+    kind: str,
+    numel: int,
+    samples: int,
+    dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+) -> None:
+    """One call on unaligned views, with ranges that are empty, short, kept whole and tied."""
+    grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
+    residual = None
+    if residual_dtype is not None:
+        residual = cases.unaligned(cases.make(kind, numel, residual_dtype, seed=2))
+    arguments = (grad, residual, cases.cut(numel, 7, seed=numel), DENSITIES, samples, KEYS)
+    found = threshold_triton.sample_threshold(*arguments)
+    expected = oracle.sample_threshold(*arguments)
+    for name, got, wanted in zip(expected._fields, found, expected, strict=True):
+        cases.assert_same_bits(got, wanted, f"{kind} {numel} {dtype} {residual_dtype} {name}")
+
+
+@triton.jit
+def _positions_kernel(out, numel, count, a, b, BLOCK: tl.constexpr):
+    sample_B = tl.arange(0, BLOCK).to(tl.int64)
+    random_B = triton_prune._hash_bits(
+        tl.load(a).to(tl.uint32), tl.load(b).to(tl.uint32), sample_B.to(tl.uint32)
+    )
+    position_B = triton_threshold._sample_position(
+        tl.load(numel), tl.load(count), sample_B, random_B
+    )
+    tl.store(out + sample_B, position_B, mask=sample_B < tl.load(count))
+
+
+def check_positions(numel: int, samples: int, key: int) -> None:
+    """The positions, up to the longest bucket."""
+    expected = oracle.sample_positions(numel, samples, key)
+    numbers = (numel, len(expected), *hash_seed(key, DRAW_SAMPLE))
+    out = torch.zeros(512, dtype=torch.int64)
+    _positions_kernel[(1,)](out, *(torch.tensor([n]) for n in numbers), BLOCK=512)  # pyright: ignore[reportIndexIssue]
+    assert out[: len(expected)].tolist() == expected, (numel, samples, key)
+
+
+def check_selection(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
+    """Three steps of sampled top-k with leaky error feedback, bit for bit the CPU codec's."""
+    numel, leak, wire = 3000, 0.9, cases.DTYPES.index(dtype)
+    offsets = torch.tensor([0, 1500, 1500, numel])
+    densities, keys = torch.tensor([0.05, 0.5, 1.0]), torch.tensor([3, 4, 5])
+    residuals = [torch.zeros(numel, dtype=residual_dtype) for _ in range(2)]
+    for step in range(3):
+        grad = cases.make("spread", numel, dtype, seed=step)
+        grad[::3] = 2.0  # ties
+        grads = [grad.clone(), grad.clone()]
+        limits = ops.sample_threshold(grads[0], residuals[0], offsets, densities, 500, keys)
+        pruning = Pruning(
+            residuals[0], offsets, limits.thresholds, leak, step, tie_chances_R=limits.tie_chances
+        )
+        nnz = ops.prune_(grads[0], pruning, wire)
+        found = threshold_triton.sample_threshold(
+            grads[1], residuals[1], offsets, densities, 500, keys
+        )
+        found_nnz = triton_prune.prune_(
+            grads[1], residuals[1], offsets, (found.thresholds, found.tie_chances), leak, wire, step
+        )
+        for name, got, wanted in zip(limits._fields, found, limits, strict=True):
+            cases.assert_same_bits(got, wanted, f"{dtype} step {step} {name}")
+        cases.assert_same_bits(grads[1], grads[0], f"{dtype} step {step}: sent")
+        cases.assert_same_bits(residuals[1], residuals[0], f"{dtype} step {step}: residual")
+        assert torch.equal(found_nnz, nnz), f"{dtype} step {step}"
+        assert 0 < int(nnz[0]) < 300
+
+
+if __name__ == "__main__":
+    main()
