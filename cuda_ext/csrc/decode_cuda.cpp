@@ -68,8 +68,7 @@ Tensor decode_add_cuda(const Tensor& acc, const Tensor& message, const Tensor& s
 Tensor decode_sum_cuda(const Tensor& acc, const std::vector<Tensor>& messages,
                        const Tensor& segment_offsets, int64_t value_dtype, int64_t step,
                        int64_t base, std::optional<Tensor> slots) {
-  const DecodeArguments common =
-      check_decode(acc, segment_offsets, value_dtype, step, base, slots);
+  const DecodeArguments common = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
   const int64_t count = static_cast<int64_t>(messages.size());
   MS_CHECK(count > 0, "decode: there are no messages", "at least one", 0);
   torch::stable::accelerator::DeviceGuard guard(acc.get_device_index());

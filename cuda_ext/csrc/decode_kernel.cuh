@@ -39,7 +39,7 @@ __device__ __forceinline__ Unit find_unit(const DecodeArguments& call, const Dec
 __device__ __forceinline__ void report(const DecodeWorkspace& work, int64_t segment, int64_t entry,
                                        bool beyond_numel) {
   atomicMin(&work.state->wrong, static_cast<unsigned long long>(segment) << 33 |
-                            static_cast<unsigned long long>(entry) << 1 | beyond_numel);
+                                    static_cast<unsigned long long>(entry) << 1 | beyond_numel);
 }
 
 // Indices strictly ascend below `limit`.

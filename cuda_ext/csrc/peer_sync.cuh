@@ -71,8 +71,9 @@ struct PeerFault {
   int64_t value;
 };
 
-// Writes the error words; the first error stays. Its thread claims the code's word, writes the other
-// words, and publishes the code last: a reader that sees a code sees the fields that belong to it.
+// Writes the error words; the first error stays. Its thread claims the code's word, writes the
+// other words, and publishes the code last: a reader that sees a code sees the fields that belong
+// to it.
 __device__ inline void fail(PeerControl* control, const PeerStage& stage, const PeerFault& fault) {
   int64_t* const words = control->error;
   const auto claimed = static_cast<unsigned long long>(kPeerClaimed);
@@ -106,8 +107,7 @@ constexpr unsigned long long kFailed = 1ull << 63;
 
 __device__ __forceinline__ unsigned long long failure_flag(const PeerControl* control) {
   const auto code = static_cast<unsigned long long>(error_code(control));
-  return kFailed | code << 56 |
-         static_cast<unsigned long long>(control->error[kErrorRank]) << 40;
+  return kFailed | code << 56 | static_cast<unsigned long long>(control->error[kErrorRank]) << 40;
 }
 
 __device__ __forceinline__ PeerFault fault_of(unsigned long long flag, int reporter) {

@@ -1,6 +1,6 @@
-// The CUDA encoders' launches around compaction. Before it: the cut into tiles, and zeros where they
-// are needed. After it: the format and place of each segment's record, and the move of staged bits
-// and values to their records.
+// The CUDA encoders' launches around compaction. Before it: the cut into tiles, and zeros where
+// they are needed. After it: the format and place of each segment's record, and the move of staged
+// bits and values to their records.
 #pragma once
 
 #include "tile_words.cuh"

@@ -3,8 +3,8 @@
 // The first one gathers the magnitudes of all samples, which lie apart in memory: the whole grid
 // takes them, however few the ranges are. In the second one a block takes a range and finds the
 // magnitude of the wanted rank by four passes over their bytes, the highest first, each with a
-// histogram in shared memory; the last one counts the ties. A sample is a sector of 32 bytes of each
-// buffer and 4 bytes of scratch memory, which the second launch finds in the caches.
+// histogram in shared memory; the last one counts the ties. A sample is a sector of 32 bytes of
+// each buffer and 4 bytes of scratch memory, which the second launch finds in the caches.
 #include <algorithm>
 
 #include "launch_grid.cuh"
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kGatherThreads = 256;
 constexpr int kSelectThreads = 512;
-constexpr int kSelectItems = 8;  // magnitudes that a thread requests together
+constexpr int kSelectItems = 8;   // magnitudes that a thread requests together
 constexpr int kMostRows = 65535;  // of a grid
 constexpr int kDigits = 256;
 constexpr int kDigitsOfLane = kDigits / 32;

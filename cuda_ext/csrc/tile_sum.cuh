@@ -123,8 +123,7 @@ __device__ __forceinline__ void find_coo_part(const DecodeRecord& record, const 
 // Whether the last block is not zero beyond the segment's end; answers for this lane's elements.
 __device__ __forceinline__ bool has_wrong_padding(const DecodeRecord& record, int64_t value_bytes) {
   if (record.blocks == 0) return false;
-  const int64_t last_end =
-      (indices_of(record)[record.blocks - 1] + int64_t{1}) * record.block_size;
+  const int64_t last_end = (indices_of(record)[record.blocks - 1] + int64_t{1}) * record.block_size;
   const int64_t halves = value_bytes / 2;
   // Not above zero if the last block ends inside the segment.
   const int64_t padded = min(last_end - record.numel, record.block_size) * halves;

@@ -11,8 +11,7 @@ __global__ void fail_at_once_kernel(megatron_sparse::PeerControl* control,
   const auto code = number % 2 == 0 ? megatron_sparse::kPeerMissing : megatron_sparse::kPeerRecord;
   megatron_sparse::fail(control, {megatron_sparse::kPeerReduceScatter, megatron_sparse::kPeerSums},
                         {code, number, number, number, number, number});
-  flags[number] =
-      megatron_sparse::has_failed(control) ? megatron_sparse::failure_flag(control) : 0;
+  flags[number] = megatron_sparse::has_failed(control) ? megatron_sparse::failure_flag(control) : 0;
 }
 
 }  // namespace
@@ -33,8 +32,7 @@ EXPORT int64_t peer_layout(int what) {
 }
 
 EXPORT const char* peer_fail_at_once(megatron_sparse::PeerControl* control,
-                                     unsigned long long* flags, unsigned blocks,
-                                     unsigned threads) {
+                                     unsigned long long* flags, unsigned blocks, unsigned threads) {
   return guarded([&] {
     cudaLaunchConfig_t config;
     config.gridDim = dim3(blocks);

@@ -82,11 +82,19 @@ EXPORT void traffic_end(int64_t* read, int64_t* written) {
   launching.unlock();
 }
 
-#define ACCESS(bytes)                                                                         \
-  extern "C" void __tsan_read##bytes(void* address) { touched(address, bytes, 1); }           \
-  extern "C" void __tsan_write##bytes(void* address) { touched(address, bytes, 2); }          \
-  extern "C" void __tsan_unaligned_read##bytes(void* address) { touched(address, bytes, 1); } \
-  extern "C" void __tsan_unaligned_write##bytes(void* address) { touched(address, bytes, 2); }
+#define ACCESS(bytes)                                            \
+  extern "C" void __tsan_read##bytes(void* address) {            \
+    touched(address, bytes, 1);                                  \
+  }                                                              \
+  extern "C" void __tsan_write##bytes(void* address) {           \
+    touched(address, bytes, 2);                                  \
+  }                                                              \
+  extern "C" void __tsan_unaligned_read##bytes(void* address) {  \
+    touched(address, bytes, 1);                                  \
+  }                                                              \
+  extern "C" void __tsan_unaligned_write##bytes(void* address) { \
+    touched(address, bytes, 2);                                  \
+  }
 ACCESS(1)
 ACCESS(2)
 ACCESS(4)

@@ -12,8 +12,8 @@
 // accesses of global memory. Not modelled: the weak memory order of a GPU, shared-memory bounds,
 // time.
 //
-// It counts what a thread queues: kernels, memsets, and, in a library built for it (traffic.cpp), the
-// bytes that kernels move.
+// It counts what a thread queues: kernels, memsets, and, in a library built for it (traffic.cpp),
+// the bytes that kernels move.
 //
 // A spin must call __nanosleep, or no other thread ever runs. Dynamic shared memory, declared in a
 // kernel as `extern __shared__ T name[];`, is defined by the test with
