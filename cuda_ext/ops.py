@@ -126,8 +126,10 @@ def sample_threshold(
     n <= samples that is all of them. The threshold is the magnitude `|g + e|` of descending rank
     floor(density * s), from 0. Of the samples, A exceed it and E equal it; the tie chance is
     (density * s - A) / E, so density * s samples are selected on average, whatever their
-    distribution. A threshold of 0, which selects all that is not zero, has chance 0; so has
-    infinity, which is always sent. NaN counts as infinite. A pure function of its arguments.
+    distribution. Where E is 1 the range's key draws here whether that sample is selected: its
+    chance is 0 or 1, and does not depend on its place in a bucket. A threshold of 0, which selects
+    all that is not zero, has chance 0; so has infinity, which is always sent. NaN counts as
+    infinite. A pure function of its arguments.
 
     Args:
         grad_N: only read.
@@ -135,7 +137,7 @@ def sample_threshold(
         range_offsets: R+1 offsets of consecutive ranges from 0 to N.
         densities_R: fp32 on the CPU, above 0; 1 and more keeps all of a range.
         samples: elements to look at in each range.
-        keys_R: int64 on the CPU; keys of the sample positions.
+        keys_R: int64 on the CPU; keys of the sample positions and of that draw.
 
     Returns:
         Limits_R on the gradient's device; threshold -1, chance 0 and no ties for a range that is
@@ -145,11 +147,11 @@ def sample_threshold(
         ExtensionError: arguments that do not fit together.
 
     Example:
-        >>> g = torch.tensor([1.0, -4.0, 2.0, 3.0])
+        >>> g = torch.tensor([1.0, -4.0, 2.0, 2.0])
         >>> sample_threshold(
-        ...     g, None, torch.tensor([0, 4]), torch.tensor([0.625]), 10, torch.tensor([7])
+        ...     g, None, torch.tensor([0, 4]), torch.tensor([0.5]), 10, torch.tensor([7])
         ... )
-        Limits(thresholds=tensor([2.]), tie_chances=tensor([0.5000]), ties=tensor([1]))
+        Limits(thresholds=tensor([2.]), tie_chances=tensor([0.5000]), ties=tensor([2]))
     """
     ranges = check_selection("sample_threshold", grad_N, residual_N, GRAD_DTYPES, range_offsets)
     cpu = torch.device("cpu")

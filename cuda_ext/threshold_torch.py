@@ -6,6 +6,8 @@ ordered by their fp32 bits. No host synchronisation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron_sparse.cuda_ext.record_spec import Limits
@@ -37,6 +39,12 @@ def drawn_ties(first: int, count: int, key: int, device: torch.device) -> torch.
     seed_a = (high * 0x85EBCA6B & _MASK_32) ^ a
     bits = _hash(index & _MASK_32, seed_a, b + high * 0xC2B2AE35)
     return (bits >> 8).float() * 2.0**-24
+
+
+def range_draws(keys: Sequence[int]) -> torch.Tensor:
+    """For each range's key the 24-bit draw that decides a single tie: int64 [R], on the CPU."""
+    seeds = torch.tensor([hash_seed(key, DRAW_TIE) for key in keys]).view(-1, 2)
+    return _hash(torch.zeros(len(keys), dtype=torch.int64), seeds[:, 0], seeds[:, 1]) >> 8
 
 
 def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_sparse.cuda_ext.codec_cuda import to_device
 from megatron_sparse.cuda_ext.record_spec import Limits
+from megatron_sparse.cuda_ext.threshold_torch import range_draws
 from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, hash_seed
 
 
@@ -29,12 +30,14 @@ def sample_threshold(
 
     offsets, densities = range_offsets.tolist(), densities_R.tolist()
     rows, wanted, total, most = [], [], 0, 0
-    for r, (density, key) in enumerate(zip(densities, keys_R.tolist(), strict=True)):
+    keys = keys_R.tolist()
+    draws = range_draws(keys).tolist()
+    for r, (density, key) in enumerate(zip(densities, keys, strict=True)):
         begin, numel = offsets[r], offsets[r + 1] - offsets[r]
         count = min(numel, samples) if density < 1 else 0
         wanted.append(density * count)
         rank = min(int(wanted[-1]), max(count - 1, 0))
-        rows.append((begin, numel, count, rank, 0, *hash_seed(key, DRAW_SAMPLE), total))
+        rows.append((begin, numel, count, rank, 0, *hash_seed(key, DRAW_SAMPLE), total, draws[r]))
         total, most = total + count, max(most, count)
     plan = torch.tensor(rows, dtype=torch.int64).view(len(rows), threshold.PLAN_COLUMNS.value)
     plan[:, 4] = torch.tensor(wanted, dtype=torch.float64).view(torch.int64)

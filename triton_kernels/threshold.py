@@ -22,7 +22,7 @@ import triton.language as tl
 
 from megatron_sparse.triton_kernels.prune import _CODE_OF, _hash_bits, _raw, _widen
 
-PLAN_COLUMNS = tl.constexpr(8)
+PLAN_COLUMNS = tl.constexpr(9)
 SAMPLE_BLOCK = 256
 SELECT_BLOCK = 2048
 _NO_RESIDUAL = -1
@@ -44,9 +44,10 @@ def sample_threshold(
     Args:
         grad_N: only read.
         residual_N: fp32, bf16 or fp16; None for zeros. Only read.
-        plan: int64 [R, 8] on the same device: begin and length of the range, number of samples (0
+        plan: int64 [R, 9] on the same device: begin and length of the range, number of samples (0
             keeps all of the range), rank of the threshold, the bits of the fp64 number of wanted
-            samples, two words of the hash, and the place of the first sample in the scratch memory.
+            samples, two words of the hash, the place of the first sample in the scratch memory,
+            and the 24-bit draw that decides a single tie.
         total: samples of all ranges.
         most: samples of a range, at most.
 
@@ -162,6 +163,9 @@ def _select_kernel(plan, magnitudes, thresholds, chances, ties, BLOCK: tl.conste
         # `rank` is now that among the samples which equal the threshold.
         above = first_rank - rank
         chance = ((wanted - above.to(tl.float64)) / equal.to(tl.float64)).to(tl.float32)
+        # What ties with nothing but itself is drawn once for the range.
+        draw = tl.load(row + 8).to(tl.float32) * 0.000000059604644775390625  # 2^-24
+        chance = tl.where(equal == 1, (draw < chance).to(tl.float32), chance)
         has_chance = (threshold > 0) & (threshold < _INFINITY)
         tl.store(thresholds + r, threshold.to(tl.float32, bitcast=True))
         tl.store(chances + r, tl.where(has_chance, chance, 0.0))

@@ -1,6 +1,7 @@
 // One value of any dtype, as fp32.
 #pragma once
 
+#include "counter_hash.h"
 #include "elementwise.h"
 #include "lanes.h"
 
@@ -35,6 +36,16 @@ MS_INLINE int64_t threshold_rank(double wanted, int64_t count) {
 MS_INLINE float tie_chance(uint32_t threshold, double wanted, int64_t above, int64_t equal) {
   if (threshold == 0 || threshold == kInfinity) return 0;
   return static_cast<float>((wanted - static_cast<double>(above)) / static_cast<double>(equal));
+}
+
+// The chance of the sample that ties with nothing but itself is drawn here, once for its range: it
+// becomes 0 or 1. The range's key decides, so the selection does not depend on the element's place
+// in a bucket, nor on how the gradient is cut into buckets.
+MS_INLINE float settle_single(float chance, int64_t equal, int64_t key) {
+  if (equal != 1) return chance;
+  const HashSeed seed = hash_seed(static_cast<uint64_t>(key), kDrawTie);
+  const float draw = static_cast<float>(hash_at(seed, 0) >> 8) * (1.0f / kTwoTo24);
+  return draw < chance ? 1.0f : 0.0f;
 }
 
 }  // namespace megatron_sparse

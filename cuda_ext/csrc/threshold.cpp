@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_threshold_cpu(const Tensor& grad,
       }
       const Quantile found = quantile(magnitudes, wanted[r]);
       out[r] = found.threshold;
-      chances[r] = found.tie_chance;
+      chances[r] = settle_single(found.tie_chance, found.ties, range_keys[r]);
       equal[r] = found.ties;
     }
   });

@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(kSelectThreads)
       // The last pass counted the samples that equal the threshold; `rank` is one of theirs.
       const int64_t equal = counts[threshold % kDigits];
       call.thresholds[r] = ScalarLanes::as_float(threshold);
-      call.tie_chances[r] = tie_chance(threshold, wanted, first_rank - rank, equal);
+      call.tie_chances[r] = settle_single(tie_chance(threshold, wanted, first_rank - rank, equal),
+                                          equal, call.keys[r]);
       call.ties[r] = equal;
     }
     // The next range's writes to shared memory come after the reads of all threads.

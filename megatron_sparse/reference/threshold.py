@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.cuda_ext.record_spec import Limits
-from megatron_sparse.reference.counter_hash import DRAW_SAMPLE, counter_hash
+from megatron_sparse.reference.counter_hash import DRAW_SAMPLE, DRAW_TIE, counter_hash
 
 
 def sample_positions(numel: int, samples: int, key: int) -> list[int]:
@@ -46,6 +46,12 @@ def quantile_limit(magnitudes: list[float], density: float) -> tuple[float, floa
     return threshold, (wanted - above) / equal, equal
 
 
+def single_chance(chance: float, key: int) -> float:
+    """0 or 1: the chance, drawn once for the range, of a sample that ties with itself alone."""
+    (draw,) = counter_hash(key, DRAW_TIE, torch.zeros(1, dtype=torch.int64)) >> 8
+    return float(draw * 2.0**-24 < torch.tensor(chance, dtype=torch.float32))
+
+
 def sample_threshold(
     grad_N: torch.Tensor,
     residual_N: torch.Tensor | None,
@@ -66,7 +72,10 @@ def sample_threshold(
         x = grad_N[index].float()
         if residual_N is not None:
             x = x + residual_N[index].float()
-        limits.append(quantile_limit(x.abs().tolist(), density))
+        threshold, chance, ties = quantile_limit(x.abs().tolist(), density)
+        if ties == 1:
+            chance = single_chance(chance, key)
+        limits.append((threshold, chance, ties))
     thresholds, chances, ties = zip(*limits, strict=True) if limits else ((), (), ())
     return Limits(
         torch.tensor(thresholds, dtype=torch.float32),

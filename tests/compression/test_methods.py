@@ -390,13 +390,14 @@ class TestThresholdReuse:
 
     def test_a_checkpoint_holds_the_chances_and_an_older_one_is_read(self):
         saved = Rank("threshold_reuse", density=0.1025, reuse_iters=9)
-        gradient = 1 + torch.randperm(NUMEL, generator=torch.Generator().manual_seed(1))
+        gradient = 1 + torch.arange(NUMEL) // 30  # a few samples tie
         saved.select(gradient.float(), 0)
         saved.commit()
         state = saved.method.state_dict()
         chances = state["b"]["tie_chances"]
-        # 61.5 of 600 samples: 61 and half a one. The bias is kept whole.
-        assert chances.tolist() == pytest.approx([0.5, 0, 0, 0.5], rel=1e-4)
+        assert chances[[0, 3]].min() > 0
+        assert chances[[0, 3]].max() < 1
+        assert chances[[1, 2]].tolist() == [0, 0], "these are kept whole"
         assert state["b"]["tied"] is False
         loaded = Rank("threshold_reuse", density=0.1025, reuse_iters=9)
         loaded.method.load_state_dict(state)

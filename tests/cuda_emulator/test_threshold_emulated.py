@@ -74,7 +74,8 @@ def test_ties_zeros_nan_and_infinity(place: Place) -> None:
     arguments = (offsets, torch.full((4,), 0.25), 1000, torch.arange(4))
     expected = oracle.sample_threshold(values, None, *arguments)
     assert expected.thresholds[0] == 2
-    assert expected.tie_chances.tolist() == [0.25, 0, 0, 0.25]
+    assert expected.tie_chances[:3].tolist() == [0.25, 0, 0]
+    assert expected.tie_chances[3] in (0, 1), "drawn by the key of its range"
     assert expected.ties.tolist() == [4, 3, 3, 1]
     found = ops.sample_threshold(place(values), None, *arguments)
     same_limits(found, expected, "ties")

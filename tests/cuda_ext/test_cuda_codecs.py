@@ -89,8 +89,11 @@ def test_kernels_move_16_bytes_at_a_time() -> None:
         assert len(compaction) == instances
         for text in compaction:
             assert "LDG.E.128" in text
-            # The gradient is copied to shared memory; a residual is written back.
-            assert ("STG.E.128" in text) == (source == "PruneSource")
+            # The gradient is copied to shared memory; a residual is written back, a bf16 one beside
+            # an fp32 gradient 8 bytes at a time.
+            half = "PruneSourceILi0ELi1E" in text
+            assert ("STG.E.128" in text) == (source == "PruneSource" and not half)
+            assert ("STG.E.64" in text) >= half
             assert "STL" not in text
             assert "LDL" not in text
     # Sums that start from zero are written once: 16 bytes at a time or, unaligned, 4.

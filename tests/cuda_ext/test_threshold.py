@@ -72,13 +72,11 @@ def test_independent_of_the_thread_count():
 
 def test_rank_of_the_threshold():
     values = torch.arange(1.0, 101.0)
-    assert single(values, 0.125) == (
-        88.0,
-        0.5,
-        1,
-    )  # twelve are strictly greater, and half a one more
+    threshold, chance, ties = single(values, 0.125)
+    assert (threshold, ties) == (88.0, 1)  # twelve are strictly greater, and half a one more
+    assert chance in (0, 1)
     assert single(values, 0.999)[0] == 1.0
-    assert single(values, 2**-10) == (100.0, 100 / 1024, 1)  # one in ten steps
+    assert single(values, 2**-10)[::2] == (100.0, 1)
     assert single(values, 1.0) == (-1.0, 0.0, 0)
     assert single([], 0.5) == (-1.0, 0.0, 0)
 
@@ -87,9 +85,25 @@ def test_ties_have_the_chance_that_sends_the_density():
     assert single([2.0, -2.0, 2.0, 2.0], 0.25) == (2.0, 0.25, 4)
     assert single([2.0, 2.0, 1.0, 1.0], 0.25) == (2.0, 0.5, 2)  # a tie at the top
     assert single([2.0, 1.0, 1.0, 1.0], 0.5) == (1.0, torch.tensor(1 / 3).item(), 3)
-    assert single([-3.0], 0.5) == (3.0, 0.5, 1)
     assert single([0.0, -0.0, 0.0], 0.5) == (0.0, 0.0, 3)  # zeros are never sent
     assert single([0.0, 0.0, 1e-45, 0.0], 0.5) == (0.0, 0.0, 3)
+
+
+def test_a_single_tie_is_drawn_by_its_ranges_key():
+    """Each key decides for its range, whatever the place in the bucket; half of these do."""
+    values, keys = torch.arange(1.0, 101.0), torch.arange(1000)
+    densities = torch.full((1000,), 0.125)
+    offsets = torch.arange(0, 100_001, 100)
+    found = ops.sample_threshold(values.repeat(1000), None, offsets, densities, 100, keys)
+    assert set(found.tie_chances.tolist()) == {0, 1}
+    assert found.tie_chances.mean() == pytest.approx(0.5, abs=5 * 0.5 / math.sqrt(1000))
+    alone = [
+        ops.sample_threshold(
+            values, None, torch.tensor([0, 100]), densities[:1], 100, key[None]
+        ).tie_chances
+        for key in keys[:50]
+    ]
+    assert torch.equal(torch.cat(alone), found.tie_chances[:50])
 
 
 def test_nan_and_infinity_are_the_largest():

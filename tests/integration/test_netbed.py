@@ -41,10 +41,10 @@ bed = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
 def start(*arguments: str, **more) -> subprocess.Popen[str]:
-    # A background job of a shell ignores SIGINT, and so do the programs that it starts: bash
-    # cannot trap a signal that was ignored when it began.
+    # A background job of a shell ignores SIGINT, and one of nohup SIGHUP, and so do the programs
+    # that it starts: bash cannot trap a signal that was ignored when it began.
     return subprocess.Popen(
-        ["env", "--default-signal=INT", "bash", str(NETBED), *arguments],
+        ["env", "--default-signal=INT,HUP", "bash", str(NETBED), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

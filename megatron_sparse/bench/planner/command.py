@@ -58,7 +58,7 @@ class Trial:
 
     def rows(self) -> Iterator[PlannerRow]:
         """Every case; workloads outermost, clusters innermost."""
-        options = SchemeConfig()
+        options = SchemeConfig(capacity=None)
         for workload in self.workloads:
             for n in self.world_sizes:
                 if n <= workload.most_ranks:

@@ -99,7 +99,7 @@ class PlannerRanks(RankBench):
             CommunicationError: a rank is gone.
         """
         cluster = self._cluster()
-        options = SchemeConfig()
+        options = SchemeConfig(capacity=None)
         for workload in self._trial.workloads:
             grad_N = workload.source(self.rank).to(self._device)
             profile = self._profile(grad_N)
