@@ -90,7 +90,7 @@ def test_the_command_prints_draws_and_writes(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["nowhere"], "no measured delays"),
-        (["RUN", "--output=cdf.xyz"], "cannot be written"),
+        (["RUN", "--output=cdf.xyz"], "cannot write this kind of file"),
         (["RUN", "--csv=no/such/folder.csv"], "cannot be written"),
     ],
 )
