@@ -22,6 +22,7 @@ from megatron_sparse.errors import DependencyError
 from tests.cuda_ext import cases
 
 MAX_REGISTERS = 64  # so that 4 blocks of 256 threads are resident: 65536 / 1024
+PRUNE_REGISTERS = 80  # of prune_encode, 3 blocks of which are resident
 MAX_SHARED_BYTES = 25 << 10  # 4 of them leave room on sm_80's 164 KiB and an L1 cache beside
 
 
@@ -48,7 +49,8 @@ def test_registers_and_shared_memory() -> None:
         assert {kernel.arch for kernel in kernels} == {f"sm_{arch}" for arch in sources.CUDA_ARCHS}
         for kernel in kernels:
             assert kernel.spill_bytes == 0, kernel
-            assert kernel.registers <= MAX_REGISTERS, kernel
+            most = PRUNE_REGISTERS if "PruneSource" in kernel.kernel else MAX_REGISTERS
+            assert kernel.registers <= most, kernel
             assert kernel.shared_bytes <= MAX_SHARED_BYTES, kernel
 
 
@@ -97,7 +99,7 @@ def test_kernels_move_16_bytes_at_a_time() -> None:
             assert "STL" not in text
             assert "LDL" not in text
     # Sums that start from zero are written once: 16 bytes at a time or, unaligned, 4.
-    sums = [text for text in functions if "sum_kernel" in text.split("\n", 1)[0]]
+    sums = [text for text in functions if "10sum_kernel" in text.split("\n", 1)[0]]
     fresh = [text for text in sums if "Lb1E" in text.split("\n", 1)[0]]
     assert len(sums) == 12
     assert len(fresh) == 6
