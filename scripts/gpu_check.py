@@ -201,6 +201,7 @@ def run_stage(stage: Stage, log: Path, folder: Path, rehearse: bool) -> str:
     """Runs one stage with its output in `log`; returns what is wrong, or nothing."""
     environment = os.environ | {"GPU_CHECK_JSON": str(folder / f"{stage.name}.jsonl")}
     environment["MEGATRON_SPARSE_STRICT"] = "1"
+    environment.pop("PYTEST_ADDOPTS", None)  # a stage is judged by pytest's last line
     if stage.queues is not None:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = str(stage.queues)
     if rehearse:

@@ -55,7 +55,7 @@ def test_no_way_counts_fewer_bytes_than_the_floor(counts: dict[Way, Ledger]) -> 
 
 def test_a_kernel_counts_each_sector_of_its_buffers_once(codecs: Codecs) -> None:
     """Of 4096 samples of 4096 elements: all are read and their magnitudes written, once each."""
-    numel, tables = 4096, 5 * 32
+    numel, tables = 4096, 2 * 5 * 32  # of each of the two launches
     with counting(ledger := Ledger()):
         codecs.sample_threshold(
             torch.randn(numel),
