@@ -22,17 +22,17 @@ def _train(setting, scheme=None):
 
     toy = SmallGPT(setting)
     attachment = None
-    if scheme is not None:
-        attachment = attach(
-            toy.ddp,
-            toy.optimizer,
-            scheme=scheme,
-            density=1.0,
-            warmup_iters=0,
-            ramp_iters=0,
-            straggler=section_for(scheme),
-        )
     try:
+        if scheme is not None:
+            attachment = attach(
+                toy.ddp,
+                toy.optimizer,
+                scheme=scheme,
+                density=1.0,
+                warmup_iters=0,
+                ramp_iters=0,
+                straggler=section_for(scheme),
+            )
         for _ in range(STEPS):
             toy.step()
         return toy.weights()

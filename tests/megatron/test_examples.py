@@ -107,6 +107,6 @@ def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
 @pytest.mark.timeout(500)
 def test_the_two_lines_with_a_hybrid_model():
     output = run(EXAMPLE, *HYBRID)
-    assert "wire ratio" in output
+    assert "comm/wire_ratio" in output
     assert len(losses(output)) == 4
     assert "GPTModel IS DEPRECATED" not in output, "Megatron prints it for the other model"

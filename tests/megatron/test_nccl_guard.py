@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.megatron.attachment import Attachment
+from megatron_sparse.megatron.optimizer_step import UnconfirmedSums
 from megatron_sparse.recording import NullSink
 from megatron_sparse.transport.nccl_errors import ENVIRONMENT, HealthCheck
 
@@ -32,6 +33,7 @@ def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
     found.nccl_health = HealthCheck(
         5.0, lambda: None, torch.device("cpu"), lambda: iter([("tensor (ranks 0, 1)", FAILED)])
     )
+    found._sums = UnconfirmedSums(lambda: None)
     return found
 
 
