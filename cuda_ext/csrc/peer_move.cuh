@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kMoveThreads)
 //
 // The ranks are along y. All blocks are resident (see the launch), so a rank's blocks cannot keep
 // those of another virtual rank from running.
-__global__ void __launch_bounds__(kMoveThreads, 1)
+__global__ void __launch_bounds__(kMoveThreads, 4)
     peer_take_kernel(PeerDomain domain, PeerStage stage, int buffer, PeerTables tables,
                      uint8_t* staged, int64_t staged_stride) {
   __shared__ PeerWait wait;

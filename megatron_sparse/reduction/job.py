@@ -138,7 +138,7 @@ class RunningJob:
             if self.work is not None:
                 self._finish(self.work)
             # Other ranks' errors name the bucket for which this rank posts.
-            posting_for.set(pending.name)
+            outside = posting_for.set(pending.name)
             try:
                 self._take(next(self._steps), wake)
             except StopIteration:
@@ -147,6 +147,8 @@ class RunningJob:
                 pending.charge(*begun)
                 pending.end(None)
                 return False
+            finally:
+                posting_for.reset(outside)
             pending.charge(*begun)
         return True
 

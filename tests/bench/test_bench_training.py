@@ -62,6 +62,7 @@ def runs(monkeypatch, tmp_path):
         return 0
 
     monkeypatch.setattr(local_ranks, "run", run)
+    monkeypatch.setattr(training, "foreign_share", lambda *_: 0.0)
     return commands
 
 
