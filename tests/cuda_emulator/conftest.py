@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.cuda_emulator.codec_cases import Place
+from tests.cuda_emulator.compilation import compile_library, find_gxx
 from tests.cuda_emulator.device import EmulatedGpu, pretend_driver
-from tests.cuda_emulator.emulated import RANDOM, Codecs, compile_library, find_gxx
+from tests.cuda_emulator.emulated import RANDOM, Codecs
 from tests.cuda_emulator.op_calls import EmulatedDevice
 
 

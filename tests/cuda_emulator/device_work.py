@@ -18,8 +18,9 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reducti
 from megatron_sparse.reduction.job import GATE
 from megatron_sparse.transport import VirtualCluster
 from tests import fake_nccl
+from tests.cuda_emulator.compilation import compile_library
 from tests.cuda_emulator.device import GPU, EmulatedGpu, pretend_driver
-from tests.cuda_emulator.emulated import IN_ORDER, Codecs, compile_library
+from tests.cuda_emulator.emulated import IN_ORDER, Codecs
 from tests.cuda_emulator.ledger import Ledger, counting
 from tests.cuda_emulator.op_calls import EmulatedDevice
 from tests.cuda_emulator.test_nccl_emulated import Group, Rank, group_of, on_all

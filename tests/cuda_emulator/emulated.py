@@ -1,193 +1,26 @@
-"""The CUDA launchers on the CPU: compiles them with the emulator and calls them through ctypes."""
+"""The emulated CUDA launchers, called through ctypes."""
 
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tests.cuda_emulator import ledger
-
-HERE = Path(__file__).resolve().parent
-SOURCES = HERE.parents[1] / "cuda_ext" / "csrc"
-# Kernels load values as raw bits; nvcc does not assume strict aliasing either.
-FLAGS = (
-    "-std=c++20",
-    "-O1",
-    "-g1",
-    "-fPIC",
-    "-fno-strict-aliasing",
-    "-ffp-contract=off",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-Wno-unknown-pragmas",
-    "-pthread",
-    f"-I{HERE / 'include'}",
-    f"-I{SOURCES}",
+from tests.cuda_emulator.arguments import (
+    Buffer,
+    DecodeArguments,
+    EncodeArguments,
+    PruneArguments,
+    ThresholdArguments,
 )
+
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DENSE, COO, PICI, BLOCKS, PICI_PAPER, ADAPTIVE = 0, 1, 2, 3, 0x12, 0xFF
 IN_ORDER, REVERSED, RANDOM = range(3)
-GUARD = 64
-"""Bytes around every buffer, which no kernel may touch."""
-
-
-def find_gxx() -> str | None:
-    """The compiler of the emulator: g++ 11 or newer (std::source_location)."""
-    return shutil.which("g++")
-
-
-TRAFFIC = (
-    "-DCUDA_EMULATOR_TRAFFIC",
-    "-fsanitize=thread",
-    "--param=tsan-instrument-func-entry-exit=0",
-)
-"""Options with which kernels announce their accesses to `traffic.cpp`."""
-
-
-def compile_library(folder: Path, extra: Sequence[str] = (), *, counts_bytes: bool = False) -> Path:
-    """Builds the shared library, whose ledgers contain bytes or launches only; returns its path."""
-
-    def compile_one(source: Path, options: Sequence[str]) -> Path:
-        target = folder / f"{source.name}.o"
-        command = ["g++", *FLAGS, *options, "-x", "c++", "-c", source, "-o", target]
-        subprocess.run(command, check=True)
-        return target
-
-    units = (
-        SOURCES / "prune_encode.cu",
-        HERE / "codec_api.cpp",
-        HERE / "hash_api.cpp",
-        HERE / "peer_api.cpp",
-        HERE / "nccl_api.cpp",
-    )
-    options = (*extra, *TRAFFIC) if counts_bytes else extra
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(lambda unit: compile_one(unit, options), units))
-    if counts_bytes:
-        objects.append(compile_one(HERE / "traffic.cpp", extra))
-    library = folder / "codecs_on_cpu.so"
-    subprocess.run(["g++", "-shared", "-pthread", *extra, *objects, "-o", library], check=True)
-    return library
-
-
-class EncodeArguments(ctypes.Structure):
-    """Mirrors the struct of encode_launch.h."""
-
-    _fields_ = (
-        ("grad", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("grad_dtype", ctypes.c_int),
-        ("value_dtype", ctypes.c_int),
-        ("segment_offsets", ctypes.c_void_p),
-        ("segment_kinds", ctypes.c_void_p),
-        ("segment_count", ctypes.c_int64),
-        ("step", ctypes.c_uint32),
-        ("block_size", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("capacity", ctypes.c_int64),
-        ("workspace", ctypes.c_void_p),
-        ("segment_bytes", ctypes.c_void_p),
-        ("nnz", ctypes.c_void_p),
-        ("status", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("most_nnz", ctypes.c_void_p),
-    )
-
-
-class PruneArguments(ctypes.Structure):
-    """Mirrors the struct of encode_launch.h."""
-
-    _fields_ = (
-        ("residual", ctypes.c_void_p),
-        ("range_offsets", ctypes.c_void_p),
-        ("thresholds", ctypes.c_void_p),
-        ("tie_chances", ctypes.c_void_p),
-        ("range_count", ctypes.c_int64),
-        ("leak", ctypes.c_float),
-        ("key", ctypes.c_int64),
-        ("residual_dtype", ctypes.c_int),
-    )
-
-
-class DecodeArguments(ctypes.Structure):
-    """Mirrors the struct of decode_launch.h."""
-
-    _fields_ = (
-        ("acc", ctypes.c_void_p),
-        ("acc_numel", ctypes.c_int64),
-        ("message", ctypes.c_void_p),
-        ("message_bytes", ctypes.c_int64),
-        ("segment_offsets", ctypes.c_void_p),
-        ("segment_count", ctypes.c_int64),
-        ("base", ctypes.c_int64),
-        ("value_dtype", ctypes.c_int),
-        ("step", ctypes.c_uint32),
-        ("fresh", ctypes.c_bool),
-        ("workspace", ctypes.c_void_p),
-        ("status", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-    )
-
-
-class ThresholdArguments(ctypes.Structure):
-    """Mirrors the struct of threshold_launch.h."""
-
-    _fields_ = (
-        ("grad", ctypes.c_void_p),
-        ("grad_dtype", ctypes.c_int),
-        ("residual", ctypes.c_void_p),
-        ("residual_dtype", ctypes.c_int),
-        ("numel", ctypes.c_int64),
-        ("range_offsets", ctypes.c_void_p),
-        ("densities", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("range_count", ctypes.c_int64),
-        ("samples", ctypes.c_int64),
-        ("thresholds", ctypes.c_void_p),
-        ("tie_chances", ctypes.c_void_p),
-        ("ties", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-    )
-
-
-class Buffer:
-    """Bytes at a chosen misalignment, between two guards; the content starts as 0xcd."""
-
-    def __init__(self, nbytes: int, content: torch.Tensor | None = None, shift: int = 0) -> None:
-        self._memory = torch.full((nbytes + 2 * GUARD + 256 + shift,), 0xA5, dtype=torch.uint8)
-        first = -(self._memory.data_ptr() + GUARD) % 256 + GUARD + shift
-        self._range = (first, first + nbytes)
-        self.data = self._memory[first : first + nbytes]
-        self.data.fill_(0xCD)
-        if content is not None and nbytes:
-            self.data.copy_(content.contiguous().view(torch.uint8))
-
-    @classmethod
-    def of(cls, content: torch.Tensor, shift_elements: int = 0) -> Buffer:
-        """A copy of a tensor."""
-        size = content.element_size()
-        return cls(content.numel() * size, content, shift_elements * size)
-
-    @property
-    def pointer(self) -> int:
-        """The address of the first byte."""
-        return self._memory.data_ptr() + self._range[0]
-
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the content."""
-        return self.data.clone().view(dtype)
-
-    def guards(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes before and after."""
-        return self._memory[: self._range[0]], self._memory[self._range[1] :]
 
 
 @dataclass(frozen=True)

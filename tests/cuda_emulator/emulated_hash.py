@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from tests.cuda_emulator.emulated import DTYPE_CODES, Buffer, Codecs
+from tests.cuda_emulator.arguments import Buffer
+from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs
 
 PERMUTE, UNPERMUTE, PARTITION, GENERAL = range(4)
 NOTHING_FOUND = -1

@@ -6,7 +6,8 @@ import ctypes
 
 import torch
 
-from tests.cuda_emulator.emulated import Buffer, Codecs
+from tests.cuda_emulator.arguments import Buffer
+from tests.cuda_emulator.emulated import Codecs
 
 MARKS = 6
 

@@ -23,7 +23,8 @@ from megatron_sparse.cuda_ext.peer_ops import (
     Operation,
     PeerLayout,
 )
-from tests.cuda_emulator.emulated import DTYPE_CODES, Buffer, Codecs, EmulatorError
+from tests.cuda_emulator.arguments import Buffer
+from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs, EmulatorError
 
 
 class PeerDomain(ctypes.Structure):

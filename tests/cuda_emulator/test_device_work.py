@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
+from tests.cuda_emulator.compilation import find_gxx
 from tests.cuda_emulator.device import EmulatedGpu, to_gpu
 from tests.cuda_emulator.device_work import (
     FLOOR_BYTES,
@@ -18,7 +19,7 @@ from tests.cuda_emulator.device_work import (
     everything,
     page,
 )
-from tests.cuda_emulator.emulated import COO, Codecs, find_gxx
+from tests.cuda_emulator.emulated import COO, Codecs
 from tests.cuda_emulator.ledger import Ledger, counting
 
 
@@ -53,26 +54,8 @@ def test_no_way_counts_fewer_bytes_than_the_floor(counts: dict[Way, Ledger]) -> 
         assert ledger.bytes_read + ledger.bytes_written >= least, way
 
 
-def test_a_kernel_counts_each_sector_of_its_buffers_once(codecs: Codecs) -> None:
-    """Of 4096 samples of 4096 elements: all are read and their magnitudes written, once each."""
-    numel, tables = 4096, 2 * 5 * 32  # of each of the two launches
-    with counting(ledger := Ledger()):
-        codecs.sample_threshold(
-            torch.randn(numel),
-            None,
-            torch.tensor([0, numel]),
-            torch.tensor([0.1]),
-            numel,
-            torch.tensor([3]),
-        )
-    assert ledger.kernels >= 1
-    assert ledger.torch_ops == 0
-    assert 0 <= ledger.bytes_written - 4 * numel <= tables
-    assert 0 <= ledger.bytes_read - 8 * numel <= tables, "gradient, and magnitudes"
-
-
-def test_the_samples_of_one_range_are_gathered_by_many_blocks(codecs: Codecs) -> None:
-    numel, samples, threads = 20_000, 4000, 256
+def work_of_a_threshold(codecs: Codecs, numel: int, samples: int) -> Ledger:
+    """The work for one range's threshold, without a residual."""
     with counting(ledger := Ledger()):
         codecs.sample_threshold(
             torch.randn(numel),
@@ -82,6 +65,22 @@ def test_the_samples_of_one_range_are_gathered_by_many_blocks(codecs: Codecs) ->
             samples,
             torch.tensor([3]),
         )
+    return ledger
+
+
+def test_a_kernel_counts_each_sector_of_its_buffers_once(codecs: Codecs) -> None:
+    """Of 4096 samples of 4096 elements: all are read and their magnitudes written, once each."""
+    numel, tables = 4096, 2 * 5 * 32  # of each of the two launches
+    ledger = work_of_a_threshold(codecs, numel, samples=numel)
+    assert ledger.kernels >= 1
+    assert ledger.torch_ops == 0
+    assert 0 <= ledger.bytes_written - 4 * numel <= tables
+    assert 0 <= ledger.bytes_read - 8 * numel <= tables, "gradient, and magnitudes"
+
+
+def test_the_samples_of_one_range_are_gathered_by_many_blocks(codecs: Codecs) -> None:
+    numel, samples, threads = 20_000, 4000, 256
+    ledger = work_of_a_threshold(codecs, numel, samples)
     assert ledger.kernels == 2, "gather, select"
     assert ledger.blocks == -(-samples // threads) + 1, "a thread a sample, and one block a range"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_emulator.emulated import FLAGS, HERE, compile_library, find_gxx
+from tests.cuda_emulator.compilation import FLAGS, HERE, compile_library, find_gxx
 
 pytestmark = pytest.mark.skipif(find_gxx() is None, reason="the emulator needs g++")
 

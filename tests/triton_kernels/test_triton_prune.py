@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.triton_kernels.compiling import ARCHS, RAW, compiled_ptx
+from tests.triton_kernels.interpreting import run_interpreted
 
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel to test")
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_equals_the_oracle_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.triton_kernels.triton_cases"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "108 cases are equal\n"
+    assert run_interpreted("triton_cases") == "108 cases are equal\n"
 
 
 CASES = [

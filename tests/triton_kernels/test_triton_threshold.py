@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.triton_kernels.compiling import ARCHS, RAW, compiled_ptx
+from tests.triton_kernels.interpreting import run_interpreted
 
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel to test")
 
@@ -20,21 +16,9 @@ from megatron_sparse.compression.threshold import range_limits
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.cuda_ext import ops, threshold_triton
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_equals_oracle_and_cpu_codec_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.triton_kernels.threshold_cases"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "30 cases are equal\n"
+    assert run_interpreted("threshold_cases") == "30 cases are equal\n"
 
 
 @pytest.mark.parametrize("arch", ARCHS)
