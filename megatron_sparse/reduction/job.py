@@ -125,7 +125,7 @@ class RunningJob:
             wake: called by some thread as soon as the job may have become able to move.
 
         Raises:
-            BaseException: the error that ends the job; see `fail`.
+            BaseException: the error that ends the job; the driver ends all others, see `end_all`.
         """
         pending, begun = self.pending, (time.thread_time(), time.perf_counter())
         if pending.start_event is not None:
