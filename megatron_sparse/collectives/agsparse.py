@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import Exchange, Identity, Steps, exchange_sizes
+from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.direct import split, split_cost
 from megatron_sparse.collectives.gather import pairwise_all_gather
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
@@ -105,6 +106,19 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
     return group.sent_bytes
 
 
+def buffers(sizes: BufferSizes) -> dict[str, int]:
+    """All ranks' messages, but for this rank's own; for a reduce-scatter their parts of its shard.
+
+    `scheme.nccl_engine` has room for its own, too.
+    """
+    if sizes.scatters:
+        received = sizes.ranks * sizes.message_bytes(sizes.shards[sizes.rank])
+    else:
+        others = sizes.ranks - (not sizes.options.nccl_engine)
+        received = others * sizes.message_bytes(sizes.whole)
+    return sizes.of_sparse_sum({"received": received})
+
+
 def cost(run: DryRun) -> None:
     """The predicted time: runs the same rounds on the modelled clocks of `run`.
 
@@ -151,6 +165,7 @@ SCHEME = Scheme(
     run=agsparse,
     place=70,
     cost=cost,
+    buffers=buffers,
     takes_slots=True,
     has_engine=True,
     runs_across_nodes=True,

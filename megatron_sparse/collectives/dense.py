@@ -25,8 +25,11 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import POSTED, Exchange, Identity, Steps, exchange_sizes
+from megatron_sparse.collectives.buffer_sizes import BufferSizes
+from megatron_sparse.collectives.dense_allpairs import buffers as allpairs_buffers
 from megatron_sparse.collectives.dense_allpairs import dense_allpairs
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.pricing.dry_run import DryRun
 
 
@@ -63,6 +66,15 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     return ring * (2 if bucket.op is CollectiveOp.ALL_REDUCE else 1) // transport.world_size
 
 
+def buffers(sizes: BufferSizes) -> dict[str, int]:
+    """None, but for those of `dense_allpairs` where that takes over."""
+    bucket = sizes.bucket
+    overflows = VALUE_DTYPES[sizes.value_dtype] == torch.float16 != bucket.grad_N.dtype
+    if overflows or (bucket.fp32_sums and sizes.scatters):
+        return allpairs_buffers(sizes)
+    return {}
+
+
 def cost(run: DryRun) -> None:
     """The backend's own collective, as a ring over its measured link (`ClusterModel.dense`).
 
@@ -86,4 +98,5 @@ SCHEME = Scheme(
     run=dense,
     place=10,
     cost=cost,
+    buffers=buffers,
 )

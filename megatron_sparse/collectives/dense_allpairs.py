@@ -17,6 +17,7 @@ import torch
 
 from megatron_sparse.collectives.accumulator import store
 from megatron_sparse.collectives.base import Exchange, Identity, Steps, even_cuts, whole_group
+from megatron_sparse.collectives.buffer_sizes import FP32_BYTES, BufferSizes
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.pricing.cluster import CodecOp
@@ -60,6 +61,13 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     return group.sent_bytes
 
 
+def buffers(sizes: BufferSizes) -> dict[str, int]:
+    """All ranks' parts of this rank's piece, and their fp32 sum."""
+    cuts = even_cuts(sizes.bucket.numel, sizes.ranks)
+    own = cuts[sizes.rank + 1] - cuts[sizes.rank]
+    return {"parts": sizes.ranks * own * sizes.value_bytes, "piece": own * FP32_BYTES}
+
+
 def cost(run: DryRun) -> None:
     """All pieces at once, twice; the n parts of a piece are added in between.
 
@@ -79,4 +87,5 @@ SCHEME = Scheme(
     run=dense_allpairs,
     place=40,
     cost=cost,
+    buffers=buffers,
 )

@@ -32,6 +32,7 @@ from megatron_sparse.collectives.base import (
     even_cuts,
     whole_group,
 )
+from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
@@ -177,6 +178,14 @@ def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: b
         yield from group.exchange([(folding.guest, values_N[whole])], [], last=last)
 
 
+def buffers(sizes: BufferSizes) -> dict[str, int]:
+    """At most half of the bucket that comes and as much, narrowed, that goes; all if ranks fold."""
+    numel = sizes.bucket.numel
+    folds = sizes.ranks.bit_count() > 1
+    most = 0 if sizes.ranks == 1 else numel if folds else -(-numel // 2)
+    return sizes.of_accumulator(most, most)
+
+
 def cost(run: DryRun) -> None:
     """Recursive halving, then doubling.
 
@@ -244,4 +253,5 @@ SCHEME = Scheme(
     run=dense_rhd,
     place=30,
     cost=cost,
+    buffers=buffers,
 )

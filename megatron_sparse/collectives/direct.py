@@ -33,6 +33,7 @@ from megatron_sparse.collectives.base import (
     Yielded,
     exchange_sizes,
 )
+from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.records import (
@@ -123,18 +124,28 @@ def encode_own_shard(
     Returns:
         A buffer that begins with the records and has room for those of all ranks; their sizes.
     """
-    capacity = sum(cut.capacity(sums.final_dtype) for cut in cuts)
-    buffer = sums.take("gathered", capacity)
     cut = cuts[transport.rank]
     slots_S = sums.slots_of_sum(cut)
-    own = sums.encode(cut, sums.final_dtype, buffer, slots_S=slots_S)
     if slots_S is not None:
         places = [sums.slots_of_sum(cut) for cut in cuts]
-        return buffer, [int(place[-1]) for place in places if place is not None]
+        sizes = [int(place[-1]) for place in places if place is not None]
+        buffer = sums.take("gathered", sum(sizes))
+        sums.encode(cut, sums.final_dtype, buffer, slots_S=slots_S)
+        return buffer, sizes
+    buffer = sums.take("gathered", sum(cut.capacity(sums.final_dtype) for cut in cuts))
+    own = sums.encode(cut, sums.final_dtype, buffer)
     table = yield from exchange_sizes([own.numel()], identity, transport)
     sizes = [row[0] for row in table]
     check_announced(sizes, cuts, sums.final_dtype)
     return buffer, sizes
+
+
+def buffers(sizes: BufferSizes) -> dict[str, int]:
+    """All ranks' records of this rank's shard, and for an all-reduce the sums of all shards."""
+    received = {"received": sizes.ranks * sizes.message_bytes(sizes.shards[sizes.rank])}
+    if sizes.scatters:
+        return sizes.of_sparse_sum(received)
+    return sizes.of_sparse_sum(received | {"gathered": sizes.sums_bytes()})
 
 
 def cost(run: DryRun) -> None:
@@ -198,6 +209,7 @@ SCHEME = Scheme(
     run=direct,
     place=80,
     cost=cost,
+    buffers=buffers,
     needs_shards=True,
     takes_slots=True,
     has_engine=True,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.direct import (
+    buffers,
     encode_own_shard_cost,
     gather_sums_cost,
     reduce_shards,
@@ -73,6 +74,7 @@ SCHEME = Scheme(
     run=omnireduce,
     place=140,
     cost=cost,
+    buffers=buffers,
     needs_shards=True,
     own_format="blocks",
     runs_across_nodes=True,

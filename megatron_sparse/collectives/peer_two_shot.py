@@ -21,6 +21,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import POSTED, QUEUED, Exchange, Steps
+from megatron_sparse.collectives.buffer_sizes import no_buffers
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
 from megatron_sparse.cuda_ext.reports import Reports
@@ -180,6 +181,7 @@ SCHEME = Scheme(
     run=peer_two_shot,
     place=200,
     cost=cost,
+    buffers=no_buffers,
     needs_shards=True,
     takes_slots=True,
     needs_windows=True,

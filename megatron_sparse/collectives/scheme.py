@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts
 from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.config.sparse import SchemeConfig
 
 ALL_OPS = frozenset(CollectiveOp)
@@ -43,6 +44,8 @@ class Scheme:
             planner takes the one with the lowest place.
         cost: predicts the time: runs the scheme's rounds, without data, on the modelled clocks of a
             `DryRun`. None: the planner never chooses the scheme.
+        buffers: the bytes of the buffers that it takes, by purpose, `MessageBuffers`' without the
+            bucket's name. None: the account of the plugin's memory says that it does not know them.
         ops: the operations that it can compute.
         needs_shards: its messages are cut at the shards' borders even for an all-reduce.
         extra_cuts: further elements of a bucket at which its messages are cut.
@@ -63,6 +66,7 @@ class Scheme:
     run: Callable[..., Steps]
     place: int
     cost: Callable[..., None] | None = None
+    buffers: Callable[[BufferSizes], dict[str, int]] | None = None
     ops: frozenset[CollectiveOp] = ALL_OPS
     needs_shards: bool = False
     extra_cuts: Callable[[Bucket], Cuts] = no_cuts

@@ -26,6 +26,7 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     whole_group,
 )
+from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.checksummed import checksummed_size
 from megatron_sparse.collectives.records import (
     SparseSum,
@@ -96,6 +97,21 @@ def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
     yield from group.exchange([(peer, encoded[peer]) for peer in peers], [], last=True)
 
 
+def buffers(sizes: BufferSizes) -> dict[str, int]:
+    """The server's: all messages, and the encoded sum. Others receive the sum."""
+    scatter = sizes.scatters
+    cuts = sizes.shards if scatter else [sizes.whole] * sizes.ranks
+    if sizes.rank != SERVER:
+        return sizes.of_sparse_sum({"received": cuts[sizes.rank].capacity(sizes.value_dtype)})
+    sums = cuts if scatter else cuts[:1]
+    return sizes.of_sparse_sum(
+        {
+            "received": sizes.ranks * sizes.message_bytes(sizes.whole),
+            "encoded": sum(cut.capacity(sizes.value_dtype) for cut in sums),
+        }
+    )
+
+
 def cost(run: DryRun) -> None:
     """Everything to rank 0 and back.
 
@@ -128,5 +144,6 @@ SCHEME = Scheme(
     run=sparse_ps,
     place=130,
     cost=cost,
+    buffers=buffers,
     runs_across_nodes=True,
 )

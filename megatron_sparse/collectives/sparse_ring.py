@@ -31,6 +31,7 @@ from megatron_sparse.collectives.base import (
     Yielded,
     exchange_sizes,
 )
+from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.checksummed import checksummed_size, verified_size
 from megatron_sparse.collectives.direct import encode_own_shard
 from megatron_sparse.collectives.gather import ring_all_gather
@@ -210,6 +211,15 @@ def _pass_on(
     return received
 
 
+def buffers(sizes: BufferSizes) -> dict[str, int]:
+    """A partial sum that comes and one that goes, and for an all-reduce the sums of all shards."""
+    most = max(cut.capacity("fp32") for cut in sizes.shards)
+    partial = {"received": most, "encoded": most}
+    if sizes.scatters:
+        return sizes.of_sparse_sum(partial)
+    return sizes.of_sparse_sum(partial | {"gathered": sizes.sums_bytes()})
+
+
 def cost(run: DryRun) -> None:
     """The sum is encoded again in each step.
 
@@ -301,6 +311,7 @@ SCHEME = Scheme(
     run=sparse_ring,
     place=120,
     cost=cost,
+    buffers=buffers,
     needs_shards=True,
     runs_across_nodes=True,
 )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Identity, Steps
 from megatron_sparse.collectives.direct import (
+    buffers,
     encode_own_shard,
     encode_own_shard_cost,
     split,
@@ -66,6 +67,7 @@ SCHEME = Scheme(
     run=ssar_split_ag,
     place=100,
     cost=cost,
+    buffers=buffers,
     ops=ALL_REDUCE_ONLY,
     needs_shards=True,
     takes_slots=True,

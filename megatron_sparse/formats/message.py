@@ -13,6 +13,7 @@ end. Where the extension has no CUDA part, `torch_codec` works on CUDA tensors (
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -149,10 +150,12 @@ class MessageBuffers:
             held = self._buffers[key] = torch.empty(numel, device=device, dtype=dtype)
         return held[:numel]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(t.numel() * t.element_size() for t in self._buffers.values())
+    def by_purpose(self) -> dict[str, int]:
+        """Bytes held, by the purpose's name up to a colon: of all buckets together."""
+        found: Counter[str] = Counter()
+        for (purpose, _, _), held in self._buffers.items():
+            found[purpose.partition(":")[0]] += held.nbytes
+        return dict(found)
 
 
 def record_spec(
@@ -193,7 +196,8 @@ def encode(
     segments = Segments(layout.segment_offsets, layout.segment_keep)
     nnz_S = torch.zeros(layout.segment_keep.numel(), dtype=torch.int64)
     nnz_S.index_add_(0, layout.range_segment, nnz_R.cpu())
-    out = _take_message(bucket, layout, spec, buffers)
+    most = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
+    out = _take_message(bucket, most, buffers)
     sizes = encode_segments(bucket.grad_N, segments, nnz_S, spec, out, buffers)
     return _counted(_message(out, layout, sizes.tolist(), spec), nnz_S)
 
@@ -271,7 +275,8 @@ def prune_encode(
         nnz_R = ops.prune_(grad_N, pruning, spec.value_dtype)
         return encode(bucket, layout, nnz_R, spec, buffers)
     segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
-    out = _take_message(bucket, layout, spec, buffers)
+    room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
+    out = _take_message(bucket, room if slots is None else sum(slots.sizes), buffers)
     scratch = _take_scratch(segments, spec, buffers, grad_N.device)
     sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, scratch, reports=reports)
     if slots is None or reports is None:
@@ -304,11 +309,8 @@ def _refuse_slots(slots_S: torch.Tensor | None) -> None:
         )
 
 
-def _take_message(
-    bucket: Bucket, layout: Layout, spec: RecordSpec, buffers: MessageBuffers
-) -> torch.Tensor:
-    capacity = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
-    return buffers.take(f"message:{bucket.name}", capacity, bucket.grad_N.device)
+def _take_message(bucket: Bucket, nbytes: int, buffers: MessageBuffers) -> torch.Tensor:
+    return buffers.take(f"message:{bucket.name}", nbytes, bucket.grad_N.device)
 
 
 def _take_scratch(
