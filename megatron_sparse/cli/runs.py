@@ -19,6 +19,14 @@ def train(context: typer.Context) -> None:
 
 
 def doctor(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OVERRIDE]...", help="With --memory: arguments of `train`."),
+    ] = None,
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="Show what the plugin would hold in that run, item by item."),
+    ] = False,
     distributed: Annotated[
         bool, typer.Option("--distributed", help="Check the ranks of a job and their links.")
     ] = False,
@@ -38,6 +46,25 @@ def doctor(
     from megatron_sparse.doctor import checks as report
     from megatron_sparse.doctor import distributed as job
 
+    if memory:
+        from megatron_sparse.doctor import memory as plugin_memory
+
+        others = (distributed, ranks is not None, cluster is not None, strict)
+        if any(others):
+            raise ConfigError(
+                "--memory looks at a configuration, not at ranks",
+                expected="doctor --memory OVERRIDE..., with --json if wanted",
+                got="--memory with --distributed, --ranks, --cluster or --strict",
+                remedy="leave the others out; write cluster=NAME for a cluster's configuration",
+            )
+        raise typer.Exit(plugin_memory.run(overrides or [], json))
+    if overrides:
+        raise ConfigError(
+            "doctor takes a run's overrides with --memory only",
+            expected="doctor --memory OVERRIDE...",
+            got=" ".join(overrides),
+            remedy="add --memory",
+        )
     if distributed:
         raise typer.Exit(job.run(job.Request(ranks, cluster, timeout, strict, json)))
     if ranks is not None or cluster is not None or strict:

@@ -40,6 +40,7 @@ from megatron_sparse.recording import RecordSink
 from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
+from megatron_sparse.reduction.memory import MemoryAccount, account, held
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport import ProcessGroupTransport
@@ -114,8 +115,7 @@ class Attachment:
         for group in self.groups:
             self._reducer_of(group, device)
         for key, reducer in self._reducers.items():
-            its_groups = [group for group in self.groups if id(group.process_group) == key]
-            reducer.open_windows([bucket for group in its_groups for bucket in group.buckets])
+            reducer.open_windows(self._buckets_of(key))
         for group in self.groups:
             host: Any = group.host
             host.__class__ = CompressedBucketGroup
@@ -126,6 +126,11 @@ class Attachment:
     def buckets(self) -> list[Bucket]:
         """Every bucket, in Megatron's order."""
         return [bucket for group in self.groups for bucket in group.buckets]
+
+    def _buckets_of(self, key: int) -> list[Bucket]:
+        """The buckets of one reducer."""
+        groups = (group for group in self.groups if id(group.process_group) == key)
+        return [bucket for group in groups for bucket in group.buckets]
 
     @property
     def enabled(self) -> bool:
@@ -360,19 +365,17 @@ class Attachment:
             for bucket in group.buckets
         ]
 
-    def memory_report(self) -> dict[str, int]:
-        """Bytes held on this rank, by use.
+    def memory_account(self) -> MemoryAccount:
+        """The bytes that this rank will hold at most, computed; see `reduction.memory`."""
+        groups = [
+            (reducer.transport.rank, self._buckets_of(key))
+            for key, reducer in self._reducers.items()
+        ]
+        return account(self.config, groups, undo=self.residuals.undo)
 
-        `residual` and the method's other stores, by name; `undo`, the copies for undoing a step;
-        `messages`, the buffers for encoding and receiving; `windows` of peer memory, if any.
-        """
-        held = {name: store.nbytes - store.undo_nbytes for name, store in self.stores().items()}
-        windows = sum(r.window_bytes for r in self._reducers.values())
-        return held | {
-            "undo": sum(store.undo_nbytes for store in self.stores().values()),
-            "messages": sum(r.buffers.nbytes for r in self._reducers.values()),
-            **({"windows": windows} if windows else {}),
-        }
+    def memory_report(self) -> dict[str, int]:
+        """The bytes that this rank holds now, by item; see `reduction.memory`."""
+        return held(self.stores(), self._reducers.values())
 
     def close(self) -> None:
         """Restores Megatron's classes and the optimizer's `step`, and ends the progress thread."""

@@ -184,6 +184,8 @@ class Plugin:
         assert self.attachment is not None
         self.attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
         self._optimizer_bound = True
+        if _is_writer():
+            print(self.attachment.memory_account().line(), flush=True)
         self._add_state_to(optimizer)
         return optimizer
 

@@ -51,14 +51,17 @@ def decide(config: RunConfig) -> RunConfig:
             got=gpus,
             remedy=f"set cluster.ranks_per_node={gpus}" if gpus else "set cluster.device=cpu",
         )
+    cluster = dataclasses.replace(config.cluster, device=device)
+    return with_precision(dataclasses.replace(config, cluster=cluster))
+
+
+def with_precision(config: RunConfig) -> RunConfig:
+    """Replaces `auto` in `training.precision`; `cluster.device` must be decided."""
     precision = config.training.precision
     if precision == "auto":
-        precision = "bf16" if device == "cuda" else "fp32"
-    return dataclasses.replace(
-        config,
-        cluster=dataclasses.replace(config.cluster, device=device),
-        training=dataclasses.replace(config.training, precision=precision),
-    )
+        precision = "bf16" if config.cluster.device == "cuda" else "fp32"
+    training = dataclasses.replace(config.training, precision=precision)
+    return dataclasses.replace(config, training=training)
 
 
 def preflight(config: RunConfig) -> int:

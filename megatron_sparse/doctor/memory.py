@@ -1,0 +1,94 @@
+"""`megatron-sparse doctor --memory OVERRIDE...`: what the plugin would hold in a run.
+
+Takes the arguments of `train`, starts nothing, and needs neither Megatron nor a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.markup import escape
+
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.doctor.printing import console, table
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.reduction.memory import ITEMS, MemoryAccount, account
+from megatron_sparse.telemetry.quantities import size
+
+
+def run(overrides: Sequence[str], json: Path | None = None) -> int:
+    """Prints the account as a table and, if asked, as JSON lines.
+
+    Args:
+        overrides: as of `train`.
+        json: file for one JSON object an item: `item`, `bytes`, `bytes_per_parameter`.
+
+    Returns:
+        The exit code: 0.
+
+    Raises:
+        ConfigError: the configuration is wrong, or it trains without the plugin.
+        DatasetError: neither the model nor the data gives a vocabulary.
+    """
+    from megatron_sparse.run import composition
+    from megatron_sparse.run.json_lines import write_rows
+
+    config = composition.compose(overrides)
+    found = of_run(config)
+    shown = table(
+        f"memory of the plugin, of one of {config.cluster.world_size} ranks",
+        *("item", "bytes a parameter", "in all", "what for", "how to do with less"),
+    )
+    for item, nbytes in found.nbytes.items():
+        purpose, without = ITEMS[item]
+        shown.add_row(
+            item, f"{found.of_parameter(nbytes):.2f}", size(nbytes), purpose, escape(without)
+        )
+    total = f"{found.of_parameter(found.total):.2f}"
+    shown.add_row("total", total, size(found.total), f"{found.parameters:,} parameters a rank", "")
+    console().print(shown)
+    for note in found.notes:
+        console().print(escape(note))
+    rows = [
+        {"item": item, "bytes": nbytes, "bytes_per_parameter": found.of_parameter(nbytes)}
+        for item, nbytes in [*found.nbytes.items(), ("total", found.total)]
+    ]
+    write_rows(json, rows)
+    return 0
+
+
+def of_run(config: RunConfig) -> MemoryAccount:
+    """The account of a run's first pipeline stage.
+
+    `cluster.device=cuda` needs no GPU here: another machine's run may be asked about.
+
+    Raises:
+        ConfigError: the run trains without the plugin, or settings contradict one another.
+        DatasetError: neither the model nor the data gives a vocabulary.
+    """
+    from megatron_sparse.megatron import predicted_buckets, training
+    from megatron_sparse.planner.configured import with_swept_thresholds
+    from megatron_sparse.run import preparation
+
+    if not config.plugin:
+        raise ConfigError(
+            "the run trains without the plugin",
+            expected="plugin=true",
+            got="plugin=false",
+            remedy="leave plugin out: plain Megatron has nothing to count",
+        )
+    if config.cluster.device == "auto":
+        config = preparation.decide(config)
+    config = preparation.with_precision(config)
+    vocab_size = config.model.vocab_size or training.find_data(config)[0]
+    buckets = predicted_buckets.predicted_buckets(config, vocab_size)
+    undo = predicted_buckets.may_undo(config)
+    if undo and config.compression.undo == "never":
+        raise ConfigError(
+            "compression.undo=never, but steps may be skipped or repeated, or tokens vary",
+            expected="fp32 or bf16 training with --rerun-mode disabled and no loss per token",
+            got="fp16 loss scaling, Megatron's rerun mode or --calculate-per-token-loss",
+            remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
+        )
+    return account(with_swept_thresholds(config.sparse), [(0, buckets)], undo=undo)

@@ -1,0 +1,184 @@
+"""The gradient buckets that Megatron will make for a run, before it has built the model.
+
+For a rank of the first pipeline stage, which has the embeddings. Parameters are those of the
+`model` section: flags of the `megatron` section that change the layers are not followed. Their
+order is that of Megatron's modules, and the cut into buckets follows its rule (`ParamAndGradBuffer`
+and, with padding, `DistributedOptimizer`): from the last parameter to the first one, a bucket ends
+when it has `bucket_size` elements. Imports no megatron and allocates nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.compression.parameters import ParameterFilter
+from megatron_sparse.config.model import ModelConfig
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.megatron.models import VOCABULARY_MULTIPLE
+
+BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
+"""Megatron's bucket size with overlap, without a flag: the larger of the two."""
+PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
+"""Elements, with the distributed optimizer; buckets can be cut for all ranks, too."""
+RERUN_MODE = "validate_results"
+"""Megatron's default of `--rerun-mode`."""
+
+
+class PredictedParameter(NamedTuple):
+    """A parameter of a rank.
+
+    Attributes:
+        name: as in Megatron's model.
+        shape: of this rank's part.
+        replicated: whether tensor-parallel ranks hold copies of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    replicated: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def predicted_parameters(config: RunConfig, vocab_size: int) -> list[PredictedParameter]:
+    """The parameters of a rank of the first pipeline stage, in the order of Megatron's modules.
+
+    Args:
+        config: the run.
+        vocab_size: of the model, without padding.
+    """
+    model, tensor = config.model, config.training.tensor_parallel
+    stages, hidden = config.training.pipeline_parallel, model.hidden_size
+    multiple = VOCABULARY_MULTIPLE * tensor
+    vocabulary = -(-vocab_size // multiple) * VOCABULARY_MULTIPLE
+    copied = tensor > 1
+    found = [PredictedParameter("embedding.word_embeddings.weight", (vocabulary, hidden))]
+    if model.position_embedding_type == "learned_absolute":
+        name = "embedding.position_embeddings.weight"
+        found.append(PredictedParameter(name, (model.positions, hidden), copied))
+    for index, kinds in enumerate(_layers(model, stages)):
+        found += _layer(f"decoder.layers.{index}", kinds, model, tensor)
+    if stages == 1:
+        found += _norm("decoder.final_layernorm", hidden, copied=copied)
+        if not model.tied_embeddings:
+            found.append(PredictedParameter("output_layer.weight", (vocabulary, hidden)))
+    return found
+
+
+def _layers(model: ModelConfig, stages: int) -> list[str]:
+    """The kinds of each layer of the first stage: attention (*), MLP (-)."""
+    if model.hybrid_layer_pattern is not None:
+        return list(model.hybrid_layer_pattern.split("|")[0])
+    return ["*-"] * (model.num_layers // stages)
+
+
+def _layer(
+    prefix: str, kinds: str, model: ModelConfig, tensor: int
+) -> Iterator[PredictedParameter]:
+    hidden, ffn, copied = model.hidden_size, model.ffn_width // tensor, tensor > 1
+    heads = hidden + 2 * model.query_groups * (hidden // model.num_attention_heads)
+    if "*" in kinds:
+        yield from _norm(f"{prefix}.input_layernorm", hidden, copied=copied)
+        name = f"{prefix}.self_attention"
+        yield from _linear(f"{name}.linear_proj", (hidden, hidden // tensor), copied=copied)
+        yield from _linear(f"{name}.linear_qkv", (heads // tensor, hidden))
+    if "-" in kinds:
+        yield from _norm(f"{prefix}.pre_mlp_layernorm", hidden, copied=copied)
+        yield from _linear(f"{prefix}.mlp.linear_fc1", (ffn, hidden))
+        yield from _linear(f"{prefix}.mlp.linear_fc2", (hidden, ffn), copied=copied)
+
+
+def _norm(name: str, hidden: int, *, copied: bool) -> list[PredictedParameter]:
+    kinds = ("weight", "bias")
+    return [PredictedParameter(f"{name}.{kind}", (hidden,), copied) for kind in kinds]
+
+
+def _linear(name: str, shape: tuple[int, int], *, copied: bool = False) -> list[PredictedParameter]:
+    """A weight, and a bias of which tensor-parallel ranks may hold copies."""
+    bias = PredictedParameter(f"{name}.bias", shape[:1], copied)
+    return [PredictedParameter(f"{name}.weight", shape), bias]
+
+
+def predicted_buckets(config: RunConfig, vocab_size: int) -> list[Bucket]:
+    """The buckets of a rank of the first pipeline stage, with gradients that have no memory.
+
+    Args:
+        config: the run; `cluster.device` and `training.precision` must be decided.
+        vocab_size: of the model, without padding.
+    """
+    sharded = config.training.use_distributed_optimizer
+    instances = int(config.megatron.get("num_distributed_optimizer_instances", 1))
+    ranks = config.data_parallel // instances
+    most, parameters = _bucket_numel(config), predicted_parameters(config, vocab_size)
+    # Tied embeddings whose other copy is on the last stage get a bucket of their own.
+    apart = sharded and config.model.tied_embeddings and config.training.pipeline_parallel > 1
+    parameter_filter, dtype = ParameterFilter(config.compression), _gradient_dtype(config)
+    buckets: list[Bucket] = []
+    pieces: list[ParameterSlice] = []
+    numel = 0
+
+    def end_bucket() -> None:
+        nonlocal pieces, numel
+        size = _up(numel, math.lcm(ranks, BUCKET_ALIGNMENT)) if sharded else numel
+        with FakeTensorMode():
+            grad_N = torch.empty(size, dtype=dtype, device=config.cluster.device)
+        op = CollectiveOp.REDUCE_SCATTER if sharded else CollectiveOp.ALL_REDUCE
+        name = f"dense.{len(buckets)}"
+        buckets.append(Bucket(name, grad_N, tuple(pieces), op, ranks, instances=instances))
+        pieces, numel = [], 0
+
+    for index, parameter in reversed(list(enumerate(parameters))):
+        alone = apart and index == 0
+        start = _up(numel, PARAMETER_ALIGNMENT) if sharded else numel
+        if alone and pieces:
+            end_bucket()
+            start = 0
+        numel = start + parameter.numel
+        pieces.append(
+            parameter_filter.slice_of(
+                parameter.name, start, numel, parameter.shape, parameter.replicated
+            )
+        )
+        if alone or numel >= most:
+            end_bucket()
+    if pieces:
+        end_bucket()
+    return buckets
+
+
+def may_undo(config: RunConfig) -> bool:
+    """Whether Megatron may skip or repeat a step of this run, or divide by a step's tokens."""
+    flags = config.megatron
+    reruns = flags.get("rerun_mode", RERUN_MODE) != "disabled"
+    per_token = bool(flags.get("calculate_per_token_loss"))
+    return reruns or per_token or config.training.precision == "fp16"
+
+
+def _bucket_numel(config: RunConfig) -> float:
+    """From how many elements on a bucket ends (`resolve_ddp_bucket_size`)."""
+    if not config.training.overlap_grad_reduce:
+        return math.inf
+    given = config.megatron.get("ddp_bucket_size")
+    return int(given or max(BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * config.data_parallel))
+
+
+def _gradient_dtype(config: RunConfig) -> torch.dtype:
+    precision, flags = config.training.precision, config.megatron
+    if precision == "bf16" and flags.get("grad_reduce_in_bf16"):
+        return torch.bfloat16
+    if precision == "fp16" and not flags.get("accumulate_allreduce_grads_in_fp32"):
+        return torch.float16
+    return torch.float32
+
+
+def _up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple

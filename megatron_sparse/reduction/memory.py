@@ -1,0 +1,352 @@
+"""The account of the plugin's memory: its bytes on a rank, item by item, before a run starts.
+
+The sizes are computed from the buckets' shapes and the configuration, with the functions that the
+run itself takes its buffers by. They are those of the run's largest step, the ramp included:
+buffers grow and never shrink. Where ranks exchange message sizes, the expected ones are taken, and
+thresholds that come from samples change them by a few percent.
+
+Not counted: Megatron's own memory, the communicators' of NCCL and gloo, the caches of torch's
+allocator, and a few words for each bucket and step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron_sparse.bucket import Bucket, Layout
+from megatron_sparse.collectives import AUTO, SCHEMES, Input
+from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
+from megatron_sparse.collectives.peer_two_shot import peer_layout
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
+from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
+from megatron_sparse.cuda_ext import ops, workspace
+from megatron_sparse.cuda_ext.peer_ops import window_bytes
+from megatron_sparse.cuda_ext.slots import TABLES, Slots
+from megatron_sparse.formats.capacity import segment_capacity
+from megatron_sparse.formats.message import (
+    FORMAT_CODES,
+    WIRE_CODES,
+    wire_dtype_of,
+)
+from megatron_sparse.planner import FixedPlanner, Plan
+from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.straggler_policy import AWARE
+from megatron_sparse.telemetry.quantities import size
+from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE
+
+RAMP_STEPS = 16
+"""Steps of the ramp that are looked at, its first one included."""
+ALLOCATION = 512
+"""Bytes: torch's allocator on CUDA rounds up to a multiple of it."""
+
+
+class Item(NamedTuple):
+    """An item of the account.
+
+    Attributes:
+        purpose: why the plugin holds it.
+        without: how to do with less of it.
+    """
+
+    purpose: str
+    without: str
+
+
+ITEMS = {
+    "residual": Item(
+        "the part of gradients that was not sent yet", "compression.residual_dtype=bf16 halves it"
+    ),
+    "momentum": Item("velocities of compression.method=dgc", "choose another method"),
+    "undo": Item(
+        "copies of the above, to undo a step that is skipped or repeated",
+        "megatron.rerun_mode=disabled, in runs without fp16 and without a loss per token",
+    ),
+    "messages": Item(
+        "this rank's encoded selection; values in a narrower dtype",
+        "scheme.capacity: buffers as large as the density needs, not as the bucket",
+    ),
+    "received": Item(
+        "records that peers have sent",
+        "scheme=direct: one shard of each peer's message, not all of it",
+    ),
+    "sums": Item(
+        "encoded sums of all shards; the fp32 sum of narrower gradients",
+        "training.use_distributed_optimizer=true: a rank gets its own shard only",
+    ),
+    "workspace": Item(
+        "scratch memory of the encoders, shared by all buckets",
+        "training.overlap_grad_reduce=true: smaller buckets",
+    ),
+    "windows": Item(
+        "peer memory of scheme=peer_two_shot, shared by all buckets",
+        "scheme=direct, or training.overlap_grad_reduce=true: smaller buckets",
+    ),
+    "tables": Item("offsets of segments, shards and slots", "a shorter compression.ramp_iters"),
+}
+"""Every item that an account or a report may have, in the order in which they are shown."""
+
+_ITEM_OF = {
+    **dict.fromkeys(("message", "narrow", "shuffled", "lanes"), "messages"),
+    **dict.fromkeys(("received", "incoming", "parts", "late", "given"), "received"),
+    **dict.fromkeys(
+        ("gathered", "encoded", "outgoing", "sum", "piece", "partition", "early"), "sums"
+    ),
+    **dict.fromkeys(("scratch", "profile"), "workspace"),
+}
+"""The item of each purpose of `MessageBuffers`."""
+
+_SHARED = frozenset({"scratch"})
+"""Purposes of which a group of ranks has one buffer, not one for each bucket."""
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """What the plugin will hold on one rank.
+
+    Attributes:
+        parameters: elements of the parameters on this rank.
+        nbytes: by item of `ITEMS`, in that order; items of no bytes are left out.
+        notes: what the numbers leave out, in words.
+    """
+
+    parameters: int
+    nbytes: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Bytes of all items."""
+        return sum(self.nbytes.values())
+
+    def of_parameter(self, nbytes: int) -> float:
+        """Bytes for each parameter."""
+        return nbytes / self.parameters if self.parameters else 0.0
+
+    def line(self) -> str:
+        """The account in one line.
+
+        Example:
+            >>> MemoryAccount(1000, {"residual": 4000, "messages": 1500}).line()
+            'memory of the plugin: 5.50 bytes a parameter, 5.37 KiB on this rank (residual 4.00,
+            messages 1.50)'
+        """
+        parts = ", ".join(f"{item} {self.of_parameter(n):.2f}" for item, n in self.nbytes.items())
+        return "; ".join(
+            (
+                f"memory of the plugin: {self.of_parameter(self.total):.2f} bytes a parameter, "
+                f"{size(self.total)} on this rank" + (f" ({parts})" if parts else ""),
+                *self.notes,
+            )
+        )
+
+
+def account(
+    config: SparseConfig, groups: Sequence[tuple[int, Sequence[Bucket]]], *, undo: bool
+) -> MemoryAccount:
+    """Computes what the plugin will hold on a rank. Allocates nothing.
+
+    Args:
+        config: resolved: `scheme.capacity=auto` counts as 1.25 for buckets on CUDA.
+        groups: for each group of ranks that synchronises buckets, this rank's number in it and
+            the buckets. Only their shapes, dtypes and devices are read.
+        undo: whether steps can be skipped or repeated; `compression.undo=always` counts too.
+    """
+    undo = undo or config.compression.undo == "always"
+    totals: Counter[str] = Counter()
+    parameters, notes = 0, {}
+    if config.scheme.name == AUTO and config.planner.cluster and not config.planner.pin:
+        notes["planner.cluster may choose schemes that need other buffers"] = None
+    for rank, buckets in groups:
+        found = _Group(config, rank, undo=undo)
+        for bucket in buckets:
+            found.add(bucket)
+            parameters += sum(piece.stop - piece.start for piece in bucket.parameters)
+        totals.update(found.nbytes(buckets))
+        notes |= dict.fromkeys(
+            f"without the buffers of {name}, which are known when it has run"
+            for name in sorted(found.unknown)
+        )
+    nbytes = {item: totals[item] for item in ITEMS if totals[item]}
+    return MemoryAccount(parameters, nbytes, tuple(notes))
+
+
+def held(stores: dict[str, ResidualStore], reducers: Iterable[GradientReducer]) -> dict[str, int]:
+    """Bytes that a process holds now, by item of `ITEMS`; `residual`, `undo`, `messages` always.
+
+    Without tables, and without memory that torch's allocator lends for one call.
+
+    Args:
+        stores: the method's, by name.
+        reducers: of all groups.
+    """
+    found: Counter[str] = Counter(undo=0, messages=0)
+    for name, store in stores.items():
+        found[name] += store.nbytes - store.undo_nbytes
+        found["undo"] += store.undo_nbytes
+    windows = 0
+    for reducer in reducers:
+        windows += reducer.window_bytes
+        for purpose, nbytes in reducer.buffers.by_purpose().items():
+            found[_ITEM_OF[purpose]] += nbytes
+    if windows:
+        found["windows"] = windows
+    return {item: found[item] for item in ITEMS if item in found}
+
+
+class _Group:
+    """Adds up what one reducer will hold."""
+
+    def __init__(self, config: SparseConfig, rank: int, *, undo: bool) -> None:
+        self._config, self._rank, self._undo = config, rank, undo
+        self._planner = FixedPlanner(config.compression, config.scheme)
+        if config.planner.pin:
+            self._planner = planner_of(config, logs=False)
+        self._buffers: dict[tuple[str, str], int] = {}
+        self._elements = 0
+        self._codec_bytes = self._network_bytes = self._table_bytes = self._tables = 0
+        self._largest_table = 0
+        self.unknown: set[str] = set()
+
+    def add(self, bucket: Bucket) -> None:
+        """Counts a bucket."""
+        selects = self._config.compression.method == "dgc"
+        tables: set[Slots] = set()
+        layouts: dict[Layout, None] = {}
+        for step in _steps(self._config.compression):
+            plan = self._planner.plan_for(bucket, step)
+            sizes = self._sizes(bucket, plan)
+            selects |= sizes.message is not None or plan.narrows(bucket)
+            self._add_buffers(sizes, plan)
+            if sizes.message is not None:
+                layouts[sizes.places.layout] = None
+                if sizes.places.fixed:
+                    tables.add(sizes.places.slots)
+        self._elements += bucket.numel * selects
+        for layout in layouts:
+            self._count_tables(bucket, layout, has_slots=bool(tables))
+
+    def _sizes(self, bucket: Bucket, plan: Plan) -> BufferSizes:
+        options = self._config.scheme
+        value_dtype = wire_dtype_of(bucket.grad_N.dtype, plan.wire_dtype)
+        places = None
+        if SCHEMES[plan.scheme].takes is Input.SPARSE:
+            spec = plan.message_spec(bucket, options)
+            layout = bucket.layout(spec.sharded, spec.extra_cuts)
+            fixed = spec.capacity is not None
+            most_S = segment_capacity(layout, (spec.capacity or 1.0) * spec.density)
+            if not fixed:
+                # Nothing is known about how many elements of lossless parameters are zero.
+                most_S = torch.where(
+                    layout.segment_lossless != 0, layout.segment_offsets.diff(), most_S
+                )
+            form = FORMAT_CODES[spec.format]
+            slots = Slots.of(
+                layout.segment_offsets,
+                layout.segment_keep,
+                most_S,
+                WIRE_CODES[value_dtype],
+                FORMAT_DENSE if form == FORMAT_BLOCKS else form,
+            )
+            places = MessagePlaces(layout, slots, fixed)
+        return BufferSizes(bucket, self._rank, options, value_dtype, places)
+
+    def _add_buffers(self, sizes: BufferSizes, plan: Plan) -> None:
+        bucket, name = sizes.bucket, plan.scheme
+        if self._config.straggler.leaves_behind:
+            name = AWARE.get(name, name)
+        declared = SCHEMES[name].buffers
+        if declared is None:
+            self.unknown.add(name)
+        found = {} if declared is None else declared(sizes)
+        code = WIRE_CODES[sizes.value_dtype]
+        if sizes.message is None:
+            if plan.narrows(bucket):
+                found["narrow"] = bucket.numel * sizes.value_bytes
+        else:
+            offsets = sizes.places.layout.segment_offsets
+            room = ops.message_capacity(offsets, code)
+            if sizes.places.fixed:
+                room = int(sizes.places.slots.offsets[-1])
+            found["message"] = room
+            if bucket.grad_N.is_cuda:
+                self._add_workspace(sizes, found)
+            else:
+                scratch = ops.scratch_capacity(offsets, code)
+                found["scratch"] = max(found.get("scratch", 0), scratch)
+        for purpose, nbytes in found.items():
+            key = (purpose, "" if purpose in _SHARED else bucket.name)
+            self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
+
+    def _add_workspace(self, sizes: BufferSizes, found: dict[str, int]) -> None:
+        """The largest calls on both streams: selection, and encoding of this rank's sum."""
+        layout, bucket = sizes.places.layout, sizes.bucket
+        segments, ranges = layout.segment_keep.numel(), layout.range_piece.numel()
+        selecting = workspace.encode_bytes(
+            bucket.numel, segments, sizes.value_bytes, found["message"]
+        )
+        sampling = workspace.threshold_bytes(ranges, bucket.numel, self._config.compression.samples)
+        self._codec_bytes = max(self._codec_bytes, selecting, sampling)
+        room = max(found.get("gathered", 0), found.get("encoded", 0))
+        if room:
+            share = 1 if "encoded" in found else sizes.ranks
+            encoding = workspace.encode_bytes(
+                bucket.numel // share, segments, sizes.value_bytes, room // share
+            )
+            self._network_bytes = max(self._network_bytes, encoding)
+
+    def _count_tables(self, bucket: Bucket, layout: Layout, *, has_slots: bool) -> None:
+        tables = [each for each in vars(layout).values() if isinstance(each, torch.Tensor)]
+        if not bucket.grad_N.is_cuda:
+            self._table_bytes += sum(table.nbytes for table in tables)
+            return
+        # Of the layout, and in capacity mode of each density: a message's slots and its shards'.
+        compression = self._config.compression
+        densities = 1 + compression.ramp_iters if has_slots else 0
+        self._tables += len(tables) + densities * (2 + bucket.world_size)
+        largest = max(table.nbytes for table in tables)
+        self._largest_table = max(self._largest_table, -(-largest // ALLOCATION) * ALLOCATION)
+
+    def nbytes(self, buckets: Sequence[Bucket]) -> Counter[str]:
+        """Bytes by item."""
+        compression = self._config.compression
+        found: Counter[str] = Counter()
+        found["residual"] = self._elements * RESIDUAL_DTYPES[compression.residual_dtype].itemsize
+        if compression.method == "dgc":
+            found["momentum"] = self._elements * torch.float32.itemsize
+        if self._undo:
+            found["undo"] = found["residual"] + found["momentum"]
+        for (purpose, _), nbytes in self._buffers.items():
+            found[_ITEM_OF[purpose]] += nbytes
+        found["workspace"] += self._codec_bytes + self._network_bytes
+        found["tables"] = self._table_bytes + min(self._tables, TABLES) * self._largest_table
+        found["windows"] = self._window_bytes(buckets)
+        return found
+
+    def _window_bytes(self, buckets: Sequence[Bucket]) -> int:
+        scheme, planner = self._config.scheme, self._config.planner
+        names = (planner.schemes or ()) if scheme.name == AUTO else (scheme.name,)
+        wanted = any(SCHEMES[name].needs_windows for name in names)
+        if not wanted or not all(bucket.grad_N.is_cuda for bucket in buckets):
+            return 0
+        layouts = [
+            peer_layout(
+                bucket, wire_dtype_of(bucket.grad_N.dtype, scheme.wire_dtype), scheme.format
+            )
+            for bucket in buckets
+        ]
+        message_room = max((layout.message_room for layout in layouts), default=0)
+        sum_room = max((layout.sum_room for layout in layouts), default=0)
+        return window_bytes(message_room, sum_room) if layouts else 0
+
+
+def _steps(compression: CompressionConfig) -> list[int]:
+    """Steps whose plans may differ: the first, some of the ramp, and one at the target."""
+    start, ramp = compression.warmup_iters, compression.ramp_iters
+    count = min(ramp, RAMP_STEPS)
+    return sorted({0, *(start + ramp * i // count for i in range(count)), start + ramp})
