@@ -15,6 +15,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
 from megatron_sparse.collectives.accumulator import partial_dtype
 from megatron_sparse.collectives.records import Cut, shard_cuts, sum_slots, whole_cut
 from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES, name_of
 from megatron_sparse.wire import FORMAT_ADAPTIVE
@@ -110,6 +111,13 @@ class BufferSizes:
             for cut in self.shards
         ]
         return sum(int(place.offsets[-1]) for place in places)
+
+    def scratch(self, cuts: Sequence[Cut]) -> dict[str, int]:
+        """The CPU encoder's scratch memory where partial sums of these cuts are encoded."""
+        if self.bucket.grad_N.is_cuda:
+            return {}
+        code = WIRE_CODES[self.partial_dtype]
+        return {"scratch": max(ops.scratch_capacity(cut.own_offsets, code) for cut in cuts)}
 
     def of_sparse_sum(self, buffers: dict[str, int]) -> dict[str, int]:
         """Adds the fp32 sum of a narrower gradient (`SparseSum`)."""

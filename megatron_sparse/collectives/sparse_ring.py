@@ -214,7 +214,7 @@ def _pass_on(
 def buffers(sizes: BufferSizes) -> dict[str, int]:
     """A partial sum that comes and one that goes, and for an all-reduce the sums of all shards."""
     most = max(cut.capacity("fp32") for cut in sizes.shards)
-    partial = {"received": most, "encoded": most}
+    partial = {"received": most, "encoded": most} | sizes.scratch(sizes.shards)
     if sizes.scatters:
         return sizes.of_sparse_sum(partial)
     return sizes.of_sparse_sum(partial | {"gathered": sizes.sums_bytes()})

@@ -92,7 +92,8 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
 def buffers(sizes: BufferSizes) -> dict[str, int]:
     """A sum that comes and one that goes, each as large as a dense fp32 record of the bucket."""
     most = sizes.whole.capacity("fp32")
-    return sizes.of_sparse_sum({"received": most, "encoded": most})
+    scratch = sizes.scratch([sizes.whole])
+    return sizes.of_sparse_sum({"received": most, "encoded": most} | scratch)
 
 
 def cost(run: DryRun) -> None:

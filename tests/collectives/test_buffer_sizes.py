@@ -1,0 +1,79 @@
+"""Each scheme's declared buffers are those that it takes, on every rank of the virtual cluster."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives import SCHEMES, Exchange, Input
+from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
+from megatron_sparse.cuda_ext.slots import Slots
+from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers
+from megatron_sparse.recording import StageTimer
+from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import STEP, Case, contribution, make_bucket, make_message
+
+UNDECLARED = {"dense_hierarchical", "zen", "hierarchical", "straggler", "straggler_direct"}
+"""The account says that it does not know their buffers."""
+MOST = {"dense_rhd", "dense_broadcast", "adaptive_ring"}
+"""Ranks differ, or the data decides: these declare the most that a rank takes."""
+DECLARED = [
+    (name, op)
+    for name, scheme in SCHEMES.items()
+    if scheme.buffers is not None and not scheme.needs_windows
+    for op in CollectiveOp
+    if op in scheme.ops
+]
+DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp16"))
+
+
+def taken(case: Case, transport):
+    """One rank's collective, on the same data on every rank: its buffers' bytes, and the declared.
+
+    Messages of equal size, so that the sizes of a rank's own records are those of its peers'.
+    """
+    scheme, rank, buffers = SCHEMES[case.scheme], transport.rank, MessageBuffers()
+    bucket = make_bucket(case, rank)
+    bucket.grad_N.copy_(contribution(case, 0))
+    exchange = Exchange(bucket, transport, buffers, StageTimer(), case.options, case.straggler)
+    places = None
+    if scheme.takes is Input.SPARSE:
+        message = make_message(bucket, case, MessageBuffers())
+        nothing = torch.zeros(1, dtype=torch.int64)
+        ends = torch.tensor(message.segment_bytes).cumsum(0)
+        slots = Slots(message.layout.segment_offsets.diff(), torch.cat([nothing, ends]))
+        places = MessagePlaces(message.layout, slots, fixed=False)
+        yield from scheme.run(exchange, message)
+    else:
+        values_N = bucket.grad_N
+        if case.wire != case.dtype:
+            values_N = values_N.to(VALUE_DTYPES[case.wire])
+        yield from scheme.run(exchange, values_N, STEP)
+    assert scheme.buffers is not None
+    declared = scheme.buffers(BufferSizes(bucket, rank, case.options, case.wire, places))
+    return buffers.by_purpose(), declared
+
+
+@pytest.mark.parametrize(("name", "op"), DECLARED)
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_declared_buffers_are_those_that_are_taken(name, op, dtypes):
+    for n in (1, 2, 3, 4, 5):
+        case = Case(name, n, op, dtype=dtypes[0], wire=dtypes[1])
+        for found, declared in VirtualCluster(n).run(
+            lambda transport, case=case: taken(case, transport)
+        ):
+            # The account adds the scratch memory with which the message itself is encoded.
+            found.pop("scratch", None), declared.pop("scratch", None)
+            declared = {purpose: nbytes for purpose, nbytes in declared.items() if nbytes}
+            found = {purpose: nbytes for purpose, nbytes in found.items() if nbytes}
+            if name in MOST:
+                assert found.keys() <= declared.keys()
+                assert all(nbytes <= declared[purpose] for purpose, nbytes in found.items())
+            else:
+                assert found == declared
+
+
+def test_every_scheme_declares_its_buffers_or_is_named_here():
+    """A new scheme without a declaration would be missing from the account."""
+    assert {name for name, scheme in SCHEMES.items() if scheme.buffers is None} == UNDECLARED

@@ -1,0 +1,30 @@
+"""The workspaces that Python computes are those that the launchers lay out."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from megatron_sparse.cuda_ext import workspace
+from tests.cuda_emulator.emulated import Codecs, EncodeArguments, ThresholdArguments
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4097, 1_000_000])
+@pytest.mark.parametrize("segments", [1, 3, 100])
+@pytest.mark.parametrize(("code", "value_bytes"), [(0, 4), (1, 2)])
+def test_an_encoder_s(codecs: Codecs, numel, segments, code, value_bytes) -> None:
+    for room in (0, 1000, 4 * numel + 48):
+        arguments = EncodeArguments(numel=numel, value_dtype=code)
+        arguments.segment_count, arguments.capacity = segments, room
+        expected = codecs.library.workspace_of_encode(ctypes.byref(arguments))
+        assert workspace.encode_bytes(numel, segments, value_bytes, room) == expected
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, 1_000_000])
+@pytest.mark.parametrize("ranges", [1, 7, 300])
+@pytest.mark.parametrize("samples", [1, 999, 40_000])
+def test_sampling_s(codecs: Codecs, numel, ranges, samples) -> None:
+    call = ThresholdArguments(range_count=ranges, numel=numel, samples=samples)
+    expected = codecs.library.workspace_of_threshold(ctypes.byref(call))
+    assert workspace.threshold_bytes(ranges, numel, samples) == expected
