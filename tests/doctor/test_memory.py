@@ -1,0 +1,104 @@
+"""`doctor --memory`: the account of a run that has not started."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_sparse.doctor.memory import of_run
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron.models import parameter_count
+from megatron_sparse.megatron.predicted_buckets import predicted_buckets, predicted_parameters
+from megatron_sparse.reduction.memory import ITEMS
+from megatron_sparse.run.composition import compose, group_options
+from tests.cli.test_cli import run_cli
+from tests.doctor.memory_page import PAGE, parts, table
+
+RUN = ("model=gpt2_xl", "data=mock", "cluster.ranks_per_node=8", "cluster.device=cuda")
+
+
+def test_the_page_has_the_computed_numbers() -> None:
+    """`python -m tests.doctor.memory_page` writes them anew."""
+    assert parts(PAGE.read_text("utf-8"))[1] == table()
+
+
+def test_the_page_describes_every_item() -> None:
+    text = PAGE.read_text("utf-8")
+    assert all(f"| `{item}` |" in text for item in ITEMS)
+
+
+@pytest.mark.parametrize("model", group_options("model"))
+def test_predicted_parameters_are_all_of_the_model(model: str) -> None:
+    config = compose([f"model={model}", "data=mock"])
+    vocabulary = config.model.vocab_size or 1000
+    found = predicted_parameters(config, vocabulary)
+    assert sum(each.numel for each in found) == parameter_count(config.model, vocabulary)
+
+
+def test_tensor_parallel_ranks_share_what_they_do_not_copy() -> None:
+    """Twice a rank's own parameters are those of the model, where the copies are taken once."""
+    one = compose([*RUN, "cluster.ranks_per_node=2"])
+    two = compose([*RUN, "cluster.ranks_per_node=2", "model.num_attention_heads=20",
+                   "training.tensor_parallel=2"])
+    parts_of = predicted_parameters(two, 50304)
+    copied = sum(each.numel for each in parts_of if each.replicated)
+    split = sum(each.numel for each in parts_of if not each.replicated)
+    whole = sum(each.numel for each in predicted_parameters(one, 50304))
+    # The vocabulary is padded to a multiple of 256 instead of 128 rows.
+    padding = (-50304 % 256) * 1600
+    assert 2 * split + copied == whole + padding
+
+
+def test_bucket_sizes_are_megatron_s_by_default() -> None:
+    for overrides, least in (((), 40_000_000), (("megatron.ddp_bucket_size=1000000",), 1_000_000)):
+        buckets = predicted_buckets(compose([*RUN, *overrides, "training.precision=bf16"]), 50257)
+        assert all(bucket.numel >= least for bucket in buckets[:-1])
+        # The last parameter that a bucket takes may be large; all others fit below the limit.
+        assert all(
+            bucket.numel - (bucket.parameters[-1].stop - bucket.parameters[-1].start) < least
+            for bucket in buckets
+        )
+    whole = compose([*RUN, "training.overlap_grad_reduce=false", "training.precision=bf16"])
+    assert len(predicted_buckets(whole, 50257)) == 1
+
+
+def test_the_rerun_mode_costs_as_much_as_the_residual() -> None:
+    on = of_run(compose(RUN))
+    off = of_run(compose([*RUN, "megatron.rerun_mode=disabled"]))
+    assert on.nbytes["undo"] == on.nbytes["residual"] == 4 * on.parameters
+    assert on.total - off.total == on.nbytes["undo"]
+    fp16 = of_run(compose([*RUN, "megatron.rerun_mode=disabled", "training.precision=fp16"]))
+    assert fp16.nbytes["undo"] == fp16.nbytes["residual"]
+
+
+def test_the_command_shows_every_item(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    file = tmp_path / "memory.jsonl"
+    code, out, _ = run_cli(capsys, "doctor", "--memory", *RUN, "--json", str(file))
+    assert code == 0
+    found = of_run(compose(RUN))
+    for item in found.nbytes:
+        assert ITEMS[item].purpose in out
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["item"]: row["bytes"] for row in rows} == found.nbytes | {"total": found.total}
+
+
+def test_schemes_of_unknown_buffers_are_named() -> None:
+    assert "zen" in "; ".join(of_run(compose([*RUN, "scheme=zen"])).notes)
+    priced = of_run(compose([*RUN, "cluster=perlmutter", "cluster.device=cuda"]))
+    assert any("planner.cluster" in note for note in priced.notes)
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="without the plugin"):
+        of_run(compose([*RUN, "plugin=false"]))
+    with pytest.raises(ConfigError, match="undo=never"):
+        of_run(compose([*RUN, "compression.undo=never"]))
+
+
+def test_overrides_go_with_memory_only(capsys) -> None:
+    for arguments in (("doctor", "model=gpt2_xl"), ("doctor", "--memory", "--distributed")):
+        code, _, err = run_cli(capsys, *arguments)
+        assert code == 2
+        assert "--memory" in err
