@@ -30,7 +30,7 @@ class Accumulator:
         if values_N.dtype == torch.float32:
             self.sum_N = values_N
         else:
-            self.sum_N = self._take("sum", values_N.numel(), torch.float32, values_N.device)
+            self.sum_N = exchange.take("sum", values_N.numel(), torch.float32)
             self.sum_N.copy_(values_N)
 
     def outgoing(self, start: int, stop: int) -> torch.Tensor:
@@ -41,23 +41,17 @@ class Accumulator:
         part = self.sum_N[start:stop]
         if self._partial_dtype == torch.float32:
             return part
-        copy = self._take("outgoing", stop - start, self._partial_dtype, part.device)
+        copy = self._exchange.take("outgoing", stop - start, self._partial_dtype)
         return round_into(copy, part)
 
     def incoming(self, numel: int) -> torch.Tensor:
         """Room for a peer's partial sums, valid until the next call."""
-        return self._take("incoming", numel, self._partial_dtype, self.sum_N.device)
+        return self._exchange.take("incoming", numel, self._partial_dtype)
 
     def add(self, start: int, stop: int, received_M: torch.Tensor) -> None:
         """Adds a peer's partial sums of the elements from `start` to `stop`."""
         with self._exchange.timer.stage("decode"):
             self.sum_N[start:stop].add_(received_M)
-
-    def _take(
-        self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        name = f"{purpose}:{self._exchange.bucket.name}"
-        return self._exchange.buffers.take(name, numel, device, dtype)
 
 
 def partial_dtype(bucket: Bucket, value_dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ from megatron_sparse.pricing.dry_run import DryRun
 
 def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     """Sums `values_N` over all ranks into `exchange.bucket`. Arguments as of `dense`."""
-    bucket, buffers, scatter = exchange.bucket, exchange.buffers, exchange.scatters
+    bucket, scatter = exchange.bucket, exchange.scatters
     identity = Identity.of_values("dense_allpairs", exchange, values_N, step)
     group = whole_group(exchange.transport, identity.tag)
     n, rank = group.world_size, group.rank
@@ -35,7 +35,7 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     pieces = [values_N[cuts[i] : cuts[i + 1]] for i in range(n)]
     own = pieces[rank]
 
-    parts = buffers.take(f"parts:{bucket.name}", n * own.numel(), own.device, own.dtype)
+    parts = exchange.take("parts", n * own.numel(), own.dtype)
     parts_nM = parts.view(n, own.numel())
     yield from group.exchange(
         [(peer, pieces[peer]) for peer in peers],
@@ -43,7 +43,7 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
         last=scatter,
     )
     with exchange.timer.stage("decode"):
-        sum_M = buffers.take(f"piece:{bucket.name}", own.numel(), own.device, torch.float32)
+        sum_M = exchange.take("piece", own.numel(), torch.float32)
         for index in range(n):
             part = own if index == rank else parts_nM[index]
             if index == 0:

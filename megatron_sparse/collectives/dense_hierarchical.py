@@ -144,9 +144,7 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
 def _shuffled(exchange: Exchange, values_N: torch.Tensor, owners: list[int]) -> torch.Tensor:
     """A copy of the values whose shards lie in the order of `owners`."""
     bucket = exchange.bucket
-    shuffled_N = exchange.buffers.take(
-        f"shuffled:{bucket.name}", bucket.numel, values_N.device, values_N.dtype
-    )
+    shuffled_N = exchange.take("shuffled", bucket.numel, values_N.dtype)
     with exchange.timer.stage("encode"):
         # One operation, not one for each of a thousand shards.
         order = codec_cuda.on_device(torch.tensor(owners), values_N.device)

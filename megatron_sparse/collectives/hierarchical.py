@@ -208,8 +208,7 @@ def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Te
     if grad_N.dtype == torch.float32 and not scatter:
         values_N = grad_N
     else:
-        name = f"lanes:{bucket.name}"
-        values_N = exchange.buffers.take(name, bucket.numel, grad_N.device, torch.float32)
+        values_N = exchange.take("lanes", bucket.numel, torch.float32)
     if scatter:
         pieces = message.buffer[: message.nbytes].split(message.shard_bytes())
         targets = [values_N[parts.shard(owner)] for owner in range(bucket.world_size)]
@@ -243,8 +242,8 @@ class LaneSum:
         self._room: Sequence[torch.Tensor] = []
         if part_M is not None:
             numel, peers = part_M.numel(), inside.world_size - 1
-            name = f"received:{exchange.bucket.name}"
-            received = exchange.buffers.take(name, numel * peers, part_M.device, torch.float32)
+            # Not `received`: the inner scheme has a buffer of that name.
+            received = exchange.take("parts", numel * peers, torch.float32)
             self._room = [received[peer * numel : (peer + 1) * numel] for peer in range(peers)]
 
     def piece(self, source: int, number: int) -> list[Piece]:

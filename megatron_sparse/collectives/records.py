@@ -133,7 +133,7 @@ class SparseSum:
     ) -> None:
         bucket = exchange.bucket
         self._bucket, self._message = bucket, message
-        self._buffers, self._timer = exchange.buffers, exchange.timer
+        self._exchange, self._timer = exchange, exchange.timer
         self._form, self._block_size = form, block_size
         grad_N = bucket.grad_N
         self.partial_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.value_dtype]))
@@ -144,9 +144,8 @@ class SparseSum:
             self.sum_N = self.take("sum", bucket.numel, torch.float32)
 
     def take(self, purpose: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """A buffer that belongs to this bucket; see `MessageBuffers.take`."""
-        name = f"{purpose}:{self._bucket.name}"
-        return self._buffers.take(name, numel, self._bucket.grad_N.device, dtype)
+        """See `Exchange.take`."""
+        return self._exchange.take(purpose, numel, dtype)
 
     @property
     def adds_at_once(self) -> bool:
@@ -300,7 +299,7 @@ class SparseSum:
                     block_size=self._block_size,
                 ),
                 out,
-                self._buffers,
+                self._exchange.buffers,
                 reports,
             )
             if reports is None:

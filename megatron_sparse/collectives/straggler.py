@@ -136,7 +136,7 @@ class _Sums:
     def __init__(self, exchange: Exchange, values_N: torch.Tensor) -> None:
         bucket = exchange.bucket
         self.values_N, self.op = values_N, bucket.op
-        self._bucket, self._buffers, self._timer = bucket, exchange.buffers, exchange.timer
+        self._exchange, self._timer = exchange, exchange.timer
         self._partial_dtype = partial_dtype(bucket, values_N.dtype)
         # The rounded sums of an all-reduce travel on; those of a reduce-scatter stay here.
         self._target_N = values_N if bucket.op is CollectiveOp.ALL_REDUCE else bucket.grad_N
@@ -197,8 +197,7 @@ class _Sums:
             torch.add(early_M, late_M, out=self._target_N[elements])
 
     def _take(self, purpose: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        name = f"{purpose}:{self._bucket.name}"
-        return self._buffers.take(name, numel, self.values_N.device, dtype)
+        return self._exchange.take(purpose, numel, dtype)
 
 
 SCHEME = Scheme(

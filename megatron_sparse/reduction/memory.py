@@ -72,11 +72,11 @@ ITEMS = {
         "scheme.capacity: buffers as large as the density needs, not as the bucket",
     ),
     "received": Item(
-        "records that peers have sent",
+        "records that peers have sent; on a GPU for one bucket at a time",
         "scheme=direct: one shard of each peer's message, not all of it",
     ),
     "sums": Item(
-        "encoded sums of all shards; the fp32 sum of narrower gradients",
+        "encoded sums; the fp32 sum of narrower gradients; on a GPU for one bucket at a time",
         "training.use_distributed_optimizer=true: a rank gets its own shard only",
     ),
     "workspace": Item(
@@ -101,8 +101,8 @@ _ITEM_OF = {
 }
 """The item of each purpose of `MessageBuffers`."""
 
-_SHARED = frozenset({"scratch"})
-"""Purposes of which a group of ranks has one buffer, not one for each bucket."""
+_BEFORE_GATE = frozenset({"message", "narrow"})
+"""Purposes of which every bucket has a buffer of its own. On a GPU all others are shared."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,8 @@ class _Group:
                 scratch = ops.scratch_capacity(offsets, code)
                 found["scratch"] = max(found.get("scratch", 0), scratch)
         for purpose, nbytes in found.items():
-            key = (purpose, "" if purpose in _SHARED else bucket.name)
+            shared = bucket.grad_N.is_cuda and purpose not in _BEFORE_GATE
+            key = (purpose, "" if shared or purpose == "scratch" else bucket.name)
             self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
 
     def _add_workspace(self, sizes: BufferSizes, found: dict[str, int]) -> None:

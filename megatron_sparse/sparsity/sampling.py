@@ -30,7 +30,12 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Identity, even_cuts, exchange_sizes
+from megatron_sparse.collectives.base import (
+    Identity,
+    even_cuts,
+    exchange_sizes,
+    shared_buffer,
+)
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import WireFormatError
@@ -134,8 +139,7 @@ def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -
     """
     sum_N = bucket.grad_N
     if sum_N.dtype != torch.float32:
-        name = f"sum:{bucket.name}"
-        sum_N = buffers.take(name, bucket.numel, sum_N.device, torch.float32)
+        sum_N = shared_buffer(buffers, bucket, "sum", bucket.numel, torch.float32)
     records = message.buffer[: message.nbytes]
     slots_S = None if message.slots is None else message.slots.offsets
     # The rank only names the sender of a damaged record, which here would be ourselves.

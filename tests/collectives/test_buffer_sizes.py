@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
+from megatron_sparse.collectives.base import shared_buffer
 from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers
@@ -77,3 +79,15 @@ def test_declared_buffers_are_those_that_are_taken(name, op, dtypes):
 def test_every_scheme_declares_its_buffers_or_is_named_here():
     """A new scheme without a declaration would be missing from the account."""
     assert {name for name, scheme in SCHEMES.items() if scheme.buffers is None} == UNDECLARED
+
+
+def test_on_a_gpu_all_buckets_share_what_the_collectives_take():
+    """Their work follows in order there; on a CPU several buckets are on their way."""
+    for device, expected in (("cuda", 100), ("cpu", 160)):
+        buffers = MessageBuffers()
+        with FakeTensorMode():
+            for name, numel in (("0", 60), ("1", 100)):
+                grad_N = torch.empty(8, device=device)
+                bucket = Bucket(name, grad_N, (), CollectiveOp.ALL_REDUCE, 2)
+                shared_buffer(buffers, bucket, "received", numel, torch.uint8)
+        assert buffers.by_purpose() == {"received": expected}

@@ -6,16 +6,23 @@ import json
 
 import pytest
 
+from megatron_sparse.cli import main
 from megatron_sparse.doctor.memory import of_run
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.megatron.predicted_buckets import predicted_buckets, predicted_parameters
 from megatron_sparse.reduction.memory import ITEMS
 from megatron_sparse.run.composition import compose, group_options
-from tests.cli.test_cli import run_cli
 from tests.doctor.memory_page import PAGE, parts, table
 
 RUN = ("model=gpt2_xl", "data=mock", "cluster.ranks_per_node=8", "cluster.device=cuda")
+
+
+def exit_code(*arguments: str) -> int:
+    """Of a command run in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main.main(arguments)
+    return int(caught.value.code or 0)
 
 
 def test_the_page_has_the_computed_numbers() -> None:
@@ -39,8 +46,14 @@ def test_predicted_parameters_are_all_of_the_model(model: str) -> None:
 def test_tensor_parallel_ranks_share_what_they_do_not_copy() -> None:
     """Twice a rank's own parameters are those of the model, where the copies are taken once."""
     one = compose([*RUN, "cluster.ranks_per_node=2"])
-    two = compose([*RUN, "cluster.ranks_per_node=2", "model.num_attention_heads=20",
-                   "training.tensor_parallel=2"])
+    two = compose(
+        [
+            *RUN,
+            "cluster.ranks_per_node=2",
+            "model.num_attention_heads=20",
+            "training.tensor_parallel=2",
+        ]
+    )
     parts_of = predicted_parameters(two, 50304)
     copied = sum(each.numel for each in parts_of if each.replicated)
     split = sum(each.numel for each in parts_of if not each.replicated)
@@ -75,8 +88,8 @@ def test_the_rerun_mode_costs_as_much_as_the_residual() -> None:
 def test_the_command_shows_every_item(capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     file = tmp_path / "memory.jsonl"
-    code, out, _ = run_cli(capsys, "doctor", "--memory", *RUN, "--json", str(file))
-    assert code == 0
+    assert exit_code("doctor", "--memory", *RUN, "--json", str(file)) == 0
+    out = capsys.readouterr().out
     found = of_run(compose(RUN))
     for item in found.nbytes:
         assert ITEMS[item].purpose in out
@@ -99,6 +112,5 @@ def test_contradictions_are_refused() -> None:
 
 def test_overrides_go_with_memory_only(capsys) -> None:
     for arguments in (("doctor", "model=gpt2_xl"), ("doctor", "--memory", "--distributed")):
-        code, _, err = run_cli(capsys, *arguments)
-        assert code == 2
-        assert "--memory" in err
+        assert exit_code(*arguments) == 2
+        assert "--memory" in capsys.readouterr().err

@@ -1,0 +1,43 @@
+"""The account of the plugin's memory on a GPU: what a reducer holds after steps there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.reduction.memory import account, held
+from tests.cuda_emulator.codec_cases import Place
+from tests.cuda_emulator.test_no_waiting import IN_CAPACITY, RANKS, STEPS, Ranks, fill
+
+CASES: list[tuple[CollectiveOp, dict[str, Any]]] = [
+    *((op, {"scheme": name, "capacity": 1.5}) for name, op in IN_CAPACITY),
+    (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "capacity": 1.5, "ramp_iters": 2}),
+    (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "capacity": "auto", "method": "dgc"}),
+    (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "capacity": 1.5, "dtype": torch.bfloat16}),
+    (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "wire_dtype": "bf16", "warmup_iters": 1}),
+]
+
+
+@pytest.mark.parametrize(("op", "overrides"), CASES)
+def test_the_account_is_what_is_held(place: Place, op: CollectiveOp, overrides) -> None:
+    """To the byte: in capacity mode all sizes are known beforehand."""
+    ranks = Ranks(op, **overrides)
+    for step in range(STEPS):
+        fill(ranks, step)
+        ranks.step(step)
+    settings = {"warmup_iters": 0, "ramp_iters": 0, "samples": 200, "keep_below_numel": 0}
+    config = SparseConfig.from_overrides(
+        **{"density": 0.1} | settings | {k: v for k, v in overrides.items() if k != "dtype"}
+    )
+    for rank in range(RANKS):
+        reducer, bucket = ranks._reducers[rank], ranks.buckets[rank]
+        found = held(reducer.selector.method.stores, [reducer])
+        expected = dict(account(config, [(rank, [bucket])], undo=False).nbytes)
+        # Lent by torch's allocator for each call; and copies of tables, in a cache.
+        assert expected.pop("workspace", 1) > 0
+        assert expected.pop("tables", 1) > 0
+        assert {item: nbytes for item, nbytes in found.items() if nbytes} == expected
