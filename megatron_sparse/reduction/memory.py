@@ -132,9 +132,8 @@ class MemoryAccount:
         """The account in one line.
 
         Example:
-            >>> MemoryAccount(1000, {"residual": 4000, "messages": 1500}).line()
-            'memory of the plugin: 5.50 bytes a parameter, 5.37 KiB on this rank (residual 4.00,
-            messages 1.50)'
+            >>> MemoryAccount(1000, {"residual": 4000}).line()
+            'memory of the plugin: 4.00 bytes a parameter, 3.91 KiB on this rank (residual 4.00)'
         """
         parts = ", ".join(f"{item} {self.of_parameter(n):.2f}" for item, n in self.nbytes.items())
         return "; ".join(
@@ -193,10 +192,15 @@ def held(stores: dict[str, ResidualStore], reducers: Iterable[GradientReducer]) 
     for reducer in reducers:
         windows += reducer.window_bytes
         for purpose, nbytes in reducer.buffers.by_purpose().items():
-            found[_ITEM_OF[purpose]] += nbytes
+            found[_item_of(purpose)] += nbytes
     if windows:
         found["windows"] = windows
     return {item: found[item] for item in ITEMS if item in found}
+
+
+def _item_of(purpose: str) -> str:
+    """The item that a buffer belongs to; `messages` for those of other packages' schemes."""
+    return _ITEM_OF.get(purpose, "messages")
 
 
 class _Group:
@@ -323,7 +327,7 @@ class _Group:
         if self._undo:
             found["undo"] = found["residual"] + found["momentum"]
         for (purpose, _), nbytes in self._buffers.items():
-            found[_ITEM_OF[purpose]] += nbytes
+            found[_item_of(purpose)] += nbytes
         found["workspace"] += self._codec_bytes + self._network_bytes
         found["tables"] = self._table_bytes + min(self._tables, TABLES) * self._largest_table
         found["windows"] = self._window_bytes(buckets)

@@ -1,0 +1,99 @@
+"""The account of the plugin's memory: its parts that need no ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.reduction.memory import MemoryAccount, account, held
+from megatron_sparse.reduction.reducer import GradientReducer
+
+NUMEL, RANKS = 2**20, 8
+
+
+def bucket(name: str = "0", *, device: str = "cuda", numel: int = NUMEL) -> Bucket:
+    """A bucket of two pruned parameters and a kept one, without memory."""
+    with FakeTensorMode():
+        grad_N = torch.empty(numel, device=device)
+    half = numel // 2
+    pieces = [
+        ParameterSlice("v", 0, half),
+        ParameterSlice("b", half, half + 64, keep=True),
+        ParameterSlice("w", half + 64, numel),
+    ]
+    return Bucket(name, grad_N, pieces, CollectiveOp.ALL_REDUCE, RANKS)
+
+
+def at_target(**overrides: Any) -> SparseConfig:
+    """A configuration without warm-up and ramp."""
+    return SparseConfig.from_overrides(
+        **{"scheme": "direct", "warmup_iters": 0, "ramp_iters": 0} | overrides
+    )
+
+
+def of(config: SparseConfig, *buckets: Bucket, undo: bool = False) -> MemoryAccount:
+    return account(config, [(0, buckets)], undo=undo)
+
+
+def test_on_a_gpu_only_residuals_and_messages_grow_with_the_number_of_buckets() -> None:
+    one, four = of(at_target(), bucket()), of(at_target(), *(bucket(str(i)) for i in range(4)))
+    for item in ("residual", "messages"):
+        assert four.nbytes[item] == 4 * one.nbytes[item]
+    for item in ("received", "sums", "workspace"):
+        assert four.nbytes[item] == one.nbytes[item]
+
+
+def test_the_ramp_s_first_step_counts() -> None:
+    ramp = at_target(ramp_iters=1000, ramp_start_density=0.25)
+    assert (
+        of(ramp, bucket()).nbytes["messages"]
+        == of(at_target(density=0.25), bucket()).nbytes["messages"]
+    )
+
+
+def test_a_dense_run_holds_nothing() -> None:
+    assert of(at_target(scheme="dense"), bucket()).total == 0
+    assert of(at_target(enabled=False), bucket(), undo=True).total == 0
+
+
+def test_capacity_sizes_messages_by_density() -> None:
+    """8 bytes for 1.25 % of the elements, against room for all of them."""
+    fixed, sent = of(at_target(), bucket()), of(at_target(capacity=None), bucket())
+    assert fixed.nbytes["messages"] == pytest.approx(0.0125 * 8 * NUMEL, rel=0.02)
+    assert sent.nbytes["messages"] == pytest.approx(4 * NUMEL, rel=0.001)
+    auto_on_cpu = of(at_target(), bucket(device="cpu"))
+    assert auto_on_cpu.nbytes["messages"] == sent.nbytes["messages"]
+
+
+def test_velocities_and_their_copies_count() -> None:
+    found = of(at_target(method="dgc", scheme="dense"), bucket(), undo=True)
+    assert found.nbytes == {
+        "residual": 4 * NUMEL,
+        "momentum": 4 * NUMEL,
+        "undo": 8 * NUMEL,
+    }
+
+
+def test_windows_are_as_large_as_the_largest_bucket_needs() -> None:
+    found = of(at_target(scheme="peer_two_shot"), bucket("0"), bucket("1", numel=NUMEL // 2))
+    assert found.nbytes["windows"] == pytest.approx(2 * (1 + 1 / RANKS) * 4 * NUMEL, rel=0.01)
+
+
+def test_a_scheme_that_skips_a_rank_is_named() -> None:
+    straggler = StragglerConfig(mode="pinned", rank=1)
+    assert "straggler_direct" in of(at_target(straggler=straggler), bucket()).line()
+
+
+def test_buffers_of_other_packages_schemes_count_as_messages() -> None:
+    buffers = MessageBuffers()
+    buffers.take("star:0", 100, torch.device("cpu"))
+    buffers.take("received:0", 50, torch.device("cpu"))
+    reducer = cast("GradientReducer", SimpleNamespace(buffers=buffers, window_bytes=0))
+    assert held({}, [reducer]) == {"undo": 0, "messages": 100, "received": 50}
