@@ -77,21 +77,16 @@ class Exchange:
         return self.bucket.op is CollectiveOp.REDUCE_SCATTER
 
     def take(self, purpose: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """A buffer for the collective; see `shared_buffer`."""
-        return shared_buffer(self.buffers, self.bucket, purpose, numel, dtype)
+        """A buffer for work behind the gate, valid until the bucket's job ends.
 
-
-def shared_buffer(
-    buffers: MessageBuffers, bucket: Bucket, purpose: str, numel: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """A buffer for work behind the gate, valid until the bucket's job ends.
-
-    On CUDA all buckets share it: that work follows on one stream, in the order of the launches
-    (`reduction.streams`). On a CPU each bucket has its own, because several are on their way.
-    """
-    device = bucket.grad_N.device
-    name = purpose if device.type == "cuda" else f"{purpose}:{bucket.name}"
-    return buffers.take(name, numel, device, dtype)
+        On CUDA all buckets share it: that work follows on one stream, in the order of the launches
+        (`reduction.streams`). On a CPU, and where a straggler is left behind, each bucket has its
+        own, because several are on their way.
+        """
+        device = self.bucket.grad_N.device
+        shared = device.type == "cuda" and self.straggler is None
+        name = purpose if shared else f"{purpose}:{self.bucket.name}"
+        return self.buffers.take(name, numel, device, dtype)
 
 
 SparseCollective = Callable[[Exchange, Message], Steps]

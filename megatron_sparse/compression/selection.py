@@ -192,11 +192,8 @@ class Selector:
         if not narrow:
             return bucket.grad_N
         with timer.stage("encode"):
-            values_N = self.buffers.take(
-                f"narrow:{bucket.name}",
-                bucket.numel,
-                bucket.grad_N.device,
-                VALUE_DTYPES[value_dtype],
+            values_N = self.buffers.take_own(
+                "narrow", bucket, bucket.numel, VALUE_DTYPES[value_dtype]
             )
             return round_into(values_N, bucket.grad_N)
 

@@ -134,11 +134,27 @@ class Message:
         return [sum(self.segment_bytes[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
+TURNS = 2
+"""Buckets whose messages may be under way on a GPU: one is exchanged, and one is selected."""
+
+
 class MessageBuffers:
     """Reuses encode and receive buffers: fresh pages cost more than the copy that fills them."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
+        self._turns: dict[str, int] = {}
+
+    def give_turn(self, bucket: str, turn: int) -> None:
+        """From now on the bucket shares its own buffers with all others of this turn."""
+        self._turns[bucket] = turn
+
+    def take_own(
+        self, purpose: str, bucket: Bucket, numel: int, dtype: torch.dtype = torch.uint8
+    ) -> torch.Tensor:
+        """A buffer that the bucket has for itself until its job ends; see `take`."""
+        owner = self._turns.get(bucket.name, bucket.name)
+        return self.take(f"{purpose}:{owner}", numel, bucket.grad_N.device, dtype)
 
     def take(
         self, purpose: str, numel: int, device: torch.device, dtype: torch.dtype = torch.uint8
@@ -310,7 +326,7 @@ def _refuse_slots(slots_S: torch.Tensor | None) -> None:
 
 
 def _take_message(bucket: Bucket, nbytes: int, buffers: MessageBuffers) -> torch.Tensor:
-    return buffers.take(f"message:{bucket.name}", nbytes, bucket.grad_N.device)
+    return buffers.take_own("message", bucket, nbytes)
 
 
 def _take_scratch(

@@ -70,14 +70,19 @@ class InOrderProgress:
         return self._broken is not None
 
     def submit(
-        self, name: str, job: Job, timer: StageTimer, on_done: Callable[[], None] | None = None
+        self,
+        name: str,
+        job: Job,
+        timer: StageTimer,
+        on_done: Callable[[], None] | None = None,
+        after: Pending | None = None,
     ) -> Pending:
         """Launches all of the job's device work; see `Progress`. Errors are raised by the waits."""
         pending = launched(name, timer, on_done, self._device)
         if self._broken is not None or self._closed:
             pending.end(refusal(name, self._broken))
             return pending
-        running = RunningJob(pending, job, self._streams, self._timeout_s)
+        running = RunningJob(pending, job, self._streams, self._timeout_s, after)
         pending.drive_rest = lambda: self._drive(running, to_the_end=True)
         self._drive(running, to_the_end=False)
         return pending

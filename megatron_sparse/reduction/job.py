@@ -61,7 +61,12 @@ class Progress(Protocol):
         ...
 
     def submit(
-        self, name: str, job: Job, timer: StageTimer, on_done: Callable[[], None] | None = None
+        self,
+        name: str,
+        job: Job,
+        timer: StageTimer,
+        on_done: Callable[[], None] | None = None,
+        after: Pending | None = None,
     ) -> Pending:
         """Takes over a job. Jobs are submitted in the same order on every rank.
 
@@ -72,6 +77,8 @@ class Progress(Protocol):
             on_done: called once when the job has ended, with or without an error: by the thread
                 that drives it (on CUDA with its stream current), or by the caller if the job is
                 refused. Must neither block nor raise.
+            after: a job submitted before, whose memory this one takes over: it begins on the
+                device when that one's work there has ended.
         """
         ...
 
@@ -95,21 +102,30 @@ class RunningJob:
         job: makes the generator.
         streams: of the process; None on a CPU.
         timeout_s: seconds that one operation may take.
+        after: see `Progress.submit`.
     """
 
     def __init__(
-        self, pending: Pending, job: Job, streams: BucketStreams | None, timeout_s: float
+        self,
+        pending: Pending,
+        job: Job,
+        streams: BucketStreams | None,
+        timeout_s: float,
+        after: Pending | None,
     ) -> None:
         self.pending = pending
         self.work: Work | None = None
         self.at_gate = self.posted = self.queued = False
         self._steps = job()
+        self._after = after
         self._since_s = 0.0
         self._stream = JobStream(streams)
         self._deadline_s = timeout_s * DEADLINE_FACTOR + DEADLINE_SLACK_S
 
     def can_move(self, *, may_post: bool) -> bool:
         """Whether `step` would return at once; `may_post`: all jobs before it have posted."""
+        if self._after is not None:
+            return self._after.queued()
         if self.at_gate:
             return may_post
         if self.work is None:
@@ -131,6 +147,10 @@ class RunningJob:
         if pending.start_event is not None:
             self._stream.wait(pending.start_event)
             pending.start_event = None
+        if self._after is not None:
+            if self._after.finish_event is not None:
+                self._stream.wait(self._after.finish_event)
+            self._after = None
         if self.at_gate:
             self.at_gate = False
             self._stream.pass_gate()

@@ -30,6 +30,7 @@ from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import (
     FORMAT_CODES,
+    TURNS,
     WIRE_CODES,
     wire_dtype_of,
 )
@@ -68,7 +69,7 @@ ITEMS = {
         "megatron.rerun_mode=disabled, in runs without fp16 and without a loss per token",
     ),
     "messages": Item(
-        "this rank's encoded selection; values in a narrower dtype",
+        "this rank's encoded selection; values in a narrower dtype; on a GPU for two buckets",
         "scheme.capacity: buffers as large as the density needs, not as the bucket",
     ),
     "received": Item(
@@ -102,7 +103,7 @@ _ITEM_OF = {
 """The item of each purpose of `MessageBuffers`."""
 
 _BEFORE_GATE = frozenset({"message", "narrow"})
-"""Purposes of which every bucket has a buffer of its own. On a GPU all others are shared."""
+"""Purposes of a bucket's own buffers. On a GPU, buckets take them in turn and share all others."""
 
 
 @dataclass(frozen=True)
@@ -284,8 +285,8 @@ class _Group:
                 scratch = ops.scratch_capacity(offsets, code)
                 found["scratch"] = max(found.get("scratch", 0), scratch)
         for purpose, nbytes in found.items():
-            shared = bucket.grad_N.is_cuda and purpose not in _BEFORE_GATE
-            key = (purpose, "" if shared or purpose == "scratch" else bucket.name)
+            shared = bucket.grad_N.is_cuda or purpose == "scratch"
+            key = (purpose, "" if shared else bucket.name)
             self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
 
     def _add_workspace(self, sizes: BufferSizes, found: dict[str, int]) -> None:
@@ -326,8 +327,10 @@ class _Group:
             found["momentum"] = self._elements * torch.float32.itemsize
         if self._undo:
             found["undo"] = found["residual"] + found["momentum"]
-        for (purpose, _), nbytes in self._buffers.items():
-            found[_item_of(purpose)] += nbytes
+        for (purpose, owner), nbytes in self._buffers.items():
+            takes_turns = purpose in _BEFORE_GATE and not owner
+            copies = min(TURNS, len(buckets)) if takes_turns else 1
+            found[_item_of(purpose)] += copies * nbytes
         found["workspace"] += self._codec_bytes + self._network_bytes
         found["tables"] = self._table_bytes + min(self._tables, TABLES) * self._largest_table
         found["windows"] = self._window_bytes(buckets)

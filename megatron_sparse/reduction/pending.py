@@ -55,6 +55,10 @@ class Pending:
         """Whether the host's part has ended, with or without an error."""
         return self._done.is_set()
 
+    def queued(self) -> bool:
+        """Whether all of its work on the device is on a stream, or it has ended."""
+        return self._queued.is_set()
+
     def wait_until_queued(self) -> None:
         """Blocks the host until the job is queued; on CUDA the current stream waits for its work.
 

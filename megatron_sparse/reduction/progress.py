@@ -60,7 +60,12 @@ class ProgressThread:
         self._thread.start()
 
     def submit(
-        self, name: str, job: Job, timer: StageTimer, on_done: Callable[[], None] | None = None
+        self,
+        name: str,
+        job: Job,
+        timer: StageTimer,
+        on_done: Callable[[], None] | None = None,
+        after: Pending | None = None,
     ) -> Pending:
         """Queues a job behind all those submitted before; see `Progress`. Returns at once."""
         pending = launched(name, timer, on_done, self._device)
@@ -68,7 +73,7 @@ class ProgressThread:
             if self._broken is not None or self._closes_s is not None:
                 pending.end(refusal(name, self._broken))
                 return pending
-            self._incoming.append(RunningJob(pending, job, self._streams, self._timeout_s))
+            self._incoming.append(RunningJob(pending, job, self._streams, self._timeout_s, after))
             self._wake_up()
         return pending
 

@@ -56,6 +56,7 @@ from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.group_threshold import threshold_source
 from megatron_sparse.reduction.instances import second_half
 from megatron_sparse.reduction.job import GATE, Progress, Stage
+from megatron_sparse.reduction.message_turns import MessageTurns
 from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.reduction.streams import used_here
@@ -210,6 +211,7 @@ class GradientReducer:
         self._sink = sink
         self._listeners = tuple(listeners)
         self.buffers = MessageBuffers()
+        self._turns = MessageTurns(self.buffers)
         self.windows: PeerMemory | None = None
         self.selector = Selector(method, self.transport.rank, self.buffers)
         self._thresholds = threshold_source(self.selector, groups.tensor_parallel)
@@ -270,8 +272,11 @@ class GradientReducer:
         # The planner compares its predictions with the times that the pipeline records.
         self.planner.follow(record)
         job = BucketJob(bucket, plan, step, record)
-        pending = self.progress.submit(
-            bucket.name, lambda: self.synchronise(job), record.timer, on_done
+        pending = self._turns.launch(
+            bucket,
+            lambda after: self.progress.submit(
+                bucket.name, lambda: self.synchronise(job), record.timer, on_done, after
+            ),
         )
         # A step's first launch also starts a job that exchanges waiting times with other ranks.
         self._stragglers.launched(self.progress)

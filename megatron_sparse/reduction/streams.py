@@ -7,7 +7,7 @@ Each stream runs the buckets in the order of their launch. A bucket enters the c
 the launching stream's work, enters the network stream after its own selection, and the stream that
 waits for it goes on after its work on the network stream. So bucket N + 1 is selected beside the
 exchange of bucket N. Exchanges follow one another, and so do the decoders between them: buffers
-that only work behind the gate uses are shared by all buckets (`base.shared_buffer`). Memory that is
+that only work behind the gate uses are shared by all buckets (`Exchange.take`). Memory that is
 allocated before the gate and used behind it must be named to `used_here`; a buffer that outlives
 the step needs no more than that, because the next step's launch comes after this one's
 `finish_event`.

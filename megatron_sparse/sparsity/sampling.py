@@ -34,7 +34,6 @@ from megatron_sparse.collectives.base import (
     Identity,
     even_cuts,
     exchange_sizes,
-    shared_buffer,
 )
 from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.cuda_ext.record_spec import Expected
@@ -128,18 +127,19 @@ def _check_part(row: np.ndarray, rank: int, expected: int) -> None:
 def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -> torch.Tensor:
     """The content of a rank's own message, fp32 [N]: zeros where nothing was selected.
 
-    It takes no memory of its own but uses the memory of the collective's sum. For an fp32 gradient
-    that is the gradient itself, which is overwritten here; the collective would overwrite it
-    anyway.
+    For an fp32 gradient it uses the gradient itself, which is overwritten here; the collective
+    would overwrite it anyway. For a narrower one it uses an fp32 buffer: on a CPU that of the
+    collective's sum.
 
     Args:
         bucket: the bucket that the message was selected from.
         message: in any format.
-        buffers: where the sum of a narrower gradient lives.
+        buffers: lend that buffer.
     """
     sum_N = bucket.grad_N
     if sum_N.dtype != torch.float32:
-        sum_N = shared_buffer(buffers, bucket, "sum", bucket.numel, torch.float32)
+        # Not the collective's buffer on a GPU: another bucket's exchange may be using that.
+        sum_N = buffers.take_own("sum", bucket, bucket.numel, torch.float32)
     records = message.buffer[: message.nbytes]
     slots_S = None if message.slots is None else message.slots.offsets
     # The rank only names the sender of a damaged record, which here would be ourselves.

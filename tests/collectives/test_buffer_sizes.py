@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
-from megatron_sparse.collectives.base import shared_buffer
 from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers
 from megatron_sparse.recording import StageTimer
@@ -95,5 +97,7 @@ def test_on_a_gpu_all_buckets_share_what_the_collectives_take():
             for name, numel in (("0", 60), ("1", 100)):
                 grad_N = torch.empty(8, device=device)
                 bucket = Bucket(name, grad_N, (), CollectiveOp.ALL_REDUCE, 2)
-                shared_buffer(buffers, bucket, "received", numel, torch.uint8)
+                nobody: Any = None
+                exchange = Exchange(bucket, nobody, buffers, StageTimer(), SchemeConfig())
+                exchange.take("received", numel)
         assert buffers.by_purpose() == {"received": expected}

@@ -70,8 +70,14 @@ class Inline:
         self._encoder = encoder
 
     def submit(
-        self, name: str, job: Job, timer: StageTimer, on_done: Callable[[], None] | None = None
+        self,
+        name: str,
+        job: Job,
+        timer: StageTimer,
+        on_done: Callable[[], None] | None = None,
+        after: Pending | None = None,
     ) -> Pending:
+        assert after is None or after.done(), "jobs run one after another here"
         pending, steps = Pending(name, timer, None, on_done), job()
         try:
             with self._encoder:

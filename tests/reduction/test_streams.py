@@ -8,12 +8,16 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import POSTED, QUEUED
 from megatron_sparse.errors import CommunicationError, WireFormatError
+from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.in_order import QUEUES, InOrderProgress, progress_on
 from megatron_sparse.reduction.job import GATE, Job, Progress
+from megatron_sparse.reduction.message_turns import MessageTurns
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.streams import used_here
 from tests.reduction.fake_cuda import DEVICE, FakeCuda
@@ -106,6 +110,54 @@ def test_a_selection_does_not_wait_for_an_exchange(cuda: FakeCuda) -> None:
     assert cuda.precedes("codec: select a", "codec: select b")
     first.wait()
     second.wait()
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_bucket_takes_over_the_buffers_of_the_last_but_one(
+    cuda: FakeCuda, driver: type[InOrderProgress] | type[ProgressThread]
+) -> None:
+    progress, buffers = driver(DEVICE, 30), MessageBuffers()
+    turns, pending = MessageTurns(buffers), []
+    with FakeTensorMode():
+        gradient = torch.empty(8, device="cuda")
+        for name in "abcd":
+            launched = Bucket(name, gradient, (), CollectiveOp.ALL_REDUCE, 2)
+            pending.append(
+                turns.launch(
+                    launched,
+                    lambda after, name=name: progress.submit(
+                        name, bucket(cuda, name), StageTimer(), after=after
+                    ),
+                )
+            )
+            buffers.take_own("message", launched, 100)
+    for each in pending:
+        each.wait()
+    progress.close()
+    assert buffers.by_purpose() == {"message": 200}
+    for before, after in ("ac", "bd"):
+        assert cuda.precedes(f"network: decode {before}", f"codec: select {after}")
+    for before, after in ("ab", "bc", "cd"):
+        assert not cuda.precedes(f"network: post {before}", f"codec: select {after}")
+
+
+def test_a_bucket_without_buffers_waits_for_the_host_s_part_too(cuda: FakeCuda) -> None:
+    """Where sizes are exchanged, the work of a bucket is queued bit by bit."""
+    progress, sizes = ProgressThread(DEVICE, 30), Report()
+
+    def exchanging():
+        yield GATE
+        yield sizes
+        cuda.note("decode a")
+
+    first = launch(progress, "a", exchanging)
+    second = progress.submit("b", bucket(cuda, "b"), StageTimer(), after=first)
+    assert not second.done()
+    sizes.came.set()
+    second.wait()
+    assert cuda.precedes("network: decode a", "codec: select b")
+    first.wait()
+    progress.close()
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
