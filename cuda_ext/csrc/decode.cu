@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "decode_kernel.cuh"
+#include "encode_steps.cuh"
 #include "launch_grid.cuh"
 
 namespace megatron_sparse {
@@ -23,11 +24,25 @@ void launch_sum(const DecodeBatch<MOST>& batch, const SumPlan& plan,
   }
 }
 
+template <int MOST>
+void launch_walk(const DecodeBatch<MOST>& batch, int count, const EncodeArguments* next,
+                 cudaStream_t stream) {
+  if (next == nullptr) {
+    const cudaLaunchConfig_t config = grid_for(count, count, kWalkThreads, stream);
+    cudaLaunchKernelEx(&config, walk_kernel<MOST>, batch);
+    return;
+  }
+  const TileCut cut = tile_cut_of(*next, workspace_of(*next), true);
+  const int64_t blocks = count + cut_blocks(cut);
+  const cudaLaunchConfig_t config = grid_for(blocks, blocks, kWalkThreads, stream);
+  cudaLaunchKernelEx(&config, walk_and_cut_kernel<MOST>, batch, count, cut);
+}
+
 // `groups` sums of `plan.count` messages each, one after the other in `calls`.
 template <int MOST>
 void launch_batch(const DecodeArguments* calls, int groups, const SumPlan& plan, bool fresh,
-                  cudaStream_t stream) {
-  static_assert(sizeof(DecodeBatch<MOST>) + sizeof(SumPlan) <= 4096);
+                  const EncodeArguments* next, cudaStream_t stream) {
+  static_assert(sizeof(DecodeBatch<MOST>) + sizeof(SumPlan) + sizeof(TileCut) <= 4096);
   DecodeBatch<MOST> batch = {};
   const int count = groups * plan.count;
   int64_t tiles = 0, segments = 0;
@@ -44,8 +59,7 @@ void launch_batch(const DecodeArguments* calls, int groups, const SumPlan& plan,
     config.gridDim.y = static_cast<unsigned>(rows);
     return config;
   };
-  const cudaLaunchConfig_t walk = grid(1, 1, count, kWalkThreads);
-  cudaLaunchKernelEx(&walk, walk_kernel<MOST>, batch);
+  launch_walk(batch, count, next, stream);
   if (segments == 0) return;
   const int64_t resident = multiprocessors() * kSumBlocks;
   if constexpr (MOST == 1) {
@@ -73,21 +87,22 @@ int64_t decode_workspace_bytes(int64_t segment_count) {
 }
 
 void launch_decode_add(const DecodeArguments& call, void* stream) {
-  launch_batch<1>(&call, 1, {1, true}, call.fresh, static_cast<cudaStream_t>(stream));
+  launch_batch<1>(&call, 1, {1, true}, call.fresh, nullptr, static_cast<cudaStream_t>(stream));
 }
 
-void launch_decode_sum(const DecodeArguments* calls, int64_t count, void* stream) {
+void launch_decode_sum(const DecodeArguments* calls, int64_t count, void* stream,
+                       const EncodeArguments* next) {
   for (int64_t begin = 0; begin < count; begin += kMostDecodes) {
     const int here = static_cast<int>(std::min<int64_t>(count - begin, kMostDecodes));
     launch_batch<kMostDecodes>(calls + begin, 1, {here, false}, begin == 0,
-                               static_cast<cudaStream_t>(stream));
+                               begin == 0 ? next : nullptr, static_cast<cudaStream_t>(stream));
   }
 }
 
 void launch_decode_place(const DecodeArguments* calls, int64_t count, void* stream) {
   for (int64_t begin = 0; begin < count; begin += kMostDecodes) {
     const int here = static_cast<int>(std::min<int64_t>(count - begin, kMostDecodes));
-    launch_batch<kMostDecodes>(calls + begin, here, {1, false}, true,
+    launch_batch<kMostDecodes>(calls + begin, here, {1, false}, true, nullptr,
                                static_cast<cudaStream_t>(stream));
   }
 }

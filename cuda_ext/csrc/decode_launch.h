@@ -5,6 +5,8 @@
 
 namespace megatron_sparse {
 
+struct EncodeArguments;
+
 // The fields that a status names, in the order of decode_records.h.
 enum DecodeField : int64_t {
   kDecodeSize,
@@ -64,8 +66,11 @@ void launch_decode_add(const DecodeArguments& arguments, void* stream);
 // if the segments do not lie in it. Two launches for each 16 messages: all are walked together, and
 // a tile of acc is made from all of them.
 //
-// The sum of messages with the same acc, base and segments, added in this order from 0.
-void launch_decode_sum(const DecodeArguments* calls, int64_t count, void* stream);
+// The sum of messages with the same acc, base and segments, added in this order from 0. `next`, if
+// any, is the encoder that comes after it, in other memory: its cut is a part of the first launch,
+// and `launch_encode_cut` does the rest.
+void launch_decode_sum(const DecodeArguments* calls, int64_t count, void* stream,
+                       const EncodeArguments* next = nullptr);
 
 // Each message alone; no two have an element of acc in common.
 void launch_decode_place(const DecodeArguments* calls, int64_t count, void* stream);

@@ -6,6 +6,7 @@
 // decoder: the lowest wrong segment, and of its fields the first in the order of DecodeField.
 #pragma once
 
+#include "cut_tiles.cuh"
 #include "decode_record.cuh"
 #include "launch_grid.cuh"
 #include "scan.cuh"
@@ -51,11 +52,9 @@ inline DecodeWorkspace lay_out_decode_workspace(void* base, int64_t segment_coun
   return w;
 }
 
-template <int MOST>
-__global__ void __launch_bounds__(kWalkThreads)
-    walk_kernel(const __grid_constant__ DecodeBatch<MOST> batch) {
-  const DecodeArguments& call = batch.call[blockIdx.y];
-  const DecodeWorkspace& work = batch.work[blockIdx.y];
+// Called by one block.
+__device__ __forceinline__ void walk_message(const DecodeArguments& call,
+                                             const DecodeWorkspace& work) {
   __shared__ int64_t shared[kWalkThreads / 32];
   __shared__ int64_t walked, end;
   __shared__ unsigned int first_wrong, first_outside;
@@ -126,6 +125,26 @@ __global__ void __launch_bounds__(kWalkThreads)
   work.tile_begin[call.segment_count] = status[0] == kDecodeSegments ? 0 : tiles_before;
   work.state->readable = status[0] == kDecodeOk;
   for (int i = 0; i < 4; ++i) call.status[i] = status[i];
+}
+
+template <int MOST>
+__global__ void __launch_bounds__(kWalkThreads)
+    walk_kernel(const __grid_constant__ DecodeBatch<MOST> batch) {
+  walk_message(batch.call[blockIdx.x], batch.work[blockIdx.x]);
+}
+
+// Beside the walk, the cut of the encoder that comes after it: `cut` is of other memory.
+template <int MOST>
+__global__ void __launch_bounds__(kWalkThreads)
+    walk_and_cut_kernel(const __grid_constant__ DecodeBatch<MOST> batch, int count,
+                        const __grid_constant__ TileCut cut) {
+  static_assert(kWalkThreads == kCutThreads);
+  const int block = static_cast<int>(blockIdx.x);
+  if (block < count) {
+    walk_message(batch.call[block], batch.work[block]);
+  } else {
+    cut_tiles(cut, block - count, static_cast<int>(gridDim.x) - count);
+  }
 }
 
 }  // namespace megatron_sparse

@@ -1,4 +1,5 @@
 // Instances of the encoder's kernels that do not depend on pruning, and their launch.
+#include "cut_tiles.cuh"
 #include "encode_kernel.cuh"
 #include "encode_steps.cuh"
 #include "place_kernel.cuh"
@@ -15,15 +16,15 @@ void launch_place_values(const EncodeArguments& a, const Workspace& work, cudaSt
   cudaLaunchKernelEx(&all, place_kernel<Value>, work, a, spoiled);
 }
 
-// At most a block for each of the multiprocessors.
-void launch_cut_tiles(const EncodeArguments& a, const Workspace& work, const Cleared& slots,
-                      cudaStream_t stream) {
-  const Cleared counters = {work.nnz_states, work.zeroed_bytes};
-  const int64_t vectors = (counters.bytes + slots.bytes) / 16;
-  const cudaLaunchConfig_t config =
-      grid_for(vectors / kCutThreads + 1, multiprocessors(), kCutThreads, stream);
-  cudaLaunchKernelEx(&config, cut_tiles_kernel, work, a.segment_offsets, a.segment_kinds,
-                     a.segment_count, a.numel, a.status, counters, slots);
+__global__ void __launch_bounds__(kCutThreads)
+    cut_tiles_kernel(const __grid_constant__ TileCut cut) {
+  cut_tiles(cut, blockIdx.x, gridDim.x);
+}
+
+void launch_cut_tiles(const TileCut& cut, cudaStream_t stream) {
+  const int64_t blocks = cut_blocks(cut);
+  const cudaLaunchConfig_t config = grid_for(blocks, blocks, kCutThreads, stream);
+  cudaLaunchKernelEx(&config, cut_tiles_kernel, cut);
 }
 
 }  // namespace
@@ -33,13 +34,11 @@ int64_t encode_workspace_bytes(const EncodeArguments& arguments) {
 }
 
 void launch_cut(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
-  launch_cut_tiles(a, work, {}, stream);
+  launch_cut_tiles(tile_cut_of(a, work, false), stream);
 }
 
 void launch_cut_and_clear(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
-  Cleared slots = {};
-  if (a.slots != nullptr) slots = {a.out, a.capacity};
-  launch_cut_tiles(a, work, slots, stream);
+  launch_cut_tiles(tile_cut_of(a, work, true), stream);
 }
 
 void launch_place(const EncodeArguments& a, const Workspace& work, cudaStream_t stream,
@@ -62,9 +61,13 @@ void launch_compact_grad(const EncodeArguments& a, const Workspace& work, cudaSt
 }
 
 void launch_encode(const EncodeArguments& a, void* stream_pointer, const SpoiledBy& spoiled) {
+  launch_cut_and_clear(a, workspace_of(a), static_cast<cudaStream_t>(stream_pointer));
+  launch_encode_cut(a, stream_pointer, spoiled);
+}
+
+void launch_encode_cut(const EncodeArguments& a, void* stream_pointer, const SpoiledBy& spoiled) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const Workspace work = workspace_of(a);
-  launch_cut_and_clear(a, work, stream);
   if (a.segment_count == 0) return;
   launch_compact_grad(a, work, stream);
   launch_place(a, work, stream, spoiled);

@@ -70,6 +70,9 @@ struct SpoiledBy {
 // at once; the caller reads the launches' error with cudaGetLastError.
 void launch_encode(const EncodeArguments& arguments, void* stream, const SpoiledBy& spoiled = {});
 
+// The same without its first launch, the cut: `launch_decode_sum` has made it.
+void launch_encode_cut(const EncodeArguments& arguments, void* stream, const SpoiledBy& spoiled);
+
 // The same for the pruned gradient + residual; the gradient is only read.
 void launch_prune_encode(const EncodeArguments& arguments, const PruneArguments& prune,
                          void* stream);

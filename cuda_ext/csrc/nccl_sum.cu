@@ -3,7 +3,7 @@
 //
 // Shards go to their owners in one group of sends and receives; the owner adds them in rank order,
 // encodes the sum once and sends it to everyone in another. Launches for up to 16 ranks: 2 to add,
-// 3 to encode, 2 to place the sums. Bytes: as of `direct`.
+// which cut the sum into tiles too, 2 to encode, 2 to place the sums. Bytes: as of `direct`.
 #include <algorithm>
 #include <vector>
 
@@ -38,6 +38,15 @@ int64_t encoder_report_words(const NcclShard& shard) {
   return kStatusWords + 2 * shard.segment_count;
 }
 
+int64_t adder_bytes(const NcclSum& sum) {
+  Carver memory(nullptr);
+  for (int rank = 0; rank < sum.world; ++rank) {
+    memory.take<uint8_t>(decode_workspace_bytes(own_shard(sum).segment_count));
+  }
+  return memory.used();
+}
+
+// Its workspace lies behind that of adding: both begin in one launch.
 EncodeArguments encoder_of(const NcclSum& sum) {
   const NcclShard& own = own_shard(sum);
   int64_t* status = sum.report + kStatusWords * sum.world;
@@ -52,7 +61,7 @@ EncodeArguments encoder_of(const NcclSum& sum) {
           0,
           sum.sums + own.sum_begin,
           own.sum_bytes,
-          sum.workspace,
+          static_cast<uint8_t*>(sum.workspace) + adder_bytes(sum),
           status + kStatusWords,
           status + kStatusWords + own.segment_count,
           status,
@@ -150,14 +159,15 @@ class Queue {
                        sum_.report + kStatusWords * rank,
                        sum_.tables.message_slots + entry(sum_, own_)});
     }
-    launch_decode_sum(calls.data(), sum_.world, stream_);
+    const EncodeArguments encoder = encoder_of(sum_);
+    launch_decode_sum(calls.data(), sum_.world, stream_, sum_.gathers ? &encoder : nullptr);
   }
 
   void encode() const {
     // A damaged message, or one that its rank could not make, spoils the sum for everyone.
     const Earlier messages = {sum_.report, sum_.world, kStatusWords};
     const Earlier own_calls = {sum_.earlier, sum_.earlier_count, 1};
-    launch_encode(encoder_of(sum_), stream_, {messages, own_calls});
+    launch_encode_cut(encoder_of(sum_), stream_, {messages, own_calls});
   }
 
   void place_sums() const {
@@ -188,13 +198,12 @@ int64_t nccl_sum_report_words(const NcclSum& sum) {
 }
 
 int64_t nccl_sum_workspace_bytes(const NcclSum& sum) {
-  Carver messages(nullptr), sums(nullptr);
+  if (!sum.gathers) return adder_bytes(sum);
+  Carver sums(nullptr);
   for (int rank = 0; rank < sum.world; ++rank) {
-    messages.take<uint8_t>(decode_workspace_bytes(own_shard(sum).segment_count));
     sums.take<uint8_t>(decode_workspace_bytes(shard_of(sum, rank).segment_count));
   }
-  if (!sum.gathers) return messages.used();
-  return std::max({messages.used(), sums.used(), encode_workspace_bytes(encoder_of(sum))});
+  return std::max(adder_bytes(sum) + encode_workspace_bytes(encoder_of(sum)), sums.used());
 }
 
 int launch_nccl_sparse_sum(const NcclSum& sum, void* stream) {
