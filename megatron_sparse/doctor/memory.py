@@ -68,6 +68,7 @@ def of_run(config: RunConfig) -> MemoryAccount:
         DatasetError: neither the model nor the data gives a vocabulary.
     """
     from megatron_sparse.megatron import predicted_buckets, training
+    from megatron_sparse.megatron.pieces import in_pieces
     from megatron_sparse.planner.configured import with_swept_thresholds
     from megatron_sparse.run import preparation
 
@@ -82,7 +83,9 @@ def of_run(config: RunConfig) -> MemoryAccount:
         config = preparation.decide(config)
     config = preparation.with_precision(config)
     vocab_size = config.model.vocab_size or training.find_data(config)[0]
-    buckets = predicted_buckets.predicted_buckets(config, vocab_size)
+    sparse = with_swept_thresholds(config.sparse)
+    predicted = predicted_buckets.predicted_buckets(config, vocab_size)
+    buckets = [piece for bucket in predicted for piece in in_pieces(bucket, sparse)]
     undo = predicted_buckets.may_undo(config)
     if undo and config.compression.undo == "never":
         raise ConfigError(
@@ -91,4 +94,4 @@ def of_run(config: RunConfig) -> MemoryAccount:
             got="fp16 loss scaling, Megatron's rerun mode or --calculate-per-token-loss",
             remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
         )
-    return account(with_swept_thresholds(config.sparse), [(0, buckets)], undo=undo)
+    return account(sparse, [(0, buckets)], undo=undo)

@@ -14,6 +14,7 @@ Megatron cuts its gradients into buckets, several of which form a bucket group, 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
 from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of, tensor_parallel_group
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
+from megatron_sparse.megatron.pieces import in_pieces
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
 from megatron_sparse.megatron.units import ResidualUnit
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
@@ -86,6 +88,9 @@ class Attachment:
         self._check_attachable()
         self._device = device = device_of(self.buckets)
         self.config = config = with_agreed_capacity(with_swept_thresholds(config), device)
+        for group in self.groups:
+            cut = [in_pieces(bucket, config) for bucket in group.buckets]
+            group.buckets = list(itertools.chain.from_iterable(cut))
         for bucket in self.buckets:
             check_op(config.scheme, config.planner, bucket.op)
         self.planner = planner_of(config, logs=dist.get_rank() == 0)
