@@ -216,6 +216,16 @@ def _row_sparse_expand(
     return rows.new_empty((union.shape[0], rows.shape[1]))
 
 
+def _moves_encode(
+    old: torch.Tensor, new: torch.Tensor, coder: int, step: int, out: torch.Tensor
+) -> torch.Tensor:
+    return out.new_empty(1, dtype=torch.int64)
+
+
+def _moves_decode(held: torch.Tensor, record: torch.Tensor, coder: int) -> torch.Tensor:
+    return record.new_empty(2, dtype=torch.int64)
+
+
 _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "cpu": {
         "prune_": _prune,
@@ -234,6 +244,8 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "row_sparse_union": _row_sparse_union,
         "row_sparse_match": _row_sparse_match,
         "row_sparse_expand": _row_sparse_expand,
+        "moves_encode": _moves_encode,
+        "moves_decode_": _moves_decode,
     },
     "cuda": {
         "encode_records": _encode_records,

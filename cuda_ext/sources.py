@@ -62,6 +62,8 @@ CPU_BINDINGS = (
     "hash_partition_hierarchical.cpp",
     "hash_bitmap.cpp",
     "row_sparse.cpp",
+    "moves_record.cpp",
+    "moves.cpp",
 )
 ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
     "portable": (4, ()),

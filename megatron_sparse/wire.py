@@ -21,10 +21,13 @@ VERSION = 1
 
 FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS, FORMAT_HASH_BITMAP = range(5)
 FORMAT_ROW_SPARSE = 5
+FORMAT_MOVES = 6
 FORMAT_ADAPTIVE = -1
 """Not a record format: the encoder chooses the smallest of dense, COO and Pici."""
-FORMAT_NAMES = ("dense", "coo", "pici", "blocks", "hash_bitmap", "row_sparse")
+FORMAT_NAMES = ("dense", "coo", "pici", "blocks", "hash_bitmap", "row_sparse", "moves")
 FLAG_PICI_LINEAR = 1
+MOVES_CODERS = ("raw", "rans", "packed")
+"""Coders of a record of moves, by the header's flags."""
 PICI_TILE = 4096
 BLOCKS_SUBHEADER = struct.Struct("<IIQ")
 """Sub-header of a blocks record: block size, number of blocks, zero."""
@@ -69,10 +72,11 @@ def pad16[T: (int, torch.Tensor)](nbytes: T) -> T:
     return -(-nbytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
-def wrong_field(rank: int, field: str, expected: object, got: object) -> WireFormatError:
-    """The error for a wrong field of a message; names the sending rank and the field."""
+def wrong_field(rank: int | None, field: str, expected: object, got: object) -> WireFormatError:
+    """The error for a wrong field of a message; names the field and, if known, the sending rank."""
+    sender = "" if rank is None else f"rank {rank}: "
     return WireFormatError(
-        f"rank {rank}: field {field} is wrong",
+        f"{sender}field {field} is wrong",
         expected=expected,
         got=got,
         remedy="run the same version of megatron_sparse with the same configuration on all ranks; "

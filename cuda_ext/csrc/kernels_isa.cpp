@@ -3,6 +3,7 @@
 #include "codec_cpu.h"
 #include "hash_cpu.h"
 #include "kernels.h"
+#include "moves_pack_cpu.h"
 #include "prune_cpu.h"
 #include "stage_cpu.h"
 
@@ -27,6 +28,10 @@ const Kernels& MS_GETTER(MS_ISA)() {
     MS_ISA::fill_codec<kFp32>(filled);
     MS_ISA::fill_codec<kBf16>(filled);
     MS_ISA::fill_codec<kFp16>(filled);
+    MS_ISA::fill_moves<kFp32>(filled);
+    MS_ISA::fill_moves<kBf16>(filled);
+    MS_ISA::fill_moves<kFp16>(filled);
+    filled.moves_checksum = MS_ISA::moves_checksum;
     return filled;
   }();
   return kernels;

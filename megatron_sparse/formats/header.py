@@ -73,12 +73,12 @@ class Header:
         return body + struct.pack("<I", zlib.crc32(body))
 
     @classmethod
-    def unpack(cls, data: bytes, rank: int) -> Header:
+    def unpack(cls, data: bytes, rank: int | None) -> Header:
         """Reads a header; looks only at magic, version and checksum.
 
         Args:
             data: the record's first bytes, 48 at least.
-            rank: the sender, for the error's text.
+            rank: the sender, for the error's text; None if the caller does not know it.
 
         Raises:
             WireFormatError: too few bytes, or one of the three is wrong.

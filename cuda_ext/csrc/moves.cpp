@@ -1,0 +1,321 @@
+// Records of how far parameters moved, on the CPU; docs/parameters.md specifies them. Python
+// (formats/moves.py) checks the header before it calls the decoder.
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <mutex>
+
+#include "hash_partition_check.h"
+#include "header.h"
+#include "isa.h"
+#include "moves_record.h"
+
+namespace megatron_sparse {
+namespace {
+
+constexpr int64_t kChecksumWords = int64_t{1} << 16;  // that one task sums
+constexpr int64_t kBodyAt = kHeaderBytes;
+constexpr int64_t kSectionsAt = kBodyAt + sizeof(MovesSubHeader);
+
+int64_t check_numbers(const Tensor& tensor, const char* name, int64_t dtype, int64_t numel) {
+  check_flat(tensor, name);
+  MS_CHECK(tensor.is_cpu(), name << " is on the wrong device", "cpu", "another");
+  const int code = dtype_code(tensor, name);
+  MS_CHECK(dtype < 0 || code == dtype, name << " has the wrong dtype", "dtype code " << dtype,
+           code);
+  MS_CHECK(numel < 0 || tensor.numel() == numel, name << " has the wrong length", numel,
+           tensor.numel());
+  MS_CHECK(tensor.numel() <= kMaxMoves, name << " is too long", "at most 2^34 numbers",
+           tensor.numel());
+  return code;
+}
+
+// Of the words of `body` behind the checksum itself.
+uint32_t body_checksum(const uint8_t* body, int64_t bytes) {
+  const int64_t words = bytes / 4 - 1;
+  std::atomic<uint32_t> sum{0};
+  for_each_chunk(words, kChecksumWords, [&](int64_t, int64_t begin, int64_t end) {
+    sum += kernels().moves_checksum(body + 4 * (begin + 1), end - begin,
+                                    static_cast<uint32_t>(begin + 1));
+  });
+  return sum;
+}
+
+// Copies in all threads, and fills up to a multiple of 16 bytes with zeros.
+void copy_padded(uint8_t* to, const void* from, int64_t bytes) {
+  constexpr int64_t kPiece = int64_t{1} << 18;
+  for_each_chunk(bytes, kPiece, [&](int64_t, int64_t begin, int64_t end) {
+    std::memcpy(to + begin, static_cast<const uint8_t*>(from) + begin, end - begin);
+  });
+  std::memset(to + bytes, 0, pad16(bytes) - bytes);
+}
+
+struct Numbers {
+  const uint8_t* old;
+  const uint8_t* now;
+  int64_t numel;
+  int dtype;
+
+  const uint8_t* old_at(int64_t i) const { return old + i * dtype_bytes(dtype); }
+  const uint8_t* now_at(int64_t i) const { return now + i * dtype_bytes(dtype); }
+};
+
+std::vector<uint64_t> count_symbols(const Numbers& numbers, uint32_t base) {
+  std::vector<uint64_t> counts(kContexts * kMaxSymbols);
+  std::mutex lock;
+  for_each_chunk(numbers.numel, kRansChunk, [&](int64_t, int64_t begin, int64_t end) {
+    std::vector<uint64_t> here(counts.size());
+    kernels().moves_count[numbers.dtype](numbers.old_at(begin), numbers.now_at(begin), end - begin,
+                                         base, here.data());
+    const std::lock_guard<std::mutex> held(lock);
+    for (size_t k = 0; k < counts.size(); ++k) counts[k] += here[k];
+  });
+  return counts;
+}
+
+// Encodes a chunk into `slot`, raw where coding does not pay; returns its bytes, padding included.
+int64_t encode_chunk(const Numbers& numbers, int coder, uint32_t base, const uint32_t* table,
+                     int64_t begin, int64_t end, uint8_t* slot) {
+  const int64_t count = end - begin, value_bytes = dtype_bytes(numbers.dtype);
+  const int64_t raw_bytes = pad16(count * value_bytes);
+  const uint8_t* old = numbers.old_at(begin);
+  const uint8_t* now = numbers.now_at(begin);
+  if (coder == kMovesRans) {
+    // A number takes at most 3 words; 64 more for vectors that reach below.
+    const int64_t room = 3 * (count + kStates) + 64;
+    const std::unique_ptr<uint16_t[]> words(new uint16_t[room]);
+    uint32_t states[kStates];
+    const uint16_t* first = kernels().rans_encode[numbers.dtype](old, now, count, base, table,
+                                                                 states, words.get() + room);
+    const int64_t word_bytes = 2 * (words.get() + room - first);
+    const int64_t bytes = static_cast<int64_t>(sizeof states) + word_bytes;
+    if (pad16(bytes) < raw_bytes) {
+      std::memcpy(slot, states, sizeof states);
+      std::memcpy(slot + sizeof states, first, word_bytes);
+      std::memset(slot + bytes, 0, pad16(bytes) - bytes);
+      return pad16(bytes);
+    }
+  } else {
+    const int64_t tiles = (count + kMovesTile - 1) / kMovesTile;
+    const int64_t room = pad16(2 * tiles) + tiles * kMovesTile * value_bytes;
+    const int64_t most_escapes = tiles * kMovesTile;
+    const std::unique_ptr<uint8_t[]> packed(new uint8_t[room]);
+    const std::unique_ptr<uint32_t[]> values(new uint32_t[most_escapes]);
+    const std::unique_ptr<uint8_t[]> positions(new uint8_t[most_escapes]);
+    const int64_t bytes = kernels().moves_pack[numbers.dtype](
+        old, now, count, values.get(), positions.get(), packed.get());
+    if (pad16(bytes) < raw_bytes) {
+      std::memcpy(slot, packed.get(), bytes);
+      std::memset(slot + bytes, 0, pad16(bytes) - bytes);
+      return pad16(bytes);
+    }
+  }
+  std::memcpy(slot, now, count * value_bytes);
+  std::memset(slot + count * value_bytes, 0, raw_bytes - count * value_bytes);
+  return raw_bytes;
+}
+
+// Writes the sections of a coded record; returns their bytes, or 0 where raw is as small.
+int64_t encode_sections(const Numbers& numbers, int coder, uint8_t* sections,
+                        MovesSubHeader& head) {
+  const int64_t chunk = chunk_of(coder), chunks = (numbers.numel + chunk - 1) / chunk;
+  const int64_t slot_bytes = chunk * dtype_bytes(numbers.dtype);
+  const int64_t offset_bytes = pad16(4 * (chunks + 1));
+  std::vector<uint32_t> table;
+  std::vector<uint8_t> packed;
+  if (coder == kMovesRans) {
+    const uint32_t base = moves_base_exponent(numbers.old, numbers.numel, numbers.dtype);
+    head.base_exponent = static_cast<uint8_t>(base);
+    const MovesFrequencies frequencies = moves_quantise(count_symbols(numbers, base));
+    table = moves_encoder_table(frequencies);
+    packed = moves_pack_table(frequencies);
+    copy_padded(sections + offset_bytes, packed.data(), packed.size());
+  }
+  uint8_t* data = sections + offset_bytes + pad16(packed.size());
+  std::vector<int64_t> sizes(chunks);
+  for_each_chunk(numbers.numel, chunk, [&](int64_t c, int64_t begin, int64_t end) {
+    sizes[c] = encode_chunk(numbers, coder, head.base_exponent, table.data(), begin, end,
+                            data + c * slot_bytes);
+  });
+  int64_t written = 0;
+  for (int64_t c = 0; c <= chunks; ++c) {
+    const uint32_t offset = static_cast<uint32_t>(written / 16);
+    std::memcpy(sections + 4 * c, &offset, sizeof offset);
+    if (c == chunks) break;
+    if (written != c * slot_bytes) std::memmove(data + written, data + c * slot_bytes, sizes[c]);
+    written += sizes[c];
+  }
+  std::memset(sections + 4 * (chunks + 1), 0, offset_bytes - 4 * (chunks + 1));
+  const int64_t bytes = data - sections + written;
+  if (bytes >= pad16(numbers.numel * dtype_bytes(numbers.dtype))) return 0;
+  head.chunks = static_cast<uint32_t>(chunks);
+  head.table_bytes = static_cast<uint32_t>(packed.size());
+  return bytes;
+}
+
+// The bytes that moves_encode needs of `out`: more than the record, for chunks lie apart at first.
+int64_t moves_room(int64_t numel, int64_t dtype, int64_t coder) {
+  check_dtype_code(dtype, "moves_room: dtype");
+  MS_CHECK(coder >= kMovesRaw && coder <= kMovesPacked, "moves_room: coder is unknown",
+           "0 (raw), 1 (rans) or 2 (packed)", coder);
+  MS_CHECK(numel >= 0 && numel <= kMaxMoves, "moves_room: numel is out of range", "0 to 2^34",
+           numel);
+  const int64_t raw = pad16(numel * dtype_bytes(dtype));
+  if (coder == kMovesRaw) return kSectionsAt + raw;
+  const int64_t chunks = (numel + chunk_of(coder) - 1) / chunk_of(coder);
+  return kSectionsAt + raw + pad16(4 * (chunks + 1)) + pad16(kContexts * (1 + 2 * kMaxSymbols));
+}
+
+// Returns the record's bytes, one int64.
+Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t coder, int64_t step,
+                         const Tensor& out) {
+  const int dtype = check_numbers(now, "moves_encode: new", -1, -1);
+  const int64_t numel = now.numel();
+  check_numbers(old, "moves_encode: old", dtype, numel);
+  check_vector(out, "moves_encode: out", ScalarType::Byte, moves_room(numel, dtype, coder));
+  MS_CHECK(out.is_cpu(), "moves_encode: out is on the wrong device", "cpu", "another");
+  const Numbers numbers = {static_cast<const uint8_t*>(old.const_data_ptr()),
+                           static_cast<const uint8_t*>(now.const_data_ptr()), numel, dtype};
+  uint8_t* record = static_cast<uint8_t*>(out.mutable_data_ptr());
+  MovesSubHeader head = {};
+  int64_t bytes = 0;
+  if (coder != kMovesRaw && numel > 0) {
+    bytes = encode_sections(numbers, static_cast<int>(coder), record + kSectionsAt, head);
+  }
+  if (bytes == 0) {
+    head = {};
+    coder = kMovesRaw;
+    copy_padded(record + kSectionsAt, numbers.now, numel * dtype_bytes(dtype));
+    bytes = pad16(numel * dtype_bytes(dtype));
+  }
+  std::memcpy(record + kBodyAt, &head, sizeof head);
+  bytes += sizeof head;
+  const uint32_t checksum = body_checksum(record + kBodyAt, bytes);
+  std::memcpy(record + kBodyAt, &checksum, sizeof checksum);
+  Header header = {};
+  header.magic = kMagic;
+  header.version = kVersion;
+  header.format = kFormatMoves;
+  header.dtype = static_cast<uint8_t>(dtype);
+  header.flags = static_cast<uint8_t>(coder);
+  header.numel = numel;
+  header.payload_bytes = bytes;
+  header.step = static_cast<uint32_t>(step);
+  header.checksum = header_checksum(header);
+  std::memcpy(record, &header, sizeof header);
+  Tensor size = torch::stable::new_empty(out, {1}, ScalarType::Long);
+  *static_cast<int64_t*>(size.mutable_data_ptr()) = kBodyAt + bytes;
+  return size;
+}
+
+// Decodes all rans chunks into `out`; returns the lowest chunk that is damaged, or -1.
+int64_t decode_rans(const MovesRecord& record, const uint8_t* held, uint8_t* out) {
+  const std::vector<uint32_t> table = moves_decoder_table(record.frequencies);
+  const int64_t value_bytes = dtype_bytes(record.dtype);
+  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+  std::atomic<int64_t> damaged{kNone};
+  for_each_chunk(record.chunks, 1, [&](int64_t c, int64_t, int64_t) {
+    const uint8_t* chunk = record.data + record.offsets[c];
+    const int64_t bytes = record.offsets[c + 1] - record.offsets[c], count = record.count(c);
+    const int64_t at = record.first(c) * value_bytes;
+    if (record.is_raw(c)) {
+      std::memcpy(out + at, chunk, count * value_bytes);
+      return;
+    }
+    uint32_t states[kStates];
+    std::memcpy(states, chunk, sizeof states);
+    const int64_t words = (bytes - static_cast<int64_t>(sizeof states)) / 2;
+    const uint16_t* first = reinterpret_cast<const uint16_t*>(chunk + sizeof states);
+    const int64_t read = kernels().rans_decode[record.dtype](
+        held + at, count, record.base_exponent, table.data(), states, first, words, out + at);
+    // Less than 16 bytes of padding are left, and every state is back where encoding began.
+    bool fine = read >= 0 && words - read < 8;
+    for (int64_t w = read; fine && w < words; ++w) fine = chunk[sizeof states + 2 * w] == 0 &&
+                                                         chunk[sizeof states + 2 * w + 1] == 0;
+    for (const uint32_t state : states) fine = fine && state == kLowestState;
+    if (fine) return;
+    int64_t seen = damaged.load();
+    while (c < seen && !damaged.compare_exchange_weak(seen, c)) {
+    }
+  });
+  return damaged == kNone ? -1 : damaged.load();
+}
+
+MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dtype, int coder) {
+  MovesRecord record = {};
+  record.coder = coder;
+  record.dtype = dtype;
+  record.numel = held.numel();
+  const MovesFault fault = moves_read_record(body, bytes, record);
+  if (fault.field != kFieldFine) return fault;
+  uint32_t checksum;
+  std::memcpy(&checksum, body, sizeof checksum);
+  if (checksum != body_checksum(body, bytes)) return {kFieldChecksum, 0};
+  uint8_t* numbers = static_cast<uint8_t*>(held.mutable_data_ptr());
+  const int64_t value_bytes = dtype_bytes(dtype);
+  if (coder == kMovesRaw) {
+    std::memcpy(numbers, record.data, record.numel * value_bytes);
+    return {};
+  }
+  if (coder == kMovesRans) {
+    // Whether a chunk is whole shows only at its end, and what is held may not change before.
+    const Tensor scratch = torch::stable::new_empty(held, {held.numel()});
+    uint8_t* decoded = static_cast<uint8_t*>(scratch.mutable_data_ptr());
+    const int64_t damaged = decode_rans(record, numbers, decoded);
+    if (damaged >= 0) return {kFieldChunk, damaged};
+    for_each_chunk(record.numel, kRansChunk, [&](int64_t, int64_t begin, int64_t end) {
+      std::memcpy(numbers + begin * value_bytes, decoded + begin * value_bytes,
+                  (end - begin) * value_bytes);
+    });
+    return {};
+  }
+  for_each_chunk(record.chunks, 1, [&](int64_t c, int64_t, int64_t) {
+    const uint8_t* chunk = record.data + record.offsets[c];
+    uint8_t* target = numbers + record.first(c) * value_bytes;
+    if (record.is_raw(c)) {
+      std::memcpy(target, chunk, record.count(c) * value_bytes);
+    } else {
+      kernels().moves_unpack[dtype](chunk, record.count(c), target);
+    }
+  });
+  return {};
+}
+
+// The field that is wrong and where, or zeros; what is held has changed only then.
+Tensor moves_decode_cpu(const Tensor& held, const Tensor& record, int64_t coder) {
+  const int dtype = check_numbers(held, "moves_decode_: held", -1, -1);
+  check_vector(record, "moves_decode_: record", ScalarType::Byte, -1);
+  MS_CHECK(record.is_cpu(), "moves_decode_: record is on the wrong device", "cpu", "another");
+  MS_CHECK(record.numel() >= kBodyAt && record.numel() % 16 == 0,
+           "moves_decode_: record has the wrong length", "a multiple of 16, 48 at least",
+           record.numel());
+  moves_room(0, dtype, coder);
+  const uint8_t* body = static_cast<const uint8_t*>(record.const_data_ptr()) + kBodyAt;
+  const MovesFault fault =
+      decode(held, body, record.numel() - kBodyAt, dtype, static_cast<int>(coder));
+  Tensor status = torch::stable::new_empty(record, {2}, ScalarType::Long);
+  int64_t* words = static_cast<int64_t*>(status.mutable_data_ptr());
+  words[0] = fault.field;
+  words[1] = fault.where;
+  return status;
+}
+
+}  // namespace
+}  // namespace megatron_sparse
+
+STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
+  m.def("moves_room(int numel, int dtype, int coder) -> int");
+  m.def("moves_encode(Tensor old, Tensor new, int coder, int step, Tensor(a!) out) -> Tensor");
+  m.def("moves_decode_(Tensor(a!) held, Tensor record, int coder) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CompositeExplicitAutograd, m) {
+  m.impl("moves_room", TORCH_BOX(&megatron_sparse::moves_room));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CPU, m) {
+  m.impl("moves_encode", TORCH_BOX(&megatron_sparse::moves_encode_cpu));
+  m.impl("moves_decode_", TORCH_BOX(&megatron_sparse::moves_decode_cpu));
+}

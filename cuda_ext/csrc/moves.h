@@ -1,0 +1,68 @@
+// How far parameters moved: the layout of a record behind its header, and the arithmetic of moves;
+// for host and device. docs/parameters.md specifies both.
+#pragma once
+
+#include <cstdint>
+
+#include "dtypes.h"
+#include "portability.h"
+
+namespace megatron_sparse {
+
+inline constexpr uint8_t kFormatMoves = 6;
+enum MovesCoder : int { kMovesRaw = 0, kMovesRans = 1, kMovesPacked = 2 };
+
+inline constexpr int kStates = 32;  // of a chunk
+inline constexpr int64_t kRansChunk = 65536;
+inline constexpr int64_t kPackedChunk = 16384;
+inline constexpr int kMovesTile = 256;
+inline constexpr int kScaleBits = 12;
+inline constexpr uint32_t kScale = uint32_t{1} << kScaleBits;
+inline constexpr int kContexts = 16;
+inline constexpr uint32_t kDirect = 16;  // moves below are symbols themselves
+inline constexpr uint32_t kLowestState = uint32_t{1} << 16;
+inline constexpr int kMaxSymbols = 72;
+inline constexpr int kExponentSamples = 4096;
+inline constexpr int64_t kMaxMoves = int64_t{1} << 34;  // then offsets fit 32 bits
+
+struct MovesSubHeader {
+  uint32_t checksum;  // of all words of the record behind it
+  uint32_t chunks;
+  uint32_t table_bytes;
+  uint8_t base_exponent;
+  uint8_t zeros[3];
+};
+static_assert(sizeof(MovesSubHeader) == 16, "the wire format has no compiler padding");
+
+// A table's entry for the encoder: start << 16 | frequency. For the decoder, for each slot:
+// (slot - start) << 19 | (frequency - 1) << 7 | symbol.
+MS_INLINE constexpr uint32_t encoder_entry(uint32_t start, uint32_t frequency) {
+  return start << 16 | frequency;
+}
+MS_INLINE constexpr uint32_t decoder_entry(uint32_t above_start, uint32_t frequency,
+                                           uint32_t symbol) {
+  return above_start << 19 | (frequency - 1) << 7 | symbol;
+}
+
+MS_INLINE constexpr int symbols_of(int dtype) {
+  return dtype == kFp32 ? 72 : 40;
+}
+
+MS_INLINE constexpr int mantissa_bits(int dtype) {
+  return dtype == kFp32 ? 23 : dtype == kBf16 ? 7 : 10;
+}
+
+MS_INLINE constexpr uint32_t exponent_mask(int dtype) {
+  return dtype == kFp16 ? 31 : 255;
+}
+
+MS_INLINE constexpr int64_t chunk_of(int coder) {
+  return coder == kMovesRans ? kRansChunk : kPackedChunk;
+}
+
+MS_INLINE constexpr uint32_t mix_word(uint32_t word, uint32_t position) {
+  uint32_t mixed = (word ^ position * 0x9e3779b9u) * 0x85ebca6bu;
+  return (mixed ^ mixed >> 15) * 0xc2b2ae35u;
+}
+
+}  // namespace megatron_sparse

@@ -1,0 +1,62 @@
+"""The ops of records of moves, typed: what `formats.moves` calls.
+
+Both run in torch's thread pool; the bytes do not depend on the number of threads or on the
+instruction set. Arguments that do not fit together are an `ExtensionError` with what was expected
+and what came.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.cuda_ext.arguments import call, overload
+
+FIELDS = (
+    "",
+    "payload checksum",
+    "size",
+    "chunks",
+    "frequency table",
+    "chunk offsets",
+    "chunk",
+    "zeros of the sub-header",
+)
+"""Names of the fields that the decoder's status may blame; `MovesField` of csrc/moves_record.h."""
+
+
+def encode(old_N: torch.Tensor, new_N: torch.Tensor, coder: int, step: int) -> torch.Tensor:
+    """The record that turns the old numbers into the new ones.
+
+    Args:
+        old_N: fp32, bf16 or fp16, contiguous, on the CPU. Only read.
+        new_N: the same dtype and length. Only read.
+        coder: 0 raw, 1 rans, 2 packed.
+        step: for the header, taken modulo 2^32.
+
+    Returns:
+        uint8, as long as the record.
+    """
+    room = overload("moves_room")(new_N.numel(), _DTYPE_CODES.get(new_N.dtype, -1), coder)
+    out = torch.empty(room, dtype=torch.uint8)
+    size = call("moves_encode", old_N, new_N, coder, step % 2**32, out)
+    # A copy: a view would keep the room alive, which is as large as the numbers.
+    return out[: int(size)].clone()
+
+
+def decode_(held_N: torch.Tensor, record: torch.Tensor, coder: int) -> tuple[str, int] | None:
+    """Turns the old numbers into the new ones; checks everything behind the record's header.
+
+    Args:
+        held_N: fp32, bf16 or fp16, contiguous, on the CPU. Mutated if the record is right.
+        record: uint8, not trusted; its header was checked.
+        coder: of the header.
+
+    Returns:
+        None, or the field that is wrong and its number (of the context, offset or chunk); `held_N`
+        is then as it was.
+    """
+    field, where = call("moves_decode_", held_N, record, coder).tolist()
+    return (FIELDS[field], where) if field else None
+
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -1,0 +1,152 @@
+"""Records of how far parameters moved: the codec of `parameters.method=exact`.
+
+Every rank holds the parameters of the step before, so a shard's owner sends only the *move* of each
+number: the difference of the old and the new bit pattern as ordered integers. Nothing is lost, NaN
+payloads and the sign of zero included. docs/parameters.md specifies the record, and has a table of
+bits by learning rate.
+
+| coder | on the wire | speed |
+|---|---|---|
+| rans | near the entropy of the moves given the old exponent | 1 GB/s of parameters a core and more |
+| packed | bit planes of tiles of 256 moves; larger moves are listed | memory speed |
+| raw | the new numbers; the receiver needs no old ones | memory speed |
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.cuda_ext import moves_ops
+from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES
+from megatron_sparse.errors import ExtensionError
+from megatron_sparse.formats.header import Header
+from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16, wrong_field
+
+CODERS = ("rans", "packed", "raw")
+SUB_HEADER_BYTES = 16
+MAX_NUMEL = 2**34
+_VALUE_DTYPES = GRAD_DTYPES  # in the order of the wire's codes
+
+
+def encode_moves(old: torch.Tensor, new: torch.Tensor, *, coder: str, epoch: int) -> torch.Tensor:
+    """The record that says how far each number of `old` moved to become `new`.
+
+    A record that would not be smaller than the raw numbers is raw; so is each of its chunks.
+
+    Args:
+        old: 1-D, contiguous, fp32, bf16 or fp16, on the CPU; only read. Any number of elements to
+            2^34. "raw" does not look at the values.
+        new: of the same dtype, length and device; only read.
+        coder: one of `CODERS`.
+        epoch: a number that both sides know, such as the step; taken modulo 2^32.
+
+    Returns:
+        A 1-D uint8 tensor, at most `most_bytes` long, a multiple of 16.
+
+    Raises:
+        ExtensionError: the tensors or the coder do not fit.
+
+    Example:
+        >>> old = torch.ones(4096, dtype=torch.bfloat16)
+        >>> record = encode_moves(old, old * 1.0078125, coder="rans", epoch=3)
+        >>> record.numel(), most_bytes(4096, torch.bfloat16)  # every number moves by one
+        (240, 8256)
+        >>> decode_moves_(record, old, epoch=3)
+        >>> float(old[5])
+        1.0078125
+    """
+    if coder not in CODERS:
+        raise ExtensionError(
+            "the coder of moves is unknown", expected=" | ".join(CODERS), got=coder
+        )
+    _check_numbers("old", old, new.dtype, new.numel())
+    _check_numbers("new", new, old.dtype, old.numel())
+    return moves_ops.encode(old, new, MOVES_CODERS.index(coder), epoch)
+
+
+def decode_moves_(
+    record: torch.Tensor, held: torch.Tensor, *, epoch: int, rank: int | None = None
+) -> None:
+    """Turns `held`, the old numbers, into the new ones, in place.
+
+    A "rans" record needs as much memory again as `held` for the call: it is decoded aside and then
+    copied, because damage may show only at a chunk's end.
+
+    Args:
+        record: 1-D uint8, from `encode_moves`; not trusted.
+        held: 1-D, contiguous, on the CPU: bit for bit the sender's old numbers. Mutated.
+        epoch: the sender's.
+        rank: the sender, for the error's text, if the caller knows it.
+
+    Raises:
+        WireFormatError: the record is damaged, truncated, of another epoch, dtype or length; names
+            the field. `held` is then unchanged.
+        ExtensionError: an argument is no such tensor.
+    """
+    if record.dtype != torch.uint8 or record.dim() != 1 or not record.is_contiguous():
+        raise ExtensionError(
+            "this is no record",
+            expected="a contiguous 1-D uint8 tensor",
+            got=f"{record.dtype} {tuple(record.shape)}",
+        )
+    _check_numbers("held", held, held.dtype, held.numel())
+    header = Header.unpack(record[:HEADER_BYTES].numpy().tobytes(), rank)
+    coder = header.flags
+    if header.format != FORMAT_MOVES:
+        raise wrong_field(rank, "format", FORMAT_MOVES, header.format)
+    if coder >= len(MOVES_CODERS):
+        raise wrong_field(rank, "flags", f"0 to {len(MOVES_CODERS) - 1}", coder)
+    whole = max(pad16(record.numel()), HEADER_BYTES + SUB_HEADER_BYTES)
+    for field, expected, got in (
+        ("dtype", _VALUE_DTYPES.index(held.dtype), header.dtype),
+        ("numel", held.numel(), header.numel),
+        ("nnz", 0, header.nnz),
+        ("offset", 0, header.offset),
+        ("step", epoch % 2**32, header.step),
+        ("size", whole, record.numel()),
+        ("payload_bytes", record.numel() - HEADER_BYTES, header.payload_bytes),
+    ):
+        if expected != got:
+            raise wrong_field(rank, field, expected, got)
+    wrong = moves_ops.decode_(held, record, coder)
+    if wrong is not None:
+        field, where = wrong
+        raise wrong_field(rank, field, "as docs/parameters.md specifies", f"damage at {where}")
+
+
+def most_bytes(numel: int, dtype: torch.dtype) -> int:
+    """The most bytes that a record of so many numbers can have.
+
+    Example:
+        >>> most_bytes(3, torch.float32)  # 64 of headers, 12 of numbers, padded to 16
+        80
+    """
+    return HEADER_BYTES + SUB_HEADER_BYTES + pad16(numel * dtype.itemsize)
+
+
+def _check_numbers(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:
+    if tensor.device.type != "cpu":
+        raise ExtensionError(
+            "the codec of moves works on the CPU only",
+            expected=f"{name} on the CPU",
+            got=tensor.device,
+            remedy="copy the tensors to the CPU, or gather raw",
+        )
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ExtensionError(
+            f"{name} has the wrong shape",
+            expected="a contiguous 1-D tensor",
+            got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+        )
+    if tensor.dtype not in _VALUE_DTYPES or tensor.dtype != dtype:
+        raise ExtensionError(
+            f"{name} has the wrong dtype",
+            expected="float32, bfloat16 or float16; old and new alike",
+            got=f"{tensor.dtype} and {dtype}",
+        )
+    if tensor.numel() != numel or numel > MAX_NUMEL:
+        raise ExtensionError(
+            f"{name} has the wrong length",
+            expected=f"old and new alike, at most {MAX_NUMEL} numbers",
+            got=f"{tensor.numel()} and {numel}",
+        )

@@ -1,0 +1,356 @@
+"""How far parameters moved, step by step in NumPy: the oracle of `formats.moves`.
+
+docs/parameters.md specifies the record. A number's *move* is the difference of its old and new bit
+pattern as ordered integers; the coders store moves in zigzag order (0, -1, 1, -2, ...). `rans` is
+rANS (Duda, arXiv 1311.2540) with 32 interleaved 32-bit states a chunk and 16-bit words; the old
+exponent chooses the frequency table. `packed` stores bit planes of tiles of 256 moves, and lists
+those that need more bits.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from megatron_sparse.formats.header import Header
+from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16
+
+STATES = 32
+RANS_CHUNK = 65536
+PACKED_CHUNK = 16384
+TILE = 256
+SCALE_BITS = 12
+CONTEXTS = 16
+DIRECT = 16
+LOWEST_STATE = 1 << 16
+SAMPLES = 4096
+MANTISSA_BITS = (23, 7, 10)
+BITS = (32, 16, 16)
+SUB_HEADER = struct.Struct("<IIIBBBB")
+"""Checksum, chunks, bytes of the frequency table, base exponent, three zeros."""
+
+
+def ordered(bits: np.ndarray, dtype: int) -> np.ndarray:
+    """Integers in the order of the numbers, below 2^bits; -0.0 comes right before +0.0."""
+    top = 1 << (BITS[dtype] - 1)
+    return np.where(bits & top, ~bits, bits | top) & mask(dtype)
+
+
+def unordered(integers: np.ndarray, dtype: int) -> np.ndarray:
+    """The inverse of `ordered`."""
+    top = 1 << (BITS[dtype] - 1)
+    return np.where(integers & top, integers & ~top, ~integers) & mask(dtype)
+
+
+def mask(dtype: int) -> int:
+    """All bits of a number."""
+    return (1 << BITS[dtype]) - 1
+
+
+def zigzag(old: np.ndarray, new: np.ndarray, dtype: int) -> np.ndarray:
+    """The moves as 0, -1, 1, -2, ... -> 0, 1, 2, 3, ..."""
+    top = 1 << (BITS[dtype] - 1)
+    move = (ordered(new, dtype) - ordered(old, dtype) + top & mask(dtype)) - top
+    return np.where(move < 0, -2 * move - 1, 2 * move)
+
+
+def apply(old: np.ndarray, z: np.ndarray, dtype: int) -> np.ndarray:
+    """The new bit patterns."""
+    move = np.where(z & 1, -(z >> 1) - 1, z >> 1)
+    return unordered(ordered(old, dtype) + move & mask(dtype), dtype)
+
+
+def exponents(bits: np.ndarray, dtype: int) -> np.ndarray:
+    """The exponent fields."""
+    mantissa = MANTISSA_BITS[dtype]
+    return bits >> mantissa & (1 << (BITS[dtype] - 1 - mantissa)) - 1
+
+
+def base_exponent(old: np.ndarray, dtype: int) -> int:
+    """The exponent of context 0: at most one of 256 sampled numbers lies above context 15."""
+    at = np.arange(min(SAMPLES, old.size)) * old.size // min(SAMPLES, old.size)
+    counts = np.bincount(exponents(old[at], dtype), minlength=256)
+    top, above = 255, 0
+    while top > 0 and above + counts[top] <= at.size // 256:
+        above += counts[top]
+        top -= 1
+    return max(top - (CONTEXTS - 1), 0)
+
+
+def contexts(old: np.ndarray, base: int, dtype: int) -> np.ndarray:
+    """The number of the frequency table for each number."""
+    return np.clip(exponents(old, dtype) - base, 0, CONTEXTS - 1)
+
+
+def symbols(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Symbol, number of raw bits and raw bits of each move.
+
+    Below 16 the symbol is the move itself; then there are two symbols for each power of two.
+
+    Example:
+        >>> [int(a[0]) for a in symbols(np.array([23]))]  # 16 to 23 are 16 and three raw bits
+        [16, 3, 7]
+    """
+    log2 = np.frexp(z.astype(np.float64))[1] - 1  # exact: fewer than 53 bits
+    raw_bits = np.where(z < DIRECT, 0, log2 - 1)
+    symbol = np.where(z < DIRECT, z, 2 * raw_bits + 8 + (z >> raw_bits))
+    return symbol, raw_bits, z & (1 << raw_bits) - 1
+
+
+def quantise(counts: np.ndarray) -> np.ndarray:
+    """Frequencies with the sum 2^SCALE_BITS; symbols that occur get at least 1."""
+    total = int(counts.sum())
+    frequencies = np.zeros(counts.size, np.int64)
+    if total == 0:
+        return frequencies
+    for symbol, count in enumerate(map(int, counts)):
+        if count:
+            frequencies[symbol] = max(1, ((count << SCALE_BITS) + total // 2) // total)
+    rest = (1 << SCALE_BITS) - int(frequencies.sum())
+    if rest > 0:
+        frequencies[np.argmax(frequencies)] += rest
+    for _ in range(-rest):
+        frequencies[np.argmax(frequencies)] -= 1  # the first of the largest
+    return frequencies
+
+
+def rans_encode(
+    z: np.ndarray, context: np.ndarray, frequencies: np.ndarray, starts: np.ndarray
+) -> bytes:
+    """A coded chunk without padding: the states from which decoding begins, then its words.
+
+    The decoder reads, for every 32 numbers, the words of all states for the symbols, then those for
+    the lower 16 raw bits, then those for the upper ones. So the encoder goes backwards.
+    """
+    words: list[np.ndarray] = []
+    state = np.full(STATES, LOWEST_STATE, np.int64)
+
+    def emit(wanting: np.ndarray) -> None:
+        nonlocal state
+        words.append((state & 0xFFFF)[wanting])
+        state = np.where(wanting, state >> 16, state)
+
+    symbol, raw_bits, raw = symbols(z)
+    for begin in reversed(range(0, z.size, STATES)):
+        step = slice(begin, begin + STATES)
+        lanes = np.zeros(STATES, bool)
+        lanes[: z[step].size] = True
+        k, r, s, c = (
+            np.pad(a[step], (0, STATES - z[step].size)) for a in (raw_bits, raw, symbol, context)
+        )
+        low = np.minimum(k, 16)
+        for bits, value in ((k - low, r >> low), (low, r & (1 << low) - 1)):
+            emit(lanes & (state >> 32 - bits != 0))
+            state = np.where(lanes, state << bits | value, state)
+        f, start = frequencies[c, s], starts[c, s]
+        emit(lanes & (state >> 32 - SCALE_BITS >= f))
+        f = np.maximum(f, 1)  # of the lanes without a number
+        coded = (state // f << SCALE_BITS) + state % f + start
+        state = np.where(lanes, coded, state)
+    stream = np.concatenate([*words[::-1], np.empty(0)]).astype("<u2")
+    return state.astype("<u4").tobytes() + stream.tobytes()
+
+
+def rans_decode(
+    chunk: bytes, context: np.ndarray, frequencies: np.ndarray, starts: np.ndarray
+) -> np.ndarray:
+    """The moves of a coded chunk, in zigzag order."""
+    symbol_of = [np.repeat(np.arange(f.size), f) for f in frequencies]
+    state = np.frombuffer(chunk, "<u4", STATES).astype(np.int64)
+    words = np.frombuffer(chunk, "<u2", offset=4 * STATES).astype(np.int64)
+    read = 0
+
+    def refill(lanes: np.ndarray) -> None:
+        nonlocal state, read
+        wanting = lanes & (state < LOWEST_STATE)
+        state[wanting] = state[wanting] << 16 | words[read : read + wanting.sum()]
+        read += int(wanting.sum())
+
+    moves = []
+    for begin in range(0, context.size, STATES):
+        c = context[begin : begin + STATES]
+        lanes = np.arange(STATES) < c.size
+        c = np.pad(c, (0, STATES - c.size))
+        slot = state & (1 << SCALE_BITS) - 1
+        s = np.array(
+            [
+                symbol_of[one][at] if lane else 0
+                for one, at, lane in zip(c, slot, lanes, strict=True)
+            ]
+        )
+        coded = frequencies[c, s] * (state >> SCALE_BITS) + slot - starts[c, s]
+        state = np.where(lanes, coded, state)
+        refill(lanes)
+        k = np.where(lanes & (s >= DIRECT), (s >> 1) - 5, 0)
+        raw, low = np.zeros(STATES, np.int64), np.minimum(k, 16)
+        for bits, shift in ((low, 0), (k - low, low)):
+            raw |= (state & (1 << bits) - 1) << shift
+            state = state >> bits
+            refill(lanes)
+        z = np.where(s < DIRECT, s, ((2 | s & 1) << k) + raw)
+        moves.append(z[lanes])
+    assert (state == LOWEST_STATE).all(), "the last states are those with which encoding began"
+    assert not words[read:].any() and words.size - read < 8, "only padding is left"
+    return np.concatenate(moves)
+
+
+def pack(z: np.ndarray, dtype: int) -> bytes:
+    """A packed chunk without padding.
+
+    Widths and numbers of escapes of all tiles, the tiles' bit planes (bit i of word j of plane b is
+    bit b of move 32 j + i), the escapes' upper bits, their positions in the tile.
+    """
+    value_bytes = BITS[dtype] // 8
+    widths, escapes, planes, values, positions = [], [], [], [], []
+    for begin in range(0, z.size, TILE):
+        tile = np.pad(z[begin : begin + TILE], (0, max(begin + TILE - z.size, 0)))
+        longest = int(tile.max()).bit_length()
+        listed = [int((tile >> width).astype(bool).sum()) for width in range(longest + 1)]
+        size = [
+            width * TILE // 8 + many * (value_bytes + 1) if many < TILE else 1 << 30
+            for width, many in enumerate(listed)
+        ]
+        width = int(np.argmin(size))  # the narrowest of the smallest
+        at = np.flatnonzero(tile >> width)
+        widths.append(width)
+        escapes.append(at.size)
+        planes += [np.packbits(tile >> b & 1, bitorder="little").tobytes() for b in range(width)]
+        values.append((tile[at] >> width).astype(f"<u{value_bytes}").tobytes())
+        positions.append(at.astype(np.uint8).tobytes())
+    heads = bytes(widths) + bytes(escapes)
+    return heads.ljust(pad16(len(heads)), b"\0") + b"".join(planes + values + positions)
+
+
+def unpack(chunk: bytes, numel: int, dtype: int) -> np.ndarray:
+    """The moves of a packed chunk, in zigzag order."""
+    value_bytes, tiles = BITS[dtype] // 8, -(-numel // TILE)
+    heads = np.frombuffer(chunk, np.uint8, 2 * tiles).astype(np.int64)
+    widths, escapes = heads[:tiles], heads[tiles:]
+    at = pad16(2 * tiles)
+    values_at = at + int(widths.sum()) * TILE // 8
+    listed = int(escapes.sum())
+    values = np.frombuffer(chunk, f"<u{value_bytes}", listed, values_at).astype(np.int64)
+    positions = np.frombuffer(chunk, np.uint8, listed, values_at + listed * value_bytes)
+    z = np.zeros((tiles, TILE), np.int64)
+    read = 0
+    for t, (width, many) in enumerate(zip(widths, escapes, strict=True)):
+        for b in range(width):
+            plane = np.frombuffer(chunk, np.uint8, TILE // 8, at)
+            z[t] |= np.unpackbits(plane, bitorder="little").astype(np.int64) << b
+            at += TILE // 8
+        z[t, positions[read : read + many]] |= values[read : read + many] << width
+        read += int(many)
+    return z.reshape(-1)[:numel]
+
+
+def checksum(body: bytes) -> int:
+    """Of a record behind its header, without the checksum's own word: a sum of mixed words."""
+    words = np.frombuffer(body, "<u4").astype(np.uint64)
+    low = np.uint64(0xFFFFFFFF)
+    at = np.arange(words.size, dtype=np.uint64)
+    mixed = (words ^ at * np.uint64(0x9E3779B9) & low) * np.uint64(0x85EBCA6B) & low
+    mixed = (mixed ^ mixed >> np.uint64(15)) * np.uint64(0xC2B2AE35) & low
+    return int(mixed[1:].sum()) & 0xFFFFFFFF
+
+
+def encode(old: np.ndarray, new: np.ndarray, dtype: int, coder: str, epoch: int) -> bytes:
+    """The record of numbers given as unsigned bit patterns."""
+    old, new = old.astype(np.int64), new.astype(np.int64)
+    raw = _padded(_raw(new, dtype))
+    sections, base, chunks, table = raw, 0, 0, b""
+    if coder != "raw" and old.size:
+        z = zigzag(old, new, dtype)
+        chunk = RANS_CHUNK if coder == "rans" else PACKED_CHUNK
+        parts = [slice(begin, begin + chunk) for begin in range(0, old.size, chunk)]
+        if coder == "rans":
+            base = base_exponent(old, dtype)
+            context = contexts(old, base, dtype)
+            frequencies = _frequencies(z, context, dtype)
+            starts = np.cumsum(frequencies, axis=1) - frequencies
+            table = _pack_table(frequencies)
+            coded = [rans_encode(z[p], context[p], frequencies, starts) for p in parts]
+        else:
+            coded = [pack(z[p], dtype) for p in parts]
+        whole = [_padded(_raw(new[p], dtype)) for p in parts]
+        best = [
+            c if len(c) < len(w) else w for c, w in zip(map(_padded, coded), whole, strict=True)
+        ]
+        offsets = np.cumsum([0, *(len(b) // 16 for b in best)]).astype("<u4").tobytes()
+        sections, chunks = _padded(offsets) + _padded(table) + b"".join(best), len(parts)
+    if len(sections) >= len(raw):
+        sections, base, chunks, table, coder = raw, 0, 0, b"", "raw"
+    body = SUB_HEADER.pack(0, chunks, len(table), base, 0, 0, 0) + sections
+    body = struct.pack("<I", checksum(body)) + body[4:]
+    header = Header(
+        FORMAT_MOVES, dtype, old.size, 0, len(body), 0, epoch, flags=MOVES_CODERS.index(coder)
+    )
+    return header.pack() + body
+
+
+def decode(record: bytes, old: np.ndarray) -> np.ndarray:
+    """The new bit patterns; trusts the record."""
+    header = Header.unpack(record, rank=0)
+    dtype, body = header.dtype, record[HEADER_BYTES:]
+    _, chunks, table_bytes, base, *_ = SUB_HEADER.unpack_from(body)
+    sections = body[SUB_HEADER.size :]
+    old, numel = old.astype(np.int64), header.numel
+    coder = MOVES_CODERS[header.flags]
+    if coder == "raw":
+        return _from_raw(sections, numel, dtype)
+    chunk = RANS_CHUNK if coder == "rans" else PACKED_CHUNK
+    offsets = np.frombuffer(sections, "<u4", chunks + 1).astype(np.int64) * 16
+    table_at = pad16(4 * (chunks + 1))
+    frequencies = _unpack_table(sections[table_at : table_at + table_bytes], dtype)
+    starts = np.cumsum(frequencies, axis=1) - frequencies
+    data = sections[table_at + pad16(table_bytes) :]
+    new = np.empty(numel, np.int64)
+    for n in range(chunks):
+        part = slice(n * chunk, min((n + 1) * chunk, numel))
+        coded, held = data[offsets[n] : offsets[n + 1]], old[part]
+        if len(coded) == pad16(held.size * BITS[dtype] // 8):
+            new[part] = _from_raw(coded, held.size, dtype)
+        elif coder == "rans":
+            z = rans_decode(coded, contexts(held, base, dtype), frequencies, starts)
+            new[part] = apply(held, z, dtype)
+        else:
+            new[part] = apply(held, unpack(coded, held.size, dtype), dtype)
+    return new
+
+
+def symbol_count(dtype: int) -> int:
+    """Symbols of an alphabet: 40 for 16 bits, 72 for 32."""
+    return 2 * BITS[dtype] + 8
+
+
+def _frequencies(z: np.ndarray, context: np.ndarray, dtype: int) -> np.ndarray:
+    count, symbol = symbol_count(dtype), symbols(z)[0]
+    counts = np.bincount(context * count + symbol, minlength=CONTEXTS * count)
+    return np.stack([quantise(row) for row in counts.reshape(CONTEXTS, count)])
+
+
+def _pack_table(frequencies: np.ndarray) -> bytes:
+    sizes = [int(np.max(np.flatnonzero(row), initial=-1)) + 1 for row in frequencies]
+    rows = [row[:size] for row, size in zip(frequencies, sizes, strict=True)]
+    return bytes(sizes) + np.concatenate(rows).astype("<u2").tobytes()
+
+
+def _unpack_table(table: bytes, dtype: int) -> np.ndarray:
+    frequencies = np.zeros((CONTEXTS, symbol_count(dtype)), np.int64)
+    stored, read = np.frombuffer(table[CONTEXTS:], "<u2"), 0
+    for row, size in zip(frequencies, table[:CONTEXTS], strict=False):
+        row[:size] = stored[read : read + size]
+        read += size
+    return frequencies
+
+
+def _raw(bits: np.ndarray, dtype: int) -> bytes:
+    return bits.astype(f"<u{BITS[dtype] // 8}").tobytes()
+
+
+def _from_raw(data: bytes, numel: int, dtype: int) -> np.ndarray:
+    return np.frombuffer(data, f"<u{BITS[dtype] // 8}", numel).astype(np.int64)
+
+
+def _padded(section: bytes) -> bytes:
+    return section.ljust(pad16(len(section)), b"\0")
