@@ -63,12 +63,16 @@ struct Numbers {
 };
 
 std::vector<uint64_t> count_symbols(const Numbers& numbers, uint32_t base) {
+  const int stride = numbers.numel > kCountAll ? kCountStride : 1;
   std::vector<uint64_t> counts(kContexts * kMaxSymbols);
+  for (int key = 0; stride > 1 && key < kContexts * kMaxSymbols; ++key) {
+    counts[key] = key % kMaxSymbols < symbols_of(numbers.dtype);
+  }
   std::mutex lock;
   for_each_chunk(numbers.numel, kRansChunk, [&](int64_t, int64_t begin, int64_t end) {
     std::vector<uint64_t> here(counts.size());
     kernels().moves_count[numbers.dtype](numbers.old_at(begin), numbers.now_at(begin), end - begin,
-                                         base, here.data());
+                                         base, stride, here.data());
     const std::lock_guard<std::mutex> held(lock);
     for (size_t k = 0; k < counts.size(); ++k) counts[k] += here[k];
   });

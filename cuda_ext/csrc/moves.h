@@ -22,6 +22,11 @@ inline constexpr int kContexts = 16;
 inline constexpr uint32_t kDirect = 16;  // moves below are symbols themselves
 inline constexpr uint32_t kLowestState = uint32_t{1} << 16;
 inline constexpr int kMaxSymbols = 72;
+// Of many numbers the encoder counts every fourth block. As it may then miss symbols, each counts
+// once more.
+inline constexpr int kCountBlock = 1024;
+inline constexpr int kCountStride = 4;
+inline constexpr int64_t kCountAll = int64_t{1} << 20;  // up to so many numbers are counted all
 inline constexpr int kExponentSamples = 4096;
 inline constexpr int64_t kMaxMoves = int64_t{1} << 34;  // then offsets fit 32 bits
 

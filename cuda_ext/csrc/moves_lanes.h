@@ -95,8 +95,14 @@ MS_INLINE VectorLanes::U context_of(VectorLanes::U bits, uint32_t base) {
   using M = L::M;
   const M exponent = reinterpret_cast<M>(bits >> mantissa_bits(D) & exponent_mask(D));
   const M above = exponent - static_cast<int32_t>(base);
+#if defined(__AVX512F__)
+  const __m512i positive =
+      _mm512_max_epi32(reinterpret_cast<__m512i>(above), _mm512_setzero_si512());
+  return reinterpret_cast<L::U>(_mm512_min_epi32(positive, _mm512_set1_epi32(kContexts - 1)));
+#else
   const M positive = L::select(above > 0, above, M{});
   return reinterpret_cast<L::U>(L::select(positive < kContexts - 1, positive, M{} + kContexts - 1));
+#endif
 }
 
 struct MoveSymbols {

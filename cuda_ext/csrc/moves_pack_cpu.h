@@ -71,30 +71,40 @@ MS_INLINE typename L::V lanes_of_word(uint32_t word, int first) {
 struct TileWidth {
   int bits;
   int escapes;
+  uint64_t escaped[kMovesTile / 64];  // a bit for each move of the tile
 };
 
 // The narrowest width of those with the fewest bytes; `planes` are the tile's `longest` bit planes.
 MS_INLINE TileWidth choose_width(const uint32_t (*planes)[kPlaneWords], int longest,
                                  int value_bytes) {
-  TileWidth best = {longest, 0};
+  TileWidth best = {longest, 0, {}};
+  TileWidth next = best;
   int best_bytes = longest * (kMovesTile / 8);
-  uint64_t above[kPlaneWords / 2] = {};
-  for (int bits = longest - 1; bits >= 0; --bits) {
-    int escapes = 0;
-    for (int k = 0; k < kPlaneWords / 2; ++k) {
+  for (next.bits = longest - 1; next.bits >= 0; --next.bits) {
+    next.escapes = 0;
+    for (int k = 0; k < kMovesTile / 64; ++k) {
       uint64_t plane;
-      std::memcpy(&plane, planes[bits] + 2 * k, sizeof plane);
-      above[k] |= plane;
-      escapes += __builtin_popcountll(above[k]);
+      std::memcpy(&plane, planes[next.bits] + 2 * k, sizeof plane);
+      next.escaped[k] |= plane;
+      next.escapes += __builtin_popcountll(next.escaped[k]);
     }
-    if (escapes >= kMovesTile) break;
-    const int bytes = bits * (kMovesTile / 8) + escapes * (value_bytes + 1);
+    if (next.escapes >= kMovesTile) break;
+    const int bytes = next.bits * (kMovesTile / 8) + next.escapes * (value_bytes + 1);
     if (bytes <= best_bytes) {
-      best = {bits, escapes};
+      best = next;
       best_bytes = bytes;
     }
   }
   return best;
+}
+
+// The bits that any lane has.
+template <class V>
+MS_INLINE uint32_t or_lanes(const V& v) {
+  uint64_t halves[sizeof v / 8], all = 0;
+  std::memcpy(halves, &v, sizeof v);
+  for (const uint64_t half : halves) all |= half;
+  return static_cast<uint32_t>(all | all >> 32);
 }
 
 // Packs a chunk into `out`, which has room for every number in full and a table of escapes; returns
@@ -130,8 +140,8 @@ int64_t moves_pack(const void* old, const void* now, int64_t numel, void* values
       std::memcpy(z + i, &move, sizeof move);
       any |= move;
     }
-    uint32_t used = 0;
-    for (int lane = 0; lane < L::kCount; ++lane) used |= any[lane];
+    uint32_t used = or_lanes(any);
+    if constexpr (L::kBits == 16) used = (used | used >> 16) & 0xffffu;
     const int longest = used == 0 ? 0 : 32 - __builtin_clz(used);
     for (int b = 0; b < longest; ++b) {
       for (int k = 0; k < kPlaneWords; ++k) planes[b][k] = plane_word(z + 32 * k, b);
@@ -142,11 +152,9 @@ int64_t moves_pack(const void* old, const void* now, int64_t numel, void* values
     std::memcpy(planes_out, planes, width.bits * sizeof planes[0]);
     planes_out += width.bits * sizeof planes[0];
     if (width.escapes == 0) continue;
-    for (int k = 0; k < kPlaneWords; ++k) {
-      uint32_t above = 0;
-      for (int b = width.bits; b < longest; ++b) above |= planes[b][k];
-      for (; above != 0; above &= above - 1) {
-        const int i = 32 * k + __builtin_ctz(above);
+    for (int k = 0; k < kMovesTile / 64; ++k) {
+      for (uint64_t above = width.escaped[k]; above != 0; above &= above - 1) {
+        const int i = 64 * k + __builtin_ctzll(above);
         *position++ = static_cast<uint8_t>(i);
         *value++ = static_cast<T>(z[i] >> width.bits);
       }

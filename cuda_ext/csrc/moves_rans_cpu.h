@@ -56,27 +56,30 @@ MS_INLINE VectorLanes::U load_until(const void* base, int64_t begin, int64_t num
   return load_raw_some<D>(base, begin, begin < numel ? numel - begin : 0);
 }
 
-// Adds the occurrences of each (context, symbol) to counts[context * kMaxSymbols + symbol].
+// Adds the occurrences of each (context, symbol) in every `stride`th block of a chunk to
+// counts[context * kMaxSymbols + symbol].
 template <int D>
-void moves_count(const void* old, const void* now, int64_t numel, uint32_t base, uint64_t* counts) {
+void moves_count(const void* old, const void* now, int64_t numel, uint32_t base, int stride,
+                 uint64_t* counts) {
   using U = VectorLanes::U;
-  constexpr int kBlock = 1024, kCopies = 4;
+  constexpr int kBlock = kCountBlock, kCopies = 8;
+  static_assert(kRansChunk / kCopies < 65536, "a chunk cannot overflow a copy");
   // Equal symbols follow one another; counting into several copies keeps them independent.
-  alignas(64) uint32_t copies[kCopies][kContexts * kMaxSymbols] = {};
-  alignas(64) uint32_t keys[kBlock];
-  for (int64_t begin = 0; begin < numel; begin += kBlock) {
+  alignas(64) uint16_t copies[kCopies][kContexts * kMaxSymbols] = {};
+  alignas(64) uint16_t keys[kBlock];
+  for (int64_t begin = 0; begin < numel; begin += kBlock * stride) {
     const int64_t count = numel - begin < kBlock ? numel - begin : kBlock;
     for (int64_t i = 0; i < count; i += MS_WIDTH) {
       const U was = load_until<D>(old, begin + i, numel);
       const U z = zigzag_wide<D>(was, load_until<D>(now, begin + i, numel));
       const U symbol = symbols_of_moves<D>(z).symbol;
-      store_raw<kFp32>(keys, i, context_of<D>(was, base) * uint32_t{kMaxSymbols} + symbol);
+      store_raw<kBf16>(keys, i, context_of<D>(was, base) * uint32_t{kMaxSymbols} + symbol);
     }
     int64_t i = 0;
     for (; i + kCopies <= count; i += kCopies) {
       for (int copy = 0; copy < kCopies; ++copy) ++copies[copy][keys[i + copy]];
     }
-    for (; i < count; ++i) ++copies[0][keys[i]];
+    for (; i < count; ++i) ++copies[i % kCopies][keys[i]];
   }
   for (int key = 0; key < kContexts * kMaxSymbols; ++key) {
     for (int copy = 0; copy < kCopies; ++copy) counts[key] += copies[copy][key];
@@ -99,21 +102,32 @@ MS_INLINE uint16_t* emit_raw(VectorLanes::U& state, VectorLanes::U bits, VectorL
   return words;
 }
 
-// state / frequency: the quotient of floats is wrong by at most one, as it is below 2^20.
+// The state with a symbol of this frequency, which is at most kScale, and start. Floats give its
+// quotient with an error of at most one, because the quotient is below 2^20.
 MS_INLINE VectorLanes::U push_symbol(VectorLanes::U state, VectorLanes::U start,
                                      VectorLanes::U frequency) {
   using L = VectorLanes;
   using U = L::U;
+#if defined(__AVX512F__)
+  // Rounded towards zero, the quotient is never too large.
+  constexpr int kDown = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
+  const __m512 dividend = _mm512_cvt_roundepu32_ps(reinterpret_cast<__m512i>(state), kDown);
+  const __m512 divisor = _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(frequency));
+  const U quotient = reinterpret_cast<U>(
+      _mm512_cvttps_epi32(_mm512_div_round_ps(dividend, divisor, kDown)));
+  const U rest = state - quotient * frequency;
+  const U pushed = (quotient << kScaleBits) + rest + start;
+  return blend(lanes_at_least(rest, frequency), pushed + (kScale - frequency), pushed);
+#else
   const L::F estimate = __builtin_convertvector(state, L::F) / L::to_float(frequency);
-  U quotient = L::to_integer(estimate);
-  U rest = state - quotient * frequency;
-  const L::M high = reinterpret_cast<L::M>(rest) < 0;
-  quotient = L::select(high, quotient - 1u, quotient);
-  rest = L::select(high, rest + frequency, rest);
+  const U quotient = L::to_integer(estimate);
+  const U rest = state - quotient * frequency;
+  const U pushed = (quotient << kScaleBits) + rest + start;
+  const U step = U{} + kScale - frequency;
   const L::M low = reinterpret_cast<L::M>(rest) >= reinterpret_cast<L::M>(frequency);
-  quotient = L::select(low, quotient + 1u, quotient);
-  rest = L::select(low, rest - frequency, rest);
-  return (quotient << kScaleBits) + rest + start;
+  const L::M high = reinterpret_cast<L::M>(rest) < 0;
+  return L::select(high, pushed - step, L::select(low, pushed + step, pushed));
+#endif
 }
 
 // Encodes a chunk backwards, in front of `end`; `table` is [context][kMaxSymbols] of encoder

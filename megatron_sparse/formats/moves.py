@@ -7,7 +7,7 @@ bits by learning rate.
 
 | coder | on the wire | speed |
 |---|---|---|
-| rans | near the entropy of the moves given the old exponent | 1 GB/s of parameters a core and more |
+| rans | near the entropy of the moves given the old exponent | about 1 GB/s of parameters a core |
 | packed | bit planes of tiles of 256 moves; larger moves are listed | memory speed |
 | raw | the new numbers; the receiver needs no old ones | memory speed |
 """
