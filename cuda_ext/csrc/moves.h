@@ -26,7 +26,7 @@ inline constexpr int kMaxSymbols = 72;
 // once more.
 inline constexpr int kCountBlock = 1024;
 inline constexpr int kCountStride = 4;
-inline constexpr int64_t kCountAll = int64_t{1} << 20;  // up to so many numbers are counted all
+inline constexpr int64_t kCountAll = int64_t{1} << 19;  // up to so many numbers are counted all
 inline constexpr int kExponentSamples = 4096;
 inline constexpr int64_t kMaxMoves = int64_t{1} << 34;  // then offsets fit 32 bits
 

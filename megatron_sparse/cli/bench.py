@@ -24,6 +24,7 @@ from megatron_sparse.bench.options import (
     parse_list,
     parse_size,
 )
+from megatron_sparse.bench.parameters.sweep import ParameterSweep
 from megatron_sparse.bench.peer.options import PeerOptions
 from megatron_sparse.bench.planner.options import PlannerOptions
 from megatron_sparse.bench.stragglers.sweep import LinkPlace, StragglerSweep
@@ -50,6 +51,15 @@ def density(sweep: DensitySweep, json: JsonFile = None) -> None:
 
     rows = import_module("megatron_sparse.bench.density.command").run(sweep, json)
     raise typer.Exit(1 if any(row.off for row in rows) else 0)
+
+
+@command(bench, "The coders of parameters' moves: bits and speed, against zstd, lz4 and raw.")
+def parameters(sweep: ParameterSweep, json: JsonFile = None) -> None:
+    """Exits with 1 when a number comes out wrong: see docs/parameters.md."""
+    from importlib import import_module
+
+    rows = import_module("megatron_sparse.bench.parameters.command").run(sweep, json)
+    raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
 
 
 @bench.command(help="The plugin's own cost: dense through it against Megatron alone, in pairs.")

@@ -37,6 +37,9 @@ class TrackingConfig:
         record_gradients_iters: iterations in which every rank writes its gradients to `gradients/`
             in the run's folder, for `megatron-sparse profile`; docs/profiling.md has their size.
         record_gradients: which gradients: `gradient` (before selection), `selected`, or `both`.
+        record_parameters_iters: iterations in which the first rank of each data-parallel group
+            writes its parameters before and after the optimizer step to `parameters/` in the run's
+            folder, for `megatron-sparse bench parameters --pairs`; not the run's last one.
     """
 
     console: str = "auto"
@@ -52,6 +55,7 @@ class TrackingConfig:
     nvtx: bool = False
     record_gradients_iters: list[int] = field(default_factory=list)
     record_gradients: str = "both"
+    record_parameters_iters: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         one_of("tracking.console", self.console, CONSOLES)
@@ -65,4 +69,6 @@ class TrackingConfig:
         is_flag("tracking.nvtx", self.nvtx)
         for iteration in self.record_gradients_iters:
             in_range("tracking.record_gradients_iters", iteration, 1, math.inf, integer=True)
+        for iteration in self.record_parameters_iters:
+            in_range("tracking.record_parameters_iters", iteration, 1, math.inf, integer=True)
         one_of("tracking.record_gradients", self.record_gradients, ("gradient", "selected", "both"))

@@ -32,7 +32,13 @@ from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, Resid
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
-from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of, tensor_parallel_group
+from megatron_sparse.megatron.buckets import (
+    GroupBuckets,
+    collect,
+    device_of,
+    replicated_parameters,
+    tensor_parallel_group,
+)
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.megatron.pieces import in_pieces
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
@@ -45,6 +51,7 @@ from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.memory import MemoryAccount, account, held
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
+from megatron_sparse.sparsity.parameter_pairs import ParameterPairWriter
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.nccl_errors import HealthCheck
@@ -70,7 +77,7 @@ class Attachment:
         chunks: Megatron's DDP-wrapped model chunks.
         config: the plugin's configuration.
         sink: receives each bucket's telemetry record.
-        run_dir: where gradient dumps go, if `tracking` asks for any.
+        run_dir: where recorded gradients and parameters go, if `tracking` asks for any.
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class Attachment:
         self.nccl_health: HealthCheck | None = None
         if config.scheme.nccl_errors == "typed" and device.type == "cuda":
             self.nccl_health = HealthCheck(config.scheme.timeout_s, self._lost_rank, device)
+        self._pairs = ParameterPairWriter.of(config.tracking, run_dir)
         self._launched: set[int] = set()
         self._optimizer: WatchedOptimizer | None = None
         self._sums = UnconfirmedSums(self._check_nccl)
@@ -260,7 +268,7 @@ class Attachment:
             store.outcome = Outcome.REPORTED
         self.unit.bind(optimizer)
         self._optimizer = WatchedOptimizer(
-            optimizer, self._sums, self.sink, begin=self._check_nccl, end=self._step_ended
+            optimizer, self._sums, self.sink, begin=self._step_begins, end=self._step_ended
         )
 
     def launch(self, group: GroupBuckets) -> Handle:
@@ -328,6 +336,11 @@ class Attachment:
     def _check_nccl(self) -> None:
         if self.nccl_health is not None:
             self.nccl_health.check("the optimizer's step")
+
+    def _step_begins(self) -> None:
+        self._check_nccl()
+        if self._pairs is not None:
+            self._pairs.step_begins(self.step + 1, replicated_parameters(self.groups))
 
     def _step_ended(self, success: bool, grad_norm: float | None) -> None:
         """Makes the step's selections final, or undoes them if the optimizer skipped the step."""

@@ -1,0 +1,283 @@
+"""How many bits the moves of parameters take, and how fast they are coded.
+
+Each row is one coder on one pair of old and new parameters, on the CPU. `entropy` is the order-0
+entropy of the moves given the old exponent, in bits: the least that a coder can reach that looks at
+no more than that. zstd (level 3) and lz4 get the moves themselves, as integers in zigzag order
+(0, -1, 1, ...), in the parameters' width: far better for them than the parameters' own bytes. Their
+times are without the subtraction that makes the moves.
+
+The parameters come from a run (`--pairs`), or are synthetic: normal weights of RMS 0.02 in fp32,
+normal updates of RMS 0.3 times the learning rate (measured for AdamW), both rounded to the dtype.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_sparse.bench.parameters.sweep import ParameterSweep
+from megatron_sparse.bench.table import (
+    Columns,
+    TableRow,
+    describe_cpu,
+    print_table,
+    show_progress,
+    torch_threads,
+)
+from megatron_sparse.formats.moves import CODERS, decode_moves_, encode_moves
+from megatron_sparse.reference import moves as oracle
+from megatron_sparse.sparsity.parameter_pairs import read_pairs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHT_RMS, UPDATE_SHARE = 0.02, 0.3
+ENTROPY_NUMEL = 2**24
+"""Of more numbers the entropy is that of the first so many."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Old and new parameters, 1-D, and their name in the table."""
+
+    name: str
+    old_N: torch.Tensor
+    new_N: torch.Tensor
+
+
+@dataclass
+class Row(TableRow):
+    """One line of the table and one JSON object.
+
+    Attributes:
+        parameters: the pair's name: a learning rate, an iteration, or a kind of parameter.
+        coder: that made the bytes.
+        dtype: of the parameters.
+        numel: parameters.
+        bits: on the wire, of each parameter; headers included.
+        entropy: least bits of a coder that knows the old exponent; None for fp32, where nearly
+            every move is another.
+        encode_gbps: 1e9 bytes of parameters in a second, median.
+        decode_gbps: likewise.
+        wrong: parameters with another bit pattern after decoding.
+    """
+
+    COLUMNS = Columns(
+        "parameters <34 | coder <6 | dtype >5 | numel >10 | bits >6.2f | entropy >7.2f | "
+        "bits/entropy >9.2f ratio | encode_gbps >12.2f encode(GB/s) | "
+        "decode_gbps >12.2f decode(GB/s) | wrong >6",
+        gap="  ",
+    )
+
+    parameters: str
+    coder: str
+    dtype: str
+    numel: int
+    bits: float
+    entropy: float | None
+    encode_gbps: float
+    decode_gbps: float
+    wrong: int
+
+
+def run(sweep: ParameterSweep, json_path: Path | None = None) -> list[Row]:
+    """Prints the table and returns its rows; CPU only.
+
+    Raises:
+        ConfigError: a file that cannot be written.
+        ProfileError: the recorded parameters are missing or damaged.
+    """
+    source = (
+        "synthetic: normal weights and updates"
+        if sweep.pairs is None
+        else f"recorded parameters of {sweep.pairs}"
+    )
+    print(f"# {describe_cpu(sweep.threads)}\n# {source}")
+    coders = [name for name in sweep.coders if name in CODERS]
+    for name, package in (("zstd", "zstandard"), ("lz4", "lz4")):
+        if name not in sweep.coders:
+            continue
+        try:
+            import_module(package)
+            coders.append(name)
+        except ImportError:
+            print(f"# no rows of {name}: pip install 'megatron-sparse[bench]'")
+    with torch_threads(sweep.threads):
+        rows = (
+            row for case in cases(sweep) for row in measure(case, coders, sweep.warmup, sweep.iters)
+        )
+        return print_table(Row.COLUMNS, rows, json_path)
+
+
+def cases(sweep: ParameterSweep) -> Iterator[Case]:
+    """The pairs to measure, one at a time."""
+    if sweep.pairs is None:
+        for rate in sweep.rates:
+            yield synthetic(sweep.elements, rate, DTYPES[sweep.dtype])
+        return
+    parts: dict[tuple[str, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for pair in read_pairs(sweep.pairs):
+        if not sweep.kinds:
+            # Sorted by iteration: the one before is complete.
+            name = f"iteration {pair.iteration}"
+            if parts and (name, pair.old_N.dtype) not in parts:
+                yield from _joined(parts)
+                parts.clear()
+            parts.setdefault((name, pair.old_N.dtype), []).append((pair.old_N, pair.new_N))
+            continue
+        for name, old, new in zip(
+            pair.names,
+            pair.old_N.split(list(pair.sizes)),
+            pair.new_N.split(list(pair.sizes)),
+            strict=True,
+        ):
+            kind = re.sub(r"\.\d+(?=\.)", "", name.removeprefix("module."))[-34:]
+            parts.setdefault((kind, old.dtype), []).append((old, new))
+    yield from _joined(parts)
+
+
+def _joined(
+    parts: dict[tuple[str, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]],
+) -> Iterator[Case]:
+    for (name, _), pairs in parts.items():
+        yield Case(name, *(torch.cat(side) for side in zip(*pairs, strict=True)))
+
+
+def synthetic(numel: int, rate: float, dtype: torch.dtype) -> Case:
+    """Weights and an update as AdamW's at this learning rate; a pure function."""
+    draw = torch.Generator().manual_seed(11)
+    weight_N = torch.randn(numel, generator=draw) * WEIGHT_RMS
+    update_N = torch.randn(numel, generator=draw) * UPDATE_SHARE * rate
+    return Case(f"lr {rate:g}", weight_N.to(dtype), (weight_N + update_N).to(dtype))
+
+
+def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[Row]:
+    """The rows of one pair; coders are timed in turn, so that all see the same machine."""
+    show_progress(case.name)
+    z_N = moves_of(case)
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == case.old_N.dtype)
+    entropy = None if dtype == "fp32" else conditional_entropy(case, z_N)
+    codecs = {name: _codec(name, case, z_N) for name in coders}
+    nbytes = case.old_N.numel() * case.old_N.element_size()
+    times_s: dict[str, list[tuple[float, float]]] = {name: [] for name in coders}
+    coded_bytes, wrong = {}, {}
+    for round_index in range(warmup + iters):
+        for name, (encode, size_of, prepare, decode, check) in codecs.items():
+            start_s = time.perf_counter()
+            record = encode()
+            encoded_s = time.perf_counter()
+            prepare()
+            begin_s = time.perf_counter()
+            result = decode(record)
+            end_s = time.perf_counter()
+            if round_index >= warmup:
+                times_s[name].append((encoded_s - start_s, end_s - begin_s))
+            coded_bytes[name], wrong[name] = size_of(record), check(result)
+    for name in coders:
+        encode_s, decode_s = (median(side) for side in zip(*times_s[name], strict=True))
+        numel = max(case.old_N.numel(), 1)
+        yield Row(
+            parameters=case.name,
+            coder=name,
+            dtype=dtype,
+            numel=case.old_N.numel(),
+            bits=8 * coded_bytes[name] / numel,
+            entropy=entropy,
+            encode_gbps=nbytes / encode_s / 1e9,
+            decode_gbps=nbytes / decode_s / 1e9,
+            wrong=wrong[name],
+        )
+
+
+type _Codec = tuple[
+    Callable[[], Any],
+    Callable[[Any], int],
+    Callable[[], object],
+    Callable[[Any], Any],
+    Callable[[Any], int],
+]
+"""Encode, bytes of the result, prepare for decoding, decode, count wrong numbers."""
+
+
+def _codec(name: str, case: Case, z_N: np.ndarray) -> _Codec:
+    if name in CODERS:
+        held = torch.empty_like(case.old_N)
+
+        def decode(record: torch.Tensor) -> torch.Tensor:
+            decode_moves_(record, held, epoch=1)
+            return held
+
+        def check(result: torch.Tensor) -> int:
+            return int((bit_patterns(result) != bit_patterns(case.new_N)).sum())
+
+        return (
+            lambda: encode_moves(case.old_N, case.new_N, coder=name, epoch=1),
+            torch.Tensor.numel,
+            lambda: held.copy_(case.old_N),
+            decode,
+            check,
+        )
+    moves = z_N.tobytes()
+
+    def differing(data: bytes) -> int:
+        return int((np.frombuffer(data, z_N.dtype) != z_N).sum())
+
+    if name == "zstd":
+        import zstandard
+
+        compressor, decompressor = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
+        return (
+            lambda: compressor.compress(moves),
+            len,
+            lambda: None,
+            decompressor.decompress,
+            differing,
+        )
+    import lz4.frame
+
+    return (
+        lambda: lz4.frame.compress(moves),
+        len,
+        lambda: None,
+        lz4.frame.decompress,
+        differing,
+    )
+
+
+def bit_patterns(values_N: torch.Tensor) -> np.ndarray:
+    """The same memory as unsigned integers."""
+    signed = {2: torch.int16, 4: torch.int32}[values_N.element_size()]
+    return values_N.view(signed).numpy().view(f"<u{values_N.element_size()}")
+
+
+def moves_of(case: Case) -> np.ndarray:
+    """The moves in zigzag order, in the parameters' width."""
+    code = list(DTYPES.values()).index(case.old_N.dtype)
+    old, new = (bit_patterns(side) for side in (case.old_N, case.new_N))
+    pieces = range(0, max(old.size, 1), 2**20)  # NumPy's integers of 64 bits stay in the cache
+    found = [
+        oracle.zigzag(*(side[at : at + 2**20].astype(np.int64) for side in (old, new)), code)
+        for at in pieces
+    ]
+    return np.concatenate(found).astype(old.dtype)
+
+
+def conditional_entropy(case: Case, z_N: np.ndarray) -> float:
+    """Bits of the moves given the old exponent, for 16-bit numbers."""
+    code = list(DTYPES.values()).index(case.old_N.dtype)
+    old = bit_patterns(case.old_N)[:ENTROPY_NUMEL].astype(np.int64)
+    context = oracle.exponents(old, code)
+    return _entropy(context << 16 | z_N[:ENTROPY_NUMEL]) - _entropy(context)
+
+
+def _entropy(symbols: np.ndarray) -> float:
+    counts = np.unique(symbols, return_counts=True)[1]
+    shares = counts / max(symbols.size, 1)
+    return float(-(shares * np.log2(shares)).sum())
