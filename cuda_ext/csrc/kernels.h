@@ -73,8 +73,8 @@ struct Kernels {
   void (*unpermute)(const Permutation&, uint32_t* x, int64_t count);
 
   // The coders of moves (moves_rans_cpu.h, moves_pack_cpu.h say what each does). [dtype]
-  void (*moves_count[3])(const void* old, const void* now, int64_t numel, uint32_t base,
-                         int stride, uint64_t* counts);
+  void (*moves_count[3])(const void* old, const void* now, int64_t numel, uint32_t base, int stride,
+                         uint64_t* counts);
   uint16_t* (*rans_encode[3])(const void* old, const void* now, int64_t numel, uint32_t base,
                               const uint32_t* table, uint32_t* states, uint16_t* end);
   int64_t (*rans_decode[3])(const void* old, int64_t numel, uint32_t base, const uint32_t* table,

@@ -108,8 +108,8 @@ int64_t encode_chunk(const Numbers& numbers, int coder, uint32_t base, const uin
     const std::unique_ptr<uint8_t[]> packed(new uint8_t[room]);
     const std::unique_ptr<uint32_t[]> values(new uint32_t[most_escapes]);
     const std::unique_ptr<uint8_t[]> positions(new uint8_t[most_escapes]);
-    const int64_t bytes = kernels().moves_pack[numbers.dtype](
-        old, now, count, values.get(), positions.get(), packed.get());
+    const int64_t bytes = kernels().moves_pack[numbers.dtype](old, now, count, values.get(),
+                                                              positions.get(), packed.get());
     if (pad16(bytes) < raw_bytes) {
       std::memcpy(slot, packed.get(), bytes);
       std::memset(slot + bytes, 0, pad16(bytes) - bytes);
@@ -174,7 +174,7 @@ int64_t moves_room(int64_t numel, int64_t dtype, int64_t coder) {
 
 // Returns the record's bytes, one int64.
 Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t coder, int64_t step,
-                         const Tensor& out) {
+                        const Tensor& out) {
   const int dtype = check_numbers(now, "moves_encode: new", -1, -1);
   const int64_t numel = now.numel();
   check_numbers(old, "moves_encode: old", dtype, numel);
@@ -236,8 +236,8 @@ int64_t decode_rans(const MovesRecord& record, const uint8_t* held, uint8_t* out
         held + at, count, record.base_exponent, table.data(), states, first, words, out + at);
     // Less than 16 bytes of padding are left, and every state is back where encoding began.
     bool fine = read >= 0 && words - read < 8;
-    for (int64_t w = read; fine && w < words; ++w) fine = chunk[sizeof states + 2 * w] == 0 &&
-                                                         chunk[sizeof states + 2 * w + 1] == 0;
+    for (int64_t w = read; fine && w < words; ++w)
+      fine = chunk[sizeof states + 2 * w] == 0 && chunk[sizeof states + 2 * w + 1] == 0;
     for (const uint32_t state : states) fine = fine && state == kLowestState;
     if (fine) return;
     int64_t seen = damaged.load();

@@ -37,9 +37,8 @@ MS_INLINE uint32_t lanes_at_least(VectorLanes::U a, VectorLanes::U b) {
 // `yes` in the lanes of the mask.
 MS_INLINE VectorLanes::U blend(uint32_t mask, VectorLanes::U yes, VectorLanes::U no) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<VectorLanes::U>(
-      _mm512_mask_mov_epi32(reinterpret_cast<__m512i>(no), static_cast<__mmask16>(mask),
-                            reinterpret_cast<__m512i>(yes)));
+  return reinterpret_cast<VectorLanes::U>(_mm512_mask_mov_epi32(
+      reinterpret_cast<__m512i>(no), static_cast<__mmask16>(mask), reinterpret_cast<__m512i>(yes)));
 #else
   return VectorLanes::select(lanes_of(mask), yes, no);
 #endif
@@ -113,8 +112,8 @@ MS_INLINE VectorLanes::U push_symbol(VectorLanes::U state, VectorLanes::U start,
   constexpr int kDown = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
   const __m512 dividend = _mm512_cvt_roundepu32_ps(reinterpret_cast<__m512i>(state), kDown);
   const __m512 divisor = _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(frequency));
-  const U quotient = reinterpret_cast<U>(
-      _mm512_cvttps_epi32(_mm512_div_round_ps(dividend, divisor, kDown)));
+  const U quotient =
+      reinterpret_cast<U>(_mm512_cvttps_epi32(_mm512_div_round_ps(dividend, divisor, kDown)));
   const U rest = state - quotient * frequency;
   const U pushed = (quotient << kScaleBits) + rest + start;
   return blend(lanes_at_least(rest, frequency), pushed + (kScale - frequency), pushed);
@@ -148,8 +147,8 @@ uint16_t* rans_encode(const void* old, const void* now, int64_t numel, uint32_t 
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = begin + v * MS_WIDTH;
       const U was = load_until<D>(old, at, numel);
-      const MoveSymbols all = symbols_of_moves<D>(
-          zigzag_wide<D>(was, load_until<D>(now, at, numel)));
+      const MoveSymbols all =
+          symbols_of_moves<D>(zigzag_wide<D>(was, load_until<D>(now, at, numel)));
       entry[v] = gather(table, context_of<D>(was, base) * uint32_t{kMaxSymbols} + all.symbol);
       bits[v] = all.raw_bits;
       raw[v] = all.raw;
@@ -180,8 +179,7 @@ uint16_t* rans_encode(const void* old, const void* now, int64_t numel, uint32_t 
       const U frequency = entry[v] & 0xffffu;
       const uint32_t full = lanes_at_least(state[v] >> (32 - kScaleBits), frequency);
       words = emit(state[v], full, words);
-      state[v] =
-          push_symbol(blend(full, state[v] >> 16, state[v]), entry[v] >> 16, frequency);
+      state[v] = push_symbol(blend(full, state[v] >> 16, state[v]), entry[v] >> 16, frequency);
     }
   }
   for (int v = 0; v < kVectors; ++v) store_raw<kFp32>(states, v * MS_WIDTH, state[v]);
@@ -266,10 +264,10 @@ int64_t rans_decode(const void* old, int64_t numel, uint32_t base, const uint32_
   U state[kVectors];
   for (int v = 0; v < kVectors; ++v) state[v] = load_raw<kFp32>(states, v * MS_WIDTH);
   const uint16_t* at = words;
-  const uint16_t* fast_end = words + word_count - (kStepWords + MS_WIDTH);
   const int64_t whole = numel - numel % kStates;
   int64_t i = 0;
   if (word_count >= kStepWords + MS_WIDTH) {
+    const uint16_t* fast_end = words + word_count - (kStepWords + MS_WIDTH);
     for (; i < whole && at <= fast_end; i += kStates) {
       at = decode_step<D, true>(old, i, numel, base, table, state, at, out);
     }

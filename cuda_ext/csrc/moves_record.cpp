@@ -161,8 +161,7 @@ MovesFault moves_read_record(const uint8_t* body, int64_t bytes, MovesRecord& re
     record.offsets[c] = int64_t{offset} * 16;
     const int64_t least = c == 0 ? 0 : record.offsets[c - 1];
     const int64_t most =
-        c == 0 ? 0
-               : std::min(data_bytes, least + pad16(record.count(c - 1) * value_bytes));
+        c == 0 ? 0 : std::min(data_bytes, least + pad16(record.count(c - 1) * value_bytes));
     if (record.offsets[c] < least || record.offsets[c] > most) return {kFieldOffsets, c};
   }
   if (record.offsets.back() != data_bytes) return {kFieldOffsets, record.chunks};

@@ -32,14 +32,9 @@ from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, Resid
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
-from megatron_sparse.megatron.buckets import (
-    GroupBuckets,
-    collect,
-    device_of,
-    replicated_parameters,
-    tensor_parallel_group,
-)
+from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of, tensor_parallel_group
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
+from megatron_sparse.megatron.parameter_recording import recording_parameters
 from megatron_sparse.megatron.pieces import in_pieces
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
 from megatron_sparse.megatron.units import ResidualUnit
@@ -51,7 +46,6 @@ from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.memory import MemoryAccount, account, held
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
-from megatron_sparse.sparsity.parameter_pairs import ParameterPairWriter
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.nccl_errors import HealthCheck
@@ -87,7 +81,7 @@ class Attachment:
         sink: RecordSink,
         run_dir: Path | None = None,
     ) -> None:
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self.sink = sink
         self.step = 0
         self.grad_norm: float | None = None
@@ -113,14 +107,12 @@ class Attachment:
         # By `id` of Megatron's process group: dense and expert parameters have different groups.
         self._reducers: dict[int, GradientReducer] = {}
         self._transports: list[ProcessGroupTransport] = []
-        tensor_parallel = None
+        self._tensor_parallel = None
         if config.compression.threshold_scope == "tp_group":
-            tensor_parallel = self._transport_of(tensor_parallel_group(), device)
-        self._tensor_parallel = tensor_parallel
+            self._tensor_parallel = self._transport_of(tensor_parallel_group(), device)
         self.nccl_health: HealthCheck | None = None
         if config.scheme.nccl_errors == "typed" and device.type == "cuda":
             self.nccl_health = HealthCheck(config.scheme.timeout_s, self._lost_rank, device)
-        self._pairs = ParameterPairWriter.of(config.tracking, run_dir)
         self._launched: set[int] = set()
         self._optimizer: WatchedOptimizer | None = None
         self._sums = UnconfirmedSums(self._check_nccl)
@@ -194,7 +186,7 @@ class Attachment:
             if group.instances_group is not None:
                 instances = self._transport_of(group.instances_group, device)
             writer = GradientDumpWriter.of(
-                self.config.tracking, self._run_dir, ranks, transport.rank
+                self.config.tracking, self.run_dir, ranks, transport.rank
             )
             self._reducers[key] = GradientReducer(
                 self.config,
@@ -267,8 +259,9 @@ class Attachment:
             store.undo = undo or wanted == "always"
             store.outcome = Outcome.REPORTED
         self.unit.bind(optimizer)
+        begin = recording_parameters(self, self._check_nccl)
         self._optimizer = WatchedOptimizer(
-            optimizer, self._sums, self.sink, begin=self._step_begins, end=self._step_ended
+            optimizer, self._sums, self.sink, begin=begin, end=self._step_ended
         )
 
     def launch(self, group: GroupBuckets) -> Handle:
@@ -336,11 +329,6 @@ class Attachment:
     def _check_nccl(self) -> None:
         if self.nccl_health is not None:
             self.nccl_health.check("the optimizer's step")
-
-    def _step_begins(self) -> None:
-        self._check_nccl()
-        if self._pairs is not None:
-            self._pairs.step_begins(self.step + 1, replicated_parameters(self.groups))
 
     def _step_ended(self, success: bool, grad_norm: float | None) -> None:
         """Makes the step's selections final, or undoes them if the optimizer skipped the step."""

@@ -79,27 +79,6 @@ def collect(chunks: list[Any], parameter_filter: ParameterFilter) -> list[GroupB
     return result
 
 
-def replicated_parameters(
-    groups: Sequence[GroupBuckets],
-) -> dict[tuple[str, str], list[tuple[str, torch.Tensor]]]:
-    """The named parameters of the buckets of which this rank is the group's first.
-
-    Returns:
-        For the folder name of a group of ranks, and a bucket: parameters in the bucket's order.
-    """
-    found = {}
-    for group in groups:
-        ranks = dist.get_process_group_ranks(group.process_group)
-        if dist.get_rank() != min(ranks):
-            continue
-        for host, bucket in zip(group.host.buckets, group.buckets, strict=True):
-            ordered = sorted(host.params_list, key=lambda p, at=host.param_to_index: at[p][0])
-            names = [piece.name for piece in bucket.parameters]
-            place = f"group-{min(ranks)}-{len(ranks)}", bucket.name
-            found[place] = list(zip(names, ordered, strict=True))
-    return found
-
-
 def has_instances(group: Any) -> bool:
     """Whether a bucket group's distributed optimizer has several instances."""
     return _instances(group.ddp_config) > 1

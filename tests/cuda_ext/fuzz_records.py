@@ -4,17 +4,18 @@
     python -m tests.cuda_ext.fuzz_records --library FILE --seconds S [--first SEED]
 
 `fuzz_decode.cpp` tests the core of the message decoder, faster and guided by coverage. This one
-adds the code around it: records whose heads are read in Python (hash bitmap, pairs, row-sparse),
-the bindings' argument checks, and tensors that are views. Each seed makes a valid record, damages
-it, mostly repairs the header's checksum, and decodes it from memory of exactly its size. Allowed
-are a right answer, `WireFormatError`, and, where arguments were damaged, `ExtensionError`. A
-refused record must leave the accumulator as it was. The current seed is kept in a file, because a
-sanitizer ends the process.
+adds the code around it: records whose heads are read in Python (hash bitmap, pairs, row-sparse,
+moves), the bindings' argument checks, and tensors that are views. Each seed makes a valid record,
+damages it, mostly repairs the header's checksum, and decodes it from memory of exactly its size.
+Allowed are a right answer, `WireFormatError`, and, where arguments were damaged, `ExtensionError`.
+A refused record must leave the accumulator, or the parameters held, as they were. The current seed
+is kept in a file, because a sanitizer ends the process.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -29,11 +30,12 @@ from megatron_sparse import cuda_ext
 from megatron_sparse.cuda_ext import fakes, ops
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError, WireFormatError
-from megatron_sparse.formats import hash_bitmap, hash_pairs, row_sparse
+from megatron_sparse.formats import hash_bitmap, hash_pairs, moves, row_sparse
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from megatron_sparse.formats.hash_record import FORM_BITMAP, SECTIONS_AT, PartitionRecord
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
+from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -294,6 +296,34 @@ def decode_rows(rng: random.Random) -> bool:
     return attempt(decode, intact=intact)
 
 
+def decode_moves(rng: random.Random) -> bool:
+    """How far parameters moved, with every coder, on every instruction set."""
+    os.environ["MEGATRON_SPARSE_ISA"] = rng.choice(ops.supported_isas())
+    dtype = rng.choice(list(DTYPES.values()))
+    numel = rng.choice((*NUMELS, 16384 + 256 + 5, 65536 + 33))
+    spread = rng.choice((0.0, 1e-5, 1e-3, 1.0))
+    draw = torch.Generator().manual_seed(rng.randrange(2**31))
+    old = (torch.randn(numel, generator=draw) * 0.02).to(dtype)
+    new = old + (torch.randn(numel, generator=draw) * spread).to(dtype)
+    record, intact = damaged(
+        rng, moves.encode_moves(old, new, coder=rng.choice(moves.CODERS), epoch=STEP)
+    )
+    if not intact and rng.random() < 0.8 and record.numel() >= 64 and record.numel() % 4 == 0:
+        data = record.numpy()
+        data[48:52] = list(oracle.checksum(data[48:].tobytes()).to_bytes(4, "little"))
+    held = old.clone()
+    try:
+        moves.decode_moves_(record, held, epoch=STEP)
+    except WireFormatError:
+        assert not intact, "a record of our own is refused"
+        assert torch.equal(held.view(torch.uint8), old.view(torch.uint8)), "held has changed"
+        return True
+    finally:
+        del os.environ["MEGATRON_SPARSE_ISA"]
+    assert not intact or torch.equal(held.view(torch.uint8), new.view(torch.uint8))
+    return False
+
+
 def decode_row_indices(rng: random.Random) -> bool:
     """Indices straight from peers: the union refuses or merges any int64 values."""
     num_rows = rng.choice((0, 1, 50))
@@ -322,6 +352,7 @@ DECODERS: dict[str, Callable[[random.Random], bool]] = {
     "hash pairs": decode_pairs,
     "row-sparse record": decode_rows,
     "row indices": decode_row_indices,
+    "moves of parameters": decode_moves,
 }
 
 if __name__ == "__main__":
