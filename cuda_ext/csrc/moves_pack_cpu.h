@@ -61,9 +61,11 @@ MS_INLINE typename L::V lanes_of_word(uint32_t word, int first) {
   }
 #else
   // At most 16 lanes: each has a bit of its own.
-  V bit;
-  for (int lane = 0; lane < L::kCount; ++lane) bit[lane] = typename L::T{1} << lane;
-  const V all = V{} + static_cast<typename L::T>(word >> first);
+  V bit, all;
+  for (int lane = 0; lane < L::kCount; ++lane) {
+    bit[lane] = typename L::T{1} << lane;
+    all[lane] = static_cast<typename L::T>(word >> first);
+  }
   return reinterpret_cast<V>((all & bit) == bit);
 #endif
 }

@@ -177,7 +177,7 @@ def _load(path: Path, iteration: int) -> ParameterPair:
     if not isinstance(held, dict) or held.get("version") != VERSION:
         raise _damaged(path, f"parameters of version {VERSION}", type(held).__name__)
     old, new, names, sizes = (held.get(key) for key in ("old", "new", "names", "sizes"))
-    fits = (
+    if (
         isinstance(old, torch.Tensor)
         and isinstance(new, torch.Tensor)
         and isinstance(names, list)
@@ -187,10 +187,9 @@ def _load(path: Path, iteration: int) -> ParameterPair:
         and len(names) == len(sizes)
         and all(isinstance(size, int) and size >= 0 for size in sizes)
         and sum(sizes) == old.numel()
-    )
-    if not fits:
-        raise _damaged(path, "old and new parameters alike, with names and sizes", sorted(held))
-    return ParameterPair(iteration, unquote(path.stem), tuple(names), tuple(sizes), old, new)
+    ):
+        return ParameterPair(iteration, unquote(path.stem), tuple(names), tuple(sizes), old, new)
+    raise _damaged(path, "old and new parameters alike, with names and sizes", sorted(held))
 
 
 def _damaged(path: Path, expected: object, got: object) -> ProfileError:

@@ -262,10 +262,10 @@ def moves_of(case: Case) -> np.ndarray:
     code = list(DTYPES.values()).index(case.old_N.dtype)
     old, new = (bit_patterns(side) for side in (case.old_N, case.new_N))
     pieces = range(0, max(old.size, 1), 2**20)  # NumPy's integers of 64 bits stay in the cache
-    found = [
-        oracle.zigzag(*(side[at : at + 2**20].astype(np.int64) for side in (old, new)), code)
-        for at in pieces
-    ]
+    found = []
+    for at in pieces:
+        was, now = (side[at : at + 2**20].astype(np.int64) for side in (old, new))
+        found.append(oracle.zigzag(was, now, code))
     return np.concatenate(found).astype(old.dtype)
 
 
