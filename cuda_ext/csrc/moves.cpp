@@ -43,12 +43,17 @@ uint32_t body_checksum(const uint8_t* body, int64_t bytes) {
   return sum;
 }
 
-// Copies in all threads, and fills up to a multiple of 16 bytes with zeros.
-void copy_padded(uint8_t* to, const void* from, int64_t bytes) {
+// Copies in all threads.
+void copy_bytes(uint8_t* to, const uint8_t* from, int64_t bytes) {
   constexpr int64_t kPiece = int64_t{1} << 18;
   for_each_chunk(bytes, kPiece, [&](int64_t, int64_t begin, int64_t end) {
-    std::memcpy(to + begin, static_cast<const uint8_t*>(from) + begin, end - begin);
+    std::memcpy(to + begin, from + begin, end - begin);
   });
+}
+
+// Likewise, and fills up to a multiple of 16 bytes with zeros.
+void copy_padded(uint8_t* to, const uint8_t* from, int64_t bytes) {
+  copy_bytes(to, from, bytes);
   std::memset(to + bytes, 0, pad16(bytes) - bytes);
 }
 
@@ -260,7 +265,7 @@ MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dt
   uint8_t* numbers = static_cast<uint8_t*>(held.mutable_data_ptr());
   const int64_t value_bytes = dtype_bytes(dtype);
   if (coder == kMovesRaw) {
-    std::memcpy(numbers, record.data, record.numel * value_bytes);
+    copy_bytes(numbers, record.data, record.numel * value_bytes);
     return {};
   }
   if (coder == kMovesRans) {
@@ -269,10 +274,7 @@ MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dt
     uint8_t* decoded = static_cast<uint8_t*>(scratch.mutable_data_ptr());
     const int64_t damaged = decode_rans(record, numbers, decoded);
     if (damaged >= 0) return {kFieldChunk, damaged};
-    for_each_chunk(record.numel, kRansChunk, [&](int64_t, int64_t begin, int64_t end) {
-      std::memcpy(numbers + begin * value_bytes, decoded + begin * value_bytes,
-                  (end - begin) * value_bytes);
-    });
+    copy_bytes(numbers, decoded, record.numel * value_bytes);
     return {};
   }
   for_each_chunk(record.chunks, 1, [&](int64_t c, int64_t, int64_t) {

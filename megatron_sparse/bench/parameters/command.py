@@ -70,7 +70,7 @@ class Row(TableRow):
     """
 
     COLUMNS = Columns(
-        "parameters <34 | coder <6 | dtype >5 | numel >10 | bits >6.2f | entropy >7.2f | "
+        "parameters <48 | coder <6 | dtype >5 | numel >10 | bits >6.2f | entropy >7.2f | "
         "bits/entropy >9.2f ratio | encode_gbps >12.2f encode(GB/s) | "
         "decode_gbps >12.2f decode(GB/s) | wrong >6",
         gap="  ",
@@ -138,7 +138,7 @@ def cases(sweep: ParameterSweep) -> Iterator[Case]:
             pair.new_N.split(list(pair.sizes)),
             strict=True,
         ):
-            kind = re.sub(r"\.\d+(?=\.)", "", name.removeprefix("module."))[-34:]
+            kind = re.sub(r"\.\d+(?=\.)", "", name.removeprefix("module."))
             parts.setdefault((kind, old.dtype), []).append((old, new))
     yield from _joined(parts)
 
