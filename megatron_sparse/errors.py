@@ -77,6 +77,10 @@ class CommunicationError(MegatronSparseError):
     exit_code = 3
 
 
+class ReplicaError(CommunicationError):
+    """Ranks hold different copies of the same parameters: names bucket, holder and owner."""
+
+
 class ProfileError(MegatronSparseError):
     """A sparsity profile or a gradient dump is unreadable, or of another model."""
 

@@ -20,7 +20,7 @@ from megatron_sparse.profiler_ranges import open_range
 BUCKET_STAGES = ("threshold", "prune", "encode", "network", "decode", "profile")
 """Stages that each bucket goes through, possibly while the backward pass goes on."""
 
-STEP_STAGES = ("forward_backward", "optimizer", "host_wait")
+STEP_STAGES = ("forward_backward", "optimizer", "host_wait", "param_wait")
 """Stages of the training thread; with nothing else running they add up to the iteration."""
 
 STAGES = STEP_STAGES + BUCKET_STAGES
@@ -94,6 +94,36 @@ class BucketRecord:
     def stage_us(self) -> dict[str, float]:
         """Microseconds of every stage in `BUCKET_STAGES`. On CUDA this waits for the events."""
         return self.timer.times_us()
+
+
+@dataclass
+class GatherRecord:
+    """What happened to one bucket's parameters in one all-gather.
+
+    Attributes:
+        bucket: its name.
+        step: counted from 0.
+        method: `raw` or `exact`.
+        numel: elements of the bucket.
+        dense_bytes: bytes that each rank of a ring all-gather of the raw parameters sends.
+        wire_bytes: bytes that this rank sent; for `raw`, whose messages the backend chooses, those
+            of a ring.
+        launched_s: the host's `time.perf_counter` at the launch.
+        finished_s: the same at the end.
+        exposed_s: seconds for which the training thread waited for it.
+        timer: measures the stages `encode`, `network` and `decode` of an exact gather.
+    """
+
+    bucket: str
+    step: int
+    method: str
+    numel: int
+    dense_bytes: int
+    wire_bytes: int = 0
+    launched_s: float = 0.0
+    finished_s: float = 0.0
+    exposed_s: float = 0.0
+    timer: StageTimer = field(default_factory=lambda: StageTimer())
 
 
 @dataclass(frozen=True)
@@ -193,6 +223,9 @@ class RecordSink(Protocol):
     def record_bucket(self, record: BucketRecord) -> None:
         """Called once for each bucket and step, by the training thread, after its `wait()`."""
 
+    def record_gather(self, record: GatherRecord) -> None:
+        """Called once for each bucket and gather of parameters, after its `wait()`."""
+
     def record_readiness(self, record: ReadinessRecord) -> None:
         """Called by the training thread two steps after the record's, on every rank alike."""
 
@@ -204,6 +237,9 @@ class NullSink:
     """A sink that keeps nothing."""
 
     def record_bucket(self, record: BucketRecord) -> None:
+        """Does nothing."""
+
+    def record_gather(self, record: GatherRecord) -> None:
         """Does nothing."""
 
     def record_readiness(self, record: ReadinessRecord) -> None:

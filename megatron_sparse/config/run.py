@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_sparse.config.checks import divides, in_range, is_flag, one_of
 from megatron_sparse.config.model import ModelConfig
+from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.sparse import (
     DTYPES,
     CompressionConfig,
@@ -248,6 +249,7 @@ class RunConfig:
         scheme: see `SchemeConfig`.
         planner: see `PlannerConfig`.
         straggler: see `StragglerConfig`.
+        parameters: see `ParametersConfig`.
         cluster: see `ClusterConfig`.
         data: see `DataConfig`.
         tracking: see `TrackingConfig`.
@@ -265,6 +267,7 @@ class RunConfig:
     scheme: SchemeConfig = field(default_factory=SchemeConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    parameters: ParametersConfig = field(default_factory=ParametersConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -327,7 +330,12 @@ class RunConfig:
     def sparse(self) -> SparseConfig:
         """The plugin's part."""
         return SparseConfig(
-            self.compression, self.scheme, self.tracking, self.planner, self.straggler
+            self.compression,
+            self.scheme,
+            self.tracking,
+            self.planner,
+            self.straggler,
+            self.parameters,
         )
 
     @property

@@ -1,5 +1,5 @@
-"""The typed configuration of the plugin: with `config.compression` and `config.tracking` the only
-place where its defaults are.
+"""The typed configuration of the plugin: with `config.compression`, `config.parameters`,
+`config.straggler` and `config.tracking` the only place where its defaults are.
 
 Every section is a dataclass that checks itself when it is made, so a wrong value is one
 `ConfigError` that names the key, wherever it came from (Hydra, a YAML file, Python).
@@ -17,6 +17,8 @@ from typing import Any
 
 from megatron_sparse.config.checks import in_range, is_flag, one_of
 from megatron_sparse.config.compression import REUSE_BAND, CompressionConfig
+from megatron_sparse.config.parameters import ParametersConfig
+from megatron_sparse.config.straggler import TIMED_STRAGGLER_MODES, StragglerConfig
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 
@@ -27,11 +29,6 @@ RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
 for its cluster (sections IV-C and IV-D, there as sparsities)."""
 NCCL_ERRORS = ("torch", "typed")
 PEER_WINDOWS = ("auto", "symmetric_memory", "cuda_ipc")
-STRAGGLER_MODES = ("off", "observe", "pinned", "persistent", "dynamic")
-TIMED_STRAGGLER_MODES = ("persistent", "dynamic")
-"""Those that decide from timing."""
-MIN_STRAGGLER_HISTORY = 5
-"""Fewer steps say nothing about who will be last."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 """What the encoder takes."""
 AUTO_CAPACITY = 1.25
@@ -226,62 +223,6 @@ class PlannerConfig:
 
 
 @dataclass
-class StragglerConfig:
-    """How the other ranks treat a straggler, the rank that is ready last. See docs/stragglers.md.
-
-    Attributes:
-        mode: which rank is skipped, if any: `off` (none; nothing is measured), `observe` (none,
-            but delays are measured), `pinned` (always `rank`, in every bucket; no extra messages,
-            bit-exact), `persistent` (the rank that was last in most of the past steps, if skipping
-            it pays) or `dynamic` (the rank that is missing when all others are ready, if skipping
-            it pays). `persistent` and `dynamic` decide from timing and need
-            scheme.deterministic=false.
-        rank: `pinned`: the rank, counted in the group that reduces gradients together.
-        min_delay_ms: least delay of a straggler, for every bucket; null takes each bucket's
-            critical delay, from its links' costs (`planner.cluster`, else measured at the start).
-        history: number of past steps to consider.
-        inject_rank: a test aid: this rank of each group sleeps in every backward pass, when its
-            first bucket is ready.
-        inject_delay_ms: how long `inject_rank` sleeps.
-    """
-
-    mode: str = "off"
-    rank: int | None = None
-    min_delay_ms: float | None = None
-    history: int = 20
-    inject_rank: int | None = None
-    inject_delay_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        one_of("straggler.mode", self.mode, STRAGGLER_MODES)
-        if (self.rank is None) == (self.mode == "pinned"):
-            raise ConfigError(
-                "straggler.rank does not fit straggler.mode",
-                expected="a rank with straggler.mode=pinned, null with the other modes",
-                got=f"straggler.mode={self.mode} with straggler.rank={self.rank}",
-                remedy="set both, or neither",
-            )
-        for name in ("rank", "inject_rank"):
-            if getattr(self, name) is not None:
-                in_range(f"straggler.{name}", getattr(self, name), 0, math.inf, integer=True)
-        if self.min_delay_ms is not None:
-            in_range("straggler.min_delay_ms", self.min_delay_ms, 0, math.inf)
-        in_range("straggler.history", self.history, MIN_STRAGGLER_HISTORY, 10_000, integer=True)
-        in_range("straggler.inject_delay_ms", self.inject_delay_ms, 0, 60_000)
-        if self.inject_delay_ms and self.inject_rank is None:
-            raise ConfigError(
-                "straggler.inject_delay_ms needs a rank to delay",
-                expected="straggler.inject_rank=RANK",
-                got="null",
-            )
-
-    @property
-    def leaves_behind(self) -> bool:
-        """Whether ranks may go on without the straggler."""
-        return self.mode not in ("off", "observe")
-
-
-@dataclass
 class SparseConfig:
     """The plugin's configuration, which `install`, `attach` and `ddp_hook` take."""
 
@@ -290,6 +231,7 @@ class SparseConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    parameters: ParametersConfig = field(default_factory=ParametersConfig)
 
     def __post_init__(self) -> None:
         priced = self.scheme.name == "auto" and self.planner.cluster is not None
@@ -360,8 +302,8 @@ class SparseConfig:
         """Makes a configuration from flat keywords, e.g. `density=0.01, scheme="agsparse"`.
 
         A keyword names a field of `CompressionConfig` or `SchemeConfig`; `scheme` is short for
-        `SchemeConfig.name`; `tracking`, `planner` and `straggler` take their sections, such as a
-        `TrackingConfig`.
+        `SchemeConfig.name`; `tracking`, `planner`, `straggler` and `parameters` take their
+        sections, such as a `TrackingConfig`.
 
         Raises:
             ConfigError: a keyword names no field, or a value is invalid.
@@ -369,9 +311,7 @@ class SparseConfig:
         compression = {f.name for f in dataclasses.fields(CompressionConfig)}
         scheme = {f.name for f in dataclasses.fields(SchemeConfig)} - {"name"}
         parts: dict[str, dict[str, Any]] = {"compression": {}, "scheme": {}}
-        tracking = overrides.pop("tracking", None) or TrackingConfig()
-        planner = overrides.pop("planner", None) or PlannerConfig()
-        straggler = overrides.pop("straggler", None) or StragglerConfig()
+        sections = {name: overrides.pop(name, None) or made() for name, made in SECTIONS.items()}
         for key, value in overrides.items():
             if key == "scheme":
                 parts["scheme"]["name"] = value
@@ -382,18 +322,19 @@ class SparseConfig:
             else:
                 raise ConfigError(
                     f"unknown option {key!r}",
-                    expected=", ".join(
-                        sorted(
-                            compression | scheme | {"scheme", "tracking", "planner", "straggler"}
-                        )
-                    ),
+                    expected=", ".join(sorted(compression | scheme | {"scheme", *SECTIONS})),
                     got=key,
                     remedy="see megatron_sparse/config/sparse.py for what each option does",
                 )
         return cls(
-            CompressionConfig(**parts["compression"]),
-            SchemeConfig(**parts["scheme"]),
-            tracking,
-            planner,
-            straggler,
+            CompressionConfig(**parts["compression"]), SchemeConfig(**parts["scheme"]), **sections
         )
+
+
+SECTIONS: Mapping[str, Any] = {
+    "tracking": TrackingConfig,
+    "planner": PlannerConfig,
+    "straggler": StragglerConfig,
+    "parameters": ParametersConfig,
+}
+"""Sections of `SparseConfig` that `from_overrides` takes whole."""

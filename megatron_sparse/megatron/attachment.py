@@ -30,14 +30,20 @@ from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
-from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of, tensor_parallel_group
+from megatron_sparse.megatron.buckets import (
+    GroupBuckets,
+    check_attachable,
+    collect,
+    device_of,
+    tensor_parallel_group,
+)
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.megatron.parameter_recording import recording_parameters
 from megatron_sparse.megatron.pieces import in_pieces
+from megatron_sparse.megatron.parameter_gathers import ExactHandle, ParameterGathers
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
-from megatron_sparse.megatron.units import ResidualUnit
+from megatron_sparse.megatron.units import ResidualUnit, check_undo
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.recording import RecordSink
 from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
@@ -66,6 +72,7 @@ class Attachment:
         unit: the unit of the residuals' values: loss scale, and division by tokens.
         alone: a group of this rank only, for Megatron's `start_grad_sync`; see `bucket_group`.
         nccl_health: health check of NCCL's groups; None unless `scheme.nccl_errors=typed`.
+        parameters: the gathers of updated parameters.
 
     Args:
         chunks: Megatron's DDP-wrapped model chunks.
@@ -82,11 +89,13 @@ class Attachment:
         run_dir: Path | None = None,
     ) -> None:
         self.run_dir = run_dir
+        self._chunks = chunks
         self.sink = sink
         self.step = 0
         self.grad_norm: float | None = None
+        self.parameters = ParameterGathers(sink)
         self.groups = collect(chunks, ParameterFilter(config.compression))
-        self._check_attachable()
+        check_attachable(self.groups)
         self._device = device = device_of(self.buckets)
         self.config = config = with_agreed_capacity(with_swept_thresholds(config), device)
         for group in self.groups:
@@ -165,16 +174,6 @@ class Attachment:
         """
         change_density(self.config, self.planner, density, step=self.step, device=self._device)
 
-    def _check_attachable(self) -> None:
-        for group in self.groups:
-            if type(group.host) is not _ParamAndGradBucketGroup:
-                raise HostError(
-                    "a bucket group is not Megatron's own",
-                    expected="_ParamAndGradBucketGroup",
-                    got=type(group.host).__qualname__,
-                    remedy="detach first; another plugin may have replaced it too",
-                )
-
     def _reducer_of(self, group: GroupBuckets, device: torch.device) -> GradientReducer:
         key = id(group.process_group)
         if key not in self._reducers:
@@ -238,30 +237,28 @@ class Attachment:
                 optimizer for which the method is not defined.
         """
         check_optimizer(self.config.compression, optimizer)
-        wanted = self.config.compression.undo
-        undo = undo or self.unit.per_token
-        if undo and wanted == "never":
-            raise ConfigError(
-                "compression.undo=never, but steps may be skipped or repeated, or tokens vary",
-                expected="fp32 or bf16 training with --rerun-mode disabled and no loss per token",
-                got="fp16 loss scaling, Megatron's rerun mode or --calculate-per-token-loss",
-                remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
-            )
         stores = self.stores()
-        if self.unit.per_token and len(stores) > 1:
-            raise ConfigError(
-                f"compression.method={self.config.compression.method} with a loss per token",
-                expected="a method that keeps nothing but the residual",
-                got=f"{', '.join(stores)}, with calculate_per_token_loss",
-                remedy="leave one of them out: with varying tokens a velocity has no unit",
-            )
+        undo = undo or self.unit.per_token
+        check_undo(self.config.compression, list(stores), undo=undo, per_token=self.unit.per_token)
         for store in stores.values():
-            store.undo = undo or wanted == "always"
+            store.undo = undo or self.config.compression.undo == "always"
             store.outcome = Outcome.REPORTED
         self.unit.bind(optimizer)
         begin = recording_parameters(self, self._check_nccl)
+        self.parameters.plan(
+            self.groups,
+            self.config,
+            lambda group: self._reducers[id(group.process_group)].transport,
+            self.progress,
+        )
+        self.parameters.follow_loads(self._chunks)
         self._optimizer = WatchedOptimizer(
-            optimizer, self._sums, self.sink, begin=begin, end=self._step_ended
+            optimizer,
+            self._sums,
+            self.sink,
+            begin=begin,
+            end=self._step_ended,
+            inner_s=lambda: self.parameters.waited_s,
         )
 
     def launch(self, group: GroupBuckets) -> Handle:
@@ -271,6 +268,16 @@ class Attachment:
         pending = [reducer.start(bucket, self.step) for bucket in group.buckets]
         # Without an optimizer nobody confirms the sums later.
         return Handle(pending, None if self._optimizer is None else self._sums)
+
+    def start_gather(self, group: GroupBuckets) -> ExactHandle | None:
+        """Launches a group's gather of parameters; None leaves it to Megatron."""
+        return self.parameters.start(group, self.step, enabled=self.enabled)
+
+    def forget_parameters(self) -> None:
+        """The next gather of parameters is raw. Call it on every rank after writing parameters by
+        other means than the optimizer or `load_state_dict`, which calls it itself.
+        """
+        self.parameters.forget()
 
     def _count_launch(self, group: GroupBuckets) -> None:
         """Without an optimizer, the second launch of a group begins a new step."""
@@ -307,6 +314,7 @@ class Attachment:
         for name, store in self.stores().items():
             unused |= store.load(self.buckets, stores.get(name, {}))
         self.step = step
+        self.parameters.forget()
         self.planner.enabled = enabled
         self.planner.load_state_dict(planner)
         self.load_method_state(method)
@@ -381,7 +389,7 @@ class Attachment:
 
     def memory_report(self) -> dict[str, int]:
         """The bytes that this rank holds now, by item; see `reduction.memory`."""
-        return held(self.stores(), self._reducers.values())
+        return held(self.stores(), self._reducers.values(), self.parameters.nbytes)
 
     def close(self) -> None:
         """Restores Megatron's classes and the optimizer's `step`, and ends the progress thread."""
@@ -391,6 +399,7 @@ class Attachment:
                 host.__class__ = _ParamAndGradBucketGroup
                 del host.sparse_attachment, host.sparse_group
         self.unit.close()
+        self.parameters.close()
         if self._optimizer is not None:
             self._optimizer.close()
             self._optimizer = None

@@ -4,10 +4,13 @@ Its `start_grad_sync` first runs Megatron's own method over a group of one rank:
 bucket (CUDA-graph events, extra main gradients, the NaN check, gradient scaling), and its
 collective changes nothing. Then it starts the reducer, and Megatron waits for the reducer's handle.
 It also overrides `finish_grad_sync`, for the one case in which Megatron does not wait.
+
+Its `start_param_sync` starts the exact gather of parameters, or Megatron's own, which is timed.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +23,7 @@ from megatron_sparse.megatron.buckets import (
     has_instances,
 )
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums
+from megatron_sparse.megatron.parameter_gathers import ExactHandle, ParameterGathers
 from megatron_sparse.reduction.reducer import PendingReduction
 
 
@@ -52,21 +56,29 @@ class Handle:
 
 
 class Launcher(Protocol):
-    """Starts reductions in place of Megatron's collectives: `attachment.Attachment`.
+    """Starts reductions and gathers in place of Megatron's collectives: `attachment.Attachment`.
 
     Attributes:
         alone: a process group of this rank only.
+        step: the training step.
+        parameters: the gathers.
     """
 
     alone: torch.distributed.ProcessGroup
+    step: int
+    parameters: ParameterGathers
 
     def launch(self, group: GroupBuckets) -> Handle:
         """Starts the synchronisation of one bucket group."""
         ...
 
+    def start_gather(self, group: GroupBuckets) -> ExactHandle | None:
+        """Starts the exact gather of one bucket group's parameters; None: Megatron gathers."""
+        ...
+
 
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
-    """Megatron's bucket group with two methods replaced; never constructed, only swapped in."""
+    """Megatron's bucket group with three methods replaced; never constructed, only swapped in."""
 
     sparse_attachment: Launcher
     sparse_group: GroupBuckets
@@ -104,6 +116,25 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         # In the first batch this launches, and waits in `start_grad_sync`.
         super().finish_grad_sync(*args, **kwargs)
         self.grad_reduce_handle = None
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """See `_ParamAndGradBucketGroup.start_param_sync`."""
+        if force_sync and self.param_gather_handle is not None:
+            # Megatron waits for the gather that is under way.
+            super().start_param_sync(force_sync=True)
+            return
+        assert self.param_gather_handle is None, "Megatron waits for a gather before the next one"
+        began_s = time.perf_counter()
+        handle: Any = self.sparse_attachment.start_gather(self.sparse_group)
+        if handle is None:
+            super().start_param_sync(force_sync=force_sync)
+            attachment, own = self.sparse_attachment, self.param_gather_handle
+            handle = attachment.parameters.timed(self.sparse_group, attachment.step, own, began_s)
+        if self.ddp_config.overlap_param_gather and not force_sync:
+            self.param_gather_handle = handle
+        else:
+            handle.wait()
+        self.param_gather_dispatched = True
 
     def _prepare_alone(self) -> None:
         """Runs Megatron's method over groups of one rank, for its preparation alone."""

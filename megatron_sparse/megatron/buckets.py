@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.compression.parameters import ParameterFilter
@@ -77,6 +78,22 @@ def collect(chunks: list[Any], parameter_filter: ParameterFilter) -> list[GroupB
                     GroupBuckets(group, process_group, buckets, kind == "expert", instances)
                 )
     return result
+
+
+def check_attachable(groups: Sequence[GroupBuckets]) -> None:
+    """Refuses bucket groups whose class is not Megatron's own.
+
+    Raises:
+        HostError: names the class.
+    """
+    for group in groups:
+        if type(group.host) is not _ParamAndGradBucketGroup:
+            raise HostError(
+                "a bucket group is not Megatron's own",
+                expected="_ParamAndGradBucketGroup",
+                got=type(group.host).__qualname__,
+                remedy="detach first; another plugin may have replaced it too",
+            )
 
 
 def has_instances(group: Any) -> bool:

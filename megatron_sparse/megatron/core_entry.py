@@ -33,7 +33,8 @@ def attach(
     Args:
         model: a `megatron.core.distributed.DistributedDataParallel` or a list of them.
         optimizer: Megatron's optimizer, whose steps may be skipped; a skipped step's selections
-            are undone. Without it every selection is final, so fp16 with loss scaling is refused.
+            are undone. Without it every selection is final, so fp16 with loss scaling is refused,
+            and parameters are gathered raw.
         config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
         sink: receives the time and bytes of each bucket.
         **overrides: see `SparseConfig.from_overrides`.
@@ -65,6 +66,13 @@ def attach(
             expected="attach(model, optimizer, ...)",
             got="no optimizer, with calculate_per_token_loss",
             remedy="pass Megatron's optimizer: the residual's unit changes from step to step",
+        )
+    if optimizer is None and config.parameters.method == "exact":
+        raise ConfigError(
+            "parameters.method=exact needs the optimizer",
+            expected="attach(model, optimizer, ...)",
+            got="no optimizer",
+            remedy="pass Megatron's optimizer, or set parameters.method=raw",
         )
     log_untested_megatron()
     attachment = Attachment(chunks, config, sink or NullSink())

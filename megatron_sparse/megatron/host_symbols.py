@@ -2,7 +2,7 @@
 
 Also the versions of Megatron that the tests run on.
 
-`attach` needs the first two (megatron-core 0.16.1 and later); `install` needs all (the training
+`attach` needs the first three (megatron-core 0.16.1 and later); `install` needs all (the training
 loop ships with megatron-core 0.19 and later).
 """
 
@@ -76,6 +76,12 @@ _SYMBOLS: tuple[tuple[str, str, str, Callable[[object], str | None]], ...] = (
         _has_parameters("self", "force_all_reduce"),
     ),
     ("attach", _BUCKETS, "_ParamAndGradBucketGroup.finish_grad_sync", _has_parameters("self")),
+    (
+        "attach",
+        _BUCKETS,
+        "_ParamAndGradBucketGroup.start_param_sync",
+        _has_parameters("self", "force_sync"),
+    ),
     ("install", "megatron.training.models.gpt", "GPTModelConfig", _has_field("post_wrap_hooks")),
     ("install", _TRAINING, "setup_model_and_optimizer", _any),
     ("install", _TRAINING, "get_megatron_optimizer", _any),

@@ -66,6 +66,8 @@ class WatchedOptimizer:
         sink: receives the seconds of each step.
         begin: called before each step; may raise.
         end: called after each step with whether it was accepted, and the gradient's norm if known.
+        inner_s: a clock that runs while the thread waits inside the step for something that is
+            recorded as a stage of its own.
     """
 
     def __init__(
@@ -76,19 +78,21 @@ class WatchedOptimizer:
         *,
         begin: Callable[[], None],
         end: Callable[[bool, float | None], None],
+        inner_s: Callable[[], float],
     ) -> None:
         self._optimizer = optimizer
         original, update = optimizer.step, getattr(optimizer, UPDATE, None)
 
         def step(*args: Any, **kwargs: Any) -> Any:
             begin()
-            start_s = time.perf_counter()
+            start_s, before_s = time.perf_counter(), inner_s()
             with marked("optimizer"):
                 if update is None:
                     sums.confirm()
                 result = original(*args, **kwargs)
                 sums.confirm()  # not yet, if the optimizer skipped its update
-            sink.record_stage("optimizer", time.perf_counter() - start_s)
+            waited_s = inner_s() - before_s
+            sink.record_stage("optimizer", time.perf_counter() - start_s - waited_s)
             success, grad_norm = True, None
             if isinstance(result, tuple):
                 success, grad_norm = bool(result[0]), result[1]

@@ -38,8 +38,9 @@ from megatron_sparse.megatron.throughput import throughput
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.profiler_ranges import mark_nvtx, marked
-from megatron_sparse.recording import BucketRecord, ReadinessRecord
+from megatron_sparse.recording import BucketRecord, GatherRecord, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink, WandbSink
+from megatron_sparse.telemetry.breakdown import WAITS
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -142,6 +143,11 @@ class Plugin:
         if self.telemetry is not None:
             self.telemetry.record_bucket(record)
 
+    def record_gather(self, record: GatherRecord) -> None:
+        """See `RecordSink`."""
+        if self.telemetry is not None:
+            self.telemetry.record_gather(record)
+
     def record_readiness(self, record: ReadinessRecord) -> None:
         """See `RecordSink`."""
         if self.telemetry is not None:
@@ -149,7 +155,7 @@ class Plugin:
 
     def record_stage(self, stage: str, seconds: float) -> None:
         """See `RecordSink`."""
-        if stage == "host_wait":
+        if stage in WAITS:
             self._host_wait_s += seconds
         if self.telemetry is not None:
             self.telemetry.record_stage(stage, seconds)

@@ -8,10 +8,13 @@ step in which one of the two has changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
+from megatron_sparse.config.compression import CompressionConfig
+from megatron_sparse.errors import ConfigError
 
 
 class ResidualUnit:
@@ -99,6 +102,36 @@ class ResidualUnit:
         """Gives the chunks their own method back."""
         for chunk in self._chunks:
             chunk.__dict__.pop("scale_gradients", None)
+
+
+def check_undo(
+    compression: CompressionConfig, stores: Sequence[str], *, undo: bool, per_token: bool
+) -> None:
+    """Refuses settings with which skipped steps or varying tokens would corrupt what is kept.
+
+    Args:
+        compression: the configuration.
+        stores: names of the method's stores.
+        undo: whether a step can be skipped or repeated.
+        per_token: whether the loss is divided by the step's tokens.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if undo and compression.undo == "never":
+        raise ConfigError(
+            "compression.undo=never, but steps may be skipped or repeated, or tokens vary",
+            expected="fp32 or bf16 training with --rerun-mode disabled and no loss per token",
+            got="fp16 loss scaling, Megatron's rerun mode or --calculate-per-token-loss",
+            remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
+        )
+    if per_token and len(stores) > 1:
+        raise ConfigError(
+            f"compression.method={compression.method} with a loss per token",
+            expected="a method that keeps nothing but the residual",
+            got=f"{', '.join(stores)}, with calculate_per_token_loss",
+            remedy="leave one of them out: with varying tokens a velocity has no unit",
+        )
 
 
 def is_fp16(owner: Any) -> bool:

@@ -34,7 +34,8 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import POSTED, SCHEMES, Input, skips_straggler
-from megatron_sparse.config.sparse import TIMED_STRAGGLER_MODES, SparseConfig
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.config.straggler import TIMED_STRAGGLER_MODES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
 from megatron_sparse.planner import Plan

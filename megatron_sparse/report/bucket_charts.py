@@ -66,7 +66,7 @@ def _breakdown(run: RunData, suffix: str, end: str) -> Chart:
         axes.set(xlabel="iteration", ylabel="ms")
         axes.figure.legend(loc="outside lower center", ncols=4, columnspacing=1.0)
 
-    note = "The training thread's stages, stacked; host_wait is the exposed part."
+    note = "The training thread's stages, stacked; host_wait and param_wait are exposed."
     return Chart(
         f"breakdown{suffix}",
         f"Where the time went (ms){end}",

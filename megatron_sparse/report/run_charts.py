@@ -168,8 +168,8 @@ def _stage_medians(runs: Sequence[RunData]) -> list[Chart]:
         _stacked(
             "thread-stages",
             "An iteration of the training thread (ms, median)",
-            "Stages of the training thread follow one another; host_wait is the exposed part of "
-            "synchronisation, other is the rest of the iteration.",
+            "Stages of the training thread follow one another; host_wait and param_wait are the "
+            "exposed waits for gradients and parameters, other is the rest of the iteration.",
             runs,
             [thread_medians(run) for run in runs],
         ),
@@ -186,7 +186,7 @@ def _stage_medians(runs: Sequence[RunData]) -> list[Chart]:
 
 def thread_medians(run: RunData) -> dict[str, float]:
     """Milliseconds of the training thread's stages, and the rest as `other`."""
-    parts = {stage: run.summary["stage_ms"][stage] or 0.0 for stage in STEP_STAGES}
+    parts = {stage: run.summary["stage_ms"].get(stage) or 0.0 for stage in STEP_STAGES}
     rest = (run.summary["iteration_ms"] or 0.0) - sum(parts.values())
     return parts | {"other": max(rest, 0.0)}
 

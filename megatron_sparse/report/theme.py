@@ -49,6 +49,7 @@ STAGES = {
     "forward_backward": SERIES[0],
     "optimizer": SERIES[5],
     "host_wait": SERIES[1],
+    "param_wait": SERIES[3],
     "other": SERIES[7],
     "threshold": SERIES[6],
     "prune": SERIES[4],

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from megatron_sparse.config.sparse import MIN_STRAGGLER_HISTORY
+from megatron_sparse.config.straggler import MIN_STRAGGLER_HISTORY
 
 Readiness = Sequence[float]
 """Seconds, one for each rank, of one bucket in one step."""

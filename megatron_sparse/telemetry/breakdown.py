@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES, BucketRecord
+from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES, BucketRecord, GatherRecord
 from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
+
+WAITS = ("host_wait", "param_wait")
+"""Stages in which the training thread waits for communication."""
 
 # allow_nan=False: `NaN` is not JSON, and many readers reject the whole file because of it.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -52,6 +56,10 @@ class IterationBreakdown:
             (`dense_estimate`); None without a cluster to predict by.
         tokens_per_s: tokens that all ranks trained on, by the wall clock; None if unknown.
         model_tflop_per_s: TFLOP/s of one GPU, of the model's own operations; None without a GPU.
+        param_dense_bytes: bytes that a ring all-gather of the raw parameters would have sent,
+            summed over the gathers that ended in the iteration; 0 without a sharded optimizer.
+        param_wire_bytes: bytes that this rank sent in them.
+        param_gathers: number of buckets' gathers by method, `raw` or `exact`.
     """
 
     iteration: int
@@ -76,6 +84,9 @@ class IterationBreakdown:
     dense_iteration_ms: float | None = None
     tokens_per_s: float | None = None
     model_tflop_per_s: float | None = None
+    param_dense_bytes: int = 0
+    param_wire_bytes: int = 0
+    param_gathers: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_line(cls, line: Mapping[str, Any]) -> IterationBreakdown:
@@ -90,8 +101,13 @@ class IterationBreakdown:
 
     @property
     def exposed_ms(self) -> float:
-        """Milliseconds for which the training thread waited for synchronisation."""
+        """Milliseconds for which the training thread waited for gradients."""
         return self.stage_ms["host_wait"]
+
+    @property
+    def param_exposed_ms(self) -> float:
+        """Milliseconds for which the training thread waited for gathered parameters."""
+        return self.stage_ms.get("param_wait", 0.0)
 
     @property
     def exposed_share(self) -> float | None:
@@ -101,12 +117,19 @@ class IterationBreakdown:
     @property
     def other_ms(self) -> float:
         """Milliseconds of the iteration that belong to no stage of the training thread."""
-        return max(0.0, self.iteration_ms - sum(self.stage_ms[stage] for stage in STEP_STAGES))
+        known_ms = sum(self.stage_ms.get(stage, 0.0) for stage in STEP_STAGES)
+        return max(0.0, self.iteration_ms - known_ms)
 
     @property
     def wire_ratio(self) -> float | None:
         """wire_bytes / dense_bytes; None where dense would send nothing (a single rank)."""
         return self.wire_bytes / self.dense_bytes if self.dense_bytes else None
+
+    @property
+    def total_wire_ratio(self) -> float | None:
+        """`wire_ratio` of gradients and parameters together."""
+        dense_bytes = self.dense_bytes + self.param_dense_bytes
+        return (self.wire_bytes + self.param_wire_bytes) / dense_bytes if dense_bytes else None
 
     def scalars(self) -> dict[str, float]:
         """The breakdown as dashboard metrics, see `metrics.METRICS`; None values are left out."""
@@ -118,6 +141,7 @@ class IterationBreakdown:
             "comm/dense_bytes": self.dense_bytes,
             "comm/wire_bytes": self.wire_bytes,
             "comm/wire_ratio": self.wire_ratio,
+            **self._param_scalars(),
             "compression/density": self.density,
             "compression/target_density": self.planned_density,
             "planner/predicted_ms": self.predicted_ms,
@@ -125,11 +149,11 @@ class IterationBreakdown:
             **{f"planner/buckets/{scheme}": count for scheme, count in self.schemes.items()},
             "breakdown/iteration_ms": self.iteration_ms,
             "breakdown/dense_iteration_ms": self.dense_iteration_ms,
-            # Without `host_wait`: it is `comm/exposed_ms`.
+            # Without the waits: they are `comm/exposed_ms` and `params/exposed_ms`.
             **{
                 f"breakdown/{stage}_ms": time_ms
                 for stage, time_ms in self.stage_ms.items()
-                if stage != "host_wait"
+                if stage not in WAITS
             },
             "breakdown/other_ms": self.other_ms,
             "train/tokens_per_s": self.tokens_per_s,
@@ -142,6 +166,19 @@ class IterationBreakdown:
         for name, value in self.extra.items():
             named[name if "/" in name else f"extra/{name}"] = value
         return {name: float(value) for name, value in named.items() if value is not None}
+
+    def _param_scalars(self) -> dict[str, float | None]:
+        """The metrics of the parameters' gathers; empty for an iteration without one."""
+        if not self.param_gathers:
+            return {}
+        dense_bytes = self.param_dense_bytes
+        return {
+            "comm/total_wire_ratio": self.total_wire_ratio,
+            "params/exposed_ms": self.param_exposed_ms,
+            "params/dense_bytes": dense_bytes,
+            "params/wire_bytes": self.param_wire_bytes,
+            "params/wire_ratio": self.param_wire_bytes / dense_bytes if dense_bytes else None,
+        }
 
     def _measured_ms(self) -> float | None:
         """The measured counterpart of `predicted_ms`."""
@@ -207,6 +244,7 @@ def iteration_breakdown(
     *,
     iteration_s: float,
     outcome: StepOutcome | None = None,
+    gathers: Sequence[GatherRecord] = (),
 ) -> IterationBreakdown:
     """Adds up the buckets of an iteration.
 
@@ -216,6 +254,7 @@ def iteration_breakdown(
         step_s: host seconds of each of `STEP_STAGES`; a missing one counts as 0.
         iteration_s: wall-clock seconds of the whole iteration.
         outcome: loss, gradient norm and the like; None if nothing is known of them.
+        gathers: one record for each gather of a bucket's parameters.
 
     Returns:
         The breakdown. Its phase is the one that most elements were in. On CUDA this waits for the
@@ -266,6 +305,9 @@ def iteration_breakdown(
         dense_iteration_ms=None if dense_s is None else dense_s * 1e3,
         tokens_per_s=numbers.pop("tokens_per_s", None),
         model_tflop_per_s=numbers.pop("model_tflop_per_s", None),
+        param_dense_bytes=sum(gather.dense_bytes for gather in gathers),
+        param_wire_bytes=sum(gather.wire_bytes for gather in gathers),
+        param_gathers=dict(Counter(gather.method for gather in gathers)),
     )
 
 

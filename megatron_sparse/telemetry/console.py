@@ -19,7 +19,8 @@ _SUMMARY_FILE = "summary.json"
 _MEANING = {
     "forward_backward": "passes, bucket launches included",
     "optimizer": "clipping and step",
-    "host_wait": "exposed: waits for synchronisation",
+    "host_wait": "exposed: waits for gradients",
+    "param_wait": "exposed: waits for parameters",
     "other": "data, logging, checkpoints",
     "threshold": "sample and threshold",
     "prune": "error feedback, selection, message",
@@ -92,6 +93,11 @@ def print_summary(
         f"({percent(summary['exposed_share'])}), "
         f"{ms(summary['overlapped_ms'])} ms overlapped with compute"
     )
+    if summary.get("param_dense_bytes"):
+        console.print(
+            f"parameters: {ms(summary['stage_ms']['param_wait'])} ms exposed; all bytes, "
+            f"gradients' and parameters', wire/dense {percent(summary['total_wire_ratio'])}"
+        )
     if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
         console.print(f"throughput: {speed}")
     if summary["world_size"] != 1:
@@ -133,6 +139,11 @@ def _traffic_table(summary: dict[str, Any]) -> Table:
             ms(row["iteration_ms"]),
             style="bold" if phase == "all" else None,
         )
+    if summary.get("param_dense_bytes"):
+        table.title = "bytes sent by this rank: gradients by phase, and parameters"
+        dense_bytes, wire_bytes = summary["param_dense_bytes"], summary["param_wire_bytes"]
+        ratio = percent(wire_bytes / dense_bytes)
+        table.add_row("parameters", "", size(dense_bytes), size(wire_bytes), ratio, "", "")
     return table
 
 
@@ -153,7 +164,7 @@ def _stage_table(
 
 def _step_stages(summary: dict[str, Any]) -> dict[str, float | None]:
     """The training thread's stages and, as `other`, what no stage accounts for."""
-    parts = {stage: summary["stage_ms"][stage] for stage in STEP_STAGES}
+    parts = {stage: summary["stage_ms"].get(stage, 0.0) for stage in STEP_STAGES}
     if summary["iteration_ms"] is None:
         return parts
     # Medians of parts need not add up to the median of the whole; never go below 0.

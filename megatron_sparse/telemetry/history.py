@@ -1,6 +1,6 @@
 """The whole run in columns, and its summary.
 
-A row is one iteration: 20 numbers of 8 bytes, so a million iterations take under 160 MB and the
+A row is one iteration: 23 numbers of 8 bytes, so a million iterations take under 190 MB and the
 summary needs no second pass over the files.
 """
 
@@ -18,7 +18,17 @@ from megatron_sparse.telemetry.breakdown import IterationBreakdown
 
 PHASES = ("warmup", "ramp", "target", "off")
 
-_INTEGERS = ("iteration", "dense_bytes", "wire_bytes", "nnz", "numel", "skipped", "phase")
+_COUNTS = (
+    "iteration",
+    "dense_bytes",
+    "wire_bytes",
+    "nnz",
+    "numel",
+    "skipped",
+    "param_dense_bytes",
+    "param_wire_bytes",
+)
+_INTEGERS = (*_COUNTS, "phase")
 _FLOATS = ("iteration_ms", "overlapped_ms")
 _UNSURE = ("loss", "dense_iteration_ms", "tokens_per_s", "model_tflop_per_s")
 """Numbers that an iteration may lack; NaN in the column."""
@@ -35,6 +45,10 @@ def _median_known(values: np.ndarray) -> float | None:
 
 def _shares(parts: np.ndarray, wholes: np.ndarray) -> np.ndarray:
     return parts[wholes > 0] / wholes[wholes > 0]
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def _saved_ms(dense_ms: float | None, own_ms: float) -> float:
@@ -75,7 +89,7 @@ class RunHistory:
     def append(self, row: IterationBreakdown) -> None:
         """Adds an iteration; its number must be larger than all before it."""
         columns = self._columns
-        for name in ("iteration", "dense_bytes", "wire_bytes", "nnz", "numel", "skipped"):
+        for name in _COUNTS:
             columns[name].append(getattr(row, name))
         columns["phase"].append(PHASES.index(row.phase))
         for name in _FLOATS:
@@ -85,7 +99,8 @@ class RunHistory:
             columns[name].append(math.nan if value is None else value)
         self._saved_ms += _saved_ms(row.dense_iteration_ms, row.iteration_ms)
         for stage, column in self._stages.items():
-            column.append(row.stage_ms[stage])
+            # Older lines lack a stage that was added later.
+            column.append(row.stage_ms.get(stage, 0.0))
 
     def cut(self, iteration: int) -> None:
         """Drops every row at or after `iteration`."""
@@ -116,6 +131,9 @@ class RunHistory:
             "wire_bytes": everything["wire_bytes"],
             "wire_ratio": everything["wire_ratio"],
             "density": everything["density"],
+            "param_dense_bytes": everything["param_dense_bytes"],
+            "param_wire_bytes": everything["param_wire_bytes"],
+            "total_wire_ratio": everything["total_wire_ratio"],
             "phases": {
                 phase: self._traffic(c, c["phase"] == number)
                 for number, phase in enumerate(PHASES)
@@ -133,14 +151,16 @@ class RunHistory:
 
     @staticmethod
     def _traffic(c: dict[str, np.ndarray], chosen: np.ndarray) -> dict[str, Any]:
-        dense_bytes, wire_bytes, nnz, numel = (
-            int(c[name][chosen].sum()) for name in ("dense_bytes", "wire_bytes", "nnz", "numel")
-        )
+        names = ("dense_bytes", "wire_bytes", "param_dense_bytes", "param_wire_bytes")
+        sums = {name: int(c[name][chosen].sum()) for name in names}
+        nnz, numel = (int(c[name][chosen].sum()) for name in ("nnz", "numel"))
+        total_dense = sums["dense_bytes"] + sums["param_dense_bytes"]
+        total_wire = sums["wire_bytes"] + sums["param_wire_bytes"]
         return {
             "iterations": int(chosen.sum()),
-            "dense_bytes": dense_bytes,
-            "wire_bytes": wire_bytes,
-            "wire_ratio": wire_bytes / dense_bytes if dense_bytes else None,
-            "density": nnz / numel if numel else None,
+            **sums,
+            "wire_ratio": _ratio(sums["wire_bytes"], sums["dense_bytes"]),
+            "total_wire_ratio": _ratio(total_wire, total_dense),
+            "density": _ratio(nnz, numel),
             "iteration_ms": _median(c["iteration_ms"][chosen]),
         }

@@ -33,7 +33,13 @@ FRAMES_PER_S = 5
 WINDOW = 20
 """Iterations that times are averaged over; times of single iterations vary too much."""
 MIN_COLUMNS = 40
-_STYLES = {"forward_backward": "green", "optimizer": "cyan", "host_wait": "red", "other": "white"}
+_STYLES = {
+    "forward_backward": "green",
+    "optimizer": "cyan",
+    "host_wait": "red",
+    "param_wait": "magenta",
+    "other": "white",
+}
 
 
 _PHASES = {

@@ -6,20 +6,16 @@ import atexit
 import json
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.recording import STEP_STAGES, BucketRecord, ReadinessRecord
+from megatron_sparse.recording import STEP_STAGES, BucketRecord, GatherRecord, ReadinessRecord
 from megatron_sparse.telemetry.breakdown import (
+    WAITS,
     IterationBreakdown,
     StepOutcome,
     bucket_line,
@@ -29,6 +25,7 @@ from megatron_sparse.telemetry.console import print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.lines import JsonLines, read_lines
 from megatron_sparse.telemetry.live import open_view
+from megatron_sparse.telemetry.machine import machine, versions
 from megatron_sparse.telemetry.metrics import bucket_scalars, plan_table, thresholds
 from megatron_sparse.telemetry.profiling import IterationTraces
 from megatron_sparse.telemetry.readiness import (
@@ -41,7 +38,6 @@ from megatron_sparse.telemetry.readiness import (
 )
 from megatron_sparse.telemetry.sinks import IsolatedSink, ScalarSink
 from megatron_sparse.telemetry.trace import Span
-from megatron_sparse.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +95,9 @@ class RunTelemetry:
         self._config = resolved_config or {}
         self._name = self._config.get("name") or (Path(run_dir).name if run_dir else None)
         self._records: list[BucketRecord] = []
+        self._gathers: list[GatherRecord] = []
         self._step_s: dict[str, float] = {}
+        self._waited_s = 0.0
         self._spans: list[Span] = []
         self._traces: IterationTraces | None = None
         self._history = RunHistory()
@@ -151,13 +149,23 @@ class RunTelemetry:
         return self._is_writer and every > 0 and iteration % every == 0
 
     def begin_iteration(self, iteration: int) -> None:
-        """Starts torch.profiler if this iteration is the first to profile."""
+        """Starts torch.profiler if this iteration is the first to profile.
+
+        Waits since the last iteration are dropped, such as for parameters before an evaluation:
+        they are not in this iteration's time. Bytes that were sent meanwhile count to it.
+        """
+        self._step_s.pop("param_wait", None)
+        self._waited_s = 0.0
         if self._traces is not None:
             self._traces.begin(iteration)
 
     def record_bucket(self, record: BucketRecord) -> None:
         """Keeps `record` for the current iteration; reads its times only when that ends."""
         self._records.append(record)
+
+    def record_gather(self, record: GatherRecord) -> None:
+        """Keeps `record` for the current iteration."""
+        self._gathers.append(record)
 
     def record_readiness(self, record: ReadinessRecord) -> None:
         """Keeps `record` for the current iteration, which is later than the record's own."""
@@ -169,7 +177,11 @@ class RunTelemetry:
         self._step_s[stage] = self._step_s.get(stage, 0.0) + seconds
         end_s = time.perf_counter()
         # The call comes when the stage ends, and `seconds` excludes the waits inside the stage.
-        inside_s = self._step_s.get("host_wait", 0.0) if stage == "forward_backward" else 0.0
+        inside_s = 0.0
+        if stage in WAITS:
+            self._waited_s += seconds
+        else:
+            inside_s, self._waited_s = self._waited_s, 0.0
         self._spans.append((stage, end_s - seconds - inside_s, end_s))
 
     def end_iteration(
@@ -201,6 +213,7 @@ class RunTelemetry:
         """
         assert self._closed is None, "end_iteration after close"
         records, self._records = self._records, []
+        gathers, self._gathers = self._gathers, []
         step_s, self._step_s = self._step_s, {}
         spans, self._spans = self._spans, []
         readiness, self._readiness = self._readiness, []
@@ -213,6 +226,7 @@ class RunTelemetry:
             outcome=StepOutcome(
                 loss, grad_norm, skipped, {**step_scalars(readiness, without), **(extra or {})}
             ),
+            gathers=gathers,
         )
         if self._last is None or iteration <= self._last.iteration:
             self._begin_at(iteration)
@@ -220,7 +234,7 @@ class RunTelemetry:
         self._history.append(breakdown)
         if self._machine is None:
             # Read it now: at the end of the run the process group may be gone.
-            self._machine = _machine()
+            self._machine = machine()
         threshold = thresholds(records) if self.samples(iteration) else {}
         if self._files:
             self._write(breakdown, records, readiness, threshold)
@@ -347,8 +361,8 @@ class RunTelemetry:
             "stragglers": self._straggler_summary(),
             "target_density": compression.get("density"),
             "planner_cluster": (self._config.get("planner") or {}).get("cluster"),
-            **(self._machine or _machine()),
-            "versions": _versions(),
+            **(self._machine or machine()),
+            "versions": versions(),
         }
 
     def _straggler_summary(self) -> dict[str, Any] | None:
@@ -356,30 +370,6 @@ class RunTelemetry:
         if self._readiness_file is None or self._run_dir is None:
             return None
         return summary_of(statistics_of(list(load_readiness(self._run_dir).values())))
-
-
-def _machine() -> dict[str, Any]:
-    # is_initialized: asking for the device's name must not make a CUDA context on a CPU run.
-    cuda = torch.cuda.is_initialized()
-    distributed = dist.is_available() and dist.is_initialized()
-    return {
-        "world_size": dist.get_world_size() if distributed else 1,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-    }
-
-
-def _versions() -> dict[str, str | None]:
-    try:
-        megatron = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        megatron = None
-    return {
-        "megatron_sparse": __version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if torch.cuda.is_initialized() else None,
-        "megatron_core": megatron,
-        "python": platform.python_version(),
-    }
 
 
 def _write_whole(path: Path, text: str) -> None:

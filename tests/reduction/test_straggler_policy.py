@@ -13,13 +13,13 @@ from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import (
-    MIN_STRAGGLER_HISTORY,
     CompressionConfig,
     PlannerConfig,
     SchemeConfig,
     SparseConfig,
     StragglerConfig,
 )
+from megatron_sparse.config.straggler import MIN_STRAGGLER_HISTORY
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.planner import FixedPlanner, Plan
 from megatron_sparse.planner.link_timing import Links

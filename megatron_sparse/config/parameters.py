@@ -1,0 +1,40 @@
+"""The section `parameters` of the configuration: defaults and checks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_sparse.config.checks import in_range, one_of
+
+METHODS = ("auto", "raw", "exact")
+CODERS = ("auto", "rans", "packed")
+
+
+@dataclass
+class ParametersConfig:
+    """How Megatron's distributed optimizer gathers the updated parameters.
+
+    See docs/parameter-gather.md.
+
+    Attributes:
+        method: `raw` is Megatron's own all-gather. `exact` sends how far each number moved since
+            the last gather; every rank ends with Megatron's own bits. It needs the distributed
+            optimizer, tensors on a CPU, and `attach(model, optimizer)`. `auto` takes for each
+            bucket the one that is predicted to take less time, by the speed of links
+            (`planner.cluster`, else measured at the start) and codec; `raw` where `exact` cannot
+            work.
+        coder: of `exact`: `rans` (an entropy coder: fewest bytes), `packed` (bit packing: faster),
+            or `auto`, the one that is predicted to take less time.
+        verify_every: of `exact`: every so many gathers of a bucket, ranks compare hashes of what
+            they hold. 1 compares in each gather, for tests.
+    """
+
+    method: str = "auto"
+    coder: str = "auto"
+    verify_every: int = 100
+
+    def __post_init__(self) -> None:
+        one_of("parameters.method", self.method, METHODS)
+        one_of("parameters.coder", self.coder, CODERS)
+        in_range("parameters.verify_every", self.verify_every, 1, math.inf, integer=True)

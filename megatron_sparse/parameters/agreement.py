@@ -1,0 +1,123 @@
+"""The two words by which ranks agree about one gather of one bucket, before any record travels.
+
+    word 0   bytes of this rank's record (40 bits), raw or exact (1), number of the gather (22)
+    word 1   hash of the old bits of this rank's shard (31 bits), hash of the new ones (31);
+             0 where ranks do not verify
+
+They travel in a row of `collectives.base.Agreement`, whose fingerprint says the bucket, its size
+and dtype, and the training step. So ranks that disagree get an error instead of a hang.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sparse.collectives.base import Identity, exchange_sizes
+from megatron_sparse.errors import CommunicationError, ReplicaError
+from megatron_sparse.transport import Transport, Work
+
+SIZE_BITS, NUMBER_BITS, HASH_BITS = 40, 22, 31
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What one rank says about its part of a gather.
+
+    Attributes:
+        nbytes: of its record; of the raw shard in a raw gather.
+        exact: whether it sends moves, or else raw bits.
+        number: of the gather, counted for each bucket from 0, modulo 2^22.
+        old_hash: of its shard as the other ranks should hold it; 0 without verification.
+        new_hash: of its shard as they shall hold it; 0 without verification.
+    """
+
+    nbytes: int
+    exact: bool
+    number: int
+    old_hash: int = 0
+    new_hash: int = 0
+
+    def words(self) -> list[int]:
+        """Two words below 2^63.
+
+        Example:
+            >>> Announcement.of(Announcement(100, True, 3, 5, 7).words())
+            Announcement(nbytes=100, exact=True, number=3, old_hash=5, new_hash=7)
+        """
+        assert self.nbytes < 2**SIZE_BITS, "a shard of at most a terabyte"
+        assert self.number < 2**NUMBER_BITS, "counted modulo that"
+        how = self.number << 1 | int(self.exact)
+        return [how << SIZE_BITS | self.nbytes, self.old_hash << HASH_BITS | self.new_hash]
+
+    @classmethod
+    def of(cls, words: Sequence[int]) -> Announcement:
+        """The inverse of `words`."""
+        how, hashes = words[0] >> SIZE_BITS, words[1]
+        nbytes = words[0] % 2**SIZE_BITS
+        return cls(nbytes, bool(how & 1), how >> 1, hashes >> HASH_BITS, hashes % 2**HASH_BITS)
+
+    @property
+    def manner(self) -> str:
+        """For errors: what all ranks of a gather have in common."""
+        return f"{'exact' if self.exact else 'raw'}, gather number {self.number}"
+
+
+def exchange_announcements(
+    own: Announcement, identity: Identity, transport: Transport
+) -> Generator[Work, None, list[Announcement]]:
+    """Tells every rank of the group about this rank's part; returns those of all, by rank.
+
+    Raises:
+        CommunicationError: a rank gathers another bucket, in another step, in another manner, or
+            for another number of times.
+        WireFormatError: a rank's row is damaged.
+    """
+    table = yield from exchange_sizes(own.words(), identity, transport)
+    found = [Announcement.of(words) for words in table]
+    expected = own.manner
+    for rank, theirs in enumerate(found):
+        if theirs.manner != expected:
+            raise CommunicationError(
+                f"rank {rank} of the group gathers the parameters in another manner",
+                expected=expected,
+                got=theirs.manner,
+                remedy="use the same configuration on every rank; load checkpoints, and switch the "
+                "attachment, on every rank between the same two steps",
+            )
+    return found
+
+
+def hash_of(values: torch.Tensor) -> int:
+    """31 bits of the CRC-32 of a contiguous tensor's bytes; on CUDA the host reads all of them."""
+    raw = values.detach().view(torch.uint8).cpu().numpy()
+    return zlib.crc32(raw) % 2**HASH_BITS
+
+
+def check_held(held: torch.Tensor, expected: int, owner: int, own_rank: int, when: str) -> None:
+    """Compares what this rank holds of a shard with its owner's hash.
+
+    Args:
+        held: the shard on this rank.
+        expected: the owner's hash.
+        owner: its rank in the group.
+        own_rank: this rank.
+        when: continues the sentence of the error.
+
+    Raises:
+        ReplicaError: they differ.
+    """
+    found = hash_of(held)
+    if found != expected:
+        raise ReplicaError(
+            f"rank {own_rank} of the group holds other parameters than their owner, rank {owner}, "
+            f"{when}",
+            expected=f"hash {expected:#010x}",
+            got=f"hash {found:#010x}",
+            remedy="restart from the last checkpoint. If a script of yours writes parameters, it "
+            "must call attachment.forget_parameters() on every rank afterwards; else set "
+            "parameters.method=raw and report the bug",
+        )

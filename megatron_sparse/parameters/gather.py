@@ -1,0 +1,250 @@
+"""The exact all-gather of one bucket's parameters: a job of the progress thread.
+
+    encode      own shard: the bits that the other ranks hold -> the new bits, as a record of moves
+                -- the gate, see `reduction.reducer` --
+    announce    one all-gather of two words: size of the record, raw or exact, which gather this is,
+                and, where ranks verify, hashes of the shard's old and new bits
+    exchange    n - 1 rounds of records, one peer at a time; meanwhile each record that has come
+                turns the old bits of its owner's shard into the new ones, in place
+    keep        own shard's new bits are from now on the bits that the other ranks hold
+
+The first gather is raw, and so is the one after `forget`: the backend's own all-gather of the bits,
+in place, after the same announcement. `old` is always what was gathered last, never what the shard
+held before an optimizer step: so a step may gather twice or never, and steps may be skipped.
+
+Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
+the own shard is kept.
+
+A corrupted, truncated or replayed record leaves its shard as it was, and ends the job with an
+error that names the sending rank, the bucket and the field; other shards may be new by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives import POSTED
+from megatron_sparse.collectives.base import Identity, whole_group
+from megatron_sparse.collectives.gather import pairwise_all_gather
+from megatron_sparse.errors import WireFormatError
+from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
+from megatron_sparse.parameters.agreement import (
+    NUMBER_BITS,
+    Announcement,
+    check_held,
+    exchange_announcements,
+    hash_of,
+)
+from megatron_sparse.profiler_ranges import marked
+from megatron_sparse.recording import GatherRecord, RecordSink, StageTimer
+from megatron_sparse.reduction.job import GATE, Progress, Stage
+from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.transport import Transport
+
+RAW, EXACT = "raw", "exact"
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class ExactWay:
+    """How a bucket is gathered; the same on every rank of the group.
+
+    Attributes:
+        coder: `rans` or `packed`.
+        verify_every: every so many gathers ranks compare hashes.
+    """
+
+    coder: str
+    verify_every: int
+
+
+def dense_gather_bytes(values_N: torch.Tensor, world_size: int) -> int:
+    """Bytes that each rank of a ring all-gather of N raw parameters sends."""
+    return values_N.nbytes * (world_size - 1) // world_size
+
+
+class PendingGather:
+    """A gather under way. Call `wait` once."""
+
+    def __init__(self, pending: Pending, record: GatherRecord, sink: RecordSink) -> None:
+        self._pending = pending
+        self._record = record
+        self._sink = sink
+
+    def wait(self) -> float:
+        """Blocks until the bucket holds every rank's new parameters; returns the seconds.
+
+        Raises:
+            MegatronSparseError: the parameters were not gathered.
+        """
+        start_s = time.perf_counter()
+        with marked("param_wait"):
+            self._pending.wait()
+        record = self._record
+        record.exposed_s = time.perf_counter() - start_s
+        record.finished_s = self._pending.finished_s
+        self._sink.record_gather(record)
+        return record.exposed_s
+
+
+class ExactGather:
+    """Gathers one bucket; holds a copy of this rank's shard as the other ranks hold it.
+
+    Args:
+        bucket: names the bucket; its gradient is not used. `values_N` has as many elements.
+        values_N: the parameters, 1-D and contiguous, on a CPU; each rank owns one of n equal
+            shards, in rank order. Gathers overwrite the shards of the other ranks.
+        transport: the group, 2 ranks at least.
+        way: see `ExactWay`.
+        progress: drives the gathers.
+        sink: receives a record of each.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        values_N: torch.Tensor,
+        transport: Transport,
+        way: ExactWay,
+        progress: Progress,
+        sink: RecordSink,
+    ) -> None:
+        self._bucket = bucket
+        self._values_N = values_N
+        self._transport = transport
+        self._way = way
+        self._progress = progress
+        self._sink = sink
+        self._shards = values_N.view(transport.world_size, -1)
+        self._kept_M: torch.Tensor | None = None
+        self._number = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept copy."""
+        return 0 if self._kept_M is None else self._kept_M.nbytes
+
+    def forget(self) -> None:
+        """The next gather is raw: the ranks may hold other bits than those gathered last.
+
+        Call it on every rank, between two gathers.
+        """
+        self._kept_M = None
+
+    def start(self, step: int) -> PendingGather:
+        """Launches a gather; returns at once. The own shard must be final.
+
+        The bucket must not be used or written before `PendingGather.wait` has returned. Gathers are
+        started in the same order on every rank of the group.
+
+        Args:
+            step: the training step, the same on every rank.
+        """
+        record = GatherRecord(
+            bucket=self._bucket.name,
+            step=step,
+            method=RAW if self._kept_M is None else EXACT,
+            numel=self._values_N.numel(),
+            dense_bytes=dense_gather_bytes(self._values_N, self._transport.world_size),
+            launched_s=time.perf_counter(),
+            timer=StageTimer(self._values_N.device),
+        )
+        number = self._number
+        self._number = (number + 1) % 2**NUMBER_BITS
+        pending = self._progress.submit(
+            self._bucket.name, lambda: self._gather(record, number), record.timer
+        )
+        return PendingGather(pending, record, self._sink)
+
+    def _gather(self, record: GatherRecord, number: int) -> Stage[None]:
+        """The pipeline; see the module's docstring. Run by the progress thread."""
+        exact, own_M = self._kept_M is not None, self._shards[self._transport.rank]
+        moves, own = self._encode(record.timer, number)
+        yield GATE
+        identity = Identity(
+            f"parameters {self._way.coder}", self._bucket, str(own_M.dtype), record.step
+        )
+        announced = yield from exchange_announcements(own, identity, self._transport)
+        self._check_sizes(announced)
+        if exact:
+            group = whole_group(self._transport, identity.tag)
+            sizes = [each.nbytes for each in announced]
+            room = moves.new_empty(sum(sizes) - moves.numel())
+
+            def arrived(sender: int, received: torch.Tensor) -> None:
+                if sender != self._transport.rank:
+                    with record.timer.stage("decode"):
+                        self._take(sender, received, announced[sender])
+
+            yield from pairwise_all_gather(moves, room, sizes, group, arrived)
+            record.wire_bytes = group.sent_bytes
+        else:
+            gathered = self._transport.all_gather(self._values_N, own_M)
+            yield POSTED
+            yield gathered
+            record.wire_bytes = record.dense_bytes
+        self._verify_new(announced)
+        if self._kept_M is None:
+            self._kept_M = torch.empty_like(own_M)
+        self._kept_M.copy_(own_M)
+
+    def _encode(self, timer: StageTimer, number: int) -> tuple[torch.Tensor, Announcement]:
+        """This rank's record, empty in a raw gather, and what it says about it."""
+        kept_M, own_M = self._kept_M, self._shards[self._transport.rank]
+        verifies = self._verifies(number)
+        with timer.stage("encode"):
+            new_hash = hash_of(own_M) if verifies else 0
+            if kept_M is None:
+                return NOTHING, Announcement(own_M.nbytes, False, number, 0, new_hash)
+            moves = encode_moves(kept_M, own_M, coder=self._way.coder, epoch=number)
+            old_hash = hash_of(kept_M) if verifies else 0
+        return moves, Announcement(moves.numel(), True, number, old_hash, new_hash)
+
+    def _verifies(self, number: int) -> bool:
+        return number > 0 and number % self._way.verify_every == 0
+
+    def _check_sizes(self, announced: Sequence[Announcement]) -> None:
+        """Refuses a size that no record of a shard can have, before memory is taken for it."""
+        shard_M = self._shards[0]
+        for rank, theirs in enumerate(announced):
+            most = most_bytes(shard_M.numel(), shard_M.dtype) if theirs.exact else shard_M.nbytes
+            if theirs.nbytes > most:
+                raise WireFormatError(
+                    f"rank {rank}: field size is out of range",
+                    expected=f"at most {most} bytes for {shard_M.numel()} parameters",
+                    got=theirs.nbytes,
+                    remedy="use the same version of megatron_sparse on every rank",
+                )
+
+    def _take(self, sender: int, received: torch.Tensor, theirs: Announcement) -> None:
+        """Turns the old bits of a rank's shard into the new ones.
+
+        Raises:
+            ReplicaError: this rank does not hold the old bits.
+            WireFormatError: the record is damaged; the shard is unchanged.
+        """
+        held_M, number = self._shards[sender], theirs.number
+        if self._verifies(number):
+            own = self._transport.rank
+            check_held(held_M, theirs.old_hash, sender, own, f"before gather number {number}")
+        try:
+            decode_moves_(received, held_M, epoch=number)
+        except WireFormatError as error:
+            raise WireFormatError(
+                f"rank {sender}: {error.what}",
+                expected=error.expected,
+                got=error.got,
+                remedy=error.remedy,
+            ) from error
+
+    def _verify_new(self, announced: Sequence[Announcement]) -> None:
+        own, number = self._transport.rank, announced[0].number
+        for sender, theirs in enumerate(announced):
+            if sender != own and self._verifies(number):
+                held_M = self._shards[sender]
+                check_held(held_M, theirs.new_hash, sender, own, f"after gather number {number}")

@@ -1,0 +1,162 @@
+"""Prices a gather raw and exact, by the speed of the links and of the codec.
+
+For a bucket of N numbers of b bytes on n ranks, with shards of M = N / n:
+
+    raw     (n - 1) (alpha + M b beta)
+    exact   n alpha + (n - 1) (alpha + M r b beta) + M encode + (n - 1) M decode
+
+alpha and beta are the backend's own on a ring: of `planner.cluster`, else measured by a few
+all-gathers. encode and decode are seconds a number, timed on moves as training makes them. r is
+assumed: `MOVE_BITS` over the bits of a number. The n alpha of the exact gather are its
+announcement. Decoding is priced as if it did not run beside the exchange, which it does.
+
+`exact` must be `MARGIN` shorter: it also costs memory, and the ranks' processors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from megatron_sparse.formats.moves import decode_moves_, encode_moves
+from megatron_sparse.planner.link_timing import Measuring, fit_link, gather_rows, timed
+from megatron_sparse.transport import Link, Transport
+
+CODERS = ("rans", "packed")
+MOVE_BITS: Mapping[str, Mapping[torch.dtype, float]] = {
+    "rans": {torch.bfloat16: 3.2, torch.float16: 6.2, torch.float32: 19.0},
+    "packed": {torch.bfloat16: 4.9, torch.float16: 7.9, torch.float32: 21.0},
+}
+"""Assumed bits of a number's move: for bf16 and fp32 the most that was measured on a GPT at a peak
+learning rate of 3e-4; fp16's steps are 8 times finer than bf16's."""
+MARGIN = 0.1
+GATHERED_BYTES = (8, 1024, 2**14, 2**16, 2**18)
+"""Sizes of the all-gathers that measure the links, from each rank."""
+REPEATS = 3
+SAMPLE_NUMEL = 2**16
+WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class CoderSpeed:
+    """Seconds a number."""
+
+    encode_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Predicted seconds of one gather.
+
+    Attributes:
+        raw_s: of the backend's own all-gather.
+        exact_s: of the exact one, by coder.
+    """
+
+    raw_s: float
+    exact_s: Mapping[str, float]
+
+    def __add__(self, other: Prices) -> Prices:
+        """One gather after the other, with the same coder."""
+        exact_s = {coder: own_s + other.exact_s[coder] for coder, own_s in self.exact_s.items()}
+        return Prices(self.raw_s + other.raw_s, exact_s)
+
+    @property
+    def coder(self) -> str:
+        """The coder with the least time."""
+        return min(self.exact_s, key=self.exact_s.__getitem__)
+
+    @property
+    def exact_pays(self) -> bool:
+        """Whether the exact gather is predicted to be clearly shorter."""
+        return self.exact_s[self.coder] < (1 - MARGIN) * self.raw_s
+
+
+def gather_prices(
+    numel: int,
+    dtype: torch.dtype,
+    world_size: int,
+    link: Link,
+    speeds: Mapping[str, CoderSpeed],
+) -> Prices:
+    """The prices of one bucket; see the module's docstring.
+
+    Example:
+        A slow link (1 Mbyte/s) and a fast codec:
+        >>> speeds = {"rans": CoderSpeed(1e-9, 1e-9), "packed": CoderSpeed(1e-10, 1e-10)}
+        >>> prices = gather_prices(10**6, torch.bfloat16, 2, Link(0.0, 1e-6), speeds)
+        >>> prices.coder, prices.exact_pays, round(prices.raw_s, 3)
+        ('rans', True, 1.0)
+    """
+    shard, others = numel / world_size, world_size - 1
+    raw_bits = 8 * dtype.itemsize
+    raw_s = others * (link.alpha_s + shard * dtype.itemsize * link.beta_s)
+    exact_s = {}
+    for coder, speed in speeds.items():
+        sent_bytes = shard * MOVE_BITS[coder][dtype] / 8
+        assert sent_bytes < shard * raw_bits / 8
+        exact_s[coder] = (
+            world_size * link.alpha_s
+            + others * (link.alpha_s + sent_bytes * link.beta_s)
+            + shard * speed.encode_s
+            + others * shard * speed.decode_s
+        )
+    return Prices(raw_s, exact_s)
+
+
+def measure_link(transport: Transport) -> Measuring[Link]:
+    """The backend's all-gather as a ring's alpha and beta, the same on all ranks.
+
+    The host waits for some twenty all-gathers of at most `GATHERED_BYTES` from each rank.
+    """
+    n, times_s = transport.world_size, []
+    for nbytes in GATHERED_BYTES:
+        own = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
+        gathered = own.new_empty(n * nbytes)
+        spent = yield from timed(
+            transport,
+            REPEATS,
+            time.perf_counter,
+            lambda own=own, gathered=gathered: [transport.all_gather(gathered, own)],
+        )
+        times_s.append(spent / (n - 1))
+    return fit_link(GATHERED_BYTES, times_s)
+
+
+def measure_coders(
+    transport: Transport, dtype: torch.dtype, coders: Sequence[str]
+) -> Measuring[dict[str, CoderSpeed]]:
+    """Times each coder on all ranks at once, as in training; the median rank's, the same on all."""
+    own_s: list[float] = []
+    old, new = sample_moves(SAMPLE_NUMEL, dtype)
+    for coder in coders:
+        own_s += _coder_s(old, new, coder)
+    rows = yield from gather_rows(own_s, transport)
+    agreed = (rows.median(0).values / SAMPLE_NUMEL).tolist()
+    return {coder: CoderSpeed(*agreed[2 * i : 2 * i + 2]) for i, coder in enumerate(coders)}
+
+
+def _coder_s(old: torch.Tensor, new: torch.Tensor, coder: str) -> list[float]:
+    record = encode_moves(old, new, coder=coder, epoch=0)
+    encode_s, decode_s = [], []
+    for _ in range(WINDOWS):
+        held, start_s = old.clone(), time.perf_counter()
+        encode_moves(old, new, coder=coder, epoch=0)
+        encoded_s = time.perf_counter()
+        decode_moves_(record, held, epoch=0)
+        encode_s.append(encoded_s - start_s)
+        decode_s.append(time.perf_counter() - encoded_s)
+    return [median(encode_s), median(decode_s)]
+
+
+def sample_moves(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers before and after a step of Adam: normal weights of 0.02, moved by about 1e-4."""
+    generator = torch.Generator().manual_seed(numel)
+    old = torch.randn(numel, generator=generator) * 0.02
+    new = old + torch.randn(numel, generator=generator) * 1e-4
+    return old.to(dtype), new.to(dtype)

@@ -1,0 +1,294 @@
+"""The exact gather of one bucket, on virtual ranks: the bits of a raw gather, and every refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.errors import CommunicationError, ReplicaError, WireFormatError
+from megatron_sparse.parameters.gather import ExactGather, ExactWay
+from megatron_sparse.recording import NullSink
+from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.transport import VirtualCluster
+from megatron_sparse.transport.virtual_rank import VirtualWork
+
+N = 4
+SHARD = 1000
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+class Gathered(NullSink):
+    """Stores the records."""
+
+    def __init__(self):
+        self.records = []
+
+    def record_gather(self, record):
+        self.records.append(record)
+
+
+class Queue:
+    """Keeps the submitted job, for the virtual cluster to run."""
+
+    def submit(self, name, job, timer, on_done=None):
+        self.job, self.pending = job, Pending(name, timer, None, on_done)
+        return self.pending
+
+
+class Group:
+    """A bucket on N virtual ranks; `expected` is what a raw gather would leave on all of them."""
+
+    def __init__(self, dtype=torch.bfloat16, verify_every=1, coder="rans", n=N, shard=SHARD):
+        self.cluster = VirtualCluster(n)
+        self.generator = torch.Generator().manual_seed(5)
+        first = torch.randn(n * shard, generator=self.generator).mul_(0.02).to(dtype)
+        # Each rank starts with other bits: the first gather makes them equal.
+        self.values = [first + rank for rank in range(n)]
+        self.queues = [Queue() for _ in range(n)]
+        self.sinks = [Gathered() for _ in range(n)]
+        self.gathers = []
+        for rank, transport in enumerate(self.cluster.transports):
+            grad_N = torch.zeros(n * shard)
+            bucket = Bucket("dense0.0", grad_N, (), CollectiveOp.REDUCE_SCATTER, n)
+            way = ExactWay(coder, verify_every)
+            self.gathers.append(
+                ExactGather(
+                    bucket, self.values[rank], transport, way, self.queues[rank], self.sinks[rank]
+                )
+            )
+
+    def own(self, rank):
+        """The shard that a rank owns, where it owns it."""
+        return self.values[rank].view(len(self.values), -1)[rank]
+
+    def move(self, size=1e-4):
+        """What an optimizer does: each owner writes its shard."""
+        for rank in range(len(self.values)):
+            own = self.own(rank)
+            own += (torch.randn(own.numel(), generator=self.generator) * size).to(own.dtype)
+
+    def expected(self):
+        return torch.cat([self.own(rank).clone() for rank in range(len(self.values))])
+
+    def gather(self, steps=None):
+        """One gather on every rank."""
+        pending = [
+            gather.start(0 if steps is None else steps[rank])
+            for rank, gather in enumerate(self.gathers)
+        ]
+        self.cluster.run(lambda transport: _works(self.queues[transport.rank].job()))
+        for queue, each in zip(self.queues, pending, strict=True):
+            queue.pending.end(None)
+            each.wait()
+
+    def check(self):
+        expected = self.expected()
+        self.gather()
+        for values in self.values:
+            assert torch.equal(_bits(values), _bits(expected))
+
+    @property
+    def last(self):
+        return [sink.records[-1] for sink in self.sinks]
+
+
+def _works(steps):
+    """Passes on only the works: the virtual cluster needs no gates."""
+    while True:
+        try:
+            outcome = next(steps)
+        except StopIteration as end:
+            return end.value
+        if isinstance(outcome, VirtualWork):
+            yield outcome
+
+
+def _bits(values):
+    return values.view(INTEGERS[values.element_size()])
+
+
+@pytest.mark.parametrize("coder", ["rans", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_rank_gets_the_bits_of_a_raw_gather(dtype, coder):
+    group = Group(dtype, coder=coder)
+    group.check()
+    assert {record.method for record in group.last} == {"raw"}
+    for size in (1e-4, 1e-2, 0.0, 10.0):
+        group.move(size)
+        group.check()
+        assert {record.method for record in group.last} == {"exact"}
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("shard", [1, 7])
+def test_any_number_of_ranks_and_elements(n, shard):
+    group = Group(n=n, shard=shard)
+    for _ in range(3):
+        group.move()
+        group.check()
+
+
+def test_special_bits_travel():
+    """NaN, infinities, both zeros, denormals."""
+    group = Group(torch.float32)
+    group.check()
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-42])
+    for turn in range(3):
+        for rank in range(N):
+            group.own(rank)[:6] = special.roll(turn + rank)
+        group.check()
+
+
+def test_an_exact_gather_sends_fewer_bytes():
+    group = Group(shard=20_000)
+    group.gather()
+    raw = group.last[0]
+    assert raw.wire_bytes == raw.dense_bytes == 2 * 20_000 * (N - 1)
+    before = group.cluster.sent_bytes(0)
+    group.move()
+    group.gather()
+    assert 0 < group.last[0].wire_bytes < raw.wire_bytes / 2
+    announced = 8 * (2 + N) * (N - 1)
+    assert group.cluster.sent_bytes(0) - before == group.last[0].wire_bytes + announced
+
+
+def test_gathering_twice_a_step_adds_nothing_twice():
+    group = Group()
+    group.gather()
+    group.move()
+    group.check()
+    group.check()
+    group.move()
+    group.move()
+    group.check()
+
+
+def test_after_forget_the_gather_is_raw():
+    group = Group()
+    group.gather()
+    # As a load of a checkpoint does: every rank holds something else everywhere.
+    for rank, values in enumerate(group.values):
+        values.fill_(rank)
+        group.gathers[rank].forget()
+    assert group.gathers[0].nbytes == 0
+    group.check()
+    assert {record.method for record in group.last} == {"raw"}
+    group.move()
+    group.check()
+    assert {record.method for record in group.last} == {"exact"}
+    assert group.gathers[0].nbytes == 2 * SHARD
+
+
+def test_ranks_that_disagree_about_raw_or_exact_are_told():
+    group = Group()
+    group.gather()
+    group.gathers[2].forget()
+    with pytest.raises(CommunicationError) as caught:
+        group.gather()
+    text = str(caught.value)
+    assert "in another manner" in text
+    assert "raw, gather number 1" in text
+    assert "exact, gather number 1" in text
+
+
+def test_ranks_that_disagree_about_the_number_of_gathers_are_told():
+    group = Group()
+    group.gather()
+    group.gathers[1]._number += 1
+    with pytest.raises(CommunicationError, match="gather number 2"):
+        group.gather()
+
+
+def test_ranks_that_disagree_about_the_step_are_told():
+    group = Group()
+    with pytest.raises(CommunicationError) as caught:
+        group.gather([0, 0, 1, 0])
+    assert "bucket dense0.0" in str(caught.value)
+    assert "step" in str(caught.value)
+
+
+def test_a_replica_that_was_written_is_found_before_the_next_step():
+    group = Group()
+    group.gather()
+    group.values[3].view(N, -1)[1, 5] += 1
+    group.move()
+    with pytest.raises(ReplicaError) as caught:
+        group.gather()
+    assert "rank 3 of the group holds other parameters than their owner, rank 1" in str(caught.value)
+
+
+def test_hashes_are_compared_every_so_many_gathers():
+    group = Group(verify_every=3)
+    group.gather()
+    group.values[3].view(N, -1)[1, 5] += 1
+    group.gather()  # number 1
+    group.gather()  # number 2
+    with pytest.raises(ReplicaError):
+        group.gather()
+
+
+def test_a_wrong_result_of_the_codec_is_found(monkeypatch):
+    from megatron_sparse.parameters import gather as module
+
+    original = module.decode_moves_
+
+    def wrong(record, held, *, epoch):
+        original(record, held, epoch=epoch)
+        held[0] += 1
+
+    group = Group()
+    group.gather()
+    monkeypatch.setattr(module, "decode_moves_", wrong)
+    with pytest.raises(ReplicaError, match="after gather number 1"):
+        group.gather()
+
+
+@pytest.mark.parametrize("place", [0, 17, -1])
+def test_a_damaged_record_names_rank_and_field_and_changes_nothing(monkeypatch, place):
+    from megatron_sparse.parameters import gather as module
+
+    original = module.encode_moves
+    group = Group(verify_every=100)
+    group.gather()
+    group.move()
+    mine = group.own(1).clone()
+
+    def damaged(old, new, **options):
+        record = original(old, new, **options)
+        if torch.equal(_bits(new), _bits(mine)):
+            record[place] ^= 0x40
+        return record
+
+    before = [values.view(N, -1)[1].clone() for values in group.values]
+    monkeypatch.setattr(module, "encode_moves", damaged)
+    with pytest.raises(WireFormatError, match="rank 1: .*field"):
+        group.gather()
+    for rank, shard in enumerate(before):
+        assert torch.equal(_bits(group.values[rank].view(N, -1)[1]), _bits(shard))
+
+
+def test_a_replayed_record_is_refused(monkeypatch):
+    from megatron_sparse.parameters import gather as module
+
+    original = module.encode_moves
+    group = Group(verify_every=100)
+    group.gather()
+
+    def replayed(old, new, *, coder, epoch):
+        return original(old, new, coder=coder, epoch=epoch - 1)
+
+    monkeypatch.setattr(module, "encode_moves", replayed)
+    with pytest.raises(WireFormatError, match="epoch"):
+        group.gather()
+
+
+def test_a_size_that_no_record_has_is_refused_before_memory_is_taken(monkeypatch):
+    from megatron_sparse.parameters import gather as module
+
+    group = Group()
+    group.gather()
+    monkeypatch.setattr(module, "most_bytes", lambda numel, dtype: 10)
+    with pytest.raises(WireFormatError, match="field size is out of range"):
+        group.gather()
