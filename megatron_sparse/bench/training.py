@@ -135,8 +135,12 @@ class Row(TableRow):
         exposed_ms: of the median iteration, spent waiting for gradients; null for `plain`.
         host_cpu_us: of the processor, spent by the progress thread for each bucket: codecs
             included, since ranks have no GPU; the median iteration's. Null for `plain`.
-        wire_bytes: sent by the last rank in an iteration; null for `plain`.
+        wire_bytes: of gradients, sent by the last rank in an iteration; null for `plain`.
         dense_bytes: the bytes that a dense ring would send; null for `plain`.
+        param_exposed_ms: of the median iteration, spent waiting for gathered parameters; null for
+            `plain`, 0 without the distributed optimizer.
+        param_wire_bytes: of parameters, sent by the last rank in an iteration; null for `plain`.
+        param_dense_bytes: the bytes that a raw all-gather on a ring would send; null for `plain`.
         loss_first: of the first iteration.
         loss_last: of the last one.
         speedup: over the first row.
@@ -147,7 +151,8 @@ class Row(TableRow):
     COLUMNS = Columns(
         "scheme >20 | density >8g | iteration_ms >13.1f iteration(ms) | slowest_ms >9.1f slowest | "
         "exposed_ms >11.1f exposed(ms) | host_cpu_us >8.0f cpu(us) | wire_bytes >11.0f wire(B) | "
-        "dense_bytes >11.0f dense(B) | speedup >7.2f | losses >17 loss"
+        "dense_bytes >11.0f dense(B) | param_exposed_ms >12.1f params exp. | "
+        "param_wire_bytes >11.0f params wire | param_dense_bytes >12.0f params dense | speedup >7.2f | losses >17 loss"
     )
 
     op: str
@@ -162,6 +167,9 @@ class Row(TableRow):
     host_cpu_us: float | None
     wire_bytes: float | None
     dense_bytes: float | None
+    param_exposed_ms: float | None
+    param_wire_bytes: float | None
+    param_dense_bytes: float | None
     loss_first: float
     loss_last: float
     speedup: float
@@ -253,9 +261,10 @@ def _train(setting: Setting, scheme: str, density: float, out: Path, first: Row 
 
 def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, float | None]:
     """The figures that only the plugin measures: medians over the iterations that count."""
-    names = ("wire_bytes", "dense_bytes")
+    names = ("wire_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
+    waits = {"exposed_ms": "host_wait", "param_exposed_ms": "param_wait"}
     if plain:
-        return dict.fromkeys((*names, "exposed_ms", "host_cpu_us"))
+        return dict.fromkeys((*names, *waits, "host_cpu_us"))
     lines = (folder / "breakdown.jsonl").read_text().splitlines()[warmup:]
     iterations = [json.loads(line) for line in lines]
     of_bucket_us = [
@@ -263,8 +272,9 @@ def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, floa
         for iteration in iterations
     ]
     found = {name: median(each[name] for each in iterations) for name in names}
-    exposed_ms = median(each["stage_ms"]["host_wait"] for each in iterations)
-    return found | {"exposed_ms": exposed_ms, "host_cpu_us": median(of_bucket_us)}
+    for name, stage in waits.items():
+        found[name] = median(each["stage_ms"][stage] for each in iterations)
+    return found | {"host_cpu_us": median(of_bucket_us)}
 
 
 def _make_folder(out: Path) -> None:

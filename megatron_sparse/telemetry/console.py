@@ -164,7 +164,9 @@ def _stage_table(
 
 def _step_stages(summary: dict[str, Any]) -> dict[str, float | None]:
     """The training thread's stages and, as `other`, what no stage accounts for."""
-    parts = {stage: summary["stage_ms"].get(stage, 0.0) for stage in STEP_STAGES}
+    gathers = bool(summary.get("param_dense_bytes"))
+    stages = [stage for stage in STEP_STAGES if gathers or stage != "param_wait"]
+    parts = {stage: summary["stage_ms"].get(stage, 0.0) for stage in stages}
     if summary["iteration_ms"] is None:
         return parts
     # Medians of parts need not add up to the median of the whole; never go below 0.

@@ -105,6 +105,8 @@ class Progress:
     def stages(self) -> dict[str, float]:
         """The training thread's stages and, as `other`, the rest of the iteration."""
         parts = {s: self.mean_ms(lambda b, s=s: b.stage_ms[s]) for s in STEP_STAGES}
+        if not self.latest.param_gathers:
+            del parts["param_wait"]
         return parts | {"other": max(0.0, self.iteration_ms - sum(parts.values()))}
 
     def bucket_stages(self) -> dict[str, float]:

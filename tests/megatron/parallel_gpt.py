@@ -19,7 +19,9 @@ import torch.distributed as dist
 HIDDEN, HEADS, SEQUENCE, VOCABULARY, MICRO_BATCH = 32, 4, 16, 64, 2
 PRUNED_FROM = 512
 """Parameters with at least so many elements are pruned: `keep_below_numel` of these tests."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOSS_SCALE = 2.0**18
+"""Of fp16 at the start: the first steps overflow and are skipped."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,9 @@ class ParallelGPT:
                 lr=1e-2,
                 clip_grad=1.0,
                 bf16=layout.precision == "bf16",
+                fp16=layout.precision == "fp16",
+                initial_loss_scale=LOSS_SCALE,
+                hysteresis=1,
                 params_dtype=DTYPES[layout.precision],
                 use_distributed_optimizer=ddp_config.use_distributed_optimizer
                 and not layout.layer_wise,
@@ -197,6 +202,7 @@ class ParallelGPT:
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=layout.precision == "bf16",
+            fp16=layout.precision == "fp16",
             hidden_dropout=0.0,
             attention_dropout=0.0,
             gradient_accumulation_fusion=False,

@@ -216,7 +216,9 @@ def test_a_replica_that_was_written_is_found_before_the_next_step():
     group.move()
     with pytest.raises(ReplicaError) as caught:
         group.gather()
-    assert "rank 3 of the group holds other parameters than their owner, rank 1" in str(caught.value)
+    assert "rank 3 of the group holds other parameters than their owner, rank 1" in str(
+        caught.value
+    )
 
 
 def test_hashes_are_compared_every_so_many_gathers():

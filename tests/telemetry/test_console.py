@@ -23,7 +23,7 @@ def traffic(iterations, dense_bytes, wire_bytes, density, iteration_ms):
     }
 
 
-STAGE_MS = dict(zip(STAGES, (70.0, 10.0, 15.0, 1.5, 2.0, 0.5, 40.0, 6.0, 0.25), strict=True))
+STAGE_MS = dict(zip(STAGES, (70.0, 10.0, 15.0, 0.0, 1.5, 2.0, 0.5, 40.0, 6.0, 0.25), strict=True))
 SUMMARY = {
     "name": "demo [1]",
     **traffic(100, 100 * 2**20, 30 * 2**20, 0.25, 100.0),
