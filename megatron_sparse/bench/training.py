@@ -152,7 +152,8 @@ class Row(TableRow):
         "scheme >20 | density >8g | iteration_ms >13.1f iteration(ms) | slowest_ms >9.1f slowest | "
         "exposed_ms >11.1f exposed(ms) | host_cpu_us >8.0f cpu(us) | wire_bytes >11.0f wire(B) | "
         "dense_bytes >11.0f dense(B) | param_exposed_ms >12.1f params exp. | "
-        "param_wire_bytes >11.0f params wire | param_dense_bytes >12.0f params dense | speedup >7.2f | losses >17 loss"
+        "param_wire_bytes >11.0f params wire | param_dense_bytes >12.0f params dense | "
+        "speedup >7.2f | losses >17 loss"
     )
 
     op: str

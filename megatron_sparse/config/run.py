@@ -289,6 +289,8 @@ class RunConfig:
                 got="null",
                 remedy="set training.save_signal=SIGUSR1, and sbatch --signal=USR1@120",
             )
+        if self.plugin and self.parameters.method == "exact":
+            self._check_exact()
         one_of("resume", self.resume, ("never", "auto", "must"))
         tensor, pipeline = self.training.tensor_parallel, self.training.pipeline_parallel
         divides(
@@ -325,6 +327,21 @@ class RunConfig:
             "training.global_batch_size",
             self.global_batch_size,
         )
+
+    def _check_exact(self) -> None:
+        """Refuses `parameters.method=exact` where every rank would refuse it."""
+        got = None
+        if not self.training.use_distributed_optimizer:
+            got = "training.use_distributed_optimizer=false"
+        elif self.cluster.device == "cuda":
+            got = "cluster.device=cuda"
+        if got is not None:
+            raise ConfigError(
+                "parameters.method=exact cannot gather this run's parameters",
+                expected="training.use_distributed_optimizer=true, and cluster.device=cpu",
+                got=got,
+                remedy="set parameters.method=auto, or raw",
+            )
 
     @property
     def sparse(self) -> SparseConfig:

@@ -232,15 +232,7 @@ class ExactGather:
         if self._verifies(number):
             own = self._transport.rank
             check_held(held_M, theirs.old_hash, sender, own, f"before gather number {number}")
-        try:
-            decode_moves_(received, held_M, epoch=number)
-        except WireFormatError as error:
-            raise WireFormatError(
-                f"rank {sender}: {error.what}",
-                expected=error.expected,
-                got=error.got,
-                remedy=error.remedy,
-            ) from error
+        decode_moves_(received, held_M, epoch=number, rank=sender)
 
     def _verify_new(self, announced: Sequence[Announcement]) -> None:
         own, number = self._transport.rank, announced[0].number

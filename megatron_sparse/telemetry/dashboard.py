@@ -53,9 +53,10 @@ ITERATION_PARTS = (
     "breakdown/forward_backward_ms",
     "breakdown/optimizer_ms",
     "comm/exposed_ms",
+    "params/exposed_ms",
     "breakdown/other_ms",
 )
-"""They add up to `breakdown/iteration_ms`."""
+"""They add up to `breakdown/iteration_ms`; the parameters' part is there if any are gathered."""
 
 
 def _stages(stages: tuple[str, ...]) -> tuple[str, ...]:
@@ -79,7 +80,17 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "Bytes on the wire": (
         Panel("Wire over dense", ("comm/wire_ratio",), log=True),
+        Panel(
+            "Wire over dense, gradients and parameters together",
+            ("comm/total_wire_ratio",),
+            log=True,
+        ),
         Panel("Sent by this rank (B)", ("comm/wire_bytes", "comm/dense_bytes"), log=True),
+        Panel(
+            "Parameters sent by this rank (B)",
+            ("params/wire_bytes", "params/dense_bytes"),
+            log=True,
+        ),
         Panel("Sent by bucket (B)", ("bucket/<bucket>/wire_bytes",), log=True),
     ),
     "Learning": (

@@ -10,6 +10,7 @@ import pytest
 from megatron_sparse.collectives import check
 from megatron_sparse.config.checks import divides, in_range, is_flag, is_pattern, one_of
 from megatron_sparse.config.model import ModelConfig
+from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.run import (
     ClusterConfig,
     DataConfig,
@@ -99,6 +100,9 @@ class TestPluginSections:
             (SchemeConfig, "timeout_s", 0),
             (SchemeConfig, "deterministic", 1),
             (SchemeConfig, "nccl_engine", 1),
+            (ParametersConfig, "method", "lossy"),
+            (ParametersConfig, "coder", "raw"),
+            (ParametersConfig, "verify_every", 0),
             (TrackingConfig, "console", True),
             (TrackingConfig, "sample_every", -1),
             (TrackingConfig, "profile_iters", 1.5),

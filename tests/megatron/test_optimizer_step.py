@@ -69,7 +69,28 @@ def watched(optimizer: Any, sums: UnconfirmedSums, log: list[str]) -> WatchedOpt
         NullSink(),
         begin=lambda: log.append("begin"),
         end=lambda success, norm: log.append(f"end {success} {norm}"),
+        inner_s=lambda: 0.0,
     )
+
+
+def test_waits_inside_the_step_are_no_part_of_its_stage() -> None:
+    class Stages(NullSink):
+        def record_stage(self, stage: str, seconds: float) -> None:
+            self.found = stage, seconds
+
+    clock, sink, optimizer = iter([1.0, 6.0]), Stages(), PlainOptimizer([])
+    WatchedOptimizer(
+        optimizer,
+        UnconfirmedSums(lambda: None),
+        sink,
+        begin=lambda: None,
+        end=lambda success, norm: None,
+        inner_s=lambda: next(clock),
+    )
+    optimizer.step()
+    stage, seconds = sink.found
+    assert stage == "optimizer"
+    assert -5.0 <= seconds < -4.0, "5 s of waiting were taken off a step of no time"
 
 
 def finish_grad_sync(sums: UnconfirmedSums | None, *pending: Sum) -> None:

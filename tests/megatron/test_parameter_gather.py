@@ -141,8 +141,8 @@ def _refusals(rank):
     found = {}
     for name, ddp, optimizer in (("sharded", {}, True), ("optimizer", SHARDED, False)):
         model = ParallelGPT(Layout(ddp=ddp))
+        given = model.optimizer if optimizer else None
         with pytest.raises(ConfigError) as caught:
-            given = model.optimizer if optimizer else None
             attach(model.chunks, given, scheme="dense", parameters=EXACT)
         found[name] = str(caught.value)
     return found

@@ -236,8 +236,8 @@ def test_a_wrong_result_of_the_codec_is_found(monkeypatch):
 
     original = module.decode_moves_
 
-    def wrong(record, held, *, epoch):
-        original(record, held, epoch=epoch)
+    def wrong(record, held, **options):
+        original(record, held, **options)
         held[0] += 1
 
     group = Group()
@@ -265,7 +265,7 @@ def test_a_damaged_record_names_rank_and_field_and_changes_nothing(monkeypatch, 
 
     before = [values.view(N, -1)[1].clone() for values in group.values]
     monkeypatch.setattr(module, "encode_moves", damaged)
-    with pytest.raises(WireFormatError, match="rank 1: .*field"):
+    with pytest.raises(WireFormatError, match=r"rank 1: field"):
         group.gather()
     for rank, shard in enumerate(before):
         assert torch.equal(_bits(group.values[rank].view(N, -1)[1]), _bits(shard))
@@ -282,7 +282,7 @@ def test_a_replayed_record_is_refused(monkeypatch):
         return original(old, new, coder=coder, epoch=epoch - 1)
 
     monkeypatch.setattr(module, "encode_moves", replayed)
-    with pytest.raises(WireFormatError, match="epoch"):
+    with pytest.raises(WireFormatError, match=r"rank \d: field step"):
         group.gather()
 
 

@@ -8,8 +8,9 @@ import math
 import pytest
 
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.recording import BUCKET_STAGES, STAGES, BucketRecord
+from megatron_sparse.recording import BUCKET_STAGES, STAGES, BucketRecord, GatherRecord
 from megatron_sparse.telemetry.breakdown import (
+    WAITS,
     IterationBreakdown,
     StepOutcome,
     bucket_line,
@@ -18,6 +19,7 @@ from megatron_sparse.telemetry.breakdown import (
 )
 from megatron_sparse.telemetry.dashboard import ITERATION_PARTS
 from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
+from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.metrics import bucket_scalars
 
 
@@ -112,9 +114,46 @@ def test_iteration_without_buckets():
         "comm/host_cpu_ms": 0.0,
         "breakdown/iteration_ms": 250.0,
         "breakdown/other_ms": 250.0,
-        **{f"breakdown/{stage}_ms": 0.0 for stage in STAGES if stage != "host_wait"},
+        **{f"breakdown/{stage}_ms": 0.0 for stage in STAGES if stage not in WAITS},
         "train/skipped": 1.0,
     }
+
+
+def test_gathers_of_parameters_are_counted_beside_gradients():
+    gathers = [
+        GatherRecord("a", 1, "raw", 1000, dense_bytes=600, wire_bytes=600),
+        GatherRecord("b", 1, "exact", 1000, dense_bytes=600, wire_bytes=150),
+        GatherRecord("c", 1, "exact", 1000, dense_bytes=600, wire_bytes=150),
+    ]
+    b = iteration_breakdown(
+        1,
+        [record(dense_bytes=1200, wire_bytes=100)],
+        {"host_wait": 0.01, "param_wait": 0.02},
+        iteration_s=0.1,
+        gathers=gathers,
+    )
+    assert (b.param_dense_bytes, b.param_wire_bytes) == (1800, 900)
+    assert b.param_gathers == {"raw": 1, "exact": 2}
+    assert (b.wire_ratio, b.total_wire_ratio) == (100 / 1200, 1000 / 3000)
+    assert (b.exposed_ms, b.param_exposed_ms, b.other_ms) == (10.0, 20.0, 70.0)
+    scalars = b.scalars()
+    assert scalars["params/wire_ratio"] == 0.5
+    assert scalars["params/exposed_ms"] == 20.0
+    assert scalars["comm/total_wire_ratio"] == 1000 / 3000
+    assert IterationBreakdown.of_line(json.loads(b.line())) == b
+
+
+def test_lines_of_versions_without_gathers_are_read():
+    b = iteration_breakdown(1, [record()], {"host_wait": 0.01}, iteration_s=0.1)
+    line = json.loads(b.line())
+    for name in ("param_dense_bytes", "param_wire_bytes", "param_gathers"):
+        del line[name]
+    del line["stage_ms"]["param_wait"]
+    old = IterationBreakdown.of_line(line)
+    assert (old.param_exposed_ms, old.other_ms) == (0.0, 90.0)
+    history = RunHistory()
+    history.append(old)
+    assert history.summary()["stage_ms"]["param_wait"] == 0.0
 
 
 def test_scalars_have_units_and_names():
@@ -228,8 +267,9 @@ def test_predicted_times_stand_beside_measured_ones():
 
 def test_the_parts_of_an_iteration_add_up():
     """Stacked in a dashboard they are as high as the iteration."""
-    steps = {"forward_backward": 0.06, "optimizer": 0.01, "host_wait": 0.02}
-    scalars = iteration_breakdown(1, [record()], steps, iteration_s=0.1).scalars()
+    steps = {"forward_backward": 0.04, "optimizer": 0.01, "host_wait": 0.02, "param_wait": 0.02}
+    gathers = [GatherRecord("b0", 3, "raw", 1000, dense_bytes=100, wire_bytes=100)]
+    scalars = iteration_breakdown(1, [record()], steps, iteration_s=0.1, gathers=gathers).scalars()
     parts = [scalars[name] for name in ITERATION_PARTS]
     assert sum(parts) == pytest.approx(scalars["breakdown/iteration_ms"])
     assert scalars["comm/exposed_share"] == pytest.approx(0.2)

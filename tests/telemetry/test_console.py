@@ -70,7 +70,7 @@ an iteration of the training thread: 100.00 ms (median)
 stage                     ms    share
 forward_backward       70.00   70.00%  passes, bucket launches included
 optimizer              10.00   10.00%  clipping and step
-host_wait              15.00   15.00%  exposed: waits for synchronisation
+host_wait              15.00   15.00%  exposed: waits for gradients
 other                   5.00    5.00%  data, logging, checkpoints
 
 its buckets, summed; beside the thread's stages or inside them
@@ -102,6 +102,25 @@ def edited(**changes):
 @pytest.mark.parametrize("width", [80, 120])
 def test_snapshot(width):
     assert printed(SUMMARY, width) == EXPECTED.splitlines()
+
+
+def test_a_run_that_gathers_parameters_shows_both_halves():
+    gathered = {
+        "param_dense_bytes": 80 * 2**20,
+        "param_wire_bytes": 20 * 2**20,
+        "total_wire_ratio": 50 / 180,
+        "stage_ms": STAGE_MS | {"param_wait": 4.0},
+    }
+    lines = printed(edited(**gathered), 80)
+    assert "bytes sent by this rank: gradients by phase, and parameters" in lines
+    (row,) = [line.split() for line in lines if line.startswith("parameters ")]
+    assert row == ["parameters", "80.00", "MiB", "20.00", "MiB", "25.00%"]
+    (stage,) = [line.split()[:3] for line in lines if line.startswith("param_wait")]
+    assert stage == ["param_wait", "4.00", "4.00%"]
+    assert "parameters: 4.00 ms exposed; all bytes, gradients' and parameters', wire/dense" in str(
+        lines
+    )
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_guide_shows_the_table_as_it_is():

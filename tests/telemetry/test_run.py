@@ -13,7 +13,7 @@ import torch
 
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.recording import BUCKET_STAGES, STAGES, STEP_STAGES, BucketRecord
+from megatron_sparse.recording import BUCKET_STAGES, STAGES, STEP_STAGES, BucketRecord, GatherRecord
 from megatron_sparse.telemetry import RunTelemetry, load_summary
 
 QUIET = TrackingConfig(console="off")
@@ -364,3 +364,19 @@ def test_stage_outside_the_vocabulary_is_our_own_bug():
         telemetry.record_stage(stage, 0.0)
     with pytest.raises(AssertionError, match="prune"):
         telemetry.record_stage("prune", 1.0)
+
+
+def test_gathers_count_to_the_iteration_and_earlier_waits_do_not(tmp_path):
+    telemetry = open_run(tmp_path)
+    telemetry.record_gather(GatherRecord("a", 0, "raw", 10, dense_bytes=40, wire_bytes=40))
+    telemetry.record_stage("param_wait", 5.0)  # as before an evaluation
+    telemetry.begin_iteration(1)
+    telemetry.record_gather(GatherRecord("a", 0, "exact", 10, dense_bytes=40, wire_bytes=8))
+    telemetry.record_stage("param_wait", 0.25)
+    b = telemetry.end_iteration(1, iteration_s=1.0)
+    assert b.param_exposed_ms == 250.0
+    assert (b.param_dense_bytes, b.param_wire_bytes) == (80, 48)
+    assert telemetry.end_iteration(2, iteration_s=1.0).param_gathers == {}
+    summary = telemetry.close()
+    assert (summary["param_dense_bytes"], summary["param_wire_bytes"]) == (80, 48)
+    assert summary["total_wire_ratio"] == 0.6
