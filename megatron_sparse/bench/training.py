@@ -20,6 +20,7 @@ from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign
 from megatron_sparse.bench.options import at_least, check_arguments, known
 from megatron_sparse.bench.table import Columns, TableRow, describe_cpu, print_table
 from megatron_sparse.collectives import AUTO, SCHEMES, skips_straggler
+from megatron_sparse.config.parameters import METHODS
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
 
@@ -28,6 +29,27 @@ ITERATION = re.compile(
     r"iteration +\d+/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)"
 )
 TAIL_LINES = 30
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What differs between two rows.
+
+    Attributes:
+        scheme: `plain`, or the plugin's.
+        density: of the schemes that compress.
+        parameters: `parameters.method`; None for `plain`.
+    """
+
+    scheme: str
+    density: float
+    parameters: str | None
+
+    @property
+    def run_name(self) -> str:
+        """Of the run's folder and log."""
+        gathered = "" if self.parameters in (None, "auto") else f"_{self.parameters}"
+        return f"{self.scheme}_{self.density:g}{gathered}"
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,8 @@ class Setting:
         slow_rank: sleeps in every backward pass, in all rows; schemes that can skip a
             straggler have it pinned. None for no rank; `plain` cannot skip it.
         slow_ms: how long it sleeps.
+        parameters: values of `parameters.method`, a row of each scheme for each; `plain` has one
+            row.
     """
 
     schemes: Sequence[str]
@@ -57,12 +81,14 @@ class Setting:
     overrides: Sequence[str]
     slow_rank: int | None = None
     slow_ms: float = 0.0
+    parameters: Sequence[str] = ("auto",)
 
     def __post_init__(self) -> None:
         check_arguments(
             "bench training",
             [
                 known("scheme", self.schemes, (PLAIN, AUTO, *SCHEMES)),
+                known("parameters", self.parameters, METHODS),
                 at_least("ranks", self.ranks, 1),
                 at_least("warmup", self.warmup, 0),
                 at_least("iters", self.iters, 1),
@@ -81,23 +107,30 @@ class Setting:
             ],
         )
 
-    def rows(self) -> Iterator[tuple[str, float]]:
-        """(scheme, density) of each row."""
+    def rows(self) -> Iterator[Variant]:
+        """What differs between the rows."""
         for scheme in self.schemes:
             dense = scheme in (PLAIN, "straggler") or scheme.startswith("dense")
             for density in [1.0] if dense else self.densities:
-                yield scheme, density
+                if scheme == PLAIN:
+                    yield Variant(scheme, density, None)
+                    continue
+                for parameters in self.parameters:
+                    yield Variant(scheme, density, parameters)
 
-    def arguments(self, scheme: str, density: float, out: Path) -> list[str]:
+    def arguments(self, variant: Variant, out: Path) -> list[str]:
         """Of `train`, for one row."""
         nodes = 1 if self.mbit is None else self.ranks
+        scheme = variant.scheme
         how = ["plugin=false"] if scheme == PLAIN else [f"scheme={scheme}"]
+        if variant.parameters not in (None, "auto"):
+            how.append(f"parameters.method={variant.parameters}")
         return [
             "experiment=testbed",
-            f"name={_run_name(scheme, density)}",
+            f"name={variant.run_name}",
             f"runs_dir={out}",
             *how,
-            f"compression.density={density:g}",
+            f"compression.density={variant.density:g}",
             f"cluster.nodes={nodes}",
             f"cluster.ranks_per_node={self.ranks // nodes}",
             "cluster.device=cpu",
@@ -127,6 +160,7 @@ class Row(TableRow):
         op: `training`.
         scheme: `plain`, or the plugin's.
         density: of the schemes that compress; 1 for the others.
+        parameters: `parameters.method`; null for `plain`.
         world_size: ranks.
         slow_ms: how long the slow rank sleeps in an iteration; 0 if no rank is slow.
         mbit: rate of each rank's link; null over loopback.
@@ -149,16 +183,17 @@ class Row(TableRow):
     """
 
     COLUMNS = Columns(
-        "scheme >20 | density >8g | iteration_ms >13.1f iteration(ms) | slowest_ms >9.1f slowest | "
-        "exposed_ms >11.1f exposed(ms) | host_cpu_us >8.0f cpu(us) | wire_bytes >11.0f wire(B) | "
-        "dense_bytes >11.0f dense(B) | param_exposed_ms >12.1f params exp. | "
-        "param_wire_bytes >11.0f params wire | param_dense_bytes >12.0f params dense | "
-        "speedup >7.2f | losses >17 loss"
+        "scheme >20 | density >8g | parameters >7 params | iteration_ms >13.1f iteration(ms) | "
+        "slowest_ms >9.1f slowest | exposed_ms >11.1f exposed(ms) | host_cpu_us >8.0f cpu(us) | "
+        "wire_bytes >11.0f wire(B) | dense_bytes >11.0f dense(B) | "
+        "param_exposed_ms >12.1f params exp. | param_wire_bytes >11.0f params wire | "
+        "param_dense_bytes >12.0f params dense | speedup >7.2f | losses >17 loss"
     )
 
     op: str
     scheme: str
     density: float
+    parameters: str | None
     world_size: int
     slow_ms: float
     mbit: int | None
@@ -195,8 +230,8 @@ def run(setting: Setting, out: Path, json_path: Path | None = None) -> list[dict
         ConfigError: an override is wrong, or a file cannot be written.
         MegatronSparseError: a run failed; the end of its log is in the message.
     """
-    for scheme, density in setting.rows():
-        composition.compose(setting.arguments(scheme, density, out))
+    for variant in setting.rows():
+        composition.compose(setting.arguments(variant, out))
     _make_folder(out)
     where = "loopback" if setting.mbit is None else f"test bed, {setting.mbit} Mbit/s"
     slow = f", rank {setting.slow_rank} sleeps {setting.slow_ms:g} ms an iteration"
@@ -211,16 +246,16 @@ def run(setting: Setting, out: Path, json_path: Path | None = None) -> list[dict
 
 def _rows(setting: Setting, out: Path) -> Iterator[Row]:
     first = None
-    for scheme, density in setting.rows():
-        row = _train(setting, scheme, density, out, first)
+    for variant in setting.rows():
+        row = _train(setting, variant, out, first)
         first = first or row
         yield row
 
 
-def _train(setting: Setting, scheme: str, density: float, out: Path, first: Row | None) -> Row:
-    arguments = setting.arguments(scheme, density, out)
+def _train(setting: Setting, variant: Variant, out: Path, first: Row | None) -> Row:
+    arguments, scheme = setting.arguments(variant, out), variant.scheme
     command = local_ranks.command_line(["train", *arguments])
-    log_path = out / f"{_run_name(scheme, density)}.log"
+    log_path = out / f"{variant.run_name}.log"
     load = HostLoad()
     with log_path.open("w") as log:
         if setting.mbit is None:
@@ -245,7 +280,8 @@ def _train(setting: Setting, scheme: str, density: float, out: Path, first: Row 
     return Row(
         op="training",
         scheme=scheme,
-        density=density,
+        density=variant.density,
+        parameters=variant.parameters,
         world_size=setting.ranks,
         slow_ms=setting.slow_ms if setting.slow_rank is not None else 0.0,
         mbit=setting.mbit,
@@ -256,7 +292,7 @@ def _train(setting: Setting, scheme: str, density: float, out: Path, first: Row 
         speedup=(first.iteration_ms if first else middle_ms) / middle_ms,
         foreign_load=share,
         noisy=share > MOST_FOREIGN_LOAD,
-        **_from_breakdown(out / _run_name(scheme, density), setting.warmup, plain=scheme == PLAIN),
+        **_from_breakdown(out / variant.run_name, setting.warmup, plain=scheme == PLAIN),
     )
 
 
@@ -288,7 +324,3 @@ def _make_folder(out: Path) -> None:
             got=error,
             remedy="give another --out",
         ) from None
-
-
-def _run_name(scheme: str, density: float) -> str:
-    return f"{scheme}_{density:g}"

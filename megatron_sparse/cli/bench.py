@@ -198,6 +198,9 @@ def training(
         str, typer.Option(metavar="NAME,...", help="plain: Megatron without the plugin.")
     ] = "plain,direct",
     density: Annotated[str, typer.Option(metavar="D,...", help="Fractions sent.")] = "0.01",
+    parameters: Annotated[
+        str, typer.Option(metavar="METHOD,...", help="Values of parameters.method.")
+    ] = "auto",
     ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 2,
     netbed: Annotated[bool, typer.Option("--netbed", help="On the test bed; needs root.")] = False,
     mbit: Annotated[int | None, typer.Option(min=1, help="Rate of the test bed's links.")] = None,
@@ -220,6 +223,7 @@ def training(
     setting = runner.Setting(
         schemes=scheme.split(","),
         densities=parse_densities("--density", density),
+        parameters=parameters.split(","),
         ranks=ranks,
         mbit=mbit if netbed else None,
         warmup=warmup,

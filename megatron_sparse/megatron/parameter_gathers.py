@@ -56,7 +56,7 @@ class RawHandle:
         handle: Megatron's; None if it has waited already, since `began_s`.
         began_s: `time.perf_counter` before Megatron's method.
         records: one for each bucket; the first gets the group's times.
-        done: called with the records after the wait.
+        done: called with the records and the seconds after the wait.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RawHandle:
         handle: Any,
         began_s: float,
         records: list[GatherRecord],
-        done: Callable[[list[GatherRecord]], None],
+        done: Callable[[list[GatherRecord], float], None],
     ) -> None:
         self._handle = handle
         self._began_s = began_s
@@ -82,7 +82,7 @@ class RawHandle:
             record.finished_s = end_s
         if self._records:
             self._records[0].exposed_s = end_s - start_s
-        self._done(self._records)
+        self._done(self._records, end_s - start_s)
 
 
 class ParameterGathers:
@@ -198,10 +198,10 @@ class ParameterGathers:
         ]
         return RawHandle(handle, began_s, records, self._raw_done)
 
-    def _raw_done(self, records: list[GatherRecord]) -> None:
+    def _raw_done(self, records: list[GatherRecord], seconds: float) -> None:
         for record in records:
             self._sink.record_gather(record)
-            self._waited(record.exposed_s)
+        self._waited(seconds)
 
     def _waited(self, seconds: float) -> None:
         self.waited_s += seconds

@@ -50,7 +50,9 @@ def runs(monkeypatch, tmp_path):
         folder.mkdir()
         lines = [
             {
-                "stage_ms": {"host_wait": ms},
+                "stage_ms": {"host_wait": ms, "param_wait": 2 * ms},
+                "param_wire_bytes": 5 * ms,
+                "param_dense_bytes": 3000,
                 "wire_bytes": 10 * ms,
                 "dense_bytes": 4000,
                 "host_cpu_ms": 0.5 * ms,
@@ -76,14 +78,34 @@ def test_rows(runs, tmp_path, capsys):
     assert direct["host_cpu_us"] == 200  # 1 ms of five buckets
     assert (direct["iteration_ms"], direct["speedup"]) == (10, 2)
     assert (direct["exposed_ms"], direct["wire_bytes"], direct["dense_bytes"]) == (2, 20, 4000)
+    parameters = direct["param_exposed_ms"], direct["param_wire_bytes"]
+    assert (*parameters, direct["param_dense_bytes"]) == (4, 10, 3000)
+    assert (plain["parameters"], direct["parameters"]) == (None, "auto")
     assert (direct["loss_first"], direct["loss_last"]) == (9, 6)
     assert "plugin=false" in runs[0]
     assert "scheme=direct" in runs[1]
     assert "2.00" in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_a_row_for_each_way_to_gather_parameters(runs, tmp_path):
+    given = setting(
+        schemes=["plain", "dense"],
+        parameters=["raw", "exact"],
+        overrides=["training.use_distributed_optimizer=true"],
+    )
+    rows = training.run(given, tmp_path / "out")
+    assert [row["parameters"] for row in rows] == [None, "raw", "exact"]
+    assert not any("parameters." in word for word in runs[0])
+    assert "parameters.method=raw" in runs[1]
+    assert "parameters.method=exact" in runs[2]
+    names = {word for command in runs for word in command if word.startswith("name=")}
+    assert names == {"name=plain_1", "name=dense_1_raw", "name=dense_1_exact"}
+
+
 def test_hosts_of_the_test_bed_are_nodes():
-    arguments = setting(mbit=500, ranks=4).arguments("direct", 0.05, Path("out"))
+    arguments = setting(mbit=500, ranks=4).arguments(
+        training.Variant("direct", 0.05, "auto"), Path("out")
+    )
     config = compose(arguments)
     assert (config.cluster.nodes, config.cluster.ranks_per_node) == (4, 1)
     assert config.compression.density == 0.05
@@ -91,14 +113,16 @@ def test_hosts_of_the_test_bed_are_nodes():
 
 
 def test_dense_schemes_have_one_row():
-    found = list(setting(schemes=["plain", "dense_ring", "zen"], densities=[0.1, 0.2]).rows())
+    rows = setting(schemes=["plain", "dense_ring", "zen"], densities=[0.1, 0.2]).rows()
+    found = [(row.scheme, row.density) for row in rows]
     assert found == [("plain", 1.0), ("dense_ring", 1.0), ("zen", 0.1), ("zen", 0.2)]
 
 
 def test_the_slow_rank_sleeps_in_every_row_and_is_pinned_where_it_can_be():
     slow = setting(schemes=["dense", "straggler"], ranks=4, slow_rank=1, slow_ms=300.0)
-    assert list(slow.rows()) == [("dense", 1.0), ("straggler", 1.0)]
-    dense, aware = (compose(slow.arguments(scheme, 1.0, Path("out"))) for scheme in slow.schemes)
+    rows = list(slow.rows())
+    assert [(row.scheme, row.density) for row in rows] == [("dense", 1.0), ("straggler", 1.0)]
+    dense, aware = (compose(slow.arguments(row, Path("out"))) for row in rows)
     for config in (dense, aware):
         assert config.straggler.inject_rank == 1
         assert config.straggler.inject_delay_ms == 300

@@ -1,0 +1,143 @@
+"""Raw or exact by price: the formula, the measurements, and the ranks' agreement on settings."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_sparse.config.parameters import ParametersConfig
+from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
+from megatron_sparse.errors import CommunicationError
+from megatron_sparse.parameters import price
+from megatron_sparse.parameters.choice import GatherChooser
+from megatron_sparse.parameters.price import CoderSpeed, Prices, gather_prices
+from megatron_sparse.planner.link_timing import complete
+from megatron_sparse.transport import Link
+
+SLOW, FAST = Link(50e-6, 1 / 6e6), Link(5e-6, 1 / 20e9)
+SPEEDS = {"rans": CoderSpeed(2e-9, 2e-9), "packed": CoderSpeed(0.4e-9, 0.4e-9)}
+BUCKET = torch.zeros(2**20, dtype=torch.bfloat16)
+
+
+class Echo:
+    """A transport on which the other rank says the same, or something else."""
+
+    rank, world_size, device = 0, 2, torch.device("cpu")
+
+    def __init__(self, other=None):
+        self.other = other
+
+    def all_gather(self, gathered, own):
+        gathered.view(2, -1)[0] = own
+        gathered.view(2, -1)[1] = own if self.other is None else self.other(own)
+        return self
+
+    def finish(self):
+        pass
+
+
+def chooser(method="auto", coder="auto", link=None, monkeypatch=None, **config):
+    if link is not None:
+
+        def measured(transport):
+            yield from ()
+            return link
+
+        monkeypatch.setattr(price, "measure_link", measured)
+    parameters = ParametersConfig(method, coder, verify_every=7)
+    return GatherChooser(SparseConfig(parameters=parameters, **config), Echo())
+
+
+def test_the_formula():
+    n, numel = 4, 1000
+    prices = gather_prices(numel, torch.bfloat16, n, Link(1e-3, 1e-6), SPEEDS)
+    assert prices.raw_s == pytest.approx(3 * (1e-3 + 250 * 2 * 1e-6))
+    assert prices.exact_s["rans"] == pytest.approx(
+        4 * 1e-3 + 3 * (1e-3 + 250 * 3.2 / 8 * 1e-6) + 250 * 2e-9 + 3 * 250 * 2e-9
+    )
+    both = prices + prices
+    assert both.raw_s == 2 * prices.raw_s
+    assert both.exact_s["packed"] == 2 * prices.exact_s["packed"]
+
+
+def test_exact_must_be_clearly_shorter():
+    assert Prices(1.0, {"rans": 0.89, "packed": 2.0}).exact_pays
+    assert not Prices(1.0, {"rans": 0.91, "packed": 2.0}).exact_pays
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_dtype_pays_on_a_slow_link_only(dtype):
+    assert gather_prices(2**22, dtype, 4, SLOW, SPEEDS).exact_pays
+    assert not gather_prices(2**22, dtype, 4, FAST, SPEEDS).exact_pays
+
+
+def test_the_faster_coder_is_taken_as_links_get_faster():
+    slow, middle = (
+        gather_prices(2**22, torch.bfloat16, 4, Link(0.0, 1 / rate), SPEEDS).coder
+        for rate in (6e6, 1e9)
+    )
+    assert (slow, middle) == ("rans", "packed")
+
+
+def test_auto_takes_exact_on_a_slow_link_and_says_why(monkeypatch):
+    chosen = chooser(link=SLOW, monkeypatch=monkeypatch)
+    way = chosen.choose([BUCKET])
+    assert way is not None
+    assert (way.coder, way.verify_every) == ("rans", 7)
+    text = chosen.explain()
+    assert "1 of 1 buckets exact" in text
+    assert "links of 6 MB/s (measured)" in text
+
+
+def test_auto_stays_raw_on_a_fast_link_and_for_small_buckets(monkeypatch):
+    chosen = chooser(link=FAST, monkeypatch=monkeypatch)
+    assert chosen.choose([BUCKET]) is None
+    assert "0 of 1 buckets exact" in chosen.explain()
+    chosen = chooser(link=SLOW, monkeypatch=monkeypatch)
+    assert chosen.choose([BUCKET[:16]]) is None
+
+
+def test_the_link_of_a_cluster_file_is_taken_without_measuring(monkeypatch):
+    monkeypatch.setattr(price, "measure_link", None)
+    chosen = chooser(planner=PlannerConfig(cluster="perlmutter"))
+    assert chosen.choose([BUCKET]) is None
+    assert "of perlmutter" in chosen.explain()
+
+
+def test_what_is_set_is_taken_without_measuring(monkeypatch):
+    monkeypatch.setattr(price, "measure_link", None)
+    monkeypatch.setattr(price, "measure_coders", None)
+    way = chooser("exact", "packed").choose([BUCKET[:16]])
+    assert way is not None
+    assert way.coder == "packed"
+    assert chooser("raw").choose([BUCKET]) is None
+
+
+def test_exact_with_any_coder_takes_the_cheaper_one(monkeypatch):
+    way = chooser("exact", link=SLOW, monkeypatch=monkeypatch).choose([BUCKET[:16]])
+    assert way is not None
+    assert way.coder in ("rans", "packed")
+
+
+def test_measurements_are_positive():
+    link = complete(price.measure_link(Echo()))
+    assert link.beta_s > 0
+    speeds = complete(price.measure_coders(Echo(), torch.bfloat16, ("rans", "packed")))
+    for speed in speeds.values():
+        assert 0 < speed.encode_s < 1e-6
+        assert 0 < speed.decode_s < 1e-6
+        assert math.isfinite(speed.encode_s)
+
+
+@pytest.mark.parametrize(("place", "name"), [(0, "method"), (1, "coder"), (2, "verify_every")])
+def test_ranks_with_other_settings_are_told(place, name):
+    def other(own):
+        changed = own.clone()
+        changed[place] -= 1
+        return changed
+
+    config = SparseConfig(parameters=ParametersConfig("exact", "packed"))
+    with pytest.raises(CommunicationError, match=f"rank 1 .* another parameters.{name}"):
+        GatherChooser(config, Echo(other))
