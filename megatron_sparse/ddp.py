@@ -88,6 +88,7 @@ class DDPState:
         )
         _check_no_step_is_undone(self.config, ddp)
         _check_state_is_own(self.config)
+        _check_nothing_is_gathered(self.config)
         self.step = 0
         self._all_at_end = ddp.static_graph
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
@@ -406,6 +407,17 @@ def _check_state_is_own(config: SparseConfig) -> None:
             expected="full or none",
             got="sum",
             remedy="set compression.residual_checkpoint=full",
+        )
+
+
+def _check_nothing_is_gathered(config: SparseConfig) -> None:
+    """Every rank of plain DDP updates all parameters itself."""
+    if config.parameters.method == "exact":
+        raise ConfigError(
+            "parameters.method=exact does not go with plain DDP",
+            expected="parameters.method=auto or raw",
+            got="exact",
+            remedy="leave it out; it is for Megatron's distributed optimizer",
         )
 
 

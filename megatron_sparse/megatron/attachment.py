@@ -250,8 +250,8 @@ class Attachment:
             self.config,
             lambda group: self._reducers[id(group.process_group)].transport,
             self.progress,
+            self._chunks,
         )
-        self.parameters.follow_loads(self._chunks)
         self._optimizer = WatchedOptimizer(
             optimizer,
             self._sums,
@@ -274,9 +274,7 @@ class Attachment:
         return self.parameters.start(group, self.step, enabled=self.enabled)
 
     def forget_parameters(self) -> None:
-        """The next gather of parameters is raw. Call it on every rank after writing parameters by
-        other means than the optimizer or `load_state_dict`, which calls it itself.
-        """
+        """Gathers raw next. For all ranks, after writing parameters without `load_state_dict`."""
         self.parameters.forget()
 
     def _count_launch(self, group: GroupBuckets) -> None:

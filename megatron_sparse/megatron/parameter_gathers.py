@@ -108,10 +108,18 @@ class ParameterGathers:
         config: SparseConfig,
         transport_of: Callable[[GroupBuckets], Transport],
         progress: Progress,
+        chunks: Iterable[Any],
     ) -> None:
         """Decides for each group between raw and exact. Collective over each group's ranks.
 
         With `parameters.method=auto` or `coder=auto` the host waits for some measurements.
+
+        Args:
+            groups: of the attachment.
+            config: `parameters` and `planner.cluster` are read.
+            transport_of: the transport of a group's ranks.
+            progress: drives the gathers.
+            chunks: the model; whenever parameters of it are loaded, the next gather is raw.
 
         Raises:
             ConfigError: `parameters.method=exact` cannot work here.
@@ -134,6 +142,7 @@ class ParameterGathers:
                     ExactGather(bucket, values_N, transport, way, progress, self._sink)
                     for bucket, values_N in zip(group.buckets, tensors, strict=True)
                 ]
+        self._follow_loads(chunks)
         if dist.get_rank() == 0 and config.parameters.method != RAW:
             self._log(config.parameters.method, reasons, choosers.values())
 
@@ -146,8 +155,7 @@ class ParameterGathers:
         if said:
             logger.info("parameters.method=%s: %s", method, "; ".join(said))
 
-    def follow_loads(self, chunks: Iterable[Any]) -> None:
-        """Lets the next gather be raw whenever a module's parameters are loaded."""
+    def _follow_loads(self, chunks: Iterable[Any]) -> None:
         if not self._exact:
             return
         for chunk in chunks:

@@ -64,7 +64,7 @@ def lone_rank(monkeypatch):
 def plan(groups: list[GroupBuckets], method: str) -> ParameterGathers:
     gathers = ParameterGathers(Sink())
     config = SparseConfig(parameters=ParametersConfig(method))
-    gathers.plan(groups, config, cast(Any, None), cast(Any, None))
+    gathers.plan(groups, config, cast(Any, None), cast(Any, None), [])
     return gathers
 
 
