@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.pricing.profile import SparsityProfile
-from megatron_sparse.recording import BucketRecord, ReadinessRecord
+from megatron_sparse.recording import BucketRecord, GatherRecord, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry
 
 PREDICTED_US = 1000.0
@@ -27,11 +27,13 @@ def make_run(
     delays: bool = True,
     dense_us: float | None = None,
     config: Mapping[str, Any] | None = None,
+    gathers: bool = False,
 ) -> Path:
     """Writes the folder of a run of 4 ranks: two dense iterations, then `density`.
 
     Bucket i takes 2 (i + 1) ms on the network and was predicted 1 ms; rank 1 is always last. The
-    training thread waits 10 ms, as long for each bucket.
+    training thread waits 10 ms, as long for each bucket. With `gathers` it waits
+    4 ms for parameters, of which all of 300,000 bytes are sent, and later a third.
     """
     whole = {"name": name, "compression": {"density": density}, **(config or {})}
     telemetry = RunTelemetry(
@@ -62,6 +64,12 @@ def make_run(
             if delays and iteration > 2:
                 waited_s = (0.004, 0.0, 0.003, 0.002)
                 telemetry.record_readiness(ReadinessRecord(record.bucket, iteration - 3, waited_s))
+        if gathers:
+            method, sent = ("raw", 300) if dense else ("exact", 100)
+            telemetry.record_gather(
+                GatherRecord("dense0.0", iteration - 1, method, 100_000, 300_000, sent * 1000)
+            )
+            telemetry.record_stage("param_wait", 0.004)
         telemetry.record_stage("forward_backward", 0.06)
         telemetry.record_stage("host_wait", 0.01)
         telemetry.record_stage("optimizer", 0.005)

@@ -59,6 +59,12 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         ("memory of the plugin", _memory),
         ("versions", _versions),
     ]
+    if any(run.summary.get("param_dense_bytes") for run in runs):
+        rows[12:12] = [
+            ("parameters sent, whole run", _gathered),
+            ("all bytes sent / dense", lambda run: percent(run.summary.get("total_wire_ratio"))),
+            ("waits for parameters, ms", lambda run: ms(_stage(run, "param_wait"))),
+        ]
     note = (
         "Density, bytes / dense and iteration time are those at the target density, after warm-up "
         "and ramp, if the run has reached it. Milliseconds are medians."
@@ -104,6 +110,19 @@ def _target_density(run: RunData) -> str:
     """The target density; unknown if compression was off all the time."""
     is_off = set(run.summary["phases"]) == {"off"}
     return UNKNOWN if is_off else percent(run.summary.get("target_density"))
+
+
+def _gathered(run: RunData) -> str:
+    """Bytes of gathered parameters, sent and raw on a ring; runs of older versions have none."""
+    dense = run.summary.get("param_dense_bytes")
+    if not dense:
+        return UNKNOWN
+    sent = run.summary["param_wire_bytes"]
+    return f"{size(sent)} of {size(dense)} ({percent(sent / dense)})"
+
+
+def _stage(run: RunData, stage: str) -> float | None:
+    return run.summary["stage_ms"].get(stage)
 
 
 def _traffic(traffic: Any) -> str:

@@ -131,11 +131,12 @@ class Progress:
         return f"{self.latest.iteration}{of_all}{left}"
 
     def facts(self) -> str:
-        """Loss, bytes sent, density, and the schedule's phase that explains the density."""
+        """Loss, bytes sent of both halves, density, and the phase that explains the density."""
         last = self.latest
+        sent = size(last.wire_bytes + last.param_wire_bytes)
         loss = "" if self._loss is None else f"loss {self._loss:.4f}  "
         return (
-            f"{loss}wire/dense {percent(last.wire_ratio)} ({size(last.wire_bytes)})  "
+            f"{loss}wire/dense {percent(last.total_wire_ratio)} ({sent})  "
             f"density {percent(last.density)} ({_PHASES[last.phase]})"
         )
 
@@ -144,7 +145,10 @@ class Progress:
         exposed_ms = self.mean_ms(lambda b: b.exposed_ms)
         share = f" ({exposed_ms / self.iteration_ms:.0%})" if self.iteration_ms else ""
         overlapped = ms(self.mean_ms(lambda b: b.overlapped_ms))
-        return f"synchronisation: {ms(exposed_ms)} ms exposed{share}, {overlapped} ms overlapped"
+        text = f"synchronisation: {ms(exposed_ms)} ms exposed{share}, {overlapped} ms overlapped"
+        if self.latest.param_gathers:
+            text += f"; parameters {ms(self.mean_ms(lambda b: b.param_exposed_ms))} ms exposed"
+        return text
 
     def pace(self) -> str:
         """Time of an iteration, tokens per second, and the estimate of dense, where known."""

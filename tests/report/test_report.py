@@ -170,6 +170,18 @@ def test_numbers_of_the_summary(run, tmp_path):
     assert table["memory of the plugin"] == ["residual 390.62 KiB"] * 2
 
 
+def test_gathers_of_parameters_are_shown_beside_gradients(run, tmp_path):
+    gathered = make_run(tmp_path / "gathered", "gathered", iterations=12, gathers=True)
+    table = cells(tables.summary_table([load_run(gathered, 0), load_run(run, 1)]))
+    # 2 iterations raw, 10 exact.
+    assert table["parameters sent, whole run"] == ["1.53 MiB of 3.43 MiB (44.44%)", "-"]
+    # Gradients: 3 buckets of 600,000 bytes twice, then 3 of 12,000 ten times.
+    all_bytes = (2 * 1_800_000 + 10 * 36_000 + 1_600_000) / (12 * 1_800_000 + 3_600_000)
+    assert table["all bytes sent / dense"][0] == f"{all_bytes:.2%}"
+    assert table["waits for parameters, ms"] == ["4.00", "0.00"]
+    assert "all bytes sent / dense" not in cells(tables.summary_table([load_run(run, 0)]))
+
+
 def test_a_run_without_compression_asked_for_no_density(tmp_path):
     """Its configuration has a density, which does not apply."""
     folder = make_run(tmp_path / "dense", "dense", iterations=2)

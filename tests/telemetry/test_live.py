@@ -103,6 +103,18 @@ def test_it_fits_the_terminal(width):
     assert max(map(len, drawn(progressed(), width))) <= width
 
 
+def test_it_shows_both_halves_where_parameters_are_gathered():
+    progress = Progress("demo", 10)
+    stage_ms = breakdown(1).stage_ms | {"param_wait": 5.0}
+    gathered = {"param_dense_bytes": 2**20, "param_wire_bytes": 2**19, "stage_ms": stage_ms}
+    progress.add(breakdown(1, param_gathers={"exact": 1}, **gathered), now_s=1.0)
+    text = "\n".join(drawn(progress, 120))
+    assert "wire/dense 26.56% (544.00 KiB)" in text
+    assert "parameters 5.00 ms exposed" in text
+    assert "param_wait" in text
+    assert "param_wait" not in "\n".join(drawn(progressed(), 120))
+
+
 @pytest.mark.parametrize(
     ("time_ms", "shown"), [(9999.99, "9999.99 ms"), (16_250.17, "16250 ms"), (1e6, "1000000 ms")]
 )
