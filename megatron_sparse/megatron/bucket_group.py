@@ -126,11 +126,13 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         assert self.param_gather_handle is None, "Megatron waits for a gather before the next one"
         began_s = time.perf_counter()
         handle: Any = self.sparse_attachment.start_gather(self.sparse_group)
+        waits_later = self.ddp_config.overlap_param_gather and not force_sync
         if handle is None:
             super().start_param_sync(force_sync=force_sync)
             attachment, own = self.sparse_attachment, self.param_gather_handle
             handle = attachment.parameters.timed(self.sparse_group, attachment.step, own, began_s)
-        if self.ddp_config.overlap_param_gather and not force_sync:
+            waits_later = own is not None
+        if waits_later:
             self.param_gather_handle = handle
         else:
             handle.wait()
