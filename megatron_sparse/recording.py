@@ -23,6 +23,9 @@ BUCKET_STAGES = ("threshold", "prune", "encode", "network", "decode", "profile")
 STEP_STAGES = ("forward_backward", "optimizer", "host_wait", "param_wait")
 """Stages of the training thread; with nothing else running they add up to the iteration."""
 
+WAITS = ("host_wait", "param_wait")
+"""Step stages in which the thread waits for communication: for gradients, and for parameters."""
+
 STAGES = STEP_STAGES + BUCKET_STAGES
 
 

@@ -39,10 +39,11 @@ from megatron_sparse.megatron.buckets import (
     tensor_parallel_group,
 )
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
+from megatron_sparse.megatron.parameter_gathers import ExactHandle, ParameterGathers
 from megatron_sparse.megatron.parameter_recording import recording_parameters
 from megatron_sparse.megatron.pieces import in_pieces
-from megatron_sparse.megatron.parameter_gathers import ExactHandle, ParameterGathers
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
+from megatron_sparse.megatron.transports import Transports
 from megatron_sparse.megatron.units import ResidualUnit, check_undo
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.recording import RecordSink
@@ -52,7 +53,6 @@ from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.memory import MemoryAccount, account, held
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
-from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.nccl_errors import HealthCheck
 
@@ -115,19 +115,22 @@ class Attachment:
         self.method = method_of(config.compression, self.residuals)
         # By `id` of Megatron's process group: dense and expert parameters have different groups.
         self._reducers: dict[int, GradientReducer] = {}
-        self._transports: list[ProcessGroupTransport] = []
-        self._tensor_parallel = None
+        self._transports = Transports(config.scheme, device)
+        tensor_parallel = None
         if config.compression.threshold_scope == "tp_group":
-            self._tensor_parallel = self._transport_of(tensor_parallel_group(), device)
+            tensor_parallel = self._transports.make(tensor_parallel_group())
+        self._tensor_parallel = tensor_parallel
         self.nccl_health: HealthCheck | None = None
         if config.scheme.nccl_errors == "typed" and device.type == "cuda":
-            self.nccl_health = HealthCheck(config.scheme.timeout_s, self._lost_rank, device)
+            self.nccl_health = HealthCheck(
+                config.scheme.timeout_s, self._transports.lost_rank, device
+            )
         self._launched: set[int] = set()
         self._optimizer: WatchedOptimizer | None = None
         self._sums = UnconfirmedSums(self._check_nccl)
         self.unit = ResidualUnit(chunks)
         for group in self.groups:
-            self._reducer_of(group, device)
+            self._reducer_of(group)
         for key, reducer in self._reducers.items():
             reducer.open_windows(self._buckets_of(key))
         for group in self.groups:
@@ -174,16 +177,16 @@ class Attachment:
         """
         change_density(self.config, self.planner, density, step=self.step, device=self._device)
 
-    def _reducer_of(self, group: GroupBuckets, device: torch.device) -> GradientReducer:
+    def _reducer_of(self, group: GroupBuckets) -> GradientReducer:
         key = id(group.process_group)
         if key not in self._reducers:
-            transport = self._transport_of(
-                group.process_group, device, nccl_engine=self.config.scheme.nccl_engine
+            transport = self._transports.make(
+                group.process_group, nccl_engine=self.config.scheme.nccl_engine
             )
             ranks = dist.get_process_group_ranks(group.process_group)
             instances = None
             if group.instances_group is not None:
-                instances = self._transport_of(group.instances_group, device)
+                instances = self._transports.make(group.instances_group)
             writer = GradientDumpWriter.of(
                 self.config.tracking, self.run_dir, ranks, transport.rank
             )
@@ -197,20 +200,6 @@ class Attachment:
                 [] if writer is None else [writer],
             )
         return self._reducers[key]
-
-    def _transport_of(
-        self, group: dist.ProcessGroup, device: torch.device, *, nccl_engine: bool = False
-    ) -> ProcessGroupTransport:
-        scheme = self.config.scheme
-        transport = ProcessGroupTransport(
-            group, scheme.timeout_s, device, liveness=scheme.watch_peers, nccl_engine=nccl_engine
-        )
-        self._transports.append(transport)
-        return transport
-
-    def _lost_rank(self) -> str | None:
-        """In words, the first rank of any group that is known to have died or stopped."""
-        return next(filter(None, (each.trouble() for each in self._transports)), None)
 
     def check_before_save(self) -> None:
         """Raises if NCCL has failed, so that no checkpoint is written after an error.
@@ -402,6 +391,5 @@ class Attachment:
             self._optimizer.close()
             self._optimizer = None
         self.progress.close()
-        for transport in self._transports:
-            transport.close(broken=self.progress.broken)
+        self._transports.close(broken=self.progress.broken)
         return_group(self.alone)

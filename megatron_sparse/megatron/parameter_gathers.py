@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.buckets import GroupBuckets
@@ -90,6 +92,8 @@ class ParameterGathers:
 
     Attributes:
         waited_s: seconds that the training thread has waited for parameters, all in all.
+        lines: what was chosen and why, in one line; empty where nothing is ever gathered, or
+            nothing was to choose.
 
     Args:
         sink: receives a record of each gather, and the waits.
@@ -97,6 +101,7 @@ class ParameterGathers:
 
     def __init__(self, sink: RecordSink) -> None:
         self.waited_s = 0.0
+        self.lines: list[str] = []
         self._sink = sink
         # By `id` of the group, which the attachment holds.
         self._exact: dict[int, list[ExactGather]] = {}
@@ -143,17 +148,12 @@ class ParameterGathers:
                     for bucket, values_N in zip(group.buckets, tensors, strict=True)
                 ]
         self._follow_loads(chunks)
-        if dist.get_rank() == 0 and config.parameters.method != RAW:
-            self._log(config.parameters.method, reasons, choosers.values())
-
-    def _log(
-        self, method: str, reasons: Sequence[str | None], choosers: Iterable[GatherChooser]
-    ) -> None:
-        """One line; none where nothing is ever gathered."""
-        said = [chooser.explain() for chooser in choosers]
+        said = [chooser.explain() for chooser in choosers.values()]
         said += [f"raw, {reason}" for reason in dict.fromkeys(reasons) if reason not in SILENT]
-        if said:
-            logger.info("parameters.method=%s: %s", method, "; ".join(said))
+        if said and config.parameters.method != RAW:
+            self.lines = [f"parameters.method={config.parameters.method}: {'; '.join(said)}"]
+            if dist.get_rank() == 0:
+                logger.info(self.lines[0])
 
     def _follow_loads(self, chunks: Iterable[Any]) -> None:
         if not self._exact:
@@ -201,8 +201,8 @@ class ParameterGathers:
                 wire_bytes=dense_gather_bytes(values, n),
                 launched_s=began_s,
             )
-            for bucket, host in zip(group.buckets, group.host.buckets, strict=True)
-            if (values := host.param_data) is not None and n > 1
+            for bucket, values in _parameter_buffers(group)
+            if n > 1
         ]
         return RawHandle(handle, began_s, records, self._raw_done)
 
@@ -231,6 +231,17 @@ class ParameterGathers:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _parameter_buffers(group: GroupBuckets) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    """A group's buckets with their whole parameters; none without the distributed optimizer.
+
+    Only there each of the plugin's buckets is one of Megatron's, in one piece.
+    """
+    if group.host.ddp_config.use_distributed_optimizer:
+        for bucket, host in zip(group.buckets, group.host.buckets, strict=True):
+            if host.param_data is not None:
+                yield bucket, host.param_data.view(-1)
 
 
 NOT_SHARDED = "without the distributed optimizer"

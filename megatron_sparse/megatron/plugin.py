@@ -38,9 +38,8 @@ from megatron_sparse.megatron.throughput import throughput
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.profiler_ranges import mark_nvtx, marked
-from megatron_sparse.recording import BucketRecord, GatherRecord, ReadinessRecord
+from megatron_sparse.recording import WAITS, BucketRecord, GatherRecord, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink, WandbSink
-from megatron_sparse.telemetry.breakdown import WAITS
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -191,7 +190,8 @@ class Plugin:
         self.attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
         self._optimizer_bound = True
         if _is_writer():
-            print(self.attachment.memory_account().line(), flush=True)
+            account = self.attachment.memory_account().line()
+            print(account, *self.attachment.parameters.lines, sep="\n", flush=True)
         self._add_state_to(optimizer)
         return optimizer
 

@@ -88,6 +88,10 @@ ITEMS = {
         "peer memory of scheme=peer_two_shot, shared by all buckets",
         "scheme=direct, or training.overlap_grad_reduce=true: smaller buckets",
     ),
+    "parameters": Item(
+        "this rank's shards of the parameters as the other ranks hold them, for exact gathers",
+        "parameters.method=raw",
+    ),
     "tables": Item("offsets of segments, shards and slots", "a shorter compression.ramp_iters"),
 }
 """Every item that an account or a report may have, in the order in which they are shown."""
@@ -162,6 +166,8 @@ def account(
     parameters, notes = 0, {}
     if config.scheme.name == AUTO and config.planner.cluster and not config.planner.pin:
         notes["planner.cluster may choose schemes that need other buffers"] = None
+    if config.parameters.method == "exact":
+        notes["without the shards that parameters.method=exact keeps"] = None
     for rank, buckets in groups:
         found = _Group(config, rank, undo=undo)
         for bucket in buckets:
@@ -176,7 +182,11 @@ def account(
     return MemoryAccount(parameters, nbytes, tuple(notes))
 
 
-def held(stores: dict[str, ResidualStore], reducers: Iterable[GradientReducer]) -> dict[str, int]:
+def held(
+    stores: dict[str, ResidualStore],
+    reducers: Iterable[GradientReducer],
+    parameters: int = 0,
+) -> dict[str, int]:
     """Bytes that a process holds now, by item of `ITEMS`; `residual`, `undo`, `messages` always.
 
     Without tables, and without memory that torch's allocator lends for one call.
@@ -184,6 +194,7 @@ def held(stores: dict[str, ResidualStore], reducers: Iterable[GradientReducer]) 
     Args:
         stores: the method's, by name.
         reducers: of all groups.
+        parameters: bytes of the shards that exact gathers keep.
     """
     found: Counter[str] = Counter(undo=0, messages=0)
     for name, store in stores.items():
@@ -196,6 +207,8 @@ def held(stores: dict[str, ResidualStore], reducers: Iterable[GradientReducer]) 
             found[_item_of(purpose)] += nbytes
     if windows:
         found["windows"] = windows
+    if parameters:
+        found["parameters"] = parameters
     return {item: found[item] for item in ITEMS if item in found}
 
 

@@ -15,11 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES, BucketRecord, GatherRecord
+from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES, WAITS, BucketRecord, GatherRecord
 from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
-
-WAITS = ("host_wait", "param_wait")
-"""Stages in which the training thread waits for communication."""
 
 # allow_nan=False: `NaN` is not JSON, and many readers reject the whole file because of it.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode

@@ -13,9 +13,14 @@ from typing import Any
 
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.recording import STEP_STAGES, BucketRecord, GatherRecord, ReadinessRecord
-from megatron_sparse.telemetry.breakdown import (
+from megatron_sparse.recording import (
+    STEP_STAGES,
     WAITS,
+    BucketRecord,
+    GatherRecord,
+    ReadinessRecord,
+)
+from megatron_sparse.telemetry.breakdown import (
     IterationBreakdown,
     StepOutcome,
     bucket_line,

@@ -8,9 +8,8 @@ import math
 import pytest
 
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.recording import BUCKET_STAGES, STAGES, BucketRecord, GatherRecord
+from megatron_sparse.recording import BUCKET_STAGES, STAGES, WAITS, BucketRecord, GatherRecord
 from megatron_sparse.telemetry.breakdown import (
-    WAITS,
     IterationBreakdown,
     StepOutcome,
     bucket_line,

@@ -1,0 +1,45 @@
+"""The transports of one attachment: one for each of Megatron's groups that it uses."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.transport import ProcessGroupTransport
+
+
+class Transports:
+    """Makes transports, and closes all of them.
+
+    Args:
+        scheme: timeouts, and how dead ranks are noticed.
+        device: of the gradients.
+    """
+
+    def __init__(self, scheme: SchemeConfig, device: torch.device) -> None:
+        self._scheme = scheme
+        self._device = device
+        self._made: list[ProcessGroupTransport] = []
+
+    def make(self, group: dist.ProcessGroup, *, nccl_engine: bool = False) -> ProcessGroupTransport:
+        """A transport over the ranks of a group. Collective over them."""
+        scheme = self._scheme
+        transport = ProcessGroupTransport(
+            group,
+            scheme.timeout_s,
+            self._device,
+            liveness=scheme.watch_peers,
+            nccl_engine=nccl_engine,
+        )
+        self._made.append(transport)
+        return transport
+
+    def lost_rank(self) -> str | None:
+        """In words, the first rank of any group that is known to have died or stopped."""
+        return next(filter(None, (each.trouble() for each in self._made)), None)
+
+    def close(self, *, broken: bool) -> None:
+        """See `ProcessGroupTransport.close`."""
+        for transport in self._made:
+            transport.close(broken=broken)
