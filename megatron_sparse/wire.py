@@ -74,9 +74,8 @@ def pad16[T: (int, torch.Tensor)](nbytes: T) -> T:
 
 def wrong_field(rank: int | None, field: str, expected: object, got: object) -> WireFormatError:
     """The error for a wrong field of a message; names the field and, if known, the sending rank."""
-    sender = "" if rank is None else f"rank {rank}: "
     return WireFormatError(
-        f"{sender}field {field} is wrong",
+        f"field {field} is wrong" if rank is None else f"rank {rank}: field {field} is wrong",
         expected=expected,
         got=got,
         remedy="run the same version of megatron_sparse with the same configuration on all ranks; "
