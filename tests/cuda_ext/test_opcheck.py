@@ -61,3 +61,13 @@ def test_the_residual_of_a_sample_is_optional():
     arguments = list(arguments_of("sample_threshold"))
     arguments[1] = None
     torch.library.opcheck(torch.ops.megatron_sparse.sample_threshold.default, tuple(arguments))
+
+
+def test_opcheck_of_moves():
+    old = torch.randn(300).bfloat16()
+    room = torch.zeros(torch.ops.megatron_sparse.moves_room(300, 1, 1), dtype=torch.uint8)
+    encode = torch.ops.megatron_sparse.moves_encode.default
+    torch.library.opcheck(encode, (old, old * 1.01, 1, 5, room))
+    size = int(encode(old, old * 1.01, 1, 5, room))
+    decode = torch.ops.megatron_sparse.moves_decode_.default
+    torch.library.opcheck(decode, (old, room[:size].clone(), int(room[7])))
