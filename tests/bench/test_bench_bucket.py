@@ -17,11 +17,14 @@ from megatron_sparse.errors import ConfigError
 @pytest.mark.parametrize("scheme", ["direct", "agsparse", "dense_ring"])
 def test_rows(scheme: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    sweep = BucketSweep(min_bytes=2**14, max_bytes=2**16, scheme=scheme, warmup=0, iters=2)
+    sweep = BucketSweep(
+        min_bytes=2**14, max_bytes=2**16, scheme=scheme, codecs=("cuda",), warmup=0, iters=2
+    )
     rows = run(sweep, path)
     assert [row.bytes for row in rows] == [2**14, 2**16]
     for row, written in zip(rows, map(json.loads, path.read_text().splitlines()), strict=True):
         assert (row.scheme, row.wrong) == (scheme, 0)
+        assert row.codec == ("cuda" if torch.cuda.is_available() else "cpu")
         for name in ("time_us", "floor_us", "host_us", "busy_us", "both_us"):
             assert written[name] == getattr(row, name) > 0
         assert row.waits is None or torch.cuda.is_available()
@@ -29,10 +32,22 @@ def test_rows(scheme: str, tmp_path: Path) -> None:
 
 
 def test_hidden_is_the_share_of_the_shorter_one() -> None:
-    row = BucketRow(bytes=4, scheme="direct", queues=None, wrong=0)
+    row = BucketRow(bytes=4, scheme="direct", codec="cpu", queues=None, wrong=0)
     assert row.hidden is None
     row.time_us, row.busy_us, row.both_us = 10.0, 20.0, 24.0
     assert row.hidden == pytest.approx(0.6)
+
+
+def test_codecs_are_checked() -> None:
+    with pytest.raises(ConfigError, match="codecs is out of range"):
+        BucketSweep(codecs=("cuda", "rust"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_triton_has_a_row_beside_the_compiled_kernels() -> None:
+    rows = run(BucketSweep(min_bytes=2**16, max_bytes=2**16, warmup=0, iters=1))
+    assert [(row.codec, row.wrong) for row in rows] == [("cuda", 0), ("torch", 0)]
 
 
 def test_sizes_are_checked() -> None:

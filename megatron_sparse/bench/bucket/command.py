@@ -5,6 +5,8 @@ work, by the path that training takes (`GradientReducer` with residual, sampled 
 feedback and progress thread). Each row is checked on small integers first; a wrong one is not
 timed. The columns:
 
+- `codec`: on a GPU a row each for the compiled kernels (`cuda`, with messages of fixed size) and
+  for Triton's kernels with torch operations (`torch`, which exchanges sizes).
 - `floor`: a copy that moves 16 bytes an element: gradient and residual are read, residual and sum
   are written. Nothing that holds a residual can move less.
 - `host`: what the calls that start the bucket and await it take the training thread.
@@ -23,6 +25,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -38,6 +41,7 @@ from megatron_sparse.bench.collectives.report import print_head
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.table import Columns, TableRow, copy_action, print_table, show_progress
 from megatron_sparse.bucket import Bucket
+from megatron_sparse.formats.codec_choice import CODEC
 from megatron_sparse.reduction.reducer import PendingReduction
 
 FLOOR_BYTES = 16
@@ -54,6 +58,7 @@ class BucketRow(TableRow):
     Attributes:
         bytes: of the gradient.
         scheme: that carried it.
+        codec: that made the messages: `cuda` or `torch` on a GPU, else `cpu`.
         queues: hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows; null where it is not set.
         time_us: from gradient to sum, the device's work included.
         floor_us: see the module's docstring; so for the rest.
@@ -66,6 +71,7 @@ class BucketRow(TableRow):
 
     bytes: int
     scheme: str
+    codec: str
     queues: int | None
     wrong: int
     time_us: float | None = None
@@ -76,7 +82,7 @@ class BucketRow(TableRow):
     both_us: float | None = None
 
     COLUMNS = Columns(
-        "bytes >12 size(B) | scheme >10 | queues >6 | time_us >11.1f time(us) | "
+        "bytes >12 size(B) | scheme >10 | codec >6 | queues >6 | time_us >11.1f time(us) | "
         "floor_us >11.1f floor(us) | floor_us/time_us >10.2f floor/time | host_us >9.1f host(us) | "
         "waits >5 | busy_us >11.1f busy(us) | both_us >11.1f both(us) | hidden >6.2f | "
         "wrong >6 #wrong"
@@ -87,7 +93,7 @@ class BucketRow(TableRow):
         """The share of the shorter of `time_us` and `busy_us` that costs no time beside the other.
 
         Example:
-            >>> row = BucketRow(bytes=4, scheme="direct", queues=None, wrong=0)
+            >>> row = BucketRow(bytes=4, scheme="direct", codec="cpu", queues=None, wrong=0)
             >>> row.time_us, row.busy_us, row.both_us = 10.0, 20.0, 24.0
             >>> row.hidden
             0.6
@@ -99,26 +105,26 @@ class BucketRow(TableRow):
 
 
 class BucketBench(RankBench):
-    """A group of this process alone; see the module's docstring."""
+    """A group of this process alone; see the module's docstring.
 
-    def __init__(self, sweep: BucketSweep) -> None:
-        self._options = sweep
+    Args:
+        sweep: what to measure.
+        codec: as of `BucketRow`; selected by MEGATRON_SPARSE_CODEC already.
+    """
+
+    def __init__(self, sweep: BucketSweep, codec: str) -> None:
+        self._options, self._codec = sweep, codec
+        has_slots = codec != "torch"
         cases = Sweep(
             min_bytes=sweep.min_bytes,
             max_bytes=sweep.max_bytes,
             densities=(sweep.density,),
             dtypes=("fp32",),
             schemes=(sweep.scheme,),
-            capacity=sweep.capacity,
-            nccl_engine=sweep.nccl_engine,
+            capacity=sweep.capacity if has_slots else None,
+            nccl_engine=sweep.nccl_engine and has_slots,
         )
         super().__init__(cases, HashStore(), 0, 1)
-
-    @property
-    def device_name(self) -> str:
-        """The GPU's name, or `cpu`."""
-        on_cuda = self._device.type == "cuda"
-        return torch.cuda.get_device_name(self._device) if on_cuda else "cpu"
 
     def bucket_rows(self) -> Iterator[BucketRow]:
         """A row for each size."""
@@ -129,6 +135,7 @@ class BucketBench(RankBench):
             row = BucketRow(
                 bytes=case.nbytes,
                 scheme=carried_by,
+                codec=self._codec,
                 queues=None if queues is None else int(queues),
                 wrong=wrong,
             )
@@ -232,6 +239,28 @@ def run(sweep: BucketSweep, json_path: Path | None = None) -> Sequence[BucketRow
         ConfigError: an argument does not fit, or the file cannot be written.
         MegatronSparseError: the collective failed.
     """
-    with BucketBench(sweep) as bench:
-        print_head(sweep, f"1 rank, {bench.backend}, {bench.device_name}")
-        return print_table(BucketRow.COLUMNS, bench.bucket_rows(), json_path)
+    on_cuda = torch.cuda.is_available()
+    print_head(sweep, f"1 rank, {torch.cuda.get_device_name() if on_cuda else 'cpu'}")
+    rows = _rows(sweep, sweep.codecs if on_cuda else ("cpu",))
+    return print_table(BucketRow.COLUMNS, rows, json_path)
+
+
+def _rows(sweep: BucketSweep, codecs: Sequence[str]) -> Iterator[BucketRow]:
+    for codec in codecs:
+        with _selected(codec), BucketBench(sweep, codec) as bench:
+            yield from bench.bucket_rows()
+
+
+@contextmanager
+def _selected(codec: str) -> Iterator[None]:
+    """Sets MEGATRON_SPARSE_CODEC, which each message reads; a CPU has one codec only."""
+    before = os.environ.get(CODEC)
+    if codec != "cpu":
+        os.environ[CODEC] = codec
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(CODEC, None)
+        else:
+            os.environ[CODEC] = before
