@@ -38,7 +38,6 @@ from megatron_sparse.planner import FixedPlanner, Plan
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reduction.straggler_policy import AWARE
-from megatron_sparse.telemetry.quantities import size
 from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE
 
 RAMP_STEPS = 16
@@ -137,14 +136,14 @@ class MemoryAccount:
         """The account in one line.
 
         Example:
-            >>> MemoryAccount(1000, {"residual": 4000}).line()
-            'memory of the plugin: 4.00 bytes a parameter, 3.91 KiB on this rank (residual 4.00)'
+            >>> MemoryAccount(2**20, {"residual": 2**22}).line()
+            'memory of the plugin: 4.00 bytes a parameter, 4.0 MiB on this rank (residual 4.00)'
         """
         parts = ", ".join(f"{item} {self.of_parameter(n):.2f}" for item, n in self.nbytes.items())
         return "; ".join(
             (
                 f"memory of the plugin: {self.of_parameter(self.total):.2f} bytes a parameter, "
-                f"{size(self.total)} on this rank" + (f" ({parts})" if parts else ""),
+                f"{self.total / 2**20:,.1f} MiB on this rank" + (f" ({parts})" if parts else ""),
                 *self.notes,
             )
         )

@@ -44,6 +44,8 @@ def run(tmp_path_factory) -> Path:
             "compression.ramp_iters=1",
             "compression.density=0.02",
             "training.overlap_grad_reduce=true",
+            "training.use_distributed_optimizer=true",
+            "parameters.method=exact",
             f"training.iterations={ITERATIONS}",
             "straggler.mode=observe",
             "tracking.tensorboard=true",
