@@ -14,6 +14,7 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums
+from megatron_sparse.megatron.parameter_gathers import ParameterGathers
 from megatron_sparse.recording import NullSink
 from megatron_sparse.transport.nccl_errors import ENVIRONMENT, HealthCheck
 
@@ -30,6 +31,10 @@ def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
     found.sink = NullSink()
     found.unit = cast("Any", SimpleNamespace(per_token=False, bind=lambda optimizer: None))
     found.method = cast("Any", SimpleNamespace(stores={}))
+    found.groups, found.run_dir, found.progress = [], None, cast("Any", None)
+    found._chunks, found._reducers = [], {}
+    found.parameters = ParameterGathers(found.sink)
+    found.config.parameters.method = "raw"
     found.nccl_health = HealthCheck(
         5.0, lambda: None, torch.device("cpu"), lambda: iter([("tensor (ranks 0, 1)", FAILED)])
     )
