@@ -69,6 +69,7 @@ def of_run(config: RunConfig) -> MemoryAccount:
     """
     from megatron_sparse.megatron import predicted_buckets, training
     from megatron_sparse.megatron.pieces import in_pieces
+    from megatron_sparse.megatron.units import check_undo
     from megatron_sparse.planner.configured import with_swept_thresholds
     from megatron_sparse.run import preparation
 
@@ -87,11 +88,5 @@ def of_run(config: RunConfig) -> MemoryAccount:
     predicted = predicted_buckets.predicted_buckets(config, vocab_size)
     buckets = [piece for bucket in predicted for piece in in_pieces(bucket, sparse)]
     undo = predicted_buckets.may_undo(config)
-    if undo and config.compression.undo == "never":
-        raise ConfigError(
-            "compression.undo=never, but steps may be skipped or repeated, or tokens vary",
-            expected="fp32 or bf16 training with --rerun-mode disabled and no loss per token",
-            got="fp16 loss scaling, Megatron's rerun mode or --calculate-per-token-loss",
-            remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
-        )
+    check_undo(config.compression, [], undo=undo, per_token=False)
     return account(sparse, [(0, buckets)], undo=undo)

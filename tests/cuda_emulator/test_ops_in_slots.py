@@ -168,6 +168,18 @@ def test_a_sum_that_does_not_fit_its_slot_is_refused(place: Place) -> None:
         )
 
 
+def encode_too_much(place: Place, slots_S: torch.Tensor, reports: Reports) -> None:
+    """A dense sum for slots that have no room for it."""
+    ops.encode(
+        place(torch.ones(NUMEL)),
+        Segments(SEGMENTS, KEEP, slots_S),
+        None,
+        RecordSpec(0, STEP),
+        place(room(0)),
+        reports=reports,
+    )
+
+
 def test_reports_of_all_calls_are_read_together(place: Place) -> None:
     """A right message, a damaged one, a sum that does not fit: nothing is raised before `read`."""
     reports, found = Reports(), []
@@ -203,14 +215,7 @@ def test_reports_of_all_calls_are_read_together(place: Place) -> None:
         0,
         reports=reports,
     )
-    ops.encode(
-        place(torch.ones(NUMEL)),
-        Segments(SEGMENTS, KEEP, slots_S),
-        None,
-        RecordSpec(0, STEP),
-        place(room(0)),
-        reports=reports,
-    )
+    encode_too_much(place, slots_S, reports)
     reports.spoil_(sent)
     with pytest.raises(WireFormatError, match="rank 4: field step"):
         reports.read()
@@ -219,13 +224,6 @@ def test_reports_of_all_calls_are_read_together(place: Place) -> None:
     with pytest.raises(WireFormatError, match="rank 5: field magic"):
         ops.decode_add_(acc, sent, Expected(SEGMENTS, 0, STEP, rank=5, slots=slots_S), 0)
     reports.read()  # everything has been read
-    ops.encode(
-        place(torch.ones(NUMEL)),
-        Segments(SEGMENTS, KEEP, slots_S),
-        None,
-        RecordSpec(0, STEP),
-        place(room(0)),
-        reports=reports,
-    )
+    encode_too_much(place, slots_S, reports)
     with pytest.raises(ExtensionError, match="the slot of segment"):
         reports.read()

@@ -36,7 +36,13 @@ from megatron_sparse.formats.hash_record import FORM_BITMAP, SECTIONS_AT, Partit
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
 from megatron_sparse.reference import moves as oracle
-from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
+from megatron_sparse.wire import (
+    FORMAT_BLOCKS,
+    FORMAT_COO,
+    FORMAT_DENSE,
+    FORMAT_PICI,
+    MOVES_CODERS,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOSTILE = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, -1e-40, 3e38, 65504.0, 1.0, -3.0)
@@ -306,7 +312,7 @@ def decode_moves(rng: random.Random) -> bool:
     old = (torch.randn(numel, generator=draw) * 0.02).to(dtype)
     new = old + (torch.randn(numel, generator=draw) * spread).to(dtype)
     record, intact = damaged(
-        rng, moves.encode_moves(old, new, coder=rng.choice(moves.CODERS), epoch=STEP)
+        rng, moves.encode_moves(old, new, coder=rng.choice(MOVES_CODERS), epoch=STEP)
     )
     if not intact and rng.random() < 0.8 and record.numel() >= 64 and record.numel() % 4 == 0:
         data = record.numpy()

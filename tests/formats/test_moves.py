@@ -12,8 +12,9 @@ import torch
 
 from megatron_sparse.cuda_ext.ops import supported_isas
 from megatron_sparse.errors import ExtensionError, WireFormatError
-from megatron_sparse.formats.moves import CODERS, decode_moves_, encode_moves, most_bytes
+from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
 from megatron_sparse.reference import moves as oracle
+from megatron_sparse.wire import MOVES_CODERS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUMELS = [0, 1, 31, 32, 33, 255, 257, 4096, 16384 + 300]
@@ -85,7 +86,7 @@ def isa(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize("coder", MOVES_CODERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", NUMELS)
 def test_bytes_are_the_oracles(numel, dtype, coder):
@@ -133,7 +134,7 @@ def test_views_that_are_not_aligned():
     old, new = adam_like(3001, torch.bfloat16)
     room = torch.empty(3002, dtype=torch.bfloat16)
     held = room[1:].copy_(old)
-    for coder in CODERS:
+    for coder in MOVES_CODERS:
         record = encode_moves(held, new[:], coder=coder, epoch=EPOCH)
         moved = torch.cat([record.new_zeros(3), record])[3:]
         target = held.clone()
@@ -144,7 +145,7 @@ def test_views_that_are_not_aligned():
 def test_threads_do_not_change_the_bytes():
     old, new = mixed(3 * 65536 + 777, torch.bfloat16)
     threads = torch.get_num_threads()
-    for coder in CODERS:
+    for coder in MOVES_CODERS:
         records = []
         for count in (1, 3):
             torch.set_num_threads(count)
@@ -193,7 +194,7 @@ def refused(record, held, field, epoch=EPOCH):
     assert np.array_equal(bits(held), bits(before)), "a refused record changed what is held"
 
 
-@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize("coder", MOVES_CODERS)
 def test_a_record_that_is_not_meant_is_refused(coder):
     old, new = adam_like(5000, torch.bfloat16)
     record = encode_moves(old, new, coder=coder, epoch=EPOCH)
@@ -207,7 +208,7 @@ def test_a_record_that_is_not_meant_is_refused(coder):
         decode_moves_(record, old.clone(), epoch=0, rank=5)
 
 
-@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize("coder", MOVES_CODERS)
 def test_every_damaged_byte_is_noticed(coder):
     """One byte at a time, the checksum of the header repaired or not."""
     old, new = adam_like(700, torch.bfloat16)

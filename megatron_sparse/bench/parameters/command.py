@@ -33,9 +33,10 @@ from megatron_sparse.bench.table import (
     show_progress,
     torch_threads,
 )
-from megatron_sparse.formats.moves import CODERS, decode_moves_, encode_moves
+from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.sparsity.parameter_pairs import read_pairs
+from megatron_sparse.wire import MOVES_CODERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_RMS, UPDATE_SHARE = 0.02, 0.3
@@ -100,7 +101,7 @@ def run(sweep: ParameterSweep, json_path: Path | None = None) -> list[Row]:
         else f"recorded parameters of {sweep.pairs}"
     )
     print(f"# {describe_cpu(sweep.threads)}\n# {source}")
-    coders = [name for name in sweep.coders if name in CODERS]
+    coders = [name for name in sweep.coders if name in MOVES_CODERS]
     for name, package in (("zstd", "zstandard"), ("lz4", "lz4")):
         if name not in sweep.coders:
             continue
@@ -207,7 +208,7 @@ type _Codec = tuple[
 
 
 def _codec(name: str, case: Case, z_N: np.ndarray) -> _Codec:
-    if name in CODERS:
+    if name in MOVES_CODERS:
         held = torch.empty_like(case.old_N)
 
         def decode(record: torch.Tensor) -> torch.Tensor:
