@@ -109,7 +109,7 @@ int64_t encode_chunk(const Numbers& numbers, int coder, uint32_t base, const uin
   } else {
     const int64_t tiles = (count + kMovesTile - 1) / kMovesTile;
     const int64_t room = pad16(2 * tiles) + tiles * kMovesTile * value_bytes;
-    const int64_t most_escapes = tiles * kMovesTile;
+    const int64_t most_escapes = tiles * kMovesTile + kStates;  // vectors reach behind the last
     const std::unique_ptr<uint8_t[]> packed(new uint8_t[room]);
     const std::unique_ptr<uint32_t[]> values(new uint32_t[most_escapes]);
     const std::unique_ptr<uint8_t[]> positions(new uint8_t[most_escapes]);
@@ -143,17 +143,23 @@ int64_t encode_sections(const Numbers& numbers, int coder, uint8_t* sections,
     copy_padded(sections + offset_bytes, packed.data(), packed.size());
   }
   uint8_t* data = sections + offset_bytes + pad16(packed.size());
-  std::vector<int64_t> sizes(chunks);
-  for_each_chunk(numbers.numel, chunk, [&](int64_t c, int64_t begin, int64_t end) {
-    sizes[c] = encode_chunk(numbers, coder, head.base_exponent, table.data(), begin, end,
-                            data + c * slot_bytes);
+  // Each task packs its chunks one behind the other, from its first one's slot on.
+  std::vector<int64_t> starts(chunks), sizes(chunks);
+  torch::stable::parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
+    int64_t at = first * slot_bytes;
+    for (int64_t c = first; c < last; ++c) {
+      starts[c] = at;
+      sizes[c] = encode_chunk(numbers, coder, head.base_exponent, table.data(), c * chunk,
+                              std::min((c + 1) * chunk, numbers.numel), data + at);
+      at += sizes[c];
+    }
   });
   int64_t written = 0;
   for (int64_t c = 0; c <= chunks; ++c) {
     const uint32_t offset = static_cast<uint32_t>(written / 16);
     std::memcpy(sections + 4 * c, &offset, sizeof offset);
     if (c == chunks) break;
-    if (written != c * slot_bytes) std::memmove(data + written, data + c * slot_bytes, sizes[c]);
+    if (written != starts[c]) std::memmove(data + written, data + starts[c], sizes[c]);
     written += sizes[c];
   }
   std::memset(sections + 4 * (chunks + 1), 0, offset_bytes - 4 * (chunks + 1));

@@ -70,6 +70,16 @@ MS_INLINE typename L::V lanes_of_word(uint32_t word, int first) {
 #endif
 }
 
+MS_INLINE void store_bytes(uint8_t* to, VectorLanes::U u) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(u));
+#else
+  typedef uint8_t B __attribute__((vector_size(MS_WIDTH)));
+  const B bytes = __builtin_convertvector(u, B);
+#endif
+  std::memcpy(to, &bytes, sizeof bytes);
+}
+
 struct TileWidth {
   int bits;
   int escapes;
@@ -90,8 +100,10 @@ MS_INLINE TileWidth choose_width(const uint32_t (*planes)[kPlaneWords], int long
       next.escaped[k] |= plane;
       next.escapes += __builtin_popcountll(next.escaped[k]);
     }
-    if (next.escapes >= kMovesTile) break;
-    const int bytes = next.bits * (kMovesTile / 8) + next.escapes * (value_bytes + 1);
+    // Narrower widths list at least as many; all 256 would take more than full planes.
+    const int listed_bytes = next.escapes * (value_bytes + 1);
+    if (listed_bytes > best_bytes) break;
+    const int bytes = next.bits * (kMovesTile / 8) + listed_bytes;
     if (bytes <= best_bytes) {
       best = next;
       best_bytes = bytes;
@@ -110,7 +122,8 @@ MS_INLINE uint32_t or_lanes(const V& v) {
 }
 
 // Packs a chunk into `out`, which has room for every number in full and a table of escapes; returns
-// the bytes written, without padding. `values` and `positions` have room for all escapes.
+// the bytes written, without padding. `values` and `positions` have room for all escapes and a
+// vector behind them.
 template <int D>
 int64_t moves_pack(const void* old, const void* now, int64_t numel, void* values,
                    uint8_t* positions, uint8_t* out) {
@@ -154,12 +167,14 @@ int64_t moves_pack(const void* old, const void* now, int64_t numel, void* values
     std::memcpy(planes_out, planes, width.bits * sizeof planes[0]);
     planes_out += width.bits * sizeof planes[0];
     if (width.escapes == 0) continue;
-    for (int k = 0; k < kMovesTile / 64; ++k) {
-      for (uint64_t above = width.escaped[k]; above != 0; above &= above - 1) {
-        const int i = 64 * k + __builtin_ctzll(above);
-        *position++ = static_cast<uint8_t>(i);
-        *value++ = static_cast<T>(z[i] >> width.bits);
-      }
+    for (int i = 0; i < kMovesTile; i += MS_WIDTH) {
+      const uint32_t above = static_cast<uint32_t>(width.escaped[i / 64] >> i % 64) & kAllLanes;
+      const VectorLanes::U high = load_raw<D>(z, i) >> static_cast<uint32_t>(width.bits);
+      store_raw<D>(value, 0, pack_left(high, above));
+      const VectorLanes::U at = pack_left(first_lanes() + static_cast<uint32_t>(i), above);
+      store_bytes(position, at);
+      value += __builtin_popcount(above);
+      position += __builtin_popcount(above);
     }
   }
   const int64_t escapes = position - positions;
