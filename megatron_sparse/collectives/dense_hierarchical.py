@@ -50,6 +50,7 @@ from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.transport.topology import members_of
 
 
 class Lanes:
@@ -65,13 +66,9 @@ class Lanes:
     """
 
     def __init__(self, nodes: Sequence[int], rank: int) -> None:
-        names = sorted(set(nodes))
-        members_of: dict[int, list[int]] = {name: [] for name in names}
-        for member, name in enumerate(nodes):
-            members_of[name].append(member)
-        self.members = list(members_of.values())
+        self.members = members_of(nodes)
         self.count = min(map(len, self.members))
-        self.node = names.index(nodes[rank])
+        self.node = sorted(set(nodes)).index(nodes[rank])
         here = self.members[self.node]
         self.lane = here.index(rank) % self.count
         self.home = here[self.lane]

@@ -9,6 +9,7 @@ from megatron_sparse.config.checks import in_range, one_of
 
 METHODS = ("auto", "raw", "exact")
 CODERS = ("auto", "rans", "packed")
+PER_NODE = ("auto", "always", "never")
 
 
 @dataclass
@@ -26,15 +27,20 @@ class ParametersConfig:
             work.
         coder: of `exact`: `rans` (an entropy coder: fewest bytes), `packed` (bit packing: faster),
             or `auto`, the one that is predicted to take less time.
+        per_node: of `exact`: whether a record crosses to each other node once, and travels raw
+            inside it. `auto` does so where it is predicted to take less time; it makes no
+            difference on one node, or with one rank on each.
         verify_every: of `exact`: every so many gathers of a bucket, ranks compare hashes of what
             they hold. 1 compares in each gather, for tests.
     """
 
     method: str = "auto"
     coder: str = "auto"
+    per_node: str = "auto"
     verify_every: int = 100
 
     def __post_init__(self) -> None:
         one_of("parameters.method", self.method, METHODS)
         one_of("parameters.coder", self.coder, CODERS)
+        one_of("parameters.per_node", self.per_node, PER_NODE)
         in_range("parameters.verify_every", self.verify_every, 1, math.inf, integer=True)

@@ -6,15 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_sparse.config.parameters import CODERS, METHODS, ParametersConfig
+from megatron_sparse.config.parameters import CODERS, METHODS, PER_NODE, ParametersConfig
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.parameters import price
 from megatron_sparse.parameters.gather import ExactWay
-from megatron_sparse.parameters.price import CoderSpeed, Prices, gather_prices
+from megatron_sparse.parameters.price import (
+    CoderSpeed,
+    GatherLinks,
+    Prices,
+    gather_prices,
+    several_levels,
+)
 from megatron_sparse.planner.link_timing import complete, gather_rows
 from megatron_sparse.pricing.cluster import find
-from megatron_sparse.transport import Link, Transport
+from megatron_sparse.transport import Topology, Transport
+from megatron_sparse.transport.topology import members_of
 
 
 class GatherChooser:
@@ -36,24 +43,27 @@ class GatherChooser:
         self._chosen = config.parameters
         self._transport = transport
         self._agree(config.parameters)
-        self._link: Link | None = None
+        self._links: GatherLinks | None = None
         self._source = ""
+        self._per_node = _options(config.parameters.per_node, transport.nodes)
         self._speeds: dict[torch.dtype, dict[str, CoderSpeed]] = {}
         self._sums: Prices | None = None
         self._priced = 0
         self._exact = 0
-        if config.parameters.method == "auto" or self._prices_coders:
-            self._find_link(config.planner.cluster)
+        if self._has_choice:
+            self._find_links(config.planner.cluster)
 
     @property
-    def _prices_coders(self) -> bool:
-        return self._chosen.method == "exact" and self._chosen.coder == "auto"
+    def _has_choice(self) -> bool:
+        ways = self._chosen.coder == "auto" or len(self._per_node) > 1
+        return self._chosen.method == "auto" or (self._chosen.method == "exact" and ways)
 
     def _agree(self, chosen: ParametersConfig) -> None:
-        names = ("method", "coder", "verify_every")
+        names = ("method", "coder", "per_node", "verify_every")
         own = [
             METHODS.index(chosen.method),
             CODERS.index(chosen.coder),
+            PER_NODE.index(chosen.per_node),
             chosen.verify_every,
         ]
         rows = complete(gather_rows(own, self._transport)).tolist()
@@ -67,13 +77,18 @@ class GatherChooser:
                         remedy="use the same configuration on every rank",
                     )
 
-    def _find_link(self, cluster: str | None) -> None:
-        if cluster is not None:
-            self._link = find(cluster).dense_link(self._transport.world_size)
-            self._source = f"of {cluster}"
-        else:
-            self._link = complete(price.measure_link(self._transport))
+    def _find_links(self, cluster: str | None) -> None:
+        if cluster is None:
+            self._links = complete(price.measure_gather_links(self._transport))
             self._source = "measured"
+            return
+        model, nodes = find(cluster), self._transport.nodes
+        topology = None
+        if several_levels(nodes):
+            sizes = tuple(map(len, members_of(nodes)))
+            topology = Topology(sizes, model.intra, model.inter, model.nic)
+        self._links = GatherLinks(model.dense_link(self._transport.world_size), topology)
+        self._source = f"of {cluster}"
 
     def choose(self, buckets: Sequence[torch.Tensor]) -> ExactWay | None:
         """The way of buckets that are gathered together; None leaves them raw.
@@ -84,24 +99,28 @@ class GatherChooser:
         every = self._chosen.verify_every
         if self._chosen.method == "raw":
             return None
-        if self._link is None:
+        if self._links is None:
             self._exact += len(buckets)
-            return ExactWay(self._chosen.coder, every)
-        prices = self._prices(buckets, self._link)
+            return ExactWay(self._chosen.coder, every, self._per_node[0])
+        prices = self._prices(buckets, self._links)
         self._sums = prices if self._sums is None else self._sums + prices
         self._priced += len(buckets)
         if self._chosen.method == "auto" and not prices.exact_pays:
             return None
         self._exact += len(buckets)
-        return ExactWay(prices.coder, every)
+        return ExactWay(prices.best.coder, every, prices.best.per_node)
 
-    def _prices(self, buckets: Sequence[torch.Tensor], link: Link) -> Prices:
-        n, total = self._transport.world_size, Prices(0.0, {})
+    def _prices(self, buckets: Sequence[torch.Tensor], links: GatherLinks) -> Prices:
+        n, total = self._transport.world_size, None
         for values_N in buckets:
             speeds = self._speeds_of(values_N.dtype)
-            one = gather_prices(values_N.numel(), values_N.dtype, n, link, speeds)
-            total = total + one if total.exact_s else one
-        return total
+            one = gather_prices(values_N.numel(), values_N.dtype, n, links, speeds)
+            total = one if total is None else total + one
+        assert total is not None, "a group has buckets"
+        exact_s = {
+            way: seconds for way, seconds in total.exact_s.items() if way.per_node in self._per_node
+        }
+        return Prices(total.raw_s, exact_s)
 
     def _speeds_of(self, dtype: torch.dtype) -> dict[str, CoderSpeed]:
         if dtype not in self._speeds:
@@ -112,16 +131,25 @@ class GatherChooser:
 
     def explain(self) -> str:
         """What was chosen, and why; for the log."""
-        if self._sums is None or self._link is None:
+        if self._sums is None or self._links is None:
             return f"{self._exact} buckets exact" if self._exact else "raw"
-        sums, rate = self._sums, 1e-6 / max(self._link.beta_s, 1e-15)
+        sums, best = self._sums, self._sums.best
+        rate = 1e-6 / max(self._links.dense.beta_s, 1e-15)
+        way = f"{best.coder}, once per node" if best.per_node else best.coder
         return (
             f"{self._exact} of {self._priced} buckets exact: predicted for all of them "
-            f"{sums.raw_s * 1e3:.3g} ms raw, {sums.exact_s[sums.coder] * 1e3:.3g} ms exact "
-            f"({sums.coder}), with links of {rate:.4g} MB/s ({self._source})"
+            f"{sums.raw_s * 1e3:.3g} ms raw, {sums.exact_s[best] * 1e3:.3g} ms exact "
+            f"({way}), with links of {rate:.4g} MB/s ({self._source})"
         )
 
 
+def _options(per_node: str, nodes: Sequence[int]) -> tuple[bool, ...]:
+    """The values of `per_node` that may be taken."""
+    if per_node == "never" or not several_levels(nodes):
+        return (False,)
+    return (True,) if per_node == "always" else (False, True)
+
+
 def _shown(name: str, code: float) -> object:
-    known = {"method": METHODS, "coder": CODERS}.get(name)
+    known = {"method": METHODS, "coder": CODERS, "per_node": PER_NODE}.get(name)
     return int(code) if known is None else known[int(code)]

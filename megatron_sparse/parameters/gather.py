@@ -4,8 +4,9 @@
                 -- the gate, see `reduction.reducer` --
     announce    one all-gather of two words: size of the record, raw or exact, which gather this is,
                 and, where ranks verify, hashes of the shard's old and new bits
-    exchange    n - 1 rounds of records, one peer at a time; meanwhile each record that has come
-                turns the old bits of its owner's shard into the new ones, in place
+    exchange    n - 1 rounds of records, one peer at a time, or once per node (`per_node`);
+                meanwhile each record that has come turns the old bits of its owner's shard into the
+                new ones, in place
     keep        own shard's new bits are from now on the bits that the other ranks hold
 
 The first gather is raw, and so is the one after `forget`: the backend's own all-gather of the bits,
@@ -13,7 +14,7 @@ in place, after the same announcement. `old` is always what was gathered last, n
 held before an optimizer step: so a step may gather twice or never, and steps may be skipped.
 
 Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
-the own shard is kept.
+the own shard is kept. `per_node` has its own bytes.
 
 A corrupted, truncated or replayed record leaves its shard as it was, and ends the job with an
 error that names the sending rank, the bucket and the field; other shards may be new by then.
@@ -29,8 +30,8 @@ import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import POSTED
-from megatron_sparse.collectives.base import Identity, whole_group
-from megatron_sparse.collectives.gather import pairwise_all_gather
+from megatron_sparse.collectives.base import Identity, Steps, whole_group
+from megatron_sparse.collectives.gather import Arrived, pairwise_all_gather
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
 from megatron_sparse.parameters.agreement import (
@@ -40,6 +41,7 @@ from megatron_sparse.parameters.agreement import (
     exchange_announcements,
     hash_of,
 )
+from megatron_sparse.parameters.per_node import gather_per_node
 from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import GatherRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.job import GATE, Progress, Stage
@@ -57,10 +59,12 @@ class ExactWay:
     Attributes:
         coder: `rans` or `packed`.
         verify_every: every so many gathers ranks compare hashes.
+        per_node: records cross to each other node once; see `parameters.per_node`.
     """
 
     coder: str
     verify_every: int
+    per_node: bool = False
 
 
 def dense_gather_bytes(values_N: torch.Tensor, world_size: int) -> int:
@@ -172,17 +176,14 @@ class ExactGather:
         announced = yield from exchange_announcements(own, identity, self._transport)
         self._check_sizes(announced)
         if exact:
-            group = whole_group(self._transport, identity.tag)
             sizes = [each.nbytes for each in announced]
-            room = moves.new_empty(sum(sizes) - moves.numel())
 
-            def arrived(sender: int, received: torch.Tensor) -> None:
+            def take(sender: int, received: torch.Tensor) -> None:
                 if sender != self._transport.rank:
                     with record.timer.stage("decode"):
                         self._take(sender, received, announced[sender])
 
-            yield from pairwise_all_gather(moves, room, sizes, group, arrived)
-            record.wire_bytes = group.sent_bytes
+            record.wire_bytes = yield from self._exchange(moves, sizes, identity.tag, take)
         else:
             gathered = self._transport.all_gather(self._values_N, own_M)
             yield POSTED
@@ -192,6 +193,17 @@ class ExactGather:
         if self._kept_M is None:
             self._kept_M = torch.empty_like(own_M)
         self._kept_M.copy_(own_M)
+
+    def _exchange(self, moves: torch.Tensor, sizes: list[int], tag: int, take: Arrived) -> Steps:
+        """Hands each record to `take`; returns the bytes that this rank sent."""
+        if self._way.per_node:
+            return (
+                yield from gather_per_node(moves, sizes, self._shards, self._transport, tag, take)
+            )
+        group = whole_group(self._transport, tag)
+        room = moves.new_empty(sum(sizes) - moves.numel())
+        yield from pairwise_all_gather(moves, room, sizes, group, take)
+        return group.sent_bytes
 
     def _encode(self, timer: StageTimer, number: int) -> tuple[torch.Tensor, Announcement]:
         """This rank's record, empty in a raw gather, and what it says about it."""

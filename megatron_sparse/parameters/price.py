@@ -10,6 +10,16 @@ all-gathers. encode and decode are seconds a number, timed on moves as training 
 assumed: `MOVE_BITS` over the bits of a number. The n alpha of the exact gather are its
 announcement. Decoding is priced as if it did not run beside the exchange, which it does.
 
+On k nodes, at least one of them with m > 1 ranks, the exact gather crosses slow links (x) and fast
+ones (i), and `per_node` is a second way. Where the ranks of a node share a port, s = m; else s = 1:
+
+    flat        n alpha + (m - 1) (alpha_i + M r b beta_i) + (n - m) (alpha_x + s M r b beta_x)
+                + M encode + (n - 1) M decode
+    per node    n alpha + (k - 1) (alpha_x + s M r b beta_x) + (m - 1) (alpha_i + k M b beta_i)
+                + M encode + (k - 1) M decode
+
+That is for equal nodes; others are priced at their slowest.
+
 `exact` must be `MARGIN` shorter: it also costs memory, and the ranks' processors.
 """
 
@@ -18,13 +28,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
-from megatron_sparse.planner.link_timing import Measuring, fit_link, gather_rows, timed
-from megatron_sparse.transport import Link, Transport
+from megatron_sparse.planner.link_timing import (
+    LinkSweep,
+    Measuring,
+    fit_link,
+    gather_rows,
+    measure_topology,
+    timed,
+)
+from megatron_sparse.transport import Link, Topology, Transport
 
 MOVE_BITS: Mapping[str, Mapping[torch.dtype, float]] = {
     "rans": {torch.bfloat16: 3.2, torch.float16: 6.2, torch.float32: 19.0},
@@ -49,39 +68,60 @@ class CoderSpeed:
     decode_s: float
 
 
+class Candidate(NamedTuple):
+    """A way to gather exactly."""
+
+    coder: str
+    per_node: bool = False
+
+
 @dataclass(frozen=True)
 class Prices:
     """Predicted seconds of one gather.
 
     Attributes:
         raw_s: of the backend's own all-gather.
-        exact_s: of the exact one, by coder.
+        exact_s: of the exact one, in each way.
     """
 
     raw_s: float
-    exact_s: Mapping[str, float]
+    exact_s: Mapping[Candidate, float]
 
     def __add__(self, other: Prices) -> Prices:
-        """One gather after the other, with the same coder."""
-        exact_s = {coder: own_s + other.exact_s[coder] for coder, own_s in self.exact_s.items()}
+        """One gather after the other, in the same way."""
+        exact_s = {way: own_s + other.exact_s[way] for way, own_s in self.exact_s.items()}
         return Prices(self.raw_s + other.raw_s, exact_s)
 
     @property
-    def coder(self) -> str:
-        """The coder with the least time."""
+    def best(self) -> Candidate:
+        """The way with the least time."""
         return min(self.exact_s, key=self.exact_s.__getitem__)
 
     @property
     def exact_pays(self) -> bool:
         """Whether the exact gather is predicted to be clearly shorter."""
-        return self.exact_s[self.coder] < (1 - MARGIN) * self.raw_s
+        return self.exact_s[self.best] < (1 - MARGIN) * self.raw_s
+
+
+@dataclass(frozen=True)
+class GatherLinks:
+    """What a gather's messages cost.
+
+    Attributes:
+        dense: the backend's own all-gather as a ring.
+        topology: nodes and their links; None where all links are alike: on one node, or with one
+            rank on each.
+    """
+
+    dense: Link
+    topology: Topology | None = None
 
 
 def gather_prices(
     numel: int,
     dtype: torch.dtype,
     world_size: int,
-    link: Link,
+    links: GatherLinks,
     speeds: Mapping[str, CoderSpeed],
 ) -> Prices:
     """The prices of one bucket; see the module's docstring.
@@ -89,24 +129,69 @@ def gather_prices(
     Example:
         A slow link (1 Mbyte/s) and a fast codec:
         >>> speeds = {"rans": CoderSpeed(1e-9, 1e-9), "packed": CoderSpeed(1e-10, 1e-10)}
-        >>> prices = gather_prices(10**6, torch.bfloat16, 2, Link(0.0, 1e-6), speeds)
-        >>> prices.coder, prices.exact_pays, round(prices.raw_s, 3)
-        ('rans', True, 1.0)
+        >>> links = GatherLinks(Link(0.0, 1e-6))
+        >>> prices = gather_prices(10**6, torch.bfloat16, 2, links, speeds)
+        >>> prices.best, prices.exact_pays, round(prices.raw_s, 3)
+        (Candidate(coder='rans', per_node=False), True, 1.0)
     """
+    link, topology = links.dense, links.topology
     shard, others = numel / world_size, world_size - 1
-    raw_bits = 8 * dtype.itemsize
-    raw_s = others * (link.alpha_s + shard * dtype.itemsize * link.beta_s)
+    raw_bytes = shard * dtype.itemsize
+    raw_s = others * (link.alpha_s + raw_bytes * link.beta_s)
     exact_s = {}
     for coder, speed in speeds.items():
         sent_bytes = shard * MOVE_BITS[coder][dtype] / 8
-        assert sent_bytes < shard * raw_bits / 8
-        exact_s[coder] = (
-            world_size * link.alpha_s
-            + others * (link.alpha_s + sent_bytes * link.beta_s)
-            + shard * speed.encode_s
-            + others * shard * speed.decode_s
-        )
+        assert sent_bytes < raw_bytes
+        own_s = world_size * link.alpha_s + shard * speed.encode_s
+        if topology is None:
+            flat_s = others * _message_s(link, sent_bytes)
+        else:
+            flat_s = _flat_s(topology, sent_bytes)
+            decoded, nodes_s = _per_node(topology, sent_bytes, raw_bytes)
+            per_node = Candidate(coder, per_node=True)
+            exact_s[per_node] = own_s + nodes_s + decoded * shard * speed.decode_s
+        exact_s[Candidate(coder)] = own_s + flat_s + others * shard * speed.decode_s
     return Prices(raw_s, exact_s)
+
+
+def _message_s(link: Link, nbytes: float) -> float:
+    return link.alpha_s + nbytes * link.beta_s
+
+
+def _flat_s(topology: Topology, sent_bytes: float) -> float:
+    """Seconds of the messages if every rank sends its record to every other."""
+    most = max(topology.node_sizes)
+    sharing = most if topology.nic == "node" else 1
+    inside_s = (most - 1) * _message_s(topology.intra, sent_bytes)
+    across = topology.world_size - min(topology.node_sizes)
+    return inside_s + across * _message_s(topology.inter, sharing * sent_bytes)
+
+
+def _per_node(topology: Topology, sent_bytes: float, raw_bytes: float) -> tuple[int, float]:
+    """The records that a rank decodes at most, and the seconds of the messages, once per node."""
+    sizes, n = topology.node_sizes, topology.world_size
+    most, least = max(sizes), min(sizes)
+    at_once = most if topology.nic == "node" else ceil(most / least)
+    across_s = (len(sizes) - 1) * _message_s(topology.inter, at_once * sent_bytes)
+    inside_s = max(
+        (size - 1) * _message_s(topology.intra, ceil(n / size) * raw_bytes) for size in sizes
+    )
+    return ceil(n / least) - 1, across_s + inside_s
+
+
+def measure_gather_links(transport: Transport) -> Measuring[GatherLinks]:
+    """The links of a group, the same on all ranks. The host waits for some forty small messages."""
+    dense = yield from measure_link(transport)
+    if not several_levels(transport.nodes):
+        return GatherLinks(dense)
+    sweep = LinkSweep(GATHERED_BYTES, REPEATS, rounds=1)
+    topology = yield from measure_topology(transport, sweep, time.perf_counter)
+    return GatherLinks(dense, topology)
+
+
+def several_levels(nodes: Sequence[int]) -> bool:
+    """Whether there are several nodes, and one of them has several ranks."""
+    return 1 < len(set(nodes)) < len(nodes)
 
 
 def measure_link(transport: Transport) -> Measuring[Link]:

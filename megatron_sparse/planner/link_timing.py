@@ -16,7 +16,6 @@ measured in the same way as real ones.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -26,8 +25,9 @@ import torch
 
 from megatron_sparse.collectives.base import Yielded
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.transport import Link, Transport, Work
+from megatron_sparse.transport import Link, Topology, Transport, Work
 from megatron_sparse.transport.base import Marker
+from megatron_sparse.transport.topology import members_of
 
 type Clock = Callable[[], float]
 type Measuring[T] = Generator[Work, None, T]
@@ -79,9 +79,19 @@ def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measu
     Raises:
         ConfigError: there is one rank only.
     """
+    found = yield from measure_topology(transport, sweep, clock)
+    dense = yield from _measure_dense(transport, sweep, clock)
+    return Links(found.node_sizes, found.nic, found.intra, found.inter, dense)
+
+
+def measure_topology(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Topology]:
+    """`measure_links` without the backend's all-reduce.
+
+    If the ranks lack one of the two kinds of link, the other one is in its place.
+    """
     if transport.world_size < 2:
         raise one_rank()
-    nodes = _members(transport)
+    nodes = members_of(transport.nodes)
     inside = [ranks for ranks in nodes if len(ranks) > 1]
     measured: dict[str, Link] = {}
     nic = "rank"
@@ -93,9 +103,8 @@ def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measu
         )
         nic = yield from _measure_nic(transport, nodes, sweep, clock)
     either = next(iter(measured.values()))
-    dense = yield from _measure_dense(transport, sweep, clock)
     sizes = tuple(len(ranks) for ranks in nodes)
-    return Links(sizes, nic, measured.get("intra", either), measured.get("inter", either), dense)
+    return Topology(sizes, measured.get("intra", either), measured.get("inter", either), nic)
 
 
 def one_rank() -> ConfigError:
@@ -167,13 +176,6 @@ def timed(
         spent.append(clock() - start_s)
     rows = yield from gather_rows(spent[1:], transport)
     return float(rows.max(0).values.median())
-
-
-def _members(transport: Transport) -> list[list[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
-    for rank, node in enumerate(transport.nodes):
-        found[node].append(rank)
-    return list(found.values())
 
 
 def _ring_times(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +24,22 @@ class Link:
 
 
 NO_TIME = Link(0.0, 0.0)
+
+
+def members_of(nodes: Sequence[int]) -> list[list[int]]:
+    """The ranks of each node, ascending; nodes in the order of their numbers.
+
+    Args:
+        nodes: the node of each rank.
+
+    Example:
+        >>> members_of((0, 2, 0))
+        [[0, 2], [1]]
+    """
+    members: dict[int, list[int]] = {node: [] for node in sorted(set(nodes))}
+    for rank, node in enumerate(nodes):
+        members[node].append(rank)
+    return list(members.values())
 
 
 @dataclass(frozen=True)

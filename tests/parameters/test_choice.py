@@ -12,73 +12,125 @@ from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.parameters import price
 from megatron_sparse.parameters.choice import GatherChooser
-from megatron_sparse.parameters.price import CoderSpeed, Prices, gather_prices
+from megatron_sparse.parameters.price import (
+    Candidate,
+    CoderSpeed,
+    GatherLinks,
+    Prices,
+    gather_prices,
+)
 from megatron_sparse.planner.link_timing import complete
-from megatron_sparse.transport import Link
+from megatron_sparse.transport import Link, Topology
 
 SLOW, FAST = Link(50e-6, 1 / 6e6), Link(5e-6, 1 / 20e9)
 SPEEDS = {"rans": CoderSpeed(2e-9, 2e-9), "packed": CoderSpeed(0.4e-9, 0.4e-9)}
+RANS, PACKED = Candidate("rans"), Candidate("packed")
 BUCKET = torch.zeros(2**20, dtype=torch.bfloat16)
 
 
 class Echo:
-    """A transport on which the other rank says the same, or something else."""
+    """A transport on which the other ranks say the same, or rank 1 something else."""
 
-    rank, world_size, device = 0, 2, torch.device("cpu")
+    rank, device = 0, torch.device("cpu")
 
-    def __init__(self, other=None):
+    def __init__(self, other=None, nodes=(0, 1)):
         self.other = other
+        self.nodes = nodes
+        self.world_size = len(nodes)
 
     def all_gather(self, gathered, own):
-        gathered.view(2, -1)[0] = own
-        gathered.view(2, -1)[1] = own if self.other is None else self.other(own)
+        rows = gathered.view(self.world_size, -1)
+        rows[:] = own
+        if self.other is not None:
+            rows[1] = self.other(own)
         return self
 
     def finish(self):
         pass
 
 
+def measured_as(result):
+    def measured(*_):
+        yield from ()
+        return result
+
+    return measured
+
+
 def chooser(method="auto", coder="auto", link=None, monkeypatch=None, **config):
     if link is not None:
-
-        def measured(transport):
-            yield from ()
-            return link
-
-        monkeypatch.setattr(price, "measure_link", measured)
+        monkeypatch.setattr(price, "measure_link", measured_as(link))
     parameters = ParametersConfig(method, coder, verify_every=7)
     return GatherChooser(SparseConfig(parameters=parameters, **config), Echo())
 
 
 def test_the_formula():
     n, numel = 4, 1000
-    prices = gather_prices(numel, torch.bfloat16, n, Link(1e-3, 1e-6), SPEEDS)
+    prices = gather_prices(numel, torch.bfloat16, n, GatherLinks(Link(1e-3, 1e-6)), SPEEDS)
     assert prices.raw_s == pytest.approx(3 * (1e-3 + 250 * 2 * 1e-6))
-    assert prices.exact_s["rans"] == pytest.approx(
+    assert prices.exact_s[RANS] == pytest.approx(
         4 * 1e-3 + 3 * (1e-3 + 250 * 3.2 / 8 * 1e-6) + 250 * 2e-9 + 3 * 250 * 2e-9
     )
     both = prices + prices
     assert both.raw_s == 2 * prices.raw_s
-    assert both.exact_s["packed"] == 2 * prices.exact_s["packed"]
+    assert both.exact_s[PACKED] == 2 * prices.exact_s[PACKED]
+
+
+@pytest.mark.parametrize(("nic", "sharing"), [("rank", 1), ("node", 2)])
+def test_the_formula_on_two_levels(nic, sharing):
+    """Two nodes of two ranks, 1000 numbers each: 400 bytes of a record, 2000 raw."""
+    inside, across = Link(1e-5, 1e-9), Link(1e-3, 1e-6)
+    topology = Topology((2, 2), inside, across, nic)
+    links = GatherLinks(Link(2e-3, 2e-6), topology)
+    exact_s = gather_prices(4000, torch.bfloat16, 4, links, SPEEDS).exact_s
+    crossing_s = 1e-3 + sharing * 400 * 1e-6
+    coding_s = 4 * 2e-3 + 1000 * 2e-9
+    assert exact_s[RANS] == pytest.approx(
+        coding_s + (1e-5 + 400 * 1e-9) + 2 * crossing_s + 3 * 1000 * 2e-9
+    )
+    assert exact_s[Candidate("rans", per_node=True)] == pytest.approx(
+        coding_s + crossing_s + (1e-5 + 2 * 2000 * 1e-9) + 1000 * 2e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "setting", "inside", "expected"),
+    [
+        ((0, 0, 1, 1), "auto", FAST, True),
+        ((0, 0, 1, 1), "auto", Link(0.0, 1.0), False),
+        ((0, 0, 1, 1), "never", FAST, False),
+        ((0, 0, 1, 1), "always", Link(0.0, 1.0), True),
+        ((0, 1, 2, 3), "always", FAST, False),
+        ((0, 0, 0, 0), "always", FAST, False),
+    ],
+)
+def test_once_per_node_where_it_pays(monkeypatch, nodes, setting, inside, expected):
+    topology = Topology((2, 2), inside, SLOW)
+    monkeypatch.setattr(price, "measure_link", measured_as(SLOW))
+    monkeypatch.setattr(price, "measure_topology", measured_as(topology))
+    config = SparseConfig(parameters=ParametersConfig("exact", "rans", setting))
+    way = GatherChooser(config, Echo(nodes=nodes)).choose([BUCKET])
+    assert way is not None
+    assert way.per_node == expected
 
 
 def test_exact_must_be_clearly_shorter():
-    assert Prices(1.0, {"rans": 0.89, "packed": 2.0}).exact_pays
-    assert not Prices(1.0, {"rans": 0.91, "packed": 2.0}).exact_pays
+    assert Prices(1.0, {RANS: 0.89, PACKED: 2.0}).exact_pays
+    assert not Prices(1.0, {RANS: 0.91, PACKED: 2.0}).exact_pays
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_dtype_pays_on_a_slow_link_only(dtype):
-    assert gather_prices(2**22, dtype, 4, SLOW, SPEEDS).exact_pays
-    assert not gather_prices(2**22, dtype, 4, FAST, SPEEDS).exact_pays
+    assert gather_prices(2**22, dtype, 4, GatherLinks(SLOW), SPEEDS).exact_pays
+    assert not gather_prices(2**22, dtype, 4, GatherLinks(FAST), SPEEDS).exact_pays
 
 
 def test_the_faster_coder_is_taken_as_links_get_faster():
     slow, middle = (
-        gather_prices(2**22, torch.bfloat16, 4, Link(0.0, 1 / rate), SPEEDS).coder
+        gather_prices(2**22, torch.bfloat16, 4, GatherLinks(Link(0.0, 1 / rate)), SPEEDS)
         for rate in (6e6, 1e9)
     )
-    assert (slow, middle) == ("rans", "packed")
+    assert (slow.best, middle.best) == (RANS, PACKED)
 
 
 def test_auto_takes_exact_on_a_slow_link_and_says_why(monkeypatch):
@@ -131,13 +183,15 @@ def test_measurements_are_positive():
         assert math.isfinite(speed.encode_s)
 
 
-@pytest.mark.parametrize(("place", "name"), [(0, "method"), (1, "coder"), (2, "verify_every")])
+@pytest.mark.parametrize(
+    ("place", "name"), [(0, "method"), (1, "coder"), (2, "per_node"), (3, "verify_every")]
+)
 def test_ranks_with_other_settings_are_told(place, name):
     def other(own):
         changed = own.clone()
         changed[place] -= 1
         return changed
 
-    config = SparseConfig(parameters=ParametersConfig("exact", "packed"))
+    config = SparseConfig(parameters=ParametersConfig("exact", "packed", "always"))
     with pytest.raises(CommunicationError, match=f"rank 1 .* another parameters.{name}"):
         GatherChooser(config, Echo(other))

@@ -10,7 +10,8 @@ from megatron_sparse.errors import CommunicationError, ReplicaError, WireFormatE
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.pending import Pending
-from megatron_sparse.transport import VirtualCluster
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import NO_TIME
 from megatron_sparse.transport.virtual_rank import VirtualWork
 
 N = 4
@@ -40,8 +41,11 @@ class Queue:
 class Group:
     """A bucket on N virtual ranks; `expected` is what a raw gather would leave on all of them."""
 
-    def __init__(self, dtype=torch.bfloat16, verify_every=1, coder="rans", n=N, shard=SHARD):
-        self.cluster = VirtualCluster(n)
+    def __init__(
+        self, dtype=torch.bfloat16, verify_every=1, coder="rans", n=N, shard=SHARD, nodes=None
+    ):
+        topology = None if nodes is None else Topology(nodes, NO_TIME, NO_TIME)
+        self.cluster = VirtualCluster(n, topology)
         self.generator = torch.Generator().manual_seed(5)
         first = torch.randn(n * shard, generator=self.generator).mul_(0.02).to(dtype)
         # Each rank starts with other bits: the first gather makes them equal.
@@ -52,7 +56,7 @@ class Group:
         for rank, transport in enumerate(self.cluster.transports):
             grad_N = torch.zeros(n * shard)
             bucket = Bucket("dense0.0", grad_N, (), CollectiveOp.REDUCE_SCATTER, n)
-            way = ExactWay(coder, verify_every)
+            way = ExactWay(coder, verify_every, nodes is not None)
             self.gathers.append(
                 ExactGather(
                     bucket, self.values[rank], transport, way, self.queues[rank], self.sinks[rank]
@@ -128,6 +132,31 @@ def test_any_number_of_ranks_and_elements(n, shard):
     for _ in range(3):
         group.move()
         group.check()
+
+
+@pytest.mark.parametrize(
+    "nodes", [(2, 2), (3, 1), (1, 3), (1, 2, 3), (4,), (1, 1, 1), (2, 2, 2, 2), (5, 2)], ids=str
+)
+def test_once_per_node(nodes):
+    """Every rank gets all bits, and a record crosses to each other node once."""
+    n = sum(nodes)
+    group, flat = (Group(n=n, shard=300, nodes=way) for way in (nodes, None))
+    for each in (group, flat):
+        each.check()
+        each.move()
+    links = dict(group.cluster.link_bytes)
+    for each in (group, flat):
+        each.check()
+    place = group.cluster.topology.nodes
+    announced = 8 * (2 + n)
+    sent = {True: 0, False: 0}
+    for (source, target), nbytes in group.cluster.link_bytes.items():
+        inside = place[source] == place[target]
+        sent[inside] += nbytes - links.get((source, target), 0) - announced
+    records = sum(record.wire_bytes for record in flat.last) // (n - 1)
+    assert sent[False] == (len(nodes) - 1) * records
+    assert sent[True] == sum((size - 1) * n * 2 * 300 for size in nodes)
+    assert sum(record.wire_bytes for record in group.last) == sum(sent.values())
 
 
 def test_special_bits_travel():
