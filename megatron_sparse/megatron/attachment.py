@@ -39,7 +39,7 @@ from megatron_sparse.megatron.buckets import (
     tensor_parallel_group,
 )
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
-from megatron_sparse.megatron.parameter_gathers import ExactHandle, ParameterGathers
+from megatron_sparse.megatron.parameter_gathers import GatherHandle, ParameterGathers
 from megatron_sparse.megatron.parameter_recording import recording_parameters
 from megatron_sparse.megatron.pieces import in_pieces
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
@@ -258,7 +258,7 @@ class Attachment:
         # Without an optimizer nobody confirms the sums later.
         return Handle(pending, None if self._optimizer is None else self._sums)
 
-    def start_gather(self, group: GroupBuckets) -> ExactHandle | None:
+    def start_gather(self, group: GroupBuckets) -> GatherHandle | None:
         """Launches a group's gather of parameters; None leaves it to Megatron."""
         return self.parameters.start(group, self.step, enabled=self.enabled)
 

@@ -23,7 +23,7 @@ from megatron_sparse.megatron.buckets import (
     has_instances,
 )
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums
-from megatron_sparse.megatron.parameter_gathers import ExactHandle, ParameterGathers
+from megatron_sparse.megatron.parameter_gathers import GatherHandle, ParameterGathers
 from megatron_sparse.reduction.reducer import PendingReduction
 
 
@@ -72,7 +72,7 @@ class Launcher(Protocol):
         """Starts the synchronisation of one bucket group."""
         ...
 
-    def start_gather(self, group: GroupBuckets) -> ExactHandle | None:
+    def start_gather(self, group: GroupBuckets) -> GatherHandle | None:
         """Starts the exact gather of one bucket group's parameters; None: Megatron gathers."""
         ...
 

@@ -18,9 +18,9 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.buckets import GroupBuckets
+from megatron_sparse.parameters.agreement import RAW
 from megatron_sparse.parameters.choice import GatherChooser
 from megatron_sparse.parameters.gather import (
-    RAW,
     ExactGather,
     PendingGather,
     dense_gather_bytes,
@@ -33,8 +33,8 @@ from megatron_sparse.transport import Transport
 logger = logging.getLogger("megatron_sparse")
 
 
-class ExactHandle:
-    """A bucket group's exact gathers; Megatron calls `wait`."""
+class GatherHandle:
+    """A bucket group's compressed gathers; Megatron calls `wait`."""
 
     def __init__(self, pending: list[PendingGather], waited: Callable[[float], None]) -> None:
         self._pending = pending
@@ -164,7 +164,7 @@ class ParameterGathers:
                     hook = module.register_load_state_dict_post_hook(lambda *_: self.forget())
                     self._hooks.append(hook)
 
-    def start(self, group: GroupBuckets, step: int, *, enabled: bool) -> ExactHandle | None:
+    def start(self, group: GroupBuckets, step: int, *, enabled: bool) -> GatherHandle | None:
         """Launches a group's exact gathers; None if it is to be gathered raw.
 
         Args:
@@ -179,7 +179,7 @@ class ParameterGathers:
             for each in gathers:
                 each.forget()
             return None
-        return ExactHandle([each.start(step) for each in gathers], self._waited)
+        return GatherHandle([each.start(step) for each in gathers], self._waited)
 
     def timed(self, group: GroupBuckets, step: int, handle: Any, began_s: float) -> RawHandle:
         """Megatron's own gather of a group, which has begun.

@@ -1,6 +1,6 @@
 """The two words by which ranks agree about one gather of one bucket, before any record travels.
 
-    word 0   bytes of this rank's record (40 bits), raw or exact (1), number of the gather (22)
+    word 0   bytes of this rank's record (40 bits), method (2), number of the gather (21)
     word 1   hash of the old bits of this rank's shard (31 bits), hash of the new ones (31);
              0 where ranks do not verify
 
@@ -20,7 +20,9 @@ from megatron_sparse.collectives.base import Identity, exchange_sizes
 from megatron_sparse.errors import CommunicationError, ReplicaError
 from megatron_sparse.transport import Transport, Work
 
-SIZE_BITS, NUMBER_BITS, HASH_BITS = 40, 22, 31
+RAW, EXACT, LOSSY = METHODS = ("raw", "exact", "lossy")
+"""Methods of a gather; the announcement has their positions."""
+SIZE_BITS, METHOD_BITS, NUMBER_BITS, HASH_BITS = 40, 2, 21, 31
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,14 @@ class Announcement:
 
     Attributes:
         nbytes: of its record; of the raw shard in a raw gather.
-        exact: whether it sends moves, or else raw bits.
-        number: of the gather, counted for each bucket from 0, modulo 2^22.
+        method: of `METHODS`.
+        number: of the gather, counted for each bucket from 0, modulo 2^21.
         old_hash: of its shard as the other ranks should hold it; 0 without verification.
         new_hash: of its shard as they shall hold it; 0 without verification.
     """
 
     nbytes: int
-    exact: bool
+    method: str
     number: int
     old_hash: int = 0
     new_hash: int = 0
@@ -45,25 +47,25 @@ class Announcement:
         """Two words below 2^63.
 
         Example:
-            >>> Announcement.of(Announcement(100, True, 3, 5, 7).words())
-            Announcement(nbytes=100, exact=True, number=3, old_hash=5, new_hash=7)
+            >>> Announcement.of(Announcement(100, "exact", 3, 5, 7).words())
+            Announcement(nbytes=100, method='exact', number=3, old_hash=5, new_hash=7)
         """
         assert self.nbytes < 2**SIZE_BITS, "a shard of at most a terabyte"
         assert self.number < 2**NUMBER_BITS, "counted modulo that"
-        how = self.number << 1 | int(self.exact)
+        how = self.number << METHOD_BITS | METHODS.index(self.method)
         return [how << SIZE_BITS | self.nbytes, self.old_hash << HASH_BITS | self.new_hash]
 
     @classmethod
     def of(cls, words: Sequence[int]) -> Announcement:
         """The inverse of `words`."""
         how, hashes = words[0] >> SIZE_BITS, words[1]
-        nbytes = words[0] % 2**SIZE_BITS
-        return cls(nbytes, bool(how & 1), how >> 1, hashes >> HASH_BITS, hashes % 2**HASH_BITS)
+        nbytes, method = words[0] % 2**SIZE_BITS, METHODS[how % 2**METHOD_BITS]
+        return cls(nbytes, method, how >> METHOD_BITS, hashes >> HASH_BITS, hashes % 2**HASH_BITS)
 
     @property
     def manner(self) -> str:
         """For errors: what all ranks of a gather have in common."""
-        return f"{'exact' if self.exact else 'raw'}, gather number {self.number}"
+        return f"{self.method}, gather number {self.number}"
 
 
 def exchange_announcements(

@@ -1,13 +1,16 @@
-"""The exact all-gather of one bucket's parameters: a job of the progress thread.
+"""The compressed all-gather of one bucket's parameters: a job of the progress thread.
 
-    encode      own shard: the bits that the other ranks hold -> the new bits, as a record of moves
+    encode      own shard: the bits that the other ranks hold -> the new bits, as a record
                 -- the gate, see `reduction.reducer` --
-    announce    one all-gather of two words: size of the record, raw or exact, which gather this is,
+    announce    one all-gather of two words: size of the record, method, which gather this is,
                 and, where ranks verify, hashes of the shard's old and new bits
     exchange    n - 1 rounds of records, one peer at a time, or once per node (`per_node`);
                 meanwhile each record that has come turns the old bits of its owner's shard into the
                 new ones, in place
     keep        own shard's new bits are from now on the bits that the other ranks hold
+
+`ShardGather` has these stages; a subclass has the record. `ExactGather` sends moves
+(`formats.moves`); `lossy.LossyGather` sends quantised differences.
 
 The first gather is raw, and so is the one after `forget`: the backend's own all-gather of the bits,
 in place, after the same announcement. `old` is always what was gathered last, never what the shard
@@ -23,8 +26,10 @@ error that names the sending rank, the bucket and the field; other shards may be
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -35,7 +40,9 @@ from megatron_sparse.collectives.gather import Arrived, pairwise_all_gather
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
 from megatron_sparse.parameters.agreement import (
+    EXACT,
     NUMBER_BITS,
+    RAW,
     Announcement,
     check_held,
     exchange_announcements,
@@ -48,8 +55,22 @@ from megatron_sparse.reduction.job import GATE, Progress, Stage
 from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.transport import Transport
 
-RAW, EXACT = "raw", "exact"
 NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Way(Protocol):
+    """What the ways of all gathers have.
+
+    Attributes:
+        verify_every: every so many gathers ranks compare hashes.
+        per_node: records cross to each other node once; see `parameters.per_node`.
+    """
+
+    @property
+    def verify_every(self) -> int: ...  # noqa: D102
+
+    @property
+    def per_node(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -96,25 +117,27 @@ class PendingGather:
         return record.exposed_s
 
 
-class ExactGather:
-    """Gathers one bucket; holds a copy of this rank's shard as the other ranks hold it.
+class ShardGather(ABC):
+    """Gathers one bucket; a subclass says how the own shard's change travels.
 
     Args:
         bucket: names the bucket; its gradient is not used. `values_N` has as many elements.
         values_N: the parameters, 1-D and contiguous, on a CPU; each rank owns one of n equal
             shards, in rank order. Gathers overwrite the shards of the other ranks.
         transport: the group, 2 ranks at least.
-        way: see `ExactWay`.
+        way: how; the same on every rank of the group.
         progress: drives the gathers.
         sink: receives a record of each.
     """
+
+    method: ClassVar[str]
 
     def __init__(
         self,
         bucket: Bucket,
         values_N: torch.Tensor,
         transport: Transport,
-        way: ExactWay,
+        way: Way,
         progress: Progress,
         sink: RecordSink,
     ) -> None:
@@ -125,20 +148,46 @@ class ExactGather:
         self._progress = progress
         self._sink = sink
         self._shards = values_N.view(transport.world_size, -1)
-        self._kept_M: torch.Tensor | None = None
+        self._own_M = self._shards[transport.rank]
         self._number = 0
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the kept copy."""
-        return 0 if self._kept_M is None else self._kept_M.nbytes
+        """Bytes of what is kept between gathers."""
 
+    @abstractmethod
     def forget(self) -> None:
         """The next gather is raw: the ranks may hold other bits than those gathered last.
 
         Call it on every rank, between two gathers.
         """
-        self._kept_M = None
+
+    @property
+    @abstractmethod
+    def _replica_M(self) -> torch.Tensor | None:
+        """The own shard as the other ranks hold it; None if the next gather is raw."""
+
+    @property
+    @abstractmethod
+    def _manner(self) -> str:
+        """The settings that all ranks must have in common; part of the agreement."""
+
+    @abstractmethod
+    def _encode_own(self, number: int) -> torch.Tensor:
+        """The record of this gather; then `_own_M` has the bits that it gives the other ranks."""
+
+    @abstractmethod
+    def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
+        """Turns a rank's shard into what its record says; one that is refused changes nothing."""
+
+    @abstractmethod
+    def _most_bytes(self) -> int:
+        """The most bytes that a record of a shard can have."""
+
+    @abstractmethod
+    def _keep(self) -> None:
+        """From now on every rank holds the bits of `_own_M`."""
 
     def start(self, step: int) -> PendingGather:
         """Launches a gather; returns at once. The own shard must be final.
@@ -152,7 +201,7 @@ class ExactGather:
         record = GatherRecord(
             bucket=self._bucket.name,
             step=step,
-            method=RAW if self._kept_M is None else EXACT,
+            method=RAW if self._replica_M is None else self.method,
             numel=self._values_N.numel(),
             dense_bytes=dense_gather_bytes(self._values_N, self._transport.world_size),
             launched_s=time.perf_counter(),
@@ -167,15 +216,14 @@ class ExactGather:
 
     def _gather(self, record: GatherRecord, number: int) -> Stage[None]:
         """The pipeline; see the module's docstring. Run by the progress thread."""
-        exact, own_M = self._kept_M is not None, self._shards[self._transport.rank]
-        moves, own = self._encode(record.timer, number)
+        sent, own = self._encode(record.timer, number)
         yield GATE
         identity = Identity(
-            f"parameters {self._way.coder}", self._bucket, str(own_M.dtype), record.step
+            f"parameters {self._manner}", self._bucket, str(self._own_M.dtype), record.step
         )
         announced = yield from exchange_announcements(own, identity, self._transport)
         self._check_sizes(announced)
-        if exact:
+        if own.method != RAW:
             sizes = [each.nbytes for each in announced]
 
             def take(sender: int, received: torch.Tensor) -> None:
@@ -183,52 +231,52 @@ class ExactGather:
                     with record.timer.stage("decode"):
                         self._take(sender, received, announced[sender])
 
-            record.wire_bytes = yield from self._exchange(moves, sizes, identity.tag, take)
+            record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take)
         else:
-            gathered = self._transport.all_gather(self._values_N, own_M)
+            gathered = self._transport.all_gather(self._values_N, self._own_M)
             yield POSTED
             yield gathered
             record.wire_bytes = record.dense_bytes
         self._verify_new(announced)
-        if self._kept_M is None:
-            self._kept_M = torch.empty_like(own_M)
-        self._kept_M.copy_(own_M)
+        self._keep()
 
-    def _exchange(self, moves: torch.Tensor, sizes: list[int], tag: int, take: Arrived) -> Steps:
+    def _exchange(self, sent: torch.Tensor, sizes: list[int], tag: int, take: Arrived) -> Steps:
         """Hands each record to `take`; returns the bytes that this rank sent."""
+        if not any(sizes):  # no shard has changed
+            yield POSTED
+            return 0
         if self._way.per_node:
             return (
-                yield from gather_per_node(moves, sizes, self._shards, self._transport, tag, take)
+                yield from gather_per_node(sent, sizes, self._shards, self._transport, tag, take)
             )
         group = whole_group(self._transport, tag)
-        room = moves.new_empty(sum(sizes) - moves.numel())
-        yield from pairwise_all_gather(moves, room, sizes, group, take)
+        room = sent.new_empty(sum(sizes) - sent.numel())
+        yield from pairwise_all_gather(sent, room, sizes, group, take)
         return group.sent_bytes
 
     def _encode(self, timer: StageTimer, number: int) -> tuple[torch.Tensor, Announcement]:
         """This rank's record, empty in a raw gather, and what it says about it."""
-        kept_M, own_M = self._kept_M, self._shards[self._transport.rank]
-        verifies = self._verifies(number)
+        replica_M, verifies = self._replica_M, self._verifies(number)
         with timer.stage("encode"):
-            new_hash = hash_of(own_M) if verifies else 0
-            if kept_M is None:
-                return NOTHING, Announcement(own_M.nbytes, False, number, 0, new_hash)
-            moves = encode_moves(kept_M, own_M, coder=self._way.coder, epoch=number)
-            old_hash = hash_of(kept_M) if verifies else 0
-        return moves, Announcement(moves.numel(), True, number, old_hash, new_hash)
+            if replica_M is None:
+                new_hash = hash_of(self._own_M) if verifies else 0
+                return NOTHING, Announcement(self._own_M.nbytes, RAW, number, 0, new_hash)
+            old_hash = hash_of(replica_M) if verifies else 0
+            sent = self._encode_own(number)
+            new_hash = hash_of(self._own_M) if verifies else 0
+        return sent, Announcement(sent.numel(), self.method, number, old_hash, new_hash)
 
     def _verifies(self, number: int) -> bool:
         return number > 0 and number % self._way.verify_every == 0
 
     def _check_sizes(self, announced: Sequence[Announcement]) -> None:
         """Refuses a size that no record of a shard can have, before memory is taken for it."""
-        shard_M = self._shards[0]
         for rank, theirs in enumerate(announced):
-            most = most_bytes(shard_M.numel(), shard_M.dtype) if theirs.exact else shard_M.nbytes
+            most = self._own_M.nbytes if theirs.method == RAW else self._most_bytes()
             if theirs.nbytes > most:
                 raise WireFormatError(
                     f"rank {rank}: field size is out of range",
-                    expected=f"at most {most} bytes for {shard_M.numel()} parameters",
+                    expected=f"at most {most} bytes for {self._own_M.numel()} parameters",
                     got=theirs.nbytes,
                     remedy="use the same version of megatron_sparse on every rank",
                 )
@@ -244,7 +292,7 @@ class ExactGather:
         if self._verifies(number):
             own = self._transport.rank
             check_held(held_M, theirs.old_hash, sender, own, f"before gather number {number}")
-        decode_moves_(received, held_M, epoch=number, rank=sender)
+        self._decode_(received, held_M, number, sender)
 
     def _verify_new(self, announced: Sequence[Announcement]) -> None:
         own, number = self._transport.rank, announced[0].number
@@ -252,3 +300,63 @@ class ExactGather:
             if sender != own and self._verifies(number):
                 held_M = self._shards[sender]
                 check_held(held_M, theirs.new_hash, sender, own, f"after gather number {number}")
+
+
+class ExactGather(ShardGather):
+    """Sends moves; keeps a copy of this rank's shard as the other ranks hold it.
+
+    Args:
+        bucket: see `ShardGather`, as for all others.
+        values_N: bf16, fp16 or fp32.
+        transport: the group.
+        way: see `ExactWay`.
+        progress: drives the gathers.
+        sink: receives a record of each.
+    """
+
+    method = EXACT
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        values_N: torch.Tensor,
+        transport: Transport,
+        way: ExactWay,
+        progress: Progress,
+        sink: RecordSink,
+    ) -> None:
+        super().__init__(bucket, values_N, transport, way, progress, sink)
+        self._coder = way.coder
+        self._kept_M: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept copy."""
+        return 0 if self._kept_M is None else self._kept_M.nbytes
+
+    def forget(self) -> None:
+        """See `ShardGather.forget`."""
+        self._kept_M = None
+
+    @property
+    def _replica_M(self) -> torch.Tensor | None:
+        return self._kept_M
+
+    @property
+    def _manner(self) -> str:
+        return self._coder
+
+    def _encode_own(self, number: int) -> torch.Tensor:
+        assert self._kept_M is not None, "else the gather is raw"
+        return encode_moves(self._kept_M, self._own_M, coder=self._coder, epoch=number)
+
+    def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
+        decode_moves_(record, shard_M, epoch=number, rank=rank)
+
+    def _most_bytes(self) -> int:
+        return most_bytes(self._own_M.numel(), self._own_M.dtype)
+
+    def _keep(self) -> None:
+        if self._kept_M is None:
+            self._kept_M = torch.empty_like(self._own_M)
+        self._kept_M.copy_(self._own_M)
