@@ -226,6 +226,16 @@ def _moves_decode(held: torch.Tensor, record: torch.Tensor, coder: int) -> torch
     return record.new_empty(2, dtype=torch.int64)
 
 
+def _quantise(
+    new: torch.Tensor, old: torch.Tensor, bits: int, step: int, out: torch.Tensor
+) -> None:
+    return None
+
+
+def _add_quantised(held: torch.Tensor, record: torch.Tensor, bits: int) -> torch.Tensor:
+    return record.new_empty(2, dtype=torch.int64)
+
+
 _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "cpu": {
         "prune_": _prune,
@@ -246,6 +256,8 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "row_sparse_expand": _row_sparse_expand,
         "moves_encode": _moves_encode,
         "moves_decode_": _moves_decode,
+        "quantise": _quantise,
+        "add_quantised_": _add_quantised,
     },
     "cuda": {
         "encode_records": _encode_records,

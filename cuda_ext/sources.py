@@ -64,6 +64,7 @@ CPU_BINDINGS = (
     "row_sparse.cpp",
     "moves_record.cpp",
     "moves.cpp",
+    "quantised.cpp",
 )
 ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
     "portable": (4, ()),

@@ -22,12 +22,24 @@ VERSION = 1
 FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS, FORMAT_HASH_BITMAP = range(5)
 FORMAT_ROW_SPARSE = 5
 FORMAT_MOVES = 6
+FORMAT_QUANTISED = 7
 FORMAT_ADAPTIVE = -1
 """Not a record format: the encoder chooses the smallest of dense, COO and Pici."""
-FORMAT_NAMES = ("dense", "coo", "pici", "blocks", "hash_bitmap", "row_sparse", "moves")
+FORMAT_NAMES = (
+    "dense",
+    "coo",
+    "pici",
+    "blocks",
+    "hash_bitmap",
+    "row_sparse",
+    "moves",
+    "quantised",
+)
 FLAG_PICI_LINEAR = 1
 MOVES_CODERS = ("raw", "rans", "packed")
 """Coders of a record of moves, by the header's flags."""
+QUANTISED_BITS = (4, 8)
+"""Bits of a code in a record of quantised differences; the header's flags."""
 PICI_TILE = 4096
 BLOCKS_SUBHEADER = struct.Struct("<IIQ")
 """Sub-header of a blocks record: block size, number of blocks, zero."""

@@ -83,6 +83,11 @@ struct Kernels {
                            uint8_t* positions, uint8_t* out);
   void (*moves_unpack[3])(const uint8_t* chunk, int64_t numel, void* held);
   uint32_t (*moves_checksum)(const void* words, int64_t count, uint32_t first);
+
+  // Quantises now - old by groups (quantise.h), and adds what codes say. [bits are 8, not 4]
+  void (*quantise_difference[2])(const float* now, const float* old, int64_t numel,
+                                 uint16_t* scales, uint8_t* codes);
+  void (*add_quantised[2])(const uint8_t* scales, const uint8_t* codes, int64_t numel, float* held);
 };
 
 const Kernels& kernels_portable();

@@ -5,6 +5,7 @@
 #include "kernels.h"
 #include "moves_pack_cpu.h"
 #include "prune_cpu.h"
+#include "quantise_cpu.h"
 #include "stage_cpu.h"
 
 #define MS_GETTER_NAME(isa) kernels_##isa
@@ -32,6 +33,8 @@ const Kernels& MS_GETTER(MS_ISA)() {
     MS_ISA::fill_moves<kBf16>(filled);
     MS_ISA::fill_moves<kFp16>(filled);
     filled.moves_checksum = MS_ISA::moves_checksum;
+    MS_ISA::fill_quantise<4>(filled);
+    MS_ISA::fill_quantise<8>(filled);
     return filled;
   }();
   return kernels;

@@ -7,15 +7,12 @@
 #include <memory>
 #include <mutex>
 
-#include "hash_partition_check.h"
-#include "header.h"
-#include "isa.h"
 #include "moves_record.h"
+#include "record_checksum.h"
 
 namespace megatron_sparse {
 namespace {
 
-constexpr int64_t kChecksumWords = int64_t{1} << 16;  // that one task sums
 constexpr int64_t kBodyAt = kHeaderBytes;
 constexpr int64_t kSectionsAt = kBodyAt + sizeof(MovesSubHeader);
 
@@ -30,17 +27,6 @@ int64_t check_numbers(const Tensor& tensor, const char* name, int64_t dtype, int
   MS_CHECK(tensor.numel() <= kMaxMoves, name << " is too long", "at most 2^34 numbers",
            tensor.numel());
   return code;
-}
-
-// Of the words of `body` behind the checksum itself.
-uint32_t body_checksum(const uint8_t* body, int64_t bytes) {
-  const int64_t words = bytes / 4 - 1;
-  std::atomic<uint32_t> sum{0};
-  for_each_chunk(words, kChecksumWords, [&](int64_t, int64_t begin, int64_t end) {
-    sum += kernels().moves_checksum(body + 4 * (begin + 1), end - begin,
-                                    static_cast<uint32_t>(begin + 1));
-  });
-  return sum;
 }
 
 // Copies in all threads.
@@ -207,19 +193,14 @@ Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t coder, int
   }
   std::memcpy(record + kBodyAt, &head, sizeof head);
   bytes += sizeof head;
-  const uint32_t checksum = body_checksum(record + kBodyAt, bytes);
-  std::memcpy(record + kBodyAt, &checksum, sizeof checksum);
   Header header = {};
-  header.magic = kMagic;
-  header.version = kVersion;
   header.format = kFormatMoves;
   header.dtype = static_cast<uint8_t>(dtype);
   header.flags = static_cast<uint8_t>(coder);
   header.numel = numel;
   header.payload_bytes = bytes;
   header.step = static_cast<uint32_t>(step);
-  header.checksum = header_checksum(header);
-  std::memcpy(record, &header, sizeof header);
+  seal_record(record, header);
   Tensor size = torch::stable::new_empty(out, {1}, ScalarType::Long);
   *static_cast<int64_t*>(size.mutable_data_ptr()) = kBodyAt + bytes;
   return size;

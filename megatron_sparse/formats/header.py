@@ -19,7 +19,9 @@ from megatron_sparse.wire import (
     FORMAT_PICI,
     HEADER_BYTES,
     MAGIC,
+    RECORD_ALIGNMENT,
     VERSION,
+    pad16,
     payload_bytes,
     wrong_field,
 )
@@ -146,3 +148,31 @@ class Header:
             raise wrong_field(rank, "payload_bytes", demanded, self.payload_bytes)
         if HEADER_BYTES + demanded > available:
             raise wrong_field(rank, "size", f"{HEADER_BYTES + demanded} bytes", available)
+
+    def check_whole(
+        self, numel: int, value_dtype: int, epoch: int, record_bytes: int, rank: int | None
+    ) -> None:
+        """Compares the fields of a record that holds all numbers of a shard.
+
+        Args:
+            numel: numbers of the shard.
+            value_dtype: their dtype code.
+            epoch: the sender's, for the field step.
+            record_bytes: of the record as it came, header included.
+            rank: the sender, for the error's text, if the caller knows it.
+
+        Raises:
+            WireFormatError: names the first field that is wrong.
+        """
+        least = HEADER_BYTES + RECORD_ALIGNMENT
+        for field, expected, got in (
+            ("dtype", value_dtype, self.dtype),
+            ("numel", numel, self.numel),
+            ("nnz", 0, self.nnz),
+            ("offset", 0, self.offset),
+            ("step", epoch % 2**32, self.step),
+            ("size", max(pad16(record_bytes), least), record_bytes),
+            ("payload_bytes", record_bytes - HEADER_BYTES, self.payload_bytes),
+        ):
+            if expected != got:
+                raise wrong_field(rank, field, expected, got)

@@ -95,18 +95,8 @@ def decode_moves_(
         raise wrong_field(rank, "format", FORMAT_MOVES, header.format)
     if coder >= len(MOVES_CODERS):
         raise wrong_field(rank, "flags", f"0 to {len(MOVES_CODERS) - 1}", coder)
-    whole = max(pad16(record.numel()), HEADER_BYTES + SUB_HEADER_BYTES)
-    for field, expected, got in (
-        ("dtype", _VALUE_DTYPES.index(held.dtype), header.dtype),
-        ("numel", held.numel(), header.numel),
-        ("nnz", 0, header.nnz),
-        ("offset", 0, header.offset),
-        ("step", epoch % 2**32, header.step),
-        ("size", whole, record.numel()),
-        ("payload_bytes", record.numel() - HEADER_BYTES, header.payload_bytes),
-    ):
-        if expected != got:
-            raise wrong_field(rank, field, expected, got)
+    dtype = _VALUE_DTYPES.index(held.dtype)
+    header.check_whole(held.numel(), dtype, epoch, record.numel(), rank)
     wrong = moves_ops.decode_(held, record, coder)
     if wrong is not None:
         field, where = wrong

@@ -5,7 +5,7 @@
 
 `fuzz_decode.cpp` tests the core of the message decoder, faster and guided by coverage. This one
 adds the code around it: records whose heads are read in Python (hash bitmap, pairs, row-sparse,
-moves), the bindings' argument checks, and tensors that are views. Each seed makes a valid record,
+moves, quantised), the bindings' argument checks, and tensors that are views. Each seed makes a valid record,
 damages it, mostly repairs the header's checksum, and decodes it from memory of exactly its size.
 Allowed are a right answer, `WireFormatError`, and, where arguments were damaged, `ExtensionError`.
 A refused record must leave the accumulator, or the parameters held, as they were. The current seed
@@ -30,7 +30,7 @@ from megatron_sparse import cuda_ext
 from megatron_sparse.cuda_ext import fakes, ops
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError, WireFormatError
-from megatron_sparse.formats import hash_bitmap, hash_pairs, moves, row_sparse
+from megatron_sparse.formats import hash_bitmap, hash_pairs, moves, quantised, row_sparse
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from megatron_sparse.formats.hash_record import FORM_BITMAP, SECTIONS_AT, PartitionRecord
 from megatron_sparse.formats.row_record import RowPart
@@ -42,6 +42,7 @@ from megatron_sparse.wire import (
     FORMAT_DENSE,
     FORMAT_PICI,
     MOVES_CODERS,
+    QUANTISED_BITS,
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -330,6 +331,26 @@ def decode_moves(rng: random.Random) -> bool:
     return False
 
 
+def decode_quantised(rng: random.Random) -> bool:
+    """Quantised differences, with every number of bits, on every instruction set."""
+    os.environ["MEGATRON_SPARSE_ISA"] = rng.choice(ops.supported_isas())
+    numel = rng.choice((*NUMELS, 127, 128, 129, 65536 + 130))
+    new, old = make_values(rng, numel, torch.float32), torch.zeros(numel)
+    record, intact = damaged(
+        rng, quantised.encode_difference(new, old, bits=rng.choice(QUANTISED_BITS), epoch=STEP)
+    )
+    if not intact and rng.random() < 0.8 and record.numel() >= 64 and record.numel() % 4 == 0:
+        data = record.numpy()
+        data[48:52] = list(oracle.checksum(data[48:].tobytes()).to_bytes(4, "little"))
+    held = torch.full((numel,), UNTOUCHED)
+    try:
+        return attempt(
+            lambda: quantised.add_difference_(record, held, epoch=STEP), held, intact=intact
+        )
+    finally:
+        del os.environ["MEGATRON_SPARSE_ISA"]
+
+
 def decode_row_indices(rng: random.Random) -> bool:
     """Indices straight from peers: the union refuses or merges any int64 values."""
     num_rows = rng.choice((0, 1, 50))
@@ -359,6 +380,7 @@ DECODERS: dict[str, Callable[[random.Random], bool]] = {
     "row-sparse record": decode_rows,
     "row indices": decode_row_indices,
     "moves of parameters": decode_moves,
+    "quantised differences": decode_quantised,
 }
 
 if __name__ == "__main__":

@@ -71,3 +71,14 @@ def test_opcheck_of_moves():
     size = int(encode(old, old * 1.01, 1, 5, room))
     decode = torch.ops.megatron_sparse.moves_decode_.default
     torch.library.opcheck(decode, (old, room[:size].clone(), int(room[7])))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_opcheck_of_quantised_differences(bits):
+    new, old = torch.randn(300), torch.randn(300)
+    out = torch.zeros(torch.ops.megatron_sparse.quantised_bytes(300, bits), dtype=torch.uint8)
+    encode = torch.ops.megatron_sparse.quantise.default
+    torch.library.opcheck(encode, (new, old, bits, 5, out))
+    encode(new, old, bits, 5, out)
+    add = torch.ops.megatron_sparse.add_quantised_.default
+    torch.library.opcheck(add, (old, out, bits))

@@ -1,0 +1,96 @@
+"""Records of quantised differences: the codec of `parameters.method=lossy`.
+
+The difference of two fp32 vectors, in groups of 128 numbers with a common bf16 scale and a code of
+4 or 8 bits for each number: 4.125 or 8.125 bits a number. docs/quantised.md specifies the record.
+
+    scale = bf16(max |difference| / limit)      limit is 7 or 127
+    code  = round(difference / scale)           to nearest even, within the limit
+    added = code * scale
+
+A group with NaN, infinity or a magnitude of 2^127 has the scale NaN, so all its numbers become NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.cuda_ext import quantised_ops
+from megatron_sparse.errors import ExtensionError
+from megatron_sparse.formats.header import Header
+from megatron_sparse.wire import FORMAT_QUANTISED, HEADER_BYTES, QUANTISED_BITS, wrong_field
+
+
+def encode_difference(
+    new: torch.Tensor, old: torch.Tensor, *, bits: int, epoch: int
+) -> torch.Tensor:
+    """The record of `new - old`, rounded once to fp32 and then quantised.
+
+    Args:
+        new: 1-D, contiguous, fp32, on the CPU; only read.
+        old: as long; only read.
+        bits: of a code, one of `wire.QUANTISED_BITS`.
+        epoch: a number that both sides know; taken modulo 2^32.
+
+    Returns:
+        A 1-D uint8 tensor of `record_bytes`.
+
+    Raises:
+        ExtensionError: the tensors or the bits do not fit.
+
+    Example:
+        >>> old = torch.zeros(256)
+        >>> record = encode_difference(torch.linspace(0, 7, 256), old, bits=4, epoch=3)
+        >>> record.numel()  # 64 of headers, 2 scales padded to 16, 128 of codes
+        208
+        >>> add_difference_(record, old, epoch=3)
+        >>> float(old[255]), float(old[254])  # the scale of the second group is 1
+        (7.0, 7.0)
+    """
+    return quantised_ops.encode(new, old, bits, epoch)
+
+
+def add_difference_(
+    record: torch.Tensor, held: torch.Tensor, *, epoch: int, rank: int | None = None
+) -> None:
+    """Adds what a record says to `held`, in fp32 and in place: the same bits on every machine.
+
+    Args:
+        record: 1-D uint8, from `encode_difference`; not trusted.
+        held: 1-D, contiguous, fp32, on the CPU. Mutated.
+        epoch: the sender's.
+        rank: the sender, for the error's text, if the caller knows it.
+
+    Raises:
+        WireFormatError: the record is damaged, truncated, of another epoch or length; names the
+            field. `held` is then unchanged.
+        ExtensionError: an argument is no such tensor.
+    """
+    if record.dtype != torch.uint8 or record.dim() != 1 or not record.is_contiguous():
+        raise ExtensionError(
+            "this is no record",
+            expected="a contiguous 1-D uint8 tensor",
+            got=f"{record.dtype} {tuple(record.shape)}",
+        )
+    header = Header.unpack(record[:HEADER_BYTES].numpy().tobytes(), rank)
+    if header.format != FORMAT_QUANTISED:
+        raise wrong_field(rank, "format", FORMAT_QUANTISED, header.format)
+    if header.flags not in QUANTISED_BITS:
+        raise wrong_field(rank, "flags", " or ".join(map(str, QUANTISED_BITS)), header.flags)
+    header.check_whole(held.numel(), 0, epoch, record.numel(), rank)
+    whole = record_bytes(held.numel(), header.flags)
+    if record.numel() != whole:
+        raise wrong_field(rank, "size", whole, record.numel())
+    wrong = quantised_ops.add_(held, record, header.flags)
+    if wrong is not None:
+        field, where = wrong
+        raise wrong_field(rank, field, "as docs/quantised.md specifies", f"damage at {where}")
+
+
+def record_bytes(numel: int, bits: int) -> int:
+    """The bytes of a record of so many numbers.
+
+    Example:
+        >>> record_bytes(1_000_000, 4) * 8 / 1_000_000
+        4.126592
+    """
+    return quantised_ops.record_bytes(numel, bits)

@@ -1,0 +1,111 @@
+"""Quantised differences, step by step in NumPy: the oracle of `formats.quantised`.
+
+docs/quantised.md specifies the record. All arithmetic is fp32, each operation rounded to nearest
+even; a scale is bf16.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from megatron_sparse.formats.header import Header
+from megatron_sparse.reference.moves import checksum
+from megatron_sparse.wire import FORMAT_QUANTISED, HEADER_BYTES, pad16
+
+GROUP = 128
+NAN_SCALE = 0x7FC0
+TOO_LARGE = np.float32(2.0**127)
+SUB_HEADER = struct.Struct("<IIQ")
+"""Checksum, numbers of a group, zeros."""
+
+
+def limit_of(bits: int) -> int:
+    """The largest code: 7 or 127."""
+    return 2 ** (bits - 1) - 1
+
+
+def bf16(value: np.float32) -> int:
+    """The bits of a finite number of fp32, rounded to bf16, ties to even."""
+    (exact,) = struct.unpack("<I", struct.pack("<f", value))
+    low, upper = exact & 0xFFFF, exact >> 16
+    return upper + (low > 0x8000 or (low == 0x8000 and upper & 1))
+
+
+def scale_value(scale: int) -> np.float32:
+    """The number that a scale's bits say."""
+    return np.frombuffer(struct.pack("<I", scale << 16), "<f4")[0]
+
+
+def quantise_group(values: np.ndarray, bits: int) -> tuple[int, np.ndarray]:
+    """Bits of the scale, and the codes, of a group of fp32 numbers.
+
+    Example:
+        >>> scale, codes = quantise_group(np.array([7, -3.4, 0.5, 0], np.float32), 4)
+        >>> float(scale_value(scale)), codes.tolist()
+        (1.0, [7, -3, 0, 0])
+    """
+    codes = np.zeros(values.size, np.int64)
+    if not np.all(np.abs(values) < TOO_LARGE):
+        return NAN_SCALE, codes
+    limit = limit_of(bits)
+    scale = bf16(np.float32(np.abs(values).max() / np.float32(limit)))
+    if scale != 0:
+        quotients = values / scale_value(scale)
+        codes = np.clip(np.rint(quotients), -limit, limit).astype(np.int64)
+    return scale, codes
+
+
+def dequantise(scale: int, codes: np.ndarray) -> np.ndarray:
+    """The fp32 numbers that are added."""
+    return codes.astype(np.float32) * scale_value(scale)
+
+
+def pack(codes: np.ndarray, bits: int) -> bytes:
+    """The codes of a whole group; with 4 bits byte j has codes j (low) and j + 64."""
+    if bits == 8:
+        return codes.astype(np.int8).tobytes()
+    low, high = codes.reshape(2, -1) & 15
+    return (low | high << 4).astype(np.uint8).tobytes()
+
+
+def unpack(data: bytes, bits: int) -> np.ndarray:
+    """The inverse of `pack`."""
+    if bits == 8:
+        return np.frombuffer(data, np.int8).astype(np.int64)
+    both = np.frombuffer(data, np.uint8).astype(np.int64)
+    codes = np.concatenate([both & 15, both >> 4])
+    return np.where(codes > 7, codes - 16, codes)
+
+
+def encode(new: np.ndarray, old: np.ndarray, bits: int, epoch: int) -> bytes:
+    """The record of `new - old`."""
+    difference = new - old
+    groups = -(-new.size // GROUP)
+    padded = np.zeros(groups * GROUP, np.float32)
+    padded[: new.size] = difference
+    scales, codes = b"", b""
+    for group in padded.reshape(groups, GROUP):
+        scale, found = quantise_group(group, bits)
+        scales += struct.pack("<H", scale)
+        codes += pack(found, bits)
+    body = SUB_HEADER.pack(0, GROUP, 0) + scales.ljust(pad16(len(scales)), b"\0") + codes
+    body = struct.pack("<I", checksum(body)) + body[4:]
+    header = Header(FORMAT_QUANTISED, 0, new.size, 0, len(body), 0, epoch, flags=bits)
+    return header.pack() + body
+
+
+def add(record: bytes, held: np.ndarray, bits: int) -> np.ndarray:
+    """What is held after adding a record, which must be right."""
+    groups = -(-held.size // GROUP)
+    scales_at = HEADER_BYTES + SUB_HEADER.size
+    codes_at, code_bytes = scales_at + pad16(2 * groups), GROUP * bits // 8
+    added = [
+        dequantise(
+            struct.unpack_from("<H", record, scales_at + 2 * g)[0],
+            unpack(record[codes_at + g * code_bytes :][:code_bytes], bits),
+        )
+        for g in range(groups)
+    ]
+    return held + np.concatenate([np.zeros(0, np.float32), *added])[: held.size]

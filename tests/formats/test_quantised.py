@@ -1,0 +1,200 @@
+"""Records of quantised differences: the compiled codec against the oracle, and damaged records."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_sparse.cuda_ext.ops import supported_isas
+from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.formats.quantised import add_difference_, encode_difference, record_bytes
+from megatron_sparse.reference import moves, quantised
+from megatron_sparse.wire import QUANTISED_BITS
+
+NUMELS = [0, 1, 63, 64, 127, 128, 129, 4096, 65536 + 130]
+EPOCH = 7
+
+
+@pytest.fixture(params=supported_isas())
+def isa(request, monkeypatch):
+    monkeypatch.setenv("MEGATRON_SPARSE_ISA", request.param)
+
+
+def bits_of(values):
+    return values.numpy().view("<u4")
+
+
+def updates(numel, seed=0):
+    """Weights as a GPT's, and an update as Adam's."""
+    generator = torch.Generator().manual_seed(seed)
+    old = torch.randn(numel, generator=generator) * 0.02
+    return old, old + torch.randn(numel, generator=generator) * 1e-4
+
+
+def any_bits(numel, seed=0):
+    """Any bit patterns but NaN and infinity; groups of subnormal numbers among them."""
+    rng = np.random.default_rng(seed)
+    words = rng.integers(0, 1 << 32, numel).astype("<u4")
+    words &= np.where(words & 0x7F800000 == 0x7F800000, 0xFF7FFFFF, 0xFFFFFFFF).astype("<u4")
+    words[: numel // 4] &= np.uint32(0x80FFFFFF)
+    words[numel // 4 : numel // 2] &= np.uint32(0x8001FFFF)
+    return torch.from_numpy(words.view("<f4"))
+
+
+def check(old, new, bits):
+    record = encode_difference(new, old, bits=bits, epoch=EPOCH)
+    with np.errstate(all="ignore"):
+        wanted = quantised.encode(new.numpy(), old.numpy(), bits, EPOCH)
+        sum_wanted = quantised.add(wanted, old.numpy(), bits)
+    assert record.numpy().tobytes() == wanted
+    assert record.numel() == record_bytes(old.numel(), bits)
+    held = old.clone()
+    add_difference_(record, held, epoch=EPOCH)
+    right = bits_of(held) == sum_wanted.view("<u4")
+    assert np.all(right | np.isnan(sum_wanted) & np.isnan(held.numpy()))
+    return held
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("bits", QUANTISED_BITS)
+@pytest.mark.parametrize("numel", NUMELS)
+def test_bytes_and_sums_are_the_oracles(numel, bits):
+    old, new = updates(numel)
+    check(old, new, bits)
+    check(torch.zeros(numel), any_bits(numel), bits)
+    check(any_bits(numel, 1), any_bits(numel, 2), bits)
+    check(old, old, bits)
+
+
+@pytest.mark.parametrize("bits", QUANTISED_BITS)
+def test_the_error_is_at_most_half_a_step(bits):
+    """Plus the half unit by which a scale in bf16 is off, for the codes at the limit."""
+    values = updates(128 * 40)[1] - updates(128 * 40)[0]
+    held = torch.zeros_like(values)
+    add_difference_(encode_difference(values, held, bits=bits, epoch=0), held, epoch=0)
+    step = values.view(-1, 128).abs().amax(1) / quantised.limit_of(bits)
+    error = (held - values).view(-1, 128).abs().amax(1) / step
+    assert 0.4 < float(error.max()) < 0.5 * (1 + 2**-8)
+
+
+@pytest.mark.parametrize("bits", QUANTISED_BITS)
+def test_halves_are_rounded_to_even(bits):
+    limit = quantised.limit_of(bits)
+    values = torch.tensor([float(limit), 0.5, 1.5, 2.5, -0.5, -1.5, 3.5])
+    assert check(torch.zeros(7), values, bits).tolist() == [limit, 0, 2, 2, 0, -2, 4]
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("bits", QUANTISED_BITS)
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf"), 2.0**127])
+def test_what_is_not_finite_reaches_its_group_and_no_other(bad, bits):
+    old, new = updates(400)
+    new[200] = bad
+    held = check(old, new, bits)
+    assert bool(held[128:256].isnan().all())
+    assert bool(held[:128].isfinite().all())
+    assert bool(held[256:].isfinite().all())
+
+
+@pytest.mark.parametrize("bits", QUANTISED_BITS)
+def test_the_smallest_scales(bits):
+    """Subnormal scales round by half of themselves: codes stay within the limit."""
+    for exponent in range(-149, -120):
+        values = torch.linspace(-1, 1, 128) * 2.0**exponent
+        check(torch.zeros(128), values, bits)
+    zeros = check(torch.full((128,), 0.0), torch.full((128,), -0.0), bits)
+    assert bool((zeros == 0).all())
+
+
+@pytest.mark.parametrize("bits", QUANTISED_BITS)
+def test_every_changed_byte_is_refused_and_changes_nothing(bits):
+    old, new = updates(300)
+    record = encode_difference(new, old, bits=bits, epoch=EPOCH)
+    for place in range(record.numel()):
+        damaged, held = record.clone(), old.clone()
+        damaged[place] ^= 0x10
+        with pytest.raises(WireFormatError, match="rank 3: field"):
+            add_difference_(damaged, held, epoch=EPOCH, rank=3)
+        assert torch.equal(held, old)
+
+
+@pytest.mark.parametrize("length", [0, 47, 48, 64, 160, -16])
+def test_a_cut_record_is_refused(length):
+    old, new = updates(300)
+    record = encode_difference(new, old, bits=4, epoch=EPOCH)[:length].clone()
+    with pytest.raises(WireFormatError, match="field"):
+        add_difference_(record, old, epoch=EPOCH)
+
+
+def test_records_of_another_epoch_or_length_are_refused():
+    old, new = updates(256)
+    record = encode_difference(new, old, bits=4, epoch=EPOCH)
+    with pytest.raises(WireFormatError, match="field step"):
+        add_difference_(record, old.clone(), epoch=EPOCH + 1)
+    with pytest.raises(WireFormatError, match="field numel"):
+        add_difference_(record, torch.zeros(255), epoch=EPOCH)
+
+
+def _sealed(record):
+    """With right checksums, so that a decoder looks further."""
+    data = bytearray(record.numpy().tobytes())
+    data[44:48] = zlib.crc32(data[:44]).to_bytes(4, "little")
+    data[48:52] = moves.checksum(bytes(data[48:])).to_bytes(4, "little")
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "field"),
+    [
+        (5, 6, "format"),
+        (6, 1, "dtype"),
+        (7, 3, "flags"),
+        (16, 1, "nnz"),
+        (32, 1, "offset"),
+        (52, 64, "group size"),
+        (60, 1, "zeros of the sub-header"),
+        (65, 0xFF, "scale"),
+        (65, 0x80, "scale"),
+    ],
+)
+def test_forged_fields_are_named(place, value, field):
+    old, new = updates(256)
+    record = encode_difference(new, old, bits=8, epoch=EPOCH)
+    record[place] = value
+    held = old.clone()
+    with pytest.raises(WireFormatError, match=f"field {field}"):
+        add_difference_(_sealed(record), held, epoch=EPOCH)
+    assert torch.equal(held, old)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "bits", "text"),
+    [
+        (torch.zeros(4).bfloat16(), torch.zeros(4), 4, "dtype"),
+        (torch.zeros(4), torch.zeros(5), 4, "length"),
+        (torch.zeros(8)[::2], torch.zeros(4), 4, "shape"),
+        (torch.zeros(4), torch.zeros(4), 5, "bits"),
+    ],
+)
+def test_wrong_arguments(new, old, bits, text):
+    with pytest.raises(ExtensionError, match=text):
+        encode_difference(new, old, bits=bits, epoch=0)
+
+
+def test_no_record():
+    with pytest.raises(ExtensionError, match="no record"):
+        add_difference_(torch.zeros(64), torch.zeros(4), epoch=0)
+
+
+def test_the_result_does_not_depend_on_threads(monkeypatch):
+    old, new = updates(3 * 65536 + 77)
+    one = encode_difference(new, old, bits=4, epoch=0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(one, encode_difference(new, old, bits=4, epoch=0))
+    finally:
+        torch.set_num_threads(before)
