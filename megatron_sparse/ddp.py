@@ -28,6 +28,7 @@ from megatron_sparse.collectives import check
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError, HostError
 from megatron_sparse.planner import Planner
@@ -412,11 +413,11 @@ def _check_state_is_own(config: SparseConfig) -> None:
 
 def _check_nothing_is_gathered(config: SparseConfig) -> None:
     """Every rank of plain DDP updates all parameters itself."""
-    if config.parameters.method == "exact":
+    if config.parameters.method in COMPRESSED:
         raise ConfigError(
-            "parameters.method=exact does not go with plain DDP",
+            f"parameters.method={config.parameters.method} does not go with plain DDP",
             expected="parameters.method=auto or raw",
-            got="exact",
+            got=config.parameters.method,
             remedy="leave it out; it is for Megatron's distributed optimizer",
         )
 

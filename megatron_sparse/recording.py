@@ -106,7 +106,7 @@ class GatherRecord:
     Attributes:
         bucket: its name.
         step: counted from 0.
-        method: `raw` or `exact`.
+        method: `raw`, `exact` or `lossy`.
         numel: elements of the bucket.
         dense_bytes: bytes that each rank of a ring all-gather of the raw parameters sends.
         wire_bytes: bytes that this rank sent; for `raw`, whose messages the backend chooses, those
@@ -114,7 +114,7 @@ class GatherRecord:
         launched_s: the host's `time.perf_counter` at the launch.
         finished_s: the same at the end.
         exposed_s: seconds for which the training thread waited for it.
-        timer: measures the stages `encode`, `network` and `decode` of an exact gather.
+        timer: measures the stages `encode`, `network` and `decode` of an exact or lossy gather.
     """
 
     bucket: str

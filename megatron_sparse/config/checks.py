@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatron_sparse.errors import ConfigError
 
 
-def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
+def one_of(key: str, value: object, choices: Sequence[object]) -> None:
     """Refuses a value that is not one of `choices`.
 
     Raises:
@@ -18,7 +18,7 @@ def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(
             f"{key} is unknown",
-            expected=" | ".join(choices),
+            expected=" | ".join(map(str, choices)),
             got=repr(value),
             remedy=f"set {key} to one of these",
         )

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 from megatron_sparse.config.checks import in_range, one_of
 
-METHODS = ("auto", "raw", "exact")
+METHODS = ("auto", "raw", "exact", "lossy")
 CODERS = ("auto", "rans", "packed")
 PER_NODE = ("auto", "always", "never")
+COMPRESSED = ("exact", "lossy")
+"""Methods that are refused where they cannot work."""
+LOSSY_BITS = (4, 8)
 
 
 @dataclass
@@ -21,26 +24,32 @@ class ParametersConfig:
     Attributes:
         method: `raw` is Megatron's own all-gather. `exact` sends how far each number moved since
             the last gather; every rank ends with Megatron's own bits. It needs the distributed
-            optimizer, tensors on a CPU, and `attach(model, optimizer)`. `auto` takes for each
-            bucket the one that is predicted to take less time, by the speed of links
-            (`planner.cluster`, else measured at the start) and codec; `raw` where `exact` cannot
-            work.
+            optimizer, tensors on a CPU, and `attach(model, optimizer)`. `lossy` needs the same; it
+            sends fp32 parameters in `bits`, and keeps what was withheld in the optimizer's
+            parameters, from where it is sent in later steps; bf16 and fp16 parameters it gathers as
+            `exact` does. `auto` takes for each bucket raw or exact, the one that is predicted to
+            take less time, by the speed of links (`planner.cluster`, else measured at the start)
+            and codec; `raw` where `exact` cannot work. It never takes `lossy`.
         coder: of `exact`: `rans` (an entropy coder: fewest bytes), `packed` (bit packing: faster),
             or `auto`, the one that is predicted to take less time.
-        per_node: of `exact`: whether a record crosses to each other node once, and travels raw
-            inside it. `auto` does so where it is predicted to take less time; it makes no
-            difference on one node, or with one rank on each.
-        verify_every: of `exact`: every so many gathers of a bucket, ranks compare hashes of what
-            they hold. 1 compares in each gather, for tests.
+        per_node: whether a record crosses to each other node once, and travels raw inside it.
+            `auto` does so where it is predicted to take less time, which it is for `exact` only;
+            it makes no difference on one node, or with one rank on each.
+        bits: of `lossy`: 4 or 8 for each number; 128 numbers have a scale of 16 bits.
+        verify_every: of `exact` and `lossy`: every so many gathers of a bucket, ranks compare
+            hashes of what they hold. 1 compares in each gather, for tests.
     """
 
     method: str = "auto"
     coder: str = "auto"
     per_node: str = "auto"
+    bits: int = 4
     verify_every: int = 100
 
     def __post_init__(self) -> None:
         one_of("parameters.method", self.method, METHODS)
         one_of("parameters.coder", self.coder, CODERS)
         one_of("parameters.per_node", self.per_node, PER_NODE)
+        in_range("parameters.bits", self.bits, 4, 8, integer=True)
+        one_of("parameters.bits", self.bits, LOSSY_BITS)
         in_range("parameters.verify_every", self.verify_every, 1, math.inf, integer=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_sparse.config.checks import divides, in_range, is_flag, one_of
 from megatron_sparse.config.model import ModelConfig
-from megatron_sparse.config.parameters import ParametersConfig
+from megatron_sparse.config.parameters import COMPRESSED, ParametersConfig
 from megatron_sparse.config.sparse import (
     DTYPES,
     CompressionConfig,
@@ -289,8 +289,8 @@ class RunConfig:
                 got="null",
                 remedy="set training.save_signal=SIGUSR1, and sbatch --signal=USR1@120",
             )
-        if self.plugin and self.parameters.method == "exact":
-            self._check_exact()
+        if self.plugin and self.parameters.method in COMPRESSED:
+            self._check_gather()
         one_of("resume", self.resume, ("never", "auto", "must"))
         tensor, pipeline = self.training.tensor_parallel, self.training.pipeline_parallel
         divides(
@@ -328,8 +328,8 @@ class RunConfig:
             self.global_batch_size,
         )
 
-    def _check_exact(self) -> None:
-        """Refuses `parameters.method=exact` where every rank would refuse it."""
+    def _check_gather(self) -> None:
+        """Refuses `parameters.method=exact` or `lossy` where every rank would refuse it."""
         got = None
         if not self.training.use_distributed_optimizer:
             got = "training.use_distributed_optimizer=false"
@@ -337,7 +337,7 @@ class RunConfig:
             got = "cluster.device=cuda"
         if got is not None:
             raise ConfigError(
-                "parameters.method=exact cannot gather this run's parameters",
+                f"parameters.method={self.parameters.method} cannot gather this run's parameters",
                 expected="training.use_distributed_optimizer=true, and cluster.device=cpu",
                 got=got,
                 remedy="set parameters.method=auto, or raw",

@@ -233,13 +233,14 @@ class Attachment:
             store.undo = undo or self.config.compression.undo == "always"
             store.outcome = Outcome.REPORTED
         self.unit.bind(optimizer)
-        begin = recording_parameters(self, self._check_nccl)
+        begin = recording_parameters(self, self._check_nccl, self.parameters.begin_step)
         self.parameters.plan(
             self.groups,
             self.config,
             lambda group: self._reducers[id(group.process_group)].transport,
             self.progress,
             self._chunks,
+            optimizer,
         )
         self._optimizer = WatchedOptimizer(
             optimizer,
@@ -327,6 +328,7 @@ class Attachment:
 
     def _step_ended(self, success: bool, grad_norm: float | None) -> None:
         """Makes the step's selections final, or undoes them if the optimizer skipped the step."""
+        self.parameters.end_step(accepted=success)
         self.grad_norm = grad_norm
         unit_change = self.unit.end_step(accepted=success)
         if success:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_sparse.collectives import check
+from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.attachment import Attachment
@@ -67,9 +68,9 @@ def attach(
             got="no optimizer, with calculate_per_token_loss",
             remedy="pass Megatron's optimizer: the residual's unit changes from step to step",
         )
-    if optimizer is None and config.parameters.method == "exact":
+    if optimizer is None and config.parameters.method in COMPRESSED:
         raise ConfigError(
-            "parameters.method=exact needs the optimizer",
+            f"parameters.method={config.parameters.method} needs the optimizer",
             expected="attach(model, optimizer, ...)",
             got="no optimizer",
             remedy="pass Megatron's optimizer, or set parameters.method=raw",

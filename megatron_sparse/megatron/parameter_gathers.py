@@ -1,4 +1,4 @@
-"""Which bucket groups gather their parameters exactly, and the handles that Megatron waits on.
+"""How each bucket group gathers its parameters, and the handles that Megatron waits on.
 
 Megatron's bucket group gathers in `start_param_sync`; `bucket_group` overrides it and asks
 `ParameterGathers`. Groups that stay raw keep Megatron's own all-gather; it is only timed.
@@ -15,17 +15,27 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket
+from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.buckets import GroupBuckets
-from megatron_sparse.parameters.agreement import RAW
+from megatron_sparse.megatron.parameter_masters import (
+    MASTERS_ELSEWHERE,
+    LossyBucket,
+    masters_elsewhere,
+    optimizer_spans,
+)
+from megatron_sparse.parameters.agreement import LOSSY, RAW
 from megatron_sparse.parameters.choice import GatherChooser
 from megatron_sparse.parameters.gather import (
     ExactGather,
     PendingGather,
+    ShardGather,
     dense_gather_bytes,
 )
+from megatron_sparse.parameters.lossy import LossyGather, LossyWay
 from megatron_sparse.parameters.price import MOVE_BITS
+from megatron_sparse.planner.link_timing import complete, gather_rows
 from megatron_sparse.recording import GatherRecord, RecordSink
 from megatron_sparse.reduction.job import Progress
 from megatron_sparse.transport import Transport
@@ -94,6 +104,7 @@ class ParameterGathers:
         waited_s: seconds that the training thread has waited for parameters, all in all.
         lines: what was chosen and why, in one line; empty where nothing is ever gathered, or
             nothing was to choose.
+        lossy: the buckets that are gathered lossily.
 
     Args:
         sink: receives a record of each gather, and the waits.
@@ -102,9 +113,10 @@ class ParameterGathers:
     def __init__(self, sink: RecordSink) -> None:
         self.waited_s = 0.0
         self.lines: list[str] = []
+        self.lossy: list[LossyBucket] = []
         self._sink = sink
         # By `id` of the group, which the attachment holds.
-        self._exact: dict[int, list[ExactGather]] = {}
+        self._compressed: dict[int, list[ShardGather]] = {}
         self._hooks: list[Any] = []
 
     def plan(
@@ -114,8 +126,9 @@ class ParameterGathers:
         transport_of: Callable[[GroupBuckets], Transport],
         progress: Progress,
         chunks: Iterable[Any],
+        optimizer: Any,
     ) -> None:
-        """Decides for each group between raw and exact. Collective over each group's ranks.
+        """Decides for each group between raw, exact and lossy. Collective over its ranks.
 
         With `parameters.method=auto` or `coder=auto` the host waits for some measurements.
 
@@ -125,14 +138,24 @@ class ParameterGathers:
             transport_of: the transport of a group's ranks.
             progress: drives the gathers.
             chunks: the model; whenever parameters of it are loaded, the next gather is raw.
+            optimizer: Megatron's; only read.
 
         Raises:
-            ConfigError: `parameters.method=exact` cannot work here.
+            ConfigError: `parameters.method=exact` or `lossy` cannot work here.
             CommunicationError: ranks have different settings.
         """
+        method = config.parameters.method
         reasons = [why_raw(group) for group in groups]
-        if config.parameters.method == "exact":
-            _refuse(reasons)
+        if method in COMPRESSED:
+            _refuse(method, reasons)
+        if method == LOSSY:
+            spans = optimizer_spans(optimizer)
+            reasons = [
+                _agreed(masters_elsewhere(group, spans), transport_of(group))
+                if reason is None
+                else reason
+                for group, reason in zip(groups, reasons, strict=True)
+            ]
         choosers: dict[int, GatherChooser] = {}
         for group, reason in zip(groups, reasons, strict=True):
             if reason is not None:
@@ -142,21 +165,26 @@ class ParameterGathers:
                 choosers[key] = GatherChooser(config, transport)
             tensors = [host.param_data.view(-1) for host in group.host.buckets]
             way = choosers[key].choose(tensors)
-            if way is not None:
-                self._exact[id(group)] = [
-                    ExactGather(bucket, values_N, transport, way, progress, self._sink)
-                    for bucket, values_N in zip(group.buckets, tensors, strict=True)
-                ]
+            for bucket, values_N in zip(group.buckets, tensors, strict=True):
+                if way is None:
+                    continue
+                gather: ShardGather
+                if isinstance(way, LossyWay):
+                    gather = LossyGather(bucket, values_N, transport, way, progress, self._sink)
+                    self.lossy.append(LossyBucket(group, bucket, gather))
+                else:
+                    gather = ExactGather(bucket, values_N, transport, way, progress, self._sink)
+                self._compressed.setdefault(id(group), []).append(gather)
         self._follow_loads(chunks)
         said = [chooser.explain() for chooser in choosers.values()]
         said += [f"raw, {reason}" for reason in dict.fromkeys(reasons) if reason not in SILENT]
-        if said and config.parameters.method != RAW:
-            self.lines = [f"parameters.method={config.parameters.method}: {'; '.join(said)}"]
+        if said and method != RAW:
+            self.lines = [f"parameters.method={method}: {'; '.join(said)}"]
             if dist.get_rank() == 0:
                 logger.info(self.lines[0])
 
     def _follow_loads(self, chunks: Iterable[Any]) -> None:
-        if not self._exact:
+        if not self._compressed:
             return
         for chunk in chunks:
             for module in chunk.modules():
@@ -165,19 +193,19 @@ class ParameterGathers:
                     self._hooks.append(hook)
 
     def start(self, group: GroupBuckets, step: int, *, enabled: bool) -> GatherHandle | None:
-        """Launches a group's exact gathers; None if it is to be gathered raw.
+        """Launches a group's gathers; None if it is to be gathered raw.
 
         Args:
             group: the bucket group.
             step: the training step.
             enabled: of the attachment; a step in which it is off gathers raw.
         """
-        gathers = self._exact.get(id(group))
+        gathers = self._compressed.get(id(group))
         if gathers is None:
             return None
         if not enabled:
             for each in gathers:
-                each.forget()
+                each.release()
             return None
         return GatherHandle([each.start(step) for each in gathers], self._waited)
 
@@ -215,16 +243,26 @@ class ParameterGathers:
         self.waited_s += seconds
         self._sink.record_stage("param_wait", seconds)
 
+    def begin_step(self) -> None:
+        """Before each step of the optimizer; see `LossyGather`."""
+        for each in self.lossy:
+            each.gather.begin_step()
+
+    def end_step(self, *, accepted: bool) -> None:
+        """After each step of the optimizer; see `LossyGather`."""
+        for each in self.lossy:
+            each.gather.end_step(accepted=accepted)
+
     def forget(self) -> None:
-        """The next gather of each bucket is raw; see `ExactGather.forget`."""
-        for gathers in self._exact.values():
+        """The next gather of each bucket is raw; see `ShardGather.forget`."""
+        for gathers in self._compressed.values():
             for each in gathers:
                 each.forget()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the kept shards."""
-        return sum(each.nbytes for gathers in self._exact.values() for each in gathers)
+        return sum(each.nbytes for gathers in self._compressed.values() for each in gathers)
 
     def close(self) -> None:
         """Removes the hooks from the model."""
@@ -251,7 +289,7 @@ SILENT = (None, NOT_SHARDED, ALONE)
 
 
 def why_raw(group: GroupBuckets) -> str | None:
-    """Why the plugin cannot gather a bucket group exactly; None if it can."""
+    """Why the plugin can only gather a bucket group raw; None if it can do better."""
     host, n = group.host, group.process_group.size()
     if not host.ddp_config.use_distributed_optimizer:
         return NOT_SHARDED
@@ -268,8 +306,14 @@ def why_raw(group: GroupBuckets) -> str | None:
     return None
 
 
-def _refuse(reasons: Sequence[str | None]) -> None:
-    """Refuses `parameters.method=exact` for groups that cannot.
+def _agreed(reason: str | None, transport: Transport) -> str | None:
+    """The reason, if any rank of the group has one. Collective."""
+    rows = complete(gather_rows([float(reason is not None)], transport))
+    return MASTERS_ELSEWHERE if bool(rows.any()) else None
+
+
+def _refuse(method: str, reasons: Sequence[str | None]) -> None:
+    """Refuses `parameters.method=exact` or `lossy` for groups that cannot.
 
     Raises:
         ConfigError: names the first reason. A group of one rank has nothing to gather.
@@ -277,7 +321,7 @@ def _refuse(reasons: Sequence[str | None]) -> None:
     found = [each for each in reasons if each not in (None, ALONE)]
     if found:
         raise ConfigError(
-            "parameters.method=exact cannot gather this model's parameters",
+            f"parameters.method={method} cannot gather this model's parameters",
             expected="the distributed optimizer (use_distributed_optimizer) with bf16, fp16 or "
             "fp32 parameters in its buffers, on CPUs",
             got=found[0],

@@ -1,4 +1,4 @@
-"""Chooses raw or exact, and the coder, for the buckets that one group of ranks gathers."""
+"""Chooses raw, exact or lossy, and the coder, for buckets that one group of ranks gathers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_sparse.config.parameters import CODERS, METHODS, PER_NODE, ParametersConfig
+from megatron_sparse.config.parameters import (
+    CODERS,
+    COMPRESSED,
+    METHODS,
+    PER_NODE,
+    ParametersConfig,
+)
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.parameters import price
+from megatron_sparse.parameters.agreement import LOSSY, RAW
 from megatron_sparse.parameters.gather import ExactWay
+from megatron_sparse.parameters.lossy import LossyWay
 from megatron_sparse.parameters.price import (
     CoderSpeed,
     GatherLinks,
@@ -27,8 +35,8 @@ from megatron_sparse.transport.topology import members_of
 class GatherChooser:
     """See the module's docstring. Collective: all ranks of the group make one, and ask it alike.
 
-    With `method=auto` or `coder=auto` the host waits for measurements: of the link, unless
-    `planner.cluster` says its costs, and of the codec.
+    With `method=auto`, or where `coder=auto` is to be chosen, the host waits for measurements: of
+    the link, unless `planner.cluster` says its costs, and of the codec.
 
     Args:
         config: `parameters` and `planner.cluster` are read.
@@ -50,20 +58,21 @@ class GatherChooser:
         self._sums: Prices | None = None
         self._priced = 0
         self._exact = 0
-        if self._has_choice:
-            self._find_links(config.planner.cluster)
+        self._lossy = 0
+        self._cluster = config.planner.cluster
 
     @property
     def _has_choice(self) -> bool:
         ways = self._chosen.coder == "auto" or len(self._per_node) > 1
-        return self._chosen.method == "auto" or (self._chosen.method == "exact" and ways)
+        return self._chosen.method == "auto" or (self._chosen.method in COMPRESSED and ways)
 
     def _agree(self, chosen: ParametersConfig) -> None:
-        names = ("method", "coder", "per_node", "verify_every")
+        names = ("method", "coder", "per_node", "bits", "verify_every")
         own = [
             METHODS.index(chosen.method),
             CODERS.index(chosen.coder),
             PER_NODE.index(chosen.per_node),
+            chosen.bits,
             chosen.verify_every,
         ]
         rows = complete(gather_rows(own, self._transport)).tolist()
@@ -90,22 +99,31 @@ class GatherChooser:
         self._links = GatherLinks(model.dense_link(self._transport.world_size), topology)
         self._source = f"of {cluster}"
 
-    def choose(self, buckets: Sequence[torch.Tensor]) -> ExactWay | None:
+    def choose(self, buckets: Sequence[torch.Tensor]) -> ExactWay | LossyWay | None:
         """The way of buckets that are gathered together; None leaves them raw.
 
         Args:
-            buckets: the whole parameters of each.
+            buckets: the whole parameters of each; with `method=lossy` fp32 ones are lossy, others
+                exact, which takes fewer bits there.
         """
-        every = self._chosen.verify_every
-        if self._chosen.method == "raw":
+        chosen = self._chosen
+        every = chosen.verify_every
+        if chosen.method == RAW:
             return None
-        if self._links is None:
+        fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
+        if chosen.method == LOSSY and fp32:
+            self._lossy += len(buckets)
+            return LossyWay(chosen.bits, every, self._per_node == (True,))
+        if not self._has_choice:
             self._exact += len(buckets)
-            return ExactWay(self._chosen.coder, every, self._per_node[0])
+            return ExactWay(chosen.coder, every, self._per_node[0])
+        if self._links is None:
+            self._find_links(self._cluster)
+        assert self._links is not None, "they were found"
         prices = self._prices(buckets, self._links)
         self._sums = prices if self._sums is None else self._sums + prices
         self._priced += len(buckets)
-        if self._chosen.method == "auto" and not prices.exact_pays:
+        if chosen.method == "auto" and not prices.exact_pays:
             return None
         self._exact += len(buckets)
         return ExactWay(prices.best.coder, every, prices.best.per_node)
@@ -131,10 +149,16 @@ class GatherChooser:
 
     def explain(self) -> str:
         """What was chosen, and why; for the log."""
-        if self._sums is None or self._links is None:
-            return f"{self._exact} buckets exact" if self._exact else "raw"
-        sums, best = self._sums, self._sums.best
-        rate = 1e-6 / max(self._links.dense.beta_s, 1e-15)
+        said = [f"{self._lossy} buckets lossy, {self._chosen.bits} bits"] if self._lossy else []
+        if self._sums is not None and self._links is not None:
+            said.append(self._explain_prices(self._sums, self._links))
+        elif self._exact:
+            said.append(f"{self._exact} buckets exact")
+        return "; ".join(said) or RAW
+
+    def _explain_prices(self, sums: Prices, links: GatherLinks) -> str:
+        best = sums.best
+        rate = 1e-6 / max(links.dense.beta_s, 1e-15)
         way = f"{best.coder}, once per node" if best.per_node else best.coder
         return (
             f"{self._exact} of {self._priced} buckets exact: predicted for all of them "

@@ -163,6 +163,10 @@ class ShardGather(ABC):
         Call it on every rank, between two gathers.
         """
 
+    def release(self) -> None:
+        """As `forget`, before a raw gather that this object does not see."""
+        self.forget()
+
     @property
     @abstractmethod
     def _replica_M(self) -> torch.Tensor | None:

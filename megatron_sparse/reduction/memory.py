@@ -23,6 +23,7 @@ from megatron_sparse.collectives import AUTO, SCHEMES, Input
 from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
 from megatron_sparse.collectives.peer_two_shot import peer_layout
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
+from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
 from megatron_sparse.cuda_ext import ops, workspace
 from megatron_sparse.cuda_ext.peer_ops import window_bytes
@@ -88,7 +89,7 @@ ITEMS = {
         "scheme=direct, or training.overlap_grad_reduce=true: smaller buckets",
     ),
     "parameters": Item(
-        "this rank's shards of the parameters as the other ranks hold them, for exact gathers",
+        "this rank's shards of the parameters once more, for exact and lossy gathers",
         "parameters.method=raw",
     ),
     "tables": Item("offsets of segments, shards and slots", "a shorter compression.ramp_iters"),
@@ -165,8 +166,9 @@ def account(
     parameters, notes = 0, {}
     if config.scheme.name == AUTO and config.planner.cluster and not config.planner.pin:
         notes["planner.cluster may choose schemes that need other buffers"] = None
-    if config.parameters.method == "exact":
-        notes["without the shards that parameters.method=exact keeps"] = None
+    if config.parameters.method in COMPRESSED:
+        method = config.parameters.method
+        notes[f"without the shards that parameters.method={method} keeps"] = None
     for rank, buckets in groups:
         found = _Group(config, rank, undo=undo)
         for bucket in buckets:
@@ -193,7 +195,7 @@ def held(
     Args:
         stores: the method's, by name.
         reducers: of all groups.
-        parameters: bytes of the shards that exact gathers keep.
+        parameters: bytes of the shards that exact and lossy gathers keep.
     """
     found: Counter[str] = Counter(undo=0, messages=0)
     for name, store in stores.items():

@@ -56,7 +56,7 @@ class IterationBreakdown:
         param_dense_bytes: bytes that a ring all-gather of the raw parameters would have sent,
             summed over the gathers that ended in the iteration; 0 without a sharded optimizer.
         param_wire_bytes: bytes that this rank sent in them.
-        param_gathers: number of buckets' gathers by method, `raw` or `exact`.
+        param_gathers: number of buckets' gathers by method: `raw`, `exact`, `lossy`.
     """
 
     iteration: int

@@ -64,7 +64,7 @@ def lone_rank(monkeypatch):
 def plan(groups: list[GroupBuckets], method: str) -> ParameterGathers:
     gathers = ParameterGathers(Sink())
     config = SparseConfig(parameters=ParametersConfig(method))
-    gathers.plan(groups, config, cast(Any, None), cast(Any, None), [])
+    gathers.plan(groups, config, cast(Any, None), cast(Any, None), [], None)
     return gathers
 
 
@@ -73,14 +73,15 @@ def test_reasons(able, reason):
     assert why_raw(able) == reason
 
 
+@pytest.mark.parametrize("method", ["exact", "lossy"])
 @pytest.mark.parametrize(("unable", "reason"), REASONS)
-def test_auto_leaves_them_to_megatron_and_exact_is_refused(lone_rank, unable, reason):
+def test_auto_leaves_them_to_megatron_and_others_are_refused(lone_rank, unable, reason, method):
     assert plan([unable], "auto").start(unable, 0, enabled=True) is None
     if "one data-parallel rank" in reason:
-        plan([unable], "exact")  # there is nothing to gather
+        plan([unable], method)  # there is nothing to gather
         return
-    with pytest.raises(ConfigError, match=r"parameters\.method=exact") as caught:
-        plan([unable], "exact")
+    with pytest.raises(ConfigError, match=rf"parameters\.method={method}") as caught:
+        plan([unable], method)
     assert caught.value.got == reason
 
 

@@ -184,7 +184,8 @@ def test_measurements_are_positive():
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(0, "method"), (1, "coder"), (2, "per_node"), (3, "verify_every")]
+    ("place", "name"),
+    [(0, "method"), (1, "coder"), (2, "per_node"), (3, "bits"), (4, "verify_every")],
 )
 def test_ranks_with_other_settings_are_told(place, name):
     def other(own):

@@ -41,6 +41,8 @@ class Queue:
 class Group:
     """A bucket on N virtual ranks; `expected` is what a raw gather would leave on all of them."""
 
+    kind, way = ExactGather, ExactWay
+
     def __init__(
         self, dtype=torch.bfloat16, verify_every=1, coder="rans", n=N, shard=SHARD, nodes=None
     ):
@@ -56,9 +58,9 @@ class Group:
         for rank, transport in enumerate(self.cluster.transports):
             grad_N = torch.zeros(n * shard)
             bucket = Bucket("dense0.0", grad_N, (), CollectiveOp.REDUCE_SCATTER, n)
-            way = ExactWay(coder, verify_every, nodes is not None)
+            way = self.way(coder, verify_every, nodes is not None)
             self.gathers.append(
-                ExactGather(
+                self.kind(
                     bucket, self.values[rank], transport, way, self.queues[rank], self.sinks[rank]
                 )
             )

@@ -1,0 +1,202 @@
+"""The lossy all-gather of one bucket's fp32 parameters: quantised differences, error feedback.
+
+    y = master - replica            of the own shard, rounded to fp32
+    send Q(y)                       4 or 8 bits a number and a scale for 128 (`formats.quantised`)
+    replica += Q(y)                 on every rank, the owner included, in the same arithmetic
+
+So replicas are the same bits on all ranks. What was withheld, master - replica, needs no memory of
+its own: the master has it, and the next gather sends it along. In fp32 training Megatron's master
+is the own shard in the parameter buffer; so one shard more is kept, and its content swaps places:
+
+                                            own shard in the buffer     kept
+    between steps                           replica                     master
+    from `begin_step` to the gather         master                      replica
+
+An optimizer step that is skipped swaps them back. A gather without a step since the last one sends
+an empty record: what was withheld waits for the next step. So evaluating and saving, before which
+Megatron gathers again, do not change a run.
+
+Cost: (n - 1) M (bits + 1/8) / 8 bytes sent by each rank for shards of M numbers, and the
+announcement; 4 M bytes are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.formats.quantised import add_difference_, encode_difference, record_bytes
+from megatron_sparse.parameters.agreement import LOSSY
+from megatron_sparse.parameters.gather import NOTHING, ShardGather
+from megatron_sparse.recording import RecordSink
+from megatron_sparse.reduction.job import Progress
+from megatron_sparse.transport import Transport
+
+SWAPPED_NUMEL = 2**16
+"""Numbers that change places at a time: all that the swap needs of memory."""
+
+
+@dataclass(frozen=True)
+class LossyWay:
+    """How a bucket is gathered; the same on every rank of the group.
+
+    Attributes:
+        bits: of a number, 4 or 8.
+        verify_every: every so many gathers ranks compare hashes.
+        per_node: records cross to each other node once; see `parameters.per_node`.
+    """
+
+    bits: int
+    verify_every: int
+    per_node: bool = False
+
+
+class LossyGather(ShardGather):
+    """Sends quantised differences; keeps the master or the replica of this rank's shard.
+
+    The optimizer must be told apart from other writers: call `begin_step` before each of its steps
+    and `end_step` after it. Whatever else writes parameters must call `forget`.
+
+    Args:
+        bucket: see `ShardGather`, as for all others.
+        values_N: fp32; this rank's shard is the optimizer's master.
+        transport: the group.
+        way: see `LossyWay`.
+        progress: drives the gathers.
+        sink: receives a record of each.
+    """
+
+    method = LOSSY
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        values_N: torch.Tensor,
+        transport: Transport,
+        way: LossyWay,
+        progress: Progress,
+        sink: RecordSink,
+    ) -> None:
+        super().__init__(bucket, values_N, transport, way.verify_every, progress, sink)
+        self._bits = way.bits
+        self._kept_M: torch.Tensor | None = None
+        self._master_is_kept = False
+        self._changed = self._was_changed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept shard."""
+        return 0 if self._kept_M is None else self._kept_M.nbytes
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The first element of the own shard in the bucket, and the one behind the last."""
+        start = self._transport.rank * self._own_M.numel()
+        return start, start + self._own_M.numel()
+
+    @property
+    def own_shard(self) -> torch.Tensor:
+        """This rank's shard in the buffer."""
+        return self._own_M
+
+    def begin_step(self) -> None:
+        """Gives the optimizer its master. Call it before each step, when no gather is under way."""
+        self._was_changed, self._changed = self._changed, True
+        self._install_master()
+
+    def end_step(self, *, accepted: bool) -> None:
+        """After each step.
+
+        Args:
+            accepted: whether parameters have changed; if not, the replica comes back.
+        """
+        if accepted:
+            return
+        self._changed = self._was_changed
+        if not self._changed:
+            self._install_replica()
+
+    def forget(self) -> None:
+        """The next gather is raw, and sends the own shard as it is then in the buffer.
+
+        What was withheld is dropped: the parameters that were written count.
+        """
+        self._kept_M = None
+
+    def release(self) -> None:
+        """Gives the buffer its master, for a raw gather that this object does not see.
+
+        Call it on every rank, between two gathers.
+        """
+        if self._kept_M is not None:
+            self._install_master()
+        self.forget()
+
+    def settled_master(self) -> torch.Tensor | None:
+        """The master if all ranks hold the replica in the buffer, else None. Not a copy."""
+        return self._kept_M if self._kept_M is not None and self._master_is_kept else None
+
+    def restore(self, master_M: torch.Tensor) -> None:
+        """Goes on where a checkpoint was saved: the buffer holds the same replica on every rank.
+
+        Call it on every rank, between two gathers.
+
+        Args:
+            master_M: fp32; copied.
+        """
+        self._kept_M = master_M.to(torch.float32, copy=True)
+        self._master_is_kept, self._changed = True, False
+
+    @property
+    def _replica_M(self) -> torch.Tensor | None:
+        if self._kept_M is None:
+            return None
+        return self._own_M if self._master_is_kept else self._kept_M
+
+    @property
+    def _manner(self) -> str:
+        return f"{LOSSY} {self._bits}"
+
+    def _encode_own(self, number: int) -> torch.Tensor:
+        if not self._changed:
+            return NOTHING
+        assert self._kept_M is not None, "else the gather is raw"
+        self._install_master()
+        sent = encode_difference(self._own_M, self._kept_M, bits=self._bits, epoch=number)
+        add_difference_(sent, self._kept_M, epoch=number)
+        self._install_replica()
+        self._changed = False
+        return sent
+
+    def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
+        if record.numel() > 0:
+            add_difference_(record, shard_M, epoch=number, rank=rank)
+
+    def _most_bytes(self) -> int:
+        return record_bytes(self._own_M.numel(), self._bits)
+
+    def _keep(self) -> None:
+        if self._kept_M is None:  # after a raw gather
+            self._kept_M = self._own_M.clone()
+            self._master_is_kept, self._changed = True, False
+
+    def _install_master(self) -> None:
+        if self._master_is_kept:
+            self._swap()
+
+    def _install_replica(self) -> None:
+        if not self._master_is_kept:
+            self._swap()
+
+    def _swap(self) -> None:
+        if self._kept_M is None:
+            return
+        for own, kept in zip(
+            self._own_M.split(SWAPPED_NUMEL), self._kept_M.split(SWAPPED_NUMEL), strict=True
+        ):
+            before = own.clone()
+            own.copy_(kept)
+            kept.copy_(before)
+        self._master_is_kept = not self._master_is_kept

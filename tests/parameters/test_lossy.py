@@ -1,0 +1,312 @@
+"""The lossy gather of one bucket, on virtual ranks: equal replicas, and a master that keeps what
+was withheld.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_sparse.errors import CommunicationError, ReplicaError, WireFormatError
+from megatron_sparse.parameters.lossy import SWAPPED_NUMEL, LossyGather, LossyWay
+from tests.parameters.test_gather import SHARD, Group
+
+N = 4
+LIMITS = {4: 7, 8: 127}
+
+
+class LossyGroup(Group):
+    """As `Group`; beside it the masters, as an optimizer without the plugin would have them."""
+
+    kind, way = LossyGather, LossyWay
+
+    def __init__(self, bits=4, **options):
+        super().__init__(torch.float32, coder=bits, **options)
+        self.masters = [self.own(rank).clone() for rank in range(len(self.values))]
+
+    def step(self, size=1e-4, *, accepted=True):
+        """One step of the optimizer on every rank; checks that it finds its master."""
+        for gather in self.gathers:
+            gather.begin_step()
+        for rank, master in enumerate(self.masters):
+            own = self.own(rank)
+            assert torch.equal(own, master)
+            if accepted:
+                own += torch.randn(own.numel(), generator=self.generator) * size
+                master.copy_(own)
+        for gather in self.gathers:
+            gather.end_step(accepted=accepted)
+
+    def replica(self):
+        """What all ranks hold; checks that it is the same."""
+        first, *others = self.values
+        for values in others:
+            assert torch.equal(values, first)
+        return first.clone()
+
+    def withheld(self):
+        """Master - replica, in exact arithmetic."""
+        return torch.cat(self.masters).double() - self.replica().double()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_replicas_are_equal_and_what_is_withheld_is_less_than_a_step_of_the_scale(bits):
+    group = LossyGroup(bits)
+    group.gather()
+    assert {record.method for record in group.last} == {"raw"}
+    assert bool((group.withheld() == 0).all())
+    before = group.replica()
+    for _ in range(20):
+        group.step()
+        moved = torch.cat(group.masters) - before
+        group.gather()
+        assert {record.method for record in group.last} == {"lossy"}
+        # Half a step of the scale of the largest move in a shard, and the sum's rounding.
+        most = float(moved.abs().max()) / LIMITS[bits] * 0.51 + 2**-25
+        assert float(group.withheld().abs().max()) <= most
+        before = group.replica()
+
+
+def test_nothing_is_lost():
+    """Without further moves what was withheld is sent until nothing is left of it."""
+    group = LossyGroup(4)
+    group.gather()
+    group.step()
+    sizes = []
+    for _ in range(12):
+        group.gather()
+        sizes.append(float(group.withheld().abs().max()))
+        group.step(0.0)
+    assert sizes[0] > 1e-6
+    assert all(after < before / 5 or after == 0 for before, after in itertools.pairwise(sizes))
+    assert sizes[-1] == 0.0
+
+
+def test_without_the_feedback_it_would_be_lost():
+    """Moves below half a step of the scale: the replica follows them all the same."""
+    group = LossyGroup(4, shard=128)
+    group.gather()
+    start = group.replica()
+    for _ in range(100):
+        for gather in group.gathers:
+            gather.begin_step()
+        for rank, master in enumerate(group.masters):
+            own = group.own(rank)
+            own[0] += 1e-3 * (1 if torch.rand(1, generator=group.generator) < 0.5 else -1)
+            own[1:] += 1e-5  # a hundredth of the largest, a fourteenth of a step
+            master.copy_(own)
+        for gather in group.gathers:
+            gather.end_step(accepted=True)
+        group.gather()
+    followed = (group.replica() - start).view(N, -1)[:, 1:]
+    assert float((followed - 1e-3).abs().max()) < 1e-4
+
+
+def test_bytes():
+    group = LossyGroup(4, shard=12_800)
+    group.gather()
+    group.step()
+    group.gather()
+    (record, *_) = group.last
+    assert record.dense_bytes == 4 * 12_800 * (N - 1)
+    assert record.wire_bytes == (N - 1) * (64 + 2 * 104 + 12_800 // 2)  # 100 scales are padded
+
+
+def test_a_second_gather_of_a_step_sends_nothing():
+    """So an evaluation or a save, before which Megatron gathers, changes nothing."""
+    group = LossyGroup()
+    group.gather()
+    group.step()
+    group.gather()
+    replica = group.replica()
+    group.gather()
+    assert torch.equal(group.replica(), replica)
+    assert {record.method for record in group.last} == {"lossy"}
+    assert {record.wire_bytes for record in group.last} == {0}
+    group.step()
+    group.gather()
+    assert group.last[0].wire_bytes > 0
+
+
+def test_steps_without_a_gather_between_them():
+    group = LossyGroup()
+    group.gather()
+    group.step()
+    group.step()
+    group.step(accepted=False)
+    assert torch.equal(group.own(2), group.masters[2])
+    group.gather()
+    assert float(group.withheld().abs().max()) < 1e-4
+    group.step()
+
+
+def test_a_skipped_step_leaves_the_replica_on_all_ranks():
+    group = LossyGroup()
+    group.gather()
+    group.step()
+    group.gather()
+    replica = group.replica()
+    group.step(accepted=False)
+    assert torch.equal(group.replica(), replica)
+    group.gather()
+    assert torch.equal(group.replica(), replica)
+    assert group.last[0].wire_bytes == 0
+    group.step()
+    group.gather()
+
+
+def test_a_raw_gather_of_the_host_gets_the_masters():
+    """With `enabled=False`; then a raw gather of ours, then lossy ones."""
+    group = LossyGroup()
+    group.gather()
+    group.step()
+    group.gather()
+    for gather in group.gathers:
+        gather.release()
+        gather.release()
+    for rank, master in enumerate(group.masters):
+        assert torch.equal(group.own(rank), master)
+        assert group.gathers[rank].nbytes == 0
+    group.step()
+    group.gather()
+    assert {record.method for record in group.last} == {"raw"}
+    assert bool((group.withheld() == 0).all())
+    group.step()
+    group.gather()
+    assert {record.method for record in group.last} == {"lossy"}
+
+
+def test_what_was_written_counts_after_forget():
+    group = LossyGroup()
+    group.gather()
+    group.step()
+    group.gather()
+    for rank, values in enumerate(group.values):
+        values.fill_(rank)
+        group.gathers[rank].forget()
+        group.masters[rank] = group.own(rank).clone()
+    group.gather()
+    assert {record.method for record in group.last} == {"raw"}
+    assert group.replica().view(N, -1)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    group.step()
+    group.gather()
+    assert {record.method for record in group.last} == {"lossy"}
+
+
+def test_going_on_from_saved_masters_is_bit_exact():
+    group, other = LossyGroup(), LossyGroup()
+    for each in (group, other):
+        each.gather()
+        each.step()
+        each.gather()
+    saved = [gather.settled_master().clone() for gather in group.gathers]
+    assert all(map(torch.equal, saved, group.masters))
+    for gather, master in zip(group.gathers, saved, strict=True):
+        gather.forget()
+        gather.restore(master)
+    for each in (group, other):
+        for _ in range(3):
+            each.step()
+            each.gather()
+            assert {record.method for record in each.last} == {"lossy"}
+    assert torch.equal(group.replica(), other.replica())
+
+
+def test_masters_are_settled_only_between_a_gather_and_a_step():
+    group = LossyGroup()
+    gather = group.gathers[0]
+    assert gather.settled_master() is None
+    group.gather()
+    assert gather.settled_master() is not None
+    group.step()
+    assert gather.settled_master() is None
+    group.gather()
+    assert gather.settled_master() is not None
+    gather.forget()
+    assert gather.settled_master() is None
+
+
+def test_a_shard_more_is_kept():
+    group = LossyGroup()
+    assert group.gathers[0].nbytes == 0
+    group.gather()
+    assert group.gathers[0].nbytes == 4 * SHARD
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("shard", [1, 130, SWAPPED_NUMEL + 7])
+def test_any_number_of_ranks_and_elements(n, shard):
+    group = LossyGroup(n=n, shard=shard)
+    group.gather()
+    for _ in range(2):
+        group.step()
+        group.gather()
+        group.replica()
+
+
+def test_nan_reaches_every_rank():
+    group = LossyGroup(verify_every=100)
+    group.gather()
+    for gather in group.gathers:
+        gather.begin_step()
+    group.own(1)[300] = float("nan")
+    for gather in group.gathers:
+        gather.end_step(accepted=True)
+    group.gather()
+    for values in group.values:
+        shard = values.view(N, -1)[1]
+        assert bool(shard[256:384].isnan().all()), "the group of 128 numbers"
+        assert int(values.isnan().sum()) == 128
+
+
+def test_a_replica_that_was_written_is_found():
+    group = LossyGroup()
+    group.gather()
+    group.values[3].view(N, -1)[1, 5] += 1
+    group.step()
+    with pytest.raises(ReplicaError, match="rank 3 of the group holds other parameters"):
+        group.gather()
+
+
+def test_a_damaged_record_names_rank_and_field(monkeypatch):
+    from megatron_sparse.parameters import lossy
+
+    original = lossy.encode_difference
+    group = LossyGroup(verify_every=100)
+    group.gather()
+    group.step()
+    mine = group.own(1).clone()
+    before = [values.view(N, -1)[1].clone() for values in group.values]
+
+    def damaged(new, old, **options):
+        record = original(new, old, **options)
+        if torch.equal(new, mine):
+            record = record.clone()
+            record[-1] ^= 1
+        return record
+
+    monkeypatch.setattr(lossy, "encode_difference", damaged)
+    with pytest.raises(WireFormatError, match="field payload checksum"):
+        group.gather()
+    for rank in (0, 2, 3):
+        assert torch.equal(group.values[rank].view(N, -1)[1], before[rank])
+
+
+def test_ranks_with_other_bits_are_told():
+    group = LossyGroup(4)
+    group.gather()
+    group.gathers[2]._bits = 8
+    group.step()
+    with pytest.raises(CommunicationError):
+        group.gather()
+
+
+def test_ranks_that_disagree_about_raw_or_lossy_are_told():
+    group = LossyGroup()
+    group.gather()
+    group.gathers[2].forget()
+    group.step(0.0)
+    with pytest.raises(CommunicationError, match="in another manner"):
+        group.gather()
