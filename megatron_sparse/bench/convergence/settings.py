@@ -19,6 +19,11 @@ WARMUP_SHARE, RAMP_SHARE = 0.15, 0.3
 the target; 1 : 2 as in `config.CompressionConfig`."""
 VALIDATIONS = 10
 """Validations in a run, at equal distances, the last one at its end."""
+_LOSSY = (
+    "compression=dense",
+    "training.use_distributed_optimizer=true",
+    "parameters.method=lossy",
+)
 _SGD = ("megatron.optimizer=sgd", "training.lr=0.3", "training.min_lr=0.03")
 
 
@@ -52,6 +57,8 @@ SETTINGS = (
     Setting("topk5", "5 %", ("compression=topk95",)),
     Setting("leak09", "1 %, leak 0.9", ("compression.leak=0.9",), tier=2),
     Setting("cold", "1 %, no warm-up, no ramp", warmup=0, ramp=0, tier=2),
+    Setting("lossy4", "dense, parameters in 4 bits", (*_LOSSY, "parameters.bits=4"), tier=2),
+    Setting("lossy8", "dense, parameters in 8 bits", (*_LOSSY, "parameters.bits=8"), tier=2),
     Setting("noramp", "1 %, warm-up, no ramp", ramp=0, tier=3),
     Setting("longramp", "1 %, ramp of 70 %", ramp=0.7, tier=3),
     Setting(SGD_DENSE, "SGD, dense", ("compression=dense", *_SGD), baseline=SGD_DENSE, tier=3),
