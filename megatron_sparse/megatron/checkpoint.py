@@ -12,6 +12,8 @@ Policies, each with a line in the log:
 - Residuals move between buckets by parameter name.
 - A bucket of another size or number of ranks is planned anew.
 - Another tensor-, pipeline- or expert-parallel size is an error.
+- The masters of `parameters.method=lossy` move by parameter name and position. If any is missing,
+  the loaded parameters count, and the next gather is raw.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from megatron_sparse.megatron.checkpoint_layout import (
 )
 from megatron_sparse.megatron.checkpoint_sharded import PREFIX as KEY
 from megatron_sparse.megatron.checkpoint_sharded import sharded_state
+from megatron_sparse.megatron.parameter_masters import masters_from
+from megatron_sparse.parameters.agreement import LOSSY
 
 __all__ = ["KEY", "check_structure", "load", "save", "sharded_state"]
 
@@ -83,11 +87,29 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         planner=saved.planner,
         method=saved.method,
     )
+    lines = _restore_masters(attachment, saved)
     if unused:
         logger.warning("residuals of unknown parameters dropped: %s", ", ".join(sorted(unused)))
     if dist.get_rank() == 0:
-        for line in _applied_policies(attachment, checkpoint, saved):
+        for line in [*_applied_policies(attachment, checkpoint, saved), *lines]:
             logger.info(line)
+
+
+def _restore_masters(attachment: Attachment, saved: Saved) -> list[str]:
+    """Gives each lossy gather its master, if every rank has found its own; lines for the log.
+
+    Collective with `parameters.method=lossy`.
+    """
+    if attachment.config.parameters.method != LOSSY:
+        return []
+    buckets = attachment.parameters.lossy
+    masters = masters_from(buckets, saved.masters)
+    if not _on_every_rank(masters is not None):
+        return ["the checkpoint has no masters of the parameters: the next gather is raw"]
+    assert masters is not None
+    for each, master_M in zip(buckets, masters, strict=True):
+        each.gather.restore(master_M)
+    return ["masters of the parameters restored"]
 
 
 def _on_every_rank(here: bool) -> bool:

@@ -30,6 +30,7 @@ from megatron_sparse.megatron.checkpoint_layout import (
     rows_for,
     store_contents,
 )
+from megatron_sparse.megatron.parameter_masters import overlapping, saved_parts
 
 FOLDER = "megatron_sparse"
 READABLE = (1, VERSION)
@@ -44,7 +45,11 @@ def save(attachment: Attachment, checkpoint: Path) -> Path:
     stores: Stores = {name: {} for name in attachment.stores()}
     for name, parameter, view in store_contents(attachment):
         stores[name][parameter] = view.detach().cpu().clone()
-    state = common_state(attachment) | rank_state(attachment)
+    masters = [
+        (part.name, part.start, part.expert, part.values_M.detach().cpu().clone())
+        for part in saved_parts(attachment.parameters.lossy)
+    ]
+    state = common_state(attachment) | rank_state(attachment) | {"masters": masters}
     folder = checkpoint / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{dist.get_rank():05d}.pt"
@@ -89,6 +94,7 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
         own["method"] if same else {},
         own["buckets"],
     )
+    saved.masters = _masters(attachment, here, states)
     if not stores:
         return saved
     experts = expert_parameters(attachment)
@@ -107,6 +113,23 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     else:
         saved.stores = _rows([mine[j][1] for j in rows_for(here.data, here.data_size, old_size)])
     return saved
+
+
+def _masters(
+    attachment: Attachment, here: Place, states: list[tuple[Place, dict[str, Any]]]
+) -> dict[tuple[str, int], torch.Tensor]:
+    """The parts of masters that this rank needs, from the files of all ranks."""
+    found, needed = {}, {}
+    for place, state in states:
+        # Files of earlier versions have none.
+        for name, start, expert, values_M in state.get("masters", ()):
+            if place.shard(expert) == here.shard(expert):
+                found[expert, name, start] = values_M
+    for expert in (False, True):
+        rows = [(key[1], key[2], v.numel()) for key, v in found.items() if key[0] == expert]
+        for name, start, _ in overlapping(attachment.parameters.lossy, expert, rows):
+            needed[name, start] = found[expert, name, start]
+    return needed
 
 
 def _rows(states: list[dict[str, Any]]) -> Stores:

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.attachment import Attachment
+from megatron_sparse.megatron.parameter_masters import Parts
 
 VERSION = 2
 Stores = dict[str, dict[str, torch.Tensor]]
@@ -82,6 +83,7 @@ class Saved:
     """One rank's part of a checkpoint.
 
     `data_size` and `kept` are of the run that wrote it: its data-parallel size and its stores.
+    `masters` are the parts of `parameters.method=lossy` that overlap with this rank's shards.
     """
 
     step: int
@@ -95,6 +97,7 @@ class Saved:
     method: dict[str, Any] = field(default_factory=dict)
     buckets: dict[str, int] | None = None
     stores: Stores = field(default_factory=dict)
+    masters: Parts = field(default_factory=dict)
 
 
 def check_structure(*, constant: bool, mode: str) -> None:

@@ -7,6 +7,8 @@ raises no error for a missing key or another data-parallel size.
 Keys begin with `megatron_sparse.`: `header` (one object), `state.tp0.pp0` (one object for each
 data-parallel rank) and `<store>.<part of the model>.<parameter>`: one row of the parameter's
 elements for each data-parallel rank, or with `residual_checkpoint=sum` the sum of all rows, once.
+With `parameters.method=lossy` there is also `master.<part of the model>.<parameter>.<start>`, for
+each part of a parameter that a rank owns.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ from megatron_sparse.megatron.checkpoint_layout import (
     rows_for,
     store_contents,
 )
+from megatron_sparse.megatron.parameter_masters import overlapping, saved_parts
 
 PREFIX = "megatron_sparse"
+MASTER = "master"
 
 
 def sharded_state(attachment: Attachment) -> dict[str, Any]:
@@ -73,6 +77,12 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
             view = view.clone() if view.device.type == "cpu" else view
             tensor = ShardedTensor.from_rank_offsets(key, view, (0, row, size), prepend_axis_num=1)
         state[f"{store}.{name}"] = tensor
+    for part in saved_parts(attachment.parameters.lossy):
+        key = f"{_store_key(MASTER, here, part.expert)}{part.name}.{part.start}"
+        values_M = part.values_M.clone()
+        state[f"{MASTER}.{part.name}.{part.start}"] = ShardedTensor.from_rank_offsets(
+            key, values_M, replica_id=part.instance
+        )
     return state
 
 
@@ -119,6 +129,8 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     )
     pieces = _pieces(attachment, here, found, saved.mode) if stores else []
     template: dict[str, Any] = {f"{p.store}.{p.name}": p.template for p in pieces if p.template}
+    masters = _master_entries(attachment, here, found)
+    template |= {entry.key: _whole(entry) for entry in masters.values()}
     # Missing only for a model with another layout, whose residuals are not read.
     if rank_object.unique_key in found:
         template["rank"] = rank_object
@@ -126,6 +138,7 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     if "rank" in loaded:
         saved.planner, saved.buckets = loaded["rank"]["planner"], loaded["rank"]["buckets"]
         saved.method = loaded["rank"]["method"] if same else {}
+    saved.masters = {part: loaded[entry.key]["whole"] for part, entry in masters.items()}
     for piece in pieces:
         if piece.template:
             rows = [row.view(-1) for row in loaded[f"{piece.store}.{piece.name}"].values()]
@@ -186,10 +199,27 @@ def _pieces(
     return pieces
 
 
+def _master_entries(
+    attachment: Attachment, here: Place, found: dict[str, _Entry]
+) -> dict[tuple[str, int], _Entry]:
+    """The stored parts of masters that this rank needs, by parameter and first element."""
+    needed = {}
+    for expert in (False, True):
+        prefix, stored = _store_key(MASTER, here, expert), {}
+        for key, entry in found.items():
+            if key.startswith(prefix):
+                name, start = key.removeprefix(prefix).rsplit(".", 1)
+                stored[name, int(start)] = entry
+        rows = [(name, start, entry.shape[0]) for (name, start), entry in stored.items()]
+        for name, start, _ in overlapping(attachment.parameters.lossy, expert, rows):
+            needed[name, start] = stored[name, start]
+    return needed
+
+
 def _whole(entry: _Entry) -> dict[str, ShardedTensor]:
-    """The request for a whole sum."""
+    """The request for a whole tensor: a sum, or a part of a master."""
     empty = torch.empty(entry.shape, dtype=entry.dtype)
-    return {"sum": ShardedTensor.from_rank_offsets(entry.key, empty)}
+    return {"whole": ShardedTensor.from_rank_offsets(entry.key, empty)}
 
 
 def _rows(entry: _Entry, row: int, size: int) -> dict[str, ShardedTensor]:

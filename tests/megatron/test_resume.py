@@ -57,13 +57,19 @@ LAYOUTS = {
         "megatron.optimizer=sgd",
         "megatron.sgd_momentum=0",
     ),
-    # Loaders with workers and validation draw from the generator that dropout uses on a CPU.
-    "dropout": (
+    # Loaders with workers and validation draw from the generator that dropout uses on a CPU. Before
+    # each validation and save Megatron gathers once more, and between them in the forward pass.
+    "dropout, lossy parameters": (
         "scheme=agsparse",
         "model.dropout=0.1",
         "data.num_workers=1",
         "training.eval_interval=2",
         "training.eval_iters=1",
+        "training.overlap_grad_reduce=true",
+        "training.use_distributed_optimizer=true",
+        "megatron.overlap_param_gather=true",
+        "parameters.method=lossy",
+        "parameters.verify_every=1",
     ),
     "the optimizer's momentum": ("scheme=agsparse", "megatron.optimizer=sgd"),
 }
@@ -93,6 +99,13 @@ def test_resuming_is_bit_exact(tmp_path, layout):
     assert all(len(rows) == 2 for rows in residuals)
     assert any(bool(rows[1].any()) for rows in residuals)
     assert any(".momentum." in name for name in tensors) is (layout == "momentum")
+    masters = [name for name in tensors if ".master." in name]
+    assert bool(masters) is ("lossy" in layout)
+    if masters:
+        methods = [
+            json.loads(line)["param_gathers"] for line in (resumed / "breakdown.jsonl").open()
+        ]
+        assert all(set(counts) <= {"lossy"} for counts in methods)
     if "fp16" in layout:
         lines = [json.loads(line) for line in (whole / "breakdown.jsonl").open()]
         assert {line["skipped"] for line in lines} == {False, True}
