@@ -233,7 +233,7 @@ class Attachment:
             store.undo = undo or self.config.compression.undo == "always"
             store.outcome = Outcome.REPORTED
         self.unit.bind(optimizer)
-        begin = recording_parameters(self, self._check_nccl, self.parameters.begin_step)
+        begin = recording_parameters(self, self._check_nccl)
         self.parameters.plan(
             self.groups,
             self.config,
@@ -328,7 +328,6 @@ class Attachment:
 
     def _step_ended(self, success: bool, grad_norm: float | None) -> None:
         """Makes the step's selections final, or undoes them if the optimizer skipped the step."""
-        self.parameters.end_step(accepted=success)
         self.grad_norm = grad_norm
         unit_change = self.unit.end_step(accepted=success)
         if success:

@@ -22,6 +22,7 @@ from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.megatron.parameter_masters import (
     MASTERS_ELSEWHERE,
     LossyBucket,
+    WatchedUpdates,
     masters_elsewhere,
     optimizer_spans,
 )
@@ -118,6 +119,7 @@ class ParameterGathers:
         # By `id` of the group, which the attachment holds.
         self._compressed: dict[int, list[ShardGather]] = {}
         self._hooks: list[Any] = []
+        self._updates: WatchedUpdates | None = None
 
     def plan(
         self,
@@ -138,7 +140,7 @@ class ParameterGathers:
             transport_of: the transport of a group's ranks.
             progress: drives the gathers.
             chunks: the model; whenever parameters of it are loaded, the next gather is raw.
-            optimizer: Megatron's; only read.
+            optimizer: Megatron's; its updates are wrapped until `close` if any bucket is lossy.
 
         Raises:
             ConfigError: `parameters.method=exact` or `lossy` cannot work here.
@@ -176,6 +178,7 @@ class ParameterGathers:
                     gather = ExactGather(bucket, values_N, transport, way, progress, self._sink)
                 self._compressed.setdefault(id(group), []).append(gather)
         self._follow_loads(chunks)
+        self._updates = WatchedUpdates(self.lossy, optimizer)
         said = [chooser.explain() for chooser in choosers.values()]
         said += [f"raw, {reason}" for reason in dict.fromkeys(reasons) if reason not in SILENT]
         if said and method != RAW:
@@ -243,16 +246,6 @@ class ParameterGathers:
         self.waited_s += seconds
         self._sink.record_stage("param_wait", seconds)
 
-    def begin_step(self) -> None:
-        """Before each step of the optimizer; see `LossyGather`."""
-        for each in self.lossy:
-            each.gather.begin_step()
-
-    def end_step(self, *, accepted: bool) -> None:
-        """After each step of the optimizer; see `LossyGather`."""
-        for each in self.lossy:
-            each.gather.end_step(accepted=accepted)
-
     def forget(self) -> None:
         """The next gather of each bucket is raw; see `ShardGather.forget`."""
         for gathers in self._compressed.values():
@@ -265,7 +258,9 @@ class ParameterGathers:
         return sum(each.nbytes for gathers in self._compressed.values() for each in gathers)
 
     def close(self) -> None:
-        """Removes the hooks from the model."""
+        """Removes the hooks from the model and the optimizer."""
+        if self._updates is not None:
+            self._updates.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

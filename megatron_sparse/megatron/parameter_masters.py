@@ -1,5 +1,9 @@
-"""The optimizer's own parameters (masters) under `parameters.method=lossy`: where they are, and the
-parts of them that a rank saves and restores.
+"""The optimizer's own parameters (masters) under `parameters.method=lossy`: where they are, when
+they change, and the parts of them that a rank saves and restores.
+
+Megatron chains optimizers, for experts and others. Each changes its own parameters in
+`step_with_ready_grads`, and without overlap it then gathers all buckets, also those that a later
+one of the chain is about to change. So each of these methods is wrapped by itself.
 
 Between steps Megatron's parameter buffer holds the replica, so Megatron's checkpoint does too. The
 masters go into the plugin's part of it, by parameter name and position, so they survive a change of
@@ -8,7 +12,7 @@ buckets or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.megatron.buckets import GroupBuckets
+from megatron_sparse.megatron.optimizer_step import UPDATE
 from megatron_sparse.parameters.lossy import LossyGather
 
 MASTERS_ELSEWHERE = "the optimizer keeps parameters outside of the gathered buffer"
@@ -154,13 +159,60 @@ def masters_from(buckets: Sequence[LossyBucket], parts: Parts) -> list[torch.Ten
     return masters
 
 
+class WatchedUpdates:
+    """Tells lossy gathers when the optimizer changes their shards, until `close`.
+
+    Args:
+        buckets: the lossy ones.
+        optimizer: Megatron's, chained or not.
+    """
+
+    def __init__(self, buckets: Sequence[LossyBucket], optimizer: Any) -> None:
+        self._watched = []
+        for each in chain_of(optimizer) if buckets else ():
+            spans = optimizer_spans(each)
+            gathers = [b.gather for b in buckets if _elements_in(b.gather.own_shard, spans)]
+            if gathers:
+                setattr(each, UPDATE, _watched(getattr(each, UPDATE), gathers))
+                self._watched.append(each)
+
+    def close(self) -> None:
+        """Restores the optimizers' own methods."""
+        for each in self._watched:
+            each.__dict__.pop(UPDATE, None)
+        self._watched.clear()
+
+
+def _watched(update: Callable[[], bool], gathers: Sequence[LossyGather]) -> Callable[[], bool]:
+    def watched_update() -> bool:
+        for gather in gathers:
+            gather.begin_step()
+        accepted = update()
+        for gather in gathers:
+            gather.end_step(accepted=bool(accepted))
+        return accepted
+
+    return watched_update
+
+
+def chain_of(optimizer: Any) -> list[Any]:
+    """The optimizers that an optimizer consists of, however it is nested.
+
+    Only those with Megatron's method that changes parameters.
+    """
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        return [leaf for each in chained for leaf in chain_of(each)]
+    return [optimizer] if hasattr(optimizer, UPDATE) else []
+
+
 def optimizer_spans(optimizer: Any) -> dict[int, int]:
     """Address -> elements of the fp32 parameters that an optimizer changes.
 
     Without those of precision-aware optimizers, which keep parameters in another precision beside.
     """
     spans = {}
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for each in chain_of(optimizer):
         if getattr(getattr(each, "config", None), "use_precision_aware_optimizer", False):
             continue
         for group in getattr(each, "param_groups", ()):
@@ -168,6 +220,13 @@ def optimizer_spans(optimizer: Any) -> dict[int, int]:
                 if parameter.dtype == torch.float32:
                     spans[parameter.data_ptr()] = parameter.numel()
     return spans
+
+
+def _elements_in(shard_M: torch.Tensor, spans: Mapping[int, int]) -> int:
+    """How many elements of an optimizer's parameters lie in a shard."""
+    begin = shard_M.data_ptr()
+    end = begin + shard_M.nbytes
+    return sum(numel for address, numel in spans.items() if begin <= address < end)
 
 
 def masters_elsewhere(group: GroupBuckets, spans: Mapping[int, int]) -> str | None:
@@ -184,12 +243,9 @@ def masters_elsewhere(group: GroupBuckets, spans: Mapping[int, int]) -> str | No
             continue
         numel = values_N.numel() // n
         first, last = rank * numel, (rank + 1) * numel
-        begin = values_N.data_ptr() + first * values_N.itemsize
-        end = begin + numel * values_N.itemsize
-        held = sum(count for address, count in spans.items() if begin <= address < end)
         own = sum(
             max(0, min(piece.stop, last) - max(piece.start, first)) for piece in bucket.parameters
         )
-        if held != own:
+        if _elements_in(values_N[first:last], spans) != own:
             return MASTERS_ELSEWHERE
     return None

@@ -24,23 +24,19 @@ class Recorded(Protocol):
     step: int
 
 
-def recording_parameters(
-    recorded: Recorded, begin: Callable[[], None], end: Callable[[], None]
-) -> Callable[[], None]:
-    """Makes the function to call before each optimizer step.
-
-    It calls `begin`, records if the configuration asks for it, and calls `end`.
+def recording_parameters(recorded: Recorded, begin: Callable[[], None]) -> Callable[[], None]:
+    """What to call before each optimizer step: `begin`, and the recording if one is asked for.
 
     Raises:
         ConfigError: parameters are to be recorded, but there is no folder.
     """
     writer = ParameterPairWriter.of(recorded.config.tracking, recorded.run_dir)
+    if writer is None:
+        return begin
 
     def recording_begin() -> None:
         begin()
-        if writer is not None:
-            writer.step_begins(recorded.step + 1, replicated_parameters(recorded.groups))
-        end()
+        writer.step_begins(recorded.step + 1, replicated_parameters(recorded.groups))
 
     return recording_begin
 

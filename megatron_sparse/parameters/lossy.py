@@ -56,8 +56,8 @@ class LossyWay:
 class LossyGather(ShardGather):
     """Sends quantised differences; keeps the master or the replica of this rank's shard.
 
-    The optimizer must be told apart from other writers: call `begin_step` before each of its steps
-    and `end_step` after it. Whatever else writes parameters must call `forget`.
+    Call `begin_step` before the optimizer changes the shard, and `end_step` afterwards; gathers in
+    between must come after the change. Whatever else writes parameters must call `forget`.
 
     Args:
         bucket: see `ShardGather`, as for all others.
@@ -102,7 +102,7 @@ class LossyGather(ShardGather):
         return self._own_M
 
     def begin_step(self) -> None:
-        """Gives the optimizer its master. Call it before each step, when no gather is under way."""
+        """Gives the optimizer its master. Call it when no gather is under way."""
         self._was_changed, self._changed = self._changed, True
         self._install_master()
 

@@ -1,0 +1,263 @@
+"""Lossy gathers of parameters in Megatron's layouts, 4 gloo ranks, and their checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_sparse.config.parameters import ParametersConfig
+from megatron_sparse.megatron import cpu_mode
+from tests.megatron.parallel_gpt import Layout, ParallelGPT, parallel_state_of
+from tests.megatron.test_parameter_gather import BOTH, SHARDED, Gathers
+from tests.ranks import run_ranks
+
+WORLD_SIZE = 4
+STEPS = 6
+LAYOUTS = {
+    "overlapped": Layout(ddp=BOTH),
+    "expert": Layout(expert=2, experts=4, ddp=SHARDED),
+    "instances": Layout(instances=2, ddp=SHARDED),
+}
+BF16 = Layout(precision="bf16", ddp=BOTH)
+LOSSY = ParametersConfig("lossy", "rans", verify_every=1)
+SKIPPED = 3
+
+
+def _attached(layout, parameters=LOSSY):
+    from megatron_sparse.megatron import attach
+
+    model, sink = ParallelGPT(layout), Gathers()
+    attachment = attach(
+        model.chunks, model.optimizer, sink=sink, scheme="dense", parameters=parameters
+    )
+    return model, attachment, sink
+
+
+def _held(model):
+    """Copies of the parameters as they are, without a gather."""
+    return {
+        name: parameter.detach().clone()
+        for chunk in model.chunks
+        for name, parameter in chunk.module.named_parameters()
+    }
+
+
+def _train(layout, parameters):
+    """Losses, methods of the gathers, the line for the log, and the memory."""
+    from megatron_sparse.megatron import detach
+
+    model, attachment, sink = _attached(layout, parameters)
+    losses = []
+    for _ in range(STEPS):
+        losses.append(model.gradients())
+        model.optimizer.step()
+        model.weights()  # gathers again, as an evaluation does
+    report = {
+        "losses": losses,
+        "methods": [(r.method, r.wire_bytes, r.dense_bytes, r.bucket) for r in sink.records],
+        "lines": list(attachment.parameters.lines),
+        "kept": attachment.memory_report().get("parameters", 0),
+    }
+    detach(attachment)
+    return report
+
+
+def _skipped():
+    """The replica before and after a step that the optimizer skips, and after two more steps."""
+    from megatron_sparse.megatron import detach
+
+    model, attachment, _ = _attached(Layout(ddp=SHARDED))
+    for step in range(STEPS):
+        model.gradients()
+        if step == SKIPPED:
+            before = _held(model)
+            model.optimizer.prepare_grads = lambda: True
+            success, *_ = model.optimizer.step()
+            del model.optimizer.prepare_grads
+            assert success is False
+            after = _held(model)
+            continue
+        model.optimizer.step()
+    last = _held(model)
+    detach(attachment)
+    return before, after, last
+
+
+def _switched():
+    """Methods with `enabled` off for two steps, and after `forget_parameters`."""
+    from megatron_sparse.megatron import detach
+
+    model, attachment, sink = _attached(Layout(ddp=SHARDED))
+    for enabled in (True, True, False, False, True, True):
+        attachment.enabled = enabled
+        model.step()
+    attachment.forget_parameters()
+    model.step()
+    methods = [record.method for record in sink.records]
+    detach(attachment)
+    return methods
+
+
+def _moved_to_other_buckets(folder):
+    """Masters as saved in both kinds of checkpoint, and as restored with buckets cut otherwise."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_sparse.megatron import checkpoint, detach
+    from megatron_sparse.megatron.parameter_masters import saved_parts
+
+    model, attachment, _ = _attached(Layout(ddp=BOTH))
+    for _ in range(3):
+        model.gradients()
+        model.optimizer.step()
+        model.weights()
+    parts = saved_parts(attachment.parameters.lossy)
+    saved = {(part.name, part.start): part.values_M.clone() for part in parts}
+    target = Path(folder, "sharded")
+    target.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save({checkpoint.KEY: checkpoint.sharded_state(attachment)}, str(target))
+    checkpoint.save(attachment, Path(folder, "files"))
+    torch.distributed.barrier()
+    weights = [chunk.state_dict() for chunk in model.chunks]
+    restored = {}
+    for kind in ("sharded", "files", "nothing"):
+        other, attached, sink = _attached(Layout(ddp=SHARDED))
+        for chunk, state in zip(other.chunks, weights, strict=True):
+            chunk.load_state_dict(state)
+        log = _Log()
+        checkpoint.load(attached, Path(folder, kind), iteration=3)
+        log.close()
+        parts = saved_parts(attached.parameters.lossy)
+        masters = {(part.name, part.start): part.values_M.clone() for part in parts}
+        other.step()
+        restored[kind] = (masters, [r.method for r in sink.records], log.lines)
+        detach(attached)
+    held = _held(model)
+    detach(attachment)
+    return saved, restored, held
+
+
+class _Log(logging.Handler):
+    """Stores the plugin's lines."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+        self.logger = logging.getLogger("megatron_sparse")
+        self.logger.addHandler(self)
+        self.logger.setLevel(logging.INFO)
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def close(self):
+        self.logger.removeHandler(self)
+        super().close()
+
+
+def _all(rank, world_size, folder):
+    cpu_mode.enable()
+    reports: dict[str, Any] = {}
+    for name, layout in LAYOUTS.items():
+        with parallel_state_of(layout):
+            raw = _train(layout, ParametersConfig("raw"))
+            reports[name] = raw["losses"], _train(layout, LOSSY)
+    with parallel_state_of(BF16):
+        reports["bf16"] = _train(BF16, LOSSY)
+        reports["skipped"] = _skipped()
+        reports["switched"] = _switched()
+        reports["moved"] = _moved_to_other_buckets(folder)
+    return reports
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    # A busy machine takes minutes to import Megatron in four processes.
+    return run_ranks(_all, WORLD_SIZE, str(tmp_path_factory.mktemp("lossy")), timeout_s=400)
+
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_trains_like_raw_with_equal_replicas(ranks, name):
+    """`verify_every=1` compares the replicas in each gather."""
+    for rank in ranks:
+        raw, lossy = rank[name]
+        assert lossy["losses"][0] == raw[0]
+        assert lossy["losses"][1:] != raw[1:], "nothing was withheld"
+        assert lossy["losses"] == pytest.approx(raw, rel=0.01)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_first_gather_is_raw_and_later_ones_take_an_eighth(ranks, name):
+    for rank in ranks:
+        for bucket in {row[3] for row in rank[name][1]["methods"]}:
+            rows = [row for row in rank[name][1]["methods"] if row[3] == bucket]
+            assert rows[0][0] == "raw"
+            assert {row[0] for row in rows[1:]} == {"lossy"}
+            # With experts there are two optimizers, each of which gathers all buckets: only the one
+            # that has changed a bucket sends it.
+            sent = [wire > 0 for _, wire, _, _ in rows[1:]]
+            assert sum(sent) == STEPS - 1
+            assert all(sent) is (name != "expert")
+            assert all(wire < dense / 6 + 400 for _, wire, dense, _ in rows[1:])
+        assert rank[name][1]["kept"] > 0
+        assert "buckets lossy, 4 bits" in rank[name][1]["lines"][0]
+
+
+def test_bf16_parameters_are_gathered_exactly(ranks):
+    for rank in ranks:
+        assert {row[0] for row in rank["bf16"]["methods"]} == {"raw", "exact"}
+        assert "buckets exact" in rank["bf16"]["lines"][0]
+
+
+def test_a_skipped_step_leaves_the_replicas(ranks):
+    for rank in ranks:
+        for number, held in enumerate(rank["skipped"]):
+            assert all(torch.equal(held[name], ranks[0]["skipped"][number][name]) for name in held)
+        before, after, last = rank["skipped"]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert not all(torch.equal(before[name], last[name]) for name in before)
+
+
+def test_switched_off_and_after_forget_the_gather_is_raw(ranks):
+    for rank in ranks:
+        methods = rank["switched"]
+        assert methods == ["raw", "lossy", "raw", "raw", "raw", "lossy", "raw"]
+
+
+def test_masters_move_to_other_buckets(ranks):
+    whole = _whole([rank["moved"][0] for rank in ranks], ranks[0]["moved"][2])
+    held = ranks[0]["moved"][2]
+    assert any(not torch.equal(whole[name], held[name]) for name in held), "nothing was withheld"
+    for kind in ("sharded", "files"):
+        restored = _whole([rank["moved"][1][kind][0] for rank in ranks], held)
+        assert all(torch.equal(whole[name], restored[name]) for name in whole)
+        for rank in ranks:
+            assert rank["moved"][0].keys() != rank["moved"][1][kind][0].keys(), "cut otherwise"
+            assert rank["moved"][1][kind][1] == ["lossy"]
+        assert "masters of the parameters restored" in ranks[0]["moved"][1][kind][2]
+
+
+def test_without_saved_masters_the_next_gather_is_raw(ranks):
+    for rank in ranks:
+        masters, methods, _ = rank["moved"][1]["nothing"]
+        assert masters == {}
+        assert methods == ["raw"]
+
+
+def _whole(parts_of_ranks, held):
+    """All masters; checks that each element belongs to one rank."""
+    masters = {name: torch.full((value.numel(),), float("nan")) for name, value in held.items()}
+    for parts in parts_of_ranks:
+        for (name, start), values in parts.items():
+            span = masters[name][start : start + values.numel()]
+            assert bool(span.isnan().all())
+            span.copy_(values)
+    assert not any(bool(values.isnan().any()) for values in masters.values())
+    return {name: values.view(held[name].shape) for name, values in masters.items()}
