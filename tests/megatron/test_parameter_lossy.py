@@ -203,7 +203,7 @@ def test_the_first_gather_is_raw_and_later_ones_take_an_eighth(ranks, name):
             # With experts there are two optimizers, each of which gathers all buckets: only the one
             # that has changed a bucket sends it.
             sent = [wire > 0 for _, wire, _, _ in rows[1:]]
-            assert sum(sent) == STEPS - 1
+            assert sum(sent) in (STEPS - 1, STEPS), "the raw gather may come before the first step"
             assert all(sent) is (name != "expert")
             assert all(wire < dense / 6 + 400 for _, wire, dense, _ in rows[1:])
         assert rank[name][1]["kept"] > 0
