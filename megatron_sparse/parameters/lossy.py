@@ -79,7 +79,7 @@ class LossyGather(ShardGather):
         progress: Progress,
         sink: RecordSink,
     ) -> None:
-        super().__init__(bucket, values_N, transport, way.verify_every, progress, sink)
+        super().__init__(bucket, values_N, transport, way, progress, sink)
         self._bits = way.bits
         self._kept_M: torch.Tensor | None = None
         self._master_is_kept = False

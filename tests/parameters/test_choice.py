@@ -12,6 +12,8 @@ from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.parameters import price
 from megatron_sparse.parameters.choice import GatherChooser
+from megatron_sparse.parameters.gather import ExactWay
+from megatron_sparse.parameters.lossy import LossyWay
 from megatron_sparse.parameters.price import (
     Candidate,
     CoderSpeed,
@@ -196,3 +198,14 @@ def test_ranks_with_other_settings_are_told(place, name):
     config = SparseConfig(parameters=ParametersConfig("exact", "packed", "always"))
     with pytest.raises(CommunicationError, match=f"rank 1 .* another parameters.{name}"):
         GatherChooser(config, Echo(other))
+
+
+@pytest.mark.parametrize("coder", ["rans", "auto"])
+def test_lossy_is_for_fp32_and_others_are_exact(coder, monkeypatch):
+    chosen = chooser("lossy", coder, FAST, monkeypatch)
+    assert chosen.choose([torch.zeros(512), torch.zeros(512)]) == LossyWay(4, 7)
+    assert chosen.explain() == "2 buckets lossy, 4 bits"
+    way = chosen.choose([BUCKET])
+    assert isinstance(way, ExactWay)
+    assert way.coder in ("rans", "packed")
+    assert chosen.explain().startswith("2 buckets lossy, 4 bits; 1 ")

@@ -246,6 +246,19 @@ def test_any_number_of_ranks_and_elements(n, shard):
         group.replica()
 
 
+@pytest.mark.parametrize("nodes", [(2, 2), (3, 1)])
+def test_once_per_node(nodes):
+    group = LossyGroup(nodes=nodes, shard=300)
+    group.gather()
+    for _ in range(3):
+        group.step()
+        group.gather()
+        assert {record.method for record in group.last} == {"lossy"}
+        group.replica()
+        group.gather()
+        assert {record.wire_bytes for record in group.last} == {0}
+
+
 def test_nan_reaches_every_rank():
     group = LossyGroup(verify_every=100)
     group.gather()
