@@ -141,6 +141,30 @@ def _moved_to_other_buckets(folder):
     return saved, restored, held
 
 
+def _saved_with(layout, folder):
+    """This rank's masters as saved in a distributed checkpoint, and as restored."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_sparse.megatron import checkpoint, detach
+    from megatron_sparse.megatron.parameter_masters import saved_parts
+
+    model, attachment, _ = _attached(layout)
+    for _ in range(3):
+        model.step()
+    found = []
+    target = Path(folder)
+    target.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save({checkpoint.KEY: checkpoint.sharded_state(attachment)}, str(target))
+    for _ in range(2):
+        parts = saved_parts(attachment.parameters.lossy)
+        found.append({(part.name, part.start): part.values_M.clone() for part in parts})
+        attachment.forget_parameters()
+        checkpoint.load(attachment, target, iteration=3)
+    detach(attachment)
+    return found
+
+
 class _Log(logging.Handler):
     """Stores the plugin's lines."""
 
@@ -166,6 +190,8 @@ def _all(rank, world_size, folder):
         with parallel_state_of(layout):
             raw = _train(layout, ParametersConfig("raw"))
             reports[name] = raw["losses"], _train(layout, LOSSY)
+            if name != "overlapped":
+                reports[f"{name}, saved"] = _saved_with(layout, f"{folder}/{name}")
     with parallel_state_of(BF16):
         reports["bf16"] = _train(BF16, LOSSY)
         reports["skipped"] = _skipped()
@@ -242,6 +268,15 @@ def test_masters_move_to_other_buckets(ranks):
             assert rank["moved"][0].keys() != rank["moved"][1][kind][0].keys(), "cut otherwise"
             assert rank["moved"][1][kind][1] == ["lossy"]
         assert "masters of the parameters restored" in ranks[0]["moved"][1][kind][2]
+
+
+@pytest.mark.parametrize("name", ["expert", "instances"])
+def test_every_layout_gets_its_masters_back(ranks, name):
+    for rank in ranks:
+        saved, restored = rank[f"{name}, saved"]
+        assert saved.keys() == restored.keys()
+        assert saved
+        assert all(torch.equal(saved[part], restored[part]) for part in saved)
 
 
 def test_without_saved_masters_the_next_gather_is_raw(ranks):
