@@ -183,6 +183,7 @@ class ExactGather:
                     with record.timer.stage("decode"):
                         self._take(sender, received, announced[sender])
 
+            record.message_bytes = moves.numel()
             record.wire_bytes = yield from self._exchange(moves, sizes, identity.tag, take)
         else:
             gathered = self._transport.all_gather(self._values_N, own_M)

@@ -13,12 +13,12 @@ announcement. Decoding is priced as if it did not run beside the exchange, which
 On k nodes, at least one of them with m > 1 ranks, the exact gather crosses slow links (x) and fast
 ones (i), and `per_node` is a second way. Where the ranks of a node share a port, s = m; else s = 1:
 
-    flat        n alpha + (m - 1) (alpha_i + M r b beta_i) + (n - m) (alpha_x + s M r b beta_x)
-                + M encode + (n - 1) M decode
+    flat        n alpha + (n - 1) (alpha_x + s M r b beta_x) + M encode + (n - 1) M decode
     per node    n alpha + (k - 1) (alpha_x + s M r b beta_x) + (m - 1) (alpha_i + k M b beta_i)
                 + M encode + (k - 1) M decode
 
-That is for equal nodes; others are priced at their slowest.
+In each round of `flat` some ranks cross. That is for equal nodes and many ranks; the code counts
+the ranks that share a port in each round, and prices unequal nodes at their slowest.
 
 `exact` must be `MARGIN` shorter: it also costs memory, and the ranks' processors.
 """
@@ -159,12 +159,16 @@ def _message_s(link: Link, nbytes: float) -> float:
 
 
 def _flat_s(topology: Topology, sent_bytes: float) -> float:
-    """Seconds of the messages if every rank sends its record to every other."""
-    most = max(topology.node_sizes)
-    sharing = most if topology.nic == "node" else 1
-    inside_s = (most - 1) * _message_s(topology.intra, sent_bytes)
-    across = topology.world_size - min(topology.node_sizes)
-    return inside_s + across * _message_s(topology.inter, sharing * sent_bytes)
+    """Seconds of the messages if every rank sends its record to every other.
+
+    In round i of n - 1 some ranks send across nodes, so every round takes as long.
+    """
+    n, most = topology.world_size, max(topology.node_sizes)
+    shared = topology.nic == "node"
+    return sum(
+        _message_s(topology.inter, (min(i, n - i, most) if shared else 1) * sent_bytes)
+        for i in range(1, n)
+    )
 
 
 def _per_node(topology: Topology, sent_bytes: float, raw_bytes: float) -> tuple[int, float]:

@@ -83,11 +83,10 @@ def test_the_formula_on_two_levels(nic, sharing):
     topology = Topology((2, 2), inside, across, nic)
     links = GatherLinks(Link(2e-3, 2e-6), topology)
     exact_s = gather_prices(4000, torch.bfloat16, 4, links, SPEEDS).exact_s
-    crossing_s = 1e-3 + sharing * 400 * 1e-6
+    alone_s, crossing_s = 1e-3 + 400 * 1e-6, 1e-3 + sharing * 400 * 1e-6
     coding_s = 4 * 2e-3 + 1000 * 2e-9
-    assert exact_s[RANS] == pytest.approx(
-        coding_s + (1e-5 + 400 * 1e-9) + 2 * crossing_s + 3 * 1000 * 2e-9
-    )
+    # In the first and the last of three rounds one rank of a node crosses, in the second both.
+    assert exact_s[RANS] == pytest.approx(coding_s + 2 * alone_s + crossing_s + 3 * 1000 * 2e-9)
     assert exact_s[Candidate("rans", per_node=True)] == pytest.approx(
         coding_s + crossing_s + (1e-5 + 2 * 2000 * 1e-9) + 1000 * 2e-9
     )
