@@ -263,8 +263,6 @@ def why_raw(group: GroupBuckets) -> str | None:
             return f"bucket {bucket.name} has no parameter buffer"
         if values.dtype not in MOVE_BITS["rans"] or values.numel() % n:
             return f"bucket {bucket.name} holds {values.dtype} parameters"
-        if values.is_cuda:
-            return "the codec of moves has no CUDA kernels yet"
     return None
 
 
@@ -279,7 +277,7 @@ def _refuse(reasons: Sequence[str | None]) -> None:
         raise ConfigError(
             "parameters.method=exact cannot gather this model's parameters",
             expected="the distributed optimizer (use_distributed_optimizer) with bf16, fp16 or "
-            "fp32 parameters in its buffers, on CPUs",
+            "fp32 parameters in its buffers",
             got=found[0],
             remedy="set parameters.method=auto, or raw",
         )

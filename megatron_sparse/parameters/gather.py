@@ -14,7 +14,9 @@ in place, after the same announcement. `old` is always what was gathered last, n
 held before an optimizer step: so a step may gather twice or never, and steps may be skipped.
 
 Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
-the own shard is kept. `per_node` has its own bytes.
+the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the device
+once for the size of its own record, once for the announcements, and twice for each record that it
+decodes.
 
 A corrupted, truncated or replayed record leaves its shard as it was, and ends the job with an
 error that names the sending rank, the bucket and the field; other shards may be new by then.
@@ -46,6 +48,7 @@ from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import GatherRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.job import GATE, Progress, Stage
 from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.reduction.streams import used_here
 from megatron_sparse.transport import Transport
 
 RAW, EXACT = "raw", "exact"
@@ -101,8 +104,8 @@ class ExactGather:
 
     Args:
         bucket: names the bucket; its gradient is not used. `values_N` has as many elements.
-        values_N: the parameters, 1-D and contiguous, on a CPU; each rank owns one of n equal
-            shards, in rank order. Gathers overwrite the shards of the other ranks.
+        values_N: the parameters, 1-D and contiguous, on a CPU or a GPU; each rank owns one of n
+            equal shards, in rank order. Gathers overwrite the shards of the other ranks.
         transport: the group, 2 ranks at least.
         way: see `ExactWay`.
         progress: drives the gathers.
@@ -170,6 +173,7 @@ class ExactGather:
         exact, own_M = self._kept_M is not None, self._shards[self._transport.rank]
         moves, own = self._encode(record.timer, number)
         yield GATE
+        used_here([moves])
         identity = Identity(
             f"parameters {self._way.coder}", self._bucket, str(own_M.dtype), record.step
         )
