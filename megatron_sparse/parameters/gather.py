@@ -14,9 +14,9 @@ in place, after the same announcement. `old` is always what was gathered last, n
 held before an optimizer step: so a step may gather twice or never, and steps may be skipped.
 
 Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
-the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the device
-once for the size of its own record, once for the announcements, and twice for each record that it
-decodes.
+the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the
+device once for the size of its own record, once for the announcements, and twice for each record
+that it decodes.
 
 A corrupted, truncated or replayed record leaves its shard as it was, and ends the job with an
 error that names the sending rank, the bucket and the field; other shards may be new by then.

@@ -108,7 +108,9 @@ class MovesOps:
         return status.read(torch.int64)
 
     def _workspace(self, what: str, numel: int, dtype: int, coder: int) -> Buffer:
-        return Buffer(getattr(self._codecs.library, f"workspace_of_moves_{what}")(numel, dtype, coder))
+        return Buffer(
+            getattr(self._codecs.library, f"workspace_of_moves_{what}")(numel, dtype, coder)
+        )
 
 
 def _shift(tensor: torch.Tensor) -> int:

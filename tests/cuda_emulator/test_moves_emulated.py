@@ -99,9 +99,7 @@ def test_of_many_numbers_a_part_is_counted(place: Place) -> None:
 
 
 @pytest.mark.parametrize("order", [IN_ORDER, REVERSED, RANDOM])
-def test_schedules_do_not_change_the_bytes(
-    emulated_gpu, codecs: Codecs, order: int
-) -> None:
+def test_schedules_do_not_change_the_bytes(emulated_gpu, codecs: Codecs, order: int) -> None:
     """More chunks than resident blocks, so that blocks wait for each other's sizes."""
     codecs.schedule(order, 11, resident_blocks=3, multiprocessors=1)
     old, new = mixed(6 * PACKED_CHUNK + 100, torch.bfloat16)
@@ -132,9 +130,7 @@ def text_of(record: torch.Tensor, held: torch.Tensor, epoch: int = EPOCH) -> str
     return str(caught.value)
 
 
-def same_refusal(
-    place: Place, record: torch.Tensor, held: torch.Tensor, epoch: int = EPOCH
-) -> str:
+def same_refusal(place: Place, record: torch.Tensor, held: torch.Tensor, epoch: int = EPOCH) -> str:
     wanted = text_of(record, held, epoch)
     assert text_of(place(record), place(held), epoch) == wanted
     return wanted
@@ -195,9 +191,7 @@ def test_records_that_are_not_meant(place: Place, coder: str) -> None:
         ("packed", 180, b"\xff"),  # a number of escapes
     ],
 )
-def test_damaged_fields_of_several_chunks(
-    place: Place, coder: str, at: int, value: bytes
-) -> None:
+def test_damaged_fields_of_several_chunks(place: Place, coder: str, at: int, value: bytes) -> None:
     chunk = PACKED_CHUNK if coder == "packed" else RANS_CHUNK
     old, new = adam_like(chunk + 500, torch.bfloat16)
     record = bytearray(encode_moves(old, new, coder=coder, epoch=EPOCH).numpy().tobytes())
@@ -224,7 +218,7 @@ def test_the_first_damaged_chunk_is_named(place: Place) -> None:
 def test_a_position_that_stands_twice_in_a_packed_tile(place: Place) -> None:
     """A right checksum and sizes: both decode it alike, without a write outside."""
     old, new = any_bits(256, torch.float32)
-    new[: 200] = old[:200]
+    new[:200] = old[:200]
     record = encode_moves(old, new, coder="packed", epoch=EPOCH)
     damaged = bytearray(record.numpy().tobytes())
     escapes = damaged[64 + 16 + 1]
