@@ -279,6 +279,7 @@ __global__ void __launch_bounds__(kCheckThreads, 4)
   }
   __syncthreads();
   if (threadIdx.x != 0 || atomicAdd(work.summed, 1u) + 1 != gridDim.x) return;
+  __threadfence();  // the other blocks' sums come before their count
   // The checksum's own word is none of the words that it sums.
   const uint32_t checksum = vectors[0].x;
   if (atomicAdd(work.sum, 0u) - mix_word(checksum, 0) != checksum) {

@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(kSealThreads, 4)
   if (threadIdx.x == 0) is_last = atomicAdd(work.sealed, 1u) + 1 == gridDim.x;
   __syncthreads();
   if (!is_last || threadIdx.x != 0) return;
+  __threadfence();  // the other blocks' sums come before their count
   write_headers(call, work, coded, chunks, bytes, atomicAdd(work.sum, 0u));
 }
 
