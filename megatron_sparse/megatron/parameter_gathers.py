@@ -140,6 +140,8 @@ class ParameterGathers:
             key, transport = id(group.process_group), transport_of(group)
             if key not in choosers:
                 choosers[key] = GatherChooser(config, transport)
+                if config.parameters.method == "exact":
+                    _refuse([choosers[key].missing])
             tensors = [host.param_data.view(-1) for host in group.host.buckets]
             way = choosers[key].choose(tensors)
             if way is not None:
@@ -277,7 +279,7 @@ def _refuse(reasons: Sequence[str | None]) -> None:
         raise ConfigError(
             "parameters.method=exact cannot gather this model's parameters",
             expected="the distributed optimizer (use_distributed_optimizer) with bf16, fp16 or "
-            "fp32 parameters in its buffers",
+            "fp32 parameters in its buffers, and compiled kernels if these are on GPUs",
             got=found[0],
             remedy="set parameters.method=auto, or raw",
         )

@@ -9,6 +9,7 @@ import torch
 from megatron_sparse.config.parameters import CODERS, METHODS, PER_NODE, ParametersConfig
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
+from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.parameters import price
 from megatron_sparse.parameters.gather import ExactWay
 from megatron_sparse.parameters.price import (
@@ -30,6 +31,10 @@ class GatherChooser:
     With `method=auto` or `coder=auto` the host waits for measurements: of the link, unless
     `planner.cluster` says its costs, and of the codec.
 
+    Attributes:
+        missing: why no bucket of the group can be gathered exactly: a rank lacks the kernels; None
+            if all have them. The same on all ranks.
+
     Args:
         config: `parameters` and `planner.cluster` are read.
         transport: the group, at least 2 ranks.
@@ -50,13 +55,24 @@ class GatherChooser:
         self._sums: Prices | None = None
         self._priced = 0
         self._exact = 0
-        if self._has_choice:
+        self.missing = None if config.parameters.method == "raw" else self._without_kernels()
+        if self._has_choice and self.missing is None:
             self._find_links(config.planner.cluster)
 
     @property
     def _has_choice(self) -> bool:
         ways = self._chosen.coder == "auto" or len(self._per_node) > 1
         return self._chosen.method == "auto" or (self._chosen.method == "exact" and ways)
+
+    def _without_kernels(self) -> str | None:
+        device = self._transport.device
+        if device.type != "cuda":
+            return None
+        rows = complete(gather_rows([float(is_compiled(device))], self._transport)).tolist()
+        lacking = [rank for rank, (compiled,) in enumerate(rows) if not compiled]
+        if not lacking:
+            return None
+        return f"rank {lacking[0]} of the group has no CUDA kernels for its GPU"
 
     def _agree(self, chosen: ParametersConfig) -> None:
         names = ("method", "coder", "per_node", "verify_every")
@@ -97,7 +113,7 @@ class GatherChooser:
             buckets: the whole parameters of each.
         """
         every = self._chosen.verify_every
-        if self._chosen.method == "raw":
+        if self._chosen.method == "raw" or self.missing is not None:
             return None
         if self._links is None:
             self._exact += len(buckets)
@@ -131,6 +147,8 @@ class GatherChooser:
 
     def explain(self) -> str:
         """What was chosen, and why; for the log."""
+        if self.missing is not None:
+            return f"raw, {self.missing}"
         if self._sums is None or self._links is None:
             return f"{self._exact} buckets exact" if self._exact else "raw"
         sums, best = self._sums, self._sums.best

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron_sparse.errors import ReplicaError, WireFormatError
-from megatron_sparse.parameters import gather
-from megatron_sparse.parameters.price import measure_coders
+from megatron_sparse.parameters import gather, price
 from megatron_sparse.planner.link_timing import complete
 from megatron_sparse.transport import VirtualCluster
 from tests.cuda_emulator.codec_cases import Place
@@ -65,20 +64,23 @@ def test_a_replica_that_was_written_to_is_named(place: Place) -> None:
 
 
 def test_coders_are_timed_on_the_device(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_sparse.parameters.price.SAMPLE_NUMEL", 256)
-    monkeypatch.setattr(
-        "megatron_sparse.planner.link_timing.torch.cuda.synchronize", lambda _: None
-    )
-    asked: list[torch.device] = []
-    own = gather.encode_moves
+    devices: set[str] = set()
+    encode = price.encode_moves
 
-    def encode(old, new, **options):
-        asked.append(old.device)
-        return own(old, new, **options)
+    def encode_there(old, new, **options):
+        devices.add(old.device.type)
+        return encode(old, new, **options)
 
-    monkeypatch.setattr("megatron_sparse.parameters.price.encode_moves", encode)
+    def alone(own, transport):
+        yield from ()
+        return torch.tensor([own])
+
+    monkeypatch.setattr(price, "SAMPLE_NUMEL", 256)
+    monkeypatch.setattr(price, "encode_moves", encode_there)
+    monkeypatch.setattr(price, "gather_rows", alone)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     transport = VirtualCluster(1, device=GPU).transports[0]
-    speeds = complete(measure_coders(transport, torch.bfloat16, ("packed",)))
-    assert {device.type for device in asked} == {"cuda"}
+    speeds = complete(price.measure_coders(transport, torch.bfloat16, ("packed",)))
+    assert devices == {"cuda"}
     assert speeds["packed"].encode_s > 0
     assert speeds["packed"].decode_s > 0

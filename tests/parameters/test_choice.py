@@ -194,3 +194,32 @@ def test_ranks_with_other_settings_are_told(place, name):
     config = SparseConfig(parameters=ParametersConfig("exact", "packed", "always"))
     with pytest.raises(CommunicationError, match=f"rank 1 .* another parameters.{name}"):
         GatherChooser(config, Echo(other))
+
+
+@pytest.mark.parametrize("method", ["auto", "exact"])
+def test_a_rank_without_cuda_kernels_leaves_all_raw(monkeypatch, method):
+    """Ranks would else wait for one another; no link is measured for nothing."""
+    monkeypatch.setattr("megatron_sparse.parameters.choice.is_compiled", lambda device: True)
+    monkeypatch.setattr("megatron_sparse.parameters.choice.gather_rows", without_kernels)
+    parameters = ParametersConfig(method, "rans")
+    on_gpus = Echo()
+    on_gpus.device = torch.device("cuda")
+    chosen = GatherChooser(SparseConfig(parameters=parameters), on_gpus)
+    assert chosen.missing == "rank 1 of the group has no CUDA kernels for its GPU"
+    assert chosen.choose([BUCKET]) is None
+    assert chosen.explain() == f"raw, {chosen.missing}"
+
+
+def without_kernels(own, transport):
+    """All agree about the settings; of one word, rank 1 says 0."""
+    yield from ()
+    return torch.tensor([own, own] if len(own) > 1 else [own, [0.0]])
+
+
+def test_gpus_are_measured_with_larger_messages():
+    cuda = torch.device("cuda")
+    assert price.gathered_bytes(torch.device("cpu"), 8) == price.GATHERED_BYTES
+    for ranks in (2, 64, 4096):
+        sizes = price.gathered_bytes(cuda, ranks)
+        assert sum(size > 2 * 1024 for size in sizes) >= 2, "a slope needs two"
+        assert max(sizes) * ranks <= max(price.MOST_GATHERED_BYTES, 2**18 * ranks)
