@@ -73,7 +73,8 @@ inline int64_t moves_room_bytes(int64_t numel, int64_t dtype, int64_t coder) {
   const int64_t raw = pad16(numel * dtype_bytes(static_cast<int>(dtype)));
   if (coder == kMovesRaw) return kMovesSectionsAt + raw;
   const int64_t chunk = chunk_of(static_cast<int>(coder)), chunks = (numel + chunk - 1) / chunk;
-  return kMovesSectionsAt + raw + pad16(4 * (chunks + 1)) + pad16(kContexts * (1 + 2 * kMaxSymbols));
+  return kMovesSectionsAt + raw + pad16(4 * (chunks + 1)) +
+         pad16(kContexts * (1 + 2 * kMaxSymbols));
 }
 
 MS_INLINE constexpr uint32_t mix_word(uint32_t word, uint32_t position) {

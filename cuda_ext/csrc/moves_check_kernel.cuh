@@ -1,9 +1,9 @@
 // The decoders' first launch: everything that a record's damage can show before it is decoded, and
 // the decoder's table of rans.
 //
-// The status names the same field as moves_record.cpp does: of all faults the one that the CPU would
-// meet first, whichever block finds one first.
-// Bytes of device memory: the record read once; 256 KiB of table written.
+// The status names the same field as moves_record.cpp does: of all faults the one that the CPU
+// would meet first, whichever block finds one first. Bytes of device memory: the record read once;
+// 256 KiB of table written.
 #pragma once
 
 #include "launch_grid.cuh"

@@ -38,10 +38,10 @@ Tensor moves_encode_cuda(const Tensor& old, const Tensor& now, int64_t coder, in
   Tensor size = new_words(now, 1);
   const int code = static_cast<int>(coder);
   const Tensor workspace = new_workspace(now, moves_encode_workspace_bytes(numel, dtype, code));
-  launch_moves_encode({old.const_data_ptr(), now.const_data_ptr(), numel, dtype, code,
-                       static_cast<uint32_t>(step), static_cast<uint8_t*>(out.mutable_data_ptr()),
-                       words_of(size), workspace.mutable_data_ptr()},
-                      current_stream(now));
+  launch_moves_encode(
+      {old.const_data_ptr(), now.const_data_ptr(), numel, dtype, code, static_cast<uint32_t>(step),
+       static_cast<uint8_t*>(out.mutable_data_ptr()), words_of(size), workspace.mutable_data_ptr()},
+      current_stream(now));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return size;
 }
@@ -62,11 +62,11 @@ Tensor moves_decode_cuda(const Tensor& held, const Tensor& record, int64_t coder
   const int code = static_cast<int>(coder);
   const Tensor workspace =
       new_workspace(held, moves_decode_workspace_bytes(held.numel(), dtype, code));
-  launch_moves_decode({held.mutable_data_ptr(), held.numel(), dtype, code,
-                       static_cast<const uint8_t*>(record.const_data_ptr()) + kMovesBodyAt,
-                       record.numel() - kMovesBodyAt, words_of(status),
-                       workspace.mutable_data_ptr()},
-                      current_stream(held));
+  launch_moves_decode(
+      {held.mutable_data_ptr(), held.numel(), dtype, code,
+       static_cast<const uint8_t*>(record.const_data_ptr()) + kMovesBodyAt,
+       record.numel() - kMovesBodyAt, words_of(status), workspace.mutable_data_ptr()},
+      current_stream(held));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return status;
 }

@@ -33,8 +33,7 @@ __device__ __forceinline__ void read_planes(const uint32_t* planes, int width,
 // Adds the upper bits of a tile's escapes; `upper` has a word for each move, in shared memory.
 template <class Raw>
 __device__ __forceinline__ void add_escapes(const Raw* values, const uint8_t* positions, int listed,
-                                            int width, uint32_t* upper,
-                                            uint32_t (&z)[kTileItems]) {
+                                            int width, uint32_t* upper, uint32_t (&z)[kTileItems]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < kTileItems; ++j) upper[32 * j + lane] = 0;
@@ -97,9 +96,9 @@ __global__ void __launch_bounds__(kScanThreads, 4)
     for (int t = threadIdx.x / 32; t < tiles; t += kScanThreads / 32) {
       uint32_t z[kTileItems];
       const int width = shared.widths[t], listed = shared.escapes[t];
-      read_planes(reinterpret_cast<const uint32_t*>(planes) +
-                      int64_t{shared.planes_before[t]} * kTileItems,
-                  width, z);
+      read_planes(
+          reinterpret_cast<const uint32_t*>(planes) + int64_t{shared.planes_before[t]} * kTileItems,
+          width, z);
       if (listed != 0) {
         add_escapes(values + shared.escapes_before[t], positions + shared.escapes_before[t], listed,
                     width, upper[threadIdx.x / 32], z);

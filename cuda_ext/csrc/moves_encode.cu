@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kSealThreads, 4)
   const int64_t chunks = chunk_count(call.coder, call.numel);
   const int64_t raw_bytes = round_up_16(call.numel * sizeof(MovesRaw<D>));
   uint8_t* sections = call.out + kMovesSectionsAt;
-  const int64_t coded_bytes = chunks_of_record(call, work, chunks) - sections +
-                              16 * prefix_after(work.ends, chunks - 1);
+  const int64_t coded_bytes =
+      chunks_of_record(call, work, chunks) - sections + 16 * prefix_after(work.ends, chunks - 1);
   const bool coded = chunks > 0 && coded_bytes < raw_bytes;
   const int64_t bytes = coded ? coded_bytes : raw_bytes;
   const MovesRaw<D>* now = static_cast<const MovesRaw<D>*>(call.now);

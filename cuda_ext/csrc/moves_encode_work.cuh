@@ -83,8 +83,7 @@ __device__ __forceinline__ int64_t place_chunk(const MovesEncodeArguments& call,
 template <int D>
 __device__ __forceinline__ void write_raw_chunk(const MovesEncodeArguments& call, int64_t chunk,
                                                 uint8_t* target) {
-  const MovesRaw<D>* now =
-      static_cast<const MovesRaw<D>*>(call.now) + chunk * chunk_of(call.coder);
+  const MovesRaw<D>* now = static_cast<const MovesRaw<D>*>(call.now) + chunk * chunk_of(call.coder);
   const int64_t count = numbers_in_chunk(call.coder, call.numel, chunk);
   constexpr int kItems = 16 / sizeof(MovesRaw<D>);
   for (int64_t v = threadIdx.x; v * kItems < count; v += blockDim.x) {

@@ -1,7 +1,7 @@
 // The packed coder of moves on CUDA: bit planes of tiles, and the moves that need more bits.
 //
-// A block takes a chunk, a warp a tile of it: lane i holds the moves 32 j + i. The first pass over a
-// chunk finds the widths, so its size, so, by look-back, its place; the second writes the planes,
+// A block takes a chunk, a warp a tile of it: lane i holds the moves 32 j + i. The first pass over
+// a chunk finds the widths, so its size, so, by look-back, its place; the second writes the planes,
 // which are ballots. It reads the numbers again, from the L2 cache.
 // Bytes of device memory: two numbers read an element, and the record written.
 #pragma once
@@ -26,8 +26,7 @@ struct PackedTiles {
 // Fills planes_before, escapes_before and their totals; called by a whole block of kScanThreads.
 __device__ __forceinline__ void sum_tiles(PackedTiles& shared, int tiles, int64_t* warp_sums) {
   const int t = threadIdx.x;
-  const int64_t own =
-      t < tiles ? int64_t{shared.widths[t]} << 32 | int64_t{shared.escapes[t]} : 0;
+  const int64_t own = t < tiles ? int64_t{shared.widths[t]} << 32 | int64_t{shared.escapes[t]} : 0;
   int64_t total;
   const int64_t before = block_exclusive_sum<kScanThreads>(own, warp_sums, total);
   if (t < tiles) {
@@ -74,8 +73,8 @@ __device__ __forceinline__ void choose_width(const uint32_t (&z)[kTileItems], in
     for (int j = 0; j < kTileItems; ++j) above += z[j] >> bits != 0;
     const int listed = static_cast<int>(__reduce_add_sync(kAllLanes, above));
     if (listed >= kMovesTile) return;
-    const int bytes = bits * static_cast<int>(kPlaneBytes) +
-                      listed * (static_cast<int>(sizeof(MovesRaw<D>)) + 1);
+    const int bytes =
+        bits * static_cast<int>(kPlaneBytes) + listed * (static_cast<int>(sizeof(MovesRaw<D>)) + 1);
     if (bytes <= best_bytes) {
       width = bits;
       escapes = listed;

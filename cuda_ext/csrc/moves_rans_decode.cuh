@@ -16,12 +16,12 @@ static_assert(kStepWords <= kRingHalf, "a half may be overwritten as soon as the
 
 // The words of a chunk, in order; zeros behind its end.
 struct WordReader {
-  uint16_t* ring;       // [2 kRingHalf], in shared memory
-  const uint4* chunk;   // the words, 16-byte aligned
-  int vectors;          // of the chunk
-  int read;             // words
-  int halves;           // in the ring so far
-  uint4 ahead;          // of the next half
+  uint16_t* ring;      // [2 kRingHalf], in shared memory
+  const uint4* chunk;  // the words, 16-byte aligned
+  int vectors;         // of the chunk
+  int read;            // words
+  int halves;          // in the ring so far
+  uint4 ahead;         // of the next half
 
   __device__ __forceinline__ void load_ahead() {
     const int v = halves * 32 + static_cast<int>(threadIdx.x);

@@ -1,8 +1,8 @@
 // The rans coder of moves on CUDA, up to its frequency tables: the base exponent, the numbers of
 // symbols, and frequencies that add up to kScale in each context.
 //
-// Bytes of device memory: two numbers read for each one that is counted. Counts are sums of integers,
-// so the order in which blocks add them does not matter.
+// Bytes of device memory: two numbers read for each one that is counted. Counts are sums of
+// integers, so the order in which blocks add them does not matter.
 #pragma once
 
 #include "moves_encode_work.cuh"
@@ -11,7 +11,7 @@ namespace megatron_sparse {
 
 inline constexpr int kBaseThreads = 256, kCountThreads = 256;
 inline constexpr int kQuantiseThreads = 32 * kContexts;  // a warp for each context
-inline constexpr int kCountCopies = 4;                   // lanes with equal symbols disturb each other less
+inline constexpr int kCountCopies = 4;  // lanes with equal symbols disturb each other less
 inline constexpr int kLaneSymbols = (kMaxSymbols + 31) / 32;
 
 MS_INLINE int count_stride(int64_t numel) {
