@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
+from megatron_sparse.cuda_ext.arguments import overload
 from megatron_sparse.reduction.job import GATE
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.wire import MOVES_CODERS
@@ -147,7 +148,7 @@ def moves_work(codecs: Codecs) -> dict[tuple[str, str], Ledger]:
     ops, counts = MovesOps(codecs), {}
     old, new = adam_like(MOVES_NUMEL, torch.bfloat16, lr=1e-4)
     for code, coder in enumerate(MOVES_CODERS):
-        room = torch.ops.megatron_sparse.moves_room(MOVES_NUMEL, 1, code)
+        room = overload("moves_room")(MOVES_NUMEL, 1, code)
         out = torch.empty(room, dtype=torch.uint8)
         with counting(encoding := Ledger()):
             size = int(ops.encode(old, new, code, 0, out))
