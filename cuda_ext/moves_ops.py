@@ -1,8 +1,9 @@
 """The ops of records of moves, typed: what `formats.moves` calls.
 
-Both run in torch's thread pool; the bytes do not depend on the number of threads or on the
-instruction set. Arguments that do not fit together are an `ExtensionError` with what was expected
-and what came.
+All tensors of a call are on one device. On a CPU both run in torch's thread pool; on CUDA they are
+launched on the current stream, and the host waits for a few words at the end of each. The bytes are
+the same on every device and instruction set and for every number of threads. Arguments that do not
+fit together are an `ExtensionError` with what was expected and what came.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ FIELDS = (
 def encode(old_N: torch.Tensor, new_N: torch.Tensor, coder: int, step: int) -> torch.Tensor:
     """The record that turns the old numbers into the new ones.
 
+    Takes memory for the call: as much as the numbers, on CUDA with `rans` twice as much.
+
     Args:
-        old_N: fp32, bf16 or fp16, contiguous, on the CPU. Only read.
+        old_N: fp32, bf16 or fp16, contiguous. Only read.
         new_N: the same dtype and length. Only read.
         coder: 0 raw, 1 rans, 2 packed.
         step: for the header, taken modulo 2^32.
@@ -37,7 +40,7 @@ def encode(old_N: torch.Tensor, new_N: torch.Tensor, coder: int, step: int) -> t
         uint8, as long as the record.
     """
     room = overload("moves_room")(new_N.numel(), _DTYPE_CODES.get(new_N.dtype, -1), coder)
-    out = torch.empty(room, dtype=torch.uint8)
+    out = torch.empty(room, dtype=torch.uint8, device=new_N.device)
     size = call("moves_encode", old_N, new_N, coder, step % 2**32, out)
     # A copy: a view would keep the room alive, which is as large as the numbers.
     return out[: int(size)].clone()
@@ -46,8 +49,11 @@ def encode(old_N: torch.Tensor, new_N: torch.Tensor, coder: int, step: int) -> t
 def decode_(held_N: torch.Tensor, record: torch.Tensor, coder: int) -> tuple[str, int] | None:
     """Turns the old numbers into the new ones; checks everything behind the record's header.
 
+    A `rans` record needs as much memory again as `held_N` for the call. A record on CUDA at an
+    address that 16 does not divide is copied first.
+
     Args:
-        held_N: fp32, bf16 or fp16, contiguous, on the CPU. Mutated if the record is right.
+        held_N: fp32, bf16 or fp16, contiguous. Mutated if the record is right.
         record: uint8, not trusted; its header was checked.
         coder: of the header.
 
@@ -55,6 +61,8 @@ def decode_(held_N: torch.Tensor, record: torch.Tensor, coder: int) -> tuple[str
         None, or the field that is wrong and its number (of the context, offset or chunk); `held_N`
         is then as it was.
     """
+    if record.is_cuda and record.data_ptr() % 16:
+        record = record.clone()
     field, where = call("moves_decode_", held_N, record, coder).tolist()
     return (FIELDS[field], where) if field else None
 

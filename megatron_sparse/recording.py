@@ -111,6 +111,7 @@ class GatherRecord:
         dense_bytes: bytes that each rank of a ring all-gather of the raw parameters sends.
         wire_bytes: bytes that this rank sent; for `raw`, whose messages the backend chooses, those
             of a ring.
+        message_bytes: of this rank's record, however often it is sent; 0 for `raw`.
         launched_s: the host's `time.perf_counter` at the launch.
         finished_s: the same at the end.
         exposed_s: seconds for which the training thread waited for it.
@@ -123,6 +124,7 @@ class GatherRecord:
     numel: int
     dense_bytes: int
     wire_bytes: int = 0
+    message_bytes: int = 0
     launched_s: float = 0.0
     finished_s: float = 0.0
     exposed_s: float = 0.0

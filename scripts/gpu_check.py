@@ -2,7 +2,7 @@
 
     bash scripts/gpu_check.sh                 every stage
     bash scripts/gpu_check.sh --call 1        correctness and speed of the main path
-    bash scripts/gpu_check.sh --call 2        NCCL, peer memory, hashing, capacity mode, CUDA graphs
+    bash scripts/gpu_check.sh --call 2        NCCL, peer memory, hashing, moves, CUDA graphs
     bash scripts/gpu_check.sh --call 3        compute-sanitizer, the rest
     bash scripts/gpu_check.sh --rehearse      every stage without a GPU: see below
     bash scripts/gpu_check.sh --list          the stages, their limits and commands
@@ -118,6 +118,16 @@ STAGES = (
     Stage("triton-bucket", (2,), 30, tests=("tests/bench/test_bench_bucket.py",)),
     Stage("hash-tests", (2,), 30, tests=(f"{TESTS}hash_formats.py", f"{TESTS}zen.py")),
     Stage("hashing", (2,), 25, bench="hashing"),
+    Stage(
+        "moves",
+        (2,),
+        60,
+        tests=(
+            f"{TESTS}moves_emulated.py",
+            f"{TESTS}parameter_gather.py",
+            "tests/cuda_ext/test_moves_on_gpu.py",
+        ),
+    ),
     Stage("memcheck", (3,), 60, tests=PEER_TESTS, tool="memcheck"),
     Stage("racecheck", (3,), 60, tests=PEER_TESTS, tool="racecheck"),
     Stage(
@@ -127,6 +137,7 @@ STAGES = (
         tests=(f"{TESTS}ops.py", f"{TESTS}ops_in_slots.py"),
         tool="memcheck",
     ),
+    Stage("memcheck-moves", (3,), 60, tests=(f"{TESTS}moves_emulated.py",), tool="memcheck"),
     Stage("two-shot", (3,), 30, bench="two-shot"),
 )
 

@@ -13,8 +13,6 @@
 namespace megatron_sparse {
 namespace {
 
-constexpr int64_t kBodyAt = kHeaderBytes;
-constexpr int64_t kSectionsAt = kBodyAt + sizeof(MovesSubHeader);
 
 int64_t check_numbers(const Tensor& tensor, const char* name, int64_t dtype, int64_t numel) {
   check_flat(tensor, name);
@@ -163,10 +161,7 @@ int64_t moves_room(int64_t numel, int64_t dtype, int64_t coder) {
            "0 (raw), 1 (rans) or 2 (packed)", coder);
   MS_CHECK(numel >= 0 && numel <= kMaxMoves, "moves_room: numel is out of range", "0 to 2^34",
            numel);
-  const int64_t raw = pad16(numel * dtype_bytes(dtype));
-  if (coder == kMovesRaw) return kSectionsAt + raw;
-  const int64_t chunks = (numel + chunk_of(coder) - 1) / chunk_of(coder);
-  return kSectionsAt + raw + pad16(4 * (chunks + 1)) + pad16(kContexts * (1 + 2 * kMaxSymbols));
+  return moves_room_bytes(numel, dtype, coder);
 }
 
 // Returns the record's bytes, one int64.
@@ -183,15 +178,15 @@ Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t coder, int
   MovesSubHeader head = {};
   int64_t bytes = 0;
   if (coder != kMovesRaw && numel > 0) {
-    bytes = encode_sections(numbers, static_cast<int>(coder), record + kSectionsAt, head);
+    bytes = encode_sections(numbers, static_cast<int>(coder), record + kMovesSectionsAt, head);
   }
   if (bytes == 0) {
     head = {};
     coder = kMovesRaw;
-    copy_padded(record + kSectionsAt, numbers.now, numel * dtype_bytes(dtype));
+    copy_padded(record + kMovesSectionsAt, numbers.now, numel * dtype_bytes(dtype));
     bytes = pad16(numel * dtype_bytes(dtype));
   }
-  std::memcpy(record + kBodyAt, &head, sizeof head);
+  std::memcpy(record + kMovesBodyAt, &head, sizeof head);
   bytes += sizeof head;
   Header header = {};
   header.format = kFormatMoves;
@@ -202,7 +197,7 @@ Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t coder, int
   header.step = static_cast<uint32_t>(step);
   seal_record(record, header);
   Tensor size = torch::stable::new_empty(out, {1}, ScalarType::Long);
-  *static_cast<int64_t*>(size.mutable_data_ptr()) = kBodyAt + bytes;
+  *static_cast<int64_t*>(size.mutable_data_ptr()) = kMovesBodyAt + bytes;
   return size;
 }
 
@@ -281,13 +276,13 @@ Tensor moves_decode_cpu(const Tensor& held, const Tensor& record, int64_t coder)
   const int dtype = check_numbers(held, "moves_decode_: held", -1, -1);
   check_vector(record, "moves_decode_: record", ScalarType::Byte, -1);
   MS_CHECK(record.is_cpu(), "moves_decode_: record is on the wrong device", "cpu", "another");
-  MS_CHECK(record.numel() >= kBodyAt && record.numel() % 16 == 0,
+  MS_CHECK(record.numel() >= kMovesBodyAt && record.numel() % 16 == 0,
            "moves_decode_: record has the wrong length", "a multiple of 16, 48 at least",
            record.numel());
   moves_room(0, dtype, coder);
-  const uint8_t* body = static_cast<const uint8_t*>(record.const_data_ptr()) + kBodyAt;
+  const uint8_t* body = static_cast<const uint8_t*>(record.const_data_ptr()) + kMovesBodyAt;
   const MovesFault fault =
-      decode(held, body, record.numel() - kBodyAt, dtype, static_cast<int>(coder));
+      decode(held, body, record.numel() - kMovesBodyAt, dtype, static_cast<int>(coder));
   Tensor status = torch::stable::new_empty(record, {2}, ScalarType::Long);
   int64_t* words = static_cast<int64_t*>(status.mutable_data_ptr());
   words[0] = fault.field;

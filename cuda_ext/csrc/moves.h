@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "dtypes.h"
+#include "header.h"
 #include "portability.h"
 
 namespace megatron_sparse {
@@ -38,6 +39,8 @@ struct MovesSubHeader {
   uint8_t zeros[3];
 };
 static_assert(sizeof(MovesSubHeader) == 16, "the wire format has no compiler padding");
+inline constexpr int64_t kMovesBodyAt = kHeaderBytes;
+inline constexpr int64_t kMovesSectionsAt = kMovesBodyAt + sizeof(MovesSubHeader);
 
 // A table's entry for the encoder: start << 16 | frequency. For the decoder, for each slot:
 // (slot - start) << 19 | (frequency - 1) << 7 | symbol.
@@ -63,6 +66,15 @@ MS_INLINE constexpr uint32_t exponent_mask(int dtype) {
 
 MS_INLINE constexpr int64_t chunk_of(int coder) {
   return coder == kMovesRans ? kRansChunk : kPackedChunk;
+}
+
+// The bytes that an encoder needs for a record: more than the record, for coding may not pay.
+inline int64_t moves_room_bytes(int64_t numel, int64_t dtype, int64_t coder) {
+  const int64_t raw = pad16(numel * dtype_bytes(static_cast<int>(dtype)));
+  if (coder == kMovesRaw) return kMovesSectionsAt + raw;
+  const int64_t chunk = chunk_of(static_cast<int>(coder)), chunks = (numel + chunk - 1) / chunk;
+  return kMovesSectionsAt + raw + pad16(4 * (chunks + 1)) +
+         pad16(kContexts * (1 + 2 * kMaxSymbols));
 }
 
 MS_INLINE constexpr uint32_t mix_word(uint32_t word, uint32_t position) {

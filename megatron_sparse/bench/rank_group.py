@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from statistics import median
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
-from megatron_sparse.errors import MegatronSparseError
+from megatron_sparse.errors import CommunicationError, MegatronSparseError
 from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.netbed import NETBED_MBIT
@@ -77,6 +78,28 @@ class RankGroup:
         """The hosts, by the first rank on each."""
         return set(self._transport.nodes)
 
+    def _median_us(self, times_us: Sequence[float]) -> float:
+        """The median over the rounds of the slowest rank's time."""
+        slowest = self._gather(torch.tensor(times_us, dtype=torch.float64)).max(0).values
+        return median(slowest.tolist())
+
+    def _timed(self, action: Callable[[], object]) -> float:
+        """This rank's microseconds; all ranks begin together."""
+        self._meet()
+        start_s = time.perf_counter()
+        action()
+        self._wait_for_device()
+        return (time.perf_counter() - start_s) * 1e6
+
+    def _meet(self) -> None:
+        """Returns on all ranks at about the same time, with nothing left to do."""
+        self._wait_for_device()
+        typed(dist.barrier)
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """All ranks' tensors, stacked, where `own` is."""
         sent = own.to(self._device).contiguous()
@@ -94,6 +117,23 @@ class RankGroup:
             float(spent[:, 1].mean()) * machines,
             float(spent[:, 2].sum()),
         )
+
+
+def typed(operation: Callable[[], object]) -> None:
+    """Runs one of torch's own collectives.
+
+    Raises:
+        CommunicationError: a rank is gone, or time is up.
+    """
+    try:
+        operation()
+    except RuntimeError as error:
+        raise CommunicationError(
+            "the bench's ranks lost one another",
+            expected="every rank takes part within --timeout",
+            got=str(error).splitlines()[0],
+            remedy="look at what the other ranks have printed",
+        ) from error
 
 
 def as_rank[Group: RankGroup, Result](

@@ -25,6 +25,9 @@ from megatron_sparse.version import __version__
 
 type Action = Callable[[], object]
 
+Progress = Callable[[int, int, str], None]
+"""Called with the number of the case that begins, the number of cases, and the case in words."""
+
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:

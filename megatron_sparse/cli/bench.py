@@ -17,6 +17,7 @@ from megatron_sparse.bench.codecs.sweep import PruneSweep
 from megatron_sparse.bench.codecs.sweep import Sweep as CodecSweep
 from megatron_sparse.bench.collectives.sweep import NodePlace, Sweep
 from megatron_sparse.bench.density.sweep import DensitySweep
+from megatron_sparse.bench.gather.sweep import GatherSweep
 from megatron_sparse.bench.options import (
     command,
     parse_counts,
@@ -60,6 +61,14 @@ def parameters(sweep: ParameterSweep, json: JsonFile = None) -> None:
 
     rows = import_module("megatron_sparse.bench.parameters.command").run(sweep, json)
     raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
+
+
+@command(bench, "The all-gather of updated parameters, raw and exact, with their bits compared.")
+def gather(sweep: GatherSweep, place: NodePlace, json: JsonFile = None) -> None:
+    """Exits with 1 when a bit comes out wrong: see docs/parameter-gather.md."""
+    from importlib import import_module
+
+    raise typer.Exit(import_module("megatron_sparse.bench.gather.command").run(sweep, place, json))
 
 
 @bench.command(help="The plugin's own cost: dense through it against Megatron alone, in pairs.")

@@ -330,15 +330,16 @@ class RunConfig:
 
     def _check_gather(self) -> None:
         """Refuses `parameters.method=exact` or `lossy` where every rank would refuse it."""
-        got = None
+        method = self.parameters.method
+        expected, got = "training.use_distributed_optimizer=true", None
         if not self.training.use_distributed_optimizer:
             got = "training.use_distributed_optimizer=false"
-        elif self.cluster.device == "cuda":
-            got = "cluster.device=cuda"
+        elif method == "lossy" and self.cluster.device == "cuda":
+            expected, got = "cluster.device=cpu", "cluster.device=cuda"
         if got is not None:
             raise ConfigError(
-                f"parameters.method={self.parameters.method} cannot gather this run's parameters",
-                expected="training.use_distributed_optimizer=true, and cluster.device=cpu",
+                f"parameters.method={method} cannot gather this run's parameters",
+                expected=expected,
                 got=got,
                 remedy="set parameters.method=auto, or raw",
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.markup import escape
 
 from megatron_sparse.config.run import RunConfig
@@ -89,4 +90,5 @@ def of_run(config: RunConfig) -> MemoryAccount:
     buckets = [piece for bucket in predicted for piece in in_pieces(bucket, sparse)]
     undo = predicted_buckets.may_undo(config)
     check_undo(config.compression, [], undo=undo, per_token=False)
-    return account(sparse, [(0, buckets)], undo=undo)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
+    return account(sparse, [(0, buckets)], undo=undo, parameter_dtype=dtype or torch.float32)

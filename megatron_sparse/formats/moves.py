@@ -33,14 +33,15 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, coder: str, epoch: int
     A record that would not be smaller than the raw numbers is raw; so is each of its chunks.
 
     Args:
-        old: 1-D, contiguous, fp32, bf16 or fp16, on the CPU; only read. Any number of elements to
-            2^34. "raw" does not look at the values.
+        old: 1-D, contiguous, fp32, bf16 or fp16, on a CPU or a GPU; only read. Any number of
+            elements to 2^34. "raw" does not look at the values.
         new: of the same dtype, length and device; only read.
         coder: one of `wire.MOVES_CODERS`.
         epoch: a number that both sides know, such as the step; taken modulo 2^32.
 
     Returns:
-        A 1-D uint8 tensor, at most `most_bytes` long, a multiple of 16.
+        A 1-D uint8 tensor on the same device, at most `most_bytes` long, a multiple of 16. On CUDA
+        the host waits for its length; the bytes are those of the CPU.
 
     Raises:
         ExtensionError: the tensors or the coder do not fit.
@@ -60,6 +61,7 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, coder: str, epoch: int
         )
     _check_numbers("old", old, new.dtype, new.numel())
     _check_numbers("new", new, old.dtype, old.numel())
+    _check_beside("old", old, new)
     return moves_ops.encode(old, new, MOVES_CODERS.index(coder), epoch)
 
 
@@ -69,11 +71,13 @@ def decode_moves_(
     """Turns `held`, the old numbers, into the new ones, in place.
 
     A "rans" record needs as much memory again as `held` for the call: it is decoded aside and then
-    copied, because damage may show only at a chunk's end.
+    copied, because damage may show only at a chunk's end. On CUDA the host waits twice: for the
+    header, and for the outcome.
 
     Args:
         record: 1-D uint8, from `encode_moves`; not trusted.
-        held: 1-D, contiguous, on the CPU: bit for bit the sender's old numbers. Mutated.
+        held: 1-D, contiguous, on the record's device: bit for bit the sender's old numbers.
+            Mutated.
         epoch: the sender's.
         rank: the sender, for the error's text, if the caller knows it.
 
@@ -89,7 +93,8 @@ def decode_moves_(
             got=f"{record.dtype} {tuple(record.shape)}",
         )
     _check_numbers("held", held, held.dtype, held.numel())
-    header = Header.unpack(record[:HEADER_BYTES].numpy().tobytes(), rank)
+    _check_beside("record", record, held)
+    header = Header.unpack(record[:HEADER_BYTES].cpu().numpy().tobytes(), rank)
     coder = header.flags
     if header.format != FORMAT_MOVES:
         raise wrong_field(rank, "format", FORMAT_MOVES, header.format)
@@ -114,12 +119,9 @@ def most_bytes(numel: int, dtype: torch.dtype) -> int:
 
 
 def _check_numbers(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise ExtensionError(
-            "the codec of moves works on the CPU only",
-            expected=f"{name} on the CPU",
-            got=tensor.device,
-            remedy="copy the tensors to the CPU, or gather raw",
+            f"{name} is on the wrong device", expected="cpu or cuda", got=tensor.device
         )
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ExtensionError(
@@ -138,4 +140,11 @@ def _check_numbers(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: i
             f"{name} has the wrong length",
             expected=f"old and new alike, at most {MAX_NUMEL} numbers",
             got=f"{tensor.numel()} and {numel}",
+        )
+
+
+def _check_beside(name: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
+    if tensor.device != other.device:
+        raise ExtensionError(
+            f"{name} is on the wrong device", expected=other.device, got=tensor.device
         )

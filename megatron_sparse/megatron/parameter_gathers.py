@@ -148,6 +148,8 @@ class ParameterGathers:
         """
         method = config.parameters.method
         reasons = [why_raw(group) for group in groups]
+        if method == LOSSY:
+            _refuse(method, [_on_gpu(group) for group in groups])
         if method in COMPRESSED:
             _refuse(method, reasons)
         if method == LOSSY:
@@ -165,6 +167,8 @@ class ParameterGathers:
             key, transport = id(group.process_group), transport_of(group)
             if key not in choosers:
                 choosers[key] = GatherChooser(config, transport)
+                if method in COMPRESSED:
+                    _refuse(method, [choosers[key].missing])
             tensors = [host.param_data.view(-1) for host in group.host.buckets]
             way = choosers[key].choose(tensors)
             for bucket, values_N in zip(group.buckets, tensors, strict=True):
@@ -296,8 +300,6 @@ def why_raw(group: GroupBuckets) -> str | None:
             return f"bucket {bucket.name} has no parameter buffer"
         if values.dtype not in MOVE_BITS["rans"] or values.numel() % n:
             return f"bucket {bucket.name} holds {values.dtype} parameters"
-        if values.is_cuda:
-            return "the codec of moves has no CUDA kernels yet"
     return None
 
 
@@ -305,6 +307,13 @@ def _agreed(reason: str | None, transport: Transport) -> str | None:
     """The reason, if any rank of the group has one. Collective."""
     rows = complete(gather_rows([float(reason is not None)], transport))
     return MASTERS_ELSEWHERE if bool(rows.any()) else None
+
+
+def _on_gpu(group: GroupBuckets) -> str | None:
+    """Why a bucket group cannot be gathered lossily, whatever else holds."""
+    buffers = (host.param_data for host in group.host.buckets)
+    on_gpu = any(values is not None and values.is_cuda for values in buffers)
+    return "lossy gathers have no CUDA kernels yet" if on_gpu else None
 
 
 def _refuse(method: str, reasons: Sequence[str | None]) -> None:
@@ -318,7 +327,7 @@ def _refuse(method: str, reasons: Sequence[str | None]) -> None:
         raise ConfigError(
             f"parameters.method={method} cannot gather this model's parameters",
             expected="the distributed optimizer (use_distributed_optimizer) with bf16, fp16 or "
-            "fp32 parameters in its buffers, on CPUs",
+            "fp32 parameters in its buffers, and compiled kernels if these are on GPUs",
             got=found[0],
             remedy="set parameters.method=auto, or raw",
         )

@@ -15,6 +15,7 @@ from megatron_sparse.config.parameters import (
 )
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
+from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.parameters import price
 from megatron_sparse.parameters.agreement import LOSSY, RAW
 from megatron_sparse.parameters.gather import ExactWay
@@ -38,6 +39,10 @@ class GatherChooser:
     With `method=auto`, or where `coder=auto` is to be chosen, the host waits for measurements: of
     the link, unless `planner.cluster` says its costs, and of the codec.
 
+    Attributes:
+        missing: why no bucket of the group can be gathered exactly: a rank lacks the kernels; None
+            if all have them. The same on all ranks.
+
     Args:
         config: `parameters` and `planner.cluster` are read.
         transport: the group, at least 2 ranks.
@@ -60,11 +65,22 @@ class GatherChooser:
         self._exact = 0
         self._lossy = 0
         self._cluster = config.planner.cluster
+        self.missing = None if config.parameters.method == RAW else self._without_kernels()
 
     @property
     def _has_choice(self) -> bool:
         ways = self._chosen.coder == "auto" or len(self._per_node) > 1
         return self._chosen.method == "auto" or (self._chosen.method in COMPRESSED and ways)
+
+    def _without_kernels(self) -> str | None:
+        device = self._transport.device
+        if device.type != "cuda":
+            return None
+        rows = complete(gather_rows([float(is_compiled(device))], self._transport)).tolist()
+        lacking = [rank for rank, (compiled,) in enumerate(rows) if not compiled]
+        if not lacking:
+            return None
+        return f"rank {lacking[0]} of the group has no CUDA kernels for its GPU"
 
     def _agree(self, chosen: ParametersConfig) -> None:
         names = ("method", "coder", "per_node", "bits", "verify_every")
@@ -108,7 +124,7 @@ class GatherChooser:
         """
         chosen = self._chosen
         every = chosen.verify_every
-        if chosen.method == RAW:
+        if chosen.method == RAW or self.missing is not None:
             return None
         fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
         if chosen.method == LOSSY and fp32:
@@ -149,6 +165,8 @@ class GatherChooser:
 
     def explain(self) -> str:
         """What was chosen, and why; for the log."""
+        if self.missing is not None:
+            return f"raw, {self.missing}"
         said = [f"{self._lossy} buckets lossy, {self._chosen.bits} bits"] if self._lossy else []
         if self._sums is not None and self._links is not None:
             said.append(self._explain_prices(self._sums, self._links))

@@ -17,7 +17,9 @@ in place, after the same announcement. `old` is always what was gathered last, n
 held before an optimizer step: so a step may gather twice or never, and steps may be skipped.
 
 Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
-the own shard is kept. `per_node` has its own bytes.
+the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the
+device once for the size of its own record, once for the announcements, and twice for each record
+that it decodes.
 
 A corrupted, truncated or replayed record leaves its shard as it was, and ends the job with an
 error that names the sending rank, the bucket and the field; other shards may be new by then.
@@ -53,6 +55,7 @@ from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import GatherRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.job import GATE, Progress, Stage
 from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.reduction.streams import used_here
 from megatron_sparse.transport import Transport
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -122,8 +125,8 @@ class ShardGather(ABC):
 
     Args:
         bucket: names the bucket; its gradient is not used. `values_N` has as many elements.
-        values_N: the parameters, 1-D and contiguous, on a CPU; each rank owns one of n equal
-            shards, in rank order. Gathers overwrite the shards of the other ranks.
+        values_N: the parameters, 1-D and contiguous, on a CPU or a GPU; each rank owns one of n
+            equal shards, in rank order. Gathers overwrite the shards of the other ranks.
         transport: the group, 2 ranks at least.
         way: how; the same on every rank of the group.
         progress: drives the gathers.
@@ -222,6 +225,7 @@ class ShardGather(ABC):
         """The pipeline; see the module's docstring. Run by the progress thread."""
         sent, own = self._encode(record.timer, number)
         yield GATE
+        used_here([sent])
         identity = Identity(
             f"parameters {self._manner}", self._bucket, str(self._own_M.dtype), record.step
         )
@@ -235,6 +239,7 @@ class ShardGather(ABC):
                     with record.timer.stage("decode"):
                         self._take(sender, received, announced[sender])
 
+            record.message_bytes = sent.numel()
             record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take)
         else:
             gathered = self._transport.all_gather(self._values_N, self._own_M)

@@ -13,19 +13,18 @@ announcement. Decoding is priced as if it did not run beside the exchange, which
 On k nodes, at least one of them with m > 1 ranks, the exact gather crosses slow links (x) and fast
 ones (i), and `per_node` is a second way. Where the ranks of a node share a port, s = m; else s = 1:
 
-    flat        n alpha + (m - 1) (alpha_i + M r b beta_i) + (n - m) (alpha_x + s M r b beta_x)
-                + M encode + (n - 1) M decode
+    flat        n alpha + (n - 1) (alpha_x + s M r b beta_x) + M encode + (n - 1) M decode
     per node    n alpha + (k - 1) (alpha_x + s M r b beta_x) + (m - 1) (alpha_i + k M b beta_i)
                 + M encode + (k - 1) M decode
 
-That is for equal nodes; others are priced at their slowest.
+In each round of `flat` some ranks cross. That is for equal nodes and many ranks; the code counts
+the ranks that share a port in each round, and prices unequal nodes at their slowest.
 
 `exact` must be `MARGIN` shorter: it also costs memory, and the ranks' processors.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -36,10 +35,12 @@ import torch
 
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.planner.link_timing import (
+    Clock,
     LinkSweep,
     Measuring,
     fit_link,
     gather_rows,
+    host_clock,
     measure_topology,
     timed,
 )
@@ -55,8 +56,15 @@ CODERS = tuple(MOVE_BITS)
 MARGIN = 0.1
 GATHERED_BYTES = (8, 1024, 2**14, 2**16, 2**18)
 """Sizes of the all-gathers that measure the links, from each rank."""
+CUDA_GATHERED_BYTES = (8, 1024, 2**16, 2**18, 2**20, 2**23)
+"""The same between GPUs, whose links are so fast that only large messages show their rate."""
+MOST_GATHERED_BYTES = 2**28
+"""Of all ranks together; between very many GPUs the largest messages are left out."""
 REPEATS = 3
 SAMPLE_NUMEL = 2**16
+CUDA_REPEATS = 64
+"""How often a GPU's sample repeats the same numbers: 2^22 are a shard of a usual bucket, 40 million
+numbers, on 8 ranks. Few numbers would show the time of launches only."""
 WINDOWS = 3
 
 
@@ -159,12 +167,16 @@ def _message_s(link: Link, nbytes: float) -> float:
 
 
 def _flat_s(topology: Topology, sent_bytes: float) -> float:
-    """Seconds of the messages if every rank sends its record to every other."""
-    most = max(topology.node_sizes)
-    sharing = most if topology.nic == "node" else 1
-    inside_s = (most - 1) * _message_s(topology.intra, sent_bytes)
-    across = topology.world_size - min(topology.node_sizes)
-    return inside_s + across * _message_s(topology.inter, sharing * sent_bytes)
+    """Seconds of the messages if every rank sends its record to every other.
+
+    In round i of n - 1 some ranks send across nodes, so every round takes as long.
+    """
+    n, most = topology.world_size, max(topology.node_sizes)
+    shared = topology.nic == "node"
+    return sum(
+        _message_s(topology.inter, (min(i, n - i, most) if shared else 1) * sent_bytes)
+        for i in range(1, n)
+    )
 
 
 def _per_node(topology: Topology, sent_bytes: float, raw_bytes: float) -> tuple[int, float]:
@@ -180,12 +192,13 @@ def _per_node(topology: Topology, sent_bytes: float, raw_bytes: float) -> tuple[
 
 
 def measure_gather_links(transport: Transport) -> Measuring[GatherLinks]:
-    """The links of a group, the same on all ranks. The host waits for some forty small messages."""
+    """The links of a group, the same on all ranks; the host waits for some forty messages."""
     dense = yield from measure_link(transport)
     if not several_levels(transport.nodes):
         return GatherLinks(dense)
-    sweep = LinkSweep(GATHERED_BYTES, REPEATS, rounds=1)
-    topology = yield from measure_topology(transport, sweep, time.perf_counter)
+    device = transport.device
+    sweep = LinkSweep(gathered_bytes(device, transport.world_size), REPEATS, rounds=1)
+    topology = yield from measure_topology(transport, sweep, host_clock(device))
     return GatherLinks(dense, topology)
 
 
@@ -197,45 +210,67 @@ def several_levels(nodes: Sequence[int]) -> bool:
 def measure_link(transport: Transport) -> Measuring[Link]:
     """The backend's all-gather as a ring's alpha and beta, the same on all ranks.
 
-    The host waits for some twenty all-gathers of at most `GATHERED_BYTES` from each rank.
+    The host waits for some twenty all-gathers of at most `GATHERED_BYTES` from each rank, or
+    `CUDA_GATHERED_BYTES`.
     """
     n, times_s = transport.world_size, []
-    for nbytes in GATHERED_BYTES:
+    sizes = gathered_bytes(transport.device, n)
+    for nbytes in sizes:
         own = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
         gathered = own.new_empty(n * nbytes)
         spent = yield from timed(
             transport,
             REPEATS,
-            time.perf_counter,
+            host_clock(transport.device),
             lambda own=own, gathered=gathered: [transport.all_gather(gathered, own)],
         )
         times_s.append(spent / (n - 1))
-    return fit_link(GATHERED_BYTES, times_s)
+    return fit_link(sizes, times_s)
+
+
+def gathered_bytes(device: torch.device, world_size: int) -> tuple[int, ...]:
+    """The sizes of the all-gathers that measure the links.
+
+    Example:
+        >>> gathered_bytes(torch.device("cuda"), 256)
+        (8, 1024, 65536, 262144, 1048576)
+    """
+    if device.type != "cuda":
+        return GATHERED_BYTES
+    largest = max(MOST_GATHERED_BYTES // world_size, 2**18)
+    return tuple(size for size in CUDA_GATHERED_BYTES if size <= largest)
 
 
 def measure_coders(
     transport: Transport, dtype: torch.dtype, coders: Sequence[str]
 ) -> Measuring[dict[str, CoderSpeed]]:
-    """Times each coder on all ranks at once, as in training; the median rank's, the same on all."""
+    """Times each coder on the ranks' device, on all ranks at once, as in training.
+
+    Returns:
+        The median rank's, the same on all.
+    """
     own_s: list[float] = []
-    old, new = sample_moves(SAMPLE_NUMEL, dtype)
+    repeats = CUDA_REPEATS if transport.device.type == "cuda" else 1
+    old, new = (
+        each.to(transport.device).repeat(repeats) for each in sample_moves(SAMPLE_NUMEL, dtype)
+    )
     for coder in coders:
-        own_s += _coder_s(old, new, coder)
+        own_s += _coder_s(old, new, coder, host_clock(transport.device))
     rows = yield from gather_rows(own_s, transport)
-    agreed = (rows.median(0).values / SAMPLE_NUMEL).tolist()
+    agreed = (rows.median(0).values / old.numel()).tolist()
     return {coder: CoderSpeed(*agreed[2 * i : 2 * i + 2]) for i, coder in enumerate(coders)}
 
 
-def _coder_s(old: torch.Tensor, new: torch.Tensor, coder: str) -> list[float]:
+def _coder_s(old: torch.Tensor, new: torch.Tensor, coder: str, clock: Clock) -> list[float]:
     record = encode_moves(old, new, coder=coder, epoch=0)
     encode_s, decode_s = [], []
     for _ in range(WINDOWS):
-        held, start_s = old.clone(), time.perf_counter()
+        held, start_s = old.clone(), clock()
         encode_moves(old, new, coder=coder, epoch=0)
-        encoded_s = time.perf_counter()
+        encoded_s = clock()
         decode_moves_(record, held, epoch=0)
         encode_s.append(encoded_s - start_s)
-        decode_s.append(time.perf_counter() - encoded_s)
+        decode_s.append(clock() - encoded_s)
     return [median(encode_s), median(decode_s)]
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Layout
+from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
 from megatron_sparse.collectives import AUTO, SCHEMES, Input
 from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
 from megatron_sparse.collectives.peer_two_shot import peer_layout
@@ -151,7 +151,11 @@ class MemoryAccount:
 
 
 def account(
-    config: SparseConfig, groups: Sequence[tuple[int, Sequence[Bucket]]], *, undo: bool
+    config: SparseConfig,
+    groups: Sequence[tuple[int, Sequence[Bucket]]],
+    *,
+    undo: bool,
+    parameter_dtype: torch.dtype | None = None,
 ) -> MemoryAccount:
     """Computes what the plugin will hold on a rank. Allocates nothing.
 
@@ -160,16 +164,21 @@ def account(
         groups: for each group of ranks that synchronises buckets, this rank's number in it and
             the buckets. Only their shapes, dtypes and devices are read.
         undo: whether steps can be skipped or repeated; `compression.undo=always` counts too.
+        parameter_dtype: of the parameters in Megatron's buffers, if known: then the shards that
+            `parameters.method=exact` or `lossy` keeps are counted.
     """
     undo = undo or config.compression.undo == "always"
     totals: Counter[str] = Counter()
     parameters, notes = 0, {}
     if config.scheme.name == AUTO and config.planner.cluster and not config.planner.pin:
         notes["planner.cluster may choose schemes that need other buffers"] = None
-    if config.parameters.method in COMPRESSED:
-        method = config.parameters.method
+    method = config.parameters.method
+    keeps = method in COMPRESSED
+    if keeps and parameter_dtype is None:
         notes[f"without the shards that parameters.method={method} keeps"] = None
     for rank, buckets in groups:
+        if keeps and parameter_dtype is not None:
+            totals["parameters"] += sum(map(_shard_numel, buckets)) * parameter_dtype.itemsize
         found = _Group(config, rank, undo=undo)
         for bucket in buckets:
             found.add(bucket)
@@ -181,6 +190,12 @@ def account(
         )
     nbytes = {item: totals[item] for item in ITEMS if totals[item]}
     return MemoryAccount(parameters, nbytes, tuple(notes))
+
+
+def _shard_numel(bucket: Bucket) -> int:
+    """The parameters that this rank owns, if they are gathered."""
+    gathered = bucket.op is CollectiveOp.REDUCE_SCATTER and bucket.world_size > 1
+    return bucket.numel // bucket.world_size if gathered else 0
 
 
 def held(

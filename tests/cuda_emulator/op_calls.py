@@ -17,6 +17,7 @@ from megatron_sparse.cuda_ext import (
     decode_ops,
     encode_ops,
     hash_ops,
+    moves_ops,
     nccl_ops,
     ops,
     row_sparse_ops,
@@ -27,6 +28,7 @@ from megatron_sparse.triton_kernels import prune as triton_prune
 from tests.cuda_emulator.device import dispatcher, to_gpu
 from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs, Expecting
 from tests.cuda_emulator.emulated_hash import HashOps
+from tests.cuda_emulator.emulated_moves import MovesOps
 from tests.cuda_emulator.emulated_nccl import NcclOps
 
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
@@ -49,11 +51,12 @@ class EmulatedDevice:
             "nccl_sparse_sum": NcclOps(codecs),
             "sample_threshold": codecs.sample_threshold,
             **HashOps(codecs).ops(),
+            **MovesOps(codecs).ops(),
         }
         self.call = dispatcher(self.ops, arguments.call)
         monkeypatch.setattr(triton_prune, "prune_", self._prune_in_triton)
         monkeypatch.setattr(threshold_triton, "sample_threshold", ops.sample_threshold)
-        for module in (encode_ops, decode_ops, hash_ops, nccl_ops, row_sparse_ops, ops):
+        for module in (encode_ops, decode_ops, hash_ops, moves_ops, nccl_ops, row_sparse_ops, ops):
             monkeypatch.setattr(module, "call", self.call)
         monkeypatch.setattr(codec_choice, "_is_compiled", lambda device, wanted: True)
         monkeypatch.setattr(codec_cuda, "_stream", lambda device: -1)

@@ -12,11 +12,13 @@ from tests.cuda_emulator.compilation import find_gxx
 from tests.cuda_emulator.device import EmulatedGpu, to_gpu
 from tests.cuda_emulator.device_work import (
     FLOOR_BYTES,
+    MOVES_NUMEL,
     NUMEL,
     PAGE,
     Way,
     counting_codecs,
     everything,
+    moves_work,
     page,
 )
 from tests.cuda_emulator.emulated import COO, Codecs
@@ -41,9 +43,29 @@ def counts(codecs: Codecs, folder: Path) -> dict[Way, Ledger]:
         return everything(codecs, folder, patch)
 
 
-def test_the_page_says_what_the_emulator_counts(counts: dict[Way, Ledger]) -> None:
+@pytest.fixture(scope="module")
+def moves(codecs: Codecs) -> dict[tuple[str, str], Ledger]:
+    return moves_work(codecs)
+
+
+def test_the_page_says_what_the_emulator_counts(
+    counts: dict[Way, Ledger], moves: dict[tuple[str, str], Ledger]
+) -> None:
     """`python -m tests.cuda_emulator.device_work` writes it anew."""
-    assert PAGE.read_text("utf-8") == page(counts)
+    assert PAGE.read_text("utf-8") == page(counts, moves)
+
+
+def test_moves_are_read_and_written_about_once(moves: dict[tuple[str, str], Ledger]) -> None:
+    """Of bf16: two numbers in, or one in and one out, and at most half a number of record."""
+    for coder in ("packed", "rans"):
+        encoding, decoding = moves[coder, "encode"], moves[coder, "decode"]
+        counted = 2 * 2 + 1 if coder == "rans" else 0  # symbols; and chunks are moved
+        assert encoding.bytes_read <= (2 * 2 + 1 + counted) * MOVES_NUMEL
+        assert encoding.bytes_written <= MOVES_NUMEL
+        aside = 2 * MOVES_NUMEL if coder == "rans" else 0  # what was decoded is copied
+        table = 2**18 if coder == "rans" else 0
+        assert decoding.bytes_read <= (2 + 1.5) * MOVES_NUMEL + aside + table
+        assert decoding.bytes_written <= (2 + 0.1) * MOVES_NUMEL + aside + table
 
 
 def test_no_way_counts_fewer_bytes_than_the_floor(counts: dict[Way, Ledger]) -> None:

@@ -171,10 +171,21 @@ def hash_arguments(name: str, device: str) -> tuple[object, ...]:
     }[name]
 
 
+MOVES_OPS = ("moves_encode", "moves_decode_")
+
+
+def moves_arguments(name: str, device: str) -> tuple[object, ...]:
+    """Arguments that fit an op of moves; see `arguments_of`."""
+    old = torch.zeros(300, dtype=torch.bfloat16, device=device)
+    room = torch.zeros(torch.ops.megatron_sparse.moves_room(300, 1, 1), dtype=torch.uint8)
+    out = room.to(device)
+    return (old, old + 1, 1, 5, out) if name == "moves_encode" else (old, out[:256].clone(), 1)
+
+
 @needs_nvcc
 def test_the_library_registers_all_ops_for_cuda() -> None:
     load("cuda")
-    for name in (*OPS, *HASH_OPS):
+    for name in (*OPS, *HASH_OPS, *MOVES_OPS):
         qualified = f"megatron_sparse::{name}"
         assert torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CUDA"), name
 
@@ -205,6 +216,15 @@ def test_fakes_of_hashing_on_cuda_need_no_gpu(name: str) -> None:
 
 
 @needs_nvcc
+@pytest.mark.parametrize("name", MOVES_OPS)
+def test_fakes_of_moves_on_cuda_need_no_gpu(name: str) -> None:
+    load("cuda")
+    with FakeTensorMode():
+        result = getattr(torch.ops.megatron_sparse, name).default(*moves_arguments(name, "cuda"))
+    assert (result.device.type, result.dtype) == ("cuda", torch.int64)
+
+
+@needs_nvcc
 def test_the_decoders_fake_on_cuda_needs_no_gpu() -> None:
     load("cuda")
     with FakeTensorMode():
@@ -227,10 +247,11 @@ def test_the_bindings_refuse_tensors_of_the_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", [*OPS, *HASH_OPS])
+@pytest.mark.parametrize("name", [*OPS, *HASH_OPS, *MOVES_OPS])
 def test_opcheck_on_the_device(name: str) -> None:
     load("cuda")
     arguments = arguments_of if name in OPS else hash_arguments
+    arguments = moves_arguments if name in MOVES_OPS else arguments
     torch.library.opcheck(getattr(torch.ops.megatron_sparse, name).default, arguments(name, "cuda"))
 
 

@@ -97,6 +97,17 @@ def test_the_command_shows_every_item(capsys, monkeypatch, tmp_path) -> None:
     assert {row["item"]: row["bytes"] for row in rows} == found.nbytes | {"total": found.total}
 
 
+def test_exact_gathers_keep_the_own_shard() -> None:
+    exact = ["training.use_distributed_optimizer=true", "parameters.method=exact"]
+    for precision, nbytes in (("bf16", 2), ("fp32", 4)):
+        config = compose([*RUN, *exact, f"training.precision={precision}"])
+        shards = (
+            sum(each.numel for each in predicted_buckets(config, 50257)) // config.data_parallel
+        )
+        assert of_run(config).nbytes["parameters"] == nbytes * shards
+    assert "parameters" not in of_run(compose([*RUN, exact[0]])).nbytes
+
+
 def test_schemes_of_unknown_buffers_are_named() -> None:
     assert "zen" in "; ".join(of_run(compose([*RUN, "scheme=zen"])).notes)
     priced = of_run(compose([*RUN, "cluster=perlmutter", "cluster.device=cuda"]))

@@ -15,48 +15,18 @@ from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
+from tests.formats.moves_cases import (
+    DTYPES,
+    EPOCH,
+    adam_like,
+    any_bits,
+    bits,
+    from_bits,
+    mixed,
+    repaired,
+)
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUMELS = [0, 1, 31, 32, 33, 255, 257, 4096, 16384 + 300]
-EPOCH = 7
-
-
-def bits(numbers):
-    """As unsigned integers of NumPy, without a copy."""
-    signed = {2: torch.int16, 4: torch.int32}[numbers.element_size()]
-    return numbers.view(signed).numpy().view(f"<u{numbers.element_size()}")
-
-
-def from_bits(integers, dtype):
-    signed = {2: np.int16, 4: np.int32}[dtype.itemsize]
-    return torch.from_numpy(integers.astype(f"<u{dtype.itemsize}").view(signed)).view(dtype)
-
-
-def adam_like(numel, dtype, lr=3e-4, seed=0):
-    """Weights as a GPT's, and an update as Adam's."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.randn(numel, generator=generator) * 0.02
-    update = torch.randn(numel, generator=generator) * 0.3 * lr
-    return weights.to(dtype), (weights + update).to(dtype)
-
-
-def any_bits(numel, dtype, seed=0):
-    """Any bit patterns: NaN of every payload, infinities, both zeros; moves of every length."""
-    rng = np.random.default_rng(seed)
-    top = 1 << 8 * dtype.itemsize
-    return tuple(from_bits(rng.integers(0, top, numel), dtype) for _ in range(2))
-
-
-def mixed(numel, dtype):
-    """All kinds of moves in one record: none, small, all bits; whole chunks of each."""
-    old, new = adam_like(numel, dtype)
-    wild = any_bits(numel, dtype)
-    third = numel // 3
-    old[:third], new[:third] = wild[0][:third], wild[1][:third]
-    new[third : 2 * third] = old[third : 2 * third]
-    new[-1:] = float("nan")
-    old[-2:-1], new[-2:-1] = 0.0, -0.0
-    return old, new
 
 
 @cache
@@ -179,14 +149,6 @@ def entropy_bits(symbols):
     return float(-(shares * np.log2(shares)).sum())
 
 
-def repaired(record):
-    """With right checksums: of the header, and of the words behind it."""
-    data = bytearray(record)
-    data[48:52] = struct.pack("<I", oracle.checksum(bytes(data[48:])))
-    data[44:48] = struct.pack("<I", zlib.crc32(data[:44]))
-    return torch.frombuffer(data, dtype=torch.uint8)
-
-
 def refused(record, held, field, epoch=EPOCH):
     before = held.clone()
     with pytest.raises(WireFormatError, match=f"field {field} is wrong"):
@@ -280,7 +242,7 @@ def test_arguments_that_do_not_fit_are_refused():
         ((old.double(), old.double()), "dtype"),
         ((old[::2], old[::2]), "shape"),
         ((old.view(2, 2), old.view(2, 2)), "shape"),
-        ((old.to("meta"), old.to("meta")), "CPU only"),
+        ((old.to("meta"), old.to("meta")), "wrong device"),
     ):
         with pytest.raises(ExtensionError, match=match):
             encode_moves(*arguments, coder="rans", epoch=0)

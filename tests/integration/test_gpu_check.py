@@ -37,11 +37,11 @@ def stages(*arguments: str) -> dict[str, tuple[int, str]]:
     return found
 
 
-def test_three_calls_of_ten_minutes_run_every_stage_in_eighteen() -> None:
+def test_three_calls_of_ten_minutes_run_every_stage_in_twenty() -> None:
     calls = [stages("--call", str(number)) for number in (1, 2, 3)]
     seconds = [sum(limit for limit, _ in each.values()) for each in calls]
     assert max(seconds) < 600
-    assert sum(seconds) <= 18 * 60
+    assert sum(seconds) <= 20 * 60
     assert {name for each in calls for name in each} == set(stages())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -256,19 +258,19 @@ def test_switched_off_the_gather_is_megatrons_own(matrix):
 
 
 @pytest.mark.slow
-def test_two_hundred_steps():
-    for rank in run_ranks(_many, WORLD_SIZE, timeout_s=580):
-        for differing, methods in rank:
-            assert differing == []
-            assert methods.count("exact") >= len(methods) - 2
+@pytest.mark.parametrize("name", [*LAYOUTS, *SLOW])
+def test_two_hundred_steps(name):
+    for differing, all_methods in run_ranks(partial(_many, name), WORLD_SIZE, timeout_s=580):
+        assert differing == []
+        for methods in all_methods:
+            assert methods.count("raw") == 2, "the first one, and the one after the load"
+            # Steps that fp16's loss scale skips gather nothing.
+            assert len(methods) > 0.9 * MANY_STEPS
 
 
-def _many(rank, world_size):
+def _many(name, rank, world_size):
     cpu_mode.enable()
-    found = []
-    layouts = {name: LAYOUTS[name] for name in ("bf16_overlapped", "expert")} | SLOW
-    for name, layout in layouts.items():
-        with parallel_state_of(layout):
-            report = _report(layout, STEPS if name in SLOW else MANY_STEPS)
-            found.append((report["differing"], next(iter(report["methods"].values()))))
-    return found
+    layout = (LAYOUTS | SLOW)[name]
+    with parallel_state_of(layout):
+        report = _report(layout, MANY_STEPS)
+    return report["differing"], list(report["methods"].values())

@@ -85,11 +85,10 @@ def test_the_formula_on_two_levels(nic, sharing):
     topology = Topology((2, 2), inside, across, nic)
     links = GatherLinks(Link(2e-3, 2e-6), topology)
     exact_s = gather_prices(4000, torch.bfloat16, 4, links, SPEEDS).exact_s
-    crossing_s = 1e-3 + sharing * 400 * 1e-6
+    alone_s, crossing_s = 1e-3 + 400 * 1e-6, 1e-3 + sharing * 400 * 1e-6
     coding_s = 4 * 2e-3 + 1000 * 2e-9
-    assert exact_s[RANS] == pytest.approx(
-        coding_s + (1e-5 + 400 * 1e-9) + 2 * crossing_s + 3 * 1000 * 2e-9
-    )
+    # In the first and the last of three rounds one rank of a node crosses, in the second both.
+    assert exact_s[RANS] == pytest.approx(coding_s + 2 * alone_s + crossing_s + 3 * 1000 * 2e-9)
     assert exact_s[Candidate("rans", per_node=True)] == pytest.approx(
         coding_s + crossing_s + (1e-5 + 2 * 2000 * 1e-9) + 1000 * 2e-9
     )
@@ -209,3 +208,32 @@ def test_lossy_is_for_fp32_and_others_are_exact(coder, monkeypatch):
     assert isinstance(way, ExactWay)
     assert way.coder in ("rans", "packed")
     assert chosen.explain().startswith("2 buckets lossy, 4 bits; 1 ")
+
+
+@pytest.mark.parametrize("method", ["auto", "exact"])
+def test_a_rank_without_cuda_kernels_leaves_all_raw(monkeypatch, method):
+    """Ranks would else wait for one another; no link is measured for nothing."""
+    monkeypatch.setattr("megatron_sparse.parameters.choice.is_compiled", lambda device: True)
+    monkeypatch.setattr("megatron_sparse.parameters.choice.gather_rows", without_kernels)
+    parameters = ParametersConfig(method, "rans")
+    on_gpus = Echo()
+    on_gpus.device = torch.device("cuda")
+    chosen = GatherChooser(SparseConfig(parameters=parameters), on_gpus)
+    assert chosen.missing == "rank 1 of the group has no CUDA kernels for its GPU"
+    assert chosen.choose([BUCKET]) is None
+    assert chosen.explain() == f"raw, {chosen.missing}"
+
+
+def without_kernels(own, transport):
+    """All agree about the settings; of one word, rank 1 says 0."""
+    yield from ()
+    return torch.tensor([own, own] if len(own) > 1 else [own, [0.0]])
+
+
+def test_gpus_are_measured_with_larger_messages():
+    cuda = torch.device("cuda")
+    assert price.gathered_bytes(torch.device("cpu"), 8) == price.GATHERED_BYTES
+    for ranks in (2, 64, 4096):
+        sizes = price.gathered_bytes(cuda, ranks)
+        assert sum(size > 2 * 1024 for size in sizes) >= 2, "a slope needs two"
+        assert max(sizes) * ranks <= max(price.MOST_GATHERED_BYTES, 2**18 * ranks)

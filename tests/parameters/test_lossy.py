@@ -11,7 +11,7 @@ import torch
 
 from megatron_sparse.errors import CommunicationError, ReplicaError, WireFormatError
 from megatron_sparse.parameters.lossy import SWAPPED_NUMEL, LossyGather, LossyWay
-from tests.parameters.test_gather import SHARD, Group
+from tests.parameters.gather_cases import SHARD, Group
 
 N = 4
 LIMITS = {4: 7, 8: 127}

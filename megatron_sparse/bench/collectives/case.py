@@ -50,6 +50,11 @@ class Case:
     numel: int
 
     @property
+    def title(self) -> str:
+        """For the progress line."""
+        return f"{self.op} {self.scheme} {self.density:g} {self.nbytes} B {self.dtype}"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the gradient."""
         return self.numel * VALUE_DTYPES[self.dtype].itemsize

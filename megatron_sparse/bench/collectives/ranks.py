@@ -10,9 +10,7 @@ On CUDA devices the backend is NCCL; that has not been run.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from statistics import median
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -29,11 +27,11 @@ from megatron_sparse.bench.collectives.path import (
 from megatron_sparse.bench.collectives.row import Row, in_order
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.host_load import HostLoad
-from megatron_sparse.bench.rank_group import RankGroup
+from megatron_sparse.bench.rank_group import RankGroup, typed
+from megatron_sparse.bench.table import Progress
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import ResidualStore
-from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
@@ -45,9 +43,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 LINK_ROUNDS = 7
 LINK_BYTES = 8 << 20
-
-Progress = Callable[[int, int, Case], None]
-"""Progress callback: the number of the case that begins, the number of cases, and the case."""
 
 
 class RankBench(RankGroup):
@@ -78,7 +73,7 @@ class RankBench(RankGroup):
         wire_rate = self.wire_rate()
         cases = cases_of(self._sweep, self.world_size)
         for number, case in enumerate(cases):
-            progress(number, len(cases), case)
+            progress(number, len(cases), case.title)
             wrong, carried_by = self._check(case)
             row = Row.of(case, carried_by, self.world_size, wrong, **self._place)
             if not wrong:
@@ -103,11 +98,6 @@ class RankBench(RankGroup):
                 for _ in range(rounds)
             ]
         )
-
-    def _median_us(self, times_us: Sequence[float]) -> float:
-        """The median over the rounds of the slowest rank's time."""
-        slowest = self._gather(torch.tensor(times_us, dtype=torch.float64)).max(0).values
-        return median(slowest.tolist())
 
     def _check(self, case: Case) -> tuple[int, str]:
         """Wrong elements on all ranks, and the scheme that the planner took."""
@@ -231,41 +221,7 @@ class RankBench(RankGroup):
     def _dense(self, case: Case, values_N: torch.Tensor) -> None:
         """The collective of training without the plugin."""
         if case.op is CollectiveOp.ALL_REDUCE:
-            _typed(lambda: dist.all_reduce(values_N))
+            typed(lambda: dist.all_reduce(values_N))
         else:
             own_M = values_N[case.owned(self.rank, self.world_size)]
-            _typed(lambda: _reduce_scatter(own_M, values_N))
-
-    def _timed(self, action: Callable[[], object]) -> float:
-        """This rank's microseconds; all ranks begin together."""
-        self._meet()
-        start_s = time.perf_counter()
-        action()
-        self._wait_for_device()
-        return (time.perf_counter() - start_s) * 1e6
-
-    def _meet(self) -> None:
-        """Returns on all ranks at about the same time, with nothing left to do."""
-        self._wait_for_device()
-        _typed(dist.barrier)
-
-    def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def _typed(operation: Callable[[], object]) -> None:
-    """Runs one of torch's own collectives.
-
-    Raises:
-        CommunicationError: a rank is gone, or time is up.
-    """
-    try:
-        operation()
-    except RuntimeError as error:
-        raise CommunicationError(
-            "the bench's ranks lost one another",
-            expected="every rank takes part within --timeout",
-            got=str(error).splitlines()[0],
-            remedy="look at what the other ranks have printed",
-        ) from error
+            typed(lambda: _reduce_scatter(own_M, values_N))

@@ -16,12 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bench.collectives.case import Case
-from megatron_sparse.bench.collectives.ranks import Progress, RankBench
-from megatron_sparse.bench.collectives.row import CaseRow
 from megatron_sparse.bench.collectives.sweep import Place
-from megatron_sparse.bench.rank_group import as_rank
-from megatron_sparse.bench.table import Columns, print_table, show_progress
+from megatron_sparse.bench.rank_group import RankGroup, as_rank
+from megatron_sparse.bench.table import Columns, Progress, TableRow, print_table, show_progress
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.run import local_ranks
 from megatron_sparse.run.json_lines import write_rows
@@ -32,9 +29,9 @@ from megatron_sparse.version import __version__
 Rows = list[dict[str, Any]]
 
 
-def run_as_rank[Bench: RankBench](
+def run_as_rank[Bench: RankGroup](
     make: Callable[[Any, int, int], Bench],
-    rows: Callable[[Bench, Progress], Iterable[CaseRow]],
+    rows: Callable[[Bench, Progress], Iterable[TableRow]],
     settings: Any,
     columns: Columns,
     json_path: Path | None,
@@ -104,7 +101,7 @@ def run_anywhere(
     return local_ranks.run_loopback(of_rank, ranks)
 
 
-def dicts(rows: Iterable[CaseRow]) -> Rows:
+def dicts(rows: Iterable[TableRow]) -> Rows:
     """The JSON objects of rows."""
     return [row.to_dict() for row in rows]
 
@@ -129,10 +126,9 @@ def virtual_place(topology: Topology) -> str:
     )
 
 
-def progress_of(number: int, of: int, case: Case) -> None:
+def progress_of(number: int, of: int, case: str) -> None:
     """Shows on a terminal which case is being measured."""
-    what = f"{case.op} {case.scheme} {case.density:g} {case.nbytes} B {case.dtype}"
-    show_progress(f"{number + 1}/{of}: {what}")
+    show_progress(f"{number + 1}/{of}: {case}")
 
 
 def _show_nothing(*_: object) -> None:

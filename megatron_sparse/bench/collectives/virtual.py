@@ -14,10 +14,10 @@ import torch
 
 from megatron_sparse.bench.collectives.case import CHECK_STEPS, Case, cases_of
 from megatron_sparse.bench.collectives.path import HalvedPath, residual_of
-from megatron_sparse.bench.collectives.ranks import Progress
 from megatron_sparse.bench.collectives.row import Row
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.host_load import free_memory_bytes
+from megatron_sparse.bench.table import Progress
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Topology, VirtualCluster
@@ -51,7 +51,7 @@ def rows(sweep: Sweep, topology: Topology, progress: Progress) -> Iterator[Row]:
     cases = cases_of(sweep, n)
     check_memory(cases, n)
     for number, case in enumerate(cases):
-        progress(number, len(cases), case)
+        progress(number, len(cases), case.title)
         yield _row(case, sweep, topology)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from megatron_sparse.bench.collectives.case import Case
 from megatron_sparse.bench.collectives.path import HalvedPath
-from megatron_sparse.bench.collectives.ranks import Progress, RankBench
+from megatron_sparse.bench.collectives.ranks import RankBench
 from megatron_sparse.bench.host_load import HostLoad
 from megatron_sparse.bench.stragglers.groups import (
     AUTO_FACTOR,
@@ -35,6 +35,7 @@ from megatron_sparse.bench.stragglers.groups import (
 )
 from megatron_sparse.bench.stragglers.row import StragglerRow, compare
 from megatron_sparse.bench.stragglers.sweep import StragglerSweep
+from megatron_sparse.bench.table import Progress
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
@@ -84,7 +85,7 @@ class StragglerBench(RankBench):
         for group in groups_of(self._bench, self.world_size):
             checked = []
             for number, case in enumerate(group):
-                progress(number, len(group), case)
+                progress(number, len(group), case.title)
                 checked.append(self._check(case))
             for delay_ms in self._bench.delays_ms:
                 auto = delay_ms is None

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 
 from megatron_sparse.bench.collectives.case import CHECK_STEPS, Case
-from megatron_sparse.bench.collectives.ranks import Progress
 from megatron_sparse.bench.collectives.virtual import TRANSPORT, VirtualRanks, check_memory
 from megatron_sparse.bench.stragglers.groups import (
     AUTO_FACTOR,
@@ -22,6 +21,7 @@ from megatron_sparse.bench.stragglers.groups import (
 )
 from megatron_sparse.bench.stragglers.row import StragglerRow, compare
 from megatron_sparse.bench.stragglers.sweep import StragglerSweep
+from megatron_sparse.bench.table import Progress
 from megatron_sparse.transport import Link, Topology
 
 
@@ -64,7 +64,7 @@ def _rows(
         cases.append((RULE, taken_by_the_rule(group[0], topology.world_size, delay_s, link)))
     rows = []
     for number, (name, case) in enumerate(cases):
-        progress(number, len(cases), case)
+        progress(number, len(cases), case.title)
         rows.append(_row(name, case, bench, topology, straggler, delay_s, link))
     compare(group, rows)
     return rows

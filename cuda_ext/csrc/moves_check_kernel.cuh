@@ -1,0 +1,290 @@
+// The decoders' first launch: everything that a record's damage can show before it is decoded, and
+// the decoder's table of rans.
+//
+// The status names the same field as moves_record.cpp does: of all faults the one that the CPU
+// would meet first, whichever block finds one first. Bytes of device memory: the record read once;
+// 256 KiB of table written.
+#pragma once
+
+#include "launch_grid.cuh"
+#include "moves_launch.h"
+#include "moves_record.h"
+#include "moves_scalar.cuh"
+#include "scan.cuh"
+
+namespace megatron_sparse {
+
+inline constexpr int kCheckThreads = 256;
+
+// In the order in which the CPU checks.
+enum class MovesCheck : unsigned {
+  kNone,
+  kSubHeaderSize,
+  kZeros,
+  kChunks,
+  kNoTable,
+  kSize,
+  kTable,
+  kOffsets,
+  kChunk,
+  kChecksum,
+};
+
+// A fault as one number, the earlier the larger, so that zeroed memory means none.
+using MovesFaultKey = unsigned long long;
+inline constexpr int kWhereBits = 40;
+
+__device__ __forceinline__ MovesFaultKey fault_key(MovesCheck check, int64_t where) {
+  return ~(static_cast<MovesFaultKey>(check) << kWhereBits | static_cast<MovesFaultKey>(where));
+}
+
+struct MovesDecodeWork {
+  MovesFaultKey* fault;    // zeroed
+  MovesFaultKey* damaged;  // zeroed; of rans chunks whose end is wrong
+  unsigned* summed;        // zeroed; blocks that have added to the sum
+  uint32_t* sum;           // zeroed; of the mixed words
+  int64_t zeroed_bytes;
+  uint32_t* table;  // [kContexts][kScale], of rans
+  void* decoded;    // [numel], of rans
+  int64_t bytes;
+};
+
+inline MovesDecodeWork lay_out_decode(void* base, int64_t numel, int dtype, int coder) {
+  Carver memory(base);
+  MovesDecodeWork w = {};
+  w.fault = memory.take<MovesFaultKey>(1);
+  w.damaged = memory.take<MovesFaultKey>(1);
+  w.summed = memory.take<unsigned>(1);
+  w.sum = memory.take<uint32_t>(1);
+  w.zeroed_bytes = memory.used();
+  if (coder == kMovesRans) {
+    w.table = memory.take<uint32_t>(kContexts * int64_t{kScale});
+    w.decoded = memory.take<uint8_t>(numel * dtype_bytes(dtype));
+  }
+  w.bytes = memory.used();
+  return w;
+}
+
+// The first of all faults in the words of MovesField; called by one thread.
+__device__ __forceinline__ void write_status(const MovesDecodeArguments& call,
+                                             const MovesDecodeWork& work) {
+  const MovesFaultKey found = *work.fault != 0 ? *work.fault : *work.damaged;
+  call.status[0] = kFieldFine;
+  call.status[1] = 0;
+  if (found == 0) return;
+  call.status[1] = static_cast<int64_t>(~found & ((MovesFaultKey{1} << kWhereBits) - 1));
+  switch (static_cast<MovesCheck>(~found >> kWhereBits)) {
+    case MovesCheck::kZeros:
+      call.status[0] = kFieldZeros;
+      break;
+    case MovesCheck::kChunks:
+      call.status[0] = kFieldChunks;
+      break;
+    case MovesCheck::kNoTable:
+    case MovesCheck::kTable:
+      call.status[0] = kFieldTable;
+      break;
+    case MovesCheck::kOffsets:
+      call.status[0] = kFieldOffsets;
+      break;
+    case MovesCheck::kChunk:
+      call.status[0] = kFieldChunk;
+      break;
+    case MovesCheck::kChecksum:
+      call.status[0] = kFieldChecksum;
+      break;
+    default:
+      call.status[0] = kFieldSize;
+  }
+}
+
+// Where the sections lie. Only if `check` is kNone can they be read.
+struct MovesSections {
+  MovesCheck check;
+  int64_t chunks;
+  int64_t table_bytes;
+  uint32_t base;
+  const uint32_t* offsets;
+  const uint8_t* table;
+  const uint8_t* data;  // the chunks, or the raw numbers
+  int64_t data_bytes;
+
+  // The bytes of a chunk, or -1 where its offsets are wrong.
+  __device__ __forceinline__ int64_t chunk_bytes(int64_t chunk, int64_t raw_bytes) const {
+    const int64_t begin = int64_t{offsets[chunk]} * 16, end = int64_t{offsets[chunk + 1]} * 16;
+    return begin <= end && end <= data_bytes && end - begin <= raw_bytes ? end - begin : -1;
+  }
+};
+
+__device__ __forceinline__ MovesSections sections_of_moves(const MovesDecodeArguments& call) {
+  constexpr int64_t kHead = sizeof(MovesSubHeader);
+  MovesSections s = {};
+  s.check = MovesCheck::kSubHeaderSize;
+  if (call.body_bytes < kHead) return s;
+  const uint4 head = *reinterpret_cast<const uint4*>(call.body);
+  s.chunks = chunk_count(call.coder, call.numel);
+  s.table_bytes = head.z;
+  s.base = head.w & 255;
+  s.check = MovesCheck::kZeros;
+  if (head.w >> 8 != 0) return s;
+  s.check = MovesCheck::kChunks;
+  if (head.y != s.chunks) return s;
+  s.check = MovesCheck::kNoTable;
+  if (call.coder != kMovesRans && s.table_bytes != 0) return s;
+  s.offsets = reinterpret_cast<const uint32_t*>(call.body + kHead);
+  s.table = call.body + kHead;
+  if (call.coder != kMovesRaw) s.table += offset_table_bytes(s.chunks);
+  s.data = s.table + round_up_16(s.table_bytes);
+  s.data_bytes = call.body_bytes - (s.data - call.body);
+  s.check = MovesCheck::kSize;
+  if (s.data_bytes < 0) return s;
+  if (call.coder == kMovesRaw &&
+      s.data_bytes != round_up_16(call.numel * dtype_bytes(call.dtype))) {
+    return s;
+  }
+  s.check = MovesCheck::kNone;
+  return s;
+}
+
+__device__ __forceinline__ void report_fault(MovesFaultKey* fault, MovesCheck check,
+                                             int64_t where) {
+  atomicMax(fault, fault_key(check, where));
+}
+
+// One context of the frequency table, in shared memory.
+struct ContextTable {
+  uint32_t frequency[kMaxSymbols];
+  uint32_t start[kMaxSymbols];
+  int stored;  // frequencies; -1 if they are wrong
+};
+
+// Checks as moves_record.cpp's read_table does; called by a warp.
+__device__ __forceinline__ void read_context(const MovesSections& s, int context, int symbols,
+                                             ContextTable& shared) {
+  const int lane = threadIdx.x % 32;
+  bool right = s.table_bytes >= kContexts;
+  const int counted = right && lane < kContexts ? s.table[lane] : 0;
+  const int stored = __shfl_sync(kAllLanes, counted, context);
+  const int64_t at = kContexts + 2 * warp_sum(lane < context ? counted : 0);
+  right = right && stored <= symbols && at + 2 * stored <= s.table_bytes;
+  const uint16_t* frequencies = reinterpret_cast<const uint16_t*>(s.table + at);
+  uint32_t sum = 0;
+#pragma unroll
+  for (int first = 0; first < kMaxSymbols; first += 32) {
+    const int symbol = first + lane;
+    const uint32_t frequency = right && symbol < stored ? frequencies[symbol] : 0;
+    const uint32_t end = sum + warp_inclusive_sum(frequency);
+    if (symbol < kMaxSymbols) {
+      shared.frequency[symbol] = frequency;
+      shared.start[symbol] = end - frequency;
+    }
+    sum = __shfl_sync(kAllLanes, end, 31);
+  }
+  right = right && sum == (stored == 0 ? 0 : kScale);
+  if (context == kContexts - 1) right = right && at + 2 * stored == s.table_bytes;
+  if (lane == 0) shared.stored = right ? stored : -1;
+}
+
+// Checks the contexts and makes the decoder's table of each; called by a whole block.
+__device__ __forceinline__ void make_tables(const MovesDecodeArguments& call,
+                                            const MovesDecodeWork& work, const MovesSections& s,
+                                            ContextTable& shared) {
+  for (int context = blockIdx.x; context < kContexts; context += gridDim.x) {
+    __syncthreads();
+    if (threadIdx.x < 32) read_context(s, context, symbols_of(call.dtype), shared);
+    __syncthreads();
+    if (shared.stored < 0 && threadIdx.x == 0) {
+      // A table without room for its contexts is the fault of the first one.
+      const int where = s.table_bytes < kContexts ? 0 : context;
+      report_fault(work.fault, MovesCheck::kTable, where);
+    }
+    uint32_t* entries = work.table + context * int64_t{kScale};
+    if (shared.stored <= 0) {
+      for (int slot = threadIdx.x; slot < static_cast<int>(kScale); slot += kCheckThreads) {
+        entries[slot] = 0;
+      }
+    }
+    for (int symbol = threadIdx.x / 32; symbol < shared.stored; symbol += kCheckThreads / 32) {
+      const uint32_t frequency = shared.frequency[symbol], start = shared.start[symbol];
+      for (uint32_t above = threadIdx.x % 32; above < frequency; above += 32) {
+        entries[start + above] = decoder_entry(above, frequency, static_cast<uint32_t>(symbol));
+      }
+    }
+  }
+}
+
+// Whether the sections of a packed chunk have the chunk's size, and every move its number's bits.
+// Called by a warp, for all of which the answer is the same.
+__device__ __forceinline__ bool is_packed_chunk(const uint8_t* chunk, int64_t bytes, int64_t count,
+                                                int64_t value_bytes) {
+  const int tiles = static_cast<int>((count + kMovesTile - 1) / kMovesTile);
+  const int64_t heads = round_up_16(2 * tiles);
+  if (heads > bytes) return false;
+  unsigned planes = 0, escapes = 0, wide = 0;
+  for (int t = threadIdx.x % 32; t < tiles; t += 32) {
+    planes += chunk[t];
+    escapes += chunk[tiles + t];
+    wide |= chunk[t] > 8 * value_bytes;
+  }
+  planes = __reduce_add_sync(kAllLanes, planes);
+  escapes = __reduce_add_sync(kAllLanes, escapes);
+  if (__any_sync(kAllLanes, static_cast<int>(wide))) return false;
+  return round_up_16(heads + planes * int64_t{kPlaneBytes} + escapes * (value_bytes + 1)) == bytes;
+}
+
+// Checks the offsets and the chunks; a warp takes a chunk.
+__device__ __forceinline__ void check_chunks(const MovesDecodeArguments& call,
+                                             const MovesDecodeWork& work, const MovesSections& s) {
+  if (first_item() == 0) {
+    if (s.offsets[0] != 0) report_fault(work.fault, MovesCheck::kOffsets, 0);
+    if (int64_t{s.offsets[s.chunks]} * 16 != s.data_bytes) {
+      report_fault(work.fault, MovesCheck::kOffsets, s.chunks);
+    }
+  }
+  const int64_t value_bytes = dtype_bytes(call.dtype);
+  for (int64_t c = first_item() / 32; c < s.chunks; c += item_stride() / 32) {
+    const int64_t count = numbers_in_chunk(call.coder, call.numel, c);
+    const int64_t raw = round_up_16(count * value_bytes), bytes = s.chunk_bytes(c, raw);
+    bool fits = true;
+    if (bytes >= 0 && bytes != raw) {
+      fits = call.coder == kMovesRans
+                 ? bytes >= 4 * kStates
+                 : is_packed_chunk(s.data + int64_t{s.offsets[c]} * 16, bytes, count, value_bytes);
+    }
+    if (threadIdx.x % 32 != 0) continue;
+    if (bytes < 0) report_fault(work.fault, MovesCheck::kOffsets, c + 1);
+    if (!fits) report_fault(work.fault, MovesCheck::kChunk, c);
+  }
+}
+
+__global__ void __launch_bounds__(kCheckThreads, 4)
+    moves_check_kernel(MovesDecodeArguments call, MovesDecodeWork work) {
+  __shared__ ContextTable shared;
+  const MovesSections s = sections_of_moves(call);
+  if (s.check != MovesCheck::kNone) {
+    if (first_item() == 0) report_fault(work.fault, s.check, 0);
+    return;
+  }
+  if (call.coder != kMovesRaw) check_chunks(call, work, s);
+  if (call.coder == kMovesRans) make_tables(call, work, s, shared);
+  const uint4* vectors = reinterpret_cast<const uint4*>(call.body);
+  uint32_t sum = 0;
+  for (int64_t v = first_item(); v < call.body_bytes / 16; v += item_stride()) {
+    sum += mix_vector(vectors[v], static_cast<uint32_t>(4 * v));
+  }
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) {
+    atomicAdd(work.sum, sum);
+    __threadfence();
+  }
+  __syncthreads();
+  if (threadIdx.x != 0 || atomicAdd(work.summed, 1u) + 1 != gridDim.x) return;
+  __threadfence();  // the other blocks' sums come before their count
+  // The checksum's own word is none of the words that it sums.
+  const uint32_t checksum = vectors[0].x;
+  if (atomicAdd(work.sum, 0u) - mix_word(checksum, 0) != checksum) {
+    report_fault(work.fault, MovesCheck::kChecksum, 0);
+  }
+}
+
+}  // namespace megatron_sparse

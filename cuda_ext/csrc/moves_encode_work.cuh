@@ -1,0 +1,94 @@
+// The workspace of the encoders of moves.
+#pragma once
+
+#include "launch_grid.cuh"
+#include "moves_launch.h"
+#include "moves_scalar.cuh"
+#include "scan.cuh"
+
+namespace megatron_sparse {
+
+// What the launches of the rans encoder tell each other.
+struct RansTables {
+  uint32_t base;         // exponent of context 0
+  uint32_t table_bytes;  // of the frequency table in the record
+  uint32_t entries[kTableEntries];
+};
+
+inline constexpr uint32_t kRawWords = 0xffffffffu;  // the number of words of a raw chunk
+
+struct MovesEncodeWork {
+  ScanState* ends;             // zeroed; [chunks], where coded chunks end, in units of 16 bytes
+  unsigned* ticket;            // zeroed
+  unsigned* sealed;            // zeroed; blocks that have added to the sum
+  uint32_t* sum;               // zeroed; of the mixed words
+  unsigned long long* counts;  // zeroed; [kContexts][kMaxSymbols], of rans; so is what follows
+  int64_t zeroed_bytes;
+  RansTables* tables;
+  uint32_t* states;  // [chunks][kStates]
+  uint32_t* words;   // [chunks], how many there are, or kRawWords
+  uint16_t* slots;   // room for the raw numbers of each chunk; words lie at the end of its room
+  int64_t bytes;
+};
+
+inline MovesEncodeWork lay_out_encode(void* base, int64_t numel, int dtype, int coder) {
+  const int64_t chunks = chunk_count(coder, numel);
+  Carver memory(base);
+  MovesEncodeWork w = {};
+  w.ends = memory.take<ScanState>(chunks);
+  w.ticket = memory.take<unsigned>(1);
+  w.sealed = memory.take<unsigned>(1);
+  w.sum = memory.take<uint32_t>(1);
+  if (coder == kMovesRans) w.counts = memory.take<unsigned long long>(kTableEntries);
+  w.zeroed_bytes = memory.used();
+  if (coder == kMovesRans) {
+    w.tables = memory.take<RansTables>(1);
+    w.states = memory.take<uint32_t>(chunks * kStates);
+    w.words = memory.take<uint32_t>(chunks);
+    w.slots = memory.take<uint16_t>(round_up_16(numel * dtype_bytes(dtype)) / 2);
+  }
+  w.bytes = memory.used();
+  return w;
+}
+
+__device__ __forceinline__ int64_t table_bytes_of(const MovesEncodeWork& work) {
+  return work.tables == nullptr ? 0 : work.tables->table_bytes;
+}
+
+// Where the chunks of a coded record lie.
+__device__ __forceinline__ uint8_t* chunks_of_record(const MovesEncodeArguments& call,
+                                                     const MovesEncodeWork& work, int64_t chunks) {
+  return call.out + kMovesSectionsAt + offset_table_bytes(chunks) +
+         round_up_16(table_bytes_of(work));
+}
+
+// Publishes the size of a chunk, writes its entry of the table of offsets, and returns where it
+// begins among the chunks. Called by the first warp.
+__device__ __forceinline__ int64_t place_chunk(const MovesEncodeArguments& call,
+                                               const MovesEncodeWork& work, int64_t chunk,
+                                               int64_t chunks, int64_t bytes) {
+  const int64_t before = look_back(work.ends, chunk, bytes / 16);
+  uint32_t* offsets = reinterpret_cast<uint32_t*>(call.out + kMovesSectionsAt);
+  if (threadIdx.x == 0) {
+    offsets[chunk] = static_cast<uint32_t>(before);
+    if (chunk + 1 == chunks) {
+      offsets[chunks] = static_cast<uint32_t>(before + bytes / 16);
+      for (int64_t i = chunks + 1; i < offset_table_bytes(chunks) / 4; ++i) offsets[i] = 0;
+    }
+  }
+  return 16 * before;
+}
+
+// Writes a chunk's raw numbers, padded; called by a whole block.
+template <int D>
+__device__ __forceinline__ void write_raw_chunk(const MovesEncodeArguments& call, int64_t chunk,
+                                                uint8_t* target) {
+  const MovesRaw<D>* now = static_cast<const MovesRaw<D>*>(call.now) + chunk * chunk_of(call.coder);
+  const int64_t count = numbers_in_chunk(call.coder, call.numel, chunk);
+  constexpr int kItems = 16 / sizeof(MovesRaw<D>);
+  for (int64_t v = threadIdx.x; v * kItems < count; v += blockDim.x) {
+    reinterpret_cast<uint4*>(target)[v] = vector_of(now, v * kItems, count);
+  }
+}
+
+}  // namespace megatron_sparse

@@ -1,0 +1,44 @@
+// The launchers of records of moves on CUDA, between nvcc (no torch) and the bindings.
+//
+// All pointers of the arguments are on the device; workspaces are 256-byte aligned. Launches go to
+// `stream` (a cudaStream_t) and return at once; the caller reads their error with cudaGetLastError.
+#pragma once
+
+#include <cstdint>
+
+namespace megatron_sparse {
+
+struct MovesEncodeArguments {
+  const void* old;  // [numel]
+  const void* now;  // [numel]
+  int64_t numel;
+  int dtype;
+  int coder;
+  uint32_t step;
+  uint8_t* out;   // moves_room bytes, 16-byte aligned; the record is at its front
+  int64_t* size;  // [1], written: the record's bytes
+  void* workspace;
+};
+
+int64_t moves_encode_workspace_bytes(int64_t numel, int dtype, int coder);
+
+// Launches, and one memset: raw 1, packed 2, rans 6.
+void launch_moves_encode(const MovesEncodeArguments& arguments, void* stream);
+
+struct MovesDecodeArguments {
+  void* held;  // [numel]; changed only if nothing is wrong
+  int64_t numel;
+  int dtype;
+  int coder;            // of the header
+  const uint8_t* body;  // the record behind its header, not trusted; 16-byte aligned
+  int64_t body_bytes;   // a multiple of 16
+  int64_t* status;      // [2], written: MovesField and what was found, as on the CPU
+  void* workspace;
+};
+
+int64_t moves_decode_workspace_bytes(int64_t numel, int dtype, int coder);
+
+// Launches, and one memset: raw 2, packed 2, rans 3.
+void launch_moves_decode(const MovesDecodeArguments& arguments, void* stream);
+
+}  // namespace megatron_sparse

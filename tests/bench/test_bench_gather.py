@@ -1,0 +1,81 @@
+"""`bench gather`: bits, bytes and modelled times on virtual ranks; one run between real ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megatron_sparse.bench.gather import virtual
+from megatron_sparse.bench.gather.sweep import GatherSweep
+from megatron_sparse.cli.main import app
+from megatron_sparse.parameters import price
+from megatron_sparse.transport import Link, Topology
+
+INSIDE, ACROSS = Link(1e-6, 1e-11), Link(10e-6, 1e-9)
+
+
+def rows(topology, **sweep):
+    return list(virtual.rows(GatherSweep(elements=100_000, **sweep), topology, lambda *_: None))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_virtual_ranks_end_with_the_owners_bits(dtype):
+    found = rows(Topology((2, 2, 1), INSIDE, ACROSS), dtype=dtype, rates=(1e-4, 1e-2))
+    assert len(found) == 8
+    for row in found:
+        assert row.wrong == 0
+        assert row.modelled
+        assert row.numel == 100_000
+        assert row.raw_bytes == 80_000 * (2 if dtype == "fp32" else 1) * 2
+        assert 0 < row.bits < 32
+
+
+def test_once_per_node_sends_a_part_of_the_bytes_across():
+    flat, per_node = rows(Topology((4, 4), INSIDE, ACROSS), coders=("rans",))
+    assert (flat.way, per_node.way) == ("flat", "per-node")
+    assert flat.across_bytes == 4 * per_node.across_bytes
+    assert per_node.time_us < flat.time_us < flat.raw_us
+
+
+def test_ranks_on_one_node_have_one_way():
+    (row,) = rows(Topology((3,), INSIDE, INSIDE), coders=("packed",))
+    assert row.way == "flat"
+    assert row.across_bytes is None
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 6, (2, 2), (4, 4), (3, 3, 3)], ids=str)
+def test_the_prices_are_those_of_the_virtual_cluster(sizes, monkeypatch):
+    """The formulas, with the bits of this step and a codec that takes no time."""
+    topology = Topology(sizes, INSIDE, ACROSS)
+    several = price.several_levels(topology.nodes)
+    links = price.GatherLinks(ACROSS, topology if several else None)
+    for row in rows(topology, coders=("rans",)):
+        monkeypatch.setitem(price.MOVE_BITS["rans"], torch.bfloat16, row.bits)
+        n, speeds = row.world_size, {"rans": price.CoderSpeed(0.0, 0.0)}
+        prices = price.gather_prices(row.numel, torch.bfloat16, n, links, speeds)
+        predicted_s = prices.exact_s[price.Candidate("rans", row.way == "per-node")]
+        # The virtual ranks announce their sizes all at once, a backend in a ring.
+        predicted_s -= (n - 1) * ACROSS.alpha_s
+        assert row.time_us * 1e-6 == pytest.approx(predicted_s, rel=0.1)
+
+
+def test_between_ranks(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    options = ["--ranks", "2", "--elements", "20000", "--iters", "2", "--coder", "packed"]
+    outcome = CliRunner().invoke(app, ["bench", "gather", *options, "--json", str(path)])
+    assert outcome.exit_code == 0, outcome.output
+    (row,) = map(json.loads, path.read_text().splitlines())
+    assert row["wrong"] == 0
+    assert row["transport"] == "gloo"
+    assert row["time_us"] > 0
+    assert row["raw_us"] > 0
+    assert row["wire_bytes"] < row["raw_bytes"]
+    assert row["across_bytes"] is None
+
+
+def test_one_rank_is_refused():
+    outcome = CliRunner().invoke(app, ["bench", "gather", "--virtual", "--ranks", "1"])
+    assert outcome.exit_code != 0

@@ -1,0 +1,86 @@
+"""The exact gather of parameters on a GPU, and on the emulated one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.errors import ReplicaError, WireFormatError
+from megatron_sparse.parameters import gather, price
+from megatron_sparse.planner.link_timing import complete
+from megatron_sparse.transport import VirtualCluster
+from tests.cuda_emulator.codec_cases import Place
+from tests.cuda_emulator.device import GPU
+from tests.parameters.gather_cases import DTYPES, Group, bits
+
+
+@pytest.mark.parametrize("coder", ["rans", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_rank_gets_the_bits_of_a_raw_gather(
+    place: Place, dtype: torch.dtype, coder: str
+) -> None:
+    group = Group(dtype, verify_every=2, coder=coder, n=3, shard=500, device=GPU)
+    for size in (1e-4, 1e-4, 10.0, 0.0):
+        group.check()
+        assert all(values.is_cuda for values in group.values)
+        group.move(size)
+    assert {record.method for record in group.last} == {"exact"}
+
+
+def test_once_per_node(place: Place) -> None:
+    group = Group(n=3, shard=500, nodes=(2, 1), device=GPU)
+    for _ in range(3):
+        group.check()
+        group.move()
+
+
+def test_a_damaged_record_and_a_changed_replica_are_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(n=2, shard=500, device=GPU)
+    group.check()
+    group.move()
+    encode = gather.encode_moves
+
+    def damaging(*arguments, **options):
+        record = encode(*arguments, **options)
+        record[100] ^= 1
+        return record
+
+    monkeypatch.setattr(gather, "encode_moves", damaging)
+    before = bits(group.values[0].view(2, -1)[1]).clone()
+    with pytest.raises(WireFormatError, match="payload checksum"):
+        group.gather()
+    assert torch.equal(bits(group.values[0].view(2, -1)[1]), before)
+    monkeypatch.undo()
+
+
+def test_a_replica_that_was_written_to_is_named(place: Place) -> None:
+    group = Group(n=2, shard=500, device=GPU)
+    group.check()
+    group.values[0].view(2, -1)[1][3] += 1
+    with pytest.raises(ReplicaError, match="owner, rank 1"):
+        group.gather()
+
+
+def test_coders_are_timed_on_the_device(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: set[str] = set()
+    encode = price.encode_moves
+
+    def encode_there(old, new, **options):
+        devices.add(old.device.type)
+        return encode(old, new, **options)
+
+    def alone(own, transport):
+        yield from ()
+        return torch.tensor([own])
+
+    monkeypatch.setattr(price, "SAMPLE_NUMEL", 256)
+    monkeypatch.setattr(price, "encode_moves", encode_there)
+    monkeypatch.setattr(price, "gather_rows", alone)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    transport = VirtualCluster(1, device=GPU).transports[0]
+    speeds = complete(price.measure_coders(transport, torch.bfloat16, ("packed",)))
+    assert devices == {"cuda"}
+    assert speeds["packed"].encode_s > 0
+    assert speeds["packed"].decode_s > 0

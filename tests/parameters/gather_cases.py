@@ -1,0 +1,121 @@
+"""A bucket of parameters on virtual ranks, gathered exactly or by a subclass in another way."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.parameters.gather import ExactGather, ExactWay
+from megatron_sparse.recording import NullSink
+from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import NO_TIME
+from megatron_sparse.transport.virtual_rank import VirtualWork
+
+N = 4
+SHARD = 1000
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+class Gathered(NullSink):
+    """Stores the records."""
+
+    def __init__(self):
+        self.records = []
+
+    def record_gather(self, record):
+        self.records.append(record)
+
+
+class Queue:
+    """Keeps the submitted job, for the virtual cluster to run."""
+
+    def submit(self, name, job, timer, on_done=None):
+        self.job, self.pending = job, Pending(name, timer, None, on_done)
+        return self.pending
+
+
+class Group:
+    """A bucket on N virtual ranks; `expected` is what a raw gather would leave on all of them."""
+
+    kind, way = ExactGather, ExactWay
+
+    def __init__(
+        self,
+        dtype=torch.bfloat16,
+        verify_every=1,
+        coder="rans",
+        n=N,
+        shard=SHARD,
+        nodes=None,
+        device=None,
+    ):
+        topology = None if nodes is None else Topology(nodes, NO_TIME, NO_TIME)
+        self.cluster = VirtualCluster(n, topology, device)
+        self.generator = torch.Generator().manual_seed(5)
+        first = torch.randn(n * shard, generator=self.generator).mul_(0.02).to(dtype)
+        # Each rank starts with other bits: the first gather makes them equal.
+        self.values = [(first + rank).to(device) for rank in range(n)]
+        self.queues = [Queue() for _ in range(n)]
+        self.sinks = [Gathered() for _ in range(n)]
+        self.gathers = []
+        for rank, transport in enumerate(self.cluster.transports):
+            grad_N = torch.zeros(n * shard, device=device)
+            bucket = Bucket("dense0.0", grad_N, (), CollectiveOp.REDUCE_SCATTER, n)
+            way = self.way(coder, verify_every, nodes is not None)
+            self.gathers.append(
+                self.kind(
+                    bucket, self.values[rank], transport, way, self.queues[rank], self.sinks[rank]
+                )
+            )
+
+    def own(self, rank):
+        """The shard that a rank owns, where it owns it."""
+        return self.values[rank].view(len(self.values), -1)[rank]
+
+    def move(self, size=1e-4):
+        """What an optimizer does: each owner writes its shard."""
+        for rank in range(len(self.values)):
+            own = self.own(rank)
+            moved = torch.randn(own.numel(), generator=self.generator) * size
+            own += moved.to(own.device, own.dtype)
+
+    def expected(self):
+        return torch.cat([self.own(rank).clone() for rank in range(len(self.values))])
+
+    def gather(self, steps=None):
+        """One gather on every rank."""
+        pending = [
+            gather.start(0 if steps is None else steps[rank])
+            for rank, gather in enumerate(self.gathers)
+        ]
+        self.cluster.run(lambda transport: works(self.queues[transport.rank].job()))
+        for queue, each in zip(self.queues, pending, strict=True):
+            queue.pending.end(None)
+            each.wait()
+
+    def check(self):
+        expected = self.expected()
+        self.gather()
+        for values in self.values:
+            assert torch.equal(bits(values), bits(expected))
+
+    @property
+    def last(self):
+        return [sink.records[-1] for sink in self.sinks]
+
+
+def works(steps):
+    """Passes on only the works: the virtual cluster needs no gates."""
+    while True:
+        try:
+            outcome = next(steps)
+        except StopIteration as end:
+            return end.value
+        if isinstance(outcome, VirtualWork):
+            yield outcome
+
+
+def bits(values):
+    return values.view(INTEGERS[values.element_size()])

@@ -1,0 +1,114 @@
+"""On CUDA: the streams of an exact gather, and what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.collectives import POSTED
+from megatron_sparse.parameters import gather
+from megatron_sparse.parameters.agreement import Announcement
+from megatron_sparse.parameters.gather import ExactGather, ExactWay
+from megatron_sparse.recording import NullSink
+from megatron_sparse.reduction.in_order import InOrderProgress
+from megatron_sparse.reduction.progress import ProgressThread
+from tests.reduction.fake_cuda import DEVICE, FakeCuda
+
+RECORD = torch.zeros(64, dtype=torch.uint8)
+
+
+class StreamWork:
+    """A work of NCCL: always ready; `finish` lets the stream wait."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+
+    def ready(self) -> bool:
+        return True
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        wake()
+
+
+class Transport:
+    """Rank 0 of two."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def all_gather(self, *_: torch.Tensor) -> StreamWork:
+        return StreamWork(lambda: self._cuda.note("raw arrival"))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Every step of a gather only writes down its stream; the tensors are on the CPU."""
+    fake = FakeCuda(monkeypatch)
+    number = 0
+
+    def noted(what: str, result: Any = None) -> Callable[..., Any]:
+        def step(*_: Any, **__: Any) -> Any:
+            fake.note(f"{what} {number}")
+            return result
+
+        return step
+
+    def agree(own: Announcement, *_: Any):
+        nonlocal number
+        number = own.number + 1
+        yield StreamWork(lambda: None)
+        return [own, own]
+
+    def exchange(own, room, sizes, group, arrived, **_: Any):
+        yield POSTED
+        yield StreamWork(noted("arrival"))
+        arrived(1, RECORD)
+
+    used = noted("use of the record")
+    monkeypatch.setattr(gather, "encode_moves", noted("encode", RECORD))
+    monkeypatch.setattr(gather, "decode_moves_", noted("decode"))
+    monkeypatch.setattr(
+        gather, "used_here", lambda tensors: used() if tensors[0] is RECORD else None
+    )
+    monkeypatch.setattr(gather, "exchange_announcements", agree)
+    monkeypatch.setattr(gather, "pairwise_all_gather", exchange)
+    return fake
+
+
+@pytest.mark.parametrize("driver", [InOrderProgress, ProgressThread])
+def test_a_gather_lies_between_the_optimizer_and_the_forward_pass(
+    cuda: FakeCuda, driver: type[InOrderProgress] | type[ProgressThread]
+) -> None:
+    values_N = torch.zeros(64, dtype=torch.bfloat16)
+    bucket = Bucket("b", torch.zeros(64), (), CollectiveOp.REDUCE_SCATTER, 2)
+    progress = driver(DEVICE, 30)
+    exact = ExactGather(
+        bucket, values_N, cast(Any, Transport(cuda)), ExactWay("rans", 100), progress, NullSink()
+    )
+    for step in range(3):
+        cuda.note(f"optimizer {step}")
+        exact.start(step).wait()
+        cuda.note(f"forward {step}")
+    progress.close()
+    assert cuda.precedes("launching: optimizer 0", "network: raw arrival")
+    assert cuda.precedes("network: raw arrival", "launching: forward 0")
+    for step in (1, 2):
+        order = [
+            f"launching: optimizer {step}",
+            f"codec: encode {step}",
+            f"network: use of the record {step}",
+            f"network: arrival {step + 1}",
+            f"network: decode {step + 1}",
+            f"launching: forward {step}",
+        ]
+        for before, after in pairwise(order):
+            assert cuda.precedes(before, after), (before, after)
+    # The copy that gather 1 keeps is what gather 2 encodes against.
+    assert cuda.precedes("network: decode 2", "codec: encode 2")
