@@ -24,7 +24,7 @@ class ParametersConfig:
     Attributes:
         method: `raw` is Megatron's own all-gather. `exact` sends how far each number moved since
             the last gather; every rank ends with Megatron's own bits. It needs the distributed
-            optimizer, tensors on a CPU, and `attach(model, optimizer)`. `lossy` needs the same; it
+            optimizer and `attach(model, optimizer)`. `lossy` needs these and tensors on a CPU; it
             sends fp32 parameters in `bits`, and keeps what was withheld in the optimizer's
             parameters, from where it is sent in later steps; bf16 and fp16 parameters it gathers as
             `exact` does. `auto` takes for each bucket raw or exact, the one that is predicted to

@@ -85,6 +85,13 @@ def test_auto_leaves_them_to_megatron_and_others_are_refused(lone_rank, unable, 
     assert caught.value.got == reason
 
 
+def test_lossy_is_refused_on_a_gpu(lone_rank):
+    values = SimpleNamespace(is_cuda=True, dtype=torch.float32, numel=lambda: 8)
+    with pytest.raises(ConfigError, match=r"parameters\.method=lossy") as caught:
+        plan([group(values)], "lossy")
+    assert caught.value.got == "lossy gathers have no CUDA kernels yet"
+
+
 def test_one_line_says_why_a_gather_stays_raw(lone_rank, caplog):
     with caplog.at_level(logging.INFO, logger="megatron_sparse"):
         plan([group(BYTES), group(BYTES)], "auto")
