@@ -114,7 +114,9 @@ class GatherRecord:
         message_bytes: of this rank's record, however often it is sent; 0 for `raw`.
         launched_s: the host's `time.perf_counter` at the launch.
         finished_s: the same at the end.
+        wait_began_s: the same when the training thread began to wait for it.
         exposed_s: seconds for which the training thread waited for it.
+        dense_us: predicted time of the backend's own all-gather; None without `planner.cluster`.
         timer: measures the stages `encode`, `network` and `decode` of an exact or lossy gather.
     """
 
@@ -127,8 +129,15 @@ class GatherRecord:
     message_bytes: int = 0
     launched_s: float = 0.0
     finished_s: float = 0.0
+    wait_began_s: float = 0.0
     exposed_s: float = 0.0
+    dense_us: float | None = None
     timer: StageTimer = field(default_factory=lambda: StageTimer())
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the backend gathered the parameters themselves."""
+        return self.method == "raw"
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,7 @@ class ParameterGathers:
                     self.lossy.append(LossyBucket(group, bucket, gather))
                 else:
                     gather = ExactGather(bucket, values_N, transport, way, progress, self._sink)
+                gather.dense_us = choosers[key].dense_us(values_N)
                 self._compressed.setdefault(id(group), []).append(gather)
         self._follow_loads(chunks)
         self._updates = WatchedUpdates(self.lossy, optimizer)

@@ -25,6 +25,7 @@ from megatron_sparse.parameters.price import (
     GatherLinks,
     Prices,
     gather_prices,
+    raw_gather_s,
     several_levels,
 )
 from megatron_sparse.planner.link_timing import complete, gather_rows
@@ -143,6 +144,14 @@ class GatherChooser:
             return None
         self._exact += len(buckets)
         return ExactWay(prices.best.coder, every, prices.best.per_node)
+
+    def dense_us(self, values_N: torch.Tensor) -> float | None:
+        """Predicted time of the backend's own gather; None without `planner.cluster`."""
+        if self._cluster is None:
+            return None
+        n = self._transport.world_size
+        link = find(self._cluster).dense_link(n)
+        return raw_gather_s(values_N.numel(), values_N.dtype, n, link) * 1e6
 
     def _prices(self, buckets: Sequence[torch.Tensor], links: GatherLinks) -> Prices:
         n, total = self._transport.world_size, None

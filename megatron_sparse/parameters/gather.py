@@ -110,11 +110,11 @@ class PendingGather:
         Raises:
             MegatronSparseError: the parameters were not gathered.
         """
-        start_s = time.perf_counter()
+        record = self._record
+        record.wait_began_s = time.perf_counter()
         with marked("param_wait"):
             self._pending.wait()
-        record = self._record
-        record.exposed_s = time.perf_counter() - start_s
+        record.exposed_s = time.perf_counter() - record.wait_began_s
         record.finished_s = self._pending.finished_s
         self._sink.record_gather(record)
         return record.exposed_s
@@ -131,6 +131,9 @@ class ShardGather(ABC):
         way: how; the same on every rank of the group.
         progress: drives the gathers.
         sink: receives a record of each.
+
+    Attributes:
+        dense_us: predicted time of the backend's own gather, for the records; None if unknown.
     """
 
     method: ClassVar[str]
@@ -153,6 +156,7 @@ class ShardGather(ABC):
         self._shards = values_N.view(transport.world_size, -1)
         self._own_M = self._shards[transport.rank]
         self._number = 0
+        self.dense_us: float | None = None
 
     @property
     @abstractmethod
@@ -212,6 +216,7 @@ class ShardGather(ABC):
             numel=self._values_N.numel(),
             dense_bytes=dense_gather_bytes(self._values_N, self._transport.world_size),
             launched_s=time.perf_counter(),
+            dense_us=self.dense_us,
             timer=StageTimer(self._values_N.device),
         )
         number = self._number

@@ -145,7 +145,7 @@ def gather_prices(
     link, topology = links.dense, links.topology
     shard, others = numel / world_size, world_size - 1
     raw_bytes = shard * dtype.itemsize
-    raw_s = others * (link.alpha_s + raw_bytes * link.beta_s)
+    raw_s = raw_gather_s(numel, dtype, world_size, link)
     exact_s = {}
     for coder, speed in speeds.items():
         sent_bytes = shard * MOVE_BITS[coder][dtype] / 8
@@ -160,6 +160,11 @@ def gather_prices(
             exact_s[per_node] = own_s + nodes_s + decoded * shard * speed.decode_s
         exact_s[Candidate(coder)] = own_s + flat_s + others * shard * speed.decode_s
     return Prices(raw_s, exact_s)
+
+
+def raw_gather_s(numel: int, dtype: torch.dtype, world_size: int, link: Link) -> float:
+    """Seconds of the backend's own all-gather of a bucket, as a ring."""
+    return (world_size - 1) * _message_s(link, numel / world_size * dtype.itemsize)
 
 
 def _message_s(link: Link, nbytes: float) -> float:

@@ -242,6 +242,7 @@ def iteration_breakdown(
     iteration_s: float,
     outcome: StepOutcome | None = None,
     gathers: Sequence[GatherRecord] = (),
+    gathers_before: int = 0,
 ) -> IterationBreakdown:
     """Adds up the buckets of an iteration.
 
@@ -252,6 +253,7 @@ def iteration_breakdown(
         iteration_s: wall-clock seconds of the whole iteration.
         outcome: loss, gradient norm and the like; None if nothing is known of them.
         gathers: one record for each gather of a bucket's parameters.
+        gathers_before: the first so many were over before the iteration began.
 
     Returns:
         The breakdown. Its phase is the one that most elements were in. On CUDA this waits for the
@@ -276,7 +278,7 @@ def iteration_breakdown(
         numel += record.numel
         planned += record.density * record.numel
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
-    dense_s = dense_iteration_s(records, iteration_s)
+    dense_s = dense_iteration_s(records, iteration_s, gathers[gathers_before:])
     numbers = {name: finite(value) for name, value in outcome.extra.items()}
     return IterationBreakdown(
         iteration=iteration,

@@ -22,7 +22,7 @@ from torch._C._profiler import _ExperimentalConfig
 
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.profiler_ranges import profiler_is_on
-from megatron_sparse.recording import BucketRecord
+from megatron_sparse.recording import BucketRecord, GatherRecord
 from megatron_sparse.telemetry.trace import Span, Timeline, write_trace
 
 logger = logging.getLogger(__name__)
@@ -70,12 +70,18 @@ class IterationTraces:
         )
         self._profiler.start()
 
-    def end(self, iteration: int, spans: Sequence[Span], records: Sequence[BucketRecord]) -> None:
+    def end(
+        self,
+        iteration: int,
+        spans: Sequence[Span],
+        records: Sequence[BucketRecord],
+        gathers: Sequence[GatherRecord],
+    ) -> None:
         """Adds an iteration; writes a file after its last iteration."""
         if iteration in self._traced:
-            self._timeline.add(iteration, spans, records)
+            self._timeline.add(iteration, spans, records, gathers)
         if iteration in self._profiled:
-            self._beside_profile.add(iteration, spans, records)
+            self._beside_profile.add(iteration, spans, records, gathers)
         if self._traced and iteration == self._traced[-1]:
             self._write_timeline()
         if self._profiled and iteration == self._profiled[-1]:

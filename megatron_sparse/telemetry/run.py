@@ -101,6 +101,7 @@ class RunTelemetry:
         self._name = self._config.get("name") or (Path(run_dir).name if run_dir else None)
         self._records: list[BucketRecord] = []
         self._gathers: list[GatherRecord] = []
+        self._gathers_before = 0
         self._step_s: dict[str, float] = {}
         self._waited_s = 0.0
         self._spans: list[Span] = []
@@ -160,6 +161,7 @@ class RunTelemetry:
         they are not in this iteration's time. Bytes that were sent meanwhile count to it.
         """
         self._step_s.pop("param_wait", None)
+        self._gathers_before = len(self._gathers)
         self._waited_s = 0.0
         if self._traces is not None:
             self._traces.begin(iteration)
@@ -232,7 +234,9 @@ class RunTelemetry:
                 loss, grad_norm, skipped, {**step_scalars(readiness, without), **(extra or {})}
             ),
             gathers=gathers,
+            gathers_before=self._gathers_before,
         )
+        self._gathers_before = 0
         if self._last is None or iteration <= self._last.iteration:
             self._begin_at(iteration)
         self._last = breakdown
@@ -244,7 +248,7 @@ class RunTelemetry:
         if self._files:
             self._write(breakdown, records, readiness, threshold)
         if self._traces is not None:
-            self._traces.end(iteration, spans, records)
+            self._traces.end(iteration, spans, records, gathers)
         if self._is_writer:
             scalars = breakdown.scalars()
             if breakdown.dense_iteration_ms is not None:

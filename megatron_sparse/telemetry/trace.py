@@ -1,6 +1,7 @@
 """A timeline of some iterations, for chrome://tracing and ui.perfetto.dev.
 
-One row shows the training thread, and one each bucket with its stages. The timeline shows at a
+One row shows the training thread, and one each bucket with its stages; the gathers of its
+parameters have a row of their own. The timeline shows at a
 glance whether synchronisation overlaps with the backward pass: overlapped stages of a bucket lie
 below `forward_backward`; the waits of the training thread (`host_wait`) are the exposed part.
 
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_sparse.recording import BucketRecord
+from megatron_sparse.recording import BucketRecord, GatherRecord
 
 TRAINING_ROW = 0
 
@@ -36,18 +37,24 @@ class Timeline:
         self._rows: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
 
-    def add(self, iteration: int, steps: Sequence[Span], records: Iterable[BucketRecord]) -> None:
+    def add(
+        self,
+        iteration: int,
+        steps: Sequence[Span],
+        records: Iterable[BucketRecord],
+        gathers: Iterable[GatherRecord],
+    ) -> None:
         """Adds an iteration.
 
         Args:
             iteration: its number.
             steps: spans of the training thread.
             records: records of the buckets.
+            gathers: records of the gathers of parameters.
         """
         for name, begin_s, end_s in steps:
             self._span(TRAINING_ROW, name, begin_s, end_s, {"iteration": iteration})
         for record in records:
-            row = self._rows.setdefault(record.bucket, len(self._rows) + 1)
             arguments = {
                 "iteration": iteration,
                 "scheme": record.scheme,
@@ -56,9 +63,24 @@ class Timeline:
                 "nnz": record.nnz,
                 "wire_bytes": record.wire_bytes,
             }
-            self._span(row, record.bucket, record.launched_s, record.finished_s, arguments)
-            for name, begin_s, end_s in record.timer.spans:
-                self._span(row, name, begin_s, end_s, {"iteration": iteration})
+            self._bucket(record.bucket, record, arguments)
+        for gather in gathers:
+            arguments = {
+                "iteration": iteration,
+                "method": gather.method,
+                "numel": gather.numel,
+                "wire_bytes": gather.wire_bytes,
+            }
+            self._bucket(f"{gather.bucket} parameters", gather, arguments)
+
+    def _bucket(
+        self, name: str, record: BucketRecord | GatherRecord, arguments: dict[str, Any]
+    ) -> None:
+        """Adds a span, and those of its stages, to a row of this name."""
+        row = self._rows.setdefault(name, len(self._rows) + 1)
+        self._span(row, name, record.launched_s, record.finished_s, arguments)
+        for stage, begin_s, end_s in record.timer.spans:
+            self._span(row, stage, begin_s, end_s, {"iteration": arguments["iteration"]})
 
     @property
     def empty(self) -> bool:

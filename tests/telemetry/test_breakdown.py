@@ -327,8 +327,22 @@ class TestDenseEstimate:
             scheme=scheme,
         )
 
-    def estimate(self, *buckets, iteration=3000.0):
-        found = dense_iteration_s(buckets, iteration / 1e3)
+    @staticmethod
+    def gather(launched, wait_began, exposed, dense, method="exact"):
+        return GatherRecord(
+            bucket="dense0.0",
+            step=0,
+            method=method,
+            numel=1,
+            dense_bytes=1,
+            launched_s=launched / 1e3,
+            wait_began_s=wait_began / 1e3,
+            exposed_s=exposed / 1e3,
+            dense_us=None if dense is None else dense * 1e3,
+        )
+
+    def estimate(self, *buckets, iteration=3000.0, gathers=()):
+        found = dense_iteration_s(buckets, iteration / 1e3, gathers)
         return None if found is None else pytest.approx(found * 1e3)
 
     def test_a_longer_wait_makes_the_iteration_longer(self):
@@ -338,6 +352,19 @@ class TestDenseEstimate:
     def test_what_is_hidden_behind_compute_costs_nothing(self):
         """Dense is ready before the thread asks: it would not even have waited the 100."""
         assert self.estimate(self.bucket(0, 1000, 100, 900)) == 2900
+
+    def test_a_compressed_gather_is_replayed_raw(self):
+        """Waited for at once, for 100; raw needs 500. The buckets themselves were dense."""
+        bucket = self.bucket(0, 1000, 100, 100, scheme="dense")
+        assert self.estimate(bucket, gathers=[self.gather(2000, 2000, 100, 500)]) == 3300
+
+    def test_a_raw_gather_keeps_its_time(self):
+        bucket = self.bucket(0, 1000, 100, 1500)
+        assert self.estimate(bucket, gathers=[self.gather(2000, 2000, 100, None, "raw")]) == 3400
+
+    def test_a_compressed_gather_without_a_prediction_leaves_the_estimate_unknown(self):
+        bucket = self.bucket(0, 1000, 100, 1500)
+        assert self.estimate(bucket, gathers=[self.gather(2000, 2000, 100, None)]) is None
 
     def test_buckets_share_the_link(self):
         """Each takes 400 and both are launched at 0: the second is ready at 800."""
