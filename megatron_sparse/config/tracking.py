@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_sparse.config.checks import in_range, is_flag, one_of
+from megatron_sparse.errors import ConfigError
 
 CONSOLES = ("auto", "live", "plain", "off")
 
@@ -72,3 +74,18 @@ class TrackingConfig:
         for iteration in self.record_parameters_iters:
             in_range("tracking.record_parameters_iters", iteration, 1, math.inf, integer=True)
         one_of("tracking.record_gradients", self.record_gradients, ("gradient", "selected", "both"))
+
+    def folder_for(self, key: str, run_dir: Path | None) -> Path:
+        """The run's folder, which what a key records is written to.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if run_dir is None:
+            raise ConfigError(
+                f"tracking.{key} needs a run's folder to write to",
+                expected="install(config, run_dir=...)",
+                got="no folder",
+                remedy=f"give one, or leave tracking.{key} out",
+            )
+        return run_dir

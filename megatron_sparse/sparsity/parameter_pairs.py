@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote
 import torch
 
 from megatron_sparse.config.sparse import TrackingConfig
-from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.errors import ProfileError
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -95,14 +95,10 @@ class ParameterPairWriter:
         """
         if not tracking.record_parameters_iters:
             return None
-        if run_dir is None:
-            raise ConfigError(
-                "tracking.record_parameters_iters needs a run's folder to write to",
-                expected="install(config, run_dir=...)",
-                got="no folder",
-                remedy="give one, or leave tracking.record_parameters_iters out",
-            )
-        return cls(run_dir / FOLDER, tracking.record_parameters_iters)
+        return cls(
+            tracking.folder_for("record_parameters_iters", run_dir) / FOLDER,
+            tracking.record_parameters_iters,
+        )
 
     def step_begins(self, iteration: int, parameters: Mapping[Place, Named]) -> None:
         """Completes the pair of the iteration before, and begins this one's.
