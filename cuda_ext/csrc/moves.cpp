@@ -13,7 +13,6 @@
 namespace megatron_sparse {
 namespace {
 
-
 int64_t check_numbers(const Tensor& tensor, const char* name, int64_t dtype, int64_t numel) {
   check_flat(tensor, name);
   MS_CHECK(tensor.is_cpu(), name << " is on the wrong device", "cpu", "another");
