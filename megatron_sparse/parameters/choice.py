@@ -37,8 +37,8 @@ from megatron_sparse.transport.topology import members_of
 class GatherChooser:
     """See the module's docstring. Collective: all ranks of the group make one, and ask it alike.
 
-    With `method=auto`, or where `coder=auto` is to be chosen, the host waits for measurements: of
-    the link, unless `planner.cluster` says its costs, and of the codec.
+    With `method=auto`, or where `coder=auto` or `per_node=auto` is to be chosen, the host waits for
+    measurements: of the link, unless `planner.cluster` says its costs, and of the codec.
 
     Attributes:
         missing: why no bucket of the group can be gathered exactly: a rank lacks the kernels; None
@@ -66,6 +66,7 @@ class GatherChooser:
         self._exact = 0
         self._lossy = 0
         self._cluster = config.planner.cluster
+        self._model = None if self._cluster is None else find(self._cluster)
         self.missing = None if config.parameters.method == RAW else self._without_kernels()
 
     @property
@@ -103,18 +104,18 @@ class GatherChooser:
                         remedy="use the same configuration on every rank",
                     )
 
-    def _find_links(self, cluster: str | None) -> None:
-        if cluster is None:
+    def _find_links(self) -> None:
+        model, nodes = self._model, self._transport.nodes
+        if model is None:
             self._links = complete(price.measure_gather_links(self._transport))
             self._source = "measured"
             return
-        model, nodes = find(cluster), self._transport.nodes
         topology = None
         if several_levels(nodes):
             sizes = tuple(map(len, members_of(nodes)))
             topology = Topology(sizes, model.intra, model.inter, model.nic)
         self._links = GatherLinks(model.dense_link(self._transport.world_size), topology)
-        self._source = f"of {cluster}"
+        self._source = f"of {self._cluster}"
 
     def choose(self, buckets: Sequence[torch.Tensor]) -> ExactWay | LossyWay | None:
         """The way of buckets that are gathered together; None leaves them raw.
@@ -135,7 +136,7 @@ class GatherChooser:
             self._exact += len(buckets)
             return ExactWay(chosen.coder, every, self._per_node[0])
         if self._links is None:
-            self._find_links(self._cluster)
+            self._find_links()
         assert self._links is not None, "they were found"
         prices = self._prices(buckets, self._links)
         self._sums = prices if self._sums is None else self._sums + prices
@@ -147,10 +148,10 @@ class GatherChooser:
 
     def dense_us(self, values_N: torch.Tensor) -> float | None:
         """Predicted time of the backend's own gather; None without `planner.cluster`."""
-        if self._cluster is None:
+        if self._model is None:
             return None
         n = self._transport.world_size
-        link = find(self._cluster).dense_link(n)
+        link = self._model.dense_link(n)
         return raw_gather_s(values_N.numel(), values_N.dtype, n, link) * 1e6
 
     def _prices(self, buckets: Sequence[torch.Tensor], links: GatherLinks) -> Prices:
