@@ -7,10 +7,9 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
 from megatron_sparse.recording import NullSink
-from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.reduction.held import HeldProgress
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
-from megatron_sparse.transport.virtual_rank import VirtualWork
 
 N = 4
 SHARD = 1000
@@ -26,14 +25,6 @@ class Gathered(NullSink):
 
     def record_gather(self, record):
         self.records.append(record)
-
-
-class Queue:
-    """Keeps the submitted job, for the virtual cluster to run."""
-
-    def submit(self, name, job, timer, on_done=None):
-        self.job, self.pending = job, Pending(name, timer, None, on_done)
-        return self.pending
 
 
 class Group:
@@ -57,7 +48,7 @@ class Group:
         first = torch.randn(n * shard, generator=self.generator).mul_(0.02).to(dtype)
         # Each rank starts with other bits: the first gather makes them equal.
         self.values = [(first + rank).to(device) for rank in range(n)]
-        self.queues = [Queue() for _ in range(n)]
+        self.held = [HeldProgress() for _ in range(n)]
         self.sinks = [Gathered() for _ in range(n)]
         self.gathers = []
         for rank, transport in enumerate(self.cluster.transports):
@@ -66,7 +57,7 @@ class Group:
             way = self.way(coder, verify_every, nodes is not None)
             self.gathers.append(
                 self.kind(
-                    bucket, self.values[rank], transport, way, self.queues[rank], self.sinks[rank]
+                    bucket, self.values[rank], transport, way, self.held[rank], self.sinks[rank]
                 )
             )
 
@@ -90,9 +81,8 @@ class Group:
             gather.start(0 if steps is None else steps[rank])
             for rank, gather in enumerate(self.gathers)
         ]
-        self.cluster.run(lambda transport: works(self.queues[transport.rank].job()))
-        for queue, each in zip(self.queues, pending, strict=True):
-            queue.pending.end(None)
+        self.cluster.run(lambda transport: self.held[transport.rank].steps())
+        for each in pending:
             each.wait()
 
     def check(self):
@@ -104,17 +94,6 @@ class Group:
     @property
     def last(self):
         return [sink.records[-1] for sink in self.sinks]
-
-
-def works(steps):
-    """Passes on only the works: the virtual cluster needs no gates."""
-    while True:
-        try:
-            outcome = next(steps)
-        except StopIteration as end:
-            return end.value
-        if isinstance(outcome, VirtualWork):
-            yield outcome
 
 
 def bits(values):

@@ -6,8 +6,7 @@ and `decode_us` are this machine's, measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -23,38 +22,10 @@ from megatron_sparse.bench.gather.case import (
 )
 from megatron_sparse.bench.gather.sweep import GatherSweep
 from megatron_sparse.bench.table import Progress
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.job import GATE, Job
-from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.reduction.held import HeldProgress
 from megatron_sparse.transport import Topology, VirtualCluster
 
 TRANSPORT = "virtual"
-
-
-class Held:
-    """A `Progress` that keeps the last job, for the virtual cluster to drive."""
-
-    broken = False
-
-    def submit(
-        self,
-        name: str,
-        job: Job,
-        timer: StageTimer,
-        on_done: Callable[[], None] | None = None,
-        after: Pending | None = None,
-    ) -> Pending:
-        """See `Progress`."""
-        self._job, self._pending = job, Pending(name, timer, None, on_done)
-        return self._pending
-
-    def steps(self) -> Generator[Any, None, None]:
-        """The job without its gate, which is for threads."""
-        yield from (each for each in self._job() if each is not GATE)
-        self._pending.end(None)
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def rows(sweep: GatherSweep, topology: Topology, progress: Progress) -> Iterator[GatherRow]:
@@ -68,7 +39,7 @@ def rows(sweep: GatherSweep, topology: Topology, progress: Progress) -> Iterator
 def _row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> GatherRow:
     n = topology.world_size
     states = States(sweep, case.rate, n)
-    held = [Held() for _ in range(n)]
+    held = [HeldProgress() for _ in range(n)]
     cluster = VirtualCluster(n, topology)
     ranks = [
         RankGather(case, states, transport, held[transport.rank])
