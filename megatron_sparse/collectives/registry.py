@@ -134,6 +134,13 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
             got=scheme.format,
             remedy="leave scheme.format out, or choose another scheme",
         )
+    if chosen is not None and chosen.own_format and config.compression.value_bits is not None:
+        raise ConfigError(
+            f"scheme.name={scheme.name} has messages of its own format, with full values",
+            expected="compression.value_bits=null",
+            got=config.compression.value_bits,
+            remedy="leave compression.value_bits out, or choose another scheme",
+        )
     _check_engine(scheme, has_engine=chosen is None or chosen.has_engine)
     _check_straggler(config)
     check_capacity(scheme)

@@ -14,6 +14,10 @@ METHODS = ("topk", "threshold_reuse", "sidco", "dgc")
 """Selection methods; `compression.method` has a class for each."""
 SHARED_THRESHOLD_METHODS = ("topk", "dgc")
 """Methods that sample in every step, so that a tensor-parallel group can agree on a threshold."""
+VALUE_BITS = (8, 4, 3, 2)
+"""Allowed values of `compression.value_bits`, besides null."""
+DENSE_VALUE_BITS = (8, 4)
+"""Those in which every element of a dense gradient can travel."""
 RAMP_SHAPES = ("exponential", "linear", "staircase")
 REUSE_BAND = (0.8, 1.3)
 """`threshold_reuse` keeps a threshold while the kept count over the target is in this range, which
@@ -32,6 +36,10 @@ class CompressionConfig:
             same, but thresholds come from a tail fitted to the samples. `dgc`: Deep Gradient
             Compression's momentum correction, for SGD without momentum.
         density: the fraction of each pruned range that is sent (nnz / numel), in (0, 1].
+        value_bits: 8, 4, 3 or 2: values travel in this many bits, with a scale of 32 bits for each
+            group of 128; elements that are sent whole travel in 8. What rounding leaves goes to
+            the residual. On the CPU only so far. null: in `scheme.wire_dtype`. See
+            docs/choosing-density.md.
         leak: factor on unsent values when they enter the residual; 1 loses nothing.
         samples: elements sampled from a range to find its threshold. The kept count's relative
             error is about sqrt((1 - density) / (density * samples)).
@@ -71,6 +79,7 @@ class CompressionConfig:
     enabled: bool = True
     method: str = "topk"
     density: float = 0.01
+    value_bits: int | None = None
     leak: float = 1.0
     samples: int = 40_000
     threshold_scope: str = "parameter"
@@ -94,6 +103,8 @@ class CompressionConfig:
         is_flag("compression.enabled", self.enabled)
         one_of("compression.method", self.method, METHODS)
         in_range("compression.density", self.density, 0, 1, low_open=True)
+        if self.value_bits is not None:
+            one_of("compression.value_bits", self.value_bits, VALUE_BITS)
         in_range("compression.leak", self.leak, 0, 1)
         in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
         one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
@@ -121,6 +132,7 @@ class CompressionConfig:
                 "keep_patterns",
             )
         self._check_method()
+        self._check_bits()
 
     def _check_method(self) -> None:
         """Refuses options that the method does not support."""
@@ -138,4 +150,25 @@ class CompressionConfig:
                 expected="compression.residual_dtype=fp32",
                 got=self.residual_dtype,
                 remedy="leave residual_dtype out: bf16 loses additions below 1/256 of an element",
+            )
+
+    def _check_bits(self) -> None:
+        """Refuses values in few bits where they would not do as documented."""
+        if self.value_bits is None:
+            return
+        if self.density == 1 and self.value_bits not in DENSE_VALUE_BITS:
+            raise ConfigError(
+                f"compression.density=1 with compression.value_bits={self.value_bits}: a dense "
+                "gradient cannot travel in 3 or 2 bits",
+                expected="compression.value_bits=" + " | ".join(map(str, DENSE_VALUE_BITS)),
+                got=self.value_bits,
+                remedy="set compression.value_bits=4, or a density below 1",
+            )
+        if self.lossless_patterns:
+            raise ConfigError(
+                f"compression.value_bits={self.value_bits} would round the elements that "
+                "compression.lossless_patterns sends exactly",
+                expected="compression.value_bits=null",
+                got=self.value_bits,
+                remedy="leave one of the two out",
             )

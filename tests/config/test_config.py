@@ -80,6 +80,11 @@ class TestPluginSections:
             ({"inner": "dense"}, ["scheme.inner ", "agsparse | direct"]),
             ({"planner": PlannerConfig(schemes=["straggler"])}, ["planner.schemes "]),
             ({"scheme": "zen", "format": "coo"}, ["scheme.name=zen", "scheme.format=auto"]),
+            ({"scheme": "zen", "format": "rice"}, ["scheme.name=zen", "scheme.format=auto"]),
+            (
+                {"scheme": "omnireduce", "value_bits": 4},
+                ["scheme.name=omnireduce", "compression.value_bits=null"],
+            ),
         ],
     )
     def test_the_registry_refuses_options_that_no_scheme_takes(self, overrides, words):
@@ -92,6 +97,9 @@ class TestPluginSections:
             (CompressionConfig, "density", 0),
             (CompressionConfig, "density", 1.01),
             (CompressionConfig, "leak", -0.1),
+            (CompressionConfig, "value_bits", 5),
+            (CompressionConfig, "value_bits", 32),
+            (CompressionConfig, "value_bits", True),
             (CompressionConfig, "samples", 0),
             (CompressionConfig, "enabled", "false"),
             (CompressionConfig, "keep_patterns", ["("]),
@@ -112,6 +120,26 @@ class TestPluginSections:
     )
     def test_refusals_name_the_key(self, section, key, value):
         assert f".{key} " in refusal(section, **{key: value})
+
+    @pytest.mark.parametrize(
+        ("overrides", "words"),
+        [
+            ({"value_bits": 4, "format": "coo"}, ["scheme.format=coo", "auto | rice"]),
+            ({"value_bits": 4, "wire_dtype": "bf16"}, ["scheme.wire_dtype", "exclude each other"]),
+            ({"value_bits": 2, "density": 1.0}, ["compression.density=1 ", "8 | 4"]),
+            ({"value_bits": 8, "lossless_patterns": ["embed"]}, ["lossless_patterns", "round"]),
+        ],
+    )
+    def test_few_bits_refuse_options_that_contradict_them(self, overrides, words):
+        text = refusal(SparseConfig.from_overrides, **overrides)
+        assert all(word in text for word in words), text
+
+    def test_few_bits_are_taken(self):
+        for bits in (8, 4, 3, 2, None):
+            for form in ("auto", "rice"):
+                config = check(SparseConfig.from_overrides(value_bits=bits, format=form))
+                assert config.compression.value_bits == bits
+        assert SparseConfig.from_overrides(value_bits=4, density=1.0).compression.density == 1
 
     @pytest.mark.parametrize(
         "others",
