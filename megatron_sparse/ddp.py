@@ -56,10 +56,10 @@ class DDPState:
 
     Args:
         ddp: the model, before its first backward pass.
-        config: a `SparseConfig`, whose `tracking` is ignored; or give single options as keywords,
-            e.g. `density=0.01`.
+        config: a `SparseConfig`, whose `tracking` is ignored, or the name of a preset, e.g.
+            `"safe"`.
         sink: receives the time and bytes of each bucket.
-        **overrides: see `SparseConfig.from_overrides`.
+        **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
 
     Attributes:
         config: as given.
@@ -78,7 +78,7 @@ class DDPState:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        config: SparseConfig | None = None,
+        config: SparseConfig | str | None = None,
         *,
         sink: RecordSink | None = None,
         **overrides: Any,

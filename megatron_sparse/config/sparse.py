@@ -18,6 +18,7 @@ from typing import Any
 from megatron_sparse.config.checks import in_range, is_flag, one_of
 from megatron_sparse.config.compression import REUSE_BAND, CompressionConfig
 from megatron_sparse.config.parameters import ParametersConfig
+from megatron_sparse.config.presets import preset_values
 from megatron_sparse.config.straggler import TIMED_STRAGGLER_MODES, StragglerConfig
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
@@ -299,18 +300,21 @@ class SparseConfig:
 
     @classmethod
     def given(
-        cls, to: str, config: SparseConfig | None, overrides: Mapping[str, Any]
+        cls, to: str, config: SparseConfig | str | None, overrides: Mapping[str, Any]
     ) -> SparseConfig:
-        """The configuration of a call that takes either a whole one or single options.
+        """The configuration of a call that takes a whole one, or a preset's name, or neither.
 
         Args:
             to: name of the called function, for the error.
-            config: the whole configuration; None takes the options.
-            overrides: single options, see `from_overrides`.
+            config: the whole configuration, or a preset's name.
+            overrides: single options, see `from_overrides`; they win over a preset's.
 
         Raises:
-            ConfigError: both were given, or an option is invalid.
+            ConfigError: a whole configuration and options were given, there is no such preset, or
+                an option is invalid.
         """
+        if isinstance(config, str):
+            return cls.preset(config, **overrides)
         if config is None:
             return cls.from_overrides(**overrides)
         if overrides:
@@ -323,6 +327,24 @@ class SparseConfig:
         return config
 
     @classmethod
+    def preset(cls, name: str, **overrides: Any) -> SparseConfig:
+        """The configuration of a preset, docs/choosing-density.md.
+
+        Args:
+            name: `lossless`, `safe`, `balanced` or `extreme`.
+            **overrides: options that win over the preset's, see `from_overrides`.
+
+        Raises:
+            ConfigError: there is no such preset, or an option is invalid.
+
+        Example:
+            >>> config = SparseConfig.preset("extreme", density=0.02)
+            >>> config.compression.density, config.compression.value_bits
+            (0.02, 2)
+        """
+        return cls._made(preset_values(name), overrides)
+
+    @classmethod
     def from_overrides(cls, **overrides: Any) -> SparseConfig:
         """Makes a configuration from flat keywords, e.g. `density=0.01, scheme="agsparse"`.
 
@@ -333,17 +355,27 @@ class SparseConfig:
         Raises:
             ConfigError: a keyword names no field, or a value is invalid.
         """
+        return cls._made({}, overrides)
+
+    @classmethod
+    def _made(
+        cls, base: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Any]
+    ) -> SparseConfig:
+        """Of the values of sections, and keywords that win over them."""
         compression = {f.name for f in dataclasses.fields(CompressionConfig)}
         scheme = {f.name for f in dataclasses.fields(SchemeConfig)} - {"name"}
-        parts: dict[str, dict[str, Any]] = {"compression": {}, "scheme": {}}
-        sections = {name: overrides.pop(name, None) or made() for name, made in SECTIONS.items()}
-        for key, value in overrides.items():
+        parts = {name: dict(base.get(name, {})) for name in ("compression", "scheme")}
+        sections = {
+            name: overrides.get(name) or made(**base.get(name, {}))
+            for name, made in SECTIONS.items()
+        }
+        for key in overrides.keys() - SECTIONS.keys():
             if key == "scheme":
-                parts["scheme"]["name"] = value
+                parts["scheme"]["name"] = overrides[key]
             elif key in compression:
-                parts["compression"][key] = value
+                parts["compression"][key] = overrides[key]
             elif key in scheme:
-                parts["scheme"][key] = value
+                parts["scheme"][key] = overrides[key]
             else:
                 raise ConfigError(
                     f"unknown option {key!r}",
@@ -362,4 +394,4 @@ SECTIONS: Mapping[str, Any] = {
     "straggler": StragglerConfig,
     "parameters": ParametersConfig,
 }
-"""Sections of `SparseConfig` that `from_overrides` takes whole."""
+"""Sections of `SparseConfig` that `from_overrides` takes whole; a preset gives single keys."""

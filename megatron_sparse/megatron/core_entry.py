@@ -21,7 +21,7 @@ from megatron_sparse.recording import NullSink, RecordSink
 def attach(
     model: Any,
     optimizer: Any = None,
-    config: SparseConfig | None = None,
+    config: SparseConfig | str | None = None,
     *,
     sink: RecordSink | None = None,
     **overrides: Any,
@@ -36,9 +36,9 @@ def attach(
         optimizer: Megatron's optimizer, whose steps may be skipped; a skipped step's selections
             are undone. Without it every selection is final, so fp16 with loss scaling is refused,
             and parameters are gathered raw.
-        config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
+        config: a `SparseConfig`, or the name of a preset, e.g. `"safe"`.
         sink: receives the time and bytes of each bucket.
-        **overrides: see `SparseConfig.from_overrides`.
+        **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
 
     Returns:
         The attachment; `detach` it, or switch it with `attachment.enabled`.

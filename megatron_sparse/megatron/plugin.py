@@ -354,7 +354,7 @@ def _is_writer() -> bool:
 
 
 def install(
-    config: SparseConfig | None = None,
+    config: SparseConfig | str | None = None,
     *,
     run_dir: str | Path | None = None,
     resolved_config: dict[str, Any] | None = None,
@@ -363,10 +363,10 @@ def install(
     """Compresses the gradient synchronisation of the `pretrain` call that follows.
 
     Args:
-        config: a `SparseConfig`; or give single options as keywords, e.g. `density=0.01`.
+        config: a `SparseConfig`, or the name of a preset, e.g. `"safe"`.
         run_dir: folder for summary, breakdown and plan; None writes no files.
         resolved_config: written into the summary.
-        **overrides: see `SparseConfig.from_overrides`.
+        **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
 
     Returns:
         The plugin; call `close()` after `pretrain` to write the summary. A second `pretrain` in the

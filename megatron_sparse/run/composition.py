@@ -42,14 +42,14 @@ from megatron_sparse.version import __version__
 
 CONFIG_MODULE = "megatron_sparse.configs"
 CONFIG_NAME = "train"
-GROUPS = ("model", "compression", "scheme", "cluster", "data", "tracking", "experiment")
+GROUPS = ("preset", "model", "compression", "scheme", "cluster", "data", "tracking", "experiment")
 
 SCHEME = "scheme"
 """The group whose options are the registered schemes; the others have a file for each option."""
 
 _OTHER_NAMES = {**OWNED_FLAGS, "cluster_models": "planner.cluster"}
 """Names of other programs and files for keys of ours, with the key."""
-_AT_ROOT = re.compile(r"^(experiment|cluster)=")
+_AT_ROOT = re.compile(r"^(preset|experiment|cluster)=")
 _FREE = re.compile(r"(megatron|cluster\.env)\.")
 
 
@@ -76,9 +76,10 @@ def group_options(group: str) -> list[str]:
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     """Rewrites overrides to Hydra's syntax.
 
-    `megatron.manual_gc=true` adds a key, for which Hydra asks for `++`; and the values of an
-    experiment or a cluster belong at the root, for which it asks for `experiment@_global_`. Hydra's
-    flags come first, because its parser refuses overrides on both sides of a flag.
+    `megatron.manual_gc=true` adds a key, for which Hydra asks for `++`; and the values of a
+    preset, an experiment or a cluster belong at the root, for which it asks for
+    `experiment@_global_`. Hydra's flags come first, because its parser refuses overrides on both
+    sides of a flag.
     """
     flags = [text for text in overrides if not _is_override(text)]
     values = [text for text in overrides if _is_override(text)]

@@ -1,0 +1,41 @@
+"""Presets: settings by a name that says what a user wants, from `configs/preset/*.yaml`.
+
+`megatron-sparse train preset=NAME` and `SparseConfig.preset` read the same files.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse.config.checks import one_of
+
+CONFIG_MODULE, FOLDER = "megatron_sparse.configs", "preset"
+
+
+def preset_names() -> list[str]:
+    """The presets, sorted."""
+    names = [entry.name for entry in (files(CONFIG_MODULE) / FOLDER).iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def preset_values(name: str) -> dict[str, dict[str, Any]]:
+    """What a preset sets: section -> key -> value.
+
+    Raises:
+        ConfigError: there is no such preset; lists them.
+
+    Example:
+        >>> preset_values("extreme")
+        {'compression': {'density': 0.05, 'value_bits': 2}}
+    """
+    # Here, so that GPU tests, which use no preset, need no OmegaConf.
+    from omegaconf import OmegaConf
+
+    one_of("preset", name, preset_names())
+    values = OmegaConf.to_container(
+        OmegaConf.load(Path(str(files(CONFIG_MODULE) / FOLDER / f"{name}.yaml")))
+    )
+    assert isinstance(values, dict), "the project's own files have sections"
+    return values  # type: ignore[return-value]
