@@ -19,7 +19,7 @@ from megatron_sparse.cuda_ext.arguments import (
 from megatron_sparse.cuda_ext.codec_checks import check_slots
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.cuda_ext.reports import Reports
-from megatron_sparse.wire import wrong_field
+from megatron_sparse.wire import RICE_BITS, VERSION, wrong_field
 
 MESSAGE_FIELDS = (
     "size",
@@ -40,6 +40,9 @@ MESSAGE_FIELDS = (
     "block_size",
     "n_blocks",
     "block padding",
+    "chunk",
+    "table",
+    "rice",
 )
 """The field codes of `decode_add_`'s status (`csrc/decode_records.h`)."""
 
@@ -75,8 +78,9 @@ def decode_add_(
     """
     check_flat("decode_add_", "acc", acc_M, (torch.float32,))
     check_flat("decode_add_", "message", message, (torch.uint8,), device=acc_M.device)
-    check_code("decode_add_", "value_dtype", expected.value_dtype)
     on_cuda = check_device("decode_add_", "acc", acc_M) == "cuda"
+    if on_cuda or expected.value_dtype not in RICE_BITS:
+        check_code("decode_add_", "value_dtype", expected.value_dtype)
     offsets, slots = expected.segment_offsets, expected.slots
     if on_cuda:
         check_slots("decode_add_", slots, offsets.numel() - 1, None)
@@ -176,9 +180,9 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
         if not has_slots
         else "records that fit their slots",
         "magic": "MSPG",
-        "version": 1,
+        "version": VERSION,
         "checksum": "the CRC-32 of the header",
-        "format": "0 (dense), 1 (COO), 2 (Pici) or 3 (blocks)",
+        "format": "0 (dense), 1 (COO), 2 (Pici), 3 (blocks) or, on the CPU, 8 (Rice)",
         "dtype": wanted.value_dtype,
         "flags": "0, or 1 for Pici in linear order",
         "step": wanted.step % 2**32,
@@ -192,5 +196,8 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
         "block_size": "above 0, with zeros behind n_blocks",
         "n_blocks": f"enough for nnz and at most those of {numel} elements",
         "block padding": f"zeros behind element {numel - 1}",
+        "chunk": "Rice's sub-header: indices or none, chunks of 2^12 to 2^24 elements",
+        "table": "rows that lead from nothing to all entries and words",
+        "rice": "the words that a chunk's entries demand, each entry inside the chunk",
     }
     raise wrong_field(wanted.rank, name, expected[name], f"{value} in segment {segment}")

@@ -81,6 +81,46 @@ def _prune_encode(
     return sizes, segment_offsets.new_empty(segment_dense.shape)
 
 
+def _encode_rice(
+    grad: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    value_dtype: int,
+    step: int,
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    log2_span: int,
+    without_indices: bool = False,
+    residual: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = segment_offsets.new_empty(segment_dense.shape)
+    return sizes, torch.empty_like(sizes)
+
+
+def _prune_encode_rice(
+    grad: torch.Tensor,
+    residual: torch.Tensor,
+    range_offsets: torch.Tensor,
+    thresholds: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_dense: torch.Tensor,
+    leak: float,
+    value_dtype: int,
+    key: int,
+    step: int,
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    log2_span: int,
+    without_indices: bool = False,
+    capacity: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    tie_chances: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = segment_offsets.new_empty(segment_dense.shape)
+    return sizes, torch.empty_like(sizes)
+
+
 def _decode_add(
     acc: torch.Tensor,
     message: torch.Tensor,
@@ -242,6 +282,8 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "sample_threshold": _sample_threshold,
         "encode": _encode,
         "prune_encode": _prune_encode,
+        "encode_rice": _encode_rice,
+        "prune_encode_rice": _prune_encode_rice,
         "decode_add_": _decode_add,
         "hash_permute": _hash_map,
         "hash_unpermute": _hash_map,

@@ -26,6 +26,12 @@ from megatron_sparse.cuda_ext.codec_checks import message_capacity, scratch_capa
 from megatron_sparse.cuda_ext.decode_ops import decode_add_, decode_sum_
 from megatron_sparse.cuda_ext.encode_ops import encode, prune_encode
 from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
+from megatron_sparse.cuda_ext.rice_ops import (
+    rice_capacity,
+    rice_encode,
+    rice_prune_encode,
+    rice_scratch_capacity,
+)
 
 __all__ = [
     "GRAD_DTYPES",
@@ -36,6 +42,10 @@ __all__ = [
     "message_capacity",
     "prune_",
     "prune_encode",
+    "rice_capacity",
+    "rice_encode",
+    "rice_prune_encode",
+    "rice_scratch_capacity",
     "sample_threshold",
     "scratch_capacity",
     "supported_isas",
@@ -165,7 +175,11 @@ def sample_threshold(
         )
     device = grad_N.device
     found = call(
-        "sample_threshold",
+        "rice_capacity",
+    "rice_encode",
+    "rice_prune_encode",
+    "rice_scratch_capacity",
+    "sample_threshold",
         grad_N,
         residual_N,
         codec_cuda.on_device(range_offsets, device),

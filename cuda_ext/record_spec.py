@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_sparse.wire import FORMAT_COO
+from megatron_sparse.wire import FORMAT_COO, RICE_SPANS
 
 DEFAULT_BLOCK_SIZE = 256
 """Elements of a block; OmniReduce's own choice."""
@@ -42,11 +42,14 @@ class RecordSpec:
     Attributes:
         value_dtype: dtype code in which values travel.
         step: the training step; its lower 32 bits travel.
-        record_format: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI`, `FORMAT_BLOCKS`, or
-            `FORMAT_ADAPTIVE` for the smallest of dense, COO and Pici in each segment, where COO
+        record_format: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI`, `FORMAT_BLOCKS`, `FORMAT_RICE`,
+            or `FORMAT_ADAPTIVE` for the smallest of dense, COO and Pici in each segment, where COO
             wins a tie.
         paper_order: bits and values of Pici in the order of its paper instead of linear order.
         block_size: elements of a block: a power of two from 64 to 4096.
+        log2_span: of `FORMAT_RICE`: the binary logarithm of a chunk's elements, `wire.rice_span` of
+            the density.
+        without_indices: of `FORMAT_RICE`: every element is sent; quantised to 8 or 4 bits.
     """
 
     value_dtype: int
@@ -54,6 +57,8 @@ class RecordSpec:
     record_format: int = FORMAT_COO
     paper_order: bool = False
     block_size: int = DEFAULT_BLOCK_SIZE
+    log2_span: int = RICE_SPANS[0]
+    without_indices: bool = False
 
 
 class Limits(NamedTuple):

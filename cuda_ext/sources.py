@@ -58,6 +58,8 @@ CPU_BINDINGS = (
     "place.cpp",
     "decode.cpp",
     "decode_records.cpp",
+    "rice_encode.cpp",
+    "rice_records.cpp",
     "hash_partition.cpp",
     "hash_partition_hierarchical.cpp",
     "hash_bitmap.cpp",

@@ -17,12 +17,13 @@ HEADER_BYTES = 48
 RECORD_ALIGNMENT = 16
 """Alignment of records and of their sections, in bytes."""
 MAGIC = b"MSPG"
-VERSION = 1
+VERSION = 2
 
 FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS, FORMAT_HASH_BITMAP = range(5)
 FORMAT_ROW_SPARSE = 5
 FORMAT_MOVES = 6
 FORMAT_QUANTISED = 7
+FORMAT_RICE = 8
 FORMAT_ADAPTIVE = -1
 """Not a record format: the encoder chooses the smallest of dense, COO and Pici."""
 FORMAT_NAMES = (
@@ -34,6 +35,7 @@ FORMAT_NAMES = (
     "row_sparse",
     "moves",
     "quantised",
+    "rice",
 )
 FLAG_PICI_LINEAR = 1
 MOVES_CODERS = ("raw", "rans", "packed")
@@ -45,6 +47,13 @@ BLOCKS_SUBHEADER = struct.Struct("<IIQ")
 """Sub-header of a blocks record: block size, number of blocks, zero."""
 VALUE_BYTES = (4, 2, 2)
 """Bytes of a value, by dtype code: fp32, bf16, fp16."""
+RICE_BITS = {3: 8, 4: 4, 5: 3, 6: 2}
+"""Bits of a quantised value's code, by dtype code; records of format Rice alone have such values."""
+RICE_SPANS = range(12, 25)
+"""What the binary logarithm of a chunk's elements may be in a record of format Rice."""
+RICE_CHUNK_ENTRIES = 1024
+"""The expected entries of a chunk, at least: then its row and roundings take 2 % of its bits."""
+_RICE_GROUP, _RICE_PLANE, _RICE_SUBHEADER = 128, 32, 16
 
 
 def payload_bytes[T: (int, torch.Tensor)](
@@ -77,6 +86,69 @@ def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> in
     """
     values = n_blocks * block_size * VALUE_BYTES[value_dtype]
     return BLOCKS_SUBHEADER.size + pad16(4 * n_blocks) + pad16(values)
+
+
+def rice_span(density: float) -> int:
+    """The binary logarithm of the elements of a chunk of a Rice record of this density.
+
+    Example:
+        >>> rice_span(0.01)  # 131,072 elements, of which 1,311 have entries
+        17
+    """
+    spans = [span for span in RICE_SPANS if density * 2**span >= RICE_CHUNK_ENTRIES]
+    return spans[0] if spans else RICE_SPANS[-1]
+
+
+def rice_parameter(numel: int, nnz: int) -> int:
+    """Rice's parameter r of a chunk with `nnz` > 0 entries, the shortest in the worst case.
+
+    Example:
+        >>> rice_parameter(100, 1)
+        6
+    """
+    return max((max(numel - nnz - 1, 0) // nnz).bit_length() - 1, 0)
+
+
+def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -> int:
+    """The most bytes of the sections of a Rice record with indices, wherever its entries lie.
+
+    Example:
+        >>> rice_payload_bytes(4096, 41, 0, 12)  # 16, 16 of table, 64 words
+        288
+    """
+    k = min(nnz, numel)
+    chunks = -(-numel // 2**log2_span)
+    words = 0
+    if k:
+        filled, r = min(chunks, k), rice_parameter(numel, k)
+        words = (k * (r + 1) + ((numel - k) >> r)) // 32 + 1 + filled * log2_span
+        words += _most_value_words(k, filled, value_dtype)
+    return _RICE_SUBHEADER + pad16(8 * (chunks + 1)) + pad16(4 * words)
+
+
+def _most_value_words(nnz: int, chunks: int, value_dtype: int) -> int:
+    """Words of values that lie in this many chunks, at most."""
+    if value_dtype in RICE_BITS:
+        planes = nnz // _RICE_PLANE + chunks
+        return nnz // _RICE_GROUP + chunks + RICE_BITS[value_dtype] * planes
+    return nnz if VALUE_BYTES[value_dtype] == 4 else nnz // 2 + chunks
+
+
+def rice_whole_payload_bytes(numel: int, value_dtype: int, log2_span: int) -> int:
+    """Bytes of the sections of a Rice record without indices; `value_dtype` is a quantised one.
+
+    Example:
+        >>> rice_whole_payload_bytes(4096, 4, 12)  # 16, and 32 groups of 17 words
+        2192
+    """
+    full, rest = divmod(numel, 2**log2_span)
+    words = full * _value_words(2**log2_span, value_dtype) + _value_words(rest, value_dtype)
+    return _RICE_SUBHEADER + pad16(4 * words)
+
+
+def _value_words(entries: int, value_dtype: int) -> int:
+    planes = -(-entries // _RICE_PLANE)
+    return -(-entries // _RICE_GROUP) + RICE_BITS[value_dtype] * planes
 
 
 def pad16[T: (int, torch.Tensor)](nbytes: T) -> T:

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "pici_order.h"
+#include "rice_records.h"
 
 namespace megatron_sparse {
 namespace {
@@ -29,6 +30,8 @@ int64_t units_of(const DecodeChunk& record, int64_t blocks) {
       return record.nnz;
     case kKindBlocks:
       return blocks;
+    case kKindRice:
+      return chunks_of(record.numel, record.log2_span);
     default:
       return tiles_of(record.numel);
   }
@@ -42,6 +45,8 @@ int64_t step_of(const DecodeChunk& record) {
       return kCooStep;
     case kKindBlocks:
       return std::max(kDenseStep / record.block_size, int64_t{1});
+    case kKindRice:
+      return 1;
     default:
       return kTileStep;
   }
@@ -58,8 +63,15 @@ Status check_record(const Header& header, const uint8_t* payload, int64_t availa
   if (header.magic != kMagic) return wrong(kFieldMagic, header.magic);
   if (header.version != kVersion) return wrong(kFieldVersion, header.version);
   if (header.checksum != header_checksum(header)) return wrong(kFieldChecksum, header.checksum);
-  if (header.format > kFormatBlocks) return wrong(kFieldFormat, header.format);
-  if (header.dtype != expected.value_dtype) return wrong(kFieldDtype, header.dtype);
+  const bool is_rice = header.format == kFormatRice;
+  if (header.format > kFormatBlocks && !is_rice) return wrong(kFieldFormat, header.format);
+  // Kept segments of a quantised message have more bits than the others.
+  const bool other_bits = is_rice && is_quantised(expected.value_dtype) &&
+                          is_quantised(header.dtype) && header.dtype <= kQ2;
+  if (header.dtype != expected.value_dtype && !other_bits) {
+    return wrong(kFieldDtype, header.dtype);
+  }
+  if (is_quantised(header.dtype) && !is_rice) return wrong(kFieldFormat, header.format);
   const uint8_t known_flags = header.format == kFormatPici ? kFlagLinear : 0;
   if ((header.flags & ~known_flags) != 0) return wrong(kFieldFlags, header.flags);
   if (header.step != expected.step) return wrong(kFieldStep, header.step);
@@ -72,6 +84,8 @@ Status check_record(const Header& header, const uint8_t* payload, int64_t availa
   record.nnz = static_cast<int64_t>(header.nnz);
   record.payload = payload;
   record.acc_begin = offset - expected.base;
+  record.dtype = header.dtype;
+  if (is_rice) return start_rice(header, available, record);
   int64_t blocks = 0;
   if (record.kind == kKindBlocks) {
     if (header.payload_bytes < kBlocksSubheader) {
@@ -90,7 +104,7 @@ Status check_record(const Header& header, const uint8_t* payload, int64_t availa
     }
   }
   record.at = sections_of(record.kind, numel, record.nnz, blocks, record.block_size,
-                          dtype_bytes(expected.value_dtype));
+                          dtype_bytes(header.dtype));
   if (header.payload_bytes != static_cast<uint64_t>(record.at.payload)) {
     return wrong(kFieldPayloadBytes, header.payload_bytes);
   }
@@ -168,7 +182,8 @@ Span span_of(const DecodeChunk& chunk) {
   const bool indexed = chunk.kind == kKindCoo || chunk.kind == kKindBlocks;
   const int64_t width = chunk.kind == kKindDense || chunk.kind == kKindCoo ? 1
                         : chunk.kind == kKindBlocks                        ? chunk.block_size
-                                                                           : kPiciTile;
+                        : chunk.kind == kKindRice ? int64_t{1} << chunk.log2_span
+                                                  : kPiciTile;
   const uint8_t* indices = chunk.payload + chunk.at.indices;
   const auto element = [&](int64_t unit) {
     return width * (indexed ? read_at<int32_t>(indices, unit) : unit);
@@ -243,26 +258,28 @@ Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected
   return {};
 }
 
-Status check_chunk(const DecodeChunk& chunk, int value_dtype, const Kernels& kernel) {
+Status check_chunk(const DecodeChunk& chunk, const Kernels& kernel) {
   switch (chunk.kind) {
     case kKindDense:
       return {};
     case kKindCoo:
       return check_indices(chunk, chunk.numel);
     case kKindBlocks:
-      return check_blocks(chunk, dtype_bytes(value_dtype));
+      return check_blocks(chunk, dtype_bytes(chunk.dtype));
+    case kKindRice:
+      return check_rice_chunk(chunk, kernel);
     default:
       return check_tiles(chunk, kernel);
   }
 }
 
-void add_chunk(const DecodeChunk& chunk, int value_dtype, bool fresh, float* acc,
-               const Kernels& kernel) {
+void add_chunk(const DecodeChunk& chunk, bool fresh, float* acc, const Kernels& kernel) {
   float* target = acc + chunk.acc_begin;
   if (fresh) {
     const Span span = span_of(chunk);
     std::fill(target + span.begin, target + span.end, 0.0f);
   }
+  const int value_dtype = chunk.dtype;
   const int64_t value_bytes = dtype_bytes(value_dtype), count = chunk.end - chunk.begin;
   const uint8_t* values = chunk.payload + chunk.at.values;
   const uint8_t* indices = chunk.payload + chunk.at.indices;
@@ -284,6 +301,9 @@ void add_chunk(const DecodeChunk& chunk, int value_dtype, bool fresh, float* acc
       return;
     case kKindPici:
       add_linear_tiles(chunk, value_dtype, target, kernel);
+      return;
+    case kKindRice:
+      add_rice_chunk(chunk, target, kernel);
       return;
     default:
       add_paper_tiles(chunk, value_dtype, target, kernel);

@@ -13,8 +13,8 @@
 
 namespace megatron_sparse {
 
-// cuda_ext/decode_ops.py (MESSAGE_FIELDS) and, except for the last, decode_launch.h repeat names
-// and order.
+// cuda_ext/decode_ops.py (MESSAGE_FIELDS) and, except for the last four, decode_launch.h repeat
+// names and order.
 enum Field : int64_t {
   kFieldSize,
   kFieldMagic,
@@ -34,6 +34,9 @@ enum Field : int64_t {
   kFieldBlockSize,  // zero, or the sub-header's last word is not
   kFieldBlockCount,
   kFieldBlockPadding,  // not zero behind the segment's last element
+  kFieldChunk,         // Rice's sub-header
+  kFieldTable,         // Rice's rows do not lead from nothing to all entries and words
+  kFieldRice,          // a chunk's words are not those of its entries
 };
 
 struct Status {
@@ -55,7 +58,8 @@ struct Expected {
   const int64_t* slots = nullptr;
 };
 
-// A run of one record's units: elements (dense), entries (COO), tiles (Pici) or blocks.
+// A run of one record's units: elements (dense), entries (COO), tiles (Pici), blocks or chunks
+// (Rice).
 struct DecodeChunk {
   int64_t segment;
   uint8_t kind;
@@ -68,6 +72,9 @@ struct DecodeChunk {
   int64_t end;
   int64_t units;      // of the record
   int64_t acc_begin;  // of the segment
+  int dtype;          // of the values; in Rice not always that of the message
+  int log2_span;      // Rice: of a chunk's elements
+  bool indices;       // Rice: whether entries have indices
 };
 
 // Checks the headers and cuts the records into chunks.
@@ -75,12 +82,11 @@ Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected
                    std::vector<DecodeChunk>& chunks);
 
 // Checks everything but the headers: indices, prefix sums, bits and padding.
-Status check_chunk(const DecodeChunk& chunk, int value_dtype, const Kernels& kernel);
+Status check_chunk(const DecodeChunk& chunk, const Kernels& kernel);
 
 // Adds a checked chunk. With `fresh` the accumulator's content is ignored and becomes the chunk's,
 // zero included; the chunks of a record then cover its segment.
-void add_chunk(const DecodeChunk& chunk, int value_dtype, bool fresh, float* acc,
-               const Kernels& kernel);
+void add_chunk(const DecodeChunk& chunk, bool fresh, float* acc, const Kernels& kernel);
 
 // parallel(n, work) calls work(begin, end) on parts of [0, n).
 template <class Parallel>
@@ -94,18 +100,18 @@ Status decode_records(const uint8_t* message, int64_t message_bytes, const Expec
   std::atomic<int64_t> bad{count};
   parallel(count, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
-      if (!check_chunk(chunks[c], expected.value_dtype, kernel).wrong) continue;
+      if (!check_chunk(chunks[c], kernel).wrong) continue;
       int64_t lowest = bad.load();
       while (c < lowest && !bad.compare_exchange_weak(lowest, c)) {
       }
       return;
     }
   });
-  if (bad < count) return check_chunk(chunks[bad], expected.value_dtype, kernel);
+  if (bad < count) return check_chunk(chunks[bad], kernel);
   // Indices ascend, so no two chunks touch the same element.
   parallel(count, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
-      add_chunk(chunks[c], expected.value_dtype, fresh, acc, kernel);
+      add_chunk(chunks[c], fresh, acc, kernel);
     }
   });
   return {};

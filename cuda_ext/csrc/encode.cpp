@@ -50,11 +50,12 @@ Tensor encode_cpu(const Tensor& grad, const Tensor& segment_offsets, const Tenso
       chunk.nnz = kernel.stage[grad_dtype][value_dtype](data + chunk.begin * grad_bytes,
                                                         chunk.end - chunk.begin,
                                                         {chunk.words, nullptr, 0, values});
-      finish_chunk(chunk, request);
+      clear_words_behind(chunk);
       values += chunk.nnz * request.value_bytes();
     }
   });
-  found = add_up(chunks, request.segment_count);
+  found = kind == kKindBlocks ? count_blocks(chunks, request)
+                              : add_up(chunks, request.segment_count);
   for (int64_t s = 0; s < request.segment_count; ++s) {
     if (records[s].kind == kKindDense) {
       found[s].nnz = counts[s];

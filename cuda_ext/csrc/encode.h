@@ -1,6 +1,8 @@
 // Shared by encode's and prune_encode's CPU bindings: checks, and the plan of all records.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
 #include <vector>
 
 #include "check.h"
@@ -58,10 +60,17 @@ inline EncodeRequest check_encode(const char* op, int64_t numel, const Tensor& s
           block_size};
 }
 
-// The rest of a chunk's staging area, filled by the thread that stages it.
-inline void finish_chunk(StageChunk& chunk, const EncodeRequest& request) {
-  clear_words_behind(chunk);
-  if (request.kind == kKindBlocks) chunk.blocks = count_blocks(chunk, request.block_size);
+// The counts of all segments, with those of the blocks.
+inline std::vector<SegmentCount> count_blocks(std::vector<StageChunk>& chunks,
+                                              const EncodeRequest& request) {
+  torch::stable::parallel_for(0, chunks.size(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      // What is dense anyway is not staged.
+      if (chunks[c].values == nullptr) continue;
+      chunks[c].blocks = count_blocks(chunks[c], request.block_size);
+    }
+  });
+  return add_up(chunks, request.segment_count);
 }
 
 inline std::vector<Record> plan_records(const EncodeRequest& request,

@@ -26,7 +26,7 @@ static_assert(sizeof(Header) == 48, "the wire format has no compiler padding");
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire format is little endian");
 
 inline constexpr uint32_t kMagic = 0x4750534du;  // the bytes "MSPG"
-inline constexpr uint8_t kVersion = 1;
+inline constexpr uint8_t kVersion = 2;
 inline constexpr int64_t kHeaderBytes = sizeof(Header);
 inline constexpr int64_t kMaxSegmentNumel = (int64_t{1} << 31) - 1;
 

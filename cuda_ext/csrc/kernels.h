@@ -28,6 +28,18 @@ struct StagedSpan {
   void* values;
 };
 
+// A chunk's values, to be quantised (rice.h).
+struct RiceValues {
+  const void* values;  // `count` of fp32
+  int64_t count;
+  const int32_t* index;  // their elements in the chunk; null where all elements have a value
+  void* residual;        // of the chunk's elements, fp32 or bf16; null for none
+  uint64_t first;        // the chunk's first element in the bucket
+  HashSeed seed;         // of the rounding of a bf16 residual
+  bool stochastic;
+  void* words;  // where the result goes; may be where the values are
+};
+
 struct Kernels {
   // Prunes in place; returns how many stored values are not zero. [grad][residual is bf16][wire]
   // [stochastic].
@@ -88,6 +100,13 @@ struct Kernels {
   void (*quantise_difference[2])(const float* now, const float* old, int64_t numel,
                                  uint16_t* scales, uint8_t* codes);
   void (*add_quantised[2])(const uint8_t* scales, const uint8_t* codes, int64_t numel, float* held);
+
+  // The parts of records of format Rice (rice_cpu.h says what each does).
+  // [bits: 8, 4, 3, 2][residual is bf16]
+  void (*rice_quantise[4][2])(const RiceValues&);
+  void (*rice_dequantise[4])(const void* words, int64_t count, float* values);
+  int64_t (*rice_code_gaps)(const int32_t* index, int64_t count, int r, uint32_t* words);
+  void (*rice_positions)(const void* words, int64_t count, int r, int64_t unary, int32_t* index);
 };
 
 const Kernels& kernels_portable();

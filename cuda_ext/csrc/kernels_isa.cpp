@@ -6,6 +6,7 @@
 #include "moves_pack_cpu.h"
 #include "prune_cpu.h"
 #include "quantise_cpu.h"
+#include "rice_cpu.h"
 #include "stage_cpu.h"
 
 #define MS_GETTER_NAME(isa) kernels_##isa
@@ -35,6 +36,12 @@ const Kernels& MS_GETTER(MS_ISA)() {
     filled.moves_checksum = MS_ISA::moves_checksum;
     MS_ISA::fill_quantise<4>(filled);
     MS_ISA::fill_quantise<8>(filled);
+    MS_ISA::fill_rice<8>(filled, kQ8);
+    MS_ISA::fill_rice<4>(filled, kQ4);
+    MS_ISA::fill_rice<3>(filled, kQ3);
+    MS_ISA::fill_rice<2>(filled, kQ2);
+    filled.rice_code_gaps = MS_ISA::rice_code_gaps;
+    filled.rice_positions = MS_ISA::rice_positions;
     return filled;
   }();
   return kernels;

@@ -131,24 +131,35 @@ Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t nu
   return sparse.at.payload < dense.at.payload ? sparse : dense;
 }
 
+uint8_t* write_header(const Record& record, int value_dtype, uint32_t step, uint8_t* out) {
+  Header header = {kMagic,
+                   kVersion,
+                   static_cast<uint8_t>(record.kind & 0xf),
+                   static_cast<uint8_t>(value_dtype),
+                   record.kind == kKindPici ? kFlagLinear : uint8_t{0},
+                   static_cast<uint64_t>(record.numel),
+                   static_cast<uint64_t>(record.nnz),
+                   static_cast<uint64_t>(record.at.payload),
+                   static_cast<uint64_t>(record.offset),
+                   step,
+                   0};
+  header.checksum = header_checksum(header);
+  std::memcpy(out, &header, sizeof header);
+  return out + kHeaderBytes;
+}
+
+uint8_t* next_record(const Record& record, uint8_t* out, const int64_t* slots) {
+  if (slots == nullptr) return out + record.bytes();
+  const int64_t slot = slots[1] - slots[0];
+  std::memset(out + record.bytes(), 0, slot - record.bytes());
+  return out + slot;
+}
+
 void start_records(std::vector<Record>& records, int value_dtype, uint32_t step, uint8_t* out,
                    const int64_t* slots) {
-  for (Record& record : records) {
-    Header header = {kMagic,
-                     kVersion,
-                     static_cast<uint8_t>(record.kind & 0xf),
-                     static_cast<uint8_t>(value_dtype),
-                     record.kind == kKindPici ? kFlagLinear : uint8_t{0},
-                     static_cast<uint64_t>(record.numel),
-                     static_cast<uint64_t>(record.nnz),
-                     static_cast<uint64_t>(record.at.payload),
-                     static_cast<uint64_t>(record.offset),
-                     step,
-                     0};
-    header.checksum = header_checksum(header);
-    std::memcpy(out, &header, sizeof header);
-    uint8_t* payload = out + kHeaderBytes;
-    record.payload = payload;
+  for (size_t s = 0; s < records.size(); ++s) {
+    Record& record = records[s];
+    uint8_t* payload = record.payload = write_header(record, value_dtype, step, out);
     if (record.kind == kKindBlocks) {
       const uint32_t subheader[4] = {static_cast<uint32_t>(record.block_size),
                                      static_cast<uint32_t>(record.blocks), 0, 0};
@@ -157,14 +168,7 @@ void start_records(std::vector<Record>& records, int value_dtype, uint32_t step,
     const int64_t end = indices_end(record);
     std::memset(payload + end, 0, record.at.values - end);
     std::memset(payload + record.at.values_end, 0, record.at.payload - record.at.values_end);
-    if (slots == nullptr) {
-      out += record.bytes();
-    } else {
-      const int64_t slot = slots[1] - slots[0];
-      std::memset(out + record.bytes(), 0, slot - record.bytes());
-      out += slot;
-      ++slots;
-    }
+    out = next_record(record, out, slots == nullptr ? nullptr : slots + s);
   }
 }
 

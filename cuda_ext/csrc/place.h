@@ -34,6 +34,13 @@ struct Record {
 Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t numel,
                    SegmentCount count, int64_t block_size, int64_t value_bytes);
 
+// Writes a record's header; returns where its payload begins.
+uint8_t* write_header(const Record& record, int value_dtype, uint32_t step, uint8_t* out);
+
+// Clears what lies behind a record in its slot, if there are slots; returns where the next record
+// begins. `slots` is the record's.
+uint8_t* next_record(const Record& record, uint8_t* out, const int64_t* slots);
+
 // Writes header and padding of all records and sets their payloads. Records lie back to back from
 // `out` on or, given slots, record s at slots[s]; the rest of its slot is cleared.
 void start_records(std::vector<Record>& records, int value_dtype, uint32_t step, uint8_t* out,

@@ -40,22 +40,24 @@ inline int64_t stage_words(int64_t numel) {
   return tiles_of(numel) * (kPiciTile / 64);
 }
 
-inline int64_t stage_chunks(int64_t numel) {
-  return (numel + kStageChunk - 1) / kStageChunk;
+inline int64_t stage_chunks(int64_t numel, int64_t chunk) {
+  return (numel + chunk - 1) / chunk;
 }
 
-// Bytes of scratch, which must be aligned to 8.
-inline int64_t scratch_bytes(const int64_t* offsets, int64_t segment_count, int64_t value_bytes) {
+// Bytes of scratch, which must be aligned to 8. `chunk` is the elements of a chunk: whole tiles.
+inline int64_t scratch_bytes(const int64_t* offsets, int64_t segment_count, int64_t value_bytes,
+                             int64_t chunk = kStageChunk) {
   int64_t bytes = 0;
   for (int64_t s = 0; s < segment_count; ++s) {
     const int64_t numel = offsets[s + 1] - offsets[s];
-    bytes += 2 * 8 * stage_words(numel) + numel * value_bytes + kStageSlack * stage_chunks(numel);
+    bytes += 2 * 8 * stage_words(numel) + numel * value_bytes + kStageSlack * stage_chunks(numel, chunk);
   }
   return bytes;
 }
 
 inline std::vector<StageChunk> cut_chunks(const int64_t* offsets, int64_t segment_count,
-                                          int64_t value_bytes, void* scratch) {
+                                          int64_t value_bytes, void* scratch,
+                                          int64_t chunk = kStageChunk) {
   int64_t all_words = 0;
   for (int64_t s = 0; s < segment_count; ++s) {
     all_words += stage_words(offsets[s + 1] - offsets[s]);
@@ -65,8 +67,8 @@ inline std::vector<StageChunk> cut_chunks(const int64_t* offsets, int64_t segmen
   uint8_t* slot = reinterpret_cast<uint8_t*>(signs + all_words);
   std::vector<StageChunk> chunks;
   for (int64_t s = 0; s < segment_count; ++s) {
-    for (int64_t begin = offsets[s]; begin < offsets[s + 1]; begin += kStageChunk) {
-      const int64_t end = std::min(begin + kStageChunk, offsets[s + 1]);
+    for (int64_t begin = offsets[s]; begin < offsets[s + 1]; begin += chunk) {
+      const int64_t end = std::min(begin + chunk, offsets[s + 1]);
       chunks.push_back({s, begin, end, words, signs, slot, nullptr, 0, 0, 0, 0});
       words += stage_words(end - begin);
       signs += stage_words(end - begin);

@@ -1,0 +1,129 @@
+// The pass of prune_encode over gradient and residual on the CPU, whatever the format of the
+// records: it stages what is sent (stage.h), and takes back what exceeds a capacity (capacity.h).
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "capacity.h"
+#include "isa.h"
+#include "prune.h"
+
+namespace megatron_sparse {
+
+class PrunePass {
+ public:
+  // Checks all arguments; `staged` is the dtype of the staged values.
+  PrunePass(const Tensor& grad, const Tensor& residual, const Tensor& range_offsets,
+            const Tensor& thresholds, const std::optional<Tensor>& tie_chances, double leak,
+            int64_t staged, int64_t key)
+      : kernel_(kernels()),
+        types_(check_prune(grad, residual, thresholds, tie_chances, leak, staged)),
+        staged_(static_cast<int>(staged)),
+        stochastic_(key >= 0),
+        leak_(static_cast<float>(leak)),
+        seeds_(prune_seeds(key)),
+        range_count_(thresholds.numel()) {
+    MS_CHECK(grad.is_cpu() && residual.is_cpu() && thresholds.is_cpu(),
+             "prune_encode: a tensor is on the wrong device", "all on the CPU", "another");
+    check_vector(range_offsets, "prune_encode: range_offsets", ScalarType::Long, range_count_ + 1);
+    ranges_ = check_offsets(range_offsets, "prune_encode: range_offsets");
+    check_cut(ranges_, range_count_, grad.numel(), "prune_encode: range_offsets");
+    thresholds_ = static_cast<const float*>(thresholds.const_data_ptr());
+    chances_ = chances_of(tie_chances);
+    // The kernel only reads it; the one that prunes in place also uses PruneCall.
+    grad_ = static_cast<char*>(const_cast<void*>(grad.const_data_ptr()));
+    residual_ = static_cast<char*>(residual.mutable_data_ptr());
+  }
+
+  int residual_dtype() const { return types_.residual; }
+  bool stochastic() const { return stochastic_; }
+  HashSeed residual_seed() const { return seeds_.residual; }
+  char* residual_at(int64_t element) const {
+    return residual_ + element * dtype_bytes(types_.residual);
+  }
+
+  // Stages a chunk: its values go to `values`, and its count is set.
+  void stage(StageChunk& chunk, uint8_t* values) const {
+    const auto prune = kernel_.prune_stage[types_.grad][types_.residual][staged_][stochastic_];
+    chunk.values = values;
+    int64_t range = std::upper_bound(ranges_, ranges_ + range_count_ + 1, chunk.begin) - ranges_ - 1;
+    for (int64_t at = chunk.begin; at < chunk.end;) {
+      while (at == ranges_[range + 1]) ++range;
+      // The upper half of an element's index is constant in a call.
+      const int64_t high_stop = (at | int64_t{0xffffffff}) + 1;
+      const int64_t stop = std::min({chunk.end, ranges_[range + 1], high_stop});
+      const PruneCall call = {grad_ + at * dtype_bytes(types_.grad),
+                              residual_at(at),
+                              stop - at,
+                              static_cast<uint64_t>(at),
+                              limit_at(thresholds_, chances_, range),
+                              leak_,
+                              seeds_};
+      const int64_t found = prune(call, {chunk.words, chunk.signs, at - chunk.begin, values});
+      chunk.nnz += found;
+      values += found * dtype_bytes(staged_);
+      at = stop;
+    }
+    clear_words_behind(chunk);
+  }
+
+  // Takes back what the segments have staged beyond their capacity; nothing, if that is not much.
+  // Returns the counts of the segments.
+  std::vector<SegmentCount> limit(std::vector<StageChunk>& chunks, int64_t segment_count,
+                                  const Capacity& capacity) const {
+    std::vector<SegmentCount> counts = add_up(chunks, segment_count);
+    const auto overflows = [&](int64_t s) { return counts[s].nnz > capacity.of(s, INT64_MAX); };
+    bool too_many = false;
+    for (int64_t s = 0; s < segment_count; ++s) too_many |= overflows(s);
+    if (!too_many) return counts;
+    const int64_t chunk_count = chunks.size();
+    std::vector<uint8_t> special(chunk_count, 0);  // chunks that held infinity or NaN back
+    torch::stable::parallel_for(0, chunk_count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; ++c) {
+        const int64_t stay = staying(chunks[c], capacity);
+        if (stay == chunks[c].nnz) continue;
+        const bool any_stays = capacity.of(chunks[c].segment, 1) > 0;
+        limit_chunk(chunks[c], stay, dtype_bytes(staged_), [&](int64_t element, uint8_t* value) {
+          if (!give_back(element, value)) return;
+          if (any_stays) {
+            special[c] = true;
+          } else {
+            store_nan(residual_at(element), types_.residual);
+          }
+        });
+      }
+    });
+    counts = add_up(chunks, segment_count);
+    for (int64_t c = 0; c < chunk_count; ++c) {
+      if (special[c]) make_last_nan(chunks, chunks[c].segment, staged_);
+    }
+    return counts;
+  }
+
+ private:
+  // Makes a staged value part of the residual again; true for infinity and NaN, which are not.
+  bool give_back(int64_t element, uint8_t* value) const {
+    const PruneCall call = {value,         residual_at(element), 1,     static_cast<uint64_t>(element),
+                            drop_finite(), leak_,                seeds_};
+    return kernel_.prune[staged_][types_.residual][staged_][stochastic_](call) != 0;
+  }
+
+  const Kernels& kernel_;
+  PruneTypes types_;
+  int staged_;
+  bool stochastic_;
+  float leak_;
+  PruneSeeds seeds_;
+  int64_t range_count_;
+  const int64_t* ranges_;
+  const float* thresholds_;
+  const float* chances_;
+  char* grad_;
+  char* residual_;
+};
+
+}  // namespace megatron_sparse

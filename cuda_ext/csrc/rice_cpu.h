@@ -1,0 +1,271 @@
+// The loops of records of format Rice: levels and codes of values, gaps between entries.
+// Included once for each instruction set, like vector_lanes.h.
+#pragma once
+
+#include "codec_cpu.h"
+#include "elementwise.h"
+#include "kernels.h"
+#include "lane_masks.h"
+#include "lanes.h"
+#include "rice.h"
+
+namespace megatron_sparse {
+namespace MS_ISA {
+
+MS_INLINE float as_float(uint32_t bits) {
+  return ScalarLanes::as_float(bits);
+}
+MS_INLINE uint32_t as_bits(float value) {
+  return ScalarLanes::as_bits(value);
+}
+
+// Writes bit p of the 32 numbers, for each p below BITS, as word p.
+template <int BITS>
+MS_INLINE void store_planes(const uint32_t* numbers, uint32_t* words) {
+  constexpr int W = MS_WIDTH;
+  for (int p = 0; p < BITS; ++p) {
+    uint32_t word = 0;
+    for (int i = 0; i < kPlane; i += W) {
+      word |= lanes_with(load_raw<kFp32>(numbers, i), uint32_t{1} << p) << i;
+    }
+    words[p] = word;
+  }
+}
+
+MS_INLINE void store_planes(const uint32_t* numbers, int bits, uint32_t* words) {
+  constexpr int W = MS_WIDTH;
+  for (int p = 0; p < bits; ++p) {
+    uint32_t word = 0;
+    for (int i = 0; i < kPlane; i += W) {
+      word |= lanes_with(load_raw<kFp32>(numbers, i), uint32_t{1} << p) << i;
+    }
+    words[p] = word;
+  }
+}
+
+// The 32 numbers whose bit p is in word p.
+MS_INLINE void load_planes(const uint8_t* words, int bits, uint32_t* numbers) {
+  using L = VectorLanes;
+  constexpr int W = MS_WIDTH;
+  for (int i = 0; i < kPlane; i += W) {
+    L::U number = {};
+    for (int p = 0; p < bits; ++p) {
+      uint32_t word;
+      std::memcpy(&word, words + 4 * p, sizeof word);
+      const L::U bit = L::U{} + (uint32_t{1} << p);
+      number |= L::select(lanes_of(word >> i & kAllLanes), bit, L::U{});
+    }
+    store_raw<kFp32>(numbers, i, number);
+  }
+}
+
+// Factors of the mean excess over the least magnitude, for few levels; docs/wire-format.md.
+template <int BITS>
+inline constexpr float kBaseOfSpread = BITS == 3 ? 0.35f : 0.6f;
+template <int BITS>
+inline constexpr float kStepOfSpread = BITS == 3 ? 1.2f : 2.0f;
+
+// The levels of a group: base, base + step, ... for magnitudes a[0 .. count), which are padded with
+// zeros to a whole group. `whole`: zero must be a level.
+template <int BITS>
+MS_INLINE uint32_t levels_of(const float* a, int64_t count, bool whole) {
+  constexpr float kTop = (1 << (BITS - 1)) - 1;
+  uint32_t bits[kRiceGroup], high = 0, low = ~uint32_t{0};
+  std::memcpy(bits, a, sizeof bits);
+  for (int i = 0; i < kRiceGroup; ++i) high = bits[i] > high ? bits[i] : high;
+  if (high >= kLeastRefusedMagnitude) return kNanLevels;
+  if (whole) return bf16_up(as_bits(as_float(high) / kTop));
+  for (int64_t i = 0; i < count; ++i) low = bits[i] < low ? bits[i] : low;
+  const float hi = as_float(high), lo = as_float(low);
+  uint32_t base;
+  float step;
+  if constexpr (BITS >= 4) {
+    base = bf16_down(low);
+    step = (hi - as_float(base << 16)) / kTop;
+  } else {
+    float sum[kRiceGroup];
+    std::memcpy(sum, a, sizeof sum);
+    for (int half = kRiceGroup / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) sum[i] += sum[i + half];
+    }
+    const float spread = sum[0] / static_cast<float>(count) - lo;
+    const float wanted = lo + kBaseOfSpread<BITS> * spread, most = 2 * lo;
+    base = bf16_down(as_bits(wanted < most ? wanted : most));
+    const float even = kStepOfSpread<BITS> * spread;
+    const float least = (hi * 0.5f - as_float(base << 16)) / kTop;
+    step = even > least ? even : least;
+    if (!(step > 0)) step = 0;
+  }
+  const uint32_t up = bf16_up(as_bits(step));
+  if (as_float(base << 16) * 65536.0f < as_float(up << 16)) base = 0;
+  return base << 16 | up;
+}
+
+struct Levels {
+  float base, step, divisor;
+};
+
+MS_INLINE Levels levels_from(uint32_t word) {
+  const float base = as_float(word & 0xffff0000u), step = as_float(word << 16);
+  return {base, step, step == 0 ? as_float(kInfinity) : step};
+}
+
+template <int RESIDUAL>
+MS_INLINE float load_residual(const void* residual, int64_t at) {
+  if constexpr (RESIDUAL == kFp32) return static_cast<const float*>(residual)[at];
+  return as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(residual)[at]) << 16);
+}
+
+template <int RESIDUAL>
+MS_INLINE void store_residual(const RiceValues& call, int64_t at, float rest) {
+  if constexpr (RESIDUAL == kFp32) {
+    static_cast<float*>(call.residual)[at] = rest;
+  } else {
+    using L = ScalarLanes;
+    const uint32_t bits = as_bits(rest), magnitude = bits & kMagnitude;
+    const uint32_t rounded =
+        call.stochastic
+            ? round_magnitude<L, Grid::kBf16, true, true>(magnitude,
+                                                          hash_at(call.seed, call.first + at))
+            : round_magnitude<L, Grid::kBf16, false, true>(magnitude, 0);
+    static_cast<uint16_t*>(call.residual)[at] =
+        static_cast<uint16_t>((bits & ~kMagnitude | rounded) >> 16);
+  }
+}
+
+// Quantises the values of a chunk, and leaves in the residual what the levels lose. Group by group,
+// so that the words may overwrite the values.
+template <int BITS, int RESIDUAL>
+void rice_quantise(const RiceValues& call) {
+  constexpr float kTop = (1 << (BITS - 1)) - 1;
+  const uint8_t* from = static_cast<const uint8_t*>(call.values);
+  uint8_t* to = static_cast<uint8_t*>(call.words);
+  for (int64_t begin = 0; begin < call.count; begin += kRiceGroup) {
+    const int64_t count = call.count - begin < kRiceGroup ? call.count - begin : kRiceGroup;
+    alignas(64) float x[kRiceGroup] = {}, a[kRiceGroup], rest[kRiceGroup];
+    alignas(64) uint32_t codes[kRiceGroup];
+    std::memcpy(x, from + 4 * begin, 4 * count);
+    const auto element = [&](int64_t i) {
+      return call.index == nullptr ? begin + i : int64_t{call.index[begin + i]};
+    };
+    if (call.residual != nullptr) {
+      for (int64_t i = 0; i < count; ++i) x[i] += load_residual<RESIDUAL>(call.residual, element(i));
+    }
+    for (int i = 0; i < kRiceGroup; ++i) a[i] = as_float(as_bits(x[i]) & kMagnitude);
+    const uint32_t word = levels_of<BITS>(a, count, call.index == nullptr);
+    std::memcpy(to, &word, sizeof word);
+    to += sizeof word;
+    if (word == kNanLevels) {
+      for (int i = 0; i < kRiceGroup; ++i) codes[i] = 0, rest[i] = 0;
+    } else {
+      const Levels levels = levels_from(word);
+      for (int i = 0; i < kRiceGroup; ++i) {
+        constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: its last mantissa bit is worth 1
+        float quotient = (a[i] - levels.base) / levels.divisor;
+        quotient = quotient > 0 ? quotient : 0;
+        quotient = quotient < kTop ? quotient : kTop;
+        const float number = quotient + kRounder - kRounder;
+        const float level = levels.base + number * levels.step;
+        const uint32_t sign = as_bits(x[i]) & ~kMagnitude;
+        rest[i] = x[i] - as_float(as_bits(level) | sign);
+        codes[i] = static_cast<uint32_t>(static_cast<int32_t>(number)) | sign >> (32 - BITS);
+      }
+      for (int64_t i = count; i < kRiceGroup; ++i) codes[i] = 0;
+    }
+    for (int64_t i = 0; i < count; i += kPlane) {
+      uint32_t planes[BITS];
+      store_planes<BITS>(codes + i, planes);
+      std::memcpy(to, planes, sizeof planes);
+      to += sizeof planes;
+    }
+    if (call.residual != nullptr) {
+      for (int64_t i = 0; i < count; ++i) store_residual<RESIDUAL>(call, element(i), rest[i]);
+    }
+  }
+}
+
+// The values of a chunk's words; writes whole groups.
+template <int BITS>
+void rice_dequantise(const void* words, int64_t count, float* values) {
+  const uint8_t* from = static_cast<const uint8_t*>(words);
+  for (int64_t begin = 0; begin < count; begin += kRiceGroup, values += kRiceGroup) {
+    uint32_t word;
+    std::memcpy(&word, from, sizeof word);
+    from += sizeof word;
+    const Levels levels = levels_from(word);
+    alignas(64) uint32_t codes[kRiceGroup] = {};
+    for (int64_t i = 0; i < kRiceGroup && begin + i < count; i += kPlane, from += 4 * BITS) {
+      load_planes(from, BITS, codes + i);
+    }
+    for (int i = 0; i < kRiceGroup; ++i) {
+      const int32_t number = static_cast<int32_t>(codes[i] & ((1u << (BITS - 1)) - 1));
+      const float level = levels.base + static_cast<float>(number) * levels.step;
+      values[i] = as_float(as_bits(level) | (codes[i] >> (BITS - 1)) << 31);
+    }
+  }
+}
+
+// Codes the gaps before the entries, of which index[-1] = -1 precedes the first; returns the words.
+inline int64_t rice_code_gaps(const int32_t* index, int64_t count, int r, uint32_t* words) {
+  const uint32_t* begin = words;
+  for (int64_t i = 0; r > 0 && i < count; i += kPlane, words += r) {
+    alignas(64) uint32_t gaps[kPlane] = {};
+    const int64_t some = count - i < kPlane ? count - i : kPlane;
+    for (int64_t k = 0; k < some; ++k) gaps[k] = index[i + k] - index[i + k - 1] - 1;
+    store_planes(gaps, r, words);
+  }
+  // The end of the unary part is known at the end only; words in between are cleared on the way.
+  int64_t end = -1, cleared = 0;
+  uint32_t word = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    end += 1 + (static_cast<uint32_t>(index[i] - index[i - 1] - 1) >> r);
+    const int64_t place = end / 32;
+    if (place != cleared) {
+      words[cleared++] = word;
+      for (; cleared < place; ++cleared) words[cleared] = 0;
+      word = 0;
+    }
+    word |= uint32_t{1} << (end % 32);
+  }
+  if (count > 0) words[cleared++] = word;
+  return words + cleared - begin;
+}
+
+// The elements of a chunk's checked entries. `words` begins with the remainders; the unary part has
+// `unary` words. Writes `count` numbers.
+inline void rice_positions(const void* words, int64_t count, int r, int64_t unary, int32_t* index) {
+  const uint8_t* from = static_cast<const uint8_t*>(words);
+  const uint8_t* ones = from + 4 * r * planes_of(count);
+  const int64_t pairs = unary / 2;
+  list_bits(ones, pairs, 0, count_bits(ones, pairs), index);
+  if (unary % 2 != 0) {
+    uint32_t last;
+    std::memcpy(&last, ones + 8 * pairs, sizeof last);
+    int32_t* next = index + count - __builtin_popcount(last);
+    for (; last != 0; last &= last - 1) {
+      *next++ = static_cast<int32_t>(64 * pairs) + __builtin_ctz(last);
+    }
+  }
+  if (r == 0) return;
+  int32_t sum = 0;
+  for (int64_t i = 0; i < count; i += kPlane, from += 4 * r) {
+    alignas(64) uint32_t rest[kPlane];
+    load_planes(from, r, rest);
+    const int64_t some = count - i < kPlane ? count - i : kPlane;
+    for (int64_t k = 0; k < some; ++k) {
+      sum += static_cast<int32_t>(rest[k]);
+      const int32_t before = static_cast<int32_t>(i + k);
+      index[i + k] = ((index[i + k] - before) << r) + before + sum;
+    }
+  }
+}
+
+template <int BITS>
+constexpr void fill_rice(Kernels& kernels, int dtype) {
+  kernels.rice_quantise[dtype - kQ8][kFp32] = rice_quantise<BITS, kFp32>;
+  kernels.rice_quantise[dtype - kQ8][kBf16] = rice_quantise<BITS, kBf16>;
+  kernels.rice_dequantise[dtype - kQ8] = rice_dequantise<BITS>;
+}
+
+}  // namespace MS_ISA
+}  // namespace megatron_sparse
