@@ -20,10 +20,17 @@ from megatron_sparse.wire import (
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
+    FORMAT_RICE,
     HEADER_BYTES,
+    RICE_BITS,
+    RICE_SPANS,
     payload_bytes,
+    rice_payload_bytes,
+    rice_whole_payload_bytes,
 )
 
+_Q8 = 3
+"""The dtype code of kept segments where values are quantised."""
 TABLES = 2**14
 """Number of cached slots: a bucket has those of its message and of each shard's sum, and in a
 density ramp different ones in each step."""
@@ -49,6 +56,9 @@ class Slots:
         capacity_S: torch.Tensor,
         value_dtype: int,
         record_format: int,
+        log2_span: int = RICE_SPANS[0],
+        *,
+        without_indices: bool = False,
     ) -> Slots:
         """Places for records of at most `capacity_S` elements, back to back.
 
@@ -59,7 +69,10 @@ class Slots:
             segment_dense: uint8, 1 for segments that are always dense.
             capacity_S: int64; clamped to the segments' elements.
             value_dtype: dtype code of the values.
-            record_format: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI` or `FORMAT_ADAPTIVE`.
+            record_format: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI`, `FORMAT_ADAPTIVE` or
+                `FORMAT_RICE`.
+            log2_span: of Rice, see `RecordSpec`.
+            without_indices: of Rice, see `RecordSpec`.
 
         Example:
             >>> cut, no = torch.tensor([0, 100, 108]), torch.zeros(2, dtype=torch.uint8)
@@ -67,7 +80,8 @@ class Slots:
             tensor([  0, 112, 192])
         """
         tables = (segment_offsets, segment_dense, capacity_S)
-        return _slots(*(table.numpy().tobytes() for table in tables), value_dtype, record_format)
+        keys = (value_dtype, record_format, log2_span, without_indices)
+        return _slots(*(table.numpy().tobytes() for table in tables), *keys)
 
     def part(self, segments: slice) -> torch.Tensor:
         """The places of some of the records, from the first one's begin."""
@@ -87,7 +101,13 @@ def _part(slots: Slots, first: int, last: int) -> torch.Tensor:
 
 @lru_cache(TABLES)
 def _slots(
-    offsets: bytes, dense: bytes, capacity: bytes, value_dtype: int, record_format: int
+    offsets: bytes,
+    dense: bytes,
+    capacity: bytes,
+    value_dtype: int,
+    record_format: int,
+    log2_span: int,
+    without_indices: bool,
 ) -> Slots:
     """`Slots.of`, with the tables' content as arguments."""
     numel_S = torch.frombuffer(bytearray(offsets), dtype=torch.int64).diff()
@@ -96,11 +116,32 @@ def _slots(
         return Slots(none[:0], none)
     dense_S = torch.frombuffer(bytearray(dense), dtype=torch.uint8) != 0
     capacity_S = torch.frombuffer(bytearray(capacity), dtype=torch.int64).minimum(numel_S)
-    sparse_formats = (
-        (FORMAT_COO, FORMAT_PICI) if record_format == FORMAT_ADAPTIVE else (record_format,)
-    )
-    whole_S = most_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, value_dtype)
-    for sparse in sparse_formats:
-        most_S = most_S.minimum(payload_bytes(sparse, numel_S, capacity_S, value_dtype))
+    if record_format == FORMAT_RICE:
+        kinds = (value_dtype, log2_span, without_indices)
+        whole_S, most_S = _rice_payloads(numel_S, capacity_S, *kinds)
+    else:
+        sparse_formats = (
+            (FORMAT_COO, FORMAT_PICI) if record_format == FORMAT_ADAPTIVE else (record_format,)
+        )
+        whole_S = most_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, value_dtype)
+        for sparse in sparse_formats:
+            most_S = most_S.minimum(payload_bytes(sparse, numel_S, capacity_S, value_dtype))
     room_S = torch.where(dense_S, whole_S, most_S) + HEADER_BYTES
     return Slots(capacity_S, torch.cat([none, room_S.cumsum(0)]))
+
+
+def _rice_payloads(
+    numel_S: torch.Tensor, capacity_S: torch.Tensor, code: int, span: int, without_indices: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of the sections of kept segments, and the most of the others."""
+    pieces = list(zip(numel_S.tolist(), capacity_S.tolist(), strict=True))
+    if code not in RICE_BITS:
+        whole_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, code)
+        most = [rice_payload_bytes(numel, nnz, code, span) for numel, nnz in pieces]
+        return whole_S, whole_S.minimum(torch.tensor(most))
+    kept = [rice_whole_payload_bytes(numel, _Q8, span) for numel, _ in pieces]
+    if without_indices:
+        most = [rice_whole_payload_bytes(numel, code, span) for numel, _ in pieces]
+    else:
+        most = [rice_payload_bytes(numel, nnz, code, span) for numel, nnz in pieces]
+    return torch.tensor(kept), torch.tensor(most)

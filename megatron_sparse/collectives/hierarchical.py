@@ -282,7 +282,7 @@ def _sum_in_lanes(
 def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) -> Message:
     """The node's sum of this rank's part as the message that the inner scheme takes."""
     lane_bucket, options = across.bucket, across.options
-    value_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.value_dtype]))
+    value_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.sum_dtype]))
     layout = lane_bucket.layout(inner.is_sharded(lane_bucket.op))
     with across.timer.stage("encode"):
         ranges = lane_bucket.grad_N.split(layout.range_offsets.diff().tolist())
@@ -297,6 +297,8 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) 
                 message.step,
                 inner.message_format(options),
                 options.block_size,
+                # Of the node's sum, which is not known before it is encoded.
+                min(1.0, message.nnz / max(bucket.numel, 1)),
             ),
             across.buffers,
         )

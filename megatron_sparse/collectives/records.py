@@ -33,10 +33,10 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.checksummed import checksummed_size, verified_size
-from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import DEFAULT_BLOCK_SIZE, Expected, RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.errors import WireFormatError
+from megatron_sparse.formats import message as messages
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
     WIRE_CODES,
@@ -48,7 +48,13 @@ from megatron_sparse.formats.message import (
 )
 from megatron_sparse.formats.rounding import round_into, unify_nan_
 from megatron_sparse.transport import Transport
-from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_DENSE, RECORD_ALIGNMENT
+from megatron_sparse.wire import (
+    FORMAT_ADAPTIVE,
+    FORMAT_DENSE,
+    FORMAT_RICE,
+    RECORD_ALIGNMENT,
+    RICE_SPANS,
+)
 
 CUTS = 1024
 """Number of layouts whose cuts are cached; a bucket has one layout for each kind of scheme."""
@@ -89,7 +95,7 @@ class Cut:
 
     def capacity(self, value_dtype: str) -> int:
         """The most bytes that records of these segments take."""
-        return ops.message_capacity(self.own_offsets, WIRE_CODES[value_dtype])
+        return messages.capacity(self.own_offsets, WIRE_CODES[value_dtype])
 
 
 @lru_cache(CUTS)
@@ -135,9 +141,15 @@ class SparseSum:
         self._bucket, self._message = bucket, message
         self._exchange, self._timer = exchange, exchange.timer
         self._form, self._block_size = form, block_size
+        self._log2_span = RICE_SPANS[0]
+        if message.log2_span is not None and form == FORMAT_ADAPTIVE:
+            self._form = FORMAT_RICE
+            # A sum of n messages has up to n times as many entries.
+            more = bucket.world_size.bit_length() - 1
+            self._log2_span = max(message.log2_span - more, RICE_SPANS[0])
         grad_N = bucket.grad_N
-        self.partial_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.value_dtype]))
-        self.final_dtype = message.value_dtype
+        self.partial_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.sum_dtype]))
+        self.final_dtype = message.sum_dtype
         if grad_N.dtype == torch.float32:
             self.sum_N = grad_N
         else:
@@ -223,7 +235,8 @@ class SparseSum:
         if slots is None:
             return None
         code = WIRE_CODES[self.final_dtype]
-        return sum_slots(slots, cut, self._bucket.world_size, code, self._form).offsets
+        ranks = self._bucket.world_size
+        return sum_slots(slots, cut, ranks, code, self._form, self._log2_span).offsets
 
     def placer(
         self, cuts: Sequence[Cut], *, dense: bool = False
@@ -297,6 +310,7 @@ class SparseSum:
                     sum_step(self._message.step, cut),
                     record_format=FORMAT_DENSE if dense else self._form,
                     block_size=self._block_size,
+                    log2_span=self._log2_span,
                 ),
                 out,
                 self._exchange.buffers,
@@ -324,10 +338,17 @@ class SparseSum:
 
 
 @lru_cache(TABLES)
-def sum_slots(slots: Slots, cut: Cut, ranks: int, value_dtype: int, form: int) -> Slots:
+def sum_slots(
+    slots: Slots,
+    cut: Cut,
+    ranks: int,
+    value_dtype: int,
+    form: int,
+    log2_span: int = RICE_SPANS[0],
+) -> Slots:
     """`SparseSum.slots_of_sum` for this many ranks, in a format; kept for the next step."""
     capacity_S = slots.capacity_S[cut.segments] * ranks
-    return Slots.of(cut.own_offsets, cut.keep, capacity_S, value_dtype, form)
+    return Slots.of(cut.own_offsets, cut.keep, capacity_S, value_dtype, form, log2_span)
 
 
 def group_of(identity: Identity, message: Message, transport: Transport) -> Subgroup:

@@ -29,6 +29,7 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL, Limits, Pruning
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import (
+    QUANTISED,
     VALUE_DTYPES,
     WIRE_CODES,
     Message,
@@ -54,6 +55,8 @@ class MessageSpec:
         extra_cuts: further elements at which it is cut; see `Scheme.extra_cuts`.
         capacity: the most that a segment may send, as a multiple of the target density, which
             gives the message a fixed size; null for no limit.
+        value_bits: bits of quantised values, with the format `rice`; null for values in full.
+        whole: every element is sent, quantised to 8 or 4 bits; the density is then 1.
     """
 
     density: float
@@ -63,6 +66,8 @@ class MessageSpec:
     sharded: bool = False
     extra_cuts: Cuts = ()
     capacity: float | None = None
+    value_bits: int | None = None
+    whole: bool = False
 
 
 class Agreed(NamedTuple):
@@ -136,6 +141,8 @@ class Selector:
         if spec.capacity is not None:
             capacity_S = segment_capacity(layout, spec.capacity * spec.density)
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, spec.wire_dtype)
+        if spec.value_bits is not None:
+            value_dtype = QUANTISED[spec.value_bits]
         residual_N, limits = agreed or (self.begin(bucket, timer), None)
         with timer.stage("threshold"):
             limits_R = self.method.limits(bucket, layout, residual_N, spec.density, step, limits)
@@ -155,7 +162,14 @@ class Selector:
                 bucket,
                 layout,
                 pruning,
-                record_spec(value_dtype, step, spec.format, spec.block_size),
+                record_spec(
+                    value_dtype,
+                    step,
+                    spec.format,
+                    spec.block_size,
+                    spec.density,
+                    whole=spec.whole,
+                ),
                 self.buffers,
             )
         # Some methods adapt the next thresholds to the count that these ones have selected.

@@ -40,11 +40,16 @@ from megatron_sparse.wire import (
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
+    FORMAT_RICE,
+    RICE_BITS,
+    rice_span,
 )
 
 VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAME_OF = {dtype: name for name, dtype in VALUE_DTYPES.items()}
-WIRE_CODES = {"fp32": 0, "bf16": 1, "fp16": 2}
+QUANTISED = {bits: f"q{bits}" for bits in RICE_BITS.values()}
+"""Names of the dtypes of quantised values, by their bits."""
+WIRE_CODES = {"fp32": 0, "bf16": 1, "fp16": 2} | {QUANTISED[b]: c for c, b in RICE_BITS.items()}
 _NAME_OF_CODE = tuple(WIRE_CODES)
 FORMAT_CODES = {
     "auto": FORMAT_ADAPTIVE,
@@ -52,6 +57,7 @@ FORMAT_CODES = {
     "pici": FORMAT_PICI,
     "dense": FORMAT_DENSE,
     "blocks": FORMAT_BLOCKS,
+    "rice": FORMAT_RICE,
 }
 """The names that `scheme.format` accepts, and the blocks of `scheme.name=omnireduce`."""
 
@@ -75,13 +81,15 @@ class Message:
         buffer: uint8; its first `nbytes` are records, the rest is workspace.
         layout: how the bucket was cut.
         segment_bytes: bytes of each record, or of its place where there are slots.
-        value_dtype: fp32, bf16 or fp16.
+        value_dtype: fp32, bf16, fp16, or one of `QUANTISED`.
         step: the training step, checked by the receiver.
         counted: `nnz`, None until the reports have been read.
         slots: where the records lie in capacity mode; None for back to back.
         reports: in capacity mode, those of all codec calls on the bucket; None where each call
             checks its own.
         counted_pruned: `pruned_nnz`, None until the reports have been read.
+        log2_span: of a message of kind Rice (`RecordSpec`); None for one of other formats.
+        unquantised: of quantised values: fp32, bf16 or fp16, the dtype of their complete sums.
     """
 
     buffer: torch.Tensor
@@ -93,6 +101,13 @@ class Message:
     slots: Slots | None = None
     reports: Reports | None = None
     counted_pruned: int | None = None
+    log2_span: int | None = None
+    unquantised: str | None = None
+
+    @property
+    def sum_dtype(self) -> str:
+        """The dtype in which complete sums of such messages travel: fp32, bf16 or fp16."""
+        return self.unquantised or self.value_dtype
 
     @property
     def nnz(self) -> int:
@@ -179,6 +194,9 @@ def record_spec(
     step: int,
     record_format: str = "coo",
     block_size: int = DEFAULT_BLOCK_SIZE,
+    density: float = 1.0,
+    *,
+    whole: bool = False,
 ) -> RecordSpec:
     """The `RecordSpec` for names of the configuration.
 
@@ -187,9 +205,16 @@ def record_spec(
         step: the training step.
         record_format: one of `FORMAT_CODES`.
         block_size: of blocks.
+        density: of the message: `rice` makes its chunks by it.
+        whole: of `rice`: every element is sent.
     """
     return RecordSpec(
-        WIRE_CODES[value_dtype], step, FORMAT_CODES[record_format], block_size=block_size
+        WIRE_CODES[value_dtype],
+        step,
+        FORMAT_CODES[record_format],
+        block_size=block_size,
+        log2_span=rice_span(density),
+        without_indices=whole,
     )
 
 
@@ -212,10 +237,22 @@ def encode(
     segments = Segments(layout.segment_offsets, layout.segment_keep)
     nnz_S = torch.zeros(layout.segment_keep.numel(), dtype=torch.int64)
     nnz_S.index_add_(0, layout.range_segment, nnz_R.cpu())
-    most = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
-    out = _take_message(bucket, most, buffers)
+    out = _take_message(bucket, capacity(layout.segment_offsets, spec.value_dtype), buffers)
     sizes = encode_segments(bucket.grad_N, segments, nnz_S, spec, out, buffers)
-    return _counted(_message(out, layout, sizes.tolist(), spec), nnz_S)
+    return _counted(_message(out, bucket, layout, sizes.tolist(), spec), nnz_S)
+
+
+def capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
+    """The most bytes that a message of these segments takes, in any format for this dtype code."""
+    if value_dtype in RICE_BITS:
+        return ops.rice_capacity(segment_offsets, value_dtype)
+    return ops.message_capacity(segment_offsets, value_dtype)
+
+
+def scratch_capacity(segment_offsets: torch.Tensor, spec: RecordSpec) -> int:
+    """Bytes of the scratch memory of an encoder on the CPU."""
+    find = ops.rice_scratch_capacity if spec.record_format == FORMAT_RICE else ops.scratch_capacity
+    return find(segment_offsets, spec.value_dtype)
 
 
 def encode_segments(
@@ -246,6 +283,10 @@ def encode_segments(
         ExtensionError: slots where `torch_codec` works, or too small ones.
     """
     device = values_N.device
+    if spec.record_format == FORMAT_RICE:
+        scratch = _take_scratch(segments, spec, buffers, device)
+        sizes, _ = ops.rice_encode(values_N, segments, spec, out, scratch)
+        return sizes if segments.slots is None else segments.slots.diff()
     compiled = is_compiled(device)
     if nnz_S is None and not (compiled and device.type == "cuda"):
         nnz_S = _count(values_N, segments.offsets)
@@ -284,6 +325,8 @@ def prune_encode(
             pruning.capacity_S,
             spec.value_dtype,
             spec.record_format,
+            spec.log2_span,
+            without_indices=spec.without_indices,
         )
     slots_S = None if slots is None else slots.offsets
     if not is_compiled(grad_N.device):
@@ -291,23 +334,33 @@ def prune_encode(
         nnz_R = ops.prune_(grad_N, pruning, spec.value_dtype)
         return encode(bucket, layout, nnz_R, spec, buffers)
     segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
-    room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
+    room = capacity(layout.segment_offsets, spec.value_dtype)
     out = _take_message(bucket, room if slots is None else sum(slots.sizes), buffers)
     scratch = _take_scratch(segments, spec, buffers, grad_N.device)
-    sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, scratch, reports=reports)
+    if spec.record_format == FORMAT_RICE:
+        sizes, nnz_S = ops.rice_prune_encode(grad_N, pruning, segments, spec, out, scratch)
+    else:
+        sizes, nnz_S = ops.prune_encode(
+            grad_N, pruning, segments, spec, out, scratch, reports=reports
+        )
     if slots is None or reports is None:
-        return _counted(_message(out, layout, sizes.tolist(), spec), nnz_S)
-    message = _message(out, layout, list(slots.sizes), spec)
+        return _counted(_message(out, bucket, layout, sizes.tolist(), spec), nnz_S)
+    message = _message(out, bucket, layout, list(slots.sizes), spec)
     message.slots, message.reports = slots, reports
     reports.add(nnz_S, message.take_counts, is_status=False)
     return message
 
 
 def _message(
-    out: torch.Tensor, layout: Layout, segment_bytes: list[int], spec: RecordSpec
+    out: torch.Tensor, bucket: Bucket, layout: Layout, segment_bytes: list[int], spec: RecordSpec
 ) -> Message:
     value_dtype = _NAME_OF_CODE[spec.value_dtype]
-    return Message(out, layout, segment_bytes, value_dtype, spec.step, None)
+    message = Message(out, layout, segment_bytes, value_dtype, spec.step, None)
+    if spec.record_format == FORMAT_RICE:
+        message.log2_span = spec.log2_span
+    if spec.value_dtype in RICE_BITS:
+        message.unquantised = name_of(bucket.grad_N.dtype)
+    return message
 
 
 def _counted(message: Message, nnz_S: torch.Tensor) -> Message:
@@ -335,8 +388,7 @@ def _take_scratch(
     """Shared by all buckets: it is free again when the encoder returns. None on CUDA."""
     if device.type == "cuda":
         return None
-    capacity = ops.scratch_capacity(segments.offsets, spec.value_dtype)
-    return buffers.take("scratch", capacity, device)
+    return buffers.take("scratch", scratch_capacity(segments.offsets, spec), device)
 
 
 def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tensor:
