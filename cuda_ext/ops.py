@@ -175,11 +175,7 @@ def sample_threshold(
         )
     device = grad_N.device
     found = call(
-        "rice_capacity",
-    "rice_encode",
-    "rice_prune_encode",
-    "rice_scratch_capacity",
-    "sample_threshold",
+        "sample_threshold",
         grad_N,
         residual_N,
         codec_cuda.on_device(range_offsets, device),

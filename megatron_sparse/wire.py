@@ -48,7 +48,7 @@ BLOCKS_SUBHEADER = struct.Struct("<IIQ")
 VALUE_BYTES = (4, 2, 2)
 """Bytes of a value, by dtype code: fp32, bf16, fp16."""
 RICE_BITS = {3: 8, 4: 4, 5: 3, 6: 2}
-"""Bits of a quantised value's code, by dtype code; records of format Rice alone have such values."""
+"""Bits of a quantised value's code, by dtype code; only records of format Rice have such values."""
 RICE_SPANS = range(12, 25)
 """What the binary logarithm of a chunk's elements may be in a record of format Rice."""
 RICE_CHUNK_ENTRIES = 1024

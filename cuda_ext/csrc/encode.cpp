@@ -54,8 +54,8 @@ Tensor encode_cpu(const Tensor& grad, const Tensor& segment_offsets, const Tenso
       values += chunk.nnz * request.value_bytes();
     }
   });
-  found = kind == kKindBlocks ? count_blocks(chunks, request)
-                              : add_up(chunks, request.segment_count);
+  found =
+      kind == kKindBlocks ? count_blocks(chunks, request) : add_up(chunks, request.segment_count);
   for (int64_t s = 0; s < request.segment_count; ++s) {
     if (records[s].kind == kKindDense) {
       found[s].nnz = counts[s];

@@ -21,8 +21,8 @@ std::tuple<Tensor, Tensor> prune_encode_cpu(
     double leak, int64_t wire_dtype, int64_t key, int64_t step, const Tensor& out,
     const Tensor& scratch, int64_t kind, int64_t block_size, std::optional<Tensor> capacity_nnz,
     std::optional<Tensor> slots, std::optional<Tensor> tie_chances) {
-  const PrunePass pass(grad, residual, range_offsets, thresholds, tie_chances, leak,
-                       wire_dtype, key);
+  const PrunePass pass(grad, residual, range_offsets, thresholds, tie_chances, leak, wire_dtype,
+                       key);
   const EncodeRequest request =
       check_encode("prune_encode", grad.numel(), segment_offsets, segment_dense, wire_dtype, step,
                    out, scratch, kind, block_size);

@@ -50,7 +50,8 @@ class PrunePass {
   void stage(StageChunk& chunk, uint8_t* values) const {
     const auto prune = kernel_.prune_stage[types_.grad][types_.residual][staged_][stochastic_];
     chunk.values = values;
-    int64_t range = std::upper_bound(ranges_, ranges_ + range_count_ + 1, chunk.begin) - ranges_ - 1;
+    int64_t range =
+        std::upper_bound(ranges_, ranges_ + range_count_ + 1, chunk.begin) - ranges_ - 1;
     for (int64_t at = chunk.begin; at < chunk.end;) {
       while (at == ranges_[range + 1]) ++range;
       // The upper half of an element's index is constant in a call.
@@ -107,8 +108,9 @@ class PrunePass {
  private:
   // Makes a staged value part of the residual again; true for infinity and NaN, which are not.
   bool give_back(int64_t element, uint8_t* value) const {
-    const PruneCall call = {value,         residual_at(element), 1,     static_cast<uint64_t>(element),
-                            drop_finite(), leak_,                seeds_};
+    const PruneCall call = {
+        value, residual_at(element), 1, static_cast<uint64_t>(element), drop_finite(), leak_,
+        seeds_};
     return kernel_.prune[staged_][types_.residual][staged_][stochastic_](call) != 0;
   }
 

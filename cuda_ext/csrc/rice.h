@@ -13,10 +13,10 @@ namespace megatron_sparse {
 
 inline constexpr uint8_t kFormatRice = 8;
 inline constexpr uint8_t kKindRice = 8;
-inline constexpr int kLeastSpan = 12, kMostSpan = 24;  // log2 of a chunk's elements
-inline constexpr int kRiceGroup = 128;                 // entries with common levels
-inline constexpr int kPlane = 32;                      // entries of a word of bits
-inline constexpr uint32_t kNanLevels = 0x7fc00000u;    // of a group that holds NaN or Inf
+inline constexpr int kLeastSpan = 12, kMostSpan = 24;            // log2 of a chunk's elements
+inline constexpr int kRiceGroup = 128;                           // entries with common levels
+inline constexpr int kPlane = 32;                                // entries of a word of bits
+inline constexpr uint32_t kNanLevels = 0x7fc00000u;              // of a group that holds NaN or Inf
 inline constexpr uint32_t kLeastRefusedMagnitude = 0x7b800000u;  // 2^120: counts as Inf
 
 // Dtype codes of values that only this format has, beside those of dtypes.h.

@@ -63,7 +63,7 @@ MS_INLINE void load_planes(const uint8_t* words, int bits, uint32_t* numbers) {
 template <int BITS>
 inline constexpr float kBaseOfSpread = BITS == 3 ? 0.35f : 0.6f;
 template <int BITS>
-inline constexpr float kStepOfSpread = BITS == 3 ? 1.2f : 2.0f;
+inline constexpr float kStepOfSpread = BITS == 3 ? 1.1f : 1.8f;
 
 // The levels of a group: base, base + step, ... for magnitudes a[0 .. count), which are padded with
 // zeros to a whole group. `whole`: zero must be a level.
@@ -123,11 +123,10 @@ MS_INLINE void store_residual(const RiceValues& call, int64_t at, float rest) {
   } else {
     using L = ScalarLanes;
     const uint32_t bits = as_bits(rest), magnitude = bits & kMagnitude;
-    const uint32_t rounded =
-        call.stochastic
-            ? round_magnitude<L, Grid::kBf16, true, true>(magnitude,
-                                                          hash_at(call.seed, call.first + at))
-            : round_magnitude<L, Grid::kBf16, false, true>(magnitude, 0);
+    const uint32_t rounded = call.stochastic
+                                 ? round_magnitude<L, Grid::kBf16, true, true>(
+                                       magnitude, hash_at(call.seed, call.first + at))
+                                 : round_magnitude<L, Grid::kBf16, false, true>(magnitude, 0);
     static_cast<uint16_t*>(call.residual)[at] =
         static_cast<uint16_t>((bits & ~kMagnitude | rounded) >> 16);
   }
@@ -149,7 +148,8 @@ void rice_quantise(const RiceValues& call) {
       return call.index == nullptr ? begin + i : int64_t{call.index[begin + i]};
     };
     if (call.residual != nullptr) {
-      for (int64_t i = 0; i < count; ++i) x[i] += load_residual<RESIDUAL>(call.residual, element(i));
+      for (int64_t i = 0; i < count; ++i)
+        x[i] += load_residual<RESIDUAL>(call.residual, element(i));
     }
     for (int i = 0; i < kRiceGroup; ++i) a[i] = as_float(as_bits(x[i]) & kMagnitude);
     const uint32_t word = levels_of<BITS>(a, count, call.index == nullptr);

@@ -40,7 +40,8 @@ int64_t RiceRequest::most_bytes(int64_t s, int64_t entries) const {
   if (!is_quantised(dtype)) {
     const int64_t dense = dense_payload_bytes(numel(s), dtype_bytes(dtype));
     const int64_t words = most_rice_words(numel(s), entries, dtype, log2_span);
-    return kHeaderBytes + (is_whole(s) ? dense : std::min(dense, rice_payload(chunks, true, words)));
+    return kHeaderBytes +
+           (is_whole(s) ? dense : std::min(dense, rice_payload(chunks, true, words)));
   }
   const int64_t words = is_whole(s) ? whole_words(numel(s), dtype_of(s), log2_span)
                                     : most_rice_words(numel(s), entries, dtype, log2_span);
@@ -125,8 +126,8 @@ int64_t RiceEncoder::code(int64_t c, const RiceFeedback& feedback, RiceRoom& roo
     room.index[0] = -1;
     index = room.index.data() + 1;
     kernel_.list_bits(chunk.words, (numel + 63) / 64, 0, entries, room.index.data() + 1);
-    coded.index_words = kernel_.rice_code_gaps(index, entries, rice_parameter(numel, entries),
-                                               coded.index_room);
+    coded.index_words =
+        kernel_.rice_code_gaps(index, entries, rice_parameter(numel, entries), coded.index_room);
   }
   if (!is_quantised(dtype)) {
     const int64_t end = entries * dtype_bytes(dtype);
@@ -135,10 +136,9 @@ int64_t RiceEncoder::code(int64_t c, const RiceFeedback& feedback, RiceRoom& roo
   }
   char* residual = feedback.residual;
   if (residual != nullptr) residual += chunk.begin * dtype_bytes(feedback.dtype);
-  kernel_.rice_quantise[dtype - kQ8][feedback.dtype]({source, entries, index, residual,
-                                                      static_cast<uint64_t>(chunk.begin),
-                                                      feedback.seed, feedback.stochastic,
-                                                      chunk.values});
+  kernel_.rice_quantise[dtype - kQ8][feedback.dtype](
+      {source, entries, index, residual, static_cast<uint64_t>(chunk.begin), feedback.seed,
+       feedback.stochastic, chunk.values});
   return 4 * coded.value_words;
 }
 
@@ -235,9 +235,9 @@ std::tuple<Tensor, Tensor> prune_encode_rice(
     std::optional<Tensor> capacity_nnz, std::optional<Tensor> slots,
     std::optional<Tensor> tie_chances) {
   const char* op = "prune_encode";
-  const RiceRequest request = check_rice(op, grad.numel(), segment_offsets, segment_dense,
-                                         value_dtype, step, log2_span, without_indices, scratch,
-                                         slots);
+  const RiceRequest request =
+      check_rice(op, grad.numel(), segment_offsets, segment_dense, value_dtype, step, log2_span,
+                 without_indices, scratch, slots);
   const PrunePass pass(grad, residual, range_offsets, thresholds, tie_chances, leak,
                        request.staged_dtype(), key);
   const Capacity capacity = {
@@ -264,9 +264,10 @@ std::tuple<Tensor, Tensor> prune_encode_rice(
     RiceRoom room;
     uint8_t* values = encoder.chunks[begin].slot;
     for (int64_t c = begin; c < end; ++c) {
-      pass.stage(encoder.chunks[c], values);
-      values += at_once ? encoder.code(c, feedback, room)
-                        : encoder.chunks[c].nnz * dtype_bytes(request.staged_dtype());
+      StageChunk& chunk = encoder.chunks[c];
+      // Few values may take more room once they are coded: what is coded later has its own.
+      pass.stage(chunk, at_once ? values : chunk.slot);
+      if (at_once) values += encoder.code(c, feedback, room);
     }
   });
   const std::vector<SegmentCount> counts =
@@ -296,9 +297,9 @@ std::tuple<Tensor, Tensor> encode_rice(const Tensor& values, const Tensor& segme
            "all on the CPU", "another");
   check_vector(out, "encode: out", ScalarType::Byte, -1);
   const int dtype = dtype_code(values, "encode: grad");
-  const RiceRequest request = check_rice(op, values.numel(), segment_offsets, segment_dense,
-                                         value_dtype, step, log2_span, without_indices, scratch,
-                                         slots);
+  const RiceRequest request =
+      check_rice(op, values.numel(), segment_offsets, segment_dense, value_dtype, step, log2_span,
+                 without_indices, scratch, slots);
   RiceFeedback feedback;
   if (residual.has_value()) {
     int64_t most = 0;  // the residual changes before the size is known
@@ -314,20 +315,19 @@ std::tuple<Tensor, Tensor> encode_rice(const Tensor& values, const Tensor& segme
   RiceEncoder encoder(request, scratch.mutable_data_ptr());
   const char* data = static_cast<const char*>(values.const_data_ptr());
   const auto stage = kernels().stage[dtype][request.staged_dtype()];
-  torch::stable::parallel_for(
-      0, encoder.chunks.size(), 1, [&](int64_t begin, int64_t end) {
-        RiceRoom room;
-        uint8_t* to = encoder.chunks[begin].slot;
-        for (int64_t c = begin; c < end; ++c) {
-          StageChunk& chunk = encoder.chunks[c];
-          chunk.values = to;
-          chunk.signs = nullptr;
-          chunk.nnz = stage(data + chunk.begin * dtype_bytes(dtype), chunk.end - chunk.begin,
-                            {chunk.words, nullptr, 0, to});
-          clear_words_behind(chunk);
-          to += encoder.code(c, feedback, room);
-        }
-      });
+  torch::stable::parallel_for(0, encoder.chunks.size(), 1, [&](int64_t begin, int64_t end) {
+    RiceRoom room;
+    uint8_t* to = encoder.chunks[begin].slot;
+    for (int64_t c = begin; c < end; ++c) {
+      StageChunk& chunk = encoder.chunks[c];
+      chunk.values = to;
+      chunk.signs = nullptr;
+      chunk.nnz = stage(data + chunk.begin * dtype_bytes(dtype), chunk.end - chunk.begin,
+                        {chunk.words, nullptr, 0, to});
+      clear_words_behind(chunk);
+      to += encoder.code(c, feedback, room);
+    }
+  });
   Tensor sizes = torch::stable::new_empty(segment_offsets, {request.segment_count});
   Tensor nnz = torch::stable::new_empty(segment_offsets, {request.segment_count});
   encoder.write(add_up(encoder.chunks, request.segment_count), out,

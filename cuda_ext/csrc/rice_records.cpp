@@ -78,10 +78,10 @@ Status start_rice(const Header& header, int64_t available, DecodeChunk& record) 
   record.units = chunks_of(record.numel, head.log2_span);
   if (head.chunks != record.units) return wrong(record, kFieldChunk, head.chunks);
   // A chunk never takes more words than its elements in fp32 and a word for each of them.
-  const uint64_t most = record.indices
-                            ? 2 * static_cast<uint64_t>(record.numel) + 64 * head.chunks
-                            : static_cast<uint64_t>(whole_words(record.numel, header.dtype,
-                                                                head.log2_span));
+  const uint64_t most =
+      record.indices
+          ? 2 * static_cast<uint64_t>(record.numel) + 64 * head.chunks
+          : static_cast<uint64_t>(whole_words(record.numel, header.dtype, head.log2_span));
   if (head.words > most || (!record.indices && head.words != most)) {
     return wrong(record, kFieldTable, static_cast<int64_t>(head.words));
   }

@@ -50,7 +50,8 @@ inline int64_t scratch_bytes(const int64_t* offsets, int64_t segment_count, int6
   int64_t bytes = 0;
   for (int64_t s = 0; s < segment_count; ++s) {
     const int64_t numel = offsets[s + 1] - offsets[s];
-    bytes += 2 * 8 * stage_words(numel) + numel * value_bytes + kStageSlack * stage_chunks(numel, chunk);
+    bytes +=
+        2 * 8 * stage_words(numel) + numel * value_bytes + kStageSlack * stage_chunks(numel, chunk);
   }
   return bytes;
 }

@@ -13,12 +13,13 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
 from megatron_sparse.collectives.accumulator import partial_dtype
-from megatron_sparse.collectives.records import Cut, shard_cuts, sum_slots, whole_cut
+from megatron_sparse.collectives.records import Cut, shard_cuts, sum_slots, sum_span, whole_cut
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES, name_of
-from megatron_sparse.wire import FORMAT_ADAPTIVE
+from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_RICE, RICE_SPANS
 
 FP32_BYTES = 4
 
@@ -31,11 +32,13 @@ class MessagePlaces:
         layout: how the message is cut.
         slots: their places. Where sizes are exchanged these are the expected ones.
         fixed: whether the sizes are fixed, as in capacity mode.
+        records: their kind.
     """
 
     layout: Layout
     slots: Slots
     fixed: bool
+    records: RecordSpec
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class BufferSizes:
         bucket: only its shape is read.
         rank: of this process in the group.
         options: `scheme` of the configuration.
-        value_dtype: of the values on the wire: fp32, bf16 or fp16.
+        value_dtype: of values on the wire that are not quantised: fp32, bf16 or fp16.
         message: of a sparse scheme; None for a dense one.
     """
 
@@ -105,10 +108,12 @@ class BufferSizes:
         """Room for the records of the complete sums of all shards."""
         if not self.places.fixed:
             return sum(cut.capacity(self.value_dtype) for cut in self.shards)
-        code = WIRE_CODES[self.value_dtype]
+        code, records = WIRE_CODES[self.value_dtype], self.places.records
+        form, span = FORMAT_ADAPTIVE, RICE_SPANS[0]
+        if records.record_format == FORMAT_RICE:
+            form, span = FORMAT_RICE, sum_span(records.log2_span, self.ranks)
         places = [
-            sum_slots(self.places.slots, cut, self.ranks, code, FORMAT_ADAPTIVE)
-            for cut in self.shards
+            sum_slots(self.places.slots, cut, self.ranks, code, form, span) for cut in self.shards
         ]
         return sum(int(place.offsets[-1]) for place in places)
 

@@ -36,7 +36,6 @@ from megatron_sparse.collectives.checksummed import checksummed_size, verified_s
 from megatron_sparse.cuda_ext.record_spec import DEFAULT_BLOCK_SIZE, Expected, RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats import message as messages
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
     WIRE_CODES,
@@ -46,6 +45,7 @@ from megatron_sparse.formats.message import (
     encode_segments,
     name_of,
 )
+from megatron_sparse.formats.message_sizes import capacity
 from megatron_sparse.formats.rounding import round_into, unify_nan_
 from megatron_sparse.transport import Transport
 from megatron_sparse.wire import (
@@ -95,7 +95,7 @@ class Cut:
 
     def capacity(self, value_dtype: str) -> int:
         """The most bytes that records of these segments take."""
-        return messages.capacity(self.own_offsets, WIRE_CODES[value_dtype])
+        return capacity(self.own_offsets, WIRE_CODES[value_dtype])
 
 
 @lru_cache(CUTS)
@@ -144,9 +144,7 @@ class SparseSum:
         self._log2_span = RICE_SPANS[0]
         if message.log2_span is not None and form == FORMAT_ADAPTIVE:
             self._form = FORMAT_RICE
-            # A sum of n messages has up to n times as many entries.
-            more = bucket.world_size.bit_length() - 1
-            self._log2_span = max(message.log2_span - more, RICE_SPANS[0])
+            self._log2_span = sum_span(message.log2_span, bucket.world_size)
         grad_N = bucket.grad_N
         self.partial_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.sum_dtype]))
         self.final_dtype = message.sum_dtype
@@ -335,6 +333,16 @@ class SparseSum:
         sum_M, reports = self.sum_N[cut.elements], self._message.reports
         with self._timer.stage("decode"):
             decode_add_(sum_M, records, expected, fresh=fresh, reports=reports)
+
+
+def sum_span(log2_span: int, ranks: int) -> int:
+    """The `RecordSpec.log2_span` of a sum of this many messages: it may have as many more entries.
+
+    Example:
+        >>> sum_span(17, 5)
+        15
+    """
+    return max(log2_span - (ranks.bit_length() - 1), RICE_SPANS[0])
 
 
 @lru_cache(TABLES)

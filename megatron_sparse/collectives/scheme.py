@@ -50,6 +50,7 @@ class Scheme:
         needs_shards: its messages are cut at the shards' borders even for an all-reduce.
         extra_cuts: further elements of a bucket at which its messages are cut.
         own_format: the format of its messages; None: the one that `scheme.format` names.
+        sends_whole: its messages hold every element, quantised (`MessageSpec.whole`).
         takes_slots: it takes messages of fixed size, which `scheme.capacity` asks for.
         has_engine: with `scheme.nccl_engine` a bucket is one call of C++ (`nccl_sum`).
         needs_windows: it runs in windows of peer memory (`peer_windows`), which are made for all
@@ -71,6 +72,7 @@ class Scheme:
     needs_shards: bool = False
     extra_cuts: Callable[[Bucket], Cuts] = no_cuts
     own_format: str | None = None
+    sends_whole: bool = False
     takes_slots: bool = False
     has_engine: bool = False
     needs_windows: bool = False

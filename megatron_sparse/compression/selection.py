@@ -26,7 +26,7 @@ from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.compression.method import CompressionMethod
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import KEEP_ALL, Limits, Pruning
+from megatron_sparse.cuda_ext.record_spec import KEEP_ALL, Limits, Pruning, RecordSpec
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import (
     QUANTISED,
@@ -68,6 +68,17 @@ class MessageSpec:
     capacity: float | None = None
     value_bits: int | None = None
     whole: bool = False
+
+    def value_dtype(self, grad_dtype: torch.dtype) -> str:
+        """The dtype of the values on the wire: fp32, bf16, fp16, or one of `QUANTISED`."""
+        if self.value_bits is not None:
+            return QUANTISED[self.value_bits]
+        return wire_dtype_of(grad_dtype, self.wire_dtype)
+
+    def record_spec(self, grad_dtype: torch.dtype, step: int) -> RecordSpec:
+        """The records of the message of a bucket in a step."""
+        value_dtype, form = self.value_dtype(grad_dtype), self.format
+        return record_spec(value_dtype, step, form, self.block_size, self.density, whole=self.whole)
 
 
 class Agreed(NamedTuple):
@@ -140,9 +151,6 @@ class Selector:
         capacity_S = None
         if spec.capacity is not None:
             capacity_S = segment_capacity(layout, spec.capacity * spec.density)
-        value_dtype = wire_dtype_of(bucket.grad_N.dtype, spec.wire_dtype)
-        if spec.value_bits is not None:
-            value_dtype = QUANTISED[spec.value_bits]
         residual_N, limits = agreed or (self.begin(bucket, timer), None)
         with timer.stage("threshold"):
             limits_R = self.method.limits(bucket, layout, residual_N, spec.density, step, limits)
@@ -162,14 +170,7 @@ class Selector:
                 bucket,
                 layout,
                 pruning,
-                record_spec(
-                    value_dtype,
-                    step,
-                    spec.format,
-                    spec.block_size,
-                    spec.density,
-                    whole=spec.whole,
-                ),
+                spec.record_spec(bucket.grad_N.dtype, step),
                 self.buffers,
             )
         # Some methods adapt the next thresholds to the count that these ones have selected.

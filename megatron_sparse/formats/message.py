@@ -34,6 +34,7 @@ from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.codec_choice import is_compiled
+from megatron_sparse.formats.message_sizes import capacity, scratch_capacity, slots_of
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
@@ -242,19 +243,6 @@ def encode(
     return _counted(_message(out, bucket, layout, sizes.tolist(), spec), nnz_S)
 
 
-def capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
-    """The most bytes that a message of these segments takes, in any format for this dtype code."""
-    if value_dtype in RICE_BITS:
-        return ops.rice_capacity(segment_offsets, value_dtype)
-    return ops.message_capacity(segment_offsets, value_dtype)
-
-
-def scratch_capacity(segment_offsets: torch.Tensor, spec: RecordSpec) -> int:
-    """Bytes of the scratch memory of an encoder on the CPU."""
-    find = ops.rice_scratch_capacity if spec.record_format == FORMAT_RICE else ops.scratch_capacity
-    return find(segment_offsets, spec.value_dtype)
-
-
 def encode_segments(
     values_N: torch.Tensor,
     segments: Segments,
@@ -319,15 +307,7 @@ def prune_encode(
     grad_N, slots, reports = bucket.grad_N, None, None
     if pruning.capacity_S is not None:
         reports = Reports()
-        slots = Slots.of(
-            layout.segment_offsets,
-            layout.segment_keep,
-            pruning.capacity_S,
-            spec.value_dtype,
-            spec.record_format,
-            spec.log2_span,
-            without_indices=spec.without_indices,
-        )
+        slots = slots_of(layout, pruning.capacity_S, spec)
     slots_S = None if slots is None else slots.offsets
     if not is_compiled(grad_N.device):
         _refuse_slots(slots_S)

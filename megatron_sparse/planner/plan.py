@@ -12,6 +12,7 @@ from megatron_sparse.collectives import SCHEMES, Exchange, Input, check_capacity
 from megatron_sparse.collectives.accumulator import partial_dtype
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.compression.selection import MessageSpec
+from megatron_sparse.config.compression import DENSE_VALUE_BITS
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, wire_dtype_of
 from megatron_sparse.planner.costs import predict
@@ -39,6 +40,7 @@ class Plan:
         sharded: whether the message is cut at shard borders.
         reason: why this scheme was chosen, in words.
         predicted_us: predicted microseconds, if a cost model chose the scheme; else None.
+        value_bits: bits of quantised values; None for values in full.
     """
 
     scheme: str
@@ -48,6 +50,7 @@ class Plan:
     sharded: bool
     reason: str
     predicted_us: float | None = None
+    value_bits: int | None = None
 
     def narrows(self, bucket: Bucket) -> bool:
         """Whether the bucket's values travel in a narrower dtype than the gradient's."""
@@ -61,14 +64,20 @@ class Plan:
     def message_spec(self, bucket: Bucket, options: SchemeConfig) -> MessageSpec:
         """The layout of the message that a sparse plan makes from `bucket`."""
         scheme = SCHEMES[self.scheme]
+        bits = self.value_bits if scheme.own_format is None else None
+        if scheme.sends_whole and bits not in DENSE_VALUE_BITS:
+            bits = min(DENSE_VALUE_BITS)
+        form = scheme.message_format(options)
         return MessageSpec(
             density=self.density,
             wire_dtype=self.wire_dtype,
-            format=scheme.message_format(options),
+            format="rice" if form == "auto" and bits is not None else form,
             block_size=options.block_size,
             sharded=self.sharded,
             extra_cuts=scheme.extra_cuts(bucket),
             capacity=options.capacity_on(bucket.grad_N.device.type, takes_slots=scheme.takes_slots),
+            value_bits=bits,
+            whole=scheme.sends_whole,
         )
 
 
@@ -204,6 +213,7 @@ class FixedPlanner:
             sharded=SCHEMES[choice.scheme].is_sharded(bucket.op),
             reason=choice.reason,
             predicted_us=choice.predicted_us,
+            value_bits=self._compression.value_bits,
         )
 
     def _dense_reason(self, phase: Phase) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,16 +25,12 @@ from megatron_sparse.collectives.peer_two_shot import peer_layout
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
-from megatron_sparse.cuda_ext import ops, workspace
+from megatron_sparse.cuda_ext import workspace
 from megatron_sparse.cuda_ext.peer_ops import window_bytes
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.formats.capacity import segment_capacity
-from megatron_sparse.formats.message import (
-    FORMAT_CODES,
-    TURNS,
-    WIRE_CODES,
-    wire_dtype_of,
-)
+from megatron_sparse.formats.message import TURNS, wire_dtype_of
+from megatron_sparse.formats.message_sizes import capacity, scratch_capacity, slots_of
 from megatron_sparse.planner import FixedPlanner, Plan
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.reducer import GradientReducer
@@ -279,15 +275,11 @@ class _Group:
                 most_S = torch.where(
                     layout.segment_lossless != 0, layout.segment_offsets.diff(), most_S
                 )
-            form = FORMAT_CODES[spec.format]
-            slots = Slots.of(
-                layout.segment_offsets,
-                layout.segment_keep,
-                most_S,
-                WIRE_CODES[value_dtype],
-                FORMAT_DENSE if form == FORMAT_BLOCKS else form,
-            )
-            places = MessagePlaces(layout, slots, fixed)
+            records = spec.record_spec(bucket.grad_N.dtype, step=0)
+            if records.record_format == FORMAT_BLOCKS:
+                records = replace(records, record_format=FORMAT_DENSE)
+            slots = slots_of(layout, most_S, records)
+            places = MessagePlaces(layout, slots, fixed, records)
         return BufferSizes(bucket, self._rank, options, value_dtype, places)
 
     def _add_buffers(self, sizes: BufferSizes, plan: Plan) -> None:
@@ -298,20 +290,19 @@ class _Group:
         if declared is None:
             self.unknown.add(name)
         found = {} if declared is None else declared(sizes)
-        code = WIRE_CODES[sizes.value_dtype]
         if sizes.message is None:
             if plan.narrows(bucket):
                 found["narrow"] = bucket.numel * sizes.value_bytes
         else:
             offsets = sizes.places.layout.segment_offsets
-            room = ops.message_capacity(offsets, code)
+            room = capacity(offsets, sizes.places.records.value_dtype)
             if sizes.places.fixed:
                 room = int(sizes.places.slots.offsets[-1])
             found["message"] = room
             if bucket.grad_N.is_cuda:
                 self._add_workspace(sizes, found)
             else:
-                scratch = ops.scratch_capacity(offsets, code)
+                scratch = scratch_capacity(offsets, sizes.places.records)
                 found["scratch"] = max(found.get("scratch", 0), scratch)
         for purpose, nbytes in found.items():
             shared = bucket.grad_N.is_cuda or purpose == "scratch"

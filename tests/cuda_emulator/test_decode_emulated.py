@@ -77,7 +77,7 @@ def message() -> tuple[bytes, list[int], list[int]]:
 
 HEADER_FAULTS = [
     ("magic", 0, "I", 0x12345678, False),
-    ("version", 4, "B", 2, False),
+    ("version", 4, "B", 3, False),
     ("checksum", 44, "I", 1, False),
     ("format", 5, "B", 4, True),
     ("dtype", 6, "B", 1, True),

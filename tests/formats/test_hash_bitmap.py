@@ -175,7 +175,7 @@ def _assert_refused(record, field, h=H, partition=1):
     ("field", "at", "form", "value"),
     [
         ("magic", 0, "<I", 1),
-        ("version", 4, "<B", 2),
+        ("version", 4, "<B", 3),
         ("format", 5, "<B", 1),
         ("dtype", 6, "<B", 1),
         ("flags", 7, "<B", 1),

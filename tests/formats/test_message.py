@@ -164,7 +164,7 @@ def test_header_layout():
     header = Header(1, 2, numel=3, nnz=2, payload_bytes=32, offset=2**39, step=7)
     packed = header.pack()
     assert len(packed) == HEADER_BYTES
-    assert packed[:8] == b"MSPG\x01\x01\x02\x00"
+    assert packed[:8] == b"MSPG\x02\x01\x02\x00"
     assert packed[44:] == zlib.crc32(packed[:44]).to_bytes(4, "little")
     assert Header.unpack(packed, rank=0) == header
 

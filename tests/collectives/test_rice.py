@@ -1,0 +1,116 @@
+"""Messages of kind Rice in every sparse scheme: sums are exact over what the ranks have sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.collectives.cases import OPTIONS, numel_for, parameters
+
+from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.collectives import SCHEMES, Exchange, Input
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning
+from megatron_sparse.formats.capacity import segment_capacity
+from megatron_sparse.formats.message import (
+    QUANTISED,
+    WIRE_CODES,
+    MessageBuffers,
+    decode_add_,
+    name_of,
+    prune_encode,
+    record_spec,
+)
+from megatron_sparse.recording import StageTimer
+from megatron_sparse.transport import VirtualCluster
+
+DENSITY, NUMEL, STEP = 0.2, 9000, 3
+TAKING = [
+    name
+    for name, scheme in SCHEMES.items()
+    if scheme.takes is Input.SPARSE and scheme.own_format is None and not scheme.needs_windows
+]
+OPS = [CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER]
+
+
+def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None):
+    """Each rank's result, and what each has sent as fp32 [N]; conserves gradient + residual."""
+    scheme, numel = SCHEMES[name], numel_for(n, NUMEL, op)
+    sent = {}
+
+    def start(transport):
+        generator = torch.Generator().manual_seed(transport.rank)
+        grad_N = torch.randn(numel, generator=generator).to(grad_dtype)
+        residual_N = torch.randn(numel, generator=generator) / 8
+        bucket = Bucket("b", grad_N, parameters(numel), op, n)
+        before_N = grad_N.float() + residual_N
+        layout = bucket.layout(scheme.is_sharded(op), scheme.extra_cuts(bucket))
+        keep_R = layout.segment_keep[layout.range_segment] != 0
+        limits_R = torch.where(keep_R, -1.0, 1.28)
+        capacity_S = None if capacity is None else segment_capacity(layout, capacity * DENSITY)
+        pruning = Pruning(residual_N, layout.range_offsets, limits_R, 1.0, 5, capacity_S)
+        spec = record_spec(value_dtype, STEP, "rice", density=DENSITY)
+        buffers = MessageBuffers()
+        message = prune_encode(bucket, layout, pruning, spec, buffers)
+        own_N = torch.empty(numel)
+        slots_S = None if message.slots is None else message.slots.offsets
+        code = WIRE_CODES[value_dtype]
+        records = message.buffer[: message.nbytes]
+        expected = Expected(layout.segment_offsets, code, STEP, 0, slots_S)
+        decode_add_(own_N, records, expected, fresh=True)
+        sent[transport.rank] = own_N
+        if grad_dtype == torch.float32:
+            assert torch.equal(own_N + residual_N, before_N)
+        bucket.grad_N.fill_(float("nan"))
+        exchange = Exchange(bucket, transport, buffers, StageTimer(), OPTIONS, 1)
+        yield from scheme.run(exchange, message)
+        own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(transport.rank)
+        return bucket.grad_N[own].clone()
+
+    results = VirtualCluster(n).run(start)
+    return results, [sent[rank] for rank in range(n)]
+
+
+def whole(results, op):
+    """The sum, which all ranks hold alike."""
+    if op is CollectiveOp.REDUCE_SCATTER:
+        return torch.cat(results)
+    for result in results:
+        assert torch.equal(result, results[0])
+    return results[0]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("name", TAKING)
+def test_sums_are_exact_over_what_was_sent(name, n, op):
+    if op not in SCHEMES[name].ops:
+        pytest.skip("an all-reduce only")
+    for value_dtype in ("fp32", *QUANTISED.values()):
+        results, sent = run(name, n, op, value_dtype)
+        exact = torch.stack(sent).double().sum(0)
+        # fp32 sums of at most 8 numbers below 16, in some order: 8 roundings of half a unit of 16.
+        torch.testing.assert_close(
+            whole(results, op).double(), exact, rtol=0, atol=8 * 2**-20, msg=value_dtype
+        )
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", [name for name in TAKING if SCHEMES[name].takes_slots])
+def test_messages_of_fixed_size_have_the_same_sums(name, op):
+    for value_dtype in ("fp32", "q4", "q2"):
+        results, sent = run(name, 4, op, value_dtype, capacity=0.9)
+        exact = torch.stack(sent).double().sum(0)
+        torch.testing.assert_close(whole(results, op).double(), exact, rtol=0, atol=8 * 2**-20)
+        pruned = sum((values != 0).sum() for values in sent) / (4 * len(exact))
+        assert pruned <= 0.9 * DENSITY + 0.01
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_a_narrower_gradient_are_rounded_once(grad_dtype):
+    for value_dtype in (name_of(grad_dtype), "q4"):
+        results, sent = run(
+            "direct", 4, CollectiveOp.ALL_REDUCE, value_dtype, grad_dtype=grad_dtype
+        )
+        total_N = torch.zeros_like(sent[0])
+        for values_N in sent:
+            total_N += values_N
+        assert torch.equal(whole(results, CollectiveOp.ALL_REDUCE), total_N.to(grad_dtype))
