@@ -35,13 +35,13 @@ from megatron_sparse.wire import (
 )
 
 _TILE, _SLACK = 4096, 64
-_FP32 = 0
+_FP32, _BF16 = 0, 1
 
 
 def rice_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
     """The most bytes that a message of these segments takes, whatever its chunks and values.
 
-    Kept segments have 8 bits where values are quantised. A raw record never exceeds a dense one.
+    Kept segments are in bf16 where values are quantised. A raw record never exceeds a dense one.
 
     Example:
         >>> rice_capacity(torch.tensor([0, 5]), 0)  # as `message_capacity`
@@ -59,7 +59,8 @@ def _rice_capacity(segment_offsets: bytes, value_dtype: int) -> int:
             # The smallest chunks have the most rows; the largest ones the most bits for a position.
             sizes = [rice_payload_bytes(numel, numel, value_dtype, RICE_SPANS[0])]
             sizes += [rice_payload_bytes(numel, numel, value_dtype, span) for span in RICE_SPANS]
-            sizes += [rice_whole_payload_bytes(numel, 3, RICE_SPANS[0])]
+            sizes += [rice_whole_payload_bytes(numel, value_dtype, RICE_SPANS[0])]
+            sizes += [pad16(numel * VALUE_BYTES[_BF16])]
             payload = max(sizes)
         else:
             payload = pad16(numel * VALUE_BYTES[value_dtype])

@@ -29,7 +29,7 @@ from megatron_sparse.wire import (
     rice_whole_payload_bytes,
 )
 
-_Q8 = 3
+_BF16 = 1
 """The dtype code of kept segments where values are quantised."""
 TABLES = 2**14
 """Number of cached slots: a bucket has those of its message and of each shard's sum, and in a
@@ -139,9 +139,8 @@ def _rice_payloads(
         whole_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, code)
         most = [rice_payload_bytes(numel, nnz, code, span) for numel, nnz in pieces]
         return whole_S, whole_S.minimum(torch.tensor(most))
-    kept = [rice_whole_payload_bytes(numel, _Q8, span) for numel, _ in pieces]
     if without_indices:
         most = [rice_whole_payload_bytes(numel, code, span) for numel, _ in pieces]
     else:
         most = [rice_payload_bytes(numel, nnz, code, span) for numel, nnz in pieces]
-    return torch.tensor(kept), torch.tensor(most)
+    return payload_bytes(FORMAT_DENSE, numel_S, capacity_S, _BF16), torch.tensor(most)

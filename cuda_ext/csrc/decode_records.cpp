@@ -65,10 +65,9 @@ Status check_record(const Header& header, const uint8_t* payload, int64_t availa
   if (header.checksum != header_checksum(header)) return wrong(kFieldChecksum, header.checksum);
   const bool is_rice = header.format == kFormatRice;
   if (header.format > kFormatBlocks && !is_rice) return wrong(kFieldFormat, header.format);
-  // Kept segments of a quantised message have more bits than the others.
-  const bool other_bits = is_rice && is_quantised(expected.value_dtype) &&
-                          is_quantised(header.dtype) && header.dtype <= kQ2;
-  if (header.dtype != expected.value_dtype && !other_bits) {
+  // Kept segments of a quantised message are dense.
+  const bool is_kept = header.format == kDense && is_quantised(expected.value_dtype);
+  if (header.dtype != (is_kept ? int{kBf16} : expected.value_dtype)) {
     return wrong(kFieldDtype, header.dtype);
   }
   if (is_quantised(header.dtype) && !is_rice) return wrong(kFieldFormat, header.format);

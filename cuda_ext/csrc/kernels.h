@@ -104,6 +104,7 @@ struct Kernels {
   // The parts of records of format Rice (rice_cpu.h says what each does).
   // [bits: 8, 4, 3, 2][residual is bf16]
   void (*rice_quantise[4][2])(const RiceValues&);
+  void (*rice_round[2])(const RiceValues&);
   void (*rice_dequantise[4])(const void* words, int64_t count, float* values);
   int64_t (*rice_code_gaps)(const int32_t* index, int64_t count, int r, uint32_t* words);
   void (*rice_positions)(const void* words, int64_t count, int r, int64_t unary, int32_t* index);

@@ -40,6 +40,8 @@ const Kernels& MS_GETTER(MS_ISA)() {
     MS_ISA::fill_rice<4>(filled, kQ4);
     MS_ISA::fill_rice<3>(filled, kQ3);
     MS_ISA::fill_rice<2>(filled, kQ2);
+    filled.rice_round[kFp32] = MS_ISA::rice_round<kFp32>;
+    filled.rice_round[kBf16] = MS_ISA::rice_round<kBf16>;
     filled.rice_code_gaps = MS_ISA::rice_code_gaps;
     filled.rice_positions = MS_ISA::rice_positions;
     return filled;

@@ -184,6 +184,27 @@ void rice_quantise(const RiceValues& call) {
   }
 }
 
+// Rounds the values of a chunk of a kept segment to bf16, each on its own, and leaves in the
+// residual what is cut off. Finite values stay finite.
+template <int RESIDUAL>
+void rice_round(const RiceValues& call) {
+  using L = ScalarLanes;
+  const float* values = static_cast<const float*>(call.values);
+  uint16_t* to = static_cast<uint16_t*>(call.words);
+  for (int64_t i = 0; i < call.count; ++i) {
+    float x = values[i];
+    if (call.residual != nullptr) x += load_residual<RESIDUAL>(call.residual, i);
+    const uint32_t bits = as_bits(x), magnitude = bits & kMagnitude;
+    uint32_t sent = magnitude > kInfinity ? kNan : bits;
+    if (magnitude < kInfinity) {
+      sent = (bits & ~kMagnitude) | round_magnitude<L, Grid::kBf16, false, true>(magnitude, 0);
+    }
+    const float rest = magnitude < kInfinity ? x - as_float(sent) : 0;
+    to[i] = static_cast<uint16_t>(sent >> 16);
+    if (call.residual != nullptr) store_residual<RESIDUAL>(call, i, rest);
+  }
+}
+
 // The values of a chunk's words; writes whole groups.
 template <int BITS>
 void rice_dequantise(const void* words, int64_t count, float* values) {

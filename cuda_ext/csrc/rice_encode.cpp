@@ -27,25 +27,16 @@ int64_t rice_scratch_bytes(const RiceRequest& request) {
   return bytes;
 }
 
-// How a record of raw values would look if it was dense.
-Record dense_record(const RiceRequest& request, int64_t s, const SegmentCount& count) {
-  return plan_record(kKindDense, true, request.offsets[s], request.numel(s), count, 0,
-                     dtype_bytes(request.staged_dtype()));
-}
-
 }  // namespace
 
 int64_t RiceRequest::most_bytes(int64_t s, int64_t entries) const {
   const int64_t chunks = chunks_of(numel(s), log2_span);
-  if (!is_quantised(dtype)) {
-    const int64_t dense = dense_payload_bytes(numel(s), dtype_bytes(dtype));
-    const int64_t words = most_rice_words(numel(s), entries, dtype, log2_span);
-    return kHeaderBytes +
-           (is_whole(s) ? dense : std::min(dense, rice_payload(chunks, true, words)));
-  }
-  const int64_t words = is_whole(s) ? whole_words(numel(s), dtype_of(s), log2_span)
-                                    : most_rice_words(numel(s), entries, dtype, log2_span);
-  return kHeaderBytes + rice_payload(chunks, !is_whole(s), words);
+  const int64_t dense = dense_payload_bytes(numel(s), dtype_bytes(dtype_of(s)));
+  if (is_kept(s)) return kHeaderBytes + dense;
+  const int64_t words = without_indices ? whole_words(numel(s), dtype, log2_span)
+                                        : most_rice_words(numel(s), entries, dtype, log2_span);
+  const int64_t payload = rice_payload(chunks, !without_indices, words);
+  return kHeaderBytes + (is_quantised(dtype) ? payload : std::min(dense, payload));
 }
 
 RiceRequest check_rice(const char* op, int64_t numel, const Tensor& segment_offsets,
@@ -108,53 +99,65 @@ RiceEncoder::RiceEncoder(const RiceRequest& request, void* scratch)
 int64_t RiceEncoder::code(int64_t c, const RiceFeedback& feedback, RiceRoom& room) {
   const StageChunk& chunk = chunks[c];
   RiceChunk& coded = coded_[c];
+  const bool quantised = is_quantised(request_.dtype), kept = request_.is_kept(chunk.segment);
   const int dtype = request_.dtype_of(chunk.segment);
   const int64_t numel = chunk.end - chunk.begin;
-  const bool whole = request_.is_whole(chunk.segment);
   coded.values = chunk.values;
-  if (whole && !is_quantised(dtype)) return chunk.nnz * dtype_bytes(dtype);  // a dense record
-  const int64_t entries = whole ? numel : chunk.nnz;
-  coded.value_words = value_words(dtype, entries);
-  const void* source = chunk.values;
-  const int32_t* index = nullptr;
+  if (kept && !quantised) return chunk.nnz * dtype_bytes(dtype);  // placed as any dense record
+  const bool whole = kept || request_.without_indices;
+  RiceValues values = {chunk.values,
+                       whole ? numel : chunk.nnz,
+                       nullptr,
+                       feedback.residual,
+                       static_cast<uint64_t>(chunk.begin),
+                       feedback.seed,
+                       feedback.stochastic,
+                       chunk.values};
+  if (feedback.residual != nullptr) {
+    values.residual = feedback.residual + chunk.begin * dtype_bytes(feedback.dtype);
+  }
   if (whole) {
     room.values.resize(numel);
     kernel_.expand[kFp32](chunk.words, chunk.signs, chunk.values, numel, room.values.data());
-    source = room.values.data();
-  } else if (entries > 0) {
-    room.index.resize(entries + 1);
+    values.values = room.values.data();
+  } else if (values.count > 0) {
+    room.index.resize(values.count + 1);
     room.index[0] = -1;
-    index = room.index.data() + 1;
-    kernel_.list_bits(chunk.words, (numel + 63) / 64, 0, entries, room.index.data() + 1);
-    coded.index_words =
-        kernel_.rice_code_gaps(index, entries, rice_parameter(numel, entries), coded.index_room);
+    values.index = room.index.data() + 1;
+    kernel_.list_bits(chunk.words, (numel + 63) / 64, 0, values.count, room.index.data() + 1);
+    coded.index_words = kernel_.rice_code_gaps(
+        values.index, values.count, rice_parameter(numel, values.count), coded.index_room);
   }
-  if (!is_quantised(dtype)) {
-    const int64_t end = entries * dtype_bytes(dtype);
+  if (kept) {
+    kernel_.rice_round[feedback.dtype](values);
+    return numel * dtype_bytes(dtype);
+  }
+  coded.value_words = value_words(dtype, values.count);
+  if (quantised) {
+    kernel_.rice_quantise[dtype - kQ8][feedback.dtype](values);
+  } else {
+    const int64_t end = values.count * dtype_bytes(dtype);
     std::memset(chunk.values + end, 0, 4 * coded.value_words - end);
-    return 4 * coded.value_words;
   }
-  char* residual = feedback.residual;
-  if (residual != nullptr) residual += chunk.begin * dtype_bytes(feedback.dtype);
-  kernel_.rice_quantise[dtype - kQ8][feedback.dtype](
-      {source, entries, index, residual, static_cast<uint64_t>(chunk.begin), feedback.seed,
-       feedback.stochastic, chunk.values});
   return 4 * coded.value_words;
 }
 
 Record RiceEncoder::plan(int64_t s, const SegmentCount& count, int64_t words) const {
-  const bool quantised = is_quantised(request_.dtype), whole = request_.is_whole(s);
-  const Record dense = dense_record(request_, s, count);
-  if (whole && !quantised) return dense;
-  Record record = dense;
-  record.kind = kKindRice;
-  record.at.payload = rice_payload(chunks_of(record.numel, request_.log2_span), !whole, words);
-  return quantised || record.at.payload < dense.at.payload ? record : dense;
+  Record record = plan_record(kKindDense, true, request_.offsets[s], request_.numel(s), count, 0,
+                              dtype_bytes(request_.dtype_of(s)));
+  if (request_.is_kept(s)) return record;
+  const int64_t chunks = chunks_of(record.numel, request_.log2_span);
+  const int64_t payload = rice_payload(chunks, !request_.without_indices, words);
+  if (is_quantised(request_.dtype) || payload < record.at.payload) {
+    record.kind = kKindRice;
+    record.at.payload = payload;
+  }
+  return record;
 }
 
-void RiceEncoder::start(const Record& record, int64_t s, int64_t first_chunk, int64_t words) const {
+void RiceEncoder::start(const Record& record, int64_t first_chunk, int64_t words) const {
   uint8_t* payload = record.payload;
-  const bool indices = !request_.is_whole(s);
+  const bool indices = !request_.without_indices;
   const int64_t count = chunks_of(record.numel, request_.log2_span);
   const RiceSubHeader head = {indices, static_cast<uint8_t>(request_.log2_span), 0,
                               static_cast<uint32_t>(count), static_cast<uint64_t>(words)};
@@ -199,7 +202,7 @@ void RiceEncoder::write(const std::vector<SegmentCount>& counts, const Tensor& o
     Record& record = records[s];
     record.payload = write_header(record, request_.dtype_of(s), request_.step, at);
     if (record.kind == kKindRice) {
-      start(record, s, first[s], words[s]);
+      start(record, first[s], words[s]);
     } else {
       std::memset(record.payload + record.at.values_end, 0,
                   record.at.payload - record.at.values_end);
@@ -210,6 +213,12 @@ void RiceEncoder::write(const std::vector<SegmentCount>& counts, const Tensor& o
     for (int64_t c = begin; c < end; ++c) {
       const StageChunk& chunk = chunks[c];
       const Record& record = records[chunk.segment];
+      if (record.kind == kKindDense && is_quantised(request_.dtype)) {
+        const int64_t value_bytes = dtype_bytes(kBf16);
+        std::memcpy(record.payload + (chunk.begin - record.offset) * value_bytes, chunk.values,
+                    (chunk.end - chunk.begin) * value_bytes);
+        continue;
+      }
       if (record.kind == kKindDense) {
         place_chunk(chunk, record, request_.dtype, kernel_);
         continue;
@@ -217,8 +226,7 @@ void RiceEncoder::write(const std::vector<SegmentCount>& counts, const Tensor& o
       const RiceChunk& coded = coded_[c];
       const int64_t count = chunks_of(record.numel, request_.log2_span);
       uint8_t* to = record.payload + sizeof(RiceSubHeader) +
-                    rice_table_bytes(count, !request_.is_whole(chunk.segment)) +
-                    4 * coded.words_before;
+                    rice_table_bytes(count, !request_.without_indices) + 4 * coded.words_before;
       std::memcpy(to, coded.values, 4 * coded.value_words);
       std::memcpy(to + 4 * coded.value_words, coded.index_room, 4 * coded.index_words);
     }

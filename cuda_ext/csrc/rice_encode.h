@@ -26,9 +26,11 @@ struct RiceRequest {
   int staged_dtype() const { return is_quantised(dtype) ? kFp32 : dtype; }
   int64_t span() const { return int64_t{1} << log2_span; }
   int64_t numel(int64_t s) const { return offsets[s + 1] - offsets[s]; }
-  bool is_whole(int64_t s) const { return kept[s] != 0 || without_indices; }
-  // A kept segment has few elements: 8 bits cost little.
-  int dtype_of(int64_t s) const { return is_quantised(dtype) && kept[s] != 0 ? int{kQ8} : dtype; }
+  bool is_kept(int64_t s) const { return kept[s] != 0; }
+  // Kept segments are dense. Where other values are quantised they are rounded one by one: levels
+  // of a group would differ between ranks that have only a part of the group's parameters in
+  // common.
+  int dtype_of(int64_t s) const { return is_quantised(dtype) && is_kept(s) ? int{kBf16} : dtype; }
 
   // The most bytes of a segment's record with at most `entries` entries.
   int64_t most_bytes(int64_t s, int64_t entries) const;
@@ -81,7 +83,7 @@ class RiceEncoder {
 
  private:
   Record plan(int64_t s, const SegmentCount& count, int64_t words) const;
-  void start(const Record& record, int64_t s, int64_t first_chunk, int64_t words) const;
+  void start(const Record& record, int64_t first_chunk, int64_t words) const;
 
   const RiceRequest& request_;
   const Kernels& kernel_;
