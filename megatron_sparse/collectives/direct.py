@@ -8,8 +8,8 @@ Agreement: one all-gather of the collective's identity and of every rank's n sha
 bytes a rank.
 Phase 1, n - 1 rounds (`split`): rank r sends shard i of its message to rank i, one peer at a time.
 Rank i adds the n records in rank order: the sum of a shard is made in one place, in fp32.
-All-reduce only: the sum is encoded once, the sizes are all-gathered (as many bytes), and in
-phase 2, n - 1 rounds, each rank sends its sum to every other.
+All-reduce only: the sum is encoded once, in few bits with `scheme.sum_bits`, the sizes are
+all-gathered (as many bytes), and in phase 2, n - 1 rounds, each rank sends its sum to every other.
 
 In capacity mode all sizes are known. There is no agreement (the identity is in the tag of the
 messages and in the records' headers), and |sum_r| is the largest size that the sum can have.
@@ -130,13 +130,13 @@ def encode_own_shard(
         places = [sums.slots_of_sum(cut) for cut in cuts]
         sizes = [int(place[-1]) for place in places if place is not None]
         buffer = sums.take("gathered", sum(sizes))
-        sums.encode(cut, sums.final_dtype, buffer, slots_S=slots_S)
+        sums.encode(cut, sums.gather_dtype, buffer, slots_S=slots_S)
         return buffer, sizes
-    buffer = sums.take("gathered", sum(cut.capacity(sums.final_dtype) for cut in cuts))
-    own = sums.encode(cut, sums.final_dtype, buffer)
+    buffer = sums.take("gathered", sum(cut.capacity(sums.gather_dtype) for cut in cuts))
+    own = sums.encode(cut, sums.gather_dtype, buffer)
     table = yield from exchange_sizes([own.numel()], identity, transport)
     sizes = [row[0] for row in table]
-    check_announced(sizes, cuts, sums.final_dtype)
+    check_announced(sizes, cuts, sums.gather_dtype)
     return buffer, sizes
 
 

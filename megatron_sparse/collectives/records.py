@@ -37,6 +37,7 @@ from megatron_sparse.cuda_ext.record_spec import DEFAULT_BLOCK_SIZE, Expected, R
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import (
+    QUANTISED,
     VALUE_DTYPES,
     WIRE_CODES,
     Message,
@@ -119,7 +120,9 @@ class SparseSum:
     Attributes:
         sum_N: fp32, the whole bucket; undefined at first. The gradient itself where that is fp32.
         partial_dtype: dtype in which partial sums travel.
-        final_dtype: dtype in which complete sums travel.
+        final_dtype: dtype of complete sums.
+        gather_dtype: dtype in which complete sums are gathered: the same, or with `scheme.sum_bits`
+            a quantised one.
 
     Args:
         exchange: whose bucket receives the sum.
@@ -147,7 +150,9 @@ class SparseSum:
             self._log2_span = sum_span(message.log2_span, bucket.world_size)
         grad_N = bucket.grad_N
         self.partial_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.sum_dtype]))
-        self.final_dtype = message.sum_dtype
+        self.final_dtype = self.gather_dtype = message.sum_dtype
+        if exchange.options.sum_bits is not None and self._form == FORMAT_RICE:
+            self.gather_dtype = QUANTISED[exchange.options.sum_bits]
         if grad_N.dtype == torch.float32:
             self.sum_N = grad_N
         else:
@@ -232,7 +237,7 @@ class SparseSum:
         slots = self._message.slots
         if slots is None:
             return None
-        code = WIRE_CODES[self.final_dtype]
+        code = WIRE_CODES[self.gather_dtype]
         ranks = self._bucket.world_size
         return sum_slots(slots, cut, ranks, code, self._form, self._log2_span).offsets
 
@@ -248,7 +253,8 @@ class SparseSum:
         def place(rank: int, records: torch.Tensor) -> None:
             cut = cuts[rank]
             slots_S = None if dense else self.slots_of_sum(cut)
-            self.add_sum(records, cut, self.final_dtype, rank, fresh=True, slots_S=slots_S)
+            value_dtype = self.final_dtype if dense else self.gather_dtype
+            self.add_sum(records, cut, value_dtype, rank, fresh=True, slots_S=slots_S)
             self.write(cuts[rank].elements)
 
         return place
@@ -285,6 +291,9 @@ class SparseSum:
     ) -> torch.Tensor:
         """Encodes the sum of a cut; on CUDA this waits for the device, but not in capacity mode.
 
+        Quantised, this rank's residual is added to the elements that are sent, and receives what
+        the levels lose, as if these elements had been selected again.
+
         Args:
             cut: which part of the sum.
             value_dtype: dtype of the values; the sum itself is left unrounded.
@@ -295,7 +304,9 @@ class SparseSum:
         Returns:
             The records, a view of `out`.
         """
-        reports = self._message.reports
+        reports, residual_M = self._message.reports, None
+        if value_dtype in QUANTISED.values() and self._message.residual_N is not None:
+            residual_M = self._message.residual_N[cut.elements]
         with self._timer.stage("encode"):
             sizes = encode_segments(
                 self.sum_N[cut.elements],
@@ -313,6 +324,7 @@ class SparseSum:
                 out,
                 self._exchange.buffers,
                 reports,
+                residual_N=residual_M,
             )
             if reports is None:
                 return out[: int(sizes.sum())]

@@ -173,6 +173,7 @@ class Selector:
                 spec.record_spec(bucket.grad_N.dtype, step),
                 self.buffers,
             )
+        message.residual_N = residual_N
         # Some methods adapt the next thresholds to the count that these ones have selected.
         self.method.selected(bucket, message)
         return message

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_sparse.config.checks import in_range, is_flag, one_of
-from megatron_sparse.config.compression import REUSE_BAND, CompressionConfig
+from megatron_sparse.config.compression import REUSE_BAND, VALUE_BITS, CompressionConfig
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.presets import preset_values
 from megatron_sparse.config.straggler import TIMED_STRAGGLER_MODES, StragglerConfig
@@ -83,6 +83,10 @@ class SchemeConfig:
         peer_in_order_of_coming: `peer_two_shot`: owners fetch each rank's part as soon as that rank
             has come, into memory of their own, for groups in which somebody is late. It is so too
             where `straggler.mode` has stragglers left behind.
+        sum_bits: 8, 4, 3 or 2: where an all-reduce gathers complete sums from their owners
+            (`direct`, `ssar_split_ag`, `sparse_ring`), they travel in this many bits, and the
+            owner's residual keeps the rest. With `format=rice` or `compression.value_bits`, and an
+            fp32 residual. null: in full. A reduce-scatter gathers no sums.
         timeout_s: seconds after which a collective that has not finished is an error.
         watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
             rank and group), long before the timeout; docs/collectives.md, Faults.
@@ -114,6 +118,7 @@ class SchemeConfig:
     watch_peers: bool = True
     nccl_errors: str = "torch"
     nccl_engine: bool = False
+    sum_bits: int | None = None
     deterministic: bool = True
 
     def __post_init__(self) -> None:
@@ -143,6 +148,8 @@ class SchemeConfig:
         one_of("scheme.peer_windows", self.peer_windows, PEER_WINDOWS)
         is_flag("scheme.peer_in_order_of_coming", self.peer_in_order_of_coming)
         is_flag("scheme.watch_peers", self.watch_peers)
+        if self.sum_bits is not None:
+            one_of("scheme.sum_bits", self.sum_bits, VALUE_BITS)
         one_of("scheme.nccl_errors", self.nccl_errors, NCCL_ERRORS)
         is_flag("scheme.nccl_engine", self.nccl_engine)
         is_flag("scheme.deterministic", self.deterministic)
@@ -281,6 +288,8 @@ class SparseConfig:
     def _check_bits(self) -> None:
         """Refuses a format or a dtype that contradicts `compression.value_bits`."""
         bits, scheme = self.compression.value_bits, self.scheme
+        if scheme.sum_bits is not None:
+            self._check_sum_bits()
         if bits is None:
             return
         if scheme.format not in QUANTISED_FORMATS:
@@ -296,6 +305,24 @@ class SparseConfig:
                 expected="scheme.wire_dtype=null",
                 got=scheme.wire_dtype,
                 remedy="leave one of the two out",
+            )
+
+    def _check_sum_bits(self) -> None:
+        """Refuses sums in few bits where nothing could keep the rest."""
+        compression, scheme = self.compression, self.scheme
+        if scheme.format != "rice" and compression.value_bits is None:
+            raise ConfigError(
+                f"scheme.sum_bits={scheme.sum_bits} needs records with values of few bits",
+                expected="scheme.format=rice, or compression.value_bits",
+                got=f"scheme.format={scheme.format}",
+                remedy="set scheme.format=rice, or leave scheme.sum_bits out",
+            )
+        if compression.residual_dtype != "fp32" or scheme.name == "hierarchical":
+            raise ConfigError(
+                f"scheme.sum_bits={scheme.sum_bits}: a sum's owner has no fp32 residual for it",
+                expected="compression.residual_dtype=fp32, and a scheme without a hierarchy",
+                got=f"residual_dtype={compression.residual_dtype}, scheme.name={scheme.name}",
+                remedy="leave scheme.sum_bits out",
             )
 
     @classmethod

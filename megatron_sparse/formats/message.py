@@ -90,6 +90,8 @@ class Message:
             checks its own.
         counted_pruned: `pruned_nnz`, None until the reports have been read.
         log2_span: of a message of kind Rice (`RecordSpec`); None for one of other formats.
+        residual_N: the residual after the selection, which takes what sums in few bits lose; None
+            for a message that no selection has made.
         unquantised: of quantised values: fp32, bf16 or fp16, the dtype of their complete sums.
     """
 
@@ -104,6 +106,7 @@ class Message:
     counted_pruned: int | None = None
     log2_span: int | None = None
     unquantised: str | None = None
+    residual_N: torch.Tensor | None = None
 
     @property
     def sum_dtype(self) -> str:
@@ -251,6 +254,8 @@ def encode_segments(
     out: torch.Tensor,
     buffers: MessageBuffers,
     reports: Reports | None = None,
+    *,
+    residual_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Encodes any pruned vector; `ops.encode` describes the arguments.
 
@@ -262,6 +267,7 @@ def encode_segments(
         out: uint8 of `ops.message_capacity` bytes. Mutated.
         buffers: where scratch memory comes from.
         reports: receives the report of the call, which then does not wait.
+        residual_N: of quantised values, see `ops.rice_encode`. Mutated.
 
     Returns:
         int64 bytes of each record or, with slots, of each slot; on the CPU, except for records on
@@ -273,7 +279,7 @@ def encode_segments(
     device = values_N.device
     if spec.record_format == FORMAT_RICE:
         scratch = _take_scratch(segments, spec, buffers, device)
-        sizes, _ = ops.rice_encode(values_N, segments, spec, out, scratch)
+        sizes, _ = ops.rice_encode(values_N, segments, spec, out, scratch, residual_N)
         return sizes if segments.slots is None else segments.slots.diff()
     compiled = is_compiled(device)
     if nnz_S is None and not (compiled and device.type == "cuda"):

@@ -1,4 +1,5 @@
-"""`scheme.capacity=auto` on GPUs: messages of fixed size need the compiled codec on every rank."""
+"""What GPUs ask of the configuration: messages of fixed size need the compiled codec on every rank,
+and records of format Rice have no kernels yet."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.codec_choice import is_compiled
 
 logger = logging.getLogger("megatron_sparse")
@@ -29,9 +31,20 @@ def with_agreed_capacity(
         group: the ranks that will exchange messages; None takes all.
 
     Raises:
-        ConfigError: `scheme.nccl_engine` is set, which needs messages of fixed size.
+        ConfigError: `scheme.nccl_engine` is set, which needs messages of fixed size; or the
+            messages are of format Rice, which CUDA cannot encode.
     """
-    if device.type != "cuda" or config.scheme.capacity != "auto":
+    if device.type != "cuda":
+        return config
+    if config.compression.value_bits is not None or config.scheme.format == "rice":
+        raise ConfigError(
+            "CUDA has no kernels for records of format Rice",
+            expected="compression.value_bits=null, and scheme.format=auto, coo or pici, on GPUs",
+            got=f"compression.value_bits={config.compression.value_bits}, "
+            f"scheme.format={config.scheme.format}",
+            remedy="leave both out, for example with compression=topk99 instead of a preset",
+        )
+    if config.scheme.capacity != "auto":
         return config
     if _on_every_rank(is_compiled(device), device, group):
         return config

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tests.collectives.cases import OPTIONS, numel_for, parameters
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
@@ -21,6 +22,7 @@ from megatron_sparse.formats.message import (
 )
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import OPTIONS, numel_for, parameters
 
 DENSITY, NUMEL, STEP = 0.2, 9000, 3
 TAKING = [
@@ -31,10 +33,14 @@ TAKING = [
 OPS = [CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER]
 
 
-def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None):
-    """Each rank's result, and what each has sent as fp32 [N]; conserves gradient + residual."""
+def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None, sum_bits=None):
+    """Each rank's result, and what each has sent as fp32 [N]; conserves gradient + residual.
+
+    With `sum_bits` also each rank's residual after the selection, and after the collective.
+    """
     scheme, numel = SCHEMES[name], numel_for(n, NUMEL, op)
-    sent = {}
+    options = replace(OPTIONS, sum_bits=sum_bits)
+    sent, selected, after = {}, {}, {}
 
     def start(transport):
         generator = torch.Generator().manual_seed(transport.rank)
@@ -50,6 +56,7 @@ def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None):
         spec = record_spec(value_dtype, STEP, "rice", density=DENSITY)
         buffers = MessageBuffers()
         message = prune_encode(bucket, layout, pruning, spec, buffers)
+        message.residual_N, selected[transport.rank] = residual_N, residual_N.clone()
         own_N = torch.empty(numel)
         slots_S = None if message.slots is None else message.slots.offsets
         code = WIRE_CODES[value_dtype]
@@ -60,13 +67,15 @@ def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None):
         if grad_dtype == torch.float32:
             assert torch.equal(own_N + residual_N, before_N)
         bucket.grad_N.fill_(float("nan"))
-        exchange = Exchange(bucket, transport, buffers, StageTimer(), OPTIONS, 1)
+        exchange = Exchange(bucket, transport, buffers, StageTimer(), options, 1)
         yield from scheme.run(exchange, message)
+        after[transport.rank] = residual_N
         own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(transport.rank)
         return bucket.grad_N[own].clone()
 
     results = VirtualCluster(n).run(start)
-    return results, [sent[rank] for rank in range(n)]
+    told = [sent] if sum_bits is None else [sent, selected, after]
+    return results, *([ranks[rank] for rank in range(n)] for ranks in told)
 
 
 def whole(results, op):
@@ -114,3 +123,30 @@ def test_sums_of_a_narrower_gradient_are_rounded_once(grad_dtype):
         for values_N in sent:
             total_N += values_N
         assert torch.equal(whole(results, CollectiveOp.ALL_REDUCE), total_N.to(grad_dtype))
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize("bits", list(QUANTISED))
+@pytest.mark.parametrize("name", ["direct", "ssar_split_ag", "sparse_ring"])
+def test_a_sums_owner_keeps_what_few_bits_lose(name, bits, capacity):
+    """`sent + residual == sum + residual before`, bit for bit, where the sum is not zero."""
+    n = 4
+    if capacity is not None and not SCHEMES[name].takes_slots:
+        pytest.skip("messages of fixed size only")
+    results, sent, selected, after = run(
+        name, n, CollectiveOp.ALL_REDUCE, "q4", capacity=capacity, sum_bits=bits
+    )
+    result_N = whole(results, CollectiveOp.ALL_REDUCE)
+    exact_N = torch.stack(sent).double().sum(0)
+    bucket = Bucket("b", result_N, parameters(NUMEL), CollectiveOp.ALL_REDUCE, n)
+    lost = 0.0
+    for rank in range(n):
+        changed = after[rank] != selected[rank]
+        shard = bucket.shard(rank)
+        assert not changed[: shard.start].any() and not changed[shard.stop :].any()
+        total = result_N[shard] + after[rank][shard]
+        held = torch.where(result_N[shard] != 0, exact_N[shard] + selected[rank][shard], total)
+        # The fp32 sum of four numbers below 16, in some order, plus a residual: 5 roundings.
+        torch.testing.assert_close(total.double(), held, rtol=0, atol=5 * 2**-20)
+        lost += float((result_N[shard] - exact_N[shard]).abs().sum())
+    assert lost > 0
