@@ -1,5 +1,6 @@
 """What GPUs ask of the configuration: messages of fixed size need the compiled codec on every rank,
-and records of format Rice have no kernels yet."""
+and records of format Rice have no kernels yet.
+"""
 
 from __future__ import annotations
 
