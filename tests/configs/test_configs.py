@@ -16,6 +16,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.models import parameter_count
+from megatron_sparse.pricing.records import record_bytes
 from megatron_sparse.run import composition
 from megatron_sparse.run.composition import GROUPS, compose, from_mapping, group_options, load, save
 
@@ -109,6 +110,15 @@ def test_presets_are_the_same_on_the_command_line_and_in_python():
         # Never lossy unless asked for, and never refused where parameters are not gathered.
         assert made.parameters.method == "auto"
         check(made)
+
+
+def test_the_documented_bits_of_presets_are_those_of_the_cost_model():
+    page = (CONFIGS.parent / "docs" / "choosing-density.md").read_text()
+    for name, (enabled, density, bits) in PRESETS.items():
+        stated = re.search(rf"^\| `{name}` \|.*\| ([\d.]+) (?:\(fp32\) )?\|", page, re.MULTILINE)
+        assert stated, name
+        expected = 8 * record_bytes(density, 4, "auto", bits) if enabled else 32
+        assert float(stated[1]) == pytest.approx(expected, abs=0.005)
 
 
 def test_what_is_named_wins_over_a_preset():
