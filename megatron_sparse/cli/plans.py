@@ -153,6 +153,10 @@ def plan(
             min=1e-9, max=1, help="Density of the gradients; default for --bucket-bytes: 0.01."
         ),
     ] = None,
+    value_bits: Annotated[
+        int | None,
+        typer.Option(help="Values in 8, 4, 3 or 2 bits; default: the run's, else whole."),
+    ] = None,
     schemes: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Candidate schemes; default: all.")
     ] = None,
@@ -163,6 +167,7 @@ def plan(
     from megatron_sparse.bucket import CollectiveOp
     from megatron_sparse.collectives.registry import check_names, check_op
     from megatron_sparse.config.checks import one_of
+    from megatron_sparse.config.compression import VALUE_BITS
     from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig
     from megatron_sparse.planner import plan_rows
     from megatron_sparse.planner.plan_table import print_plan
@@ -170,6 +175,8 @@ def plan(
     from megatron_sparse.run.json_lines import write_rows
 
     one_of("--op", op, tuple(CollectiveOp))
+    if value_bits is not None:
+        one_of("--value-bits", value_bits, VALUE_BITS)
     names = None if schemes is None else schemes.split(",")
     planner = PlannerConfig(schemes=names)
     check_names(SchemeConfig(), planner)
@@ -177,12 +184,15 @@ def plan(
     sizes = None
     if bucket_bytes is not None:
         sizes = [parse_size("--bucket-bytes", size) for size in bucket_bytes.split(",")]
+    pricing = None
+    if cluster is not None:
+        pricing = plan_rows.Pricing(find(cluster), names, value_bits=value_bits)
     rows = plan_rows.rows(
         run=run,
         dump=recording,
         sizes=sizes,
         ranks=ranks,
-        pricing=None if cluster is None else plan_rows.Pricing(find(cluster), names),
+        pricing=pricing,
         density=density,
         op=CollectiveOp(op),
     )

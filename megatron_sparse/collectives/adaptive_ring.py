@@ -135,7 +135,7 @@ def cost(run: DryRun) -> None:
     (`link_density`).
     """
     intra, inter, gather = run.options.ring_densities()
-    own = run.format(SCHEME.message_format(run.options))
+    own = run.messages(SCHEME.message_format(run.options))
     form = run.format(run.options.format)
     density_n = ring_reduce_scatter_cost(run, own, form, (intra, inter))
     if not run.scatter:

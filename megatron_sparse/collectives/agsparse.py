@@ -126,7 +126,7 @@ def cost(run: DryRun) -> None:
     and additions in rank order, so that every rank but 0 starts to add late. A reduce-scatter is
     `split_cost`.
     """
-    record_format = run.format(SCHEME.message_format(run.options))
+    record_format = run.messages(SCHEME.message_format(run.options))
     if run.scatter:
         split_cost(run, record_format)
         return

@@ -156,7 +156,7 @@ def cost(run: DryRun) -> None:
     5). Here each shard has its own density instead. Added: bytes of the real records; n - 1 rounds
     of alpha in each half; encoding, and adding one message after the other.
     """
-    form = run.format(SCHEME.message_format(run.options))
+    form = run.messages(SCHEME.message_format(run.options))
     split_cost(run, form)
     if not run.scatter:
         form = run.format()

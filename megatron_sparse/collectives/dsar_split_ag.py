@@ -59,7 +59,7 @@ def cost(run: DryRun) -> None:
     With messages of m bytes: ((n - 1) + log2 n) alpha + (n - 1) / n (m + N b) beta (SparCML,
     section 5). Added: the sizes of the messages, encoding and adding.
     """
-    split_cost(run, run.format(SCHEME.message_format(run.options)))
+    split_cost(run, run.messages(SCHEME.message_format(run.options)))
     form, shard = run.format("dense"), run.piece(run.n)
     run.work(form.seconds(CodecOp.ENCODE, shard, 1.0, run.b))
     decoding_s = form.seconds(CodecOp.DECODE, shard, 1.0, run.b)

@@ -363,7 +363,7 @@ def cost(run: DryRun, inners: Mapping[str, Scheme]) -> None:
     sizes = run.clocks.topology.node_sizes
     lanes, nodes, largest = min(sizes), len(sizes), max(sizes)
     whole, part = run.piece(), run.piece(lanes)
-    form = run.format(SCHEME.message_format(run.options))
+    form = run.messages(SCHEME.message_format(run.options))
     run.agree()
     run.work(form.seconds(CodecOp.DECODE, whole, run.densities.whole(1), run.b))
     _within_node_cost(run, largest, lanes, FP32_BYTES, run.plain(CodecOp.ADD, part.numel))
@@ -402,16 +402,13 @@ def _across_cost(run: DryRun, lanes: int, nodes: int, inner: Scheme) -> None:
         run.p,
     )
     densities = run.densities.of_lane(max(sizes), lanes)
-    message, part = (
-        run.format(SCHEME.message_format(run.options)),
-        run.piece(lanes),
-    )
+    message, part = run.format(SCHEME.message_format(run.options)), run.piece(lanes)
     sent_L = sum(
         np.asarray(message.nbytes(part, run.densities.shards(ranks, lanes), run.p))
         for ranks in (max(sizes), run.n)
     )
     lane = run.part(shape, run.lane(float(np.sum(sent_L) / np.max(sent_L))), densities)
-    message = lane.format(inner.message_format(lane.options))
+    message = lane.messages(inner.message_format(lane.options))
     lane.work(message.seconds(CodecOp.ENCODE, lane.piece(), densities.whole(1), lane.b))
     assert inner.cost is not None, "whatever runs across nodes has a cost"
     inner.cost(lane)

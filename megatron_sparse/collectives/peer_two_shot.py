@@ -141,7 +141,7 @@ def cost(run: DryRun) -> None:
     if n == 1:
         return
     beta_s = run.clocks.topology.intra.beta_s
-    form = RecordFormat(SCHEME.message_format(run.options), run.cluster)
+    form = run.messages(SCHEME.message_format(run.options))
     own_n = run.densities.shards(1, n)
     message_n = np.broadcast_to(form.nbytes(shard, own_n, run.b), n)
     run.work(run.plain(CodecOp.COPY, float(message_n.sum()) / FP32_BYTES))

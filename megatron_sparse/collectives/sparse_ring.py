@@ -230,7 +230,7 @@ def cost(run: DryRun) -> None:
     bytes with the size before each record; and the shards' own densities: the crowded shard passes
     every rank, so each step waits for it.
     """
-    own = run.format(SCHEME.message_format(run.options))
+    own = run.messages(SCHEME.message_format(run.options))
     ring_reduce_scatter_cost(run, own, run.format(), thresholds=(np.inf, np.inf))
     if not run.scatter:
         ring_gather_sums_cost(run, np.zeros(run.n, dtype=bool), run.format())

@@ -53,7 +53,7 @@ def cost(run: DryRun) -> None:
     With messages of m bytes and a sum of M bytes: ((n - 1) + log2 n) alpha + (n - 1) / n (m + M)
     beta (SparCML, section 5). Added: the sizes that are sent first, encoding and adding.
     """
-    split_cost(run, run.format(SCHEME.message_format(run.options)))
+    split_cost(run, run.messages(SCHEME.message_format(run.options)))
     form, shard = run.format(), run.piece(run.n)
     sum_n = run.densities.shards(run.n, run.n)
     encode_own_shard_cost(run, form, sum_n)

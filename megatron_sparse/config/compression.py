@@ -166,8 +166,8 @@ class CompressionConfig:
             )
         if self.lossless_patterns:
             raise ConfigError(
-                f"compression.value_bits={self.value_bits} would round the elements that "
-                "compression.lossless_patterns sends exactly",
+                f"compression.value_bits={self.value_bits} leaves a rounding error in each element "
+                "that compression.lossless_patterns sends, so it would be sent in every later step",
                 expected="compression.value_bits=null",
                 got=self.value_bits,
                 remedy="leave one of the two out",

@@ -138,7 +138,9 @@ class PricedPlanner(FixedPlanner):
 
     def _decide(self, bucket: Bucket, state: BucketState, step: int, density: float) -> None:
         """Prices all candidates, and keeps or changes the scheme."""
-        shape = BucketShape(**bucket_facts(bucket, self._scheme.wire_dtype))
+        shape = BucketShape(
+            **bucket_facts(bucket, self._scheme.wire_dtype, self._compression.value_bits)
+        )
         profile = state.profile or prior(shape, density)
         names = runnable(
             candidates(self._config.schemes),
@@ -301,7 +303,7 @@ class PricedPlanner(FixedPlanner):
             choice = _settled(state, step)  # ignores the temporary scheme of a sampling step
         return {
             "bucket": bucket.name,
-            **bucket_facts(bucket, self._scheme.wire_dtype),
+            **bucket_facts(bucket, self._scheme.wire_dtype, self._compression.value_bits),
             "density": plan.density,
             "predicted_us": state.predicted_us,
             "measured_us": state.measured_us,

@@ -65,11 +65,12 @@ def predict(
         raise ConfigError(
             f"there is no cost model of {scheme!r}", expected=" | ".join(SCHEMES), got=scheme
         )
-    if not fits(scheme, shape.op, options):
+    if not fits(scheme, shape.op, options, shape.value_bits):
+        able = (name for name in SCHEMES if fits(name, shape.op, options, shape.value_bits))
         raise ConfigError(
-            f"scheme {scheme} cannot be priced: it has no model, no {shape.op}, or no messages "
-            "of fixed size for scheme.capacity",
-            expected=" | ".join(name for name in SCHEMES if fits(name, shape.op, options)),
+            f"scheme {scheme} cannot be priced: it has no model, no {shape.op}, no messages "
+            "of fixed size for scheme.capacity, or no values in compression.value_bits",
+            expected=" | ".join(able),
             got=scheme,
         )
     if not reachable(scheme, shape.world_size, cluster):
@@ -134,11 +135,11 @@ def predict_all(
             out, and so are schemes that need peer memory if the cluster has none.
     """
     wanted = SCHEMES if schemes is None else schemes
-    n = shape.world_size
+    n, bits = shape.world_size, shape.value_bits
     return {
         name: predict(name, shape, profile, cluster, options)
         for name in SCHEMES
-        if name in wanted and fits(name, shape.op, options) and reachable(name, n, cluster)
+        if name in wanted and fits(name, shape.op, options, bits) and reachable(name, n, cluster)
     }
 
 
@@ -147,8 +148,11 @@ def reachable(scheme: str, world_size: int, cluster: ClusterModel) -> bool:
     return not SCHEMES[scheme].needs_windows or cluster.has_peer_memory(world_size)
 
 
-def fits(scheme: str, op: CollectiveOp, options: SchemeConfig) -> bool:
-    """Whether a scheme has a model, supports the form, and has fixed-size messages if required.
+def fits(
+    scheme: str, op: CollectiveOp, options: SchemeConfig, value_bits: int | None = None
+) -> bool:
+    """Whether a scheme has a model, supports the form, and has the messages that are asked for:
+    of fixed size with `scheme.capacity`, with values of few bits with `compression.value_bits`.
 
     `straggler` and `straggler_direct` have no model here: their time depends on the delay of a rank
     that is known to be late (`straggler.cost`).
@@ -157,4 +161,5 @@ def fits(scheme: str, op: CollectiveOp, options: SchemeConfig) -> bool:
     if entry.cost is None:
         return False
     has_size = options.given_capacity is None or entry.takes is Input.DENSE or entry.takes_slots
-    return op in entry.ops and has_size
+    has_bits = value_bits is None or entry.own_format is None
+    return op in entry.ops and has_size and has_bits

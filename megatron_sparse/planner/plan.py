@@ -230,7 +230,7 @@ class FixedPlanner:
         name = self._scheme.name
         if name != "auto":
             return Choice(name, f"scheme={name}")
-        wire_bytes = predicted_bytes(bucket, density, self._scheme)
+        wire_bytes = predicted_bytes(bucket, density, self._scheme, self._compression.value_bits)
         dense_bytes = wire_bytes.pop("dense")
         name = min(wire_bytes, key=lambda scheme: wire_bytes[scheme])
         reason = f"{name} {wire_bytes[name]:.0f} B against dense {dense_bytes:.0f} B"
@@ -287,10 +287,11 @@ class FixedPlanner:
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """See `Planner`."""
         plan = self.plan_for(bucket, step)
-        wire_bytes = predicted_bytes(bucket, plan.density, self._scheme)
+        bits = self._compression.value_bits
+        wire_bytes = predicted_bytes(bucket, plan.density, self._scheme, bits)
         return {
             "bucket": bucket.name,
-            **bucket_facts(bucket, self._scheme.wire_dtype),
+            **bucket_facts(bucket, self._scheme.wire_dtype, bits),
             "density": plan.density,
             "predicted_us": {},
             "predicted_bytes": {name: round(value) for name, value in wire_bytes.items()},
@@ -317,7 +318,9 @@ class FixedPlanner:
         )
 
 
-def bucket_facts(bucket: Bucket, wire_dtype: str | None) -> dict[str, Any]:
+def bucket_facts(
+    bucket: Bucket, wire_dtype: str | None, value_bits: int | None = None
+) -> dict[str, Any]:
     """Everything that a plan depends on except the gradients, as in `plan.json`."""
     value_dtype = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)]
     return {
@@ -327,4 +330,5 @@ def bucket_facts(bucket: Bucket, wire_dtype: str | None) -> dict[str, Any]:
         "partial_bytes": partial_dtype(bucket, value_dtype).itemsize,
         "op": bucket.op,
         "world_size": bucket.world_size,
+        "value_bits": value_bits,
     }

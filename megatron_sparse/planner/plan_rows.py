@@ -1,14 +1,14 @@
 """The rows that `megatron-sparse plan` shows: of a run, of a gradient dump, or of buckets by size.
 
 A row is a mapping: `bucket, numel, density, predicted_us` (scheme -> time), `chosen, reason`, and
-the bucket's other facts (`op, world_size, kept_numel, element_bytes, partial_bytes`). Predicted
-times are those of a cost model.
+the bucket's other facts (`op, world_size, kept_numel, element_bytes, partial_bytes, value_bits`).
+Predicted times are those of a cost model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,13 @@ class Pricing:
         cluster: links, codecs, host.
         schemes: the candidates; None takes all.
         options: of the schemes.
+        value_bits: as `compression.value_bits`; None takes the run's, else whole values.
     """
 
     cluster: ClusterModel
     schemes: Sequence[str] | None = None
     options: SchemeConfig = field(default_factory=lambda: SchemeConfig())
+    value_bits: int | None = None
 
     def row(self, name: str, shape: BucketShape, profile: SparsityProfile, basis: str) -> Row:
         """Prices one bucket.
@@ -51,6 +53,8 @@ class Pricing:
             profile: the sparsity of its gradients.
             basis: the source of the profile, in words.
         """
+        if self.value_bits is not None:
+            shape = replace(shape, value_bits=self.value_bits)
         prices = prices_us(
             shape,
             profile,
@@ -65,6 +69,7 @@ class Pricing:
             "kept_numel": shape.kept_numel,
             "element_bytes": shape.element_bytes,
             "partial_bytes": shape.partial_bytes,
+            "value_bits": shape.value_bits,
             "op": str(shape.op),
             "world_size": shape.world_size,
             "density": profile.density,
@@ -98,6 +103,7 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
             CollectiveOp(row["op"]),
             ranks or row["world_size"],
             row["partial_bytes"],
+            row.get("value_bits"),
         )
         known = row.get("profile")
         profile = SparsityProfile.from_dict(known) if known else prior(shape, row["density"])

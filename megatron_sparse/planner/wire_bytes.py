@@ -8,6 +8,9 @@ so that the sum has the density D = 1 - (1 - d)^n (ZEN, definition 4):
 - `agsparse`: (n - 1) N m(d);
 - `direct`: (n - 1) / n N (m(d) + m(D)).
 
+With `compression.value_bits` m(d) is that of a Rice record with values in few bits
+(`pricing.records`); m(D) is as before.
+
 A reduce-scatter sends half of the first and (n - 1) / n N m(d) in the others (SparCML, Renggli et
 al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions make D smaller, so
 `direct` is never worse than predicted. With `scheme.capacity` c, messages and sums always have
@@ -22,7 +25,7 @@ from __future__ import annotations
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
-from megatron_sparse.pricing.records import record_bytes
+from megatron_sparse.pricing.records import KEPT_BITS, record_bytes
 
 
 def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
@@ -38,27 +41,38 @@ def _instances_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
     return 2 * (bucket.instances - 1) / bucket.instances * shard_bytes
 
 
-def predicted_bytes(bucket: Bucket, density: float, scheme: SchemeConfig) -> dict[str, float]:
-    """Bytes that each rank sends, by scheme, if pruned parameters have the given density."""
+def predicted_bytes(
+    bucket: Bucket, density: float, scheme: SchemeConfig, value_bits: int | None = None
+) -> dict[str, float]:
+    """Bytes that each rank sends, by scheme, if pruned parameters have the given density.
+
+    Args:
+        bucket: its sizes count.
+        density: of the pruned parameters.
+        scheme: the options that messages depend on.
+        value_bits: `compression.value_bits`.
+    """
     n = bucket.world_size
     element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, scheme.wire_dtype)].itemsize
     kept = sum(p.stop - p.start for p in bucket.parameters if p.keep)
     pruned = sum(p.stop - p.start for p in bucket.parameters) - kept
 
-    def message_bytes(density: float) -> float:
-        return kept * element_bytes + pruned * record_bytes(density, element_bytes, scheme.format)
+    def message_bytes(density: float, bits: int | None) -> float:
+        kept_bytes = element_bytes if bits is None else KEPT_BITS / 8
+        of_pruned = record_bytes(density, element_bytes, scheme.format, bits)
+        return kept * kept_bytes + pruned * of_pruned
 
     sum_density = 1 - (1 - density) ** n
     factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)
     if factor is not None:
         density = min(factor * density, 1)
         sum_density = min(n * density, 1)
-    message, shares = message_bytes(density), (n - 1) / n
+    message, shares = message_bytes(density, value_bits), (n - 1) / n
     if bucket.op is CollectiveOp.REDUCE_SCATTER:
         agsparse = direct = shares * message
     else:
         agsparse = (n - 1) * message
-        direct = shares * (message + message_bytes(sum_density))
+        direct = shares * (message + message_bytes(sum_density, None))
     dense = dense_wire_bytes(bucket, element_bytes)
     across = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
     return {"dense": dense, "agsparse": agsparse + across, "direct": direct + across}

@@ -33,8 +33,12 @@ from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.transport.topology import Link, Topology
 
-FORMATS = ("dense", "coo", "pici", "blocks", "pairs", "hash_bitmap")
-"""Formats of records; `pairs` and `hash_bitmap` are ZEN's Push and Pull, of whole buckets."""
+FORMATS = ("dense", "coo", "pici", "blocks", "pairs", "hash_bitmap", "rice", "rice_q4", "dense_q4")
+"""Formats of records; `pairs` and `hash_bitmap` are ZEN's Push and Pull, of whole buckets;
+`rice_q4` and `dense_q4` have values of 4 bits, with and without indices."""
+ESTIMATES = {"rice": ("coo", 2.0), "rice_q4": ("coo", 2.0), "dense_q4": ("dense", 2.0)}
+"""Of a format that a file has no rates of: the time of another format, and a factor: that file is a
+model, or older than the format. See docs/planner.md."""
 PAIRS_END = 1 / 32
 """Density from which a record of `pairs` holds a bitmap, which is smaller for every dtype."""
 RING_FORMATS = ("coo", "pici")
@@ -196,7 +200,8 @@ class ClusterModel:
 
         Args:
             op: the operation.
-            format: of the record, one of `FORMATS`; `dense` where there is no record.
+            format: of the record, one of `FORMATS`; `dense` where there is no record. Formats
+                that were not measured are estimated where `ESTIMATES` says how.
             numel: elements of the vector, zeros included; 0 takes no time.
             density: non-zeros / elements.
             element_bytes: of a value on the wire. Copies and additions take time in proportion;
@@ -208,6 +213,9 @@ class ClusterModel:
         if not numel:
             return 0.0
         found = self._rates.get((op, format))
+        if found is None and format in ESTIMATES:
+            like, factor = ESTIMATES[format]
+            return factor * self.codec_s(op, like, numel, density, element_bytes)
         if found is None:
             known = sorted({f"{rate.op} {rate.format}" for rate in self.codec})
             raise ConfigError(
@@ -221,6 +229,11 @@ class ClusterModel:
             found = _on_this_side(found, density)
         per_call, per_element = _between(found, density)
         return per_call + numel * per_element * narrow
+
+    @property
+    def estimates_rice(self) -> bool:
+        """Whether Rice records and values of few bits were not measured; see `ESTIMATES`."""
+        return not any(rate.format in ESTIMATES for rate in self.codec)
 
     @cached_property
     def _rates(self) -> dict[tuple[CodecOp, str], list[CodecRate]]:

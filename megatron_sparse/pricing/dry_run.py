@@ -75,10 +75,16 @@ class DryRun:
         return Piece(self.shape.pruned_numel / parts, self.shape.kept_numel / parts)
 
     def format(self, name: str = "auto") -> RecordFormat | BlockFormat:
-        """Records of a format, as `Message` and `SparseSum` write them."""
+        """Records of sums in a format, as `SparseSum` writes them."""
         if name == "blocks":
             return BlockFormat(self.options.block_size, self.cluster)
         return RecordFormat(name, self.cluster)
+
+    def messages(self, name: str) -> RecordFormat | BlockFormat:
+        """Records of a rank's own message in a format, as `Message` has them."""
+        if name == "blocks":
+            return self.format(name)
+        return RecordFormat(name, self.cluster, self.shape.value_bits)
 
     def message_density(self, parts: int = 1) -> np.ndarray:
         """Densities of a message's shards, or in capacity mode of their slots."""
@@ -99,7 +105,7 @@ class DryRun:
         density = self.densities.whole(1)
         if form == "blocks":
             density = float(self.densities.block_density(1, 1, self.options.block_size)[0])
-        self.work(self.format(form).seconds(CodecOp.SELECT, self.piece(), density, self.b))
+        self.work(self.messages(form).seconds(CodecOp.SELECT, self.piece(), density, self.b))
 
     @property
     def b(self) -> int:

@@ -4,10 +4,15 @@ Bytes are those of docs/wire-format.md for long records (`record_bytes`) and a h
 sections' padding is left out. Seconds are the cluster's, as calibrated.
 
 The kept elements of a part of a bucket are a dense record of their own.
+
+A Rice record of density p has p (r + 1 / (1 - (1 - p)^(2^r))) bits of positions an element, r being
+its parameter (`_rice_parameter`), and 95 bits a chunk: a row of the table, 64, and the mean
+rounding of its sections to words. Values of q bits take q + 32 / 128, with their group's scale.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +25,15 @@ from megatron_sparse.wire import BLOCKS_SUBHEADER, HEADER_BYTES
 
 INDEX_BYTES = 4
 BITMAP_BYTES = 1 / 8
+SCALE_BITS = 32 / 128
+"""Of each value of a group of 128."""
+KEPT_BITS = 8 + SCALE_BITS
+"""Of an element that is always sent whole, in a message with values of few bits."""
+CHUNK_BITS = 95
+CHUNK_ENTRIES = 1024
+"""The fewest that are expected in a chunk of a Rice record."""
+LOG2_SPANS = range(12, 25)
+"""Of a chunk's elements."""
 
 Density = float | np.ndarray
 """nnz / numel of a piece, or of each rank's piece."""
@@ -43,32 +57,45 @@ class RecordFormat:
     """Sizes and times of records.
 
     Attributes:
-        name: `auto` (the smallest of dense, COO and Pici), `coo`, `pici` or `dense`.
-        cluster: its codec rates give the seconds.
+        name: `auto` (the smallest of dense, COO and Pici), `coo`, `pici`, `rice` or `dense`.
+        cluster: its codec rates give the seconds. Those of 4 bits stand for any number of bits.
+        value_bits: of a value, whatever `name` says: Rice records with scales; None for values of
+            whole bytes.
     """
 
     name: str
     cluster: ClusterModel
+    value_bits: int | None = None
 
     def nbytes(self, piece: Piece, density: Density, value_bytes: int) -> Density:
-        """Bytes of a piece's records; none for a piece without elements."""
+        """Bytes of a piece's records; none for a piece without elements.
+
+        Args:
+            piece: the elements.
+            density: of the pruned ones.
+            value_bytes: of a value, unless it has `value_bits`.
+        """
         if not piece.numel:
             return 0.0 * np.asarray(density)
         headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))
-        pruned = each(lambda d: record_bytes(d, value_bytes, self.name), density)
-        return headers + piece.kept * value_bytes + piece.pruned * pruned
+        pruned = each(lambda d: record_bytes(d, value_bytes, self.name, self.value_bits), density)
+        kept = value_bytes if self.value_bits is None else KEPT_BITS / 8
+        return headers + piece.kept * kept + piece.pruned * pruned
 
     def seconds(self, op: CodecOp, piece: Piece, density: Density, value_bytes: int) -> Density:
         """Of one call on a piece."""
         codec_s = self.cluster.codec_s
-        kept = codec_s(op, "dense", piece.kept, 1.0, value_bytes)
+        whole = "dense" if self.value_bits is None else "dense_q4"
+        kept = codec_s(op, whole, piece.kept, 1.0, value_bytes)
         return kept + each(
             lambda d: codec_s(op, self.written(d, value_bytes), piece.pruned, d, value_bytes),
             density,
         )
 
     def written(self, density: float, value_bytes: int) -> str:
-        """The format in which a record of this density is encoded."""
+        """The format in which a record of this density is encoded, as codec rates name it."""
+        if self.value_bits is not None:
+            return "rice_q4"
         names = ("coo", "pici") if self.name == "auto" else (self.name,)
         sizes = {name: record_bytes(density, value_bytes, name) for name in names}
         least = min(sizes, key=lambda name: sizes[name])
@@ -135,11 +162,44 @@ def each(function: Callable[[float], float], density: Density) -> Density:
     return np.array([function(float(value)) for value in values])[places]
 
 
-def record_bytes(density: float, element_bytes: int, form: str) -> float:
-    """Bytes for each element of a long record in the format that `scheme.format` names."""
+def record_bytes(
+    density: float, element_bytes: int, form: str, value_bits: int | None = None
+) -> float:
+    """Bytes for each element of a long record.
+
+    Args:
+        density: non-zeros / elements.
+        element_bytes: of a value, unless it has `value_bits`.
+        form: the format that `scheme.format` names.
+        value_bits: of a value: a Rice record, whatever `form` says; None for whole bytes.
+
+    Example:
+        >>> record_bytes(0.05, 4, "coo"), round(8 * record_bytes(0.05, 4, "auto", 4), 3)
+        (0.4, 0.505)
+    """
+    if value_bits is not None:
+        return _rice_bytes(density, (value_bits + SCALE_BITS) / 8)
+    if form == "rice":
+        return min(_rice_bytes(density, element_bytes), element_bytes)
     sizes = {
         "coo": density * (INDEX_BYTES + element_bytes),
         "pici": density * element_bytes + BITMAP_BYTES,
         "dense": float(element_bytes),
     }
     return min(min(sizes.values()) if form == "auto" else sizes[form], element_bytes)
+
+
+def _rice_bytes(density: float, value_bytes: float) -> float:
+    """Bytes for each element of a long Rice record with values of so many bytes."""
+    if density <= 0:
+        return 0.0
+    parameter = _rice_parameter(density)
+    gap_bits = parameter + 1 / (1 - (1 - density) ** (2**parameter))
+    spans = (2**span for span in LOG2_SPANS)
+    span = next((span for span in spans if density * span >= CHUNK_ENTRIES), 2 ** LOG2_SPANS[-1])
+    return density * (value_bytes + gap_bits / 8) + CHUNK_BITS / 8 / span
+
+
+def _rice_parameter(density: float) -> int:
+    """The smallest r >= 0 with (1 - p) <= p 2^(r + 1), as docs/wire-format.md says."""
+    return max(math.ceil(math.log2((1 - density) / density) - 1), 0) if density < 1 else 0

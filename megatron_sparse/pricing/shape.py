@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.config.checks import in_range
+from megatron_sparse.config.checks import in_range, one_of
+from megatron_sparse.config.compression import VALUE_BITS
 from megatron_sparse.errors import ConfigError
 
 FP32_BYTES = 4
@@ -23,6 +24,8 @@ class BucketShape:
         world_size: ranks of the group.
         partial_bytes: of a value of a partial sum on the wire: 4, or 2 where
             `scheme.wire_dtype=bf16` narrows an fp32 gradient.
+        value_bits: of a value of a rank's own message, as `compression.value_bits`; sums and dense
+            schemes travel in `element_bytes`. None: messages too.
 
     Raises:
         ConfigError: numbers that no bucket has.
@@ -34,6 +37,7 @@ class BucketShape:
     op: CollectiveOp
     world_size: int
     partial_bytes: int = FP32_BYTES
+    value_bits: int | None = None
 
     def __post_init__(self) -> None:
         in_range("shape.numel", self.numel, 0, 2**40, integer=True)
@@ -44,6 +48,8 @@ class BucketShape:
                 raise ConfigError(
                     f"shape.{name} is unknown", expected="2 or 4", got=getattr(self, name)
                 )
+        if self.value_bits is not None:
+            one_of("shape.value_bits", self.value_bits, VALUE_BITS)
 
     @property
     def pruned_numel(self) -> int:

@@ -127,7 +127,10 @@ class TestPluginSections:
             ({"value_bits": 4, "format": "coo"}, ["scheme.format=coo", "auto | rice"]),
             ({"value_bits": 4, "wire_dtype": "bf16"}, ["scheme.wire_dtype", "exclude each other"]),
             ({"value_bits": 2, "density": 1.0}, ["compression.density=1 ", "8 | 4"]),
-            ({"value_bits": 8, "lossless_patterns": ["embed"]}, ["lossless_patterns", "round"]),
+            (
+                {"value_bits": 8, "lossless_patterns": ["embed"]},
+                ["lossless_patterns", "rounding error"],
+            ),
         ],
     )
     def test_few_bits_refuse_options_that_contradict_them(self, overrides, words):

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.collectives import SCHEMES, skips_straggler
+from megatron_sparse.collectives import SCHEMES, check, skips_straggler
+from megatron_sparse.config.parameters import ParametersConfig
+from megatron_sparse.config.presets import preset_names
 from megatron_sparse.config.run import RunConfig
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.models import parameter_count
+from megatron_sparse.pricing.records import record_bytes
 from megatron_sparse.run import composition
 from megatron_sparse.run.composition import GROUPS, compose, from_mapping, group_options, load, save
 
@@ -83,6 +87,57 @@ def test_pruned_fractions_are_what_the_names_say():
         density = compose([f"compression={name}"]).compression.density
         assert density == pytest.approx(1 - pruned, rel=1e-9)  # 1 - 0.999 is not 0.001 in binary
     assert compose(["compression=dense"]).compression.enabled is False
+
+
+PRESETS = {
+    "lossless": (False, 0.01, None),
+    "safe": (True, 0.25, 4),
+    "balanced": (True, 0.1, 4),
+    "extreme": (True, 0.05, 2),
+}
+"""compression.enabled, density and value_bits."""
+
+
+def test_presets_are_the_same_on_the_command_line_and_in_python():
+    assert preset_names() == sorted(PRESETS)
+    for name, values in PRESETS.items():
+        composed, made = compose([f"preset={name}"]).sparse, SparseConfig.preset(name)
+        assert made == SparseConfig.given("install", name, {})
+        for section in ("compression", "scheme", "parameters"):
+            assert getattr(composed, section) == getattr(made, section)
+        chosen = made.compression
+        assert (chosen.enabled, chosen.density, chosen.value_bits) == values
+        # Never lossy unless asked for, and never refused where parameters are not gathered.
+        assert made.parameters.method == "auto"
+        check(made)
+
+
+def test_the_documented_bits_of_presets_are_those_of_the_cost_model():
+    page = (CONFIGS.parent / "docs" / "choosing-density.md").read_text()
+    for name, (enabled, density, bits) in PRESETS.items():
+        stated = re.search(rf"^\| `{name}` \|.*\| ([\d.]+) (?:\(fp32\) )?\|", page, re.MULTILINE)
+        assert stated, name
+        expected = 8 * record_bytes(density, 4, "auto", bits) if enabled else 32
+        assert float(stated[1]) == pytest.approx(expected, abs=0.005)
+
+
+def test_what_is_named_wins_over_a_preset():
+    for order in (["compression=topk999", "preset=extreme"], ["preset=extreme", "name=x"]):
+        compression = compose([*order, "compression.warmup_iters=7"]).compression
+        assert (compression.value_bits, compression.warmup_iters) == (2, 7)
+        assert compression.density == (0.001 if "compression=topk999" in order else 0.05)
+    assert compose(["preset=safe", "compression.value_bits=null"]).compression.value_bits is None
+    assert compose(["preset=safe", "experiment=quickstart"]).compression.density == 0.25
+    raw = ParametersConfig("raw")
+    config = SparseConfig.preset("safe", value_bits=8, scheme="direct", parameters=raw)
+    assert (config.compression.density, config.compression.value_bits) == (0.25, 8)
+    assert (config.scheme.name, config.parameters) == ("direct", raw)
+
+
+def test_an_unknown_preset_is_an_error_that_lists_them():
+    for wrong in (lambda: compose(["preset=saef"]), lambda: SparseConfig.preset("saef")):
+        with pytest.raises(ConfigError, match=r"balanced \| extreme \| lossless \| safe"):
+            wrong()
 
 
 @pytest.mark.parametrize(

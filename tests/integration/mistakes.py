@@ -59,6 +59,7 @@ def _without(package: str, typed: str, says: str) -> Mistake:
 MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
     "Names and values": (
         Mistake("train model=gpt3", "gpt2_xl"),
+        Mistake("train preset=balancd", "did you mean balanced?"),
         Mistake("train cluster=perlmuter", "did you mean perlmutter?"),
         Mistake("train scheme=agspars", "did you mean agsparse?"),
         Mistake("train data=mock model.layers=4", "did you mean model.num_layers?"),
@@ -103,6 +104,8 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         Mistake("train data=mock scheme=straggler", "straggler.mode=pinned"),
         Mistake("train data=mock straggler.mode=dynamic", "scheme.deterministic=false"),
         Mistake("train data=mock straggler.mode=pinned straggler.rank=2", "<= 1"),
+        Mistake("train data=mock preset=safe scheme.format=coo", "compression.value_bits out"),
+        Mistake("train data=mock preset=safe scheme=zen", "choose another scheme"),
         Mistake("train data=mock compression=dgc", "megatron.optimizer=sgd"),
         Mistake("train data=mock scheme=peer_two_shot cluster.device=cpu", "scheme.name=direct"),
         Mistake(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_sparse.errors import ConfigError, DependencyError, HostError
-from megatron_sparse.megatron import install, refusals
+from megatron_sparse.megatron import attach, install, refusals
 from megatron_sparse.megatron.arguments import megatron_parser
 from megatron_sparse.megatron.buckets import check_supported
 from megatron_sparse.megatron.refusals import REFUSALS
@@ -117,6 +117,16 @@ def test_install_refuses_a_setting_before_megatron_builds_a_model(monkeypatch, r
             training.setup_model_and_optimizer(None)
     finally:
         plugin.close()
+
+
+def test_install_and_attach_take_the_names_of_presets():
+    plugin = install("extreme", density=0.02)
+    plugin.close()
+    assert (plugin.config.compression.density, plugin.config.compression.value_bits) == (0.02, 2)
+    with pytest.raises(ConfigError, match=r"balanced \| extreme"):
+        install("extrem")
+    with pytest.raises(ConfigError, match=r"balanced \| extreme"):
+        attach([], config="extrem")
 
 
 def _muon(*overrides):

@@ -9,6 +9,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,7 @@ from megatron_sparse.formats.message import (
 from megatron_sparse.planner.costs import fits, predict, predict_all
 from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, CodecRate
 from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.records import Piece, RecordFormat
 from megatron_sparse.pricing.shape import BucketShape, Prediction
 from megatron_sparse.simulate import gradients
 from megatron_sparse.sparsity.characteristics import profile_of
@@ -259,6 +261,38 @@ def test_kept_elements_are_priced_as_dense_for_both_ways_of_counting():
     assert a == pytest.approx(b, rel=1e-9)
     # Kept values travel once in each half, in place of pruned ones' 0.3 and 0.9 bytes.
     assert a - none == pytest.approx(2 * 3 / 4 * kept * 4 * BANDWIDTH.beta_s, rel=0.2)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_few_bits_shrink_messages_only(name):
+    """Those of the scheme family that has them; the others are refused."""
+    where, whole = cluster(BANDWIDTH), shape(4, kept=2**10)
+    narrow = replace(whole, value_bits=4)
+    profile = uniform(4, numel=NUMEL - 2**10)
+    if SCHEMES[name].own_format is not None:
+        with pytest.raises(ConfigError, match="value_bits"):
+            predict(name, narrow, profile, where, OPTIONS)
+        assert name not in predict_all(narrow, profile, where, OPTIONS)
+        return
+    before, after = (predict(name, s, profile, where, OPTIONS).network_s for s in (whole, narrow))
+    form = RecordFormat("auto", where), RecordFormat("auto", where, 4)
+    piece = Piece(NUMEL - 2**10, 2**10)
+    saved = np.subtract(*(float(each.nbytes(piece, 0.05, 4)) for each in form))
+    # A bitmap of 0.325 bytes an element, and a Rice record of 0.0631.
+    assert saved == pytest.approx((NUMEL - 2**10) * 0.2619 + 2**10 * (4 - 8.25 / 8), rel=1e-3)
+    rounds = {"agsparse": 3, "direct": 3 / 4}.get(name)
+    if rounds is not None:
+        assert before - after == pytest.approx(rounds * saved * BANDWIDTH.beta_s, rel=1e-6)
+    else:
+        assert after <= before
+
+
+def test_dense_schemes_ignore_the_bits_of_messages():
+    where = cluster(BANDWIDTH)
+    narrow = replace(shape(4), value_bits=2)
+    assert predict("dense", narrow, uniform(4), where, OPTIONS) == predict(
+        "dense", shape(4), uniform(4), where, OPTIONS
+    )
 
 
 def test_capacity_fixes_sizes_and_drops_the_agreement():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -80,6 +82,36 @@ def test_predicted_bytes():
 )
 def test_bytes_of_a_record(op, density, bytes_per_element):
     assert record_bytes(density, 4, op) == pytest.approx(bytes_per_element)
+
+
+def test_predicted_bytes_of_few_bits():
+    """Messages shrink, kept elements to 8.25 bits; the gathered sums and dense do not."""
+    element = record_bytes(0.1, 4, "auto", 4)
+    found = predicted_bytes(_bucket(), 0.1, SchemeConfig(), 4)
+    sums = 1000 * record_bytes(1 - 0.9**4, 4, "auto")
+    assert found == pytest.approx(
+        {"dense": 6000, "agsparse": 3000 * element, "direct": 0.75 * (1000 * element + sums)}
+    )
+    kept = predicted_bytes(
+        _bucket(op=CollectiveOp.REDUCE_SCATTER, keep=True), 0.1, SchemeConfig(), 2
+    )
+    assert kept["direct"] == pytest.approx(0.75 * 1000 * 8.25 / 8)
+    row = _planner("direct", density=0.1, value_bits=4).report(_bucket(), 10)
+    assert (row["predicted_bytes"]["direct"], row["value_bits"]) == (round(found["direct"]), 4)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.05, 0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_positions_take_little_more_than_their_entropy(density, bits):
+    rest = 1 - density
+    entropy = -(density * math.log2(density) + rest * math.log2(rest)) / density
+    positions = 8 * record_bytes(density, 4, "auto", bits) / density - bits - 1 / 4
+    assert entropy < positions
+    # Rice codes of gaps and, for each 1024 entries or more, a row of the table. In the dense half
+    # a bitmap's bit an element is all that they have.
+    assert positions < (1.05 * entropy if density <= 0.1 else max(1.1 * entropy, 1 / density + 0.1))
+    raw = record_bytes(density, 4, "rice")
+    assert raw == pytest.approx(min(density * (positions / 8 + 4), 4))
 
 
 @pytest.mark.parametrize(

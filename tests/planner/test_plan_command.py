@@ -57,6 +57,20 @@ def test_buckets_by_size(tmp_path, capsys):
     assert "assumed uniform" in printed
 
 
+def test_values_of_few_bits(tmp_path, capsys):
+    arguments = ("--bucket-bytes", "64M", "--ranks", 4, "--cluster", "ethernet_25gbit", *FEW)
+    rows = []
+    for bits in ((), ("--value-bits", 2)):
+        assert run(*arguments, *bits, "--json", tmp_path / "plan.jsonl") == 0
+        rows += rows_of(tmp_path / "plan.jsonl")
+    assert [row["value_bits"] for row in rows] == [None, 2]
+    whole, narrow = (row["predicted_us"] for row in rows)
+    assert narrow["agsparse"] < 0.7 * whole["agsparse"]
+    assert narrow["dense"] == whole["dense"]
+    capsys.readouterr()
+    assert "--value-bits" in refused(capsys, *arguments, "--value-bits", 5)
+
+
 def test_a_run_as_recorded_and_on_another_cluster(tmp_path, capsys):
     planner = a_planner()
     written = [planner.report(a_bucket(name=name), 0) for name in ("a", "b")]
