@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_sparse.config.bits import check_sum_bits, check_value_bits
 from megatron_sparse.config.checks import in_range, is_flag, one_of
 from megatron_sparse.config.compression import REUSE_BAND, VALUE_BITS, CompressionConfig
 from megatron_sparse.config.parameters import ParametersConfig
@@ -25,8 +26,6 @@ from megatron_sparse.errors import ConfigError
 
 DTYPES = ("fp32", "bf16", "fp16")
 MESSAGE_FORMATS = ("auto", "coo", "pici", "rice", "dense")
-QUANTISED_FORMATS = ("auto", "rice")
-"""Formats that `compression.value_bits` goes with; `auto` is then `rice`."""
 RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
 """Thresholds of `adaptive_ring` inside nodes, between them, and for its all-gather: SpCCL's choice
 for its cluster (sections IV-C and IV-D, there as sparsities)."""
@@ -256,7 +255,9 @@ class SparseConfig:
                 remedy="pin the plan of another run, or set planner.cluster=null, or "
                 "compression.threshold_scope=bucket",
             )
-        self._check_bits()
+        scheme = self.scheme
+        check_value_bits(self.compression, scheme.format, scheme.wire_dtype)
+        check_sum_bits(self.compression, scheme.name, scheme.format, scheme.sum_bits)
         capacity, most = self.scheme.given_capacity, REUSE_BAND[1]
         method = self.compression.method
         if method == "threshold_reuse" and capacity and capacity <= most:
@@ -283,46 +284,6 @@ class SparseConfig:
                 got="scheme.deterministic=true",
                 remedy="set scheme.deterministic=false, or name the straggler: "
                 "straggler.mode=pinned straggler.rank=RANK",
-            )
-
-    def _check_bits(self) -> None:
-        """Refuses a format or a dtype that contradicts `compression.value_bits`."""
-        bits, scheme = self.compression.value_bits, self.scheme
-        if scheme.sum_bits is not None:
-            self._check_sum_bits()
-        if bits is None:
-            return
-        if scheme.format not in QUANTISED_FORMATS:
-            raise ConfigError(
-                f"scheme.format={scheme.format} has no values of {bits} bits",
-                expected="scheme.format=" + " | ".join(QUANTISED_FORMATS),
-                got=scheme.format,
-                remedy="leave scheme.format or compression.value_bits out",
-            )
-        if scheme.wire_dtype is not None:
-            raise ConfigError(
-                f"compression.value_bits={bits} and scheme.wire_dtype exclude each other",
-                expected="scheme.wire_dtype=null",
-                got=scheme.wire_dtype,
-                remedy="leave one of the two out",
-            )
-
-    def _check_sum_bits(self) -> None:
-        """Refuses sums in few bits where nothing could keep the rest."""
-        compression, scheme = self.compression, self.scheme
-        if scheme.format != "rice" and compression.value_bits is None:
-            raise ConfigError(
-                f"scheme.sum_bits={scheme.sum_bits} needs records with values of few bits",
-                expected="scheme.format=rice, or compression.value_bits",
-                got=f"scheme.format={scheme.format}",
-                remedy="set scheme.format=rice, or leave scheme.sum_bits out",
-            )
-        if compression.residual_dtype != "fp32" or scheme.name == "hierarchical":
-            raise ConfigError(
-                f"scheme.sum_bits={scheme.sum_bits}: a sum's owner has no fp32 residual for it",
-                expected="compression.residual_dtype=fp32, and a scheme without a hierarchy",
-                got=f"residual_dtype={compression.residual_dtype}, scheme.name={scheme.name}",
-                remedy="leave scheme.sum_bits out",
             )
 
     @classmethod
