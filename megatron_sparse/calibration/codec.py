@@ -3,15 +3,17 @@
 Vectors hold normal values at independent uniform positions. Selection is the real one (sampled
 threshold, error feedback, one pass), with leak 0, so that every repetition selects the same.
 Of a sum, the non-zeros are counted before they are encoded, as collectives do. ZEN's records are
-those of one partition of `PARTITIONS`; their number of elements is that of its positions.
+those of one partition of `PARTITIONS`; their number of elements is that of its positions. Rice
+records are timed with fp32 values and with 4 bits, which stand for any number of bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,20 +23,21 @@ from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
-from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Expected, Segments
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.message import (
+    QUANTISED,
     WIRE_CODES,
     MessageBuffers,
     decode_add_,
     encode_segments,
     record_spec,
 )
+from megatron_sparse.formats.message_sizes import capacity
 from megatron_sparse.planner.link_timing import Clock, Measuring, gather_rows
 from megatron_sparse.pricing.cluster import CodecOp, CodecRate
 from megatron_sparse.recording import StageTimer
@@ -45,8 +48,27 @@ PARTITIONS = 4
 NO_TIME_S = 1e-15
 """Less than the time of any call or element: a fitted rate below it is noise."""
 STEP = 1
-WHOLE = ("dense", "coo", "pici", "blocks")
-"""Formats of a bucket's segments."""
+SEGMENTS = ("dense", "coo", "pici", "blocks")
+"""Formats of a bucket's segments, on a CPU and on CUDA."""
+
+
+class Kind(NamedTuple):
+    """The records of a message, by names of the configuration."""
+
+    format: str
+    value_bits: int | None = None
+    whole: bool = False
+
+    @property
+    def value_dtype(self) -> str:
+        """Of the values on the wire."""
+        return "fp32" if self.value_bits is None else QUANTISED[self.value_bits]
+
+
+RICE = {"rice": Kind("rice"), "rice_q4": Kind("rice", 4)}
+"""Further ones on a CPU, by the names of their rates."""
+WHOLE = {"dense_q4": Kind("rice", 4, whole=True)}
+"""Those of every element, whatever the density."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +113,16 @@ def codec_calls(
 ) -> Iterator[CodecCall]:
     """Every operation on fp32 vectors of a number of elements.
 
-    Pici, blocks and ZEN's formats are left out where the compiled codec does not work.
+    Pici, blocks and ZEN's formats are left out where the compiled codec does not work, Rice records
+    and values of few bits on CUDA.
     """
     acc_N, other_N = (torch.zeros(numel, device=device) for _ in range(2))
     yield CodecCall(CodecOp.ADD, "dense", 1.0, lambda: acc_N.add_(other_N))
     yield CodecCall(CodecOp.COPY, "dense", 1.0, lambda: acc_N.copy_(other_N))
+    if is_compiled(device) and device.type == "cpu":
+        yield from _segment_calls(numel, 1.0, device, WHOLE)
     for density in densities:
-        yield from _segment_calls(numel, density, device)
+        yield from _segment_calls(numel, density, device, _kinds(device))
         if is_compiled(device):
             yield from _partition_calls(numel, density, device)
 
@@ -170,32 +195,46 @@ def sparse_vector(numel: int, density: float, device: torch.device) -> torch.Ten
     return sparse_N.to(device)
 
 
-def _segment_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
-    yield from _select_calls(numel, density, device)
+def _segment_calls(
+    numel: int, density: float, device: torch.device, kinds: Mapping[str, Kind]
+) -> Iterator[CodecCall]:
+    yield from _select_calls(numel, density, device, kinds)
     sparse_N, acc_N = sparse_vector(numel, density, device), torch.zeros(numel, device=device)
     offsets, not_whole = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
-    capacity = ops.message_capacity(offsets, WIRE_CODES["fp32"])
-    out, buffers = torch.zeros(capacity, dtype=torch.uint8, device=device), MessageBuffers()
-    for form in _formats(device):
+    room = max(capacity(offsets, WIRE_CODES[kind.value_dtype]) for kind in kinds.values())
+    out, buffers = torch.zeros(room, dtype=torch.uint8, device=device), MessageBuffers()
+    for form, kind in kinds.items():
+        spec = record_spec(
+            kind.value_dtype,
+            STEP,
+            kind.format,
+            SchemeConfig.block_size,
+            density,
+            whole=kind.whole,
+        )
 
-        def encode(form: str = form) -> int:
-            spec = record_spec("fp32", STEP, form, SchemeConfig.block_size)
+        def encode(spec: RecordSpec = spec) -> int:
             segments = Segments(offsets, not_whole)
             return int(encode_segments(sparse_N, segments, None, spec, out, buffers).sum())
 
         record = out[: encode()].clone()
-        expected = Expected(offsets, WIRE_CODES["fp32"], STEP, rank=0)
+        expected = Expected(offsets, spec.value_dtype, STEP, rank=0)
         decode = partial(decode_add_, acc_N, record, expected)
         yield CodecCall(CodecOp.ENCODE, form, density, encode)
         yield CodecCall(CodecOp.DECODE, form, density, partial(decode, fresh=True))
         yield CodecCall(CodecOp.DECODE_ADD, form, density, partial(decode, fresh=False))
 
 
-def _formats(device: torch.device) -> tuple[str, ...]:
-    return WHOLE if is_compiled(device) else ("dense", "coo")
+def _kinds(device: torch.device) -> dict[str, Kind]:
+    """Of messages whose size depends on the density."""
+    forms = SEGMENTS if is_compiled(device) else ("dense", "coo")
+    found = {form: Kind(form) for form in forms}
+    return found | RICE if is_compiled(device) and device.type == "cpu" else found
 
 
-def _select_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
+def _select_calls(
+    numel: int, density: float, device: torch.device, kinds: Mapping[str, Kind]
+) -> Iterator[CodecCall]:
     grad_N = sparse_vector(numel, 1.0, device)
     bucket = Bucket("codec", grad_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
@@ -204,11 +243,16 @@ def _select_calls(numel: int, density: float, device: torch.device) -> Iterator[
         0,
         MessageBuffers(),
     )
-    for form in _formats(device):
+    for form, kind in kinds.items():
 
-        def select(form: str = form) -> None:
+        def select(kind: Kind = kind) -> None:
             selector.select(
-                bucket, MessageSpec(density, format=form), step=STEP, timer=StageTimer(device)
+                bucket,
+                MessageSpec(
+                    density, format=kind.format, value_bits=kind.value_bits, whole=kind.whole
+                ),
+                step=STEP,
+                timer=StageTimer(device),
             )
 
         yield CodecCall(CodecOp.SELECT, form, density, select)

@@ -24,6 +24,19 @@ REUSE_BAND = (0.8, 1.3)
 is that of DGC's threshold adaptation."""
 
 
+def dense_value_bits(value_bits: int | None) -> int:
+    """Bits of a value where every element travels quantised.
+
+    Args:
+        value_bits: `compression.value_bits`.
+
+    Example:
+        >>> [dense_value_bits(bits) for bits in (8, 4, 3, 2, None)]
+        [8, 4, 4, 4, 4]
+    """
+    return value_bits if value_bits in DENSE_VALUE_BITS else min(DENSE_VALUE_BITS)
+
+
 @dataclass
 class CompressionConfig:
     """How each gradient bucket is compressed.

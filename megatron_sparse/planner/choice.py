@@ -143,7 +143,7 @@ class PricedPlanner(FixedPlanner):
         )
         profile = state.profile or prior(shape, density)
         names = runnable(
-            candidates(self._config.schemes),
+            candidates(self._config.schemes, self._compression.value_bits),
             self._options,
             bucket.grad_N.device.type,
             has_windows=bucket.has_windows,
@@ -202,7 +202,10 @@ class PricedPlanner(FixedPlanner):
 
     def windows(self, transport: Transport) -> Windows:
         """See `Planner`: for a group that is one node by the cluster's links."""
-        named = any(SCHEMES[name].needs_windows for name in candidates(self._config.schemes))
+        named = any(
+            SCHEMES[name].needs_windows
+            for name in candidates(self._config.schemes, self._compression.value_bits)
+        )
         has_tier = self._cluster.has_peer_memory(transport.world_size)
         wanted = named and has_tier and transport.world_size > 1
         return Windows.WELCOME if wanted else Windows.NONE

@@ -104,7 +104,8 @@ def predict(
             hosted=hosted,
         )
         if entry.takes is Input.SPARSE:
-            run.select(entry.message_format(options))
+            own = run.messages(entry.message_format(options))
+            run.select(run.whole_messages() if entry.sends_whole else own)
         cost(run)
         return float(run.clocks.now_n.max())
 

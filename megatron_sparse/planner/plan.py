@@ -12,7 +12,7 @@ from megatron_sparse.collectives import SCHEMES, Exchange, Input, check_capacity
 from megatron_sparse.collectives.accumulator import partial_dtype
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.compression.selection import MessageSpec
-from megatron_sparse.config.compression import DENSE_VALUE_BITS
+from megatron_sparse.config.compression import dense_value_bits
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, wire_dtype_of
 from megatron_sparse.planner.costs import predict
@@ -65,8 +65,8 @@ class Plan:
         """The layout of the message that a sparse plan makes from `bucket`."""
         scheme = SCHEMES[self.scheme]
         bits = self.value_bits if scheme.own_format is None else None
-        if scheme.sends_whole and bits not in DENSE_VALUE_BITS:
-            bits = min(DENSE_VALUE_BITS)
+        if scheme.sends_whole:
+            bits = dense_value_bits(bits)
         form = scheme.message_format(options)
         return MessageSpec(
             density=self.density,

@@ -60,7 +60,7 @@ class Pricing:
             profile,
             cluster=self.cluster,
             options=self.options,
-            names=candidates(self.schemes),
+            names=candidates(self.schemes, shape.value_bits),
         )
         chosen = least(prices, prices)
         return {

@@ -22,14 +22,19 @@ WAITS_ON_CUDA = "zen"
 """On CUDA it waits for the host many times for each record; no cost model includes these waits."""
 
 
-def candidates(schemes: Collection[str] | None) -> list[str]:
+def candidates(schemes: Collection[str] | None, value_bits: int | None) -> list[str]:
     """The schemes to choose from, in the order of the registry; always includes `dense`.
 
     Args:
         schemes: as `planner.schemes`; None takes all schemes that run over any process group.
+        value_bits: as `compression.value_bits`; None: values are rounded by no scheme that
+            `schemes` does not name.
     """
     if schemes is None:
-        return [name for name in registry.candidates() if not SCHEMES[name].needs_windows]
+        refused = {name for name, each in SCHEMES.items() if each.needs_windows}
+        if value_bits is None:
+            refused |= {name for name, each in SCHEMES.items() if each.sends_whole}
+        return [name for name in registry.candidates() if name not in refused]
     return [name for name in registry.candidates() if name in {*schemes, DENSE}]
 
 
@@ -47,6 +52,7 @@ def runnable(
     unable = {name for name in names if SCHEMES[name].needs_windows and not has_windows}
     if device == "cuda":
         unable |= {WAITS_ON_CUDA} | ({"hierarchical"} if options.inner == WAITS_ON_CUDA else set())
+        unable |= {name for name in names if SCHEMES[name].sends_whole}
     return [name for name in names if name not in unable]
 
 

@@ -9,7 +9,7 @@ so that the sum has the density D = 1 - (1 - d)^n (ZEN, definition 4):
 - `direct`: (n - 1) / n N (m(d) + m(D)).
 
 With `compression.value_bits` m(d) is that of a Rice record with values in few bits
-(`pricing.records`); m(D) is as before.
+(`pricing.records`), and m(D) of one with whole values.
 
 A reduce-scatter sends half of the first and (n - 1) / n N m(d) in the others (SparCML, Renggli et
 al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions make D smaller, so
@@ -57,9 +57,11 @@ def predicted_bytes(
     kept = sum(p.stop - p.start for p in bucket.parameters if p.keep)
     pruned = sum(p.stop - p.start for p in bucket.parameters) - kept
 
+    form = scheme.format if value_bits is None else "rice"
+
     def message_bytes(density: float, bits: int | None) -> float:
         kept_bytes = element_bytes if bits is None else KEPT_BITS / 8
-        of_pruned = record_bytes(density, element_bytes, scheme.format, bits)
+        of_pruned = record_bytes(density, element_bytes, form, bits)
         return kept * kept_bytes + pruned * of_pruned
 
     sum_density = 1 - (1 - density) ** n

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.config.compression import dense_value_bits
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.pricing.clocks import RankClocks
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
@@ -75,9 +76,11 @@ class DryRun:
         return Piece(self.shape.pruned_numel / parts, self.shape.kept_numel / parts)
 
     def format(self, name: str = "auto") -> RecordFormat | BlockFormat:
-        """Records of sums in a format, as `SparseSum` writes them."""
+        """Records of sums in a format, as `SparseSum` writes them: those of Rice messages in it."""
         if name == "blocks":
             return BlockFormat(self.options.block_size, self.cluster)
+        if name == "auto" and (self.shape.value_bits or self.options.format == "rice"):
+            name = "rice"
         return RecordFormat(name, self.cluster)
 
     def messages(self, name: str) -> RecordFormat | BlockFormat:
@@ -85,6 +88,10 @@ class DryRun:
         if name == "blocks":
             return self.format(name)
         return RecordFormat(name, self.cluster, self.shape.value_bits)
+
+    def whole_messages(self) -> RecordFormat:
+        """Records of a message that holds every element, quantised."""
+        return RecordFormat("dense", self.cluster, dense_value_bits(self.shape.value_bits))
 
     def message_density(self, parts: int = 1) -> np.ndarray:
         """Densities of a message's shards, or in capacity mode of their slots."""
@@ -100,12 +107,12 @@ class DryRun:
         factor = self.options.given_capacity
         return density_P if factor is None else np.full_like(density_P, min(factor * target, 1.0))
 
-    def select(self, form: str) -> None:
+    def select(self, form: RecordFormat | BlockFormat) -> None:
         """Threshold, error feedback, pruning and encoding of the whole bucket."""
         density = self.densities.whole(1)
-        if form == "blocks":
+        if isinstance(form, BlockFormat):
             density = float(self.densities.block_density(1, 1, self.options.block_size)[0])
-        self.work(self.messages(form).seconds(CodecOp.SELECT, self.piece(), density, self.b))
+        self.work(form.seconds(CodecOp.SELECT, self.piece(), density, self.b))
 
     @property
     def b(self) -> int:

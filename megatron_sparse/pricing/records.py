@@ -21,7 +21,7 @@ import numpy as np
 from megatron_sparse.formats.hash_record import SECTIONS_AT
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.pricing.densities import MOST_DENSITY
-from megatron_sparse.wire import BLOCKS_SUBHEADER, HEADER_BYTES
+from megatron_sparse.wire import BLOCKS_SUBHEADER, HEADER_BYTES, rice_span
 
 INDEX_BYTES = 4
 BITMAP_BYTES = 1 / 8
@@ -30,10 +30,6 @@ SCALE_BITS = 32 / 128
 KEPT_BITS = 8 + SCALE_BITS
 """Of an element that is always sent whole, in a message with values of few bits."""
 CHUNK_BITS = 95
-CHUNK_ENTRIES = 1024
-"""The fewest that are expected in a chunk of a Rice record."""
-LOG2_SPANS = range(12, 25)
-"""Of a chunk's elements."""
 
 Density = float | np.ndarray
 """nnz / numel of a piece, or of each rank's piece."""
@@ -59,8 +55,8 @@ class RecordFormat:
     Attributes:
         name: `auto` (the smallest of dense, COO and Pici), `coo`, `pici`, `rice` or `dense`.
         cluster: its codec rates give the seconds. Those of 4 bits stand for any number of bits.
-        value_bits: of a value, whatever `name` says: Rice records with scales; None for values of
-            whole bytes.
+        value_bits: of a value: `name` is then `dense`, every element, or any other, Rice records;
+            None for values of whole bytes.
     """
 
     name: str
@@ -95,7 +91,7 @@ class RecordFormat:
     def written(self, density: float, value_bytes: int) -> str:
         """The format in which a record of this density is encoded, as codec rates name it."""
         if self.value_bits is not None:
-            return "rice_q4"
+            return "dense_q4" if self.name == "dense" else "rice_q4"
         names = ("coo", "pici") if self.name == "auto" else (self.name,)
         sizes = {name: record_bytes(density, value_bytes, name) for name in names}
         least = min(sizes, key=lambda name: sizes[name])
@@ -171,14 +167,16 @@ def record_bytes(
         density: non-zeros / elements.
         element_bytes: of a value, unless it has `value_bits`.
         form: the format that `scheme.format` names.
-        value_bits: of a value: a Rice record, whatever `form` says; None for whole bytes.
+        value_bits: of a value: a Rice record, without indices if `form` is `dense`; None for
+            values of whole bytes.
 
     Example:
         >>> record_bytes(0.05, 4, "coo"), round(8 * record_bytes(0.05, 4, "auto", 4), 3)
         (0.4, 0.505)
     """
     if value_bits is not None:
-        return _rice_bytes(density, (value_bits + SCALE_BITS) / 8)
+        value_bytes = (value_bits + SCALE_BITS) / 8
+        return value_bytes if form == "dense" else _rice_bytes(density, value_bytes)
     if form == "rice":
         return min(_rice_bytes(density, element_bytes), element_bytes)
     sizes = {
@@ -195,9 +193,7 @@ def _rice_bytes(density: float, value_bytes: float) -> float:
         return 0.0
     parameter = _rice_parameter(density)
     gap_bits = parameter + 1 / (1 - (1 - density) ** (2**parameter))
-    spans = (2**span for span in LOG2_SPANS)
-    span = next((span for span in spans if density * span >= CHUNK_ENTRIES), 2 ** LOG2_SPANS[-1])
-    return density * (value_bytes + gap_bits / 8) + CHUNK_BITS / 8 / span
+    return density * (value_bytes + gap_bits / 8) + CHUNK_BITS / 8 / 2 ** rice_span(density)
 
 
 def _rice_parameter(density: float) -> int:

@@ -107,7 +107,9 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
         whole = acc_M.nbytes if fresh else 2 * acc_M.nbytes
         touched = 2 * SECTOR_BYTES * records_nnz(records)
         return records.nbytes + (whole if fresh else min(whole, touched))
-    if func.namespace == "megatron_sparse" and name == "prune_encode":
+    if func.namespace == "megatron_sparse" and name == "encode_rice":
+        return args[0].nbytes + float(result[0].sum())
+    if func.namespace == "megatron_sparse" and name in ("prune_encode", "prune_encode_rice"):
         return args[0].nbytes + 2.0 * args[1].nbytes + float(result[0].sum())
     if func.namespace == "megatron_sparse" and name == "sample_threshold":
         grad_N, residual_N, samples = args[0], args[1], args[4]

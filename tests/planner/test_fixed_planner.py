@@ -88,7 +88,7 @@ def test_predicted_bytes_of_few_bits():
     """Messages shrink, kept elements to 8.25 bits; the gathered sums and dense do not."""
     element = record_bytes(0.1, 4, "auto", 4)
     found = predicted_bytes(_bucket(), 0.1, SchemeConfig(), 4)
-    sums = 1000 * record_bytes(1 - 0.9**4, 4, "auto")
+    sums = 1000 * record_bytes(1 - 0.9**4, 4, "rice")
     assert found == pytest.approx(
         {"dense": 6000, "agsparse": 3000 * element, "direct": 0.75 * (1000 * element + sums)}
     )

@@ -17,9 +17,10 @@ import torch
 
 from megatron_sparse.bench.table import torch_threads
 from megatron_sparse.calibration.codec import codec_calls
+from megatron_sparse.formats.header import Header
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.simulate.pricing import Measure, moved_bytes, records_nnz
-from megatron_sparse.wire import FORMAT_NAMES
+from megatron_sparse.wire import FORMAT_NAMES, FORMAT_RICE, HEADER_BYTES, RICE_BITS
 
 SMALL_NUMEL = 64
 """Tensors up to this size are offsets, sizes and states: they do not grow with the bucket."""
@@ -181,14 +182,23 @@ def _at(op: CodecOp, name: str, numel: float, nnz: float) -> Call:
 
 
 def _encoded(op: CodecOp, given: dict, nnz: float) -> Call:
-    return _at(op, FORMAT_NAMES[int(given["out"][5])], given["grad"].numel(), nnz)
+    return _at(op, _rate_of(given["out"]), given["grad"].numel(), nnz)
+
+
+def _rate_of(records: torch.Tensor) -> str:
+    """The format of the first record, as codec rates name it."""
+    if not records.numel():
+        return "dense"
+    header = Header.unpack(records[:HEADER_BYTES].numpy().tobytes(), 0)
+    if header.format == FORMAT_RICE and header.dtype in RICE_BITS:
+        return "rice_q4" if records[HEADER_BYTES] else "dense_q4"
+    return FORMAT_NAMES[header.format]
 
 
 def _decoded(given: dict, _: Any) -> Call:
     op = CodecOp.DECODE if given.get("fresh") else CodecOp.DECODE_ADD
     records = given["message"]
-    name = FORMAT_NAMES[int(records[5])] if records.numel() else "dense"
-    return _at(op, name, given["acc"].numel(), records_nnz(records))
+    return _at(op, _rate_of(records), given["acc"].numel(), records_nnz(records))
 
 
 def _added_bitmap(given: dict, _: Any) -> Call:
@@ -201,6 +211,10 @@ def _added_bitmap(given: dict, _: Any) -> Call:
 _CALLS: dict[str, Callable[[dict, Any], Call]] = {
     "prune_encode": lambda given, result: _encoded(CodecOp.SELECT, given, float(result[1].sum())),
     "encode": lambda given, _: _encoded(CodecOp.ENCODE, given, float(given["nnz"].sum())),
+    "prune_encode_rice": lambda given, result: _encoded(
+        CodecOp.SELECT, given, float(result[1].sum())
+    ),
+    "encode_rice": lambda given, result: _encoded(CodecOp.ENCODE, given, float(result[1].sum())),
     "decode_add_": _decoded,
     "hash_partition_of": lambda given, _: _at(
         CodecOp.PARTITION, "pairs", given["numel"], given["elements"].numel()

@@ -30,6 +30,7 @@ from megatron_sparse.collectives.base import Steps
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
+from megatron_sparse.config.compression import dense_value_bits
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.hash_record import SUB_HEADER_BYTES
@@ -47,6 +48,7 @@ from megatron_sparse.wire import (
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
+    FORMAT_RICE,
     HEADER_BYTES,
     PICI_TILE,
     payload_bytes,
@@ -88,8 +90,8 @@ def full_size_bytes(records: torch.Tensor, scale: float) -> float:
             numel, nnz = round(header.numel * scale), round(header.nnz * scale)
             total += payload_bytes(header.format, numel, nnz, header.dtype)
         else:
-            is_blocks = header.format == FORMAT_BLOCKS
-            fixed = BLOCKS_SUBHEADER.size if is_blocks else SUB_HEADER_BYTES
+            is_segment = header.format in (FORMAT_BLOCKS, FORMAT_RICE)
+            fixed = BLOCKS_SUBHEADER.size if is_segment else SUB_HEADER_BYTES
             total += fixed + scale * (header.payload_bytes - fixed)
     return total
 
@@ -217,10 +219,12 @@ def _drive(
             bucket,
             MessageSpec(
                 1.0,
-                format=entry.message_format(options),
+                format="rice" if entry.sends_whole else entry.message_format(options),
                 block_size=options.block_size,
                 sharded=entry.is_sharded(setting.op),
                 extra_cuts=entry.extra_cuts(bucket),
+                value_bits=dense_value_bits(None) if entry.sends_whole else None,
+                whole=entry.sends_whole,
             ),
             step=0,
             timer=timer,

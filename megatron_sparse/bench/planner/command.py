@@ -82,7 +82,7 @@ class Trial:
             replace(profile, numel=self.full_numel),
             cluster=cluster,
             options=options,
-            names=candidates(self.schemes),
+            names=candidates(self.schemes, None),
         )
         prices = MemoryBoundPrices(MACHINES[cluster_name][0].codec_rate)
         setting = virtual_truth.Setting.on(cluster, n, prices, options, self.op, self.full_numel)

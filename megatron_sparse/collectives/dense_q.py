@@ -1,0 +1,67 @@
+"""Dense, quantised: `direct` with messages that hold every element in 8 or 4 bits.
+
+The all-to-all of SDP4Bit (Jia et al. 2024, arXiv 2410.15526) and of ZeRO++'s qgZ (Wang et al.
+2023, arXiv 2306.10209), with error feedback as LoCo has (Xie et al. 2024, arXiv 2407.04480): what
+rounding leaves stays in the residual. Deviations: one level of links; no rotation before rounding;
+sums in fp32; the gathered sums of an all-reduce are not quantised.
+
+Selection prunes nothing (`MessageSpec.whole`): a message is Rice records without indices, in
+`compression.value_bits` bits where these are 8 or 4, else in 4. The rounds are `direct`'s. The
+sums of an all-reduce travel as dense records.
+
+Rank r sends |message_r| - |shard_r of it| bytes, (n - 1) / n N (q + 1/4) / 8 of them in q bits with
+equal shards, and for an all-reduce (n - 1) |sum_r|, (n - 1) / n N b. A ring sends (n - 1) / n N b for
+each.
+"""
+
+from __future__ import annotations
+
+from megatron_sparse.collectives.base import Exchange, Steps
+from megatron_sparse.collectives.direct import (
+    buffers,
+    encode_own_shard_cost,
+    gather_sums_cost,
+    reduce_shards,
+    split_cost,
+)
+from megatron_sparse.collectives.records import SparseSum, reads_reports
+from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.formats.message import Message
+from megatron_sparse.pricing.cluster import CodecOp
+from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.wire import FORMAT_DENSE
+
+NAME = "dense_q"
+
+
+@reads_reports
+def dense_q(exchange: Exchange, message: Message) -> Steps:
+    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
+
+    Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
+    """
+    sums = SparseSum(exchange, message, form=FORMAT_DENSE)
+    return (yield from reduce_shards(NAME, exchange, message, sums))
+
+
+def cost(run: DryRun) -> None:
+    """`direct.cost` with messages of q + 1/4 bits an element, and dense sums."""
+    split_cost(run, run.whole_messages())
+    if not run.scatter:
+        form, shard = run.format("dense"), run.piece(run.n)
+        sum_n = run.densities.shards(run.n, run.n)
+        encode_own_shard_cost(run, form, sum_n)
+        decoding_n = form.seconds(CodecOp.DECODE, shard, sum_n, run.b)
+        gather_sums_cost(run, form.nbytes(shard, sum_n, run.b), decoding_n)
+
+
+SCHEME = Scheme(
+    NAME,
+    Input.SPARSE,
+    run=dense_q,
+    place=85,
+    cost=cost,
+    buffers=buffers,
+    needs_shards=True,
+    sends_whole=True,
+)
