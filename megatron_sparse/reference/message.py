@@ -8,7 +8,7 @@ import torch
 
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats.header import Header
-from megatron_sparse.reference import blocks, pici
+from megatron_sparse.reference import blocks, pici, rice
 from megatron_sparse.reference.prune import with_one_nan
 from megatron_sparse.wire import (
     BLOCKS_SUBHEADER,
@@ -18,7 +18,9 @@ from megatron_sparse.wire import (
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
+    FORMAT_RICE,
     HEADER_BYTES,
+    RICE_BITS,
     blocks_payload_bytes,
     pad16,
     wrong_field,
@@ -60,17 +62,23 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
     Raises:
         WireFormatError: names the rank and the field; `acc_M` may be partly changed.
     """
-    value_dtype, rank = expected.value_dtype, expected.rank
-    dtype, position = DTYPES[value_dtype], 0
+    value_dtype, rank, position = expected.value_dtype, expected.rank, 0
     every_format = (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)
     for begin, end in pairwise(expected.segment_offsets.tolist()):
         header = Header.unpack(message[position : position + HEADER_BYTES], rank)
+        target = acc_M[begin - base : end - base]
+        if header.format == FORMAT_RICE or value_dtype in RICE_BITS:
+            place = rice.Place(end - begin, begin, expected.step)
+            index_K, values_K = rice.decode(message[position:], place, value_dtype, rank)
+            target[index_K] += values_K
+            position += HEADER_BYTES + header.payload_bytes
+            continue
         available = len(message) - position
+        dtype = DTYPES[value_dtype]
         header.check(value_dtype, end - begin, begin, expected.step, available, rank, every_format)
         at = position + HEADER_BYTES
         position = at + header.payload_bytes
         payload = message[at:position]
-        target = acc_M[begin - base : end - base]
         if header.format == FORMAT_DENSE:
             target += _read(payload, 0, end - begin, dtype).float()
         else:
