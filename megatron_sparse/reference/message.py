@@ -9,7 +9,7 @@ import torch
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import blocks, pici, rice
-from megatron_sparse.reference.prune import with_one_nan
+from megatron_sparse.reference.prune import BF16, with_one_nan
 from megatron_sparse.wire import (
     BLOCKS_SUBHEADER,
     FLAG_PICI_LINEAR,
@@ -63,24 +63,27 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
         WireFormatError: names the rank and the field; `acc_M` may be partly changed.
     """
     value_dtype, rank, position = expected.value_dtype, expected.rank, 0
-    every_format = (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)
+    plain_dtype = value_dtype
+    plain_formats = (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)
+    if value_dtype in RICE_BITS:  # beside Rice records there are only those of kept segments
+        plain_dtype, plain_formats = BF16, (FORMAT_DENSE,)
+    dtype = DTYPES[plain_dtype]
     for begin, end in pairwise(expected.segment_offsets.tolist()):
         header = Header.unpack(message[position : position + HEADER_BYTES], rank)
         target = acc_M[begin - base : end - base]
-        if header.format == FORMAT_RICE or value_dtype in RICE_BITS:
+        if header.format == FORMAT_RICE:
             place = rice.Place(end - begin, begin, expected.step)
             index_K, values_K = rice.decode(message[position:], place, value_dtype, rank)
             target[index_K] += values_K
             position += HEADER_BYTES + header.payload_bytes
             continue
-        available = len(message) - position
-        dtype = DTYPES[value_dtype]
-        header.check(value_dtype, end - begin, begin, expected.step, available, rank, every_format)
+        available, numel = len(message) - position, end - begin
+        header.check(plain_dtype, numel, begin, expected.step, available, rank, plain_formats)
         at = position + HEADER_BYTES
         position = at + header.payload_bytes
         payload = message[at:position]
         if header.format == FORMAT_DENSE:
-            target += _read(payload, 0, end - begin, dtype).float()
+            target += _read(payload, 0, numel, dtype).float()
         else:
             index, values = _entries(header, payload, dtype, rank)
             target[index] += values.float()

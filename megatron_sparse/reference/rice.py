@@ -25,7 +25,6 @@ from megatron_sparse.reference.rice_chunk import (
 from megatron_sparse.wire import (
     FORMAT_RICE,
     HEADER_BYTES,
-    RICE_BITS,
     RICE_SPANS,
     pad16,
     wrong_field,
@@ -113,8 +112,7 @@ def decode(
     Args:
         record: from its header to the message's end.
         place: the segment that it must hold.
-        value_dtype: dtype code of the message. If it is one of few bits, the record may have any of
-            these.
+        value_dtype: dtype code that the values must have.
         rank: the sender, for the error's text.
 
     Raises:
@@ -144,10 +142,8 @@ def _check_header(
 ) -> None:
     if header.format != FORMAT_RICE:
         raise wrong_field(rank, "format", FORMAT_RICE, header.format)
-    dtypes = tuple(RICE_BITS) if value_dtype in RICE_BITS else (value_dtype,)
-    if header.dtype not in dtypes:
-        raise wrong_field(rank, "dtype", " or ".join(map(str, dtypes)), header.dtype)
     for field, expected, got in (
+        ("dtype", value_dtype, header.dtype),
         ("flags", 0, header.flags),
         ("step", place.step % 2**32, header.step),
         ("offset", place.offset, header.offset),

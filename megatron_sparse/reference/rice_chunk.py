@@ -124,12 +124,14 @@ def read_chunk(
     values = _read_values(words[:values_end], entries, form.value_dtype)
     if entries == 0:
         return np.zeros(0, np.int64), values
-    remainders = from_planes(words[values_end:unary_at], entries, r).astype(np.int64)
+    remainders = from_planes(words[values_end:unary_at], r).astype(np.int64)
+    if remainders[entries:].any():
+        raise WrongWords("the padding of remainders is not zero")
     unary = words[unary_at:]
     ones = np.flatnonzero(np.unpackbits(unary.view(np.uint8), bitorder="little"))
     if ones.size != entries or unary[-1] == 0:
         raise WrongWords(f"{ones.size} ones for {entries} entries, last word {unary[-1]:#x}")
-    gaps = (np.diff(ones, prepend=-1) - 1 << r) + remainders
+    gaps = (np.diff(ones, prepend=-1) - 1 << r) + (remainders[:entries] if r else 0)
     index = np.cumsum(gaps + 1) - 1
     if index[-1] >= numel:
         raise WrongWords(f"element {index[-1]} of {numel}")
@@ -140,29 +142,25 @@ def _read_values(words: np.ndarray, count: int, value_dtype: int) -> np.ndarray:
     if count == 0:
         return np.zeros(0, np.float32)
     if value_dtype not in RICE_BITS:
-        dtype, data = DTYPES[value_dtype], bytearray(words.tobytes())
-        if any(data[count * dtype.itemsize :]):
-            raise WrongWords("the padding of values is not zero")
-        return torch.frombuffer(data, dtype=dtype, count=count).float().numpy()
+        data = bytearray(words.tobytes())
+        return torch.frombuffer(data, dtype=DTYPES[value_dtype], count=count).float().numpy()
     bits, values, at = RICE_BITS[value_dtype], [], 0
     for begin in range(0, count, GROUP):
         size = min(GROUP, count - begin)
         end = at + 1 + bits * _planes_of(size)
-        codes = from_planes(words[at + 1 : end], size, bits)
+        codes = from_planes(words[at + 1 : end], bits)[:size]
         values.append(dequantise(int(words[at]), codes, bits))
         at = end
     return np.concatenate(values)
 
 
-def from_planes(words: np.ndarray, count: int, bits: int) -> np.ndarray:
-    """The inverse of `planes`: uint32 numbers."""
-    flat = np.unpackbits(words.view(np.uint8), bitorder="little")
-    rows = flat.reshape(_planes_of(count), bits, PLANE)
+def from_planes(words: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `planes`: uint32 numbers, with those that fill up the last 32."""
+    if bits == 0:
+        return np.zeros(0, np.uint32)
+    rows = np.unpackbits(words.view(np.uint8), bitorder="little").reshape(-1, bits, PLANE)
     weights = np.uint32(1) << np.arange(bits, dtype=np.uint32).reshape(1, -1, 1)
-    numbers = (rows * weights).sum(axis=1, dtype=np.uint32).reshape(-1)
-    if numbers[count:].any():
-        raise WrongWords("the padding of planes is not zero")
-    return numbers[:count]
+    return (rows * weights).sum(axis=1, dtype=np.uint32).reshape(-1)
 
 
 def _planes_of(count: int) -> int:

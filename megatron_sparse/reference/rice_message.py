@@ -1,7 +1,8 @@
 """Messages of Rice records: the oracle of `encode` and `prune_encode` with this format.
 
 Quantised, the values of a segment are x = fl32(v + e): v is what pruning selects, e the residual
-afterwards, which holds the rounding error of a narrow gradient. What x loses goes back to e.
+afterwards, which holds the rounding error of a narrow gradient. What x loses goes back to e. Raw
+values are sent as they are, in a dense record where that is not larger.
 `reference.message.decode_add_` reads the messages.
 """
 
@@ -12,16 +13,14 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
+from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import message
 from megatron_sparse.reference.capacity import prune_limited
 from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, counter_hash
-from megatron_sparse.reference.prune import BF16, FP32, grid_of, prune, round_to
+from megatron_sparse.reference.prune import BF16, FP32, grid_of, prune, round_to, with_one_nan
 from megatron_sparse.reference.rice import Place, encode
 from megatron_sparse.reference.rice_chunk import RiceForm
-from megatron_sparse.wire import FORMAT_DENSE, RICE_BITS
-
-KEPT = 3
-"""Dtype code of segments that are always sent whole in a quantised message: 8 bits."""
+from megatron_sparse.wire import FORMAT_DENSE, RICE_BITS, pad16
 
 
 def prune_encode(
@@ -60,17 +59,23 @@ def encode_segments(
         pairwise(segments.offsets.tolist()), segments.dense.tolist(), strict=True
     ):
         if spec.value_dtype not in RICE_BITS:
-            records.append(_raw_record(values_N, begin, end, bool(keep), spec))
+            record = _dense_record(values_N, begin, end, spec)
+            if not keep:
+                record = min(record, _raw_record(values_N[begin:end], begin, spec), key=len)
+            records.append(record)
             continue
-        value_dtype = KEPT if keep else spec.value_dtype
-        form = RiceForm(value_dtype, spec.log2_span, not (keep or spec.without_indices))
         piece_M = values_N[begin:end].float()
-        index_K = piece_M.nonzero().squeeze(1) if form.indices else torch.arange(end - begin)
+        whole = keep or spec.without_indices
+        index_K = torch.arange(end - begin) if whole else piece_M.nonzero().squeeze(1)
         x_K = piece_M[index_K] + residual_N[begin + index_K].float()
-        place, nnz = Place(end - begin, begin, spec.step), int(piece_M.count_nonzero())
-        made = encode(x_K, index_K if form.indices else None, place, form, nnz)
-        records.append(made.record)
-        rest_K = made.residual_K
+        if keep:
+            record, rest_K = _kept_record(x_K, piece_M, begin, spec)
+        else:
+            place, nnz = Place(end - begin, begin, spec.step), int(piece_M.count_nonzero())
+            form = RiceForm(spec.value_dtype, spec.log2_span, not whole)
+            made = encode(x_K, None if whole else index_K, place, form, nnz)
+            record, rest_K = made.record, made.residual_K
+        records.append(record)
         if residual_N.dtype == torch.bfloat16:
             random = counter_hash(key, DRAW_RESIDUAL, begin + index_K) if key >= 0 else None
             rest_K = round_to(rest_K, grid_of(BF16), random)
@@ -78,18 +83,41 @@ def encode_segments(
     return records, residual_N
 
 
-def _raw_record(
-    values_N: torch.Tensor, begin: int, end: int, keep: bool, spec: RecordSpec
-) -> bytes:
-    """The Rice record of a segment, or the dense one where that is not larger."""
-    piece_M = values_N[begin:end]
-    nnz = piece_M.count_nonzero().view(1)
-    whole = Segments(torch.tensor([begin, end]), torch.ones(1, dtype=torch.uint8))
-    dense_spec = RecordSpec(spec.value_dtype, spec.step, FORMAT_DENSE)
-    (dense,) = message.encode(values_N, whole, nnz, dense_spec)
-    if keep:
-        return dense
+def _raw_record(piece_M: torch.Tensor, begin: int, spec: RecordSpec) -> bytes:
     index_K = piece_M.nonzero().squeeze(1)
     form = RiceForm(spec.value_dtype, spec.log2_span)
-    sparse = encode(piece_M[index_K], index_K, Place(end - begin, begin, spec.step), form).record
-    return sparse if len(sparse) < len(dense) else dense
+    return encode(piece_M[index_K], index_K, Place(len(piece_M), begin, spec.step), form).record
+
+
+def _dense_record(values_N: torch.Tensor, begin: int, end: int, spec: RecordSpec) -> bytes:
+    nnz = values_N[begin:end].count_nonzero().view(1)
+    whole = Segments(torch.tensor([begin, end]), torch.ones(1, dtype=torch.uint8))
+    dense_spec = RecordSpec(spec.value_dtype, spec.step, FORMAT_DENSE)
+    (record,) = message.encode(values_N, whole, nnz, dense_spec)
+    return record
+
+
+def _kept_record(
+    x_M: torch.Tensor, piece_M: torch.Tensor, begin: int, spec: RecordSpec
+) -> tuple[bytes, torch.Tensor]:
+    """The dense record in bf16 of a segment that is always sent whole, and what x loses.
+
+    Each value is rounded alone, to nearest even, and stays finite. Levels of a group would differ
+    between ranks that have only some of the group's parameters in common, and copies of these
+    parameters would drift apart.
+    """
+    finite_M = x_M.isfinite()
+    rounded_M = round_to(torch.where(finite_M, x_M, 0), grid_of(BF16), None)
+    sent_M = with_one_nan(torch.where(finite_M, rounded_M, x_M), torch.bfloat16)
+    data = sent_M.view(torch.int16).numpy().tobytes()
+    payload = data.ljust(pad16(len(data)), b"\0")
+    header = Header(
+        FORMAT_DENSE,
+        BF16,
+        len(x_M),
+        int(piece_M.count_nonzero()),
+        len(payload),
+        begin,
+        spec.step,
+    )
+    return header.pack() + payload, torch.where(finite_M, x_M - rounded_M, 0)

@@ -16,7 +16,7 @@ NAN_WORD = 0x7FC0_0000
 TOO_LARGE = np.float32(2.0**120)
 BASE_LIMIT = np.float32(2.0**16)
 """A base below step / 2^16 becomes 0: else `x - sent` could have too many bits."""
-FITTED = {3: (np.float32(0.35), np.float32(1.2)), 2: (np.float32(0.6), np.float32(2.0))}
+FITTED = {3: (np.float32(0.35), np.float32(1.1)), 2: (np.float32(0.6), np.float32(1.8))}
 """A and B, by bits: base is lo + A (mean - lo), step B (mean - lo), where lo allows it."""
 
 

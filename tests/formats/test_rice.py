@@ -100,7 +100,7 @@ def test_every_element_without_indices(codec, value_dtype):
 @codecs
 @value_dtypes
 def test_kept_segments(codec, value_dtype):
-    """Dense beside raw records; 8 bits without indices beside those of few bits."""
+    """They are dense; in bf16 beside records of few bits."""
     numel, offsets = 9000, torch.tensor([0, 4000, 4500, 4500, 9000])
     dense = torch.tensor([0, 1, 0, 0], dtype=torch.uint8)
     grad, residual = torch.randn(numel), torch.zeros(numel)
@@ -108,12 +108,26 @@ def test_kept_segments(codec, value_dtype):
     grad[4500:] *= grad[4500:].abs() > 1.5
     made = select(codec, grad, residual, 0, spec_of(value_dtype, 13), offsets=offsets, dense=dense)
     headers = read_headers(made.bytes, 0)
-    few_bits = value_dtype in RICE_BITS
-    kept = (FORMAT_RICE, 3) if few_bits else (FORMAT_DENSE, value_dtype)
-    assert (headers[1].format, headers[1].dtype) == kept
+    kept_dtype = 1 if value_dtype in RICE_BITS else value_dtype
+    assert (headers[1].format, headers[1].dtype) == (FORMAT_DENSE, kept_dtype)
     assert {h.format for h in (headers[0], headers[3])} == {FORMAT_RICE}
     sent = decoded(codec, made.bytes, numel, value_dtype, offsets=offsets)
     assert torch.equal(sent + made.residual, grad)
+
+
+@codecs
+def test_kept_values_of_a_quantised_message_are_rounded_one_by_one(codec):
+    """To nearest even, and finite ones stay finite: a value's bytes depend on no other value."""
+    values = torch.tensor(
+        [1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.4e38, -3.4e38, math.inf, math.nan, 1e-45]
+    )
+    dense = torch.ones(1, dtype=torch.uint8)
+    made = select(codec, values, torch.zeros(7), -1, spec_of(4), dense=dense)
+    sent = decoded(codec, made.bytes, 7, 4)
+    largest = float(torch.finfo(torch.bfloat16).max)
+    wanted = torch.tensor([1, 1 + 2.0**-6, largest, -largest, math.inf, math.nan, 0])
+    cases.assert_same_bits(sent, wanted, "sent")
+    assert torch.equal(made.residual, torch.where(wanted.isfinite(), values - wanted, 0))
 
 
 @codecs
