@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext.record_spec import Segments
+from megatron_sparse.reference import rice_values
 from megatron_sparse.reference.rice import Place, encode
 from megatron_sparse.reference.rice_chunk import RiceForm, index_words, rice_parameter
 from megatron_sparse.reference.rice_values import base_and_step, levels_of, quantise
@@ -251,6 +252,16 @@ def test_hard_groups_are_conserved(bits, indices):
             bound = step / 2 + magnitude.max() * 2.0**-22 + levels_of(bits) * 2.0**-149
             assert np.all(np.abs(group.residual) <= bound), x
     assert without_base > 20
+
+
+@pytest.mark.parametrize(("limit", "is_exact"), [(2.0**16, True), (2.0**40, False)])
+def test_a_small_base_beside_a_large_step_would_lose_bits(limit, is_exact, monkeypatch):
+    """Why such a base becomes 0: 2^18 - (1 + 2^-7) has 26 bits."""
+    monkeypatch.setattr(rice_values, "BASE_LIMIT", np.float32(limit))
+    x = np.array([1 + 2.0**-7, 2.0**18, 2.0**23], np.float32)
+    group = quantise(x, 4, indices=True)
+    assert np.array_equal(group.sent.astype(np.float64) + group.residual, x) == is_exact
+    assert (base_and_step(group.scale_word)[0] == 0) == is_exact
 
 
 @pytest.mark.parametrize("numel", [2**20, 2**22])
