@@ -132,6 +132,33 @@ MS_INLINE void store_residual(const RiceValues& call, int64_t at, float rest) {
   }
 }
 
+// Adds the residual to a group's numbers. Without indices the loop is one of vectors.
+template <int RESIDUAL>
+MS_INLINE void add_residual(const RiceValues& call, int64_t begin, int64_t count, float* x) {
+  if (call.residual == nullptr) return;
+  if (call.index == nullptr) {
+    for (int64_t i = 0; i < count; ++i) x[i] += load_residual<RESIDUAL>(call.residual, begin + i);
+    return;
+  }
+  const int32_t* index = call.index + begin;
+  for (int64_t i = 0; i < count; ++i) x[i] += load_residual<RESIDUAL>(call.residual, index[i]);
+}
+
+template <int RESIDUAL>
+MS_INLINE void leave_residual(const RiceValues& call, int64_t begin, int64_t count,
+                              const float* rest) {
+  if (call.index == nullptr) {
+    if constexpr (RESIDUAL == kFp32) {
+      std::memcpy(static_cast<float*>(call.residual) + begin, rest, 4 * count);
+    } else {
+      for (int64_t i = 0; i < count; ++i) store_residual<RESIDUAL>(call, begin + i, rest[i]);
+    }
+    return;
+  }
+  const int32_t* index = call.index + begin;
+  for (int64_t i = 0; i < count; ++i) store_residual<RESIDUAL>(call, index[i], rest[i]);
+}
+
 // Quantises the values of a chunk, and leaves in the residual what the levels lose. Group by group,
 // so that the words may overwrite the values.
 template <int BITS, int RESIDUAL>
@@ -144,13 +171,7 @@ void rice_quantise(const RiceValues& call) {
     alignas(64) float x[kRiceGroup] = {}, a[kRiceGroup], rest[kRiceGroup];
     alignas(64) uint32_t codes[kRiceGroup];
     std::memcpy(x, from + 4 * begin, 4 * count);
-    const auto element = [&](int64_t i) {
-      return call.index == nullptr ? begin + i : int64_t{call.index[begin + i]};
-    };
-    if (call.residual != nullptr) {
-      for (int64_t i = 0; i < count; ++i)
-        x[i] += load_residual<RESIDUAL>(call.residual, element(i));
-    }
+    add_residual<RESIDUAL>(call, begin, count, x);
     for (int i = 0; i < kRiceGroup; ++i) a[i] = as_float(as_bits(x[i]) & kMagnitude);
     const uint32_t word = levels_of<BITS>(a, count, call.index == nullptr);
     std::memcpy(to, &word, sizeof word);
@@ -178,9 +199,7 @@ void rice_quantise(const RiceValues& call) {
       std::memcpy(to, planes, sizeof planes);
       to += sizeof planes;
     }
-    if (call.residual != nullptr) {
-      for (int64_t i = 0; i < count; ++i) store_residual<RESIDUAL>(call, element(i), rest[i]);
-    }
+    if (call.residual != nullptr) leave_residual<RESIDUAL>(call, begin, count, rest);
   }
 }
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from megatron_sparse.bench.bucket.sweep import BucketSweep
-from megatron_sparse.bench.codecs.sweep import PruneSweep
+from megatron_sparse.bench.codecs.sweep import BitsSweep, PruneSweep
 from megatron_sparse.bench.codecs.sweep import Sweep as CodecSweep
 from megatron_sparse.bench.collectives.sweep import NodePlace, Sweep
 from megatron_sparse.bench.density.sweep import DensitySweep
@@ -149,6 +149,15 @@ def codecs(
     from megatron_sparse.bench.codecs import command as runner
 
     runner.run(sweep, json, check, margin, save_baseline)
+
+
+@command(bench, "Bits an entry by density and format against the entropy; errors of few bits.")
+def bits(sweep: BitsSweep, json: JsonFile = None) -> None:
+    """Exits with 1 where positions take too many bits: see docs/wire-format.md."""
+    from megatron_sparse.bench.codecs import bits as runner
+
+    rows, _ = runner.run(sweep, json)
+    raise typer.Exit(1 if any(row.off for row in rows) else 0)
 
 
 @command(bench, "One bucket on this device, without a network: time, waits, overlap.")

@@ -1,4 +1,4 @@
-"""Checks of the options that send values in few bits: they cross the sections of a configuration."""
+"""Checks of options that send values in few bits: they cross the sections of a configuration."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import torch
 
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats.header import Header
-from megatron_sparse.reference import blocks, pici
-from megatron_sparse.reference.prune import with_one_nan
+from megatron_sparse.reference import blocks, pici, rice
+from megatron_sparse.reference.prune import BF16, with_one_nan
 from megatron_sparse.wire import (
     BLOCKS_SUBHEADER,
     FLAG_PICI_LINEAR,
@@ -18,7 +18,9 @@ from megatron_sparse.wire import (
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
+    FORMAT_RICE,
     HEADER_BYTES,
+    RICE_BITS,
     blocks_payload_bytes,
     pad16,
     wrong_field,
@@ -60,19 +62,28 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
     Raises:
         WireFormatError: names the rank and the field; `acc_M` may be partly changed.
     """
-    value_dtype, rank = expected.value_dtype, expected.rank
-    dtype, position = DTYPES[value_dtype], 0
-    every_format = (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)
+    value_dtype, rank, position = expected.value_dtype, expected.rank, 0
+    plain_dtype = value_dtype
+    plain_formats = (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)
+    if value_dtype in RICE_BITS:  # beside Rice records there are only those of kept segments
+        plain_dtype, plain_formats = BF16, (FORMAT_DENSE,)
+    dtype = DTYPES[plain_dtype]
     for begin, end in pairwise(expected.segment_offsets.tolist()):
         header = Header.unpack(message[position : position + HEADER_BYTES], rank)
-        available = len(message) - position
-        header.check(value_dtype, end - begin, begin, expected.step, available, rank, every_format)
+        target = acc_M[begin - base : end - base]
+        if header.format == FORMAT_RICE:
+            place = rice.Place(end - begin, begin, expected.step)
+            index_K, values_K = rice.decode(message[position:], place, value_dtype, rank)
+            target[index_K] += values_K
+            position += HEADER_BYTES + header.payload_bytes
+            continue
+        available, numel = len(message) - position, end - begin
+        header.check(plain_dtype, numel, begin, expected.step, available, rank, plain_formats)
         at = position + HEADER_BYTES
         position = at + header.payload_bytes
         payload = message[at:position]
-        target = acc_M[begin - base : end - base]
         if header.format == FORMAT_DENSE:
-            target += _read(payload, 0, end - begin, dtype).float()
+            target += _read(payload, 0, numel, dtype).float()
         else:
             index, values = _entries(header, payload, dtype, rank)
             target[index] += values.float()

@@ -1,4 +1,4 @@
-"""Options of `bench codecs` and of `bench prune`."""
+"""Options of `bench codecs`, `bench bits` and `bench prune`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_sparse.bench.options import (
     DTYPE_NAMES,
     Check,
+    Options,
     Sizes,
     at_least,
     check_arguments,
@@ -95,6 +96,39 @@ class Sweep(CodecSizes):
                     got="none",
                     remedy="measure with --device cpu; see megatron-sparse doctor",
                 )
+
+
+def parse_sizes(option: str, text: str) -> tuple[int, ...]:
+    """Sizes as `parse_size` reads them, separated by commas."""
+    return tuple(parse_size(option, part) for part in text.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitsSweep(Options):
+    """The options of `bench bits`."""
+
+    elements: Sequence[int] = option(
+        "1M,16M", "Elements of a segment, such as 64K,1M.", parse_sizes, metavar="N,..."
+    )
+    densities: Sequence[float] = option(
+        "0.001,0.005,0.01,0.05,0.1,0.25,0.5", "Fractions sent.", parse_densities, flag="--density"
+    )
+    tails: Sequence[float] = option(
+        "0.05,0.25", "Largest fractions, whose values are quantised.", parse_densities
+    )
+    groups: int = option(400, "Groups of 128 values to quantise.", min=1)
+
+    def __post_init__(self) -> None:
+        most = all(elements < 2**31 for elements in self.elements)
+        check_arguments(
+            "bench bits",
+            [
+                ("elements", self.elements, most, "below 2^31"),
+                fractions("density", self.densities),
+                fractions("tails", self.tails),
+                at_least("groups", self.groups, 1),
+            ],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

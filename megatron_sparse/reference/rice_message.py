@@ -1,0 +1,123 @@
+"""Messages of Rice records: the oracle of `encode` and `prune_encode` with this format.
+
+Quantised, the values of a segment are x = fl32(v + e): v is what pruning selects, e the residual
+afterwards, which holds the rounding error of a narrow gradient. What x loses goes back to e. Raw
+values are sent as they are, in a dense record where that is not larger.
+`reference.message.decode_add_` reads the messages.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
+from megatron_sparse.formats.header import Header
+from megatron_sparse.reference import message
+from megatron_sparse.reference.capacity import prune_limited
+from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, counter_hash
+from megatron_sparse.reference.prune import BF16, FP32, grid_of, prune, round_to, with_one_nan
+from megatron_sparse.reference.rice import Place, encode
+from megatron_sparse.reference.rice_chunk import RiceForm
+from megatron_sparse.wire import FORMAT_DENSE, RICE_BITS, pad16
+
+
+def prune_encode(
+    grad_N: torch.Tensor, pruning: Pruning, segments: Segments, spec: RecordSpec
+) -> tuple[list[bytes], torch.Tensor]:
+    """The record of each segment, and the new residual; mutates nothing.
+
+    Args are those of `cuda_ext.ops.prune_encode`.
+    """
+    wire_dtype = FP32 if spec.value_dtype in RICE_BITS else spec.value_dtype
+    if pruning.capacity_S is None:
+        values_N, rest_N, _ = prune(grad_N, pruning, wire_dtype)
+    else:
+        values_N, rest_N = prune_limited(grad_N, pruning, wire_dtype, segments.offsets)
+    return encode_segments(values_N, rest_N, segments, spec, pruning.key)
+
+
+def encode_segments(
+    values_N: torch.Tensor,
+    residual_N: torch.Tensor,
+    segments: Segments,
+    spec: RecordSpec,
+    key: int = -1,
+) -> tuple[list[bytes], torch.Tensor]:
+    """The record of each segment, and the new residual; mutates nothing.
+
+    Args:
+        values_N: the values to send, 0 for elements without an entry.
+        residual_N: fp32 or bf16; quantised values take it along and leave their rest in it.
+        segments: the pieces.
+        spec: how they are written.
+        key: of the random bits that round a bf16 residual; negative for rounding to nearest.
+    """
+    records, residual_N = [], residual_N.clone()
+    for (begin, end), keep in zip(
+        pairwise(segments.offsets.tolist()), segments.dense.tolist(), strict=True
+    ):
+        if spec.value_dtype not in RICE_BITS:
+            record = _dense_record(values_N, begin, end, spec)
+            if not keep:
+                record = min(record, _raw_record(values_N[begin:end], begin, spec), key=len)
+            records.append(record)
+            continue
+        piece_M = values_N[begin:end].float()
+        whole = keep or spec.without_indices
+        index_K = torch.arange(end - begin) if whole else piece_M.nonzero().squeeze(1)
+        x_K = piece_M[index_K] + residual_N[begin + index_K].float()
+        if keep:
+            record, rest_K = _kept_record(x_K, piece_M, begin, spec)
+        else:
+            place, nnz = Place(end - begin, begin, spec.step), int(piece_M.count_nonzero())
+            form = RiceForm(spec.value_dtype, spec.log2_span, not whole)
+            made = encode(x_K, None if whole else index_K, place, form, nnz)
+            record, rest_K = made.record, made.residual_K
+        records.append(record)
+        if residual_N.dtype == torch.bfloat16:
+            random = counter_hash(key, DRAW_RESIDUAL, begin + index_K) if key >= 0 else None
+            rest_K = round_to(rest_K, grid_of(BF16), random)
+        residual_N[begin + index_K] = rest_K.to(residual_N.dtype)
+    return records, residual_N
+
+
+def _raw_record(piece_M: torch.Tensor, begin: int, spec: RecordSpec) -> bytes:
+    index_K = piece_M.nonzero().squeeze(1)
+    form = RiceForm(spec.value_dtype, spec.log2_span)
+    return encode(piece_M[index_K], index_K, Place(len(piece_M), begin, spec.step), form).record
+
+
+def _dense_record(values_N: torch.Tensor, begin: int, end: int, spec: RecordSpec) -> bytes:
+    nnz = values_N[begin:end].count_nonzero().view(1)
+    whole = Segments(torch.tensor([begin, end]), torch.ones(1, dtype=torch.uint8))
+    dense_spec = RecordSpec(spec.value_dtype, spec.step, FORMAT_DENSE)
+    (record,) = message.encode(values_N, whole, nnz, dense_spec)
+    return record
+
+
+def _kept_record(
+    x_M: torch.Tensor, piece_M: torch.Tensor, begin: int, spec: RecordSpec
+) -> tuple[bytes, torch.Tensor]:
+    """The dense record in bf16 of a segment that is always sent whole, and what x loses.
+
+    Each value is rounded alone, to nearest even, and stays finite. Levels of a group would differ
+    between ranks that have only some of the group's parameters in common, and copies of these
+    parameters would drift apart.
+    """
+    finite_M = x_M.isfinite()
+    rounded_M = round_to(torch.where(finite_M, x_M, 0), grid_of(BF16), None)
+    sent_M = with_one_nan(torch.where(finite_M, rounded_M, x_M), torch.bfloat16)
+    data = sent_M.view(torch.int16).numpy().tobytes()
+    payload = data.ljust(pad16(len(data)), b"\0")
+    header = Header(
+        FORMAT_DENSE,
+        BF16,
+        len(x_M),
+        int(piece_M.count_nonzero()),
+        len(payload),
+        begin,
+        spec.step,
+    )
+    return header.pack() + payload, torch.where(finite_M, x_M - rounded_M, 0)
