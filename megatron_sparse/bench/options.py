@@ -39,10 +39,10 @@ def check_arguments(bench: str, checks: Iterable[Check]) -> None:
             raise ConfigError(f"{bench}: {name} is out of range", expected=expected, got=value)
 
 
-def known(name: str, values: Collection[str], names: Iterable[str]) -> Check:
+def known(name: str, values: Collection[str], names: Iterable[object]) -> Check:
     """All values are among some names."""
-    names = list(map(str, names))
-    return name, values, set(values) <= set(names), " | ".join(names)
+    known_names = list(map(str, names))
+    return name, values, set(values) <= set(known_names), " | ".join(known_names)
 
 
 def at_least(name: str, value: Any, low: int) -> Check:

@@ -132,6 +132,45 @@ class TestVirtual:
         for row in run_virtual(5, dtypes=[dtype], schemes=["dense", "direct", "agsparse"]):
             assert row["wrong"] == 0
 
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("sum_bits", [None, 4])
+    def test_values_in_few_bits_are_right_and_fewer_bytes(self, dtype, sum_bits):
+        names = ["dense", "direct", "sparse_ring", "dense_q", "zen", "hierarchical"]
+        rows = run_virtual(
+            4,
+            schemes=names,
+            value_bits=[32, 8, 2],
+            sum_bits=sum_bits,
+            dtypes=[dtype],
+            ops=["all_reduce", "reduce_scatter"],
+            min_bytes=2**16,
+            max_bytes=2**16,
+        )
+        assert all(row["wrong"] == 0 for row in rows)
+        wire = {(r["op"], r["scheme"], r["value_bits"]): r["wire_bytes"] for r in rows}
+        for op in ("all_reduce", "reduce_scatter"):
+            assert wire[op, "direct", None] > wire[op, "direct", 8] > wire[op, "direct", 2]
+            # Those that have only whole values, or only some bits.
+            assert {bits for _, name, bits in wire if name in ("dense", "zen")} == {None}
+            assert {bits for _, name, bits in wire if name == "dense_q"} == {None, 8}
+            assert wire[op, "dense_q", None] < wire[op, "dense_q", 8], "4 bits where none are given"
+        counted = [r["sum_bits"] for r in rows if r["scheme"] == "direct" and r["value_bits"] == 8]
+        assert counted == [sum_bits, None], "a reduce-scatter gathers no sums"
+        if sum_bits:
+            least = wire["all_reduce", "dense_q", None]
+            assert least < (0.2 if dtype == "fp32" else 0.4) * wire["all_reduce", "dense", None]
+
+    def test_a_value_of_few_bits_that_is_off_by_a_level_is_counted(self, monkeypatch):
+        def broken(exchange, *arguments):
+            sent = yield from real(exchange, *arguments)
+            exchange.bucket.grad_N[3] *= 1 + 2**-8  # a unit of bf16's, as levels have them
+            return sent
+
+        real = SCHEMES["dense_q"].run
+        monkeypatch.setitem(SCHEMES, "dense_q", dataclasses.replace(SCHEMES["dense_q"], run=broken))
+        (row,) = run_virtual(4, schemes=["dense_q"], value_bits=[8])
+        assert row["wrong"] == 2 * 4
+
     def test_what_does_not_fit_into_memory_is_refused(self, monkeypatch):
         from megatron_sparse.bench.collectives import virtual
 
@@ -378,6 +417,10 @@ class TestLoopback:
         (["--min-bytes=2M", "--max-bytes=1M"], "64 to max_bytes"),
         (["--min-bytes=64", "--max-bytes=64", "--ranks=100"], "--min-bytes"),
         (["--format=zip"], "pici"),
+        (["--value-bits=5"], "32 | 8 | 4 | 3 | 2"),
+        (["--value-bits=q4"], "such as 2,4,8"),
+        (["--sum-bits=1"], "8 | 4 | 3 | 2"),
+        (["--value-bits=4", "--format=coo", "--virtual", "--scheme=direct"], "auto | rice"),
         (["--timeout=0"], "above 0"),
         (["--json=no/such/folder/rows.jsonl"], "no folder no/such/folder"),
         (["--netbed"], "--mbit R"),

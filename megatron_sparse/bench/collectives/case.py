@@ -2,21 +2,23 @@
 
 Two inputs for each case. Small integers serve to count `#wrong`: as many peaks as the case's
 density selects, and plus or minus one elsewhere. They are so small that every sum of them is exact
-in the gradient's dtype, in any order. Normal values, independent on each rank, serve for timing:
-selection keeps elements at independent uniform positions.
+in the gradient's dtype, in any order. Values that travel in few bits are no integers: their sum may
+be off by the rounding of the additions, whose order is the scheme's. Normal values, independent on
+each rank, serve for timing: selection keeps elements at independent uniform positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 
-from megatron_sparse.bench.collectives.sweep import Sweep
+from megatron_sparse.bench.collectives.sweep import WHOLE_BITS, Sweep
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, check, skips_straggler
+from megatron_sparse.config.compression import DENSE_VALUE_BITS, dense_value_bits
 from megatron_sparse.config.sparse import (
     SparseConfig,
     StragglerConfig,
@@ -27,6 +29,8 @@ from megatron_sparse.formats.message import VALUE_DTYPES
 CHECK_STEPS = 2
 """The second step has a residual, and buffers that are not new."""
 SMALLEST_PEAK, LARGEST_PEAK = 3, 7
+CHUNK = 1 << 20
+"""Elements whose sums are compared at once: fp64 values of all ranks take memory."""
 EXACT_INTEGERS = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11}
 """Up to which magnitude a dtype has all integers."""
 
@@ -41,6 +45,8 @@ class Case:
         dtype: of the gradient: fp32, bf16 or fp16.
         density: target of the selection; 1 for dense schemes.
         numel: elements, a multiple of the number of ranks.
+        value_bits: as `compression.value_bits`; None: values travel whole.
+        sum_bits: as `scheme.sum_bits`.
     """
 
     op: CollectiveOp
@@ -48,11 +54,14 @@ class Case:
     dtype: str
     density: float
     numel: int
+    value_bits: int | None = None
+    sum_bits: int | None = None
 
     @property
     def title(self) -> str:
         """For the progress line."""
-        return f"{self.op} {self.scheme} {self.density:g} {self.nbytes} B {self.dtype}"
+        bits = "" if self.value_bits is None else f" in {self.value_bits} bits"
+        return f"{self.op} {self.scheme} {self.density:g} {self.nbytes} B {self.dtype}{bits}"
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +77,9 @@ class Case:
         """
         known = SCHEMES.get(self.scheme)
         form = "auto" if known and known.own_format else sweep.message_format
+        bits = self.value_bits
+        if known is not None and known.sends_whole:
+            bits = dense_value_bits(bits)
         pinned = None
         if skips_straggler(self.scheme):
             pinned = StragglerConfig(mode="pinned", rank=straggler)
@@ -75,6 +87,8 @@ class Case:
             SparseConfig.from_overrides(
                 scheme=self.scheme,
                 density=self.density,
+                value_bits=bits,
+                sum_bits=self.sum_bits,
                 warmup_iters=0,
                 ramp_iters=0,
                 format=form,
@@ -83,6 +97,33 @@ class Case:
                 capacity=self._capacity(sweep),
             )
         )
+
+    @property
+    def rounds(self) -> bool:
+        """Whether values or sums travel in few bits."""
+        known = SCHEMES.get(self.scheme)
+        sends_whole = known is not None and known.sends_whole
+        return sends_whole or self.value_bits is not None or self.sum_bits is not None
+
+    def count_wrong(self, result_M: torch.Tensor, sent: Sequence[torch.Tensor]) -> int:
+        """Elements that are not the sum of the values that ranks have sent.
+
+        Args:
+            result_M: part of the sum, in the gradient's dtype.
+            sent: fp32 [M] of each rank: what the gradient and the residual have lost.
+        """
+        wrong = 0
+        for start in range(0, len(result_M), CHUNK):
+            part = slice(start, start + CHUNK)
+            sent_nC = torch.stack([values_M[part] for values_M in sent]).double()
+            found_C, exact_C, slack = result_M[part], sent_nC.sum(0), 0.0
+            if self.rounds:
+                # n - 1 fp32 additions in any order, and three of an owner that rounds its sum. A
+                # wrong value would be off by a step of its group, which is 2^12 times as much.
+                slack = (len(sent) + 2) * 2.0**-24 * float(sent_nC.abs().sum(0).max())
+            low_C, high_C = ((exact_C + off).float().to(found_C.dtype) for off in (-slack, slack))
+            wrong += int(((low_C <= found_C) & (found_C <= high_C)).logical_not_().sum())
+        return wrong
 
     def _capacity(self, sweep: Sweep) -> float | None:
         """None for schemes that take none; what `auto` goes by does."""
@@ -156,9 +197,44 @@ def _cases(sweep: Sweep, world_size: int) -> Iterator[Case]:
                 got=f"{size} bytes of {dtype}",
                 remedy="raise --min-bytes",
             )
-        for index, density in enumerate(sweep.densities):
+        for (i, target), (j, given) in product(
+            enumerate(sweep.densities), enumerate(sweep.value_bits)
+        ):
+            bits = None if given == WHOLE_BITS else given
             for scheme in sweep.schemes:
-                known = SCHEMES.get(scheme)
-                is_dense = known is not None and known.takes is Input.DENSE
-                if (known is None or op in known.ops) and not (is_dense and index):
-                    yield Case(op, scheme, dtype, 1.0 if is_dense else density, numel)
+                if _runs(scheme, op, bits, is_first=(not i, not j)):
+                    known = SCHEMES.get(scheme)
+                    density = 1.0 if known is not None and known.takes_all else target
+                    sum_bits = _sum_bits(sweep, scheme, op, bits)
+                    yield Case(op, scheme, dtype, density, numel, bits, sum_bits)
+
+
+def _sum_bits(sweep: Sweep, scheme: str, op: CollectiveOp, bits: int | None) -> int | None:
+    """None for schemes that cannot gather sums in few bits; see `config.bits`."""
+    known = SCHEMES.get(scheme)
+    has_residual = known is None or (
+        known.takes is Input.SPARSE and known.own_format is None and not known.takes_inner
+    )
+    sends_whole = known is not None and known.sends_whole
+    is_rice = sends_whole or bits is not None or sweep.message_format == "rice"
+    gathers = op is CollectiveOp.ALL_REDUCE and has_residual and is_rice
+    return sweep.sum_bits if gathers else None
+
+
+def _runs(scheme: str, op: CollectiveOp, bits: int | None, is_first: tuple[bool, bool]) -> bool:
+    """Whether a scheme has the operation and the bits, and has not run alike already.
+
+    Args:
+        scheme: its name, or `auto`.
+        op: the operation.
+        bits: of values; None for whole ones.
+        is_first: whether the density and the bits are the sweep's first.
+    """
+    known, (first_density, first_bits) = SCHEMES.get(scheme), is_first
+    if known is None:
+        return True
+    if op not in known.ops or (bits is not None and known.own_format is not None):
+        return False
+    if known.sends_whole:
+        return first_density and bits in (None, *DENSE_VALUE_BITS)
+    return not known.takes_all or (first_density and first_bits)

@@ -18,8 +18,9 @@ from megatron_sparse.bench.collectives.case import Case
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.formats.message import VALUE_DTYPES
+from megatron_sparse.pricing.records import record_bytes
 
-INDEX_BYTES, RESIDUAL_BYTES = 4, 4
+RESIDUAL_BYTES = 4
 PAYLOAD_SHARE = 1448 / 1514
 """Payload fraction of the bytes that Ethernet carries at an MTU of 1500."""
 
@@ -50,6 +51,7 @@ def codec_bytes(
     if SCHEMES[scheme].takes is Input.DENSE:
         return 0.0
     owned = case.nbytes if case.op is CollectiveOp.ALL_REDUCE else case.nbytes / n
-    message = nnz * (INDEX_BYTES + VALUE_DTYPES[case.dtype].itemsize)
+    value_bytes = VALUE_DTYPES[case.dtype].itemsize
+    message = case.numel * record_bytes(nnz / case.numel, value_bytes, "coo", case.value_bits)
     selection = case.nbytes + 2 * RESIDUAL_BYTES * case.numel + message if prune else 0
     return float(selection + owned + wire_bytes)

@@ -35,8 +35,10 @@ class CaseRow(TableRow):
         op: `all_reduce` or `reduce_scatter`.
         scheme: as asked for.
         carried_by: the scheme that did it: another than `scheme` only for `auto` and `rule`.
-        dtype: of the gradient and of the values sent.
+        dtype: of the gradient, and of the values sent unless they have `value_bits`.
         density: as asked for.
+        value_bits: as asked for; null: values travel whole.
+        sum_bits: of gathered sums; null: they travel whole.
         count: elements.
         bytes: of the gradient.
         world_size: ranks.
@@ -65,6 +67,8 @@ class CaseRow(TableRow):
     mbit: int | None = None
     modelled: bool = False
     wrong: int
+    value_bits: int | None = None
+    sum_bits: int | None = None
     wire_bytes: int | None = None
     sent_density: float | None = None
     time_us: float | None = None
@@ -88,6 +92,8 @@ class CaseRow(TableRow):
             "scheme": case.scheme,
             "dtype": case.dtype,
             "density": case.density,
+            "value_bits": case.value_bits,
+            "sum_bits": case.sum_bits,
             "count": case.numel,
             "bytes": case.nbytes,
         }
@@ -126,9 +132,10 @@ class Row(CaseRow):
 
     COLUMNS = Columns(
         "bytes >11 size(B) | count >10 | dtype >5 type | op >14 | name >18 scheme | density >8g | "
-        "wire_bytes >11.0f wire(B) | time_us >10.0f time(us) | bytes/time_us/1000 >7.3f algbw | "
-        "wire_bytes/time_us/1000 >7.3f busbw | wrong >6 #wrong | p99_us >10.0f p99(us) | "
-        "dense_us >10.0f dense(us) | speedup >7.2f | time_us/floor_us >6.2f /floor | "
+        "value_bits >4 bits | wire_bytes >11.0f wire(B) | time_us >10.0f time(us) | "
+        "bytes/time_us/1000 >7.3f algbw | wire_bytes/time_us/1000 >7.3f busbw | wrong >6 #wrong | "
+        "p99_us >10.0f p99(us) | dense_us >10.0f dense(us) | speedup >7.2f | "
+        "time_us/floor_us >6.2f /floor | "
         "network_us/network_floor_us >5.2f net/ | prune_us >8.0f prune | encode_us >8.0f encode | "
         "network_us >8.0f network | decode_us >8.0f decode | host_us >8.0f host | "
         "host_cpu_us >8.0f cpu"

@@ -16,6 +16,7 @@ from megatron_sparse.bench.options import (
     fractions,
     known,
     option,
+    parse_counts,
     parse_densities,
     parse_names,
     parse_size,
@@ -24,6 +25,10 @@ from megatron_sparse.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_sparse.transport import Topology
+
+
+WHOLE_BITS = 32
+"""The value of `--value-bits` that rounds nothing, whatever the gradient's dtype."""
 
 
 def parse_schemes(flag: str, text: str) -> tuple[str, ...]:
@@ -39,7 +44,9 @@ def parse_schemes(flag: str, text: str) -> tuple[str, ...]:
 class Sweep(Sizes):
     """All cases, and how they are timed.
 
-    Schemes that lack an operation are left out of it; dense ones run once, whatever the density.
+    Schemes that lack an operation are left out of it, those with a format of their own where values
+    have few bits. Dense ones run once, whatever the density and the bits; `dense_q` runs once for
+    8 and 4 bits each, and in 4 where no bits are given.
     """
 
     NAME = "bench collectives"
@@ -63,6 +70,10 @@ class Sweep(Sizes):
         "all_reduce", "all_reduce | reduce_scatter", parse_names, flag="--op", metavar="OP,..."
     )
     message_format: str = option("auto", "scheme.format", flag="--format")
+    value_bits: Sequence[int] = option(
+        "32", "compression.value_bits: 8, 4, 3, 2, or 32: whole.", parse_counts, flag="--value-bits"
+    )
+    sum_bits: int | None = option(None, "scheme.sum_bits, of values of few bits or rice.")
     capacity: float | None = option(None, "scheme.capacity of the schemes that take it.")
     nccl_engine: bool = option(
         False, "scheme.nccl_engine; on GPUs, with a capacity.", flag="--nccl-engine"
@@ -80,6 +91,7 @@ class Sweep(Sizes):
         """Every argument's."""
         from megatron_sparse.bucket import CollectiveOp
         from megatron_sparse.collectives import SCHEMES
+        from megatron_sparse.config.compression import VALUE_BITS
         from megatron_sparse.config.sparse import MESSAGE_FORMATS
 
         engine_fits = not self.nccl_engine or self.capacity is not None
@@ -90,6 +102,8 @@ class Sweep(Sizes):
             known("scheme", self.schemes, ("auto", *SCHEMES)),
             known("op", self.ops, CollectiveOp),
             known("format", [self.message_format], MESSAGE_FORMATS),
+            known("value_bits", list(map(str, self.value_bits)), (WHOLE_BITS, *VALUE_BITS)),
+            known("sum_bits", [str(self.sum_bits)], (None, *VALUE_BITS)),
             above_zero("capacity", self.capacity),
             above_zero("mbit", self.mbit),
             above_zero("timeout", self.timeout_s, " s"),
