@@ -3,15 +3,14 @@
 The all-to-all of SDP4Bit (Jia et al. 2024, arXiv 2410.15526) and of ZeRO++'s qgZ (Wang et al.
 2023, arXiv 2306.10209), with error feedback as LoCo has (Xie et al. 2024, arXiv 2407.04480): what
 rounding leaves stays in the residual. Deviations: one level of links; no rotation before rounding;
-sums in fp32; the gathered sums of an all-reduce are not quantised.
+sums in fp32, which an all-reduce gathers in full unless `scheme.sum_bits` says otherwise.
 
 Selection prunes nothing (`MessageSpec.whole`): a message is Rice records without indices, in
 `compression.value_bits` bits where these are 8 or 4, else in 4. The rounds are `direct`'s. The
-sums of an all-reduce travel as dense records.
+sums of an all-reduce are dense records, with `scheme.sum_bits` of 8 or 4 bits too (4 for 3 and 2).
 
-Rank r sends |message_r| - |shard_r of it| bytes, (n - 1) / n N (q + 1/4) / 8 of them in q bits with
-equal shards, and for an all-reduce (n - 1) |sum_r|, (n - 1) / n N b. A ring sends (n - 1) / n N b for
-each.
+With equal shards, rank r sends (n - 1) / n N (q + 1/4) / 8 bytes in q bits; for an all-reduce also
+(n - 1) / n N b, or as many bytes again with `sum_bits`. A ring sends (n - 1) / n N b for each half.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
-from megatron_sparse.wire import FORMAT_DENSE
 
 NAME = "dense_q"
 
@@ -40,7 +38,7 @@ def dense_q(exchange: Exchange, message: Message) -> Steps:
 
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
     """
-    sums = SparseSum(exchange, message, form=FORMAT_DENSE)
+    sums = SparseSum(exchange, message, whole=True)
     return (yield from reduce_shards(NAME, exchange, message, sums))
 
 
@@ -48,7 +46,7 @@ def cost(run: DryRun) -> None:
     """`direct.cost` with messages of q + 1/4 bits an element, and dense sums."""
     split_cost(run, run.whole_messages())
     if not run.scatter:
-        form, shard = run.format("dense"), run.piece(run.n)
+        form, shard = run.whole_sums(), run.piece(run.n)
         sum_n = run.densities.shards(run.n, run.n)
         encode_own_shard_cost(run, form, sum_n)
         decoding_n = form.seconds(CodecOp.DECODE, shard, sum_n, run.b)

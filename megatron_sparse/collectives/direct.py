@@ -159,7 +159,7 @@ def cost(run: DryRun) -> None:
     form = run.messages(SCHEME.message_format(run.options))
     split_cost(run, form)
     if not run.scatter:
-        form = run.format()
+        form = run.gathered_sums()
         sum_n = run.densities.shards(run.n, run.n)
         encode_own_shard_cost(run, form, sum_n)
         nbytes_n = form.nbytes(run.piece(run.n), run.sum_density(run.n), run.b)

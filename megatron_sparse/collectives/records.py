@@ -33,6 +33,7 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.checksummed import checksummed_size, verified_size
+from megatron_sparse.config.compression import dense_value_bits
 from megatron_sparse.cuda_ext.record_spec import DEFAULT_BLOCK_SIZE, Expected, RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.errors import WireFormatError
@@ -130,6 +131,8 @@ class SparseSum:
         form: format code of the sum's records; a segment that is not smaller in this format than
             dense is dense.
         block_size: of `FORMAT_BLOCKS`.
+        whole: the messages hold every element, so complete sums travel dense, or quantised without
+            indices; `form` does not count.
     """
 
     def __init__(
@@ -139,20 +142,24 @@ class SparseSum:
         *,
         form: int = FORMAT_ADAPTIVE,
         block_size: int = DEFAULT_BLOCK_SIZE,
+        whole: bool = False,
     ) -> None:
-        bucket = exchange.bucket
+        bucket, sum_bits = exchange.bucket, exchange.options.sum_bits
         self._bucket, self._message = bucket, message
         self._exchange, self._timer = exchange, exchange.timer
         self._form, self._block_size = form, block_size
         self._log2_span = RICE_SPANS[0]
-        if message.log2_span is not None and form == FORMAT_ADAPTIVE:
+        self._whole = whole
+        if whole:
+            self._form = FORMAT_DENSE if sum_bits is None else FORMAT_RICE
+        elif message.log2_span is not None and form == FORMAT_ADAPTIVE:
             self._form = FORMAT_RICE
             self._log2_span = sum_span(message.log2_span, bucket.world_size)
         grad_N = bucket.grad_N
         self.partial_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.sum_dtype]))
         self.final_dtype = self.gather_dtype = message.sum_dtype
-        if exchange.options.sum_bits is not None and self._form == FORMAT_RICE:
-            self.gather_dtype = QUANTISED[exchange.options.sum_bits]
+        if sum_bits is not None and self._form == FORMAT_RICE:
+            self.gather_dtype = QUANTISED[dense_value_bits(sum_bits) if whole else sum_bits]
         if grad_N.dtype == torch.float32:
             self.sum_N = grad_N
         else:
@@ -320,6 +327,7 @@ class SparseSum:
                     record_format=FORMAT_DENSE if dense else self._form,
                     block_size=self._block_size,
                     log2_span=self._log2_span,
+                    without_indices=self._whole and not dense,
                 ),
                 out,
                 self._exchange.buffers,

@@ -80,6 +80,11 @@ class Scheme:
     runs_across_nodes: bool = False
     takes_inner: bool = False
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether every element travels, whatever the density."""
+        return self.takes is Input.DENSE or self.sends_whole
+
     def message_format(self, options: SchemeConfig) -> str:
         """The format in which selection encodes the scheme's messages."""
         return self.own_format or options.format

@@ -54,7 +54,7 @@ def cost(run: DryRun) -> None:
     beta (SparCML, section 5). Added: the sizes that are sent first, encoding and adding.
     """
     split_cost(run, run.messages(SCHEME.message_format(run.options)))
-    form, shard = run.format(), run.piece(run.n)
+    form, shard = run.gathered_sums(), run.piece(run.n)
     sum_n = run.densities.shards(run.n, run.n)
     encode_own_shard_cost(run, form, sum_n)
     nbytes_n = form.nbytes(shard, run.sum_density(run.n), run.b)

@@ -78,6 +78,7 @@ PRICED_OPTIONS = (
     "ring_inter_density",
     "ring_gather_density",
     "inner",
+    "sum_bits",
 )
 """The fields of `SchemeConfig` that affect predicted times."""
 

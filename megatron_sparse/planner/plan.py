@@ -200,21 +200,33 @@ class FixedPlanner:
         phase, density = phase_and_density(self._compression, step)
         if not self.enabled:
             return self._dense(Phase.OFF, Choice("dense", "compression is switched off"))
-        if phase in (Phase.WARMUP, Phase.OFF):
-            return self._dense(phase, Choice("dense", self._dense_reason(phase)))
-        choice = self._choose(bucket, step, density)
+        if phase is Phase.WARMUP and self._rounds(bucket):
+            bits = dense_value_bits(self._compression.value_bits)
+            choice = Choice("dense_q", f"warm-up in {bits} bits")
+        elif phase in (Phase.WARMUP, Phase.OFF):
+            choice = Choice("dense", self._dense_reason(phase))
+        else:
+            choice = self._choose(bucket, step, density)
         if SCHEMES[choice.scheme].takes is Input.DENSE:
             return self._dense(phase, choice)
         return Plan(
             scheme=choice.scheme,
             phase=phase,
-            density=density,
+            density=1.0 if SCHEMES[choice.scheme].takes_all else density,
             wire_dtype=self._scheme.wire_dtype,
             sharded=SCHEMES[choice.scheme].is_sharded(bucket.op),
             reason=choice.reason,
             predicted_us=choice.predicted_us,
             value_bits=self._compression.value_bits,
         )
+
+    def _rounds(self, bucket: Bucket) -> bool:
+        """Whether the warm-up travels in few bits: it does if the rest of the run does."""
+        named = SCHEMES.get(self._scheme.name)  # None for `auto`
+        if bucket.world_size == 1 or (named is not None and named.takes is Input.DENSE):
+            return False
+        sends_whole = named is not None and named.sends_whole
+        return sends_whole or self._compression.value_bits is not None
 
     def _dense_reason(self, phase: Phase) -> str:
         """The reason for a phase that is dense in every bucket."""

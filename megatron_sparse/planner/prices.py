@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from megatron_sparse.collectives import SCHEMES, Input, registry
+from megatron_sparse.collectives import SCHEMES, registry
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.planner.costs import predict_all
 from megatron_sparse.pricing.cluster import ClusterModel
@@ -74,8 +74,8 @@ def prices_us(
 
 
 def takes_dense(scheme: str) -> bool:
-    """Whether a scheme sends all elements."""
-    return SCHEMES[scheme].takes is Input.DENSE
+    """Whether a scheme sends all elements: it has no use for a sample of the sparsity."""
+    return SCHEMES[scheme].takes_all
 
 
 def least(prices: dict[str, float], names: Collection[str]) -> str:

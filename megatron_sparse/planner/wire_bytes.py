@@ -9,7 +9,7 @@ so that the sum has the density D = 1 - (1 - d)^n (ZEN, definition 4):
 - `direct`: (n - 1) / n N (m(d) + m(D)).
 
 With `compression.value_bits` m(d) is that of a Rice record with values in few bits
-(`pricing.records`), and m(D) of one with whole values.
+(`pricing.records`), and m(D) of one with whole values, or with values of `scheme.sum_bits`.
 
 A reduce-scatter sends half of the first and (n - 1) / n N m(d) in the others (SparCML, Renggli et
 al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions make D smaller, so
@@ -25,7 +25,7 @@ from __future__ import annotations
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
-from megatron_sparse.pricing.records import KEPT_BITS, record_bytes
+from megatron_sparse.pricing.records import KEPT_BYTES, record_bytes
 
 
 def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
@@ -60,7 +60,7 @@ def predicted_bytes(
     form = scheme.format if value_bits is None else "rice"
 
     def message_bytes(density: float, bits: int | None) -> float:
-        kept_bytes = element_bytes if bits is None else KEPT_BITS / 8
+        kept_bytes = element_bytes if bits is None else KEPT_BYTES
         of_pruned = record_bytes(density, element_bytes, form, bits)
         return kept * kept_bytes + pruned * of_pruned
 
@@ -74,7 +74,7 @@ def predicted_bytes(
         agsparse = direct = shares * message
     else:
         agsparse = (n - 1) * message
-        direct = shares * (message + message_bytes(sum_density, None))
+        direct = shares * (message + message_bytes(sum_density, scheme.sum_bits))
     dense = dense_wire_bytes(bucket, element_bytes)
     across = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
     return {"dense": dense, "agsparse": agsparse + across, "direct": direct + across}

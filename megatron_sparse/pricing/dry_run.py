@@ -11,6 +11,7 @@ contributions are taken to have the same density).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -83,6 +84,13 @@ class DryRun:
             name = "rice"
         return RecordFormat(name, self.cluster)
 
+    def gathered_sums(self) -> RecordFormat | BlockFormat:
+        """Records of complete sums that their owners send to every rank; see `scheme.sum_bits`."""
+        form = self.format()
+        if self.options.sum_bits is None or not isinstance(form, RecordFormat):
+            return form
+        return replace(form, value_bits=self.options.sum_bits)
+
     def messages(self, name: str) -> RecordFormat | BlockFormat:
         """Records of a rank's own message in a format, as `Message` has them."""
         if name == "blocks":
@@ -92,6 +100,11 @@ class DryRun:
     def whole_messages(self) -> RecordFormat:
         """Records of a message that holds every element, quantised."""
         return RecordFormat("dense", self.cluster, dense_value_bits(self.shape.value_bits))
+
+    def whole_sums(self) -> RecordFormat:
+        """Records of complete sums of such messages."""
+        bits = self.options.sum_bits
+        return RecordFormat("dense", self.cluster, None if bits is None else dense_value_bits(bits))
 
     def message_density(self, parts: int = 1) -> np.ndarray:
         """Densities of a message's shards, or in capacity mode of their slots."""

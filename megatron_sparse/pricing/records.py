@@ -27,8 +27,8 @@ INDEX_BYTES = 4
 BITMAP_BYTES = 1 / 8
 SCALE_BITS = 32 / 128
 """Of each value of a group of 128."""
-KEPT_BITS = 8 + SCALE_BITS
-"""Of an element that is always sent whole, in a message with values of few bits."""
+KEPT_BYTES = 2
+"""Of an element that is always sent whole, in a message with values of few bits: bf16."""
 CHUNK_BITS = 95
 
 Density = float | np.ndarray
@@ -75,14 +75,13 @@ class RecordFormat:
             return 0.0 * np.asarray(density)
         headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))
         pruned = each(lambda d: record_bytes(d, value_bytes, self.name, self.value_bits), density)
-        kept = value_bytes if self.value_bits is None else KEPT_BITS / 8
-        return headers + piece.kept * kept + piece.pruned * pruned
+        kept_bytes = value_bytes if self.value_bits is None else KEPT_BYTES
+        return headers + piece.kept * kept_bytes + piece.pruned * pruned
 
     def seconds(self, op: CodecOp, piece: Piece, density: Density, value_bytes: int) -> Density:
         """Of one call on a piece."""
         codec_s = self.cluster.codec_s
-        whole = "dense" if self.value_bits is None else "dense_q4"
-        kept = codec_s(op, whole, piece.kept, 1.0, value_bytes)
+        kept = codec_s(op, "dense", piece.kept, 1.0, value_bytes)
         return kept + each(
             lambda d: codec_s(op, self.written(d, value_bytes), piece.pruned, d, value_bytes),
             density,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.collectives import check
+from megatron_sparse.collectives import SCHEMES, check
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.codec_choice import is_compiled
@@ -37,13 +37,15 @@ def with_agreed_capacity(
     """
     if device.type != "cuda":
         return config
-    if config.compression.value_bits is not None or config.scheme.format == "rice":
+    bits, scheme = config.compression.value_bits, config.scheme
+    sends_whole = scheme.name in SCHEMES and SCHEMES[scheme.name].sends_whole
+    if bits is not None or scheme.format == "rice" or sends_whole:
         raise ConfigError(
             "CUDA has no kernels for records of format Rice",
             expected="compression.value_bits=null, and scheme.format=auto, coo or pici, on GPUs",
-            got=f"compression.value_bits={config.compression.value_bits}, "
-            f"scheme.format={config.scheme.format}",
-            remedy="leave both out, for example with compression=topk99 instead of a preset",
+            got=f"compression.value_bits={bits}, scheme.format={scheme.format}, "
+            f"scheme.name={scheme.name}",
+            remedy="leave them out, for example with compression=topk99 instead of a preset",
         )
     if config.scheme.capacity != "auto":
         return config

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
@@ -46,7 +46,7 @@ def change_density(
     _check_equal(density, device, group)
     changed = replace(config.compression, density=density)
     compression, name = config.compression, config.scheme.name
-    if name != "auto" and SCHEMES[name].takes is Input.DENSE:
+    if name != "auto" and SCHEMES[name].takes_all:
         raise _refusal("a sparse scheme", f"scheme={name}", "choose another scheme at the start")
     phase, _ = phase_and_density(compression, step)
     if phase is Phase.OFF:

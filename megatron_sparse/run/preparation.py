@@ -249,7 +249,7 @@ def package_path() -> dict[str, str]:
 
 def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> str:
     """The run in three lines, with its choice or checkpoint in five; ranks add the parameters."""
-    from megatron_sparse.collectives import AUTO, SCHEMES, Input
+    from megatron_sparse.collectives import AUTO, SCHEMES
 
     training, cluster = config.training, config.cluster
     backend = "NCCL" if cluster.device == "cuda" else "gloo"
@@ -257,7 +257,7 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
         how = "plain Megatron, without the plugin"
     elif not config.compression.enabled:
         how = "compression off"
-    elif config.scheme.name in SCHEMES and SCHEMES[config.scheme.name].takes is Input.DENSE:
+    elif config.scheme.name in SCHEMES and SCHEMES[config.scheme.name].takes_all:
         how = f"scheme {config.scheme.name}"
     else:
         first = config.compression.warmup_iters + config.compression.ramp_iters + 1

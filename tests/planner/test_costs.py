@@ -279,7 +279,7 @@ def test_few_bits_shrink_messages_only(name):
     piece = Piece(NUMEL - 2**10, 2**10)
     saved = np.subtract(*(float(each.nbytes(piece, 0.05, 4)) for each in form))
     # A bitmap of 0.325 bytes an element, and a Rice record of 0.0631.
-    assert saved == pytest.approx((NUMEL - 2**10) * 0.2619 + 2**10 * (4 - 8.25 / 8), rel=1e-3)
+    assert saved == pytest.approx((NUMEL - 2**10) * 0.2619 + 2**10 * (4 - 2), rel=1e-3)
     # The gathered sums of Rice messages are Rice records, of whole values.
     sums = (float(RecordFormat(f, where).nbytes(piece, 1 - 0.95**4, 4)) for f in ("auto", "rice"))
     both = saved + np.subtract(*sums)

@@ -85,7 +85,7 @@ def test_bytes_of_a_record(op, density, bytes_per_element):
 
 
 def test_predicted_bytes_of_few_bits():
-    """Messages shrink, kept elements to 8.25 bits; the gathered sums and dense do not."""
+    """Messages shrink, kept elements to bf16; the gathered sums and dense do not."""
     element = record_bytes(0.1, 4, "auto", 4)
     found = predicted_bytes(_bucket(), 0.1, SchemeConfig(), 4)
     sums = 1000 * record_bytes(1 - 0.9**4, 4, "rice")
@@ -95,7 +95,7 @@ def test_predicted_bytes_of_few_bits():
     kept = predicted_bytes(
         _bucket(op=CollectiveOp.REDUCE_SCATTER, keep=True), 0.1, SchemeConfig(), 2
     )
-    assert kept["direct"] == pytest.approx(0.75 * 1000 * 8.25 / 8)
+    assert kept["direct"] == pytest.approx(0.75 * 1000 * 2)
     row = _planner("direct", density=0.1, value_bits=4).report(_bucket(), 10)
     assert (row["predicted_bytes"]["direct"], row["value_bits"]) == (round(found["direct"]), 4)
 
