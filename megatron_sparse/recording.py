@@ -43,6 +43,8 @@ class BucketRecord:
         nnz: elements that this rank sent.
         dense_bytes: bytes that each rank of a ring all-reduce (or reduce-scatter) of the whole
             bucket would send.
+        message_bytes: bytes of this rank's own message, before it is sent to anybody; of a dense
+            plan the bytes of its values.
         wire_bytes: bytes that this rank sent in pairwise messages; for `dense`, whose messages the
             backend chooses, those of a ring.
         predicted_us: microseconds of all stages together by the planner's cost model; None if no
@@ -70,6 +72,7 @@ class BucketRecord:
     numel: int
     nnz: int = 0
     dense_bytes: int = 0
+    message_bytes: int = 0
     wire_bytes: int = 0
     predicted_us: float | None = None
     dense_us: float | None = None

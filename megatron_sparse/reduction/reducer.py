@@ -372,6 +372,7 @@ class GradientReducer:
         With `scheme.capacity` the selection does not wait for the count of selected elements (nnz);
         the collective reads it.
         """
+        job.record.message_bytes = selected.nbytes
         job.record.wire_bytes = sent_bytes
         job.record.nnz = selected.nnz if isinstance(selected, Message) else job.bucket.numel
 

@@ -35,6 +35,8 @@ class IterationBreakdown:
         overlapped_ms: milliseconds for which a bucket was in flight and the thread did not wait.
         dense_bytes: bytes that a dense ring would have sent, summed over buckets.
         wire_bytes: bytes that this rank sent, summed over buckets.
+        message_bytes: bytes of this rank's own messages, summed over buckets; 0 in runs of versions
+            that did not count them.
         nnz: elements sent, summed over buckets.
         numel: elements in the buckets.
         density: nnz / numel; None when there was no bucket.
@@ -77,6 +79,7 @@ class IterationBreakdown:
     skipped: bool = False
     extra: dict[str, float | None] = field(default_factory=dict)
     planned_density: float | None = None
+    message_bytes: int = 0
     host_cpu_ms: float | None = None
     dense_iteration_ms: float | None = None
     tokens_per_s: float | None = None
@@ -128,6 +131,11 @@ class IterationBreakdown:
         dense_bytes = self.dense_bytes + self.param_dense_bytes
         return (self.wire_bytes + self.param_wire_bytes) / dense_bytes if dense_bytes else None
 
+    @property
+    def bits_per_element(self) -> float | None:
+        """Bits of this rank's own messages for each element; None without a bucket."""
+        return 8 * self.message_bytes / self.numel if self.numel else None
+
     def scalars(self) -> dict[str, float]:
         """The breakdown as dashboard metrics, see `metrics.METRICS`; None values are left out."""
         named: dict[str, float | None] = {
@@ -138,6 +146,7 @@ class IterationBreakdown:
             "comm/dense_bytes": self.dense_bytes,
             "comm/wire_bytes": self.wire_bytes,
             "comm/wire_ratio": self.wire_ratio,
+            "comm/bits_per_element": self.bits_per_element,
             **self._param_scalars(),
             "compression/density": self.density,
             "compression/target_density": self.planned_density,
@@ -263,7 +272,7 @@ def iteration_breakdown(
     stage_us: dict[str, float] = dict.fromkeys(BUCKET_STAGES, 0.0)
     numel_by_phase: dict[str, int] = {}
     schemes: dict[str, int] = {}
-    dense_bytes = wire_bytes = nnz = numel = 0
+    dense_bytes = wire_bytes = message_bytes = nnz = numel = 0
     planned = 0.0
     for record in records:
         for stage, time_us in record.stage_us().items():
@@ -274,6 +283,7 @@ def iteration_breakdown(
         schemes[scheme] = schemes.get(scheme, 0) + 1
         dense_bytes += record.dense_bytes
         wire_bytes += record.wire_bytes
+        message_bytes += record.message_bytes
         nnz += record.nnz
         numel += record.numel
         planned += record.density * record.numel
@@ -300,6 +310,7 @@ def iteration_breakdown(
         skipped=bool(outcome.skipped),
         extra=numbers,
         planned_density=planned / numel if numel else None,
+        message_bytes=message_bytes,
         host_cpu_ms=sum(record.host_cpu_us for record in records) / 1e3,
         dense_iteration_ms=None if dense_s is None else dense_s * 1e3,
         tokens_per_s=numbers.pop("tokens_per_s", None),

@@ -80,6 +80,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "Bytes on the wire": (
         Panel("Wire over dense", ("comm/wire_ratio",), log=True),
+        Panel("Bits an element, own messages", ("comm/bits_per_element",), log=True),
         Panel(
             "Wire over dense, gradients and parameters together",
             ("comm/total_wire_ratio",),

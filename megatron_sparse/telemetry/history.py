@@ -21,6 +21,7 @@ PHASES = ("warmup", "ramp", "target", "off")
 _COUNTS = (
     "iteration",
     "dense_bytes",
+    "message_bytes",
     "wire_bytes",
     "nnz",
     "numel",
@@ -131,6 +132,7 @@ class RunHistory:
             "wire_bytes": everything["wire_bytes"],
             "wire_ratio": everything["wire_ratio"],
             "density": everything["density"],
+            "bits_per_element": everything["bits_per_element"],
             "param_dense_bytes": everything["param_dense_bytes"],
             "param_wire_bytes": everything["param_wire_bytes"],
             "total_wire_ratio": everything["total_wire_ratio"],
@@ -162,5 +164,6 @@ class RunHistory:
             "wire_ratio": _ratio(sums["wire_bytes"], sums["dense_bytes"]),
             "total_wire_ratio": _ratio(total_wire, total_dense),
             "density": _ratio(nnz, numel),
+            "bits_per_element": _ratio(8 * int(c["message_bytes"][chosen].sum()), numel),
             "iteration_ms": _median(c["iteration_ms"][chosen]),
         }

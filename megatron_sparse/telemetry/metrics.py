@@ -68,6 +68,7 @@ METRICS = (
     Metric("comm/dense_bytes", "B", "bytes that this rank would have sent in a dense ring"),
     Metric("comm/wire_bytes", "B", "bytes that this rank sent"),
     Metric("comm/wire_ratio", "", "wire bytes over dense bytes, gradients only"),
+    Metric("comm/bits_per_element", "", "bits of this rank's own messages for each element"),
     Metric("comm/total_wire_ratio", "", "the same of gradients and parameters together"),
     Metric("params/exposed_ms", "ms", "the training thread waited for gathered parameters"),
     Metric("params/dense_bytes", "B", "bytes of parameters in a raw all-gather on a ring"),

@@ -280,6 +280,7 @@ def test_no_number_has_two_names():
     records = [
         record(
             dense_bytes=1009,
+            message_bytes=263,
             wire_bytes=251,
             predicted_us=3700.0,
             dense_us=41_000.0,

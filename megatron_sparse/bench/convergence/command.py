@@ -49,6 +49,9 @@ class Result:
         wire_ratio: bytes sent over a dense ring's, over the whole run; 1 without compression.
         wire_ratio_target: the same over the iterations at the target density.
         elapsed_s: of the whole process.
+        bits: of a rank's own messages for each element, over the whole run; None in results of
+            versions that did not count them.
+        bits_target: the same over the iterations at the target density.
     """
 
     model: str
@@ -59,6 +62,8 @@ class Result:
     wire_ratio: float
     wire_ratio_target: float
     elapsed_s: float
+    bits: float | None = None
+    bits_target: float | None = None
 
     @property
     def last(self) -> list[float]:
@@ -170,7 +175,9 @@ def _train(study: Study, each: Run) -> Result:
             remedy=f"see {log_path}",
         )
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
-    target = summary["phases"].get("target", {"wire_ratio": 1.0})
+    target = summary["phases"].get(
+        "target", {"wire_ratio": 1.0, "bits_per_element": summary["bits_per_element"]}
+    )
     result = Result(
         model=each.model,
         setting=each.setting.name,
@@ -180,6 +187,8 @@ def _train(study: Study, each: Run) -> Result:
         wire_ratio=summary["wire_ratio"],
         wire_ratio_target=target["wire_ratio"],
         elapsed_s=time.monotonic() - start_s,
+        bits=summary["bits_per_element"],
+        bits_target=target["bits_per_element"],
     )
     (folder / RESULT_FILE).write_text(json.dumps(asdict(result)) + "\n", "utf-8")
     return result

@@ -46,12 +46,16 @@ class Row(TableRow):
             percentage points; the largest of the runs; null if `to_dense` is.
         wire_ratio: bytes sent over dense's, over the whole run.
         wire_ratio_target: the same over the iterations at the target density.
+        bits: of a rank's own messages for each element, over the whole run; null if a run did not
+            count them.
+        bits_target: the same over the iterations at the target density.
     """
 
     COLUMNS = Columns(
         "model >10 | label >28 setting | seeds >5 | final >7.4f loss | spread >9.2f spread(%) | "
         "to_dense >+11.2f to dense(%) | to_dense_spread >9.2f spread(%) | noise >8.2f noise(%) | "
-        "wire_ratio >6.3f wire | wire_ratio_target >12.4f wire, target"
+        "wire_ratio >6.3f wire | wire_ratio_target >12.4f wire, target | "
+        "bits >6.2f bits | bits_target >12.2f bits, target"
     )
 
     op: str
@@ -66,6 +70,8 @@ class Row(TableRow):
     noise: float | None
     wire_ratio: float
     wire_ratio_target: float
+    bits: float | None
+    bits_target: float | None
 
 
 def report(results: Sequence[Result], folder: Path | None, json_path: Path | None) -> None:
@@ -117,9 +123,16 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
                     noise=max(noises) if noises else None,
                     wire_ratio=mean(each.wire_ratio for each in runs),
                     wire_ratio_target=mean(each.wire_ratio_target for each in runs),
+                    bits=_mean_known([each.bits for each in runs]),
+                    bits_target=_mean_known([each.bits_target for each in runs]),
                 )
             )
     return rows
+
+
+def _mean_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean(known) if len(known) == len(values) else None
 
 
 def _to_dense(loss: float, dense: float) -> float:
