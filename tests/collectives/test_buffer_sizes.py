@@ -13,7 +13,7 @@ from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.slots import Slots
-from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers
+from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers, record_spec
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import STEP, Case, contribution, make_bucket, make_message
@@ -47,7 +47,8 @@ def taken(case: Case, transport):
         nothing = torch.zeros(1, dtype=torch.int64)
         ends = torch.tensor(message.segment_bytes).cumsum(0)
         slots = Slots(message.layout.segment_offsets.diff(), torch.cat([nothing, ends]))
-        places = MessagePlaces(message.layout, slots, fixed=False)
+        records = record_spec(case.wire, STEP, scheme.own_format or "coo")
+        places = MessagePlaces(message.layout, slots, fixed=False, records=records)
         yield from scheme.run(exchange, message)
     else:
         values_N = bucket.grad_N
