@@ -68,8 +68,8 @@ def test_fitted_levels_lose_less():
 
 def test_the_command_prints_both_tables_and_writes_their_rows(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
+    words = "bench bits --elements 64K --density 0.05 --tails 0.25 --groups 5 --json"
     with pytest.raises(SystemExit) as done:
-        words = "bench bits --elements 64K --density 0.05 --tails 0.25 --groups 5 --json"
         main.main([*words.split(), str(path)])
     assert done.value.code == 0
     printed = capsys.readouterr().out

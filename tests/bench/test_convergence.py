@@ -50,9 +50,10 @@ def commands(monkeypatch) -> list[list[str]]:
         log.write(LINES.format(first=6, last=last * 0.998, again=last * 1.002))
         folder = Path(words["runs_dir"]) / words["name"]
         folder.mkdir(parents=True)
-        phases = {} if "dense" in name else {"target": {"wire_ratio": 0.03}}
-        ratio = 1.0 if "dense" in name else 0.2
-        summary = {"wire_ratio": ratio, "phases": phases}
+        target = {"wire_ratio": 0.03, "bits_per_element": 1.25}
+        phases = {} if "dense" in name else {"target": target}
+        ratio, bits = (1.0, 32.0) if "dense" in name else (0.2, 5.5)
+        summary = {"wire_ratio": ratio, "bits_per_element": bits, "phases": phases}
         (folder / "summary.json").write_text(json.dumps(summary))
         return 0
 
@@ -78,6 +79,8 @@ def test_a_study_compares_within_a_seed(commands, tmp_path):
     assert sparse.noise == pytest.approx(0, abs=1e-9)
     assert dense.noise is None
     assert (sparse.wire_ratio, sparse.wire_ratio_target) == (0.2, 0.03)
+    assert (sparse.bits, sparse.bits_target) == (5.5, 1.25)
+    assert (dense.bits, dense.bits_target) == (32.0, 32.0)
     # SGD is compared with dense SGD.
     assert found["gpt", "sgd_topk1"].to_dense == pytest.approx(4.0)
 

@@ -5,7 +5,8 @@
 // write out of bounds, all must give the same answer, and a refused message must not change the
 // accumulator. Inputs start as valid messages from our own encoder. Most are damaged and then
 // repaired in part: headers with valid checksums, sections as long as they should be, prefix sums
-// that fit. So a single remaining error is the only reason for the decoder to refuse the message.
+// that fit, Rice's rows ascending. So a single remaining error is the only reason for the decoder
+// to refuse the message. With the option kQuantised the message is one of few bits.
 //
 // With the option kInSlots the records are moved apart, each to a slot of capacity mode, with
 // garbage behind it that must not be read; some slots are too short for their record.
@@ -23,6 +24,7 @@
 #include <vector>
 
 #include "decode_records.h"
+#include "fuzz_rice.h"
 #include "place.h"
 
 using namespace megatron_sparse;
@@ -39,11 +41,12 @@ enum Option : uint8_t {
   kRepairHeaders = 2,
   kRepairPrefix = 4,
   kRoundTrip = 8,
-  kInSlots = 16
+  kInSlots = 16,
+  kQuantised = 32
 };
 
-constexpr int64_t kKinds[] = {kAdaptive, kKindDense,     kKindCoo,
-                              kKindPici, kKindPiciPaper, kKindBlocks};
+constexpr int64_t kKinds[] = {kAdaptive,      kKindDense,  kKindCoo, kKindPici,
+                              kKindPiciPaper, kKindBlocks, kKindRice};
 
 // Counts for the summary.
 struct Counts {
@@ -51,7 +54,8 @@ struct Counts {
   uint64_t taken = 0;
   uint64_t round_trips = 0;
   uint64_t taken_in_slots = 0;
-  uint64_t records[5] = {};  // dense, COO, Pici, blocks, Pici in the paper's order
+  uint64_t quantised = 0;    // of the messages taken
+  uint64_t records[6] = {};  // dense, COO, Pici, blocks, Pici in the paper's order, Rice
 } counted;
 
 struct Control {
@@ -66,7 +70,8 @@ Control read_control(const uint8_t* data) {
   std::memcpy(numel, data + 4, sizeof numel);
   const auto scaled = [data](int64_t n) { return (3 * n + data[2] % 3) % kMaxNumel; };
   const int64_t border = kFirst + scaled(numel[0]);
-  return {data[0] % 3, data[1], data[3], {kFirst, border, border + scaled(numel[1])}};
+  const int dtype = data[1] & kQuantised ? kQ8 + data[0] % 4 : data[0] % 3;
+  return {dtype, data[1], data[3], {kFirst, border, border + scaled(numel[1])}};
 }
 
 std::vector<const Kernels*> all_kernels() {
@@ -111,8 +116,13 @@ std::vector<uint8_t> repair(const std::vector<uint8_t>& message, const Control& 
     const int64_t numel = control.offsets[s + 1] - control.offsets[s];
     header.magic = kMagic;
     header.version = kVersion;
-    header.format &= 3;
-    header.dtype = static_cast<uint8_t>(control.dtype);
+    if (is_quantised(control.dtype)) {
+      if (header.format != kDense) header.format = kFormatRice;
+    } else if (header.format != kFormatRice) {
+      header.format &= 3;
+    }
+    const bool kept = is_quantised(control.dtype) && header.format == kDense;
+    header.dtype = static_cast<uint8_t>(kept ? int{kBf16} : control.dtype);
     header.flags = header.format == kFormatPici ? header.flags & kFlagLinear : 0;
     header.numel = numel;
     header.nnz %= numel + 1;
@@ -131,12 +141,17 @@ std::vector<uint8_t> repair(const std::vector<uint8_t>& message, const Control& 
       std::memcpy(payload.data(), &block_size, sizeof block_size);
       std::memcpy(payload.data() + 4, &blocks, sizeof blocks);
     }
-    uint8_t kind = header.format;
-    if (kind == kKindPici && header.flags == 0) kind = kKindPiciPaper;
-    header.payload_bytes = sections_of(kind, numel, static_cast<int64_t>(header.nnz), blocks,
-                                       block_size, dtype_bytes(control.dtype))
-                               .payload;
-    payload.resize(header.payload_bytes);
+    if (header.format == kFormatRice) {
+      fuzz_rice::repair(payload, header, (control.options & kRepairPrefix) != 0);
+      header.payload_bytes = payload.size();
+    } else {
+      uint8_t kind = header.format;
+      if (kind == kKindPici && header.flags == 0) kind = kKindPiciPaper;
+      header.payload_bytes = sections_of(kind, numel, static_cast<int64_t>(header.nnz), blocks,
+                                         block_size, dtype_bytes(header.dtype))
+                                 .payload;
+      payload.resize(header.payload_bytes);
+    }
     header.checksum = header_checksum(header);
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(&header);
     repaired.insert(repaired.end(), bytes, bytes + sizeof header);
@@ -221,10 +236,12 @@ void try_message(const Control& control, std::vector<uint8_t> content) {
   ++counted.messages;
   counted.taken += !first.wrong;
   counted.taken_in_slots += !first.wrong && in_slots;
+  counted.quantised += !first.wrong && is_quantised(control.dtype);
   std::vector<DecodeChunk> chunks;
   if (first.wrong || find_chunks(message.get(), bytes, expected, chunks).wrong) return;
   for (const DecodeChunk& chunk : chunks) {
-    if (chunk.begin == 0) ++counted.records[chunk.kind == kKindPiciPaper ? 4 : chunk.kind];
+    const int kind = chunk.kind == kKindPiciPaper ? 4 : chunk.kind == kKindRice ? 5 : chunk.kind;
+    if (chunk.begin == 0) ++counted.records[kind];
   }
 }
 
@@ -233,11 +250,22 @@ struct Encoding {
   int64_t kind;
   int64_t block_size;
   bool expand_dense;  // dense records from what was staged, as prune_encode makes them
+  fuzz_rice::Shape rice;
 };
 
-// The message of a gradient of two segments; offsets[0] is kFirst.
+Encoding any_encoding(int dtype, std::minstd_rand& random) {
+  const int64_t kind = is_quantised(dtype) ? kKindRice : kKinds[random() % 7];
+  return {dtype, kind, 64ll << random() % 7, random() % 2 != 0,
+          fuzz_rice::any_shape(dtype, random)};
+}
+
+// The message of a gradient of two segments; offsets[0] is kFirst. What levels of few bits lose is
+// left in `residual`, if there is one.
 std::vector<uint8_t> encode(const std::vector<float>& grad, const int64_t* offsets,
-                            const Encoding& how, const Kernels& kernel) {
+                            const Encoding& how, const Kernels& kernel, float* residual = nullptr) {
+  if (how.kind == kKindRice) {
+    return fuzz_rice::message(grad, offsets, how.dtype, kStep, how.rice, residual, kernel);
+  }
   const int64_t value_bytes = dtype_bytes(how.dtype);
   const int64_t local[3] = {0, offsets[1] - kFirst, offsets[2] - kFirst};
   std::vector<uint64_t> scratch((scratch_bytes(local, 2, value_bytes) + 7) / 8);
@@ -304,6 +332,22 @@ std::vector<float> make_gradient(int64_t numel, bool hostile, std::minstd_rand& 
   return grad;
 }
 
+// The gradient that a message stands for, without staging, records and decoding.
+std::vector<float> expected_sum(const std::vector<float>& grad, const std::vector<float>& rest,
+                                const Encoding& how) {
+  const int64_t numel = grad.size();
+  std::vector<float> wanted(numel);
+  if (is_quantised(how.dtype)) {
+    // Exact: sent + residual is the gradient. Adding 0 makes a zero positive.
+    for (int64_t i = 0; i < numel; ++i) wanted[i] = grad[i] - rest[i] + 0.0f;
+    return wanted;
+  }
+  std::vector<uint8_t> values(numel * dtype_bytes(how.dtype) + 1);
+  kernels_portable().convert[kFp32][how.dtype](grad.data(), numel, values.data());
+  kernels_portable().add_dense[how.dtype](wanted.data(), values.data(), numel);
+  return wanted;
+}
+
 void round_trip(Control control, uint32_t seed) {
   std::minstd_rand random(seed);
   constexpr int64_t numels[] = {
@@ -314,13 +358,13 @@ void round_trip(Control control, uint32_t seed) {
   }
   const int64_t numel = control.offsets[2] - kFirst;
   const std::vector<float> grad = make_gradient(numel, true, random);
-  const Encoding how = {control.dtype, kKinds[random() % 6], 64ll << random() % 7, false};
-  // The expected gradient, without staging, records and decoding.
-  std::vector<uint8_t> values(numel * dtype_bytes(how.dtype) + 1);
-  std::vector<float> wanted(numel);
-  kernels_portable().convert[kFp32][how.dtype](grad.data(), numel, values.data());
-  kernels_portable().add_dense[how.dtype](wanted.data(), values.data(), numel);
-  const std::vector<uint8_t> content = encode(grad, control.offsets, how, kernels_portable());
+  Encoding how = any_encoding(control.dtype, random);
+  how.expand_dense = false;
+  std::vector<float> rest(numel);
+  rest.reserve(1);
+  const std::vector<uint8_t> content =
+      encode(grad, control.offsets, how, kernels_portable(), rest.data());
+  const std::vector<float> wanted = expected_sum(grad, rest, how);
   const bool in_slots = (control.options & kInSlots) != 0;
   std::vector<uint8_t> sent = content;
   SlotTable slots = {};
@@ -340,7 +384,10 @@ void round_trip(Control control, uint32_t seed) {
       fail("a message of our own is refused");
     }
     for (int64_t i = 0; i < numel; ++i) {
-      if (!same_bits(sum[i], wanted[i])) fail("a message of our own decodes to another gradient");
+      const bool is_lost = is_quantised(how.dtype) && sum[i] != sum[i];  // a group with NaN
+      if (!is_lost && !same_bits(sum[i], wanted[i])) {
+        fail("a message of our own decodes to another gradient");
+      }
     }
   }
   ++counted.round_trips;
@@ -354,8 +401,8 @@ std::vector<uint8_t> make_input(std::minstd_rand& random) {
   const Control control = read_control(input.data());
   const std::vector<float> grad = make_gradient(control.offsets[2] - kFirst, false, random);
   const std::vector<const Kernels*> sets = all_kernels();
-  const Encoding how = {control.dtype, kKinds[random() % 6], 64ll << random() % 3,
-                        random() % 2 != 0};
+  Encoding how = any_encoding(control.dtype, random);
+  how.block_size = 64ll << random() % 3;
   const std::vector<uint8_t> message =
       encode(grad, control.offsets, how, *sets[random() % sets.size()]);
   input.insert(input.end(), message.begin(), message.end());
@@ -366,13 +413,14 @@ void print_summary() {
   const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
   std::printf(
       "fuzz_decode: %llu executions, 0 crashes: %llu round trips of hostile gradients and %llu "
-      "messages, %llu of them valid, %llu of these in slots\n"
+      "messages, %llu of them valid, %llu of these in slots, %llu of few bits\n"
       "fuzz_decode: records decoded: %llu dense, %llu COO, %llu Pici, %llu Pici in the paper's "
-      "order, %llu blocks; on %zu instruction sets\n",
+      "order, %llu blocks, %llu Rice; on %zu instruction sets\n",
       number(counted.messages + counted.round_trips), number(counted.round_trips),
       number(counted.messages), number(counted.taken), number(counted.taken_in_slots),
-      number(counted.records[0]), number(counted.records[1]), number(counted.records[2]),
-      number(counted.records[4]), number(counted.records[3]), all_kernels().size());
+      number(counted.quantised), number(counted.records[0]), number(counted.records[1]),
+      number(counted.records[2]), number(counted.records[4]), number(counted.records[3]),
+      number(counted.records[5]), all_kernels().size());
 }
 
 }  // namespace

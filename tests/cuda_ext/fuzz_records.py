@@ -5,7 +5,8 @@
 
 `fuzz_decode.cpp` tests the core of the message decoder, faster and guided by coverage. This one
 adds the code around it: records whose heads are read in Python (hash bitmap, pairs, row-sparse,
-moves, quantised), the bindings' argument checks, and tensors that are views. Each seed makes a
+moves, quantised), the encoders of Rice records, the bindings' argument checks, and tensors that are
+views. Each seed makes a
 valid record, damages it, mostly repairs the header's checksum, and decodes it from memory of
 exactly its size. Allowed are a right answer, `WireFormatError`, and, where arguments were damaged,
 `ExtensionError`. A refused record must leave the accumulator, or the parameters held, as they were.
@@ -35,14 +36,17 @@ from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from megatron_sparse.formats.hash_record import FORM_BITMAP, SECTIONS_AT, PartitionRecord
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
+from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import (
     FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
+    FORMAT_RICE,
     MOVES_CODERS,
     QUANTISED_BITS,
+    RICE_BITS,
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -173,6 +177,50 @@ def decode_message(rng: random.Random) -> bool:
             assert torch.equal(acc.nan_to_num(), (grad.float() + 0).nan_to_num())
 
     return attempt(decode, acc, intact=intact)
+
+
+def decode_rice(rng: random.Random) -> bool:
+    """Rice records in every kind of values, kept segments beside them, on every instruction set."""
+    code, numel = rng.randrange(7), rng.choice((*NUMELS, 9000))
+    border = rng.randrange(numel + 1)
+    offsets, kept = torch.tensor([0, border, numel]), torch.tensor([0, rng.random() < 0.3])
+    spec = RecordSpec(
+        code,
+        STEP,
+        FORMAT_RICE,
+        log2_span=rng.choice((12, 13, 17)),
+        without_indices=code in (3, 4) and rng.random() < 0.3,
+    )
+    out = torch.empty(ops.rice_capacity(offsets, code), dtype=torch.uint8)
+    slots = None
+    if rng.random() < 0.3:
+        room = [
+            ops.rice_capacity(torch.tensor([0, part]), code) for part in offsets.diff().tolist()
+        ]
+        slots = torch.tensor([0, room[0], sum(room)])
+    grad = make_values(rng, numel, rng.choice(list(DTYPES.values())))
+    os.environ["MEGATRON_SPARSE_ISA"] = rng.choice(ops.supported_isas())
+    try:
+        sizes, _ = ops.rice_encode(
+            grad,
+            Segments(offsets, kept.to(torch.uint8), slots),
+            spec,
+            out,
+            residual_N=torch.zeros(numel) if code in RICE_BITS else None,
+        )
+        message, intact = damaged(rng, out[: int(sizes.sum())] if slots is None else out)
+        acc, wanted = torch.full((numel,), UNTOUCHED), torch.full((numel,), UNTOUCHED)
+        expected = Expected(offsets, code, STEP, rank=0, slots=slots)
+
+        def decode() -> None:
+            ops.decode_add_(acc, message, expected, 0)
+            if slots is None:
+                message_oracle.decode_add_(wanted, message.numpy().tobytes(), expected, 0)
+                assert torch.equal(acc.nan_to_num(), wanted.nan_to_num())
+
+        return attempt(decode, acc, intact=intact)
+    finally:
+        del os.environ["MEGATRON_SPARSE_ISA"]
 
 
 def decode_arguments(rng: random.Random) -> bool:
@@ -374,6 +422,7 @@ def decode_row_indices(rng: random.Random) -> bool:
 
 DECODERS: dict[str, Callable[[random.Random], bool]] = {
     "message": decode_message,
+    "message of Rice records": decode_rice,
     "message, wrong arguments": decode_arguments,
     "hash bitmap": decode_bitmap,
     "hash pairs": decode_pairs,

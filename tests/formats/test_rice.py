@@ -256,7 +256,7 @@ def test_hard_groups_are_conserved(bits, indices):
 
 @pytest.mark.parametrize(("limit", "is_exact"), [(2.0**16, True), (2.0**40, False)])
 def test_a_small_base_beside_a_large_step_would_lose_bits(limit, is_exact, monkeypatch):
-    """Why such a base becomes 0: 2^18 - (1 + 2^-7) has 26 bits."""
+    """Why such a base becomes 0: 2^18 - (1 + 2^-7) has 25 bits."""
     monkeypatch.setattr(rice_values, "BASE_LIMIT", np.float32(limit))
     x = np.array([1 + 2.0**-7, 2.0**18, 2.0**23], np.float32)
     group = quantise(x, 4, indices=True)
