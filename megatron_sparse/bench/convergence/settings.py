@@ -17,6 +17,8 @@ SGD_DENSE = "sgd_dense"
 WARMUP_SHARE, RAMP_SHARE = 0.15, 0.3
 """Shares of a run's iterations: those synchronised densely, and those in which the density falls to
 the target; 1 : 2 as in `config.CompressionConfig`."""
+LONG_RAMP_SHARE = 0.7
+"""The same of the presets with a long ramp."""
 VALIDATIONS = 10
 """Validations in a run, at equal distances, the last one at its end."""
 _LOSSY = (
@@ -55,12 +57,15 @@ SETTINGS = (
     Setting(DEFAULT, "1 % (default)"),
     Setting("topk01", "0.1 %", ("compression=topk999",)),
     Setting("topk5", "5 %", ("compression=topk95",)),
+    Setting("safe", "preset safe", ("preset=safe",)),
+    Setting("balanced", "preset balanced", ("preset=balanced",), ramp=LONG_RAMP_SHARE),
+    Setting("extreme", "preset extreme", ("preset=extreme",), ramp=LONG_RAMP_SHARE),
     Setting("leak09", "1 %, leak 0.9", ("compression.leak=0.9",), tier=2),
     Setting("cold", "1 %, no warm-up, no ramp", warmup=0, ramp=0, tier=2),
     Setting("lossy4", "dense, parameters in 4 bits", (*_LOSSY, "parameters.bits=4"), tier=2),
     Setting("lossy8", "dense, parameters in 8 bits", (*_LOSSY, "parameters.bits=8"), tier=2),
     Setting("noramp", "1 %, warm-up, no ramp", ramp=0, tier=3),
-    Setting("longramp", "1 %, ramp of 70 %", ramp=0.7, tier=3),
+    Setting("longramp", "1 %, ramp of 70 %", ramp=LONG_RAMP_SHARE, tier=3),
     Setting(SGD_DENSE, "SGD, dense", ("compression=dense", *_SGD), baseline=SGD_DENSE, tier=3),
     Setting("sgd_topk1", "SGD, 1 %", _SGD, baseline=SGD_DENSE, tier=3),
 )
