@@ -230,6 +230,12 @@ class TestInputs:
         assert (CollectiveOp.ALL_REDUCE, "ssar_rd", 0.2) in names
         assert not [name for name in names if name[:2] == (CollectiveOp.REDUCE_SCATTER, "ssar_rd")]
         assert all(case.numel % 3 == 0 for case in cases)
+        few = cases_of(sweep(schemes=["dense", "zen", "dense_q"], value_bits=[4, 3, 8]), 3)
+        assert [(case.scheme, case.value_bits) for case in few] == [
+            ("dense", None),
+            ("dense_q", 4),
+            ("dense_q", 8),
+        ]
 
 
 class TestFigures:

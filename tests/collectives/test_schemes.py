@@ -57,15 +57,17 @@ def test_the_planner_plans_every_scheme_by_name(name, op):
         return
     plan = _plan(name, op, density=0.01)
     assert (plan.scheme, plan.phase) == (name, Phase.TARGET)
-    assert plan.density == (1.0 if scheme.takes is Input.DENSE else 0.01)
+    assert plan.density == (1.0 if scheme.takes_all else 0.01)
     assert plan.sharded == scheme.is_sharded(op)
-    assert _plan(name, op, step=0).scheme == "dense", "the warm-up is the backend's own"
+    # The warm-up is the backend's own, unless the scheme sends everything itself.
+    assert _plan(name, op, step=0).scheme == ("dense_q" if scheme.sends_whole else "dense")
 
 
 def test_messages_are_cut_into_shards_where_a_scheme_sends_shards():
     sharded = {name for name in SCHEMES if SCHEMES[name].is_sharded(CollectiveOp.ALL_REDUCE)}
     assert sharded == {
         "direct",
+        "dense_q",
         "ssar_split_ag",
         "dsar_split_ag",
         "sparse_ring",
@@ -107,7 +109,9 @@ def test_a_rank_with_another_bucket_is_refused_before_anything_is_sent(name):
         cluster.run(lambda transport: steps_of(cases[transport.rank], transport))
 
 
-@pytest.mark.parametrize("name", [n for n in SCHEMES if n.startswith("dense_")])
+@pytest.mark.parametrize(
+    "name", [n for n in SCHEMES if n.startswith("dense_") and SCHEMES[n].takes is Input.DENSE]
+)
 def test_messages_of_dense_ranks_with_another_bucket_do_not_match(name):
     cases = [Case(name, 3, numel=numel) for numel in (120, 120, 123)]
     cluster = VirtualCluster(3)

@@ -114,6 +114,10 @@ def _direct(o, r, reduce):
     return _split(o, r) + ((o.n - 1) * o.sums()[r] if reduce else 0)
 
 
+def _dense_q(o, r, reduce):
+    return _split(o, r) + ((o.n - 1) * o.sums(dense=True)[r] if reduce else 0)
+
+
 def _omnireduce(o, r, reduce):
     return _split(o, r) + ((o.n - 1) * o.sums(blocks=True)[r] if reduce else 0)
 
@@ -194,6 +198,11 @@ COSTS = {
     ),
     "direct": (
         _direct,
+        lambda n, reduce: (2 + n) * (2 if reduce else 1),
+        lambda n, reduce: n + (n if reduce else 0),
+    ),
+    "dense_q": (
+        _dense_q,
         lambda n, reduce: (2 + n) * (2 if reduce else 1),
         lambda n, reduce: n + (n if reduce else 0),
     ),

@@ -205,8 +205,9 @@ def _cases(sweep: Sweep, world_size: int) -> Iterator[Case]:
                 if _runs(scheme, op, bits, is_first=(not i, not j)):
                     known = SCHEMES.get(scheme)
                     density = 1.0 if known is not None and known.takes_all else target
+                    own = None if known is not None and known.takes is Input.DENSE else bits
                     sum_bits = _sum_bits(sweep, scheme, op, bits)
-                    yield Case(op, scheme, dtype, density, numel, bits, sum_bits)
+                    yield Case(op, scheme, dtype, density, numel, own, sum_bits)
 
 
 def _sum_bits(sweep: Sweep, scheme: str, op: CollectiveOp, bits: int | None) -> int | None:
