@@ -329,7 +329,7 @@ class SparseConfig:
         Example:
             >>> config = SparseConfig.preset("extreme", density=0.02)
             >>> config.compression.density, config.compression.value_bits
-            (0.02, 2)
+            (0.02, 3)
         """
         return cls._made(preset_values(name), overrides)
 

@@ -91,9 +91,9 @@ def test_pruned_fractions_are_what_the_names_say():
 
 PRESETS = {
     "lossless": (False, 0.01, None),
-    "safe": (True, 0.25, 4),
-    "balanced": (True, 0.1, 4),
-    "extreme": (True, 0.05, 2),
+    "safe": (True, 0.22, 4),
+    "balanced": (True, 0.07, 3),
+    "extreme": (True, 0.015, 3),
 }
 """compression.enabled, density and value_bits."""
 
@@ -124,13 +124,14 @@ def test_the_documented_bits_of_presets_are_those_of_the_cost_model():
 def test_what_is_named_wins_over_a_preset():
     for order in (["compression=topk999", "preset=extreme"], ["preset=extreme", "name=x"]):
         compression = compose([*order, "compression.warmup_iters=7"]).compression
-        assert (compression.value_bits, compression.warmup_iters) == (2, 7)
-        assert compression.density == (0.001 if "compression=topk999" in order else 0.05)
-    assert compose(["preset=safe", "compression.value_bits=null"]).compression.value_bits is None
-    assert compose(["preset=safe", "experiment=quickstart"]).compression.density == 0.25
+        assert (compression.value_bits, compression.warmup_iters) == (3, 7)
+        assert compression.density == (0.001 if "compression=topk999" in order else 0.015)
+    full = ["preset=safe", "compression.value_bits=null", "scheme.sum_bits=null"]
+    assert compose(full).compression.value_bits is None
+    assert compose(["preset=safe", "experiment=quickstart"]).compression.density == 0.22
     raw = ParametersConfig("raw")
     config = SparseConfig.preset("safe", value_bits=8, scheme="direct", parameters=raw)
-    assert (config.compression.density, config.compression.value_bits) == (0.25, 8)
+    assert (config.compression.density, config.compression.value_bits) == (0.22, 8)
     assert (config.scheme.name, config.parameters) == ("direct", raw)
 
 
