@@ -145,6 +145,7 @@ def _report(layout):
     dense = _train(layout, scheme="dense")
     whole = {name: _train(layout, scheme=name, density=1.0) for name in ("agsparse", "direct")}
     sparse = _train(layout, scheme="direct", density=0.1)
+    bits = _train(layout, scheme="direct", density=0.1, value_bits=3, sum_bits=4)
     return {
         "plain": plain["losses"],
         "dense": dense["losses"],
@@ -155,6 +156,7 @@ def _report(layout):
         "bytes": (sparse["sent"].wire, sparse["sent"].dense),
         "dense bytes": (dense["sent"].wire, dense["sent"].dense),
         "copies": _with_keys(sparse),
+        "copies of few bits": _with_keys(bits),
     }
 
 
@@ -255,6 +257,7 @@ def _assert_equal_copies(ranks):
 def test_copies_stay_equal(matrix, name):
     """Pruned: all ranks that hold a parameter, or the same shard of it, hold the same bits."""
     _assert_equal_copies([rank[name]["copies"] for rank in matrix])
+    _assert_equal_copies([rank[name]["copies of few bits"] for rank in matrix])
 
 
 @each_layout
