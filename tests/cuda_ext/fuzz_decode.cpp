@@ -373,8 +373,13 @@ void round_trip(Control control, uint32_t seed) {
   const Expected expected = {control.offsets, 2,      how.dtype,
                              kStep,           kFirst, in_slots ? slots.at : nullptr};
   for (const Kernels* kernel : all_kernels()) {
-    if (encode(grad, control.offsets, how, *kernel) != content) {
+    std::vector<float> own_rest(numel);
+    own_rest.reserve(1);
+    if (encode(grad, control.offsets, how, *kernel, own_rest.data()) != content) {
       fail("two instruction sets encode differently");
+    }
+    if (numel > 0 && std::memcmp(own_rest.data(), rest.data(), numel * sizeof(float)) != 0) {
+      fail("two instruction sets leave different residuals");
     }
     const std::unique_ptr<float[]> sum(new float[numel]);
     std::fill(sum.get(), sum.get() + numel, 0.5f);
@@ -397,7 +402,10 @@ void round_trip(Control control, uint32_t seed) {
 std::vector<uint8_t> make_input(std::minstd_rand& random) {
   std::vector<uint8_t> input(kControl);
   for (uint8_t& byte : input) byte = static_cast<uint8_t>(random() >> 8);
-  if (random() % 32 != 0) input[5] = input[7] = 0;  // mostly short segments: 767 elements
+  // Mostly short segments of up to 767 elements, some of several of Rice's chunks.
+  const uint8_t longest = random() % 4 != 0 ? 0 : random() % 8 != 0 ? 15 : 255;
+  input[5] &= longest;
+  input[7] &= longest;
   const Control control = read_control(input.data());
   const std::vector<float> grad = make_gradient(control.offsets[2] - kFirst, false, random);
   const std::vector<const Kernels*> sets = all_kernels();
@@ -445,9 +453,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 
 extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
 
-// Changes the count in one of the headers a little, so that its sections have the wrong lengths.
+// Changes the count in one of the headers a little, so that its sections have the wrong lengths; or
+// a row of a Rice record, so that a chunk has.
 static void nudge_count(uint8_t* message, size_t size, std::minstd_rand& random) {
   Header header;
+  const uint8_t* message_end = message + size;
   if (size < sizeof header) return;
   std::memcpy(&header, message, sizeof header);
   if (random() % 2 != 0 && header.payload_bytes <= size &&
@@ -456,6 +466,10 @@ static void nudge_count(uint8_t* message, size_t size, std::minstd_rand& random)
     std::memcpy(&header, message, sizeof header);
   }
   const uint64_t step = 1 + random() % 40;
+  if (header.format == kFormatRice && random() % 4 != 0) {
+    fuzz_rice::nudge_row(message + sizeof header, message_end, step, random);
+    return;
+  }
   header.nnz = random() % 2 != 0 || header.nnz < step ? header.nnz + step : header.nnz - step;
   std::memcpy(message, &header, sizeof header);
 }

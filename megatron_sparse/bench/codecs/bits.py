@@ -2,8 +2,8 @@
 
 Two tables. The first has, for entries at random places, the entropy of their positions,
 H(p) / p = -log2 p - (1 - p) / p log2 (1 - p) bits at a density p, then the bits that positions take
-in records of format Rice (with the table of chunks and all roundings), COO and Pici, then whole Rice
-records for each kind of values, header included.
+in records of format Rice (with the table of chunks and all roundings), COO and Pici, then whole
+Rice records for each kind of values, header included.
 
 The second quantises the largest part of a distribution, as pruning leaves it, in groups of 128:
 root mean square of the error over that of the values, for `levels` that divide 0 to the largest
@@ -93,7 +93,8 @@ class ErrorRow(TableRow):
     """
 
     COLUMNS = Columns(
-        "distribution <12 | tail >6g | bits >5 | even >8.4f | fitted >8.4f | fitted/even >7.2f ratio"
+        "distribution <12 | tail >6g | bits >5 | even >8.4f | fitted >8.4f | "
+        "fitted/even >7.2f ratio"
     )
 
     distribution: str
