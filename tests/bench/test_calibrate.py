@@ -110,7 +110,7 @@ class TestCodec:
                 call.run()
                 call.run()
                 found.add((call.op, call.format, call.density))
-            # 2 plain ones and 4 of dense_q4; at each density 6 formats in 4 operations, and ZEN's 5.
+            # 2 plain ones, 4 of dense_q4; at each density 6 formats in 4 operations, and ZEN's 5.
             assert len(found) == 2 + 4 + 2 * (4 * 6 + 5)
 
     def test_fit(self):

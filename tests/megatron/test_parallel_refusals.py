@@ -122,11 +122,11 @@ def test_install_refuses_a_setting_before_megatron_builds_a_model(monkeypatch, r
 def test_install_and_attach_take_the_names_of_presets():
     plugin = install("extreme", density=0.02)
     plugin.close()
-    assert (plugin.config.compression.density, plugin.config.compression.value_bits) == (0.02, 2)
+    assert (plugin.config.compression.density, plugin.config.compression.value_bits) == (0.02, 3)
     with pytest.raises(ConfigError, match=r"balanced \| extreme"):
-        install("extrem")
+        install("fastest")
     with pytest.raises(ConfigError, match=r"balanced \| extreme"):
-        attach([], config="extrem")
+        attach([], config="fastest")
 
 
 def _muon(*overrides):
