@@ -319,6 +319,7 @@ def convergence(
     ] = "all",
     seeds: Annotated[str, typer.Option(metavar="N,...", help="Each trains every setting.")] = "1,2",
     iters: Annotated[int, typer.Option(help="Iterations of each run.")] = 1500,
+    ranks: Annotated[int, typer.Option(help="Ranks of each run; they share the batch.")] = 2,
     out: Annotated[
         Path, typer.Option(metavar="DIR", callback=writable_folder, help="For the runs' folders.")
     ] = Path("runs/convergence"),
@@ -345,6 +346,7 @@ def convergence(
         iters=iters,
         out=out,
         overrides=context.args,
+        ranks=ranks,
     )
     results = runner.found(study) if report else runner.run(study)
     reporter.report(results, figures, json)

@@ -66,6 +66,18 @@ def rows(results) -> dict[tuple[str, str], report.Row]:
     return {(row.model, row.setting): row for row in report.rows_of(results)}
 
 
+def test_more_ranks_share_the_batch_and_are_other_runs(commands, tmp_path):
+    convergence.run(study(tmp_path, settings=["dense"], seeds=[1]))
+    convergence.run(study(tmp_path / "four", settings=["dense"], seeds=[1], ranks=4))
+    two, four = map(overrides, commands)
+    assert two["cluster.ranks_per_node"] == "2"
+    assert "training.micro_batch_size" not in two
+    assert (four["cluster.ranks_per_node"], four["training.micro_batch_size"]) == ("4", "4")
+    assert not [each for each in convergence.run(study(tmp_path, ranks=2)) if each.bits is None]
+    with pytest.raises(ConfigError, match="a divisor of 16"):
+        study(tmp_path, ranks=3)
+
+
 def test_a_study_compares_within_a_seed(commands, tmp_path):
     found = rows(convergence.run(study(tmp_path)))
     dense, sparse = found["gpt", "dense"], found["gpt", "topk1"]

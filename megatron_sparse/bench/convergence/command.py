@@ -1,9 +1,9 @@
 """`bench convergence`: the final validation loss of small models, compressed beside dense.
 
 Each run is one `megatron-sparse train experiment=convergence`, in its own process and folder:
-Megatron's own loop on real text, two gloo ranks. Runs follow one another. Each run's results are in
-its folder (`convergence.json`). A run whose results are there already, with the same arguments, is
-not repeated, so an interrupted study can be continued.
+Megatron's own loop on real text, two gloo ranks or more. Runs follow one another. Each run's
+results are in its folder (`convergence.json`). A run whose results are there already, with the same
+arguments, is not repeated, so an interrupted study can be continued.
 
 The validation loss is Megatron's: the mean over the tokens of held-out documents. After the last
 iteration Megatron validates twice, on different samples; the final loss is the mean of the two.
@@ -21,7 +21,7 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from megatron_sparse.bench.convergence.settings import BY_NAME, CORPORA, Run, Study
+from megatron_sparse.bench.convergence.settings import BY_NAME, CORPORA, RANKS, Run, Study
 from megatron_sparse.bench.table import describe_cpu
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.megatron import corpus
@@ -97,7 +97,8 @@ def run(study: Study) -> list[Result]:
             remedy="give another --out",
         ) from None
     print(
-        f"# {describe_cpu(1)}\n# {len(runs)} runs of {study.iters} iterations, 2 ranks, gloo",
+        f"# {describe_cpu(1)}\n# {len(runs)} runs of {study.iters} iterations, "
+        f"{study.ranks} ranks, gloo",
         flush=True,
     )
     for model in study.models:
@@ -152,7 +153,7 @@ def _place(study: Study, each: Run) -> list[str]:
         f"runs_dir={study.out}",
         f"data.dir={study.corpus_dir(each.model)}",
         "cluster.device=cpu",
-        "cluster.ranks_per_node=2",
+        *([f"cluster.ranks_per_node={study.ranks}"] if study.ranks == RANKS else []),
     ]
 
 

@@ -19,6 +19,8 @@ WARMUP_SHARE, RAMP_SHARE = 0.15, 0.3
 the target; 1 : 2 as in `config.CompressionConfig`."""
 LONG_RAMP_SHARE = 0.7
 """The same of the presets with a long ramp."""
+RANKS, BATCH = 2, 16
+"""Of `experiment=convergence`."""
 VALIDATIONS = 10
 """Validations in a run, at equal distances, the last one at its end."""
 _LOSSY = (
@@ -60,6 +62,7 @@ SETTINGS = (
     Setting("safe", "preset safe", ("preset=safe",)),
     Setting("balanced", "preset balanced", ("preset=balanced",), ramp=LONG_RAMP_SHARE),
     Setting("extreme", "preset extreme", ("preset=extreme",), ramp=LONG_RAMP_SHARE),
+    Setting("dense_q4", "all in 4 bits", ("scheme=dense_q", "compression.value_bits=4"), tier=2),
     Setting("leak09", "1 %, leak 0.9", ("compression.leak=0.9",), tier=2),
     Setting("cold", "1 %, no warm-up, no ramp", warmup=0, ramp=0, tier=2),
     Setting("lossy4", "dense, parameters in 4 bits", (*_LOSSY, "parameters.bits=4"), tier=2),
@@ -99,6 +102,7 @@ class Study:
         iters: iterations of each run.
         out: folder of the runs and the corpora.
         overrides: more arguments of `train`, for all runs.
+        ranks: of each run, on this machine; they share the batch.
     """
 
     models: Sequence[str]
@@ -107,6 +111,7 @@ class Study:
     iters: int
     out: Path
     overrides: Sequence[str] = ()
+    ranks: int = RANKS
 
     def __post_init__(self) -> None:
         whole = self.iters > 0 and self.iters % VALIDATIONS == 0
@@ -117,6 +122,7 @@ class Study:
                 known("setting", self.settings, BY_NAME),
                 ("seeds", self.seeds, min(self.seeds, default=0) >= 1, "numbers of 1 or more"),
                 ("iters", self.iters, whole, f"a multiple of {VALIDATIONS}"),
+                ("ranks", self.ranks, BATCH % max(self.ranks, 1) == 0, f"a divisor of {BATCH}"),
             ],
         )
 
@@ -147,6 +153,14 @@ class Study:
             f"compression.seed={run.seed}",
             f"compression.warmup_iters={round(self.iters * run.setting.warmup)}",
             f"compression.ramp_iters={round(self.iters * run.setting.ramp)}",
+            *self._of_ranks(),
             *run.setting.overrides,
             *self.overrides,
         ]
+
+    def _of_ranks(self) -> list[str]:
+        """Results of the usual number of ranks do not name it."""
+        if self.ranks == RANKS:
+            return []
+        share = BATCH // self.ranks
+        return [f"cluster.ranks_per_node={self.ranks}", f"training.micro_batch_size={share}"]
