@@ -253,6 +253,58 @@ def training(
     runner.run(setting, out, json)
 
 
+@bench.command(
+    "time-to-loss",
+    context_settings=PASSES_ARGUMENTS_ON,
+    help="Seconds of training until a small GPT reaches plain Megatron's losses.",
+)
+def time_to_loss(
+    context: typer.Context,
+    setting: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Of docs/results/time-to-loss.md, or all.")
+    ] = "all",
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 4,
+    netbed: Annotated[bool, typer.Option("--netbed", help="On the test bed; needs root.")] = False,
+    mbit: Annotated[
+        str | None, typer.Option(metavar="R,...", help="Rates of the test bed's links.")
+    ] = None,
+    iters: Annotated[int, typer.Option(help="Iterations of plain Megatron.")] = 200,
+    batch: Annotated[int, typer.Option(help="Sequences of a rank in an iteration.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of weights and samples.")] = 1,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", callback=writable_folder, help="For the runs' folders.")
+    ] = Path("runs/time_to_loss"),
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", callback=figures_folder, help="Write the picture and its CSV here."
+        ),
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """More arguments are overrides of `train`. A finished run is not repeated."""
+    from megatron_sparse.bench.time_to_loss import command as runner
+    from megatron_sparse.bench.time_to_loss import report as reporter
+    from megatron_sparse.bench.time_to_loss.settings import BY_NAME, Race
+    from megatron_sparse.run import local_ranks
+
+    rates = parse_list("--mbit", mbit, int, "whole numbers with commas between") if mbit else ()
+    local_ranks.check_place(
+        netbed=netbed, virtual=False, mbit=min(rates, default=None), ranks=None, started=None
+    )
+    race = Race(
+        settings=list(BY_NAME) if setting == "all" else setting.split(","),
+        ranks=ranks,
+        mbits=rates if netbed else (None,),
+        iters=iters,
+        batch=batch,
+        seed=seed,
+        out=out,
+        overrides=context.args,
+    )
+    reporter.report(runner.run(race), figures, json)
+
+
 @bench.command("cost-models", help="What the cost models predict, beside what collectives take.")
 def cost_models(
     scheme: Annotated[str, typer.Option(metavar="NAME,...", help="Of docs, or all.")] = "all",

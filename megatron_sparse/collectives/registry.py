@@ -141,6 +141,13 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
             got=config.compression.value_bits,
             remedy="leave compression.value_bits out, or choose another scheme",
         )
+    if chosen is not None and chosen.sends_whole and scheme.wire_dtype is not None:
+        raise ConfigError(
+            f"scheme.name={scheme.name} sends values in few bits, which scheme.wire_dtype excludes",
+            expected="scheme.wire_dtype=null",
+            got=scheme.wire_dtype,
+            remedy="leave scheme.wire_dtype out, or set compression.value_bits to 8 or 4",
+        )
     _check_engine(scheme, has_engine=chosen is None or chosen.has_engine)
     _check_straggler(config)
     check_capacity(scheme)

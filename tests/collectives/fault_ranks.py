@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import over_groups
+from megatron_sparse.collectives import SCHEMES, over_groups
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
@@ -43,16 +43,27 @@ class Side:
         timeout_s: of the transport.
         fault: the transport's fault.
         wire_dtype: see `SchemeConfig`.
+        value_bits: see `CompressionConfig`.
     """
 
     def __init__(
-        self, scheme: str, timeout_s: float, fault: Fault | None = None, wire_dtype=None
+        self,
+        scheme: str,
+        timeout_s: float,
+        fault: Fault | None = None,
+        wire_dtype: str | None = None,
+        value_bits: int | None = None,
     ) -> None:
         import torch.distributed as dist
 
         config = SparseConfig(
             CompressionConfig(
-                density=1.0, warmup_iters=0, ramp_iters=0, samples=500, keep_below_numel=0
+                density=1.0,
+                warmup_iters=0,
+                ramp_iters=0,
+                samples=500,
+                keep_below_numel=0,
+                value_bits=value_bits,
             ),
             SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
             # Not rank 0: it would finish first, and it informs the others of lost ranks.
@@ -108,9 +119,11 @@ class Side:
 
 
 def gradient_of(rank: int, numel: int) -> torch.Tensor:
-    """Small integers, different on each rank."""
+    """Small integers, different on each rank; 7 first, so that `dense_q` holds them exactly."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-7, 8, (numel,), generator=generator).float()
+    grad_N = torch.randint(-7, 8, (numel,), generator=generator).float()
+    grad_N[:1] = 7
+    return grad_N
 
 
 def full_sum(world_size: int, numel: int) -> torch.Tensor:
@@ -174,9 +187,11 @@ def disagree_everywhere(
     for scheme, what in cases:
         differs = rank == world_size - 1
         named = OTHER.get(scheme, "agsparse") if differs and what == "scheme" else scheme
-        wire = "bf16" if differs and what == "dtype" else None
+        other_dtype, whole = differs and what == "dtype", SCHEMES[scheme].sends_whole
+        wire = "bf16" if other_dtype and not whole else None
+        bits = 8 if other_dtype and whole else None
         numel = NUMEL + 240 if differs and what == "size" else NUMEL
-        side = Side(named, timeout_s, wire_dtype=wire)
+        side = Side(named, timeout_s, wire_dtype=wire, value_bits=bits)
         step = 1 if differs and what == "step" else 0
         results.append(side.reduce(bucket_of(rank, world_size, numel), step))
         results[-1]["close_s"] = side.close()

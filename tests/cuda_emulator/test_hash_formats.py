@@ -13,7 +13,6 @@ from megatron_sparse.formats import hash_bitmap, hash_pairs, row_sparse
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import hierarchical_hash, split
-from megatron_sparse.formats.message import WIRE_CODES
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
 from tests.cuda_emulator.codec_cases import STEP, Place, gradient
@@ -152,7 +151,7 @@ def test_pairs(place: Place, count: int, kind: type) -> None:
         assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("value_dtype", WIRE_CODES)
+@pytest.mark.parametrize("value_dtype", DTYPE_OF)
 def test_row_sparse(place: Place, value_dtype: str) -> None:
     dtype, chance = DTYPE_OF[value_dtype], torch.Generator().manual_seed(2)
     index_K = torch.randint(90, (60,), generator=chance)

@@ -13,7 +13,7 @@ from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from tests.ranks import run_ranks
 from tests.straggler.settings import section_for
 
-STEPS = 2
+STEPS, LEARNING_RATE = 2, 1e-2
 
 
 def _train(setting, scheme=None):
@@ -75,5 +75,10 @@ def test_every_scheme_trains_a_megatron_model_to_the_same_bits():
         for (op, scheme), weights in results.items():
             if scheme is not None and op not in SCHEMES[scheme].ops:
                 assert f"{scheme} cannot do the {op}" in weights
+                continue
+            if scheme is not None and SCHEMES[scheme].sends_whole:
+                # Rounded gradients: where they become 0, weights lag behind by a step of Adam.
+                lag = float((weights - results[op, None]).abs().mean())
+                assert lag < 0.5 * LEARNING_RATE, (op, scheme, lag)
                 continue
             assert torch.equal(weights, results[op, None]), (op, scheme, weights)

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from megatron_sparse.bench import table
-from megatron_sparse.bench.codecs import baseline, cases, cuda, hash_cases
+from megatron_sparse.bench.codecs import baseline, cases, cuda, hash_cases, rice_cases
 from megatron_sparse.bench.codecs.cases import Task
 from megatron_sparse.bench.codecs.row import OperationRow
-from megatron_sparse.bench.codecs.sweep import BUCKET_FORMS, Sweep
+from megatron_sparse.bench.codecs.sweep import BUCKET_FORMS, RICE_FORMS, Sweep
 from megatron_sparse.bench.table import Action, Columns, print_table
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.version import __version__
@@ -104,6 +104,8 @@ def header(sweep: Sweep) -> str:
 
 
 def _tasks(sweep: Sweep, size: int, density: float, dtype: str, form: str) -> Iterator[Task]:
+    if form in RICE_FORMS:
+        return rice_cases.make_tasks(size, density, dtype, form, peers=sweep.peers)
     if form not in BUCKET_FORMS:
         return hash_cases.make_tasks(size, density, dtype, form, torch.device(sweep.device))
     if sweep.device == "cpu":

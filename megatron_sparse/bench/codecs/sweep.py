@@ -23,7 +23,9 @@ from megatron_sparse.errors import ConfigError
 
 BUCKET_FORMS = ("auto", "coo", "pici", "pici_paper", "blocks")
 """Records of a bucket."""
-FORMS = (*BUCKET_FORMS, "hash_bitmap", "pairs", "row_sparse")
+RICE_FORMS = ("rice", "rice_q8", "rice_q4", "rice_q3", "rice_q2")
+"""Records of format Rice, on the CPU."""
+FORMS = (*BUCKET_FORMS, *RICE_FORMS, "hash_bitmap", "pairs", "row_sparse")
 OPS = (
     *("prune_encode", "encode", "decode_add"),
     *("hash_partition", "row_union", "row_match", "row_expand"),
@@ -71,7 +73,7 @@ class Sweep(CodecSizes):
         flag="--op",
         metavar="OP,...",
     )
-    peers: bool = option(True, "Time torch, numpy and scipy too.", flag="--peers/--no-peers")
+    peers: bool = option(True, "Time torch, numpy, scipy and zstd too.", flag="--peers/--no-peers")
     device: str = option("cpu", "cpu | cuda")
 
     def __post_init__(self) -> None:
@@ -87,6 +89,11 @@ class Sweep(CodecSizes):
             ],
         )
         if self.device == "cuda":
+            without = [form for form in self.forms if form not in RICE_FORMS]
+            check_arguments(
+                "bench codecs --device cuda",
+                [("format", self.forms, without == list(self.forms), "formats with CUDA kernels")],
+            )
             import torch
 
             if not torch.cuda.is_available():

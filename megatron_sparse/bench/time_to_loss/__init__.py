@@ -1,0 +1,1 @@
+"""`megatron-sparse bench time-to-loss`."""
