@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_sparse.bench.codecs import baseline as codec_baseline
-from megatron_sparse.bench.codecs import cases, command, hash_cases
+from megatron_sparse.bench.codecs import cases, command, hash_cases, rice_cases
 from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 
@@ -41,6 +41,27 @@ def test_rows_are_right_timed_and_written(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert "#wrong" in printed[1]
     assert len(printed) == 2 + len(rows)
+
+
+def test_rice_records_are_in_the_same_table():
+    forms = ("rice", "rice_q8", "rice_q4", "rice_q3", "rice_q2")
+    rows = command.run(command.Sweep(densities=(0.05,), dtypes=("fp32",), forms=forms, **SMALL))
+    done = {(row["format"], row["op"]) for row in rows}
+    assert done == {(form, op) for form in forms for op in ("prune_encode", "decode_add")}
+    assert {row["peer"] for row in rows} >= {"torch ops", "torch ops, zstd"}
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 and row["ratio"] > 0 for row in rows)
+
+
+def test_wrong_rice_records_are_counted_and_not_timed(monkeypatch):
+    real = rice_cases.ops.decode_add_
+
+    def broken(acc_N, *arguments):
+        real(acc_N, *arguments)
+        acc_N[-1] += 1
+
+    monkeypatch.setattr(rice_cases.ops, "decode_add_", broken)
+    for row in command.run(command.Sweep(densities=(0.05,), forms=("rice_q4",), **SMALL)):
+        assert (row["wrong"] > 0, row["time_us"]) == (True, None)
 
 
 def test_hashing_and_rows_are_in_the_same_table(monkeypatch):
