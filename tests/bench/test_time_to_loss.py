@@ -105,7 +105,9 @@ def test_command_table_and_picture(commands, tmp_path, capsys):
     rows, pictures = tmp_path / "rows.jsonl", tmp_path / "pictures"
     arguments = ["bench", "time-to-loss", "--netbed", "--mbit", "100,1000", "--iters", "20"]
     arguments += ["--setting", "plain,safe", "--out", str(tmp_path / "runs")]
-    assert main.main([*arguments, "--json", str(rows), "--figures", str(pictures)]) == 0
+    with pytest.raises(SystemExit) as left:
+        main.main([*arguments, "--json", str(rows), "--figures", str(pictures)])
+    assert left.value.code == 0
     printed = capsys.readouterr().out
     assert "safe, parameters in 4 bits" in printed
     written = [json.loads(line) for line in rows.read_text().splitlines()]
