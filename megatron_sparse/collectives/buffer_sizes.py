@@ -13,13 +13,20 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
 from megatron_sparse.collectives.accumulator import partial_dtype
-from megatron_sparse.collectives.records import Cut, shard_cuts, sum_slots, sum_span, whole_cut
+from megatron_sparse.collectives.records import (
+    Cut,
+    SumKind,
+    shard_cuts,
+    sum_slots,
+    sum_span,
+    whole_cut,
+)
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES, name_of
-from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_RICE, RICE_SPANS
+from megatron_sparse.wire import FORMAT_DENSE, FORMAT_RICE
 
 FP32_BYTES = 4
 
@@ -108,13 +115,13 @@ class BufferSizes:
         """Room for the records of the complete sums of all shards."""
         if not self.places.fixed:
             return sum(cut.capacity(self.value_dtype) for cut in self.shards)
-        code, records = WIRE_CODES[self.value_dtype], self.places.records
-        form, span = FORMAT_ADAPTIVE, RICE_SPANS[0]
-        if records.record_format == FORMAT_RICE:
-            form, span = FORMAT_RICE, sum_span(records.log2_span, self.ranks)
-        places = [
-            sum_slots(self.places.slots, cut, self.ranks, code, form, span) for cut in self.shards
-        ]
+        records, kind = self.places.records, SumKind(WIRE_CODES[self.value_dtype])
+        if records.without_indices:
+            kind = kind._replace(record_format=FORMAT_DENSE)
+        elif records.record_format == FORMAT_RICE:
+            span = sum_span(records.log2_span, self.ranks)
+            kind = kind._replace(record_format=FORMAT_RICE, log2_span=span)
+        places = [sum_slots(self.places.slots, cut, self.ranks, kind) for cut in self.shards]
         return sum(int(place.offsets[-1]) for place in places)
 
     def scratch(self, cuts: Sequence[Cut]) -> dict[str, int]:

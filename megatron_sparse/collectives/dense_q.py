@@ -61,5 +61,6 @@ SCHEME = Scheme(
     cost=cost,
     buffers=buffers,
     needs_shards=True,
+    takes_slots=True,
     sends_whole=True,
 )

@@ -18,6 +18,7 @@ from megatron_sparse.collectives.base import POSTED, Exchange, Steps
 from megatron_sparse.collectives.records import (
     Cut,
     SparseSum,
+    SumKind,
     shard_cuts,
     sum_slots,
     sum_step,
@@ -116,7 +117,7 @@ def _plan(
         message_slots = slots.part(cut.segments)
         sums = torch.zeros_like(message_slots)
         if gathers:
-            sums = sum_slots(slots, cut, world_size, value_dtype, FORMAT_ADAPTIVE).offsets
+            sums = sum_slots(slots, cut, world_size, SumKind(value_dtype)).offsets
         shards.append(
             ShardPlan(
                 (first, last - first),

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
+from typing import NamedTuple
 
 import torch
 
@@ -246,7 +247,8 @@ class SparseSum:
             return None
         code = WIRE_CODES[self.gather_dtype]
         ranks = self._bucket.world_size
-        return sum_slots(slots, cut, ranks, code, self._form, self._log2_span).offsets
+        kind = SumKind(code, self._form, self._log2_span, self._whole)
+        return sum_slots(slots, cut, ranks, kind).offsets
 
     def placer(
         self, cuts: Sequence[Cut], *, dense: bool = False
@@ -365,18 +367,24 @@ def sum_span(log2_span: int, ranks: int) -> int:
     return max(log2_span - (ranks.bit_length() - 1), RICE_SPANS[0])
 
 
+class SumKind(NamedTuple):
+    """The records of a complete sum, as `RecordSpec` has them."""
+
+    value_dtype: int
+    record_format: int = FORMAT_ADAPTIVE
+    log2_span: int = RICE_SPANS[0]
+    without_indices: bool = False
+
+
 @lru_cache(TABLES)
-def sum_slots(
-    slots: Slots,
-    cut: Cut,
-    ranks: int,
-    value_dtype: int,
-    form: int,
-    log2_span: int = RICE_SPANS[0],
-) -> Slots:
-    """`SparseSum.slots_of_sum` for this many ranks, in a format; kept for the next step."""
+def sum_slots(slots: Slots, cut: Cut, ranks: int, kind: SumKind) -> Slots:
+    """`SparseSum.slots_of_sum` for this many ranks; kept for the next step."""
     capacity_S = slots.capacity_S[cut.segments] * ranks
-    return Slots.of(cut.own_offsets, cut.keep, capacity_S, value_dtype, form, log2_span)
+    code, form, log2_span, without_indices = kind
+    return Slots.of(
+        *(cut.own_offsets, cut.keep, capacity_S, code, form, log2_span),
+        without_indices=without_indices,
+    )
 
 
 def group_of(identity: Identity, message: Message, transport: Transport) -> Subgroup:

@@ -148,7 +148,7 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
             got=scheme.wire_dtype,
             remedy="leave scheme.wire_dtype out, or set compression.value_bits to 8 or 4",
         )
-    _check_engine(scheme, has_engine=chosen is None or chosen.has_engine)
+    _check_engine(config, has_engine=chosen is None or chosen.has_engine)
     _check_straggler(config)
     check_capacity(scheme)
     if op is not None:
@@ -211,7 +211,15 @@ def check_op(scheme: SchemeConfig, planner: PlannerConfig, op: CollectiveOp) -> 
     )
 
 
-def _check_engine(scheme: SchemeConfig, *, has_engine: bool) -> None:
+def _check_engine(config: SparseConfig, *, has_engine: bool) -> None:
+    scheme, bits = config.scheme, config.compression.value_bits
+    if scheme.nccl_engine and (bits is not None or scheme.format == "rice"):
+        raise ConfigError(
+            "scheme.nccl_engine=true has no records of format rice",
+            expected="compression.value_bits=null, and another scheme.format than rice",
+            got=f"compression.value_bits={bits}, scheme.format={scheme.format}",
+            remedy="leave scheme.nccl_engine out",
+        )
     if scheme.nccl_engine and (scheme.capacity is None or not has_engine):
         able = [AUTO, *(name for name, each in SCHEMES.items() if each.has_engine)]
         raise ConfigError(

@@ -31,6 +31,7 @@ from tests.ranks import run_ranks
 from tests.reduction.test_reducer_gloo import Records
 
 CAPABLE = ("agsparse", "direct", "ssar_split_ag", "dsar_split_ag")
+"""And `dense_q`, which prunes nothing: see test_dense_q.py."""
 BY_FORM = [(name, op) for name in CAPABLE for op in CollectiveOp if op in SCHEMES[name].ops]
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 
@@ -347,7 +348,7 @@ def test_one_read_of_the_host_a_bucket(name, op, monkeypatch):
     assert OnDevice.reads == 4, "the count came with the same read"
 
 
-@pytest.mark.parametrize("name", sorted(set(over_groups()) - set(CAPABLE)))
+@pytest.mark.parametrize("name", sorted(set(over_groups()) - {*CAPABLE, "dense_q"}))
 def test_other_schemes_are_refused_in_the_first_step(name):
     compression = CompressionConfig(warmup_iters=100)
     planner = FixedPlanner(compression, SchemeConfig(name=name, capacity=1.25))

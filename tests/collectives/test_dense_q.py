@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Exchange
+from megatron_sparse.collectives import SCHEMES, Exchange, base, direct
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
@@ -112,6 +112,35 @@ def test_a_warm_up_and_the_target_lose_nothing_but_to_the_residual(bits, n, op):
         if step < 2:
             step_size = 2 * 5 / (2 ** (max(bits, 4) - 1) - 1)
             assert (sent_nN - torch.stack(given)).abs().max() < step * step_size + step_size
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("sum_bits", [None, 8, 4])
+def test_messages_of_fixed_size_are_the_same_and_agree_on_nothing(sum_bits, op, monkeypatch):
+    """Sizes follow from the number of elements: with slots only the agreements go."""
+    agreements: list[int] = []
+
+    def exchange_sizes(sizes, identity, transport):
+        agreements.append(transport.rank)
+        return base.exchange_sizes(sizes, identity, transport)
+
+    monkeypatch.setattr(direct, "exchange_sizes", exchange_sizes)
+    n, numel = 4, 4 * 840
+    free, fixed = (
+        Run(n, op, numel, scheme=SchemeConfig(name="direct", capacity=capacity, sum_bits=sum_bits))
+        for capacity in (None, 1.25)
+    )
+    for step in range(2):
+        given = gradients(n, numel, step)
+        sent, results = free.step(step, given)
+        assert agreements
+        agreements.clear()
+        sent_fixed, results_fixed = fixed.step(step, given)
+        assert not agreements
+        assert torch.equal(sent, sent_fixed)
+        assert torch.equal(free.whole(results), fixed.whole(results_fixed))
+        assert free.message_bytes == fixed.message_bytes
+        assert free.sent_bytes == fixed.sent_bytes
 
 
 @pytest.mark.parametrize(("bits", "expected"), [(8, 8), (4, 4), (3, 4), (2, 4)])
