@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,9 +29,12 @@ ADDED = {PLAIN: 0.0, "safe": 0.0, "extreme": 1.0}
 """To the loss of every validation."""
 
 
-def race(out: Path, **changed) -> Race:
-    fields = {"settings": list(MS), "ranks": 4, "mbits": (100,), "iters": 20, "batch": 2, "seed": 1}
-    return Race(**fields | {"out": out} | changed)
+def race(out: Path, **changed: Any) -> Race:
+    fields: dict[str, Any] = {
+        **{"settings": list(MS), "ranks": 4, "mbits": (100,), "iters": 20, "batch": 2, "seed": 1},
+        "out": out,
+    }
+    return Race(**fields | changed)
 
 
 def overrides(line: list[str]) -> dict[str, str]:
@@ -49,6 +53,7 @@ def commands(monkeypatch) -> list[list[str]]:
         setting, rate = words["name"].rsplit("-", 1)
         assert mbit == int(rate)
         last, interval = int(words["training.iterations"]), int(words["training.eval_interval"])
+        loss = 0.0
         for number in range(1, last + 1):
             log.write(ITERATION.format(number=number, all=last, ms=MS[setting]))
             if number % interval == 0:
