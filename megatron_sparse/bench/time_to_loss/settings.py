@@ -12,9 +12,9 @@ from megatron_sparse.bench.options import at_least, check_arguments, known
 PLAIN = "plain"
 CORPUS, VOCAB_SIZE = "prose", 8192
 """Text, with a vocabulary that makes the test bed's GPT one of 10 million parameters."""
-VALIDATIONS = 20
+VALIDATIONS, VALIDATION_ITERS = 10, 100
 """In each run, at equal distances, the last one at its end; each setting's k-th sees the same
-samples."""
+samples. With fewer iterations of each, samples matter more than half a percent of the loss."""
 STRETCH = 1.1
 """Iterations of a compressed run over plain Megatron's; its schedules are stretched with it."""
 LR_WARMUP_SHARE = 0.1
@@ -158,6 +158,7 @@ class Race:
             f"training.iterations={iterations}",
             f"training.lr_warmup_iters={round(iterations * LR_WARMUP_SHARE)}",
             f"training.eval_interval={interval}",
+            f"training.eval_iters={VALIDATION_ITERS}",
             f"training.seed={self.seed}",
             f"compression.seed={self.seed}",
             f"compression.warmup_iters={round(iterations * setting.warmup)}",
