@@ -107,10 +107,15 @@ def run(command: Sequence[str], log: IO[str] | None = None) -> int:
     ).returncode
 
 
-def run_loopback(command: Sequence[str], ranks: int) -> int:
+def run_loopback(command: Sequence[str], ranks: int, log: IO[str] | None = None) -> int:
     """Runs a command as every rank, over loopback; returns the first exit code that is not 0.
 
     When a rank has failed the others get `GRACE_S` and are killed. Ctrl-C ends all of them.
+
+    Args:
+        command: program and arguments.
+        ranks: how many.
+        log: where their output goes instead of to the terminal.
 
     Raises:
         CommunicationError: a signal killed a rank.
@@ -131,6 +136,8 @@ def run_loopback(command: Sequence[str], ranks: int) -> int:
             | {"GLOO_SOCKET_IFNAME": "lo"}
             | meeting
             | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=log,
+            stderr=log,
         )
         for rank in range(ranks)
     ]

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import mean
-from typing import Any
+from typing import IO, Any
 
 from megatron_sparse.bench.convergence.settings import BY_NAME, CORPORA, RANKS, Run, Study
 from megatron_sparse.bench.table import describe_cpu
@@ -30,6 +31,7 @@ from megatron_sparse.run import composition, local_ranks
 RESULT_FILE = "convergence.json"
 VOCAB_SIZE = 1024
 """Small, for even so half of the model's weights belong to the vocabulary."""
+RIVAL_RANK = "megatron_sparse.bench.convergence.rivals.rank"
 _VALIDATION = re.compile(
     r"validation loss at iteration (\d+)( on validation set)? \| lm loss value: (\S+)"
 )
@@ -157,14 +159,21 @@ def _place(study: Study, each: Run) -> list[str]:
     ]
 
 
+def _start(study: Study, each: Run, log: IO[str]) -> int:
+    """Runs `train`, or ranks with a rival in the plugin's place; returns the exit code."""
+    arguments = [*study.arguments(each), *_place(study, each)]
+    if each.setting.rival is None:
+        return local_ranks.run(local_ranks.command_line(["train", *arguments]), log)
+    command = [sys.executable, "-m", RIVAL_RANK, each.setting.name, *arguments]
+    return local_ranks.run_loopback(command, study.ranks, log)
+
+
 def _train(study: Study, each: Run) -> Result:
     arguments = study.arguments(each)
     folder, log_path = study.out / each.name, study.out / f"{each.name}.log"
     start_s = time.monotonic()
     with log_path.open("w") as log:
-        code = local_ranks.run(
-            local_ranks.command_line(["train", *arguments, *_place(study, each)]), log
-        )
+        code = _start(study, each, log)
     printed = log_path.read_text("utf-8", errors="replace")
     curve = read_curve(printed)
     if code or not curve or curve[-1][0] != study.iters:

@@ -21,6 +21,8 @@ LONG_RAMP_SHARE = 0.7
 """The same of the presets with a long ramp."""
 RANKS, BATCH = 2, 16
 """Of `experiment=convergence`."""
+_MASK_INTERVAL = 10
+"""Steps for which a mask holds: a bit for each element, as owners gather it, is a tenth in each."""
 VALIDATIONS = 10
 """Validations in a run, at equal distances, the last one at its end."""
 _LOSSY = (
@@ -28,7 +30,33 @@ _LOSSY = (
     "training.use_distributed_optimizer=true",
     "parameters.method=lossy",
 )
+_IN_4_BITS = ("scheme=dense_q", "compression.value_bits=4")
+"""Every element; what a rival does after it is its own."""
 _SGD = ("megatron.optimizer=sgd", "training.lr=0.3", "training.min_lr=0.03")
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """A rival: gradient matrices as products of thin ones, see `rivals.power_sgd`.
+
+    Attributes:
+        rank: columns of the thin matrices.
+    """
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class MomentMask:
+    """A rival: values without indices, by masks of Adam's first moment, see `rivals.moment_mask`.
+
+    Attributes:
+        interval: steps from one choice of the mask to the next.
+        owners: each rank decides about its part of the mask, by its own gradient too.
+    """
+
+    interval: int
+    owners: bool
 
 
 @dataclass(frozen=True)
@@ -43,6 +71,7 @@ class Setting:
         ramp: share of the iterations in which the density falls to the target.
         baseline: name of the setting that it is compared with.
         tier: 1 runs first.
+        rival: takes the plugin's place from the end of the warm-up on; None: the plugin stays.
     """
 
     name: str
@@ -52,6 +81,17 @@ class Setting:
     ramp: float = RAMP_SHARE
     baseline: str = DENSE
     tier: int = 1
+    rival: PowerSGD | MomentMask | None = None
+
+
+def _masked(name: str, label: str, density: float, *, owners: bool) -> Setting:
+    return Setting(
+        name,
+        f"{label}, 4 bits",
+        (*_IN_4_BITS, f"compression.density={density:g}"),
+        tier=2,
+        rival=MomentMask(_MASK_INTERVAL, owners),
+    )
 
 
 SETTINGS = (
@@ -62,7 +102,13 @@ SETTINGS = (
     Setting("safe", "preset safe", ("preset=safe",)),
     Setting("balanced", "preset balanced", ("preset=balanced",), ramp=LONG_RAMP_SHARE),
     Setting("extreme", "preset extreme", ("preset=extreme",), ramp=LONG_RAMP_SHARE),
-    Setting("dense_q4", "all in 4 bits", ("scheme=dense_q", "compression.value_bits=4"), tier=2),
+    Setting("dense_q4", "all in 4 bits", _IN_4_BITS, tier=2),
+    Setting("powersgd4", "PowerSGD, rank 4", _IN_4_BITS, ramp=0, tier=2, rival=PowerSGD(4)),
+    Setting("powersgd16", "PowerSGD, rank 16", _IN_4_BITS, ramp=0, tier=2, rival=PowerSGD(16)),
+    _masked("moment5", "5 %, masks of m", 0.05, owners=False),
+    _masked("moment22", "22 %, masks of m", 0.22, owners=False),
+    _masked("owners5", "5 %, owners' masks", 0.05, owners=True),
+    _masked("owners22", "22 %, owners' masks", 0.22, owners=True),
     Setting("leak09", "1 %, leak 0.9", ("compression.leak=0.9",), tier=2),
     Setting("cold", "1 %, no warm-up, no ramp", warmup=0, ramp=0, tier=2),
     Setting("lossy4", "dense, parameters in 4 bits", (*_LOSSY, "parameters.bits=4"), tier=2),
