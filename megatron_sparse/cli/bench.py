@@ -367,7 +367,10 @@ def convergence(
         "gpt,starcoder"
     ),
     setting: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Of docs/results/convergence.md, or all.")
+        str,
+        typer.Option(
+            metavar="NAME,...", help="all, or of docs/results/convergence.md, rivals included."
+        ),
     ] = "all",
     seeds: Annotated[str, typer.Option(metavar="N,...", help="Each trains every setting.")] = "1,2",
     iters: Annotated[int, typer.Option(help="Iterations of each run.")] = 1500,

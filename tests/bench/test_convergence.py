@@ -26,6 +26,7 @@ LINES = (
     " validation loss at iteration 100 on validation set | lm loss value: {again:E} | lm loss PPL\n"
 )
 LOSS = {"dense": 4.0, "topk1": 4.1, "topk01": 4.4, "sgd_dense": 5.0, "sgd_topk1": 5.2}
+RIVALS = [setting.name for setting in SETTINGS if setting.rival is not None]
 
 
 def study(out: Path, **changed) -> Study:
@@ -46,7 +47,7 @@ def commands(monkeypatch) -> list[list[str]]:
         started.append(command)
         words = overrides(command)
         name, seed = words["name"].split("-")[1:]
-        last = LOSS[name] * (1.01 if seed == "2" else 1)
+        last = LOSS.get(name, 4.2) * (1.01 if seed == "2" else 1)
         log.write(LINES.format(first=6, last=last * 0.998, again=last * 1.002))
         folder = Path(words["runs_dir"]) / words["name"]
         folder.mkdir(parents=True)
@@ -58,6 +59,7 @@ def commands(monkeypatch) -> list[list[str]]:
         return 0
 
     monkeypatch.setattr(local_ranks, "run", run)
+    monkeypatch.setattr(local_ranks, "run_loopback", lambda command, ranks, log: run(command, log))
     monkeypatch.setattr(corpus, "prepare", lambda kind, folder, size: (kind, folder, size))
     return started
 
@@ -76,6 +78,22 @@ def test_more_ranks_share_the_batch_and_are_other_runs(commands, tmp_path):
     assert not [each for each in convergence.run(study(tmp_path, ranks=2)) if each.bits is None]
     with pytest.raises(ConfigError, match="a divisor of 16"):
         study(tmp_path, ranks=3)
+
+
+def test_rivals_train_as_the_other_settings_do_in_processes_of_their_own(commands, tmp_path):
+    results = convergence.run(study(tmp_path, settings=["dense_q4", *RIVALS], seeds=[1]))
+    ours, *theirs = commands
+    assert ours[:4] == local_ranks.command_line(["train"])
+    for name, command in zip(RIVALS, theirs, strict=True):
+        assert command[1:4] == ["-m", convergence.RIVAL_RANK, name]
+        # The same model, data, schedule of learning rates and validations, and the same warm-up.
+        differing = set(overrides(command).items()) ^ set(overrides(ours).items())
+        assert {key for key, _ in differing} <= {
+            "name",
+            "compression.density",
+            "compression.ramp_iters",
+        }
+    assert {row.setting for row in report.rows_of(results)} == {"dense_q4", *RIVALS}
 
 
 def test_a_study_compares_within_a_seed(commands, tmp_path):

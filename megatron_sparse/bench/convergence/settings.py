@@ -89,7 +89,7 @@ def _masked(name: str, label: str, density: float, *, owners: bool) -> Setting:
         name,
         f"{label}, 4 bits",
         (*_IN_4_BITS, f"compression.density={density:g}"),
-        tier=2,
+        tier=4,
         rival=MomentMask(_MASK_INTERVAL, owners),
     )
 
@@ -103,8 +103,8 @@ SETTINGS = (
     Setting("balanced", "preset balanced", ("preset=balanced",), ramp=LONG_RAMP_SHARE),
     Setting("extreme", "preset extreme", ("preset=extreme",), ramp=LONG_RAMP_SHARE),
     Setting("dense_q4", "all in 4 bits", _IN_4_BITS, tier=2),
-    Setting("powersgd4", "PowerSGD, rank 4", _IN_4_BITS, ramp=0, tier=2, rival=PowerSGD(4)),
-    Setting("powersgd16", "PowerSGD, rank 16", _IN_4_BITS, ramp=0, tier=2, rival=PowerSGD(16)),
+    Setting("powersgd4", "PowerSGD, rank 4", _IN_4_BITS, ramp=0, tier=4, rival=PowerSGD(4)),
+    Setting("powersgd16", "PowerSGD, rank 16", _IN_4_BITS, ramp=0, tier=4, rival=PowerSGD(16)),
     _masked("moment5", "5 %, masks of m", 0.05, owners=False),
     _masked("moment22", "22 %, masks of m", 0.22, owners=False),
     _masked("owners5", "5 %, owners' masks", 0.05, owners=True),

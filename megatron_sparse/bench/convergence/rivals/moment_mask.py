@@ -14,10 +14,10 @@ The residual keeps the rest, rounding included.
 
 Deviations: Adam instead of AdamS; error feedback; owners' masks hold at once, not a step later.
 
-Bytes of a message: 4 for each value, or as `dense_q`'s records; with `owners` a bit for each element
-of the rank's part, where the mask changes. On the wire values in full take a ring all-reduce,
-quantised ones an all-to-all and a gather of fp32 sums, as `dense_q`. Both are counted so, but run as
-an all-reduce of the values that were sent: the sums are the same.
+Bytes of a message: 4 for each value, or those of `dense_q`'s records; with `owners` a bit for each
+element of the rank's part, in steps that change the mask. Full values are counted as a ring
+all-reduce on the wire, quantised ones as `dense_q`: an all-to-all, and a gather of fp32 sums.
+Either runs as one all-reduce of the values that were sent, whose sums are the same.
 
 Shape suffixes: N elements of the bucket, K elements of its mask.
 """
@@ -123,15 +123,12 @@ class MomentMaskRival:
         if self._owners:
             n, rank = given.group.size(), given.group.rank()
             moment_N.mul_(beta).add_(given.residual_N, alpha=(1 - beta) * n)
-            mask_N = largest(bucket, moment_N, given.density)
-            borders = [bucket.numel * each // n for each in (rank, rank + 1)]
-            mask_N[: borders[0]] = False
-            mask_N[borders[1] :] = False
-            gathered_N = mask_N.to(torch.uint8)
+            own = slice(bucket.numel * rank // n, bucket.numel * (rank + 1) // n)
+            gathered_N = largest(bucket, moment_N, given.density, own).to(torch.uint8)
             dist.all_reduce(gathered_N, dist.ReduceOp.MAX, group=given.group)
             mask_N = gathered_N.bool()
-            own = -(-(borders[1] - borders[0]) // 8)
-            given.count(0, own, (n - 1) * own)
+            own_bytes = -(-(own.stop - own.start) // 8)
+            given.count(0, own_bytes, (n - 1) * own_bytes)
         else:
             mask_N = largest(bucket, moment_N, given.density)
         values, start = [], 0
@@ -169,20 +166,25 @@ class MomentMaskRival:
         return moment_N, betas.pop()
 
 
-def largest(bucket: Bucket, statistic_N: torch.Tensor, density: float) -> torch.Tensor:
+def largest(
+    bucket: Bucket, statistic_N: torch.Tensor, density: float, part: slice | None = None
+) -> torch.Tensor:
     """The mask [N] of each parameter's largest magnitudes; parameters sent whole are all in it.
 
     Padding is not. Of equal magnitudes torch chooses, on all ranks alike.
 
-    Example:
-        >>> piece = ParameterSlice("w", 0, 4)  # doctest: +SKIP
-        >>> bucket = Bucket("0", torch.zeros(5), [piece], CollectiveOp.ALL_REDUCE, 2)  # doctest: +SKIP
-        >>> largest(bucket, torch.tensor([1.0, -3, 2, 0, 0]), 0.5).int().tolist()  # doctest: +SKIP
-        [0, 1, 1, 0, 0]
+    Args:
+        bucket: its parameters are read.
+        statistic_N: the magnitudes.
+        density: fraction of each parameter, rounded, but one element at least.
+        part: chooses from these elements of the bucket only; None for all.
     """
+    part = slice(0, bucket.numel) if part is None else part
     mask_N = torch.zeros(bucket.numel, dtype=torch.bool)
     for piece in bucket.parameters:
-        own = mask_N[piece.start : piece.stop]
-        count = round(density * own.numel()) if piece.pruned else own.numel()
-        own[statistic_N[piece.start : piece.stop].abs().topk(max(count, 1)).indices] = True
+        own = slice(max(piece.start, part.start), min(piece.stop, part.stop))
+        numel = own.stop - own.start
+        if numel > 0:
+            count = max(round(density * numel), 1) if piece.pruned else numel
+            mask_N[own][statistic_N[own].abs().topk(count).indices] = True
     return mask_N

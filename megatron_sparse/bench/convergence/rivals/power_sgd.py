@@ -69,7 +69,7 @@ class PowerSGDRival:
         state = self._states[bucket.name]
         state.error_dict[0] = given.residual_N
         before = state.total_numel_after_compression
-        powerSGD_hook(state, cast(dist.GradBucket, _GradBucket(given))).wait()
+        powerSGD_hook(state, cast(Any, _GradBucket(given))).wait()
         given.residual_N.copy_(state.error_dict[0])
         bucket.grad_N.mul_(given.group.size())
         numel = state.total_numel_after_compression - before
