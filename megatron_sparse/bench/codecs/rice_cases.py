@@ -129,6 +129,8 @@ def _peers(grad_N: torch.Tensor, threshold: torch.Tensor) -> dict[str, Action]:
     compressor = zstandard.ZstdCompressor(level=3)
 
     def in_torch_and_zstd() -> list[bytes]:
-        return [compressor.compress(part.view(torch.uint8).numpy()) for part in in_torch()]
+        return [
+            compressor.compress(memoryview(part.view(torch.uint8).numpy())) for part in in_torch()
+        ]
 
     return {"torch ops": in_torch, "torch ops, zstd": in_torch_and_zstd}
