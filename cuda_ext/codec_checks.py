@@ -20,6 +20,7 @@ from megatron_sparse.wire import (
     FORMAT_DENSE,
     FORMAT_HASH_BITMAP,
     FORMAT_PICI,
+    FORMAT_RICE,
     HEADER_BYTES,
     RECORD_ALIGNMENT,
     VALUE_BYTES,
@@ -143,11 +144,16 @@ def _check_room(op: str, needed: int, out: torch.Tensor) -> None:
 
 
 def check_capacity(
-    segments: Segments, spec: RecordSpec, out: torch.Tensor, capacity_S: torch.Tensor | None
+    op: str,
+    segments: Segments,
+    spec: RecordSpec,
+    out: torch.Tensor,
+    capacity_S: torch.Tensor | None,
 ) -> None:
     """Refuses a buffer that may prove too small: the residual changes before sizes are known."""
-    op, most_S, slots_S = "prune_encode", segments.offsets.diff(), segments.slots
-    if capacity_S is None and slots_S is None:
+    most_S, slots_S = segments.offsets.diff(), segments.slots
+    is_rice = spec.record_format == FORMAT_RICE
+    if capacity_S is None and slots_S is None and not is_rice:
         return _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
     is_blocks = spec.record_format == FORMAT_BLOCKS
     if capacity_S is not None:
@@ -158,7 +164,15 @@ def check_capacity(
             raise refusal(op, "blocks have no capacity on CUDA", "another format", "blocks")
         most_S = capacity_S
     record_format = FORMAT_DENSE if is_blocks else spec.record_format
-    most = Slots.of(segments.offsets, segments.dense, most_S, spec.value_dtype, record_format)
+    most = Slots.of(
+        segments.offsets,
+        segments.dense,
+        most_S,
+        spec.value_dtype,
+        record_format,
+        spec.log2_span,
+        without_indices=spec.without_indices,
+    )
     if slots_S is None:
         return _check_room(op, int(most.offsets[-1]), out)
     for segment, (needed, there) in enumerate(

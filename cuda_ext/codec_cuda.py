@@ -19,6 +19,8 @@ import torch
 
 from megatron_sparse.cuda_ext.arguments import refusal
 from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
+from megatron_sparse.cuda_ext.record_spec import Segments
+from megatron_sparse.cuda_ext.reports import Reports
 
 _DENSE_KIND = 0
 _CAPACITY, _SEGMENTS, _SLOT = 1, 2, 4  # encode_launch.h; an unknown kind is refused before
@@ -40,6 +42,24 @@ def read_report(
     words = report.cpu()
     check_report(op, words, segment_offsets)
     sizes_S, nnz_S = words[STATUS_WORDS:].view(2, -1)
+    return sizes_S, nnz_S
+
+
+def results(
+    op: str, report: torch.Tensor, segment_offsets: torch.Tensor, reports: Reports | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sizes and counts from an encoder's report: `read_report` or, with `reports`, `later`."""
+    if reports is None:
+        return read_report(op, report, segment_offsets)
+    return later(op, report, segment_offsets, reports)
+
+
+def later(
+    op: str, report: torch.Tensor, segment_offsets: torch.Tensor, reports: Reports
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds an encoder's report to `reports`; returns sizes and counts, on its device."""
+    reports.add(report, lambda words: check_report(op, words, segment_offsets))
+    sizes_S, nnz_S = report[STATUS_WORDS:].view(2, -1)
     return sizes_S, nnz_S
 
 
@@ -124,6 +144,13 @@ def _graph_source(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.T
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).pin_memory()
+
+
+def segment_tables(
+    device: torch.device, segments: Segments, kind: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets of the segments and the requested kind of each, on the device. Only to read."""
+    return on_device(segments.offsets, device), record_kinds(segments.dense, kind, device)
 
 
 def record_kinds(segment_dense: torch.Tensor, kind: int, device: torch.device) -> torch.Tensor:

@@ -33,7 +33,6 @@ from megatron_sparse.cuda_ext.codec_checks import (
     compare_counts,
     refuse_scratch,
 )
-from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
 from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.wire import FORMAT_BLOCKS
@@ -87,7 +86,7 @@ def encode(
         report = call(
             "encode_records",
             grad_N,
-            *_device_tables(grad_N.device, segments, kind),
+            *codec_cuda.segment_tables(grad_N.device, segments, kind),
             spec.value_dtype,
             spec.step,
             _blocks_only(spec),
@@ -95,7 +94,7 @@ def encode(
             codec_cuda.on_device(segments.slots, grad_N.device),
         )
         if reports is not None:
-            return _later("encode", report, segments.offsets, reports)[0]
+            return codec_cuda.later("encode", report, segments.offsets, reports)[0]
         sizes, found_S = codec_cuda.read_report("encode", report, segments.offsets)
         compare_counts(found_S, found_S if nnz_S is None else nnz_S.cpu())
         return sizes
@@ -172,7 +171,7 @@ def prune_encode(
     if check_device(op, "grad", grad_N) == "cuda":
         refuse_scratch(op, scratch)
         out = check_slots(op, segments.slots, segments.dense.numel(), out)
-        check_capacity(segments, spec, out, pruning.capacity_S)
+        check_capacity(op, segments, spec, out, pruning.capacity_S)
         report = call(
             "prune_encode_records",
             grad_N,
@@ -181,7 +180,7 @@ def prune_encode(
             pruning.thresholds_R,
             pruning.leak,
             pruning.key,
-            *_device_tables(device, segments, kind),
+            *codec_cuda.segment_tables(device, segments, kind),
             spec.value_dtype,
             spec.step,
             _blocks_only(spec),
@@ -190,9 +189,7 @@ def prune_encode(
             codec_cuda.on_device(segments.slots, device),
             pruning.tie_chances_R,
         )
-        if reports is not None:
-            return _later(op, report, segments.offsets, reports)
-        return codec_cuda.read_report(op, report, segments.offsets)
+        return codec_cuda.results(op, report, segments.offsets, reports)
     scratch = check_scratch(op, scratch, segments.offsets, spec.value_dtype)
     return call(
         op,
@@ -214,23 +211,6 @@ def prune_encode(
         segments.slots,
         pruning.tie_chances_R,
     )
-
-
-def _later(
-    op: str, report: torch.Tensor, segment_offsets: torch.Tensor, reports: Reports
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds an encoder's report to `reports`; returns sizes and counts, on its device."""
-    reports.add(report, lambda words: codec_cuda.check_report(op, words, segment_offsets))
-    sizes_S, nnz_S = report[STATUS_WORDS:].view(2, -1)
-    return sizes_S, nnz_S
-
-
-def _device_tables(
-    device: torch.device, segments: Segments, kind: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets of the segments and the requested kind of each, on the device."""
-    kinds = codec_cuda.record_kinds(segments.dense, kind, device)
-    return codec_cuda.on_device(segments.offsets, device), kinds
 
 
 def _blocks_only(spec: RecordSpec) -> int:

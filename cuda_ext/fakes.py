@@ -179,6 +179,42 @@ def _prune_encode_records(
     return segment_offsets.new_empty(STATUS_WORDS + 2 * segment_formats.shape[0])
 
 
+def _encode_rice_records(
+    grad: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_formats: torch.Tensor,
+    value_dtype: int,
+    step: int,
+    log2_span: int,
+    without_indices: bool,
+    out: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return segment_offsets.new_empty(STATUS_WORDS + 2 * segment_formats.shape[0])
+
+
+def _prune_encode_rice_records(
+    grad: torch.Tensor,
+    residual: torch.Tensor,
+    range_offsets: torch.Tensor,
+    thresholds: torch.Tensor,
+    leak: float,
+    key: int,
+    segment_offsets: torch.Tensor,
+    segment_formats: torch.Tensor,
+    value_dtype: int,
+    step: int,
+    log2_span: int,
+    without_indices: bool,
+    out: torch.Tensor,
+    capacity: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    tie_chances: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return segment_offsets.new_empty(STATUS_WORDS + 2 * segment_formats.shape[0])
+
+
 def _peer_collective(*arguments: Any) -> None:
     """Mutates its outputs and returns nothing."""
 
@@ -304,6 +340,8 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "cuda": {
         "encode_records": _encode_records,
         "prune_encode_records": _prune_encode_records,
+        "encode_rice_records": _encode_rice_records,
+        "prune_encode_rice_records": _prune_encode_rice_records,
         "decode_sum_": _decode_sum,
         "peer_collective": _peer_collective,
         "nccl_sparse_sum": _nccl_sparse_sum,

@@ -77,6 +77,7 @@ ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
 CUDA_UNITS = (
     "prune_encode",
     "encode",
+    "rice_encode",
     "decode",
     "moves_encode",
     "hash_bitmap",
@@ -93,6 +94,7 @@ CUDA_UNITS = (
 CUDA_BINDINGS = (
     "prune_encode",
     "encode",
+    "rice_encode",
     "decode",
     "hash_bitmap",
     "row_sparse",

@@ -49,9 +49,10 @@ inline int64_t cut_blocks(const TileCut& cut) {
   return wanted < most ? wanted : most;
 }
 
-__device__ __forceinline__ bool is_known_kind(uint8_t kind, bool with_blocks) {
+__device__ __forceinline__ bool is_known_kind(uint8_t kind, const Workspace& work) {
+  if (work.rice) return kind == kKindDense || kind == kKindRice;
   return kind == kKindDense || kind == kKindCoo || kind == kKindPici || kind == kKindPiciPaper ||
-         kind == kKindAdaptive || (kind == kKindBlocks && with_blocks);
+         kind == kKindAdaptive || (kind == kKindBlocks && work.block_states != nullptr);
 }
 
 // Called by `blocks` blocks of kCutThreads.
@@ -88,8 +89,7 @@ __device__ __forceinline__ void cut_tiles(const TileCut& cut, int64_t block, int
       const int64_t from = segment_offsets[s], to = segment_offsets[s + 1];
       const bool cuts = (s > 0 || from == 0) && (s + 1 < segment_count || to == numel);
       const bool right = cuts && from >= 0 && from <= to && to <= numel &&
-                         to - from <= kMaxSegmentNumel &&
-                         is_known_kind(segment_kinds[s], work.block_states != nullptr);
+                         to - from <= kMaxSegmentNumel && is_known_kind(segment_kinds[s], work);
       if (right) {
         tiles = tiles_of(to - from);
       } else {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void cut_tiles(const TileCut& cut, int64_t block, int
   for (int i = 0; i < 4; ++i) status[i] = 0;
   if (right) return;
   const uint8_t kind = segment_kinds[first_wrong];
-  const bool known = is_known_kind(kind, work.block_states != nullptr);
+  const bool known = is_known_kind(kind, work);
   status[0] = known ? kEncodeSegments : kEncodeFormat;
   status[1] = first_wrong;
   status[2] = known ? segment_offsets[first_wrong + 1] : kind;

@@ -63,11 +63,12 @@ inline void check_encode(const EncodeRequest& r) {
            "encode: block_size is out of range", "0, or a power of two from 64 to 4096", block);
 }
 
-// Allocates report and workspace and calls `launch` with the arguments and the current stream; the
-// device guard is the caller's. The report is one tensor, so that reading it is one copy: the
-// status (4 words), the bytes of each segment's record, and the non-zero elements of each segment.
-template <class Launch>
-Tensor run_encoder(const EncodeRequest& r, Launch launch) {
+// Allocates report and workspace, of bytes(arguments), and calls `launch` with the arguments and
+// the current stream; the device guard is the caller's. The report is one tensor, so that reading
+// it is one copy: the status (4 words), the bytes of each segment's record, and the non-zero
+// elements of each segment.
+template <class Bytes, class Launch>
+Tensor run_encoder(const EncodeRequest& r, Bytes bytes, Launch launch) {
   const int64_t segment_count = r.segment_formats.numel();
   Tensor report = torch::stable::new_empty(r.segment_offsets, {4 + 2 * segment_count});
   int64_t* status = static_cast<int64_t*>(report.mutable_data_ptr());
@@ -90,7 +91,7 @@ Tensor run_encoder(const EncodeRequest& r, Launch launch) {
       r.slots.has_value() ? static_cast<const int64_t*>(r.slots->const_data_ptr()) : nullptr,
       r.most_nnz.has_value() ? static_cast<const int64_t*>(r.most_nnz->const_data_ptr()) : nullptr,
   };
-  const Tensor workspace = torch::stable::new_empty(r.out, {encode_workspace_bytes(arguments)});
+  const Tensor workspace = torch::stable::new_empty(r.out, {bytes(arguments)});
   arguments.workspace = workspace.mutable_data_ptr();
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(r.grad.get_device_index(), &stream));

@@ -13,9 +13,9 @@ Tensor encode_records_cuda(const Tensor& grad, const Tensor& segment_offsets,
       grad, segment_offsets, segment_formats, value_dtype, step, block_size, out, slots, {}};
   check_encode(request);
   torch::stable::accelerator::DeviceGuard guard(grad.get_device_index());
-  return run_encoder(request, [](const EncodeArguments& arguments, void* stream) {
-    launch_encode(arguments, stream);
-  });
+  return run_encoder(
+      request, encode_workspace_bytes,
+      [](const EncodeArguments& arguments, void* stream) { launch_encode(arguments, stream); });
 }
 
 }  // namespace

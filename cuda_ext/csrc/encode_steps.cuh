@@ -8,10 +8,11 @@ namespace megatron_sparse {
 
 inline Workspace workspace_of(const EncodeArguments& a) {
   const int64_t value_bytes = dtype_bytes(a.value_dtype);
-  // Elements that a limit takes back must have been staged.
-  const int64_t staged_bytes = a.most_nnz != nullptr ? a.numel * value_bytes : a.capacity;
-  return lay_out_workspace(a.workspace, a.numel, a.segment_count, value_bytes, staged_bytes,
-                           a.block_size != 0);
+  // Elements that a limit takes back must have been staged; else values that have no room in the
+  // message need none here.
+  const int64_t most = a.most_nnz != nullptr ? a.numel : a.capacity / value_bytes;
+  return lay_out_workspace(
+      a.workspace, {a.numel, a.segment_count, value_bytes, most, a.block_size != 0, false, 0});
 }
 
 // Clears the workspace's counters and cuts the segments into tiles.
@@ -35,6 +36,11 @@ void launch_compact(const EncodeArguments& a, const Source& source, const Worksp
 // The pass over the gradient as it is.
 void launch_compact_grad(const EncodeArguments& arguments, const Workspace& work,
                          cudaStream_t stream);
+
+// Prunes gradient and residual, compacts what is selected and, with a capacity, takes back what
+// exceeds it; after the cut.
+void launch_prune(const EncodeArguments& arguments, const PruneArguments& prune,
+                  const Workspace& work, cudaStream_t stream);
 
 // Plans the records and moves the kept elements into them; writes nothing between slots.
 void launch_place(const EncodeArguments& arguments, const Workspace& work, cudaStream_t stream,

@@ -4,6 +4,7 @@
 #include "encode_launch.h"
 #include "launch_grid.cuh"
 #include "record.h"
+#include "rice.h"
 #include "scan.cuh"
 
 namespace megatron_sparse {
@@ -19,46 +20,71 @@ struct RecordPlan {
   uint8_t kind;
 };
 
+// Of a group of entries of a Rice record: the bits of the unary part.
+struct RiceGroup {
+  uint32_t before;  // bits of the chunk's earlier groups
+  uint32_t head;    // own bits in the word where the last of these lies; 0 if it is full
+};
+
 inline constexpr int kSignGroups = 8;  // of a tile: the part of one warp of compaction
 
 // Tiles of 4096 elements restart in each segment and are numbered through the bucket.
 struct Workspace {
-  ScanState* nnz_states;    // [tiles], zeroed; after compaction, inclusive prefixes
-  ScanState* block_states;  // likewise, of non-zero blocks; null if there are none
-  unsigned int* ticket;     // zeroed
-  unsigned int* planners;   // zeroed: blocks that have asked to plan the records
-  unsigned int* planned;    // zeroed: whether the first of them has done it
-  int64_t* tile_begin;      // [segments + 1]: first tile of each segment
-  RecordPlan* plans;        // [segments]
-  uint32_t* words;          // [128 * tiles]: bit b of word w says that element 32 w + b is kept
-  uint32_t* signs;          // likewise, that it is -0.0; valid only where has_signs is set
-  uint8_t* has_signs;       // [tiles * kSignGroups]: whether these words of `signs` were written
-  void* values;             // [value_capacity] kept values of all segments, back to back
+  ScanState* nnz_states;       // [tiles], zeroed; after compaction, inclusive prefixes
+  ScanState* block_states;     // likewise, of non-zero blocks; null if there are none
+  ScanState* chunk_states;     // likewise, of words, by slots of chunks; null without Rice indices
+  unsigned int* ticket;        // zeroed
+  unsigned int* planners;      // zeroed: blocks that have asked to plan the records
+  unsigned int* planned;       // zeroed: whether the first of them has done it
+  unsigned int* chunk_ticket;  // zeroed
+  int64_t* tile_begin;         // [segments + 1]: first tile of each segment
+  RecordPlan* plans;           // [segments]
+  uint32_t* words;             // [128 * tiles]: bit b of word w says that element 32 w + b is kept
+  uint32_t* signs;             // likewise, that it is -0.0; valid only where has_signs is set
+  uint8_t* has_signs;          // [tiles * kSignGroups]: whether these words of `signs` were written
+  void* values;                // [value_capacity] kept values of all segments, back to back
   int64_t value_capacity;
+  RiceGroup* groups;     // by slots of groups; null without Rice indices
+  bool rice;             // records are dense or of format Rice, no others
   int64_t zeroed_bytes;  // from nnz_states on
   int64_t bytes;
 };
 
-inline Workspace lay_out_workspace(void* base, int64_t numel, int64_t segment_count,
-                                   int64_t value_bytes, int64_t capacity, bool with_blocks) {
+struct WorkspaceShape {
+  int64_t numel;
+  int64_t segment_count;
+  int64_t value_bytes;
+  int64_t most_values;  // values beyond them are not staged
+  bool with_blocks;
+  bool rice;
+  int64_t chunk_slots;  // of Rice records with indices; 0 for others
+};
+
+inline Workspace lay_out_workspace(void* base, const WorkspaceShape& shape) {
+  const int64_t numel = shape.numel, segment_count = shape.segment_count;
   // Each segment can end in a partial tile.
   const int64_t tiles = numel / kPiciTile + segment_count;
   Workspace w = {};
-  // Values that have no room in the message need none here.
-  w.value_capacity = numel < capacity / value_bytes ? numel : capacity / value_bytes;
+  w.rice = shape.rice;
+  w.value_capacity = numel < shape.most_values ? numel : shape.most_values;
   Carver memory(base);
   w.nnz_states = memory.take<ScanState>(tiles);
-  if (with_blocks) w.block_states = memory.take<ScanState>(tiles);
-  w.ticket = memory.take<unsigned int>(3);
+  if (shape.with_blocks) w.block_states = memory.take<ScanState>(tiles);
+  if (shape.chunk_slots > 0) w.chunk_states = memory.take<ScanState>(shape.chunk_slots);
+  w.ticket = memory.take<unsigned int>(4);
   w.planners = w.ticket + 1;
   w.planned = w.ticket + 2;
+  w.chunk_ticket = w.ticket + 3;
   w.zeroed_bytes = memory.used();
   w.tile_begin = memory.take<int64_t>(segment_count + 1);
   w.plans = memory.take<RecordPlan>(segment_count);
   w.words = memory.take<uint32_t>(tiles * kTileWords);
   w.signs = memory.take<uint32_t>(tiles * kTileWords);
   w.has_signs = memory.take<uint8_t>(tiles * kSignGroups);
-  w.values = memory.take<uint8_t>(w.value_capacity * value_bytes);
+  w.values = memory.take<uint8_t>(w.value_capacity * shape.value_bytes);
+  if (shape.chunk_slots > 0) {
+    w.groups = memory.take<RiceGroup>(numel / kRiceGroup + shape.chunk_slots);
+  }
   w.bytes = memory.used();
   return w;
 }

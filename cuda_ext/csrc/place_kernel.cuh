@@ -27,10 +27,76 @@ struct PlanMemory {
   unsigned int first_misfit;
 };
 
-// Called by one block, after compaction: sizes, places, headers and padding of all records.
+// A segment's counts, after compaction and the limit.
+__device__ __forceinline__ RecordPlan counted_plan(const Workspace& work,
+                                                   const EncodeArguments& call, int64_t s) {
+  const int64_t first = work.tile_begin[s] - 1, last = work.tile_begin[s + 1] - 1;
+  RecordPlan plan = {};
+  plan.nnz_before = prefix_after(work.nnz_states, first);
+  plan.nnz = prefix_after(work.nnz_states, last) - plan.nnz_before;
+  if (call.most_nnz != nullptr) plan.nnz = min(plan.nnz, call.most_nnz[s]);
+  if (work.block_states != nullptr) {
+    plan.blocks_before = prefix_after(work.block_states, first);
+    plan.blocks = prefix_after(work.block_states, last) - plan.blocks_before;
+  }
+  return plan;
+}
+
+// The records of dense, COO, Pici and blocks: what plan_records needs of a family of formats.
 template <class Value>
-__device__ __forceinline__ void plan_records(const Workspace& work, const EncodeArguments& call,
-                                             const SpoiledBy& spoiled, PlanMemory& shared) {
+struct StagedRecords {
+  const Workspace& work;
+  const EncodeArguments& call;
+
+  // Format and sections of a segment's record.
+  __device__ __forceinline__ RecordPlan plan(int64_t s) const {
+    const int64_t numel = call.segment_offsets[s + 1] - call.segment_offsets[s];
+    RecordPlan plan = counted_plan(work, call, s);
+    plan.kind = call.segment_kinds[s];
+    if (plan.kind == kKindAdaptive) {
+      const Sections coo = sections_of(kKindCoo, numel, plan.nnz, 0, 0, sizeof(Value));
+      const Sections pici = sections_of(kKindPici, numel, plan.nnz, 0, 0, sizeof(Value));
+      plan.kind = coo.payload <= pici.payload ? kKindCoo : kKindPici;
+    }
+    plan.sections =
+        sections_of(plan.kind, numel, plan.nnz, plan.blocks, call.block_size, sizeof(Value));
+    const Sections dense = sections_of(kKindDense, numel, plan.nnz, 0, 0, sizeof(Value));
+    if (plan.sections.payload >= dense.payload) {
+      plan.kind = kKindDense;
+      plan.sections = dense;
+    }
+    return plan;
+  }
+
+  __device__ __forceinline__ int dtype_of(const RecordPlan&) const { return call.value_dtype; }
+
+  // What the tiles do not write: sub-header, last entry of a table, padding.
+  __device__ __forceinline__ void start(const RecordPlan& plan, int64_t s, uint8_t* payload) const {
+    const bool pici = plan.kind == kKindPici || plan.kind == kKindPiciPaper;
+    const int64_t tiles = work.tile_begin[s + 1] - work.tile_begin[s];
+    const int64_t index_count = plan.kind == kKindCoo      ? plan.nnz
+                                : plan.kind == kKindBlocks ? plan.blocks
+                                : pici                     ? tiles + 1
+                                                           : 0;
+    uint32_t* indices = reinterpret_cast<uint32_t*>(payload + plan.sections.indices);
+    if (pici) indices[tiles] = static_cast<uint32_t>(plan.nnz);
+    if (plan.kind == kKindBlocks) {
+      uint32_t* subheader = reinterpret_cast<uint32_t*>(payload);
+      subheader[0] = static_cast<uint32_t>(call.block_size);
+      subheader[1] = static_cast<uint32_t>(plan.blocks);
+      subheader[2] = subheader[3] = 0;
+    }
+    clear(payload + plan.sections.indices + 4 * index_count, payload + plan.sections.values);
+    clear(payload + plan.sections.values_end, payload + plan.sections.payload);
+  }
+};
+
+// Called by one block, after compaction: sizes, places, headers and padding of all records.
+template <class Records>
+__device__ __forceinline__ void plan_records(const Records& records, const SpoiledBy& spoiled,
+                                             PlanMemory& shared) {
+  const Workspace& work = records.work;
+  const EncodeArguments& call = records.call;
   if (threadIdx.x == 0) shared.first_misfit = 0xffffffffu;
   if (call.status[0] != kEncodeOk) {
     for (int64_t s = threadIdx.x; s < call.segment_count; s += kPlaceThreads) {
@@ -45,28 +111,7 @@ __device__ __forceinline__ void plan_records(const Workspace& work, const Encode
     int64_t bytes = 0;
     RecordPlan plan = {};
     if (s < call.segment_count) {
-      const int64_t numel = call.segment_offsets[s + 1] - call.segment_offsets[s];
-      const int64_t first = work.tile_begin[s] - 1, last = work.tile_begin[s + 1] - 1;
-      plan.nnz_before = prefix_after(work.nnz_states, first);
-      plan.nnz = prefix_after(work.nnz_states, last) - plan.nnz_before;
-      if (call.most_nnz != nullptr) plan.nnz = min(plan.nnz, call.most_nnz[s]);
-      if (work.block_states != nullptr) {
-        plan.blocks_before = prefix_after(work.block_states, first);
-        plan.blocks = prefix_after(work.block_states, last) - plan.blocks_before;
-      }
-      plan.kind = call.segment_kinds[s];
-      if (plan.kind == kKindAdaptive) {
-        const Sections coo = sections_of(kKindCoo, numel, plan.nnz, 0, 0, sizeof(Value));
-        const Sections pici = sections_of(kKindPici, numel, plan.nnz, 0, 0, sizeof(Value));
-        plan.kind = coo.payload <= pici.payload ? kKindCoo : kKindPici;
-      }
-      plan.sections =
-          sections_of(plan.kind, numel, plan.nnz, plan.blocks, call.block_size, sizeof(Value));
-      const Sections dense = sections_of(kKindDense, numel, plan.nnz, 0, 0, sizeof(Value));
-      if (plan.sections.payload >= dense.payload) {
-        plan.kind = kKindDense;
-        plan.sections = dense;
-      }
+      plan = records.plan(s);
       bytes = kHeaderBytes + plan.sections.payload;
     }
     int64_t total;
@@ -105,13 +150,12 @@ __device__ __forceinline__ void plan_records(const Workspace& work, const Encode
   }
   for (int64_t s = threadIdx.x; s < call.segment_count; s += kPlaceThreads) {
     const RecordPlan plan = work.plans[s];
-    const bool pici = plan.kind == kKindPici || plan.kind == kKindPiciPaper;
     const int64_t offset = call.segment_offsets[s];
     Header header = {};
     header.magic = kMagic;
     header.version = kVersion;
     header.format = plan.kind & 0xf;
-    header.dtype = static_cast<uint8_t>(call.value_dtype);
+    header.dtype = static_cast<uint8_t>(records.dtype_of(plan));
     header.flags = plan.kind == kKindPici ? kFlagLinear : 0;
     header.numel = static_cast<uint64_t>(call.segment_offsets[s + 1] - offset);
     header.nnz = static_cast<uint64_t>(plan.nnz);
@@ -120,23 +164,7 @@ __device__ __forceinline__ void plan_records(const Workspace& work, const Encode
     header.step = call.step;
     header.checksum = checksum_of(header);
     *reinterpret_cast<Header*>(call.out + plan.at) = header;
-
-    uint8_t* payload = call.out + plan.at + kHeaderBytes;
-    const int64_t tiles = work.tile_begin[s + 1] - work.tile_begin[s];
-    const int64_t index_count = plan.kind == kKindCoo      ? plan.nnz
-                                : plan.kind == kKindBlocks ? plan.blocks
-                                : pici                     ? tiles + 1
-                                                           : 0;
-    uint32_t* indices = reinterpret_cast<uint32_t*>(payload + plan.sections.indices);
-    if (pici) indices[tiles] = static_cast<uint32_t>(plan.nnz);
-    if (plan.kind == kKindBlocks) {
-      uint32_t* subheader = reinterpret_cast<uint32_t*>(payload);
-      subheader[0] = static_cast<uint32_t>(call.block_size);
-      subheader[1] = static_cast<uint32_t>(plan.blocks);
-      subheader[2] = subheader[3] = 0;
-    }
-    clear(payload + plan.sections.indices + 4 * index_count, payload + plan.sections.values);
-    clear(payload + plan.sections.values_end, payload + plan.sections.payload);
+    records.start(plan, s, call.out + plan.at + kHeaderBytes);
   }
   const bool failed = has_failed(spoiled.some) || has_failed(spoiled.others);
   // The barrier comes after the first record's header.
@@ -145,14 +173,15 @@ __device__ __forceinline__ void plan_records(const Workspace& work, const Encode
 
 // Lets the first block of the launch plan the records; the others wait for it. It has begun before
 // they ask, so the wait ends on any GPU.
-template <class Value>
-__device__ __forceinline__ void plan_once(const Workspace& work, const EncodeArguments& call,
-                                          const SpoiledBy& spoiled, PlanMemory& shared) {
+template <class Records>
+__device__ __forceinline__ void plan_once(const Records& records, const SpoiledBy& spoiled,
+                                          PlanMemory& shared) {
+  const Workspace& work = records.work;
   __shared__ bool is_first;
   if (threadIdx.x == 0) is_first = atomicAdd(work.planners, 1u) == 0;
   __syncthreads();
   if (is_first) {
-    plan_records<Value>(work, call, spoiled, shared);
+    plan_records(records, spoiled, shared);
     __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence();  // the plans before the word that announces them
@@ -176,8 +205,8 @@ struct TileMove {
   int length;
   uint8_t* payload;
   Sections sections;
-  const uint32_t* signs;  // the tile's
-  const uint8_t* has_signs;
+  const uint32_t* signs;     // the tile's
+  const uint8_t* has_signs;  // null if none are wanted
 
   __device__ __forceinline__ Value* values() const {
     return reinterpret_cast<Value*>(payload + sections.values);
@@ -192,6 +221,13 @@ struct TileMove {
     if (!(word >> lane & 1)) return 0;
     return staged[bits.before[w] + __popc(word & ((1u << lane) - 1))];
   }
+  // The same, with the sign of -0.0.
+  __device__ __forceinline__ Value signed_element(int w) const {
+    constexpr Value kNegativeZero = static_cast<Value>(Value{1} << (8 * sizeof(Value) - 1));
+    const bool negative_zero = has_signs != nullptr && has_signs[w / kWarpWords] != 0 &&
+                               (signs[w] >> (threadIdx.x % 32) & 1) != 0;
+    return negative_zero ? kNegativeZero : element(w);
+  }
   __device__ __forceinline__ void copy_values() const {
     for (int k = threadIdx.x % 32; k < nnz; k += 32) values()[rank + k] = staged[k];
   }
@@ -199,14 +235,11 @@ struct TileMove {
 
 template <class Value>
 __device__ __forceinline__ void place_dense(const TileMove<Value>& move) {
-  constexpr Value kNegativeZero = static_cast<Value>(Value{1} << (8 * sizeof(Value) - 1));
   const int lane = threadIdx.x % 32;
   for (int w = 0; w < kTileWords; ++w) {
     const int at = 32 * w + lane;
     if (at >= move.length) return;
-    Value value = move.element(w);
-    if (move.has_signs[w / kWarpWords] && (move.signs[w] >> lane & 1)) value = kNegativeZero;
-    move.values()[move.first + at] = value;
+    move.values()[move.first + at] = move.signed_element(w);
   }
 }
 
@@ -281,7 +314,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 4)
     place_kernel(Workspace work, EncodeArguments call, SpoiledBy spoiled) {
   __shared__ TileWords tiles[kPlaceWarps];
   __shared__ PlanMemory planning;
-  plan_once<Value>(work, call, spoiled, planning);
+  plan_once(StagedRecords<Value>{work, call}, spoiled, planning);
   if (call.status[0] != kEncodeOk) return;
   TileWords& bits = tiles[threadIdx.x / 32];
   const int64_t tile_count = work.tile_begin[call.segment_count];

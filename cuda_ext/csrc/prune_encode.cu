@@ -54,11 +54,8 @@ void launch_limit(const EncodeArguments& a, const PruneArguments& p, const Works
 
 }  // namespace
 
-void launch_prune_encode(const EncodeArguments& a, const PruneArguments& p, void* stream_pointer) {
-  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
-  const Workspace work = workspace_of(a);
-  launch_cut_and_clear(a, work, stream);
-  if (a.segment_count == 0) return;
+void launch_prune(const EncodeArguments& a, const PruneArguments& p, const Workspace& work,
+                  cudaStream_t stream) {
   const Grid grid = grid_of(a.grad_dtype, a.value_dtype);
   if (a.grad_dtype == kFp32) {
     if (grid == Grid::kFp32) launch_types<kFp32, Grid::kFp32>(a, p, work, stream);
@@ -76,6 +73,14 @@ void launch_prune_encode(const EncodeArguments& a, const PruneArguments& p, void
     if (a.value_dtype == kBf16) launch_limit<kBf16>(a, p, work, stream);
     if (a.value_dtype == kFp16) launch_limit<kFp16>(a, p, work, stream);
   }
+}
+
+void launch_prune_encode(const EncodeArguments& a, const PruneArguments& p, void* stream_pointer) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
+  const Workspace work = workspace_of(a);
+  launch_cut_and_clear(a, work, stream);
+  if (a.segment_count == 0) return;
+  launch_prune(a, p, work, stream);
   launch_place(a, work, stream);
 }
 

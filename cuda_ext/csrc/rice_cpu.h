@@ -7,7 +7,7 @@
 #include "kernels.h"
 #include "lane_masks.h"
 #include "lanes.h"
-#include "rice.h"
+#include "rice_levels.h"
 
 namespace megatron_sparse {
 namespace MS_ISA {
@@ -59,55 +59,23 @@ MS_INLINE void load_planes(const uint8_t* words, int bits, uint32_t* numbers) {
   }
 }
 
-// Factors of the mean excess over the least magnitude, for few levels; docs/wire-format.md.
-template <int BITS>
-inline constexpr float kBaseOfSpread = BITS == 3 ? 0.35f : 0.6f;
-template <int BITS>
-inline constexpr float kStepOfSpread = BITS == 3 ? 1.1f : 1.8f;
-
-// The levels of a group: base, base + step, ... for magnitudes a[0 .. count), which are padded with
-// zeros to a whole group. `whole`: zero must be a level.
+// The levels of a group of magnitudes a[0 .. count), which are padded with zeros to a whole group.
+// `whole`: zero must be a level.
 template <int BITS>
 MS_INLINE uint32_t levels_of(const float* a, int64_t count, bool whole) {
-  constexpr float kTop = (1 << (BITS - 1)) - 1;
   uint32_t bits[kRiceGroup], high = 0, low = ~uint32_t{0};
   std::memcpy(bits, a, sizeof bits);
   for (int i = 0; i < kRiceGroup; ++i) high = bits[i] > high ? bits[i] : high;
-  if (high >= kLeastRefusedMagnitude) return kNanLevels;
-  if (whole) return bf16_up(as_bits(as_float(high) / kTop));
+  if (whole) return whole_levels<BITS>(high);
   for (int64_t i = 0; i < count; ++i) low = bits[i] < low ? bits[i] : low;
-  const float hi = as_float(high), lo = as_float(low);
-  uint32_t base;
-  float step;
-  if constexpr (BITS >= 4) {
-    base = bf16_down(low);
-    step = (hi - as_float(base << 16)) / kTop;
-  } else {
-    float sum[kRiceGroup];
+  float sum[kRiceGroup] = {};
+  if constexpr (fits_mean(BITS)) {
     std::memcpy(sum, a, sizeof sum);
     for (int half = kRiceGroup / 2; half > 0; half /= 2) {
       for (int i = 0; i < half; ++i) sum[i] += sum[i + half];
     }
-    const float spread = sum[0] / static_cast<float>(count) - lo;
-    const float wanted = lo + kBaseOfSpread<BITS> * spread, most = 2 * lo;
-    base = bf16_down(as_bits(wanted < most ? wanted : most));
-    const float even = kStepOfSpread<BITS> * spread;
-    const float least = (hi * 0.5f - as_float(base << 16)) / kTop;
-    step = even > least ? even : least;
-    if (!(step > 0)) step = 0;
   }
-  const uint32_t up = bf16_up(as_bits(step));
-  if (as_float(base << 16) * 65536.0f < as_float(up << 16)) base = 0;
-  return base << 16 | up;
-}
-
-struct Levels {
-  float base, step, divisor;
-};
-
-MS_INLINE Levels levels_from(uint32_t word) {
-  const float base = as_float(word & 0xffff0000u), step = as_float(word << 16);
-  return {base, step, step == 0 ? as_float(kInfinity) : step};
+  return entry_levels<BITS>(high, low, sum[0], static_cast<int>(count));
 }
 
 template <int RESIDUAL>
@@ -121,14 +89,8 @@ MS_INLINE void store_residual(const RiceValues& call, int64_t at, float rest) {
   if constexpr (RESIDUAL == kFp32) {
     static_cast<float*>(call.residual)[at] = rest;
   } else {
-    using L = ScalarLanes;
-    const uint32_t bits = as_bits(rest), magnitude = bits & kMagnitude;
-    const uint32_t rounded = call.stochastic
-                                 ? round_magnitude<L, Grid::kBf16, true, true>(
-                                       magnitude, hash_at(call.seed, call.first + at))
-                                 : round_magnitude<L, Grid::kBf16, false, true>(magnitude, 0);
     static_cast<uint16_t*>(call.residual)[at] =
-        static_cast<uint16_t>((bits & ~kMagnitude | rounded) >> 16);
+        static_cast<uint16_t>(narrow_residual(rest, call.seed, call.stochastic, call.first + at));
   }
 }
 
@@ -163,7 +125,6 @@ MS_INLINE void leave_residual(const RiceValues& call, int64_t begin, int64_t cou
 // so that the words may overwrite the values.
 template <int BITS, int RESIDUAL>
 void rice_quantise(const RiceValues& call) {
-  constexpr float kTop = (1 << (BITS - 1)) - 1;
   const uint8_t* from = static_cast<const uint8_t*>(call.values);
   uint8_t* to = static_cast<uint8_t*>(call.words);
   for (int64_t begin = 0; begin < call.count; begin += kRiceGroup) {
@@ -181,15 +142,9 @@ void rice_quantise(const RiceValues& call) {
     } else {
       const Levels levels = levels_from(word);
       for (int i = 0; i < kRiceGroup; ++i) {
-        constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: its last mantissa bit is worth 1
-        float quotient = (a[i] - levels.base) / levels.divisor;
-        quotient = quotient > 0 ? quotient : 0;
-        quotient = quotient < kTop ? quotient : kTop;
-        const float number = quotient + kRounder - kRounder;
-        const float level = levels.base + number * levels.step;
-        const uint32_t sign = as_bits(x[i]) & ~kMagnitude;
-        rest[i] = x[i] - as_float(as_bits(level) | sign);
-        codes[i] = static_cast<uint32_t>(static_cast<int32_t>(number)) | sign >> (32 - BITS);
+        const CodedValue coded = code_value<BITS>(levels, x[i]);
+        rest[i] = coded.rest;
+        codes[i] = coded.code;
       }
       for (int64_t i = count; i < kRiceGroup; ++i) codes[i] = 0;
     }
@@ -207,20 +162,14 @@ void rice_quantise(const RiceValues& call) {
 // residual what is cut off. Finite values stay finite.
 template <int RESIDUAL>
 void rice_round(const RiceValues& call) {
-  using L = ScalarLanes;
   const float* values = static_cast<const float*>(call.values);
   uint16_t* to = static_cast<uint16_t*>(call.words);
   for (int64_t i = 0; i < call.count; ++i) {
     float x = values[i];
     if (call.residual != nullptr) x += load_residual<RESIDUAL>(call.residual, i);
-    const uint32_t bits = as_bits(x), magnitude = bits & kMagnitude;
-    uint32_t sent = magnitude > kInfinity ? kNan : bits;
-    if (magnitude < kInfinity) {
-      sent = (bits & ~kMagnitude) | round_magnitude<L, Grid::kBf16, false, true>(magnitude, 0);
-    }
-    const float rest = magnitude < kInfinity ? x - as_float(sent) : 0;
-    to[i] = static_cast<uint16_t>(sent >> 16);
-    if (call.residual != nullptr) store_residual<RESIDUAL>(call, i, rest);
+    const RoundedValue rounded = round_kept(x);
+    to[i] = static_cast<uint16_t>(rounded.sent);
+    if (call.residual != nullptr) store_residual<RESIDUAL>(call, i, rounded.rest);
   }
 }
 
@@ -237,11 +186,7 @@ void rice_dequantise(const void* words, int64_t count, float* values) {
     for (int64_t i = 0; i < kRiceGroup && begin + i < count; i += kPlane, from += 4 * BITS) {
       load_planes(from, BITS, codes + i);
     }
-    for (int i = 0; i < kRiceGroup; ++i) {
-      const int32_t number = static_cast<int32_t>(codes[i] & ((1u << (BITS - 1)) - 1));
-      const float level = levels.base + static_cast<float>(number) * levels.step;
-      values[i] = as_float(as_bits(level) | (codes[i] >> (BITS - 1)) << 31);
-    }
+    for (int i = 0; i < kRiceGroup; ++i) values[i] = level_value<BITS>(levels, codes[i]);
   }
 }
 

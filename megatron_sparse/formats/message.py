@@ -279,7 +279,9 @@ def encode_segments(
     device = values_N.device
     if spec.record_format == FORMAT_RICE:
         scratch = _take_scratch(segments, spec, buffers, device)
-        sizes, _ = ops.rice_encode(values_N, segments, spec, out, scratch, residual_N)
+        sizes, _ = ops.rice_encode(
+            values_N, segments, spec, out, scratch, residual_N, reports=reports
+        )
         return sizes if segments.slots is None else segments.slots.diff()
     compiled = is_compiled(device)
     if nnz_S is None and not (compiled and device.type == "cuda"):
@@ -323,12 +325,8 @@ def prune_encode(
     room = capacity(layout.segment_offsets, spec.value_dtype)
     out = _take_message(bucket, room if slots is None else sum(slots.sizes), buffers)
     scratch = _take_scratch(segments, spec, buffers, grad_N.device)
-    if spec.record_format == FORMAT_RICE:
-        sizes, nnz_S = ops.rice_prune_encode(grad_N, pruning, segments, spec, out, scratch)
-    else:
-        sizes, nnz_S = ops.prune_encode(
-            grad_N, pruning, segments, spec, out, scratch, reports=reports
-        )
+    encoder = ops.rice_prune_encode if spec.record_format == FORMAT_RICE else ops.prune_encode
+    sizes, nnz_S = encoder(grad_N, pruning, segments, spec, out, scratch, reports=reports)
     if slots is None or reports is None:
         return _counted(_message(out, bucket, layout, sizes.tolist(), spec), nnz_S)
     message = _message(out, bucket, layout, list(slots.sizes), spec)

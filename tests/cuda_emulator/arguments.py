@@ -49,6 +49,19 @@ class PruneArguments(ctypes.Structure):
     )
 
 
+class RiceArguments(ctypes.Structure):
+    """Mirrors the struct of rice_encode_launch.h."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int),
+        ("log2_span", ctypes.c_int),
+        ("without_indices", ctypes.c_bool),
+        ("residual", ctypes.c_void_p),
+        ("residual_dtype", ctypes.c_int),
+        ("key", ctypes.c_int64),
+    )
+
+
 class DecodeArguments(ctypes.Structure):
     """Mirrors the struct of decode_launch.h."""
 

@@ -53,6 +53,7 @@ def compile_library(folder: Path, extra: Sequence[str] = (), *, counts_bytes: bo
     units = (
         SOURCES / "prune_encode.cu",
         HERE / "codec_api.cpp",
+        HERE / "rice_encode_api.cpp",
         HERE / "hash_api.cpp",
         HERE / "moves_api.cpp",
         HERE / "peer_api.cpp",

@@ -15,6 +15,7 @@ from tests.cuda_emulator.arguments import (
     DecodeArguments,
     EncodeArguments,
     PruneArguments,
+    RiceArguments,
     ThresholdArguments,
 )
 
@@ -45,6 +46,16 @@ class Expecting:
     slots: Sequence[int] | None = None
 
 
+@dataclass(frozen=True)
+class Rice:
+    """The messages of kind Rice: fields of `RiceArguments`; the residual is fp32, for `encode`."""
+
+    dtype: int
+    log2_span: int = 12
+    without_indices: bool = False
+    residual: torch.Tensor | None = None
+
+
 class EmulatorError(Exception):
     """The emulator found a forbidden action of a kernel."""
 
@@ -54,12 +65,12 @@ class Codecs:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        for name in ("encode", "prune_encode", "prune_tile", "sample_threshold"):
+        for name in ("encode", "prune_encode", "rice_encode", "rice_prune_encode"):
             getattr(self.library, name).restype = ctypes.c_char_p
-        for name in ("decode_add", "decode_sum", "decode_place"):
+        for name in ("decode_add", "decode_sum", "decode_place", "prune_tile", "sample_threshold"):
             getattr(self.library, name).restype = ctypes.c_char_p
-        for name in ("workspace_of_encode", "workspace_of_decode", "workspace_of_threshold"):
-            getattr(self.library, name).restype = ctypes.c_int64
+        for name in ("encode", "rice_encode", "decode", "threshold"):
+            getattr(self.library, f"workspace_of_{name}").restype = ctypes.c_int64
 
     def schedule(
         self, order: int, seed: int = 0, resident_blocks: int = 4, multiprocessors: int = 1
@@ -83,14 +94,15 @@ class Codecs:
         prune: dict | None = None,
         slots: Sequence[int] | None = None,
         most_nnz: Sequence[int] | None = None,
+        rice: Rice | None = None,
     ) -> Encoded:
-        """Runs encode or, with `prune`, prune_encode.
+        """Runs encode or, with `prune`, prune_encode; with `rice` those of messages of kind Rice.
 
         Args:
             grad_N: the gradient.
             segments: offsets that cut it.
             kinds: the requested formats, one for each segment.
-            value_dtype: of the message's values.
+            value_dtype: of the message's values; with `rice`, of the staged values.
             capacity: bytes of the output.
             step: the header's.
             block_size: of blocks, 0 for none.
@@ -99,6 +111,7 @@ class Codecs:
                 residual_shift.
             slots: where records begin; the result's records are then the slots.
             most_nnz: the most non-zero elements of each segment.
+            rice: of messages of kind Rice.
         """
         grad, out = Buffer.of(grad_N, shift), Buffer(capacity)
         offsets = Buffer.of(torch.tensor(segments, dtype=torch.int64))
@@ -127,21 +140,38 @@ class Codecs:
             _pointer(places),
             _pointer(most),
         )
-        workspace = Buffer(self.library.workspace_of_encode(ctypes.byref(arguments)))
+        rest_N = prune["residual"] if prune is not None else rice.residual if rice else None
+        residual = None
+        if rest_N is not None:
+            residual = Buffer.of(rest_N, prune.get("residual_shift", shift) if prune else shift)
+            buffers.append(residual)
+        prefix, calls = "", [ctypes.byref(arguments)]
+        if rice is not None:
+            prefix = "rice_"
+            is_used = residual is not None and rice.dtype > max(DTYPE_CODES.values())
+            coding = RiceArguments(
+                rice.dtype,
+                rice.log2_span,
+                rice.without_indices,
+                _pointer(residual) if is_used else None,
+                0 if rest_N is None else DTYPE_CODES[rest_N.dtype],
+                prune["key"] if prune else -1,
+            )
+            calls.append(ctypes.byref(coding))
+        workspace = Buffer(getattr(self.library, f"workspace_of_{prefix}encode")(*calls))
         arguments.workspace = workspace.pointer
         buffers.append(workspace)
-        residual = None
         if prune is None:
-            self.run("encode", buffers, ctypes.byref(arguments))
+            self.run(f"{prefix}encode", buffers, *calls)
         else:
-            residual = Buffer.of(prune["residual"], prune.get("residual_shift", shift))
+            assert residual is not None
             ranges = Buffer.of(torch.tensor(prune["ranges"], dtype=torch.int64))
             limits = Buffer.of(torch.tensor(prune["thresholds"], dtype=torch.float32))
             chances = None
             if prune.get("tie_chances") is not None:
                 chances = Buffer.of(torch.tensor(prune["tie_chances"], dtype=torch.float32))
                 buffers.append(chances)
-            buffers += [residual, ranges, limits]
+            buffers += [ranges, limits]
             pruning = PruneArguments(
                 residual.pointer,
                 ranges.pointer,
@@ -152,7 +182,7 @@ class Codecs:
                 prune["key"],
                 DTYPE_CODES[prune["residual"].dtype],
             )
-            self.run("prune_encode", buffers, ctypes.byref(arguments), ctypes.byref(pruning))
+            self.run(f"{prefix}prune_encode", buffers, *calls, ctypes.byref(pruning))
         assert torch.equal(grad.read(torch.uint8), _bytes(grad_N)), "the gradient was changed"
         found = sizes.read(torch.int64).tolist() if count else []
         records, at = [], 0
@@ -168,7 +198,7 @@ class Codecs:
             found,
             nnz.read(torch.int64).tolist() if count else [],
             state,
-            residual.read(prune["residual"].dtype) if residual and prune else None,
+            residual.read(rest_N.dtype) if residual and rest_N is not None else None,
         )
 
     def decode_add(

@@ -20,13 +20,15 @@ from megatron_sparse.cuda_ext import (
     moves_ops,
     nccl_ops,
     ops,
+    rice_ops,
     row_sparse_ops,
     threshold_triton,
 )
 from megatron_sparse.formats import codec_choice
 from megatron_sparse.triton_kernels import prune as triton_prune
+from megatron_sparse.wire import RICE_BITS
 from tests.cuda_emulator.device import dispatcher, to_gpu
-from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs, Expecting
+from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs, Expecting, Rice
 from tests.cuda_emulator.emulated_hash import HashOps
 from tests.cuda_emulator.emulated_moves import MovesOps
 from tests.cuda_emulator.emulated_nccl import NcclOps
@@ -44,6 +46,8 @@ class EmulatedDevice:
         self.ops = {
             "encode_records": self._encode,
             "prune_encode_records": self._prune_encode,
+            "encode_rice_records": self._encode_rice,
+            "prune_encode_rice_records": self._prune_encode_rice,
             "decode_add_": self._decode_add,
             "decode_sum_": self._decode_sum,
             # Triton's kernel has tests of its own; here the CPU's makes the numbers.
@@ -56,7 +60,9 @@ class EmulatedDevice:
         self.call = dispatcher(self.ops, arguments.call)
         monkeypatch.setattr(triton_prune, "prune_", self._prune_in_triton)
         monkeypatch.setattr(threshold_triton, "sample_threshold", ops.sample_threshold)
-        for module in (encode_ops, decode_ops, hash_ops, moves_ops, nccl_ops, row_sparse_ops, ops):
+        for module in (encode_ops, decode_ops, rice_ops, hash_ops, moves_ops, nccl_ops):
+            monkeypatch.setattr(module, "call", self.call)
+        for module in (row_sparse_ops, ops):
             monkeypatch.setattr(module, "call", self.call)
         monkeypatch.setattr(codec_choice, "_is_compiled", lambda device, wanted: True)
         monkeypatch.setattr(codec_cuda, "_stream", lambda device: -1)
@@ -78,6 +84,7 @@ class EmulatedDevice:
         slots=None,
         prune=None,
         most_nnz=None,
+        rice=None,
     ):
         encoded = self._codecs.encode(
             grad,
@@ -91,12 +98,14 @@ class EmulatedDevice:
             prune=prune,
             slots=_numbers(slots),
             most_nnz=_numbers(most_nnz),
+            rice=rice,
         )
         message = b"".join(encoded.records)
         if message:
             out[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if prune is not None:
-            prune["residual"].copy_(encoded.residual)
+        residual = prune["residual"] if prune is not None else rice.residual if rice else None
+        if residual is not None:
+            residual.copy_(encoded.residual)
         return torch.tensor([*encoded.status, *encoded.segment_bytes, *encoded.nnz])
 
     def _prune_encode(
@@ -116,6 +125,7 @@ class EmulatedDevice:
         capacity=None,
         slots=None,
         tie_chances=None,
+        rice=None,
     ):
         prune = {
             "residual": residual,
@@ -127,8 +137,31 @@ class EmulatedDevice:
             "residual_shift": _shift(residual),
         }
         return self._encode(
-            grad, offsets, kinds, value_dtype, step, block_size, out, slots, prune, capacity
+            grad, offsets, kinds, value_dtype, step, block_size, out, slots, prune, capacity, rice
         )
+
+    def _encode_rice(
+        self,
+        grad,
+        offsets,
+        kinds,
+        value_dtype,
+        step,
+        log2_span,
+        without_indices,
+        out,
+        residual=None,
+        slots=None,
+    ):
+        rice = Rice(value_dtype, log2_span, without_indices, residual)
+        staged = DTYPE_CODES[torch.float32] if value_dtype in RICE_BITS else value_dtype
+        return self._encode(grad, offsets, kinds, staged, step, 0, out, slots, rice=rice)
+
+    def _prune_encode_rice(self, *arguments):
+        (*pruning, value_dtype, step, log2_span, without_indices, out) = arguments[:13]
+        rice = Rice(value_dtype, log2_span, without_indices)
+        staged = DTYPE_CODES[torch.float32] if value_dtype in RICE_BITS else value_dtype
+        return self._prune_encode(*pruning, staged, step, 0, out, *arguments[13:], rice=rice)
 
     def _decode_add(self, acc, message, offsets, value_dtype, step, base, fresh, slots=None):
         assert message.data_ptr() % 16 == 0, "the binding refuses such a message"

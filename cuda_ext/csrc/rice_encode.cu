@@ -1,0 +1,80 @@
+// Instances of the kernels that encode messages of kind Rice, and their launches.
+#include "encode_steps.cuh"
+#include "rice_encode_kernel.cuh"
+#include "rice_encode_measure.cuh"
+
+namespace megatron_sparse {
+namespace {
+
+Workspace rice_workspace_of(const EncodeArguments& a, const RiceArguments& rice) {
+  const int64_t value_bytes = dtype_bytes(a.value_dtype);
+  // As for other formats. How many quantised values a message has room for depends on them.
+  const bool all = a.most_nnz != nullptr || is_quantised(rice.dtype);
+  const int64_t tiles = a.numel / kPiciTile + a.segment_count;
+  const int64_t slots = (tiles >> log2_tiles(rice)) + a.segment_count;
+  return lay_out_workspace(
+      a.workspace, {a.numel, a.segment_count, value_bytes, all ? a.numel : a.capacity / value_bytes,
+                    false, true, rice.without_indices ? 0 : slots});
+}
+
+template <int DTYPE>
+void launch_coding(const RiceCall& call, const Workspace& work, cudaStream_t stream) {
+  const int64_t tiles = call.encode.numel / kPiciTile + call.encode.segment_count;
+  const cudaLaunchConfig_t config =
+      grid_for((tiles + kRiceWarps - 1) / kRiceWarps, multiprocessors() * 3, kRiceThreads, stream);
+  cudaLaunchKernelEx(&config, rice_kernel<DTYPE>, work, call);
+}
+
+// The launches after compaction.
+void launch_records(const RiceCall& call, const Workspace& work, cudaStream_t stream) {
+  if (!call.rice.without_indices) {
+    const int64_t tiles = call.encode.numel / kPiciTile + call.encode.segment_count;
+    const int64_t slots = (tiles >> log2_tiles(call.rice)) + call.encode.segment_count;
+    const cudaLaunchConfig_t config = grid_for(slots, multiprocessors() * 4, kRiceThreads, stream);
+    cudaLaunchKernelEx(&config, rice_measure_kernel, work, call.encode, call.rice);
+  }
+  switch (call.rice.dtype) {
+    case kFp32:
+      return launch_coding<kFp32>(call, work, stream);
+    case kQ8:
+      return launch_coding<kQ8>(call, work, stream);
+    case kQ4:
+      return launch_coding<kQ4>(call, work, stream);
+    case kQ3:
+      return launch_coding<kQ3>(call, work, stream);
+    case kQ2:
+      return launch_coding<kQ2>(call, work, stream);
+    default:  // bf16 and fp16 are copied
+      return launch_coding<kBf16>(call, work, stream);
+  }
+}
+
+}  // namespace
+
+int64_t rice_encode_workspace_bytes(const EncodeArguments& a, const RiceArguments& rice) {
+  return rice_workspace_of(a, rice).bytes;
+}
+
+void launch_rice_encode(const EncodeArguments& a, const RiceArguments& rice, void* stream_pointer) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
+  const Workspace work = rice_workspace_of(a, rice);
+  launch_cut_and_clear(a, work, stream);
+  if (a.segment_count == 0) return;
+  launch_compact_grad(a, work, stream);
+  const HashSeed seed = hash_seed(static_cast<uint64_t>(rice.key), kDrawResidual);
+  launch_records({a, rice, seed, false, rice.residual != nullptr}, work, stream);
+}
+
+void launch_rice_prune_encode(const EncodeArguments& a, const RiceArguments& rice,
+                              const PruneArguments& p, void* stream_pointer) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
+  const Workspace work = rice_workspace_of(a, rice);
+  launch_cut_and_clear(a, work, stream);
+  if (a.segment_count == 0) return;
+  launch_prune(a, p, work, stream);
+  // The value that pruning leaves of an fp32 gradient is all of gradient + residual.
+  const bool entries_rest = rice.residual != nullptr && a.grad_dtype != kFp32;
+  launch_records({a, rice, prune_seeds(rice.key).residual, true, entries_rest}, work, stream);
+}
+
+}  // namespace megatron_sparse

@@ -1,0 +1,354 @@
+// The last launch of the CUDA encoders of messages of kind Rice: quantises and codes what
+// compaction has staged, straight into the records, and leaves in the residual what the levels
+// lose. The bytes are the CPU's (rice_encode.cpp).
+//
+// A warp takes one group of 128 entries after the other, of a record with indices; of other records
+// one tile after the other. Bytes an element, at density d, v bytes a staged value and an e-byte
+// residual: 1/8 + d v read, the message written; of quantised values d e written and, unless the
+// residual is zero there, d e read.
+#pragma once
+
+#include "place_kernel.cuh"
+#include "rice_encode_groups.cuh"
+#include "rice_levels.h"
+
+namespace megatron_sparse {
+
+static_assert(kRiceThreads == kPlaceThreads, "plan_records counts on it");
+
+// A call, as the kernel has it.
+struct RiceCall {
+  EncodeArguments encode;
+  RiceArguments rice;
+  HashSeed residual_seed;
+  bool keeps_signs;   // of -0.0, in elements of records without indices
+  bool entries_rest;  // whether the residual may be other than zero where an entry is
+};
+
+template <int DTYPE>
+using StagedValue = typename RawType<is_quantised(DTYPE) ? int{kFp32} : DTYPE>::type;
+
+__device__ __forceinline__ float load_rest(const RiceCall& call, int64_t at) {
+  if (call.rice.residual_dtype == kFp32) return static_cast<const float*>(call.rice.residual)[at];
+  const uint32_t bits = static_cast<const uint16_t*>(call.rice.residual)[at];
+  return ScalarLanes::as_float(bits << 16);
+}
+
+__device__ __forceinline__ void store_rest(const RiceCall& call, int64_t at, float rest) {
+  if (call.rice.residual_dtype == kFp32) {
+    static_cast<float*>(call.rice.residual)[at] = rest;
+  } else {
+    static_cast<uint16_t*>(call.rice.residual)[at] = static_cast<uint16_t>(
+        narrow_residual(rest, call.residual_seed, call.rice.key >= 0, static_cast<uint64_t>(at)));
+  }
+}
+
+// Dense records and records of format Rice, for plan_records.
+template <int DTYPE>
+struct RiceRecords {
+  const Workspace& work;
+  const EncodeArguments& call;
+  const RiceArguments& rice;
+
+  __device__ __forceinline__ int64_t chunks(int64_t s) const {
+    return chunks_of(call.segment_offsets[s + 1] - call.segment_offsets[s], rice.log2_span);
+  }
+
+  __device__ __forceinline__ int64_t words(int64_t s) const {
+    if (rice.without_indices) {
+      const int64_t numel = call.segment_offsets[s + 1] - call.segment_offsets[s];
+      return whole_words(numel, DTYPE, rice.log2_span);
+    }
+    const int64_t before = first_slot(work, rice, s) - 1;
+    return prefix_after(work.chunk_states, before + chunks(s)) -
+           prefix_after(work.chunk_states, before);
+  }
+
+  __device__ __forceinline__ RecordPlan plan(int64_t s) const {
+    const int64_t numel = call.segment_offsets[s + 1] - call.segment_offsets[s];
+    RecordPlan plan = counted_plan(work, call, s);
+    const int value_bytes = is_quantised(DTYPE) ? 2 : sizeof(StagedValue<DTYPE>);
+    plan.kind = kKindDense;
+    plan.sections = sections_of(kKindDense, numel, plan.nnz, 0, 0, value_bytes);
+    if (call.segment_kinds[s] != kKindRice) return plan;
+    const int64_t all = words(s), payload = rice_payload(chunks(s), !rice.without_indices, all);
+    if (!is_quantised(DTYPE) && payload >= plan.sections.payload) return plan;
+    const int64_t begin =
+        sizeof(RiceSubHeader) + rice_table_bytes(chunks(s), !rice.without_indices);
+    plan.kind = kKindRice;
+    plan.sections = {0, begin, begin + 4 * all, payload};
+    return plan;
+  }
+
+  // Kept segments of a message of quantised values are in bf16.
+  __device__ __forceinline__ int dtype_of(const RecordPlan& plan) const {
+    return is_quantised(DTYPE) && plan.kind == kKindDense ? int{kBf16} : rice.dtype;
+  }
+
+  __device__ __forceinline__ void start(const RecordPlan& plan, int64_t s, uint8_t* payload) const {
+    clear(payload + plan.sections.values_end, payload + plan.sections.payload);
+    if (plan.kind == kKindDense) return;
+    const int64_t words = (plan.sections.values_end - plan.sections.values) / 4;
+    *reinterpret_cast<RiceSubHeader*>(payload) = {
+        static_cast<uint8_t>(!rice.without_indices), static_cast<uint8_t>(rice.log2_span), 0,
+        static_cast<uint32_t>(chunks(s)), static_cast<uint64_t>(words)};
+    if (rice.without_indices) return;
+    RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
+    rows[chunks(s)] = {static_cast<uint32_t>(plan.nnz), static_cast<uint32_t>(words)};
+    clear(reinterpret_cast<uint8_t*>(rows + chunks(s) + 1), payload + plan.sections.values);
+  }
+};
+
+// Called by a whole warp: writes the words of a group, of which every lane has the values lane,
+// 32 + lane, ... (0.0 behind the last), and replaces these by what the levels lose.
+template <int BITS>
+__device__ __forceinline__ void quantise_group(float (&x)[kGroupSets], int count, bool whole,
+                                               uint32_t* words) {
+  const int lane = threadIdx.x % 32;
+  float a[kGroupSets];
+  uint32_t high = 0, low = ~uint32_t{0};
+#pragma unroll
+  for (int set = 0; set < kGroupSets; ++set) {
+    const uint32_t magnitude = ScalarLanes::as_bits(x[set]) & kMagnitude;
+    a[set] = ScalarLanes::as_float(magnitude);
+    high = max(high, magnitude);
+    if (set * kPlane + lane < count) low = min(low, magnitude);
+  }
+  high = __reduce_max_sync(kAllLanes, high);
+  uint32_t levels_word;
+  if (whole) {
+    levels_word = whole_levels<BITS>(high);
+  } else {
+    low = __reduce_min_sync(kAllLanes, low);
+    float sum = 0;
+    // The tree of the specification: halves, and of what is left lane and lane ^ distance.
+    if (fits_mean(BITS)) sum = warp_sum((a[0] + a[2]) + (a[1] + a[3]));
+    levels_word = entry_levels<BITS>(high, low, sum, count);
+  }
+  const Levels levels = levels_from(levels_word);
+  uint32_t own = 0;  // lane 4 set + plane has that word
+  static_assert(kGroupSets * BITS <= 32);
+#pragma unroll
+  for (int set = 0; set < kGroupSets; ++set) {
+    CodedValue coded = {0, 0};
+    if (levels_word != kNanLevels) coded = code_value<BITS>(levels, x[set]);
+    x[set] = coded.rest;
+    if (set * kPlane + lane >= count) coded.code = 0;
+#pragma unroll
+    for (int plane = 0; plane < BITS; ++plane) {
+      const uint32_t word = __ballot_sync(kAllLanes, coded.code >> plane & 1);
+      if (lane == set * BITS + plane) own = word;
+    }
+  }
+  if (lane == 0) words[0] = levels_word;
+  if (lane < BITS * planes_of(count)) words[1 + lane] = own;
+}
+
+template <int DTYPE>
+__device__ __forceinline__ void place_group_values(const Workspace& work, const RiceCall& call,
+                                                   const ChunkPlace& chunk, int64_t first,
+                                                   int count, const int32_t* element,
+                                                   uint32_t* chunk_words) {
+  using Staged = StagedValue<DTYPE>;
+  const int lane = threadIdx.x % 32;
+  const Staged* staged = static_cast<const Staged*>(work.values) + chunk.staged + first;
+  if constexpr (!is_quantised(DTYPE)) {
+    Staged* values = reinterpret_cast<Staged*>(chunk_words) + first;
+    for (int i = lane; i < count; i += 32) values[i] = staged[i];
+    const bool odd_end = first + count == chunk.entries && count % 2 != 0;
+    if (sizeof(Staged) == 2 && odd_end && lane == 0) values[count] = 0;
+  } else {
+    constexpr int kBits = code_bits(DTYPE);
+    float x[kGroupSets];
+#pragma unroll
+    for (int set = 0; set < kGroupSets; ++set) {
+      const int i = set * kPlane + lane;
+      x[set] = i < count ? ScalarLanes::as_float(staged[i]) : 0.0f;
+      if (i < count && call.entries_rest) x[set] += load_rest(call, chunk.begin + element[i + 1]);
+    }
+    quantise_group<kBits>(x, count, false, chunk_words + first / kRiceGroup * (1 + 4 * kBits));
+    if (call.rice.residual == nullptr) return;
+#pragma unroll
+    for (int set = 0; set < kGroupSets; ++set) {
+      const int i = set * kPlane + lane;
+      if (i < count) store_rest(call, chunk.begin + element[i + 1], x[set]);
+    }
+  }
+}
+
+// The remainders and the unary code of a group's gaps. Where two groups share a word, the first one
+// writes it.
+__device__ __forceinline__ void place_group_gaps(const ChunkPlace& chunk, int64_t first, int count,
+                                                 int r, const UnaryCode& code,
+                                                 const RiceGroup* group, uint32_t* index_words,
+                                                 uint32_t* window) {
+  const int lane = threadIdx.x % 32;
+  uint32_t* remainders = index_words + first / kPlane * r;
+#pragma unroll
+  for (int set = 0; set < kGroupSets; ++set) {
+    if (set * kPlane >= count) break;
+    uint32_t own = 0;
+    for (int plane = 0; plane < r; ++plane) {
+      const uint32_t word = __ballot_sync(kAllLanes, code.gap[set] >> plane & 1);
+      if (lane == plane) own = word;
+    }
+    if (lane < r) remainders[set * r + lane] = own;
+  }
+  uint32_t* unary = index_words + planes_of(chunk.entries) * r;
+  const uint32_t begin = group[0].before, end = begin + code.bits, last = (end - 1) / 32;
+  const uint32_t next_head = first + count < chunk.entries ? group[1].head : 0;
+  for (uint32_t from = (begin + 31) / 32; from <= last; from += 32) {
+    window[lane] = 0;
+    __syncwarp();
+#pragma unroll
+    for (int set = 0; set < kGroupSets; ++set) {
+      const uint32_t place = begin + code.one[set], word = place / 32 - from;
+      // A place before `from` becomes a large number.
+      if (set * kPlane + lane < count && word < 32) {
+        atomicOr(&window[word], uint32_t{1} << (place % 32));
+      }
+    }
+    __syncwarp();
+    if (from + lane < last) unary[from + lane] = window[lane];
+    if (from + lane == last) unary[last] = window[lane] | next_head;
+    __syncwarp();
+  }
+}
+
+// Records with indices: a block takes one chunk after the other.
+template <int DTYPE>
+__device__ __forceinline__ void place_chunks(const Workspace& work, const RiceCall& call,
+                                             GroupMemory& memory) {
+  const EncodeArguments& encode = call.encode;
+  const int64_t slots = first_slot(work, call.rice, encode.segment_count);
+  for (int64_t slot = blockIdx.x; slot < slots; slot += gridDim.x) {
+    const ChunkPlace chunk = chunk_at(work, encode, call.rice, slot);
+    const RecordPlan plan = work.plans[chunk.segment];
+    if (chunk.numel == 0 || plan.kind != kKindRice) continue;
+    const int64_t segment_first = first_slot(work, call.rice, chunk.segment);
+    const int64_t words_before = prefix_after(work.chunk_states, slot - 1) -
+                                 prefix_after(work.chunk_states, segment_first - 1);
+    uint8_t* payload = encode.out + plan.at + kHeaderBytes;
+    if (threadIdx.x == 0) {
+      RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
+      rows[chunk.number] = {static_cast<uint32_t>(chunk.staged - plan.nnz_before),
+                            static_cast<uint32_t>(words_before)};
+    }
+    if (chunk.entries == 0) continue;
+    uint32_t* words = reinterpret_cast<uint32_t*>(payload + plan.sections.values) + words_before;
+    uint32_t* index_words = words + value_words(DTYPE, chunk.entries);
+    const int r = rice_parameter(chunk.numel, chunk.entries);
+    for (int64_t first = threadIdx.x / 32 * kRiceGroup; first < chunk.entries;
+         first += kRiceWarps * kRiceGroup) {
+      const int count = static_cast<int>(min(chunk.entries - first, int64_t{kRiceGroup}));
+      list_entries(work, chunk, first, count, memory.element);
+      place_group_gaps(chunk, first, count, r, code_unary(memory.element, count, r),
+                       work.groups + group_slot(chunk, first / kRiceGroup), index_words,
+                       memory.window);
+      place_group_values<DTYPE>(work, call, chunk, first, count, memory.element, words);
+    }
+  }
+}
+
+// Called by a whole warp: a tile of a segment that is sent whole beside quantised values.
+__device__ __forceinline__ void round_tile(const RiceCall& call, const TileMove<uint32_t>& move,
+                                           int64_t begin) {
+  const int lane = threadIdx.x % 32;
+  uint16_t* values = reinterpret_cast<uint16_t*>(move.payload + move.sections.values);
+  for (int w = 0; w < kTileWords; ++w) {
+    const int at = 32 * w + lane;
+    if (at >= move.length) return;
+    float x = ScalarLanes::as_float(move.signed_element(w));
+    if (call.rice.residual != nullptr) x += load_rest(call, begin + at);
+    const RoundedValue rounded = round_kept(x);
+    values[move.first + at] = static_cast<uint16_t>(rounded.sent);
+    if (call.rice.residual != nullptr) store_rest(call, begin + at, rounded.rest);
+  }
+}
+
+// Called by a whole warp: a tile of a record without indices.
+template <int DTYPE>
+__device__ __forceinline__ void quantise_tile(const RiceCall& call, const TileMove<uint32_t>& move,
+                                              int64_t begin) {
+  constexpr int kBits = code_bits(DTYPE), kGroupWords = 1 + 4 * kBits;
+  const int lane = threadIdx.x % 32, log2_span = call.rice.log2_span;
+  const int64_t chunk = move.first >> log2_span;
+  const int64_t first = move.first - (chunk << log2_span);
+  uint32_t* words = reinterpret_cast<uint32_t*>(move.payload + move.sections.values) +
+                    chunk * value_words(DTYPE, int64_t{1} << log2_span) +
+                    first / kRiceGroup * kGroupWords;
+  for (int at = 0; at < move.length; at += kRiceGroup, words += kGroupWords) {
+    const int count = min(move.length - at, kRiceGroup);
+    float x[kGroupSets] = {};
+#pragma unroll
+    for (int set = 0; set < kGroupSets; ++set) {
+      const int i = set * kPlane + lane;
+      if (i >= count) continue;
+      x[set] = ScalarLanes::as_float(move.signed_element(at / 32 + set));
+      if (call.rice.residual != nullptr) x[set] += load_rest(call, begin + at + i);
+    }
+    quantise_group<kBits>(x, count, true, words);
+    if (call.rice.residual == nullptr) continue;
+#pragma unroll
+    for (int set = 0; set < kGroupSets; ++set) {
+      const int i = set * kPlane + lane;
+      if (i < count) store_rest(call, begin + at + i, x[set]);
+    }
+  }
+}
+
+// Records without indices: a warp takes one tile after the other.
+template <int DTYPE>
+__device__ __forceinline__ void place_tiles(const Workspace& work, const RiceCall& call,
+                                            TileWords& bits) {
+  using Staged = StagedValue<DTYPE>;
+  const EncodeArguments& encode = call.encode;
+  const int64_t tile_count = work.tile_begin[encode.segment_count];
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * kRiceWarps;
+  for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kRiceWarps + threadIdx.x / 32;
+       tile < tile_count; tile += warps) {
+    const int64_t segment = find_range(work.tile_begin, encode.segment_count, tile);
+    const RecordPlan plan = work.plans[segment];
+    if (plan.kind == kKindRice && !call.rice.without_indices) continue;
+    const int64_t from = encode.segment_offsets[segment];
+    const int64_t first = (tile - work.tile_begin[segment]) * kPiciTile;
+    const int64_t left = encode.segment_offsets[segment + 1] - from - first;
+    const int64_t staged = staged_counts(work, encode, segment).before(tile);
+    const int nnz = load_tile_words(bits, work.words + tile * kTileWords);
+    const TileMove<Staged> move = {
+        bits,
+        static_cast<const Staged*>(work.values) + staged,
+        nnz,
+        staged - plan.nnz_before,
+        first,
+        static_cast<int>(min(left, static_cast<int64_t>(kPiciTile))),
+        encode.out + plan.at + kHeaderBytes,
+        plan.sections,
+        work.signs + tile * kTileWords,
+        call.keeps_signs ? work.has_signs + tile * kSignGroups : nullptr};
+    if constexpr (!is_quantised(DTYPE)) {
+      place_dense(move);
+    } else if (plan.kind == kKindDense) {
+      round_tile(call, move, from + first);
+    } else if constexpr (DTYPE == kQ8 || DTYPE == kQ4) {  // others have indices
+      quantise_tile<DTYPE>(call, move, from + first);
+    }
+  }
+}
+
+template <int DTYPE>
+__global__ void __launch_bounds__(kRiceThreads, 3) rice_kernel(Workspace work, RiceCall call) {
+  __shared__ union WarpMemory {
+    TileWords tile;
+    GroupMemory group;
+  } warps[kRiceWarps];
+  __shared__ PlanMemory planning;
+  plan_once(RiceRecords<DTYPE>{work, call.encode, call.rice}, SpoiledBy{}, planning);
+  if (call.encode.status[0] != kEncodeOk) return;
+  WarpMemory& memory = warps[threadIdx.x / 32];
+  place_tiles<DTYPE>(work, call, memory.tile);
+  __syncwarp();
+  if (!call.rice.without_indices) place_chunks<DTYPE>(work, call, memory.group);
+}
+
+}  // namespace megatron_sparse
