@@ -104,6 +104,7 @@ STAGES = (
             "tests/formats/test_codec_choice.py",
             f"{TESTS}ops.py",
             f"{TESTS}ops_in_slots.py",
+            f"{TESTS}rice_encode_ops.py",
             f"{TESTS}threshold_emulated.py",
         ),
     ),

@@ -35,7 +35,7 @@ from megatron_sparse.planner import FixedPlanner, Plan
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reduction.straggler_policy import AWARE
-from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE
+from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE, FORMAT_RICE
 
 RAMP_STEPS = 16
 """Steps of the ramp that are looked at, its first one included."""
@@ -313,9 +313,15 @@ class _Group:
         """The largest calls on both streams: selection, and encoding of this rank's sum."""
         layout, bucket = sizes.places.layout, sizes.bucket
         segments, ranges = layout.segment_keep.numel(), layout.range_piece.numel()
-        selecting = workspace.encode_bytes(
-            bucket.numel, segments, sizes.value_bytes, found["message"]
-        )
+        records = sizes.places.records
+        if records.record_format == FORMAT_RICE:
+            selecting = workspace.rice_encode_bytes(
+                bucket.numel, segments, records, found["message"]
+            )
+        else:
+            selecting = workspace.encode_bytes(
+                bucket.numel, segments, sizes.value_bytes, found["message"]
+            )
         sampling = workspace.threshold_bytes(ranges, bucket.numel, self._config.compression.samples)
         self._codec_bytes = max(self._codec_bytes, selecting, sampling)
         room = max(found.get("gathered", 0), found.get("encoded", 0))

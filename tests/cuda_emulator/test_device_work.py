@@ -17,6 +17,7 @@ from tests.cuda_emulator.device_work import (
     PAGE,
     Way,
     counting_codecs,
+    encoding_work,
     everything,
     moves_work,
     page,
@@ -48,11 +49,29 @@ def moves(codecs: Codecs) -> dict[tuple[str, str], Ledger]:
     return moves_work(codecs)
 
 
+@pytest.fixture(scope="module")
+def encodings(codecs: Codecs) -> dict[str, Ledger]:
+    return encoding_work(codecs)
+
+
 def test_the_page_says_what_the_emulator_counts(
-    counts: dict[Way, Ledger], moves: dict[tuple[str, str], Ledger]
+    counts: dict[Way, Ledger],
+    encodings: dict[str, Ledger],
+    moves: dict[tuple[str, str], Ledger],
 ) -> None:
     """`python -m tests.cuda_emulator.device_work` writes it anew."""
-    assert PAGE.read_text("utf-8") == page(counts, moves)
+    assert PAGE.read_text("utf-8") == page(counts, encodings, moves)
+
+
+def test_rice_records_take_one_launch_more(encodings: dict[str, Ledger]) -> None:
+    """And little more memory traffic than COO's: gradient and residual are read once."""
+    coo = encodings["COO, fp32, 1 %"]
+    for name, ledger in encodings.items():
+        whole = name.endswith("every element")
+        assert ledger.kernels - coo.kernels == (0 if whole or ledger is coo else 1), name
+        assert ledger.memsets == 0, name
+    rice = encodings["Rice, fp32, 1 %"]
+    assert rice.bytes_read + rice.bytes_written <= 1.05 * (coo.bytes_read + coo.bytes_written)
 
 
 def test_moves_are_read_and_written_about_once(moves: dict[tuple[str, str], Ledger]) -> None:

@@ -264,7 +264,7 @@ def test_too_little_room_is_refused_before_the_residual_changes(place: Place) ->
         ops.rice_prune_encode(grad, pruning, segments, spec, small)
     with pytest.raises(ExtensionError, match="the output buffer is too small"):
         ops.rice_encode(grad, segments, spec, small, residual_N=residual)
-    slots = whole_slots(spec)
+    slots = whole_slots(spec).clone()
     slots[5:] -= 16
     tight = Segments(OFFSETS, KEEP, slots)
     with pytest.raises(ExtensionError, match="the slot of segment 4 is too small"):

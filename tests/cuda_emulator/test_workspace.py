@@ -7,6 +7,9 @@ import ctypes
 import pytest
 
 from megatron_sparse.cuda_ext import workspace
+from megatron_sparse.cuda_ext.record_spec import RecordSpec
+from megatron_sparse.wire import FORMAT_RICE
+from tests.cuda_emulator.arguments import RiceArguments
 from tests.cuda_emulator.emulated import Codecs, EncodeArguments, ThresholdArguments
 
 
@@ -19,6 +22,22 @@ def test_an_encoder_s(codecs: Codecs, numel, segments, code, value_bytes) -> Non
         arguments.segment_count, arguments.capacity = segments, room
         expected = codecs.library.workspace_of_encode(ctypes.byref(arguments))
         assert workspace.encode_bytes(numel, segments, value_bytes, room) == expected
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4097, 1_000_000])
+@pytest.mark.parametrize("segments", [1, 100])
+@pytest.mark.parametrize("code", [0, 1, 3, 6])
+def test_an_encoder_s_of_rice_records(codecs: Codecs, numel, segments, code) -> None:
+    for span, room, whole in ((12, 4000, False), (15, 4 * numel + 48, False), (24, 0, True)):
+        whole &= code == 3
+        arguments = EncodeArguments(numel=numel, value_dtype=code if code < 3 else 0)
+        arguments.segment_count, arguments.capacity = segments, room
+        rice = RiceArguments(dtype=code, log2_span=span, without_indices=whole)
+        expected = codecs.library.workspace_of_rice_encode(
+            ctypes.byref(arguments), ctypes.byref(rice)
+        )
+        spec = RecordSpec(code, 0, FORMAT_RICE, log2_span=span, without_indices=whole)
+        assert workspace.rice_encode_bytes(numel, segments, spec, room) == expected
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, 1_000_000])

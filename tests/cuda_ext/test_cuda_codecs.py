@@ -22,7 +22,8 @@ from megatron_sparse.errors import DependencyError
 from tests.cuda_ext import cases
 
 MAX_REGISTERS = 64  # so that 4 blocks of 256 threads are resident: 65536 / 1024
-PRUNE_REGISTERS = 80  # of prune_encode, 3 blocks of which are resident
+THREE_BLOCKS = ("PruneSource", "11rice_kernel")  # of which 3 blocks are resident
+THREE_BLOCKS_REGISTERS = 80
 MAX_SHARED_BYTES = 25 << 10  # 4 of them leave room on sm_80's 164 KiB and an L1 cache beside
 
 
@@ -50,7 +51,8 @@ def test_registers_and_shared_memory() -> None:
         assert {kernel.arch for kernel in kernels} == {f"sm_{arch}" for arch in sources.CUDA_ARCHS}
         for kernel in kernels:
             assert kernel.spill_bytes == 0, kernel
-            most = PRUNE_REGISTERS if "PruneSource" in kernel.kernel else MAX_REGISTERS
+            three = any(name in kernel.kernel for name in THREE_BLOCKS)
+            most = THREE_BLOCKS_REGISTERS if three else MAX_REGISTERS
             assert kernel.registers <= most, kernel
             assert kernel.shared_bytes <= MAX_SHARED_BYTES, kernel
 
@@ -127,12 +129,23 @@ def arguments_of(name: str, device: str) -> tuple[object, ...]:
     residual, thresholds = torch.zeros(100, device=device), torch.tensor([0.5, -1.0], device=device)
     if name == "prune_encode_records":
         return grad, residual, offsets, thresholds, 0.9, 4, offsets, kinds, 0, 5, 0, out
+    rice = (offsets, 8 * kinds, 4, 5, 12, False, out)
+    if name == "encode_rice_records":
+        return grad, *rice
+    if name == "prune_encode_rice_records":
+        return grad, residual, offsets, thresholds, 0.9, 4, *rice
     report = torch.ops.megatron_sparse.encode_records(grad, offsets, kinds, 0, 5, 0, out)
     used = sum(report[4 : 4 + len(DENSE)].tolist())
     return torch.zeros(100, device=device), out[:used].clone(), offsets, 0, 5, 0
 
 
-OPS = ("encode_records", "prune_encode_records", "decode_add_")
+ENCODERS = (
+    "encode_records",
+    "prune_encode_records",
+    "encode_rice_records",
+    "prune_encode_rice_records",
+)
+OPS = (*ENCODERS, "decode_add_")
 HASH_OPS = (
     "hash_permute",
     "hash_unpermute",
@@ -191,7 +204,7 @@ def test_the_library_registers_all_ops_for_cuda() -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", OPS[:2])
+@pytest.mark.parametrize("name", ENCODERS)
 def test_fakes_on_cuda_need_no_gpu(name: str) -> None:
     load("cuda")
     with FakeTensorMode():
