@@ -65,9 +65,8 @@ class Codecs:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        for name in ("encode", "prune_encode", "rice_encode", "rice_prune_encode"):
-            getattr(self.library, name).restype = ctypes.c_char_p
-        for name in ("decode_add", "decode_sum", "decode_place", "prune_tile", "sample_threshold"):
+        encoders = ("encode", "prune_encode", "rice_encode", "rice_prune_encode", "prune_tile")
+        for name in (*encoders, "decode_add", "decode_sum", "decode_place", "sample_threshold"):
             getattr(self.library, name).restype = ctypes.c_char_p
         for name in ("encode", "rice_encode", "decode", "threshold"):
             getattr(self.library, f"workspace_of_{name}").restype = ctypes.c_int64
@@ -120,7 +119,6 @@ class Codecs:
         sizes, nnz, status = Buffer(8 * count), Buffer(8 * count), Buffer(32)
         buffers = [grad, out, offsets, wanted, sizes, nnz, status]
         places, most = _table(slots), _table(most_nnz)
-        buffers += [table for table in (places, most) if table is not None]
         arguments = EncodeArguments(
             grad.pointer,
             grad_N.numel(),
@@ -141,10 +139,9 @@ class Codecs:
             _pointer(most),
         )
         rest_N = prune["residual"] if prune is not None else rice.residual if rice else None
-        residual = None
-        if rest_N is not None:
-            residual = Buffer.of(rest_N, prune.get("residual_shift", shift) if prune else shift)
-            buffers.append(residual)
+        rest_shift = (prune or {}).get("residual_shift", shift)
+        residual = None if rest_N is None else Buffer.of(rest_N, rest_shift)
+        buffers += [table for table in (places, most, residual) if table is not None]
         prefix, calls = "", [ctypes.byref(arguments)]
         if rice is not None:
             prefix = "rice_"
