@@ -18,7 +18,7 @@ from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.wire import FORMAT_DENSE, FORMAT_RICE, RICE_BITS
+from megatron_sparse.wire import FORMAT_DENSE, FORMAT_RICE, HEADER_BYTES, RICE_BITS
 from tests.cuda_emulator.codec_cases import STEP, Place, gradient
 from tests.cuda_emulator.emulated import DTYPE_CODES, IN_ORDER, RANDOM, REVERSED, Codecs
 from tests.cuda_emulator.op_calls import EmulatedDevice
@@ -145,6 +145,35 @@ def test_entries_that_lie_together(place: Place, value_dtype: int) -> None:
     grad_N[-1] = 3.0
     segments = Segments(torch.tensor([0, 50_000]), torch.zeros(1, dtype=torch.uint8))
     compare(place, grad_N, pruning_of(torch.zeros(50_000), 0.0), segments, spec_of(value_dtype, 17))
+
+
+def base_of(group: torch.Tensor, spec: RecordSpec) -> int:
+    """The bits of the base of a group's levels."""
+    segments = Segments(torch.tensor([0, group.numel()]), torch.zeros(1, dtype=torch.uint8))
+    out = room(segments, spec)
+    ops.rice_encode(group, segments, spec, out)
+    words = out[HEADER_BYTES + 16 + 16 :]  # behind sub-header and table
+    return int(words[:4].clone().view(torch.int32)) >> 16
+
+
+@pytest.mark.parametrize("value_dtype", [5, 6], ids=["q3", "q2"])
+def test_the_mean_is_added_up_in_the_order_of_the_format(place: Place, value_dtype: int) -> None:
+    """Groups whose base changes with the last bit of the sum."""
+    spec = spec_of(value_dtype)
+    group = torch.rand(128, generator=torch.Generator().manual_seed(value_dtype)) * 0.25 + 1
+    bits = group.view(torch.int32)
+    low, high = (int(torch.tensor(x).view(torch.int32)) for x in (32.0, 64.0))
+    bits[77] = low
+    first = base_of(group, spec)
+    while high - low > 1:
+        bits[77] = middle = (low + high) // 2
+        low, high = (middle, high) if base_of(group, spec) == first else (low, middle)
+    bits_GK = bits.repeat(33, 1)
+    bits_GK[:, 77] = torch.arange(low - 16, low + 17)
+    grad_N = bits_GK.view(torch.float32).flatten()
+    offsets = torch.arange(34) * 128
+    segments = Segments(offsets, torch.zeros(33, dtype=torch.uint8))
+    compare(place, grad_N, pruning_of(torch.zeros(33 * 128), 0.0), segments, spec)
 
 
 @pytest.mark.parametrize("value_dtype", [3, 4], ids=["q8", "q4"])
