@@ -7,6 +7,7 @@ CPU's encoder is compared with the oracle in `tests/cuda_ext/test_rice_encode.py
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,9 +21,11 @@ from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.wire import FORMAT_DENSE, FORMAT_RICE, HEADER_BYTES, RICE_BITS
 from tests.cuda_emulator.codec_cases import STEP, Place, gradient
+from tests.cuda_emulator.device import sync_debug_error, to_gpu
 from tests.cuda_emulator.emulated import DTYPE_CODES, IN_ORDER, RANDOM, REVERSED, Codecs
 from tests.cuda_emulator.op_calls import EmulatedDevice
 from tests.cuda_emulator.op_cases import FILL, assert_same_message
+from tests.cuda_emulator.test_no_waiting import torch_sync_debug_error
 
 DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2, "q8": 3, "q4": 4, "q3": 5, "q2": 6}
 # Empty, one element, a tile and one more, a kept one, some tiles, a few elements.
@@ -260,6 +263,25 @@ def test_the_report_comes_later(place: Place) -> None:
     assert nnz.tolist() == [int((values_N[a:b] != 0).sum()) for a, b in pairwise(OFFSETS.tolist())]
     ops.rice_encode(place(values_N), segments, spec, out[:1024], reports=reports)
     with pytest.raises(ExtensionError, match="the output buffer is too small"):
+        reports.read()
+
+
+def test_in_capacity_mode_the_host_does_not_wait(place: Place) -> None:
+    not_waiting = sync_debug_error if place is to_gpu else torch_sync_debug_error
+    spec, capacity_S = spec_of(4, 13), torch.full((6,), 5000)
+    segments = Segments(OFFSETS, KEEP, slots_of(Segments(OFFSETS, KEEP), capacity_S, spec))
+    grad = place(gradient(NUMEL, 0.1, torch.float32))
+    out = place(room(segments, spec))[:-32]
+    pruning = replace(
+        pruning_of(place(torch.zeros(NUMEL)), 1.0),
+        thresholds_R=place(torch.ones(1)),
+        capacity_S=capacity_S,
+    )
+    for waits in (nullcontext, not_waiting):  # in the first call torch itself may wait
+        reports = Reports()
+        with waits():
+            ops.rice_prune_encode(grad, pruning, segments, spec, out, reports=reports)
+            ops.rice_encode(grad, segments, spec, out, reports=reports)
         reports.read()
 
 
