@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
+
+from megatron_sparse.wire import RICE_BITS
 
 GUARD = 64
 """Bytes around every buffer, which no kernel may touch."""
@@ -60,6 +63,23 @@ class RiceArguments(ctypes.Structure):
         ("residual_dtype", ctypes.c_int),
         ("key", ctypes.c_int64),
     )
+
+
+@dataclass(frozen=True)
+class Rice:
+    """The kind of a message of Rice records; the residual is fp32, for `encode`."""
+
+    dtype: int
+    log2_span: int = 12
+    without_indices: bool = False
+    residual: torch.Tensor | None = None
+
+    def arguments(self, residual: int | None, residual_dtype: int, key: int) -> RiceArguments:
+        """The launchers' struct; raw values have no use for the residual."""
+        pointer = residual if self.dtype in RICE_BITS else None
+        return RiceArguments(
+            self.dtype, self.log2_span, self.without_indices, pointer, residual_dtype, key
+        )
 
 
 class DecodeArguments(ctypes.Structure):

@@ -20,9 +20,10 @@ from megatron_sparse.reduction.job import GATE
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.wire import FORMAT_RICE, MOVES_CODERS
 from tests import fake_nccl
+from tests.cuda_emulator.arguments import Rice
 from tests.cuda_emulator.compilation import compile_library
 from tests.cuda_emulator.device import GPU, EmulatedGpu, pretend_driver
-from tests.cuda_emulator.emulated import COO, IN_ORDER, Codecs, Rice
+from tests.cuda_emulator.emulated import COO, IN_ORDER, Codecs
 from tests.cuda_emulator.emulated_moves import MovesOps
 from tests.cuda_emulator.ledger import Ledger, counting
 from tests.cuda_emulator.op_calls import EmulatedDevice

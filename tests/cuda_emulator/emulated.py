@@ -15,7 +15,7 @@ from tests.cuda_emulator.arguments import (
     DecodeArguments,
     EncodeArguments,
     PruneArguments,
-    RiceArguments,
+    Rice,
     ThresholdArguments,
 )
 
@@ -44,16 +44,6 @@ class Expecting:
     step: int = 7
     base: int = 0
     slots: Sequence[int] | None = None
-
-
-@dataclass(frozen=True)
-class Rice:
-    """The messages of kind Rice: fields of `RiceArguments`; the residual is fp32, for `encode`."""
-
-    dtype: int
-    log2_span: int = 12
-    without_indices: bool = False
-    residual: torch.Tensor | None = None
 
 
 class EmulatorError(Exception):
@@ -144,17 +134,9 @@ class Codecs:
         buffers += [table for table in (places, most, residual) if table is not None]
         prefix, calls = "", [ctypes.byref(arguments)]
         if rice is not None:
-            prefix = "rice_"
-            is_used = residual is not None and rice.dtype > max(DTYPE_CODES.values())
-            coding = RiceArguments(
-                rice.dtype,
-                rice.log2_span,
-                rice.without_indices,
-                _pointer(residual) if is_used else None,
-                0 if rest_N is None else DTYPE_CODES[rest_N.dtype],
-                prune["key"] if prune else -1,
-            )
-            calls.append(ctypes.byref(coding))
+            rest_code = 0 if rest_N is None else DTYPE_CODES[rest_N.dtype]
+            coding = rice.arguments(_pointer(residual), rest_code, (prune or {}).get("key", -1))
+            prefix, calls = "rice_", [*calls, ctypes.byref(coding)]
         workspace = Buffer(getattr(self.library, f"workspace_of_{prefix}encode")(*calls))
         arguments.workspace = workspace.pointer
         buffers.append(workspace)

@@ -27,8 +27,9 @@ from megatron_sparse.cuda_ext import (
 from megatron_sparse.formats import codec_choice
 from megatron_sparse.triton_kernels import prune as triton_prune
 from megatron_sparse.wire import RICE_BITS
+from tests.cuda_emulator.arguments import Rice
 from tests.cuda_emulator.device import dispatcher, to_gpu
-from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs, Expecting, Rice
+from tests.cuda_emulator.emulated import DTYPE_CODES, Codecs, Expecting
 from tests.cuda_emulator.emulated_hash import HashOps
 from tests.cuda_emulator.emulated_moves import MovesOps
 from tests.cuda_emulator.emulated_nccl import NcclOps
