@@ -72,6 +72,12 @@ def test_capacity_sizes_messages_by_density() -> None:
     assert auto_on_cpu.nbytes["messages"] == sent.nbytes["messages"]
 
 
+def test_few_bits_take_a_workspace_with_room_for_all_values() -> None:
+    """fp32 for every element, two bitmaps and 1/16 byte for the groups; and that of sums."""
+    few = of(at_target(density=0.05, value_bits=4), bucket()).nbytes["workspace"]
+    assert (4 + 2 / 8 + 1 / 16) * NUMEL < few < 4.75 * NUMEL
+
+
 def test_velocities_and_their_copies_count() -> None:
     found = of(at_target(method="dgc", scheme="dense"), bucket(), undo=True)
     assert found.nbytes == {
