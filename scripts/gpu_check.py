@@ -135,7 +135,7 @@ STAGES = (
         "memcheck-codecs",
         (3,),
         80,
-        tests=(f"{TESTS}ops.py", f"{TESTS}ops_in_slots.py"),
+        tests=(f"{TESTS}ops.py", f"{TESTS}ops_in_slots.py", f"{TESTS}rice_encode_ops.py"),
         tool="memcheck",
     ),
     Stage("memcheck-moves", (3,), 60, tests=(f"{TESTS}moves_emulated.py",), tool="memcheck"),
