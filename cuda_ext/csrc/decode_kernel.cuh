@@ -6,11 +6,11 @@
 // sum is made in shared memory (tile_sum.cuh) and written once; sums that acc keeps are changed in
 // place.
 //
-// A check takes one unit after the other for each warp: a tile of 4096 elements in Pici, else up to
-// 256 indices. The sum takes one tile after the other for each block.
+// A check takes one unit after the other for each warp: a tile of 4096 elements in Pici, a chunk in
+// Rice, else up to 256 indices. The sum takes one tile after the other for each block.
 // Bytes an element, at density d and v bytes a value, for each message: tile_sum.cuh; and the
-// checks, COO 4 d, Pici 1/8. acc: 4 written or, in place, d sectors of 32 bytes read and written
-// if kept values are far apart, else 8 in all.
+// checks, COO 4 d, Pici 1/8, Rice its index words. acc: 4 written or, in place, d sectors of 32
+// bytes read and written if kept values are far apart, else 8 in all.
 #pragma once
 
 #include "decode_walk.cuh"
@@ -90,9 +90,12 @@ __device__ __attribute__((noinline)) inline void check_sections(const DecodeArgu
     } else if (record.kind == kKindBlocks) {
       const int64_t limit = (record.numel + record.block_size - 1) / record.block_size;
       check_indices(work, unit, indices_of(record), record.blocks, limit);
-      if (unit.number == 0 && has_wrong_padding(record, dtype_bytes(call.value_dtype))) {
+      if (unit.number == 0 && has_wrong_padding(record, dtype_bytes(record.dtype))) {
         report(work, unit.segment, record.blocks - 1, true);
       }
+    } else if (record.kind == kKindRice) {
+      const bool wrong = check_rice_chunk(record, unit.number).wrong;
+      if (wrong && threadIdx.x % 32 == 0) report(work, unit.segment, unit.number, false);
     } else if (record.kind != kKindDense) {
       check_tile(work, unit, record, bits);
     }
@@ -108,7 +111,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
                  static_cast<int64_t>(gridDim.x) * kDecodeWarps);
 }
 
-// Writes the lowest wrong entry to the status.
+// Writes the lowest wrong entry to the status; called by a whole warp.
 __device__ __attribute__((noinline)) inline void write_entry_error(const DecodeArguments& call,
                                                                    const DecodeWorkspace& work) {
   const unsigned long long wrong = work.state->wrong;
@@ -117,9 +120,15 @@ __device__ __attribute__((noinline)) inline void write_entry_error(const DecodeA
   const bool beyond_numel = wrong & 1;
   const DecodeRecord& record = work.records[segment];
   const bool pici = record.kind == kKindPici || record.kind == kKindPiciPaper;
+  FieldError rice = {};
+  if (record.kind == kKindRice) rice = check_rice_chunk(record, entry);
+  if (threadIdx.x % 32 != 0) return;
   call.status[0] = kDecodeMessage;
   call.status[1] = segment;
-  if (pici) {
+  if (record.kind == kKindRice) {
+    call.status[2] = rice.field;
+    call.status[3] = rice.value;
+  } else if (pici) {
     call.status[2] = beyond_numel ? kDecodeWords : kDecodePrefix;
     call.status[3] = beyond_numel ? entry : indices_of(record)[entry + 1];
   } else {
@@ -145,7 +154,7 @@ __device__ __attribute__((noinline)) inline void report_sections(const DecodeArg
   if (!__syncthreads_or(claims)) return;
   check_sections(call, work, memory.words[warp], warp, kDecodeWarps);
   __syncthreads();
-  if (threadIdx.x == 0) write_entry_error(call, work);
+  if (warp == 0) write_entry_error(call, work);
 }
 
 // What sum_tile finds wrong: a bit for each message, in shared memory.
@@ -205,7 +214,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
   const DecodeArguments& call = batch.call[group];
   const DecodeWorkspace& work = batch.work[group];
   if (plan.checked && work.state->wrong != kNothingWrong) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) write_entry_error(call, work);
+    if (blockIdx.x == 0 && threadIdx.x < 32) write_entry_error(call, work);
     return;
   }
   if (plan.checked && !work.state->readable) return;
