@@ -94,8 +94,10 @@ __device__ __attribute__((noinline)) inline void check_sections(const DecodeArgu
         report(work, unit.segment, record.blocks - 1, true);
       }
     } else if (record.kind == kKindRice) {
-      const bool wrong = check_rice_chunk(record, unit.number).wrong;
-      if (wrong && threadIdx.x % 32 == 0) report(work, unit.segment, unit.number, false);
+      // The record in memory, so that the call needs no copy of it.
+      const DecodeRecord& there = work.records[unit.segment];
+      const bool right = check_rice_chunk(there, unit.number, nullptr);
+      if (!right && threadIdx.x % 32 == 0) report(work, unit.segment, unit.number, false);
     } else if (record.kind != kKindDense) {
       check_tile(work, unit, record, bits);
     }
@@ -120,18 +122,14 @@ __device__ __attribute__((noinline)) inline void write_entry_error(const DecodeA
   const bool beyond_numel = wrong & 1;
   const DecodeRecord& record = work.records[segment];
   const bool pici = record.kind == kKindPici || record.kind == kKindPiciPaper;
-  FieldError rice = {};
-  if (record.kind == kKindRice) rice = check_rice_chunk(record, entry);
+  if (record.kind == kKindRice) check_rice_chunk(record, entry, call.status + 2);
   if (threadIdx.x % 32 != 0) return;
   call.status[0] = kDecodeMessage;
   call.status[1] = segment;
-  if (record.kind == kKindRice) {
-    call.status[2] = rice.field;
-    call.status[3] = rice.value;
-  } else if (pici) {
+  if (pici) {
     call.status[2] = beyond_numel ? kDecodeWords : kDecodePrefix;
     call.status[3] = beyond_numel ? entry : indices_of(record)[entry + 1];
-  } else {
+  } else if (record.kind != kKindRice) {
     call.status[2] = beyond_numel ? kDecodePadding : kDecodeIndices;
     // Indices are signed on the wire.
     call.status[3] = static_cast<int32_t>(indices_of(record)[entry]);
@@ -182,6 +180,7 @@ __device__ __forceinline__ void store_tile(float* out, const float* sums, int le
 
 // A tile of all segments and where its sums go; `out` is null behind the last one.
 struct PlacedTile {
+  int group;  // the first of the messages that add to it
   int64_t number;
   int64_t segment;
   SumTile tile;
@@ -210,18 +209,23 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
   __shared__ SumMemory memory;
   __shared__ PlacedTile place;  // not in registers, of which there are few
   __shared__ unsigned int wrong;
-  const int group = blockIdx.y * plan.count;
-  const DecodeArguments& call = batch.call[group];
-  const DecodeWorkspace& work = batch.work[group];
-  if (plan.checked && work.state->wrong != kNothingWrong) {
-    if (blockIdx.x == 0 && threadIdx.x < 32) write_entry_error(call, work);
-    return;
+  const int count = MOST == 1 ? 1 : plan.count;
+  if constexpr (MOST == 1) {
+    const DecodeArguments& call = batch.call[0];
+    const DecodeWorkspace& work = batch.work[0];
+    if (plan.checked && work.state->wrong != kNothingWrong) {
+      if (blockIdx.x == 0 && threadIdx.x < 32) write_entry_error(call, work);
+      return;
+    }
+    if (plan.checked && !work.state->readable) return;
   }
-  if (plan.checked && !work.state->readable) return;
-  if (threadIdx.x == 0) place.number = blockIdx.x;
+  if (threadIdx.x == 0) {
+    place.group = blockIdx.y * count;
+    place.number = blockIdx.x;
+  }
   while (true) {
     if (threadIdx.x == 0) {
-      find_tile(call, work, place);
+      find_tile(batch.call[place.group], batch.work[place.group], place);
       wrong = 0;
     }
     if (FRESH) {
@@ -232,15 +236,18 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
     __syncthreads();
     if (place.out == nullptr) return;
     const auto record_of = [&](int k) {
-      const DecodeWorkspace& of = batch.work[group + k];
+      const DecodeWorkspace& of = batch.work[place.group + k];
       return of.state->readable ? of.records + place.segment : nullptr;
     };
-    sum_tile<VALUE>(record_of, plan.count, place.tile, memory, FRESH ? sums : place.out,
+    sum_tile<VALUE>(record_of, count, place.tile, memory, FRESH ? sums : place.out,
                     MarkWrong{&wrong});
     if (FRESH) store_tile(place.out, sums, place.tile.length);
-    for (unsigned int left = wrong; left != 0; left &= left - 1) {
-      const int k = group + __ffs(static_cast<int>(left)) - 1;
+    // The messages that are left stay in shared memory: nothing is in registers during the call.
+    while (wrong != 0) {
+      const int k = place.group + __ffs(static_cast<int>(wrong)) - 1;
       report_sections(batch.call[k], batch.work[k], memory);
+      if (threadIdx.x == 0) wrong &= wrong - 1;
+      __syncthreads();
     }
     __syncthreads();  // shared memory is free again
     if (threadIdx.x == 0) place.number += gridDim.x;

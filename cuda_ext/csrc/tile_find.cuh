@@ -123,6 +123,7 @@ __device__ __forceinline__ void find_block_part(const DecodeRecord& record, cons
   part.indices += found[0];
   part.values += int64_t{found[0]} * record.block_size * value_bytes;
   part.count = static_cast<int>(found[1] - found[0]) + reaches_in;
+  part.block_size = record.block_size;
   part.kind = kKindBlocks;
 }
 
@@ -160,19 +161,12 @@ template <int VALUE, class Report>
 __device__ __forceinline__ void find_part(const DecodeRecord& record, const SumTile& tile, int k,
                                           TilePart& shared, TileWords& bits, const Report& report) {
   constexpr int64_t value_bytes = sizeof(typename RawType<kDenseOf<VALUE>>::type);
-  TilePart part = {record.payload + record.sections.values,
-                   indices_of(record),
-                   record.block_size,
-                   0,
-                   kKindCoo,
-                   0,
-                   0};
+  TilePart part = {
+      record.payload + record.sections.values, indices_of(record), 0, 0, kKindCoo, 0, 0};
   if (record.kind == kKindDense) {
     part.values += tile.begin * value_bytes;
     part.count = tile.length;
     part.kind = kKindDense;
-  } else if (record.kind == kKindRice) {
-    find_rice_part(record, tile, k, part, bits, report);
   } else if (is_quantised(VALUE)) {
     // check_record lets no other kind through.
   } else if (record.kind == kKindCoo) {

@@ -24,24 +24,24 @@ struct TilePart {
   int first;          // and this is the number of the part's first entry in it.
 };
 
+// Values of a part, which is in shared memory: registers are few.
 template <int VALUE>
 struct RawValues {
-  const uint8_t* values;
+  const TilePart& part;
 
   __device__ __forceinline__ float operator()(int64_t at) const {
-    return value_at<VALUE>(values, at);
+    return value_at<VALUE>(part.values, at);
   }
 };
 
-// Rice's quantised values of a chunk, counted from entry `first` on; docs/wire-format.md.
+// Rice's quantised values; docs/wire-format.md.
 struct QuantisedValues {
-  const uint32_t* words;  // of the chunk
-  int first;
-  int bits;
+  const TilePart& part;
 
   __device__ __forceinline__ float operator()(int at) const {
-    const int entry = first + at, place = entry % kPlane;
-    const uint32_t* group = words + int64_t{entry / kRiceGroup} * (1 + kRiceGroup / kPlane * bits);
+    const int entry = part.first + at, place = entry % kPlane, bits = part.code_bits;
+    const uint32_t* group = reinterpret_cast<const uint32_t*>(part.values) +
+                            int64_t{entry / kRiceGroup} * (1 + kRiceGroup / kPlane * bits);
     const uint32_t* planes = group + 1 + entry % kRiceGroup / kPlane * bits;
     uint32_t code = 0;
 #pragma unroll

@@ -142,7 +142,7 @@ __device__ __forceinline__ void add_block_part(const TilePart& part, const SumTi
 
 // Each warp adds the bits of its own words.
 template <class Values>
-__device__ __forceinline__ void add_bits_part(uint8_t kind, const Values& values,
+__device__ __forceinline__ void add_bits_part(const TilePart& part, const Values& values,
                                               const TileWords& bits, float* sums) {
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kSumWords;
   const int last = first + kSumWords - 1;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void add_bits_part(uint8_t kind, const Values& values
       for (int i = 0; i < kSparseLoadsAhead; ++i) {
         at[i] = -1;
         if (left == 0) continue;
-        at[i] = element_of_bit(kind, w, shift + __ffs(static_cast<int>(left)) - 1);
+        at[i] = element_of_bit(part.kind, w, shift + __ffs(static_cast<int>(left)) - 1);
         left &= left - 1;
         value[i] = values(from++);
         sum[i] = sums[at[i]];
@@ -180,12 +180,12 @@ __device__ __forceinline__ void add_bits_part(uint8_t kind, const Values& values
       const uint32_t word = bits.word[begin + i];
       if (!(word >> lane & 1)) continue;
       value[i] = values(bits.before[begin + i] + __popc(word & lanes_before));
-      sum[i] = sums[element_of_bit(kind, begin + i, lane)];
+      sum[i] = sums[element_of_bit(part.kind, begin + i, lane)];
     }
 #pragma unroll
     for (int i = 0; i < kLoadsAhead; ++i) {
       if (!(bits.word[begin + i] >> lane & 1)) continue;
-      sums[element_of_bit(kind, begin + i, lane)] = sum[i] + value[i];
+      sums[element_of_bit(part.kind, begin + i, lane)] = sum[i] + value[i];
     }
   }
 }
@@ -193,14 +193,12 @@ __device__ __forceinline__ void add_bits_part(uint8_t kind, const Values& values
 // Adds a part of a message of quantised values.
 __device__ __forceinline__ void add_quantised_part(const TilePart& part, const TileWords& bits,
                                                    float* sums) {
-  const QuantisedValues values = {reinterpret_cast<const uint32_t*>(part.values), part.first,
-                                  part.code_bits};
   if (part.kind == kKindPici) {
-    add_bits_part(part.kind, values, bits, sums);
+    add_bits_part(part, QuantisedValues{part}, bits, sums);
   } else if (part.kind == kKindDense && part.code_bits != 0) {
-    add_dense_part(part, values, sums);
+    add_dense_part(part, QuantisedValues{part}, sums);
   } else if (part.kind == kKindDense) {
-    add_dense_part(part, RawValues<kBf16>{part.values}, sums);
+    add_dense_part(part, RawValues<kBf16>{part}, sums);
   }
 }
 
@@ -215,7 +213,10 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
     const int here = min(count - first, kSumWarps);
     if (warp < here) {
       const DecodeRecord* record = record_of(first + warp);
-      if (record != nullptr) {
+      if (record != nullptr && record->kind == kKindRice) {
+        const bool right = find_rice_part(*record, tile, memory.parts, memory.words);
+        if (!right && threadIdx.x % 32 == 0) report(first + warp, kDecodeRice, tile.begin);
+      } else if (record != nullptr) {
         find_part<VALUE>(*record, tile, first + warp, memory.parts[warp], memory.words[warp],
                          report);
       } else if (threadIdx.x % 32 == 0) {
@@ -236,13 +237,13 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
       if constexpr (is_quantised(VALUE)) {
         add_quantised_part(part, memory.words[k], sums);
       } else if (part.kind == kKindDense) {
-        add_dense_part(part, RawValues<VALUE>{part.values}, sums);
+        add_dense_part(part, RawValues<VALUE>{part}, sums);
       } else if (part.kind == kKindBlocks) {
         add_block_part<VALUE>(part, tile, sums);
       } else if (part.kind == kKindCoo) {
         add_coo_part<VALUE>(part, 0, tile, first + k, sums, report);
       } else {
-        add_bits_part(part.kind, RawValues<VALUE>{part.values}, memory.words[k], sums);
+        add_bits_part(part, RawValues<VALUE>{part}, memory.words[k], sums);
       }
       __syncthreads();  // the next rank's values come after this one's
     }

@@ -6,7 +6,7 @@
 
 namespace megatron_sparse {
 
-struct TileWords {
+struct alignas(8) TileWords {
   uint32_t word[kTileWords];
   uint32_t before[kTileWords];
 };
