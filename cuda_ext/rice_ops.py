@@ -1,7 +1,7 @@
 """The encoders of messages of kind Rice, typed and checked. `ops` exports them.
 
-docs/wire-format.md (Rice) specifies the bytes; `decode_ops` decodes them as any other message. On
-the CPU only: CUDA has no kernels for them yet.
+docs/wire-format.md (Rice) specifies the bytes; `decode_ops` decodes them as any other message, on
+CUDA too. Encoding is for the CPU only: CUDA has no kernels for it yet.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 //
 // decode_add_ changes acc only if the whole message is right. decode_sum_ ignores acc's content, so
 // after an error there is nothing to preserve, and the messages are read once. Every tile of the
-// sum is made in shared memory (tile_sum.cuh) and written once; sums that acc keeps are changed in
-// place.
+// sum is made in shared memory (tile_sum.cuh) and written once; where decode_add_ adds to what acc
+// holds, it is changed in place.
 //
 // A check takes one unit after the other for each warp: a tile of 4096 elements in Pici, a chunk in
 // Rice, else up to 256 indices. The sum takes one tile after the other for each block.
@@ -202,10 +202,13 @@ __device__ __forceinline__ void find_tile(const DecodeArguments& call, const Dec
   place.out = call.acc + (offset - call.base) + begin;
 }
 
+// Without FRESH the messages are added to what acc holds: one in place, because few elements may
+// change; several in shared memory.
 template <int VALUE, bool FRESH, int MOST>
 __global__ void __launch_bounds__(kDecodeThreads, 4)
     sum_kernel(const __grid_constant__ DecodeBatch<MOST> batch, SumPlan plan) {
-  __shared__ __align__(16) float sums[FRESH ? kPiciTile : 4];
+  constexpr bool IN_PLACE = !FRESH && MOST == 1;
+  __shared__ __align__(16) float sums[IN_PLACE ? 4 : kPiciTile];
   __shared__ SumMemory memory;
   __shared__ PlacedTile place;  // not in registers, of which there are few
   __shared__ unsigned int wrong;
@@ -235,13 +238,18 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
     }
     __syncthreads();
     if (place.out == nullptr) return;
+    if (!FRESH && !IN_PLACE) {
+      for (int at = threadIdx.x; at < place.tile.length; at += kDecodeThreads) {
+        sums[at] = place.out[at];
+      }
+    }
     const auto record_of = [&](int k) {
       const DecodeWorkspace& of = batch.work[place.group + k];
       return of.state->readable ? of.records + place.segment : nullptr;
     };
-    sum_tile<VALUE>(record_of, count, place.tile, memory, FRESH ? sums : place.out,
+    sum_tile<VALUE>(record_of, count, place.tile, memory, IN_PLACE ? place.out : sums,
                     MarkWrong{&wrong});
-    if (FRESH) store_tile(place.out, sums, place.tile.length);
+    if (!IN_PLACE) store_tile(place.out, sums, place.tile.length);
     // The messages that are left stay in shared memory: nothing is in registers during the call.
     while (wrong != 0) {
       const int k = place.group + __ffs(static_cast<int>(wrong)) - 1;

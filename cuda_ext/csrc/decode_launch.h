@@ -46,7 +46,7 @@ struct DecodeArguments {
   int64_t message_bytes;
   const int64_t* segment_offsets;  // [segment_count + 1]
   int64_t segment_count;
-  int64_t base;  // acc's first element in the bucket
+  int64_t base;     // acc's first element in the bucket
   int value_dtype;  // or one of Rice's QuantisedDtype
   uint32_t step;
   bool fresh;       // take the segments' part of acc for zero
