@@ -10,6 +10,7 @@ import torch
 
 from tests.cuda_emulator.codec_cases import STEP
 from tests.cuda_emulator.emulated import IN_ORDER, RANDOM, REVERSED, Codecs, Expecting
+from tests.cuda_emulator.ledger import Ledger, counting
 from tests.cuda_emulator.rice_records import (
     FORMS,
     NAMES,
@@ -141,3 +142,15 @@ def test_messages_apart_are_placed_in_one_pass(codecs: Codecs) -> None:
     )
     assert states == [[0, 0, 0, 0]] * 4
     assert_same_numbers(found, wanted)
+
+
+def test_launches(codecs: Codecs) -> None:
+    """As for other formats: walk, check, sum; and all messages of a sum together need no check."""
+    message, places = small_message((4, False)), Expecting([0, SMALL], 4, STEP)
+    codecs.schedule(IN_ORDER)
+    with counting(ledger := Ledger()):
+        codecs.decode_add(torch.zeros(SMALL), message, [0, SMALL], 4, step=STEP)
+    assert (ledger.kernels, ledger.memsets) == (3, 0)
+    with counting(ledger := Ledger()):
+        codecs.decode_sum(torch.zeros(SMALL), [message] * 5, [places] * 5)
+    assert (ledger.kernels, ledger.memsets) == (2, 0)
