@@ -11,6 +11,7 @@ import torch
 from megatron_sparse.cuda_ext import load
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ExtensionError
+from megatron_sparse.wire import RICE_BITS
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
@@ -120,3 +121,9 @@ def check_code(op: str, name: str, code: int) -> None:
     """Refuses anything but a dtype code of the wire."""
     if code not in (0, 1, 2):
         raise refusal(op, f"{name} is unknown", "0 (fp32), 1 (bf16) or 2 (fp16)", code)
+
+
+def check_message_dtype(op: str, code: int) -> None:
+    """Refuses anything but the dtype code of a message's values, of which Rice has more."""
+    if code not in RICE_BITS:
+        check_code(op, "value_dtype", code)

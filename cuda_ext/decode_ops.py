@@ -11,15 +11,15 @@ import torch
 from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.cuda_ext.arguments import (
     call,
-    check_code,
     check_device,
     check_flat,
+    check_message_dtype,
     refusal,
 )
 from megatron_sparse.cuda_ext.codec_checks import check_slots
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.cuda_ext.reports import Reports
-from megatron_sparse.wire import RICE_BITS, VERSION, wrong_field
+from megatron_sparse.wire import VERSION, wrong_field
 
 MESSAGE_FIELDS = (
     "size",
@@ -79,8 +79,7 @@ def decode_add_(
     check_flat("decode_add_", "acc", acc_M, (torch.float32,))
     check_flat("decode_add_", "message", message, (torch.uint8,), device=acc_M.device)
     on_cuda = check_device("decode_add_", "acc", acc_M) == "cuda"
-    if on_cuda or expected.value_dtype not in RICE_BITS:
-        check_code("decode_add_", "value_dtype", expected.value_dtype)
+    check_message_dtype("decode_add_", expected.value_dtype)
     offsets, slots = expected.segment_offsets, expected.slots
     if on_cuda:
         check_slots("decode_add_", slots, offsets.numel() - 1, None)
@@ -140,7 +139,7 @@ def decode_sum_(
     check_flat("decode_sum_", "acc", acc_M, (torch.float32,))
     for message in messages:
         check_flat("decode_sum_", "message", message, (torch.uint8,), device=acc_M.device)
-    check_code("decode_sum_", "value_dtype", expected.value_dtype)
+    check_message_dtype("decode_sum_", expected.value_dtype)
     offsets = expected.segment_offsets
     check_slots("decode_sum_", expected.slots, offsets.numel() - 1, None)
     statuses = call(
@@ -182,7 +181,7 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
         "magic": "MSPG",
         "version": VERSION,
         "checksum": "the CRC-32 of the header",
-        "format": "0 (dense), 1 (COO), 2 (Pici), 3 (blocks) or, on the CPU, 8 (Rice)",
+        "format": "0 (dense), 1 (COO), 2 (Pici), 3 (blocks) or 8 (Rice)",
         "dtype": wanted.value_dtype,
         "flags": "0, or 1 for Pici in linear order",
         "step": wanted.step % 2**32,

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "dtypes.h"
+#include "rice.h"
 
 #define MS_CHECK(condition, what, expected, got)            \
   do {                                                      \
@@ -66,6 +67,12 @@ inline void check_vector(const Tensor& tensor, const char* name, ScalarType dtyp
 inline void check_dtype_code(int64_t code, const char* name) {
   MS_CHECK(code >= kFp32 && code <= kFp16, name << " is unknown", "0 (fp32), 1 (bf16) or 2 (fp16)",
            code);
+}
+
+// A dtype of the values in messages: those of check_dtype_code, and Rice's quantised ones.
+inline void check_message_dtype(int64_t code, const char* name) {
+  MS_CHECK(code >= kFp32 && code <= kQ2, name << " is unknown",
+           "0 (fp32), 1 (bf16), 2 (fp16), 3 (q8), 4 (q4), 5 (q3) or 6 (q2)", code);
 }
 
 // Offsets that cut [first, last) into consecutive pieces; a CPU tensor.

@@ -7,7 +7,6 @@
 #include "check.h"
 #include "decode_records.h"
 #include "isa.h"
-#include "rice.h"
 
 namespace megatron_sparse {
 namespace {
@@ -19,8 +18,7 @@ Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& se
   check_vector(message, "decode_add_: message", ScalarType::Byte, -1);
   MS_CHECK(acc.is_cpu() && message.is_cpu(), "decode_add_: a tensor is on the wrong device",
            "all on the CPU", "another");
-  MS_CHECK(value_dtype >= kFp32 && value_dtype <= kQ2, "decode_add_: value_dtype is unknown",
-           "0 (fp32), 1 (bf16), 2 (fp16), 3 (q8), 4 (q4), 5 (q3) or 6 (q2)", value_dtype);
+  check_message_dtype(value_dtype, "decode_add_: value_dtype");
   const int64_t* offsets = check_offsets(segment_offsets, "decode_add_: segment_offsets");
   const int64_t segment_count = segment_offsets.numel() - 1;
   MS_CHECK(base >= 0 && base <= kMaxNumel, "decode_add_: base is out of range", "0 to 2^40", base);

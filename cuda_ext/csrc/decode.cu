@@ -19,8 +19,10 @@ void launch_sum(const DecodeBatch<MOST>& batch, const SumPlan& plan,
     cudaLaunchKernelEx(&config, sum_kernel<kFp32, FRESH, MOST>, batch, plan);
   } else if (dtype == kBf16) {
     cudaLaunchKernelEx(&config, sum_kernel<kBf16, FRESH, MOST>, batch, plan);
-  } else {
+  } else if (dtype == kFp16) {
     cudaLaunchKernelEx(&config, sum_kernel<kFp16, FRESH, MOST>, batch, plan);
+  } else {
+    cudaLaunchKernelEx(&config, sum_kernel<kQ8, FRESH, MOST>, batch, plan);
   }
 }
 

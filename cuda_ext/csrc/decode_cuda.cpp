@@ -19,7 +19,7 @@ DecodeArguments check_decode(const Tensor& acc, const Tensor& segment_offsets, i
   check_vector(segment_offsets, "decode: segment_offsets", ScalarType::Long, -1);
   MS_CHECK(acc.is_cuda(), "decode: acc is on the wrong device", "a CUDA device", "another");
   check_beside(segment_offsets, acc, "decode: segment_offsets");
-  check_dtype_code(value_dtype, "decode: value_dtype");
+  check_message_dtype(value_dtype, "decode: value_dtype");
   MS_CHECK(segment_offsets.numel() >= 1, "decode: segment_offsets is empty", "at least one offset",
            0);
   MS_CHECK(segment_offsets.numel() <= int64_t{1} << 31, "decode: there are too many segments",

@@ -3,14 +3,14 @@
 //
 // decode_add_ changes acc only if the whole message is right. decode_sum_ ignores acc's content, so
 // after an error there is nothing to preserve, and the messages are read once. Every tile of the
-// sum is made in shared memory (tile_sum.cuh) and written once; sums that acc keeps are changed in
-// place.
+// sum is made in shared memory (tile_sum.cuh) and written once; where decode_add_ adds to what acc
+// holds, it is changed in place.
 //
-// A check takes one unit after the other for each warp: a tile of 4096 elements in Pici, else up to
-// 256 indices. The sum takes one tile after the other for each block.
+// A check takes one unit after the other for each warp: a tile of 4096 elements in Pici, a chunk in
+// Rice, else up to 256 indices. The sum takes one tile after the other for each block.
 // Bytes an element, at density d and v bytes a value, for each message: tile_sum.cuh; and the
-// checks, COO 4 d, Pici 1/8. acc: 4 written or, in place, d sectors of 32 bytes read and written
-// if kept values are far apart, else 8 in all.
+// checks, COO 4 d, Pici 1/8, Rice its index words. acc: 4 written or, in place, d sectors of 32
+// bytes read and written if kept values are far apart, else 8 in all.
 #pragma once
 
 #include "decode_walk.cuh"
@@ -90,9 +90,14 @@ __device__ __attribute__((noinline)) inline void check_sections(const DecodeArgu
     } else if (record.kind == kKindBlocks) {
       const int64_t limit = (record.numel + record.block_size - 1) / record.block_size;
       check_indices(work, unit, indices_of(record), record.blocks, limit);
-      if (unit.number == 0 && has_wrong_padding(record, dtype_bytes(call.value_dtype))) {
+      if (unit.number == 0 && has_wrong_padding(record, dtype_bytes(record.dtype))) {
         report(work, unit.segment, record.blocks - 1, true);
       }
+    } else if (record.kind == kKindRice) {
+      // The record in memory, so that the call needs no copy of it.
+      const DecodeRecord& there = work.records[unit.segment];
+      const bool right = check_rice_chunk(there, unit.number, nullptr);
+      if (!right && threadIdx.x % 32 == 0) report(work, unit.segment, unit.number, false);
     } else if (record.kind != kKindDense) {
       check_tile(work, unit, record, bits);
     }
@@ -108,7 +113,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
                  static_cast<int64_t>(gridDim.x) * kDecodeWarps);
 }
 
-// Writes the lowest wrong entry to the status.
+// Writes the lowest wrong entry to the status; called by a whole warp.
 __device__ __attribute__((noinline)) inline void write_entry_error(const DecodeArguments& call,
                                                                    const DecodeWorkspace& work) {
   const unsigned long long wrong = work.state->wrong;
@@ -117,12 +122,14 @@ __device__ __attribute__((noinline)) inline void write_entry_error(const DecodeA
   const bool beyond_numel = wrong & 1;
   const DecodeRecord& record = work.records[segment];
   const bool pici = record.kind == kKindPici || record.kind == kKindPiciPaper;
+  if (record.kind == kKindRice) check_rice_chunk(record, entry, call.status + 2);
+  if (threadIdx.x % 32 != 0) return;
   call.status[0] = kDecodeMessage;
   call.status[1] = segment;
   if (pici) {
     call.status[2] = beyond_numel ? kDecodeWords : kDecodePrefix;
     call.status[3] = beyond_numel ? entry : indices_of(record)[entry + 1];
-  } else {
+  } else if (record.kind != kKindRice) {
     call.status[2] = beyond_numel ? kDecodePadding : kDecodeIndices;
     // Indices are signed on the wire.
     call.status[3] = static_cast<int32_t>(indices_of(record)[entry]);
@@ -145,7 +152,7 @@ __device__ __attribute__((noinline)) inline void report_sections(const DecodeArg
   if (!__syncthreads_or(claims)) return;
   check_sections(call, work, memory.words[warp], warp, kDecodeWarps);
   __syncthreads();
-  if (threadIdx.x == 0) write_entry_error(call, work);
+  if (warp == 0) write_entry_error(call, work);
 }
 
 // What sum_tile finds wrong: a bit for each message, in shared memory.
@@ -173,6 +180,7 @@ __device__ __forceinline__ void store_tile(float* out, const float* sums, int le
 
 // A tile of all segments and where its sums go; `out` is null behind the last one.
 struct PlacedTile {
+  int group;  // the first of the messages that add to it
   int64_t number;
   int64_t segment;
   SumTile tile;
@@ -194,25 +202,33 @@ __device__ __forceinline__ void find_tile(const DecodeArguments& call, const Dec
   place.out = call.acc + (offset - call.base) + begin;
 }
 
+// Without FRESH the messages are added to what acc holds: one in place, because few elements may
+// change; several in shared memory.
 template <int VALUE, bool FRESH, int MOST>
 __global__ void __launch_bounds__(kDecodeThreads, 4)
     sum_kernel(const __grid_constant__ DecodeBatch<MOST> batch, SumPlan plan) {
-  __shared__ __align__(16) float sums[FRESH ? kPiciTile : 4];
+  constexpr bool IN_PLACE = !FRESH && MOST == 1;
+  __shared__ __align__(16) float sums[IN_PLACE ? 4 : kPiciTile];
   __shared__ SumMemory memory;
   __shared__ PlacedTile place;  // not in registers, of which there are few
   __shared__ unsigned int wrong;
-  const int group = blockIdx.y * plan.count;
-  const DecodeArguments& call = batch.call[group];
-  const DecodeWorkspace& work = batch.work[group];
-  if (plan.checked && work.state->wrong != kNothingWrong) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) write_entry_error(call, work);
-    return;
+  const int count = MOST == 1 ? 1 : plan.count;
+  if constexpr (MOST == 1) {
+    const DecodeArguments& call = batch.call[0];
+    const DecodeWorkspace& work = batch.work[0];
+    if (plan.checked && work.state->wrong != kNothingWrong) {
+      if (blockIdx.x == 0 && threadIdx.x < 32) write_entry_error(call, work);
+      return;
+    }
+    if (plan.checked && !work.state->readable) return;
   }
-  if (plan.checked && !work.state->readable) return;
-  if (threadIdx.x == 0) place.number = blockIdx.x;
+  if (threadIdx.x == 0) {
+    place.group = blockIdx.y * count;
+    place.number = blockIdx.x;
+  }
   while (true) {
     if (threadIdx.x == 0) {
-      find_tile(call, work, place);
+      find_tile(batch.call[place.group], batch.work[place.group], place);
       wrong = 0;
     }
     if (FRESH) {
@@ -222,16 +238,24 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
     }
     __syncthreads();
     if (place.out == nullptr) return;
+    if (!FRESH && !IN_PLACE) {
+      for (int at = threadIdx.x; at < place.tile.length; at += kDecodeThreads) {
+        sums[at] = place.out[at];
+      }
+    }
     const auto record_of = [&](int k) {
-      const DecodeWorkspace& of = batch.work[group + k];
+      const DecodeWorkspace& of = batch.work[place.group + k];
       return of.state->readable ? of.records + place.segment : nullptr;
     };
-    sum_tile<VALUE>(record_of, plan.count, place.tile, memory, FRESH ? sums : place.out,
+    sum_tile<VALUE>(record_of, count, place.tile, memory, IN_PLACE ? place.out : sums,
                     MarkWrong{&wrong});
-    if (FRESH) store_tile(place.out, sums, place.tile.length);
-    for (unsigned int left = wrong; left != 0; left &= left - 1) {
-      const int k = group + __ffs(static_cast<int>(left)) - 1;
+    if (!IN_PLACE) store_tile(place.out, sums, place.tile.length);
+    // The messages that are left stay in shared memory: nothing is in registers during the call.
+    while (wrong != 0) {
+      const int k = place.group + __ffs(static_cast<int>(wrong)) - 1;
       report_sections(batch.call[k], batch.work[k], memory);
+      if (threadIdx.x == 0) wrong &= wrong - 1;
+      __syncthreads();
     }
     __syncthreads();  // shared memory is free again
     if (threadIdx.x == 0) place.number += gridDim.x;

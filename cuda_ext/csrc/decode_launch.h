@@ -27,6 +27,9 @@ enum DecodeField : int64_t {
   kDecodeBlockSize,
   kDecodeBlockCount,
   kDecodePadding,  // the last block is not zero beyond numel
+  kDecodeChunk,    // Rice's sub-header
+  kDecodeTable,    // Rice's rows do not lead from nothing to all entries and words
+  kDecodeRice,     // a chunk's words are not those of its entries
 };
 
 enum DecodeError : int64_t {
@@ -43,8 +46,8 @@ struct DecodeArguments {
   int64_t message_bytes;
   const int64_t* segment_offsets;  // [segment_count + 1]
   int64_t segment_count;
-  int64_t base;  // acc's first element in the bucket
-  int value_dtype;
+  int64_t base;     // acc's first element in the bucket
+  int value_dtype;  // or one of Rice's QuantisedDtype
   uint32_t step;
   bool fresh;       // take the segments' part of acc for zero
   void* workspace;  // 256-byte aligned

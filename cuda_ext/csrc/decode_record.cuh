@@ -6,6 +6,7 @@
 #include "lanes.h"
 #include "raw_type.cuh"
 #include "record.h"
+#include "rice.h"
 
 namespace megatron_sparse {
 
@@ -21,6 +22,9 @@ struct DecodeRecord {
   int64_t blocks;
   int64_t block_size;
   uint8_t kind;
+  uint8_t dtype;      // of the values; in Rice's messages not always that of the message
+  uint8_t log2_span;  // Rice: of a chunk's elements
+  bool has_indices;   // Rice: whether entries have indices
 };
 
 struct FieldError {
@@ -33,6 +37,42 @@ __device__ __forceinline__ FieldError field_error(DecodeField field, uint64_t va
   return {true, field, static_cast<int64_t>(value)};
 }
 
+// The field that a fault of rice.h is reported as.
+__device__ __forceinline__ FieldError field_error(const RiceError& error) {
+  const uint64_t value = static_cast<uint64_t>(error.value);
+  switch (error.fault) {
+    case RiceFault::kNone:
+      return {false, 0, 0};
+    case RiceFault::kChunk:
+      return field_error(kDecodeChunk, value);
+    case RiceFault::kTable:
+      return field_error(kDecodeTable, value);
+    case RiceFault::kPayloadBytes:
+      return field_error(kDecodePayloadBytes, value);
+    case RiceFault::kSize:
+      return field_error(kDecodeSize, value);
+    default:
+      return field_error(kDecodeRice, value);
+  }
+}
+
+// The part of check_record for Rice: the sub-header and the table's ends.
+__device__ inline FieldError check_rice_record(const Header& header, int64_t available,
+                                               DecodeRecord& record) {
+  if (available < static_cast<int64_t>(sizeof(RiceSubHeader))) {
+    return field_error(kDecodeSize, kHeaderBytes + available);
+  }
+  RiceSections at = {};
+  const RiceError error =
+      rice_record_error(record.payload, record.numel, record.nnz, record.dtype,
+                        static_cast<int64_t>(header.payload_bytes), available, at);
+  const RiceSubHeader head = *reinterpret_cast<const RiceSubHeader*>(record.payload);
+  record.log2_span = head.log2_span;
+  record.has_indices = head.indices != 0;
+  record.sections = {at.rows, at.values, at.values_end, at.payload};
+  return field_error(error);
+}
+
 // Checks one record and, if nothing is wrong, describes it. `available` counts from the header's
 // end to that of the record's slot or, without slots, the message's.
 __device__ inline FieldError check_record(const DecodeArguments& call, int64_t segment, int64_t at,
@@ -43,12 +83,19 @@ __device__ inline FieldError check_record(const DecodeArguments& call, int64_t s
   const Header header = *reinterpret_cast<const Header*>(call.message + at);
   const int64_t offset = call.segment_offsets[segment];
   const int64_t numel = call.segment_offsets[segment + 1] - offset;
-  const int64_t value_bytes = dtype_bytes(call.value_dtype);
   if (header.magic != kMagic) return field_error(kDecodeMagic, header.magic);
   if (header.version != kVersion) return field_error(kDecodeVersion, header.version);
   if (header.checksum != checksum_of(header)) return field_error(kDecodeChecksum, header.checksum);
-  if (header.format > kFormatBlocks) return field_error(kDecodeFormat, header.format);
-  if (header.dtype != call.value_dtype) return field_error(kDecodeDtype, header.dtype);
+  const bool is_rice = header.format == kFormatRice;
+  if (header.format > kFormatBlocks && !is_rice) {
+    return field_error(kDecodeFormat, header.format);
+  }
+  // Kept segments of a quantised message are dense.
+  const bool is_kept = header.format == kKindDense && is_quantised(call.value_dtype);
+  if (header.dtype != (is_kept ? kBf16 : call.value_dtype)) {
+    return field_error(kDecodeDtype, header.dtype);
+  }
+  if (is_quantised(header.dtype) && !is_rice) return field_error(kDecodeFormat, header.format);
   const uint8_t flags_known = header.format == kFormatPici ? kFlagLinear : 0;
   if ((header.flags & ~flags_known) != 0) return field_error(kDecodeFlags, header.flags);
   if (header.step != call.step) return field_error(kDecodeStep, header.step);
@@ -63,6 +110,8 @@ __device__ inline FieldError check_record(const DecodeArguments& call, int64_t s
   record.nnz = static_cast<int64_t>(header.nnz);
   record.blocks = record.block_size = 0;
   record.kind = header.format;
+  record.dtype = header.dtype;
+  if (is_rice) return check_rice_record(header, available, record);
   if (header.format == kFormatPici && header.flags == 0) record.kind = kKindPiciPaper;
   const uint64_t announced = header.payload_bytes;
   if (record.kind == kKindBlocks) {
@@ -81,8 +130,8 @@ __device__ inline FieldError check_record(const DecodeArguments& call, int64_t s
       return field_error(kDecodeBlockCount, subheader.y);
     }
   }
-  record.sections =
-      sections_of(record.kind, numel, record.nnz, record.blocks, record.block_size, value_bytes);
+  record.sections = sections_of(record.kind, numel, record.nnz, record.blocks, record.block_size,
+                                dtype_bytes(record.dtype));
   if (announced != static_cast<uint64_t>(record.sections.payload)) {
     return field_error(kDecodePayloadBytes, announced);
   }
@@ -91,7 +140,7 @@ __device__ inline FieldError check_record(const DecodeArguments& call, int64_t s
   return {false, 0, 0};
 }
 
-// Pieces that are checked one by one. Any dense value is right.
+// Pieces that are checked one by one. Any dense value is right, and so are codes without indices.
 __device__ __forceinline__ int64_t units_of(const DecodeRecord& record) {
   switch (record.kind) {
     case kKindDense:
@@ -100,6 +149,8 @@ __device__ __forceinline__ int64_t units_of(const DecodeRecord& record) {
       return (record.nnz + kUnitEntries - 1) / kUnitEntries;
     case kKindBlocks:
       return (record.blocks + kUnitEntries - 1) / kUnitEntries;
+    case kKindRice:
+      return record.has_indices ? chunks_of(record.numel, record.log2_span) : 0;
     default:
       return tiles_of(record.numel);
   }

@@ -14,12 +14,11 @@
 // the tiles of a record check all of it.
 //
 // Bytes an element at density d and v bytes a value, for each record: COO (4 + v) d, Pici
-// 1/8 + v d, dense v; and the searches, 2 log32 nnz loads of 32 sectors a tile.
+// 1/8 + v d, dense v; and the searches, 2 log32 nnz loads of 32 sectors a tile. Rice:
+// rice_decode.cuh.
 #pragma once
 
-#include "decode_record.cuh"
-#include "scan.cuh"
-#include "tile_words.cuh"
+#include "tile_find.cuh"
 
 namespace megatron_sparse {
 
@@ -32,187 +31,11 @@ constexpr int kSparseLoadsAhead = 4;
 // few lanes idle; above it 32 lanes take the bits of one word after the other.
 constexpr int kCrowdedWords = kSumWords * 32 / 4;
 
-// A tile of a segment.
-struct SumTile {
-  int64_t begin;  // in the segment
-  int length;
-  bool is_last;
-};
-
-// A record's part of a tile. One without entries is a COO part with count 0.
-struct TilePart {
-  const uint8_t* values;    // of the first entry or block, or of the tile's first element (dense)
-  const uint32_t* indices;  // of the first entry or block
-  int64_t block_size;
-  int count;  // entries or blocks
-  uint8_t kind;
-};
-
 // A block's shared memory.
 struct SumMemory {
   TilePart parts[kSumWarps];
-  TileWords words[kSumWarps];  // of Pici parts
+  TileWords words[kSumWarps];  // of Pici's and Rice's parts
 };
-
-// The numbers of indices below two limits, searched for together; called by a whole warp. For
-// indices that do not ascend the results are arbitrary, but the same for the same limit.
-__device__ __forceinline__ void count_below(const uint32_t* indices, uint32_t count,
-                                            const uint32_t (&limits)[2], uint32_t (&found)[2]) {
-  const uint32_t lane = threadIdx.x % 32;
-  uint32_t low[2] = {0, 0}, high[2] = {count, count};  // the result is in [low, high]
-  while (low[0] < high[0] || low[1] < high[1]) {
-    uint32_t step[2];
-    bool below[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      step[i] = (high[i] - low[i] + 31) / 32;
-      const uint32_t at = low[i] + lane * step[i];
-      below[i] = at < high[i] && indices[at] < limits[i];
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      // The number of leading lanes that are below.
-      const unsigned not_below = ~__ballot_sync(kAllLanes, below[i]);
-      const uint32_t lanes_below = not_below == 0 ? 32 : __ffs(static_cast<int>(not_below)) - 1;
-      if (lanes_below == 0) {
-        high[i] = low[i];
-      } else {
-        const uint32_t last_below = low[i] + (lanes_below - 1) * step[i];
-        high[i] = min(high[i], last_below + step[i]);
-        low[i] = last_below + 1;
-      }
-    }
-  }
-  found[0] = low[0];
-  found[1] = low[1];
-}
-
-// The element of a tile that a bit of one of its words stands for.
-__device__ __forceinline__ int element_of_bit(uint8_t kind, int word, int bit) {
-  return kind == kKindPici ? 32 * word + bit : 64 * (32 * (word % 2) + bit) + word / 2;
-}
-
-// Whether this lane's words of a tile have bits from `length` on; called by a whole warp.
-__device__ __forceinline__ bool has_stray_bits(const TileWords& bits, uint8_t kind, int length) {
-  bool stray = false;
-  for (int w = threadIdx.x % 32; w < kTileWords; w += 32) {
-    for (uint32_t left = bits.word[w]; left != 0; left &= left - 1) {
-      stray |= element_of_bit(kind, w, __ffs(static_cast<int>(left)) - 1) >= length;
-    }
-  }
-  return stray;
-}
-
-template <class Report>
-__device__ __forceinline__ void find_coo_part(const DecodeRecord& record, const SumTile& tile,
-                                              int k, int64_t value_bytes, TilePart& part,
-                                              const Report& report) {
-  const uint32_t* indices = indices_of(record);
-  const uint32_t begin = static_cast<uint32_t>(tile.begin);
-  uint32_t found[2];
-  count_below(indices, static_cast<uint32_t>(record.nnz), {begin, begin + kPiciTile}, found);
-  if (found[0] > found[1] || (tile.is_last && found[1] != record.nnz)) {
-    if (threadIdx.x % 32 == 0) report(k, kDecodeIndices, found[1]);
-    return;
-  }
-  part.indices += found[0];
-  part.values += found[0] * value_bytes;
-  part.count = static_cast<int>(found[1] - found[0]);
-}
-
-// Whether the last block is not zero beyond the segment's end; answers for this lane's elements.
-__device__ __forceinline__ bool has_wrong_padding(const DecodeRecord& record, int64_t value_bytes) {
-  if (record.blocks == 0) return false;
-  const int64_t last_end = (indices_of(record)[record.blocks - 1] + int64_t{1}) * record.block_size;
-  const int64_t halves = value_bytes / 2;
-  // Not above zero if the last block ends inside the segment.
-  const int64_t padded = min(last_end - record.numel, record.block_size) * halves;
-  const uint16_t* end =
-      reinterpret_cast<const uint16_t*>(record.payload + record.sections.values_end);
-  bool wrong = false;
-  for (int64_t k = threadIdx.x % 32; k < padded; k += 32) wrong |= end[k - padded] != 0;
-  return wrong;
-}
-
-// A tile's blocks begin with the one that its first element is in. Those before the one that the
-// next tile's first element is in are this tile's to check; that one may reach into this tile.
-template <class Report>
-__device__ __forceinline__ void find_block_part(const DecodeRecord& record, const SumTile& tile,
-                                                int k, int64_t value_bytes, TilePart& part,
-                                                const Report& report) {
-  const uint32_t* indices = indices_of(record);
-  const uint32_t size = static_cast<uint32_t>(record.block_size);  // as it is in the record
-  const uint32_t begin = static_cast<uint32_t>(tile.begin), tile_end = begin + kPiciTile;
-  const uint32_t first = begin / size;
-  const uint32_t next =
-      tile.is_last ? (static_cast<uint32_t>(record.numel) - 1) / size + 1 : tile_end / size;
-  uint32_t found[2];
-  count_below(indices, static_cast<uint32_t>(record.blocks), {first, next}, found);
-  bool wrong = found[0] > found[1] || (tile.is_last && found[1] != record.blocks);
-  if (tile.begin == 0) wrong |= has_wrong_padding(record, value_bytes);
-  if (found[0] <= found[1]) {
-    for (uint32_t at = found[0] + threadIdx.x % 32; at < found[1]; at += 32) {
-      wrong |= indices[at] < first || indices[at] >= next ||
-               (at > found[0] && indices[at] <= indices[at - 1]);
-    }
-  }
-  if (__any_sync(kAllLanes, wrong)) {
-    if (threadIdx.x % 32 == 0) report(k, kDecodeIndices, found[1]);
-    return;
-  }
-  const bool reaches_in = !tile.is_last && next * size < tile_end && found[1] < record.blocks &&
-                          indices[found[1]] == next;
-  part.indices += found[0];
-  part.values += int64_t{found[0]} * record.block_size * value_bytes;
-  part.count = static_cast<int>(found[1] - found[0]) + reaches_in;
-  part.kind = kKindBlocks;
-}
-
-template <class Report>
-__device__ __forceinline__ void find_pici_part(const DecodeRecord& record, const SumTile& tile,
-                                               int k, int64_t value_bytes, TilePart& part,
-                                               TileWords& bits, const Report& report) {
-  const int64_t number = tile.begin / kPiciTile;
-  const uint32_t* prefix = indices_of(record) + number;
-  const uint32_t before = prefix[0], after = prefix[1];
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(record.payload);
-  const uint32_t nnz = static_cast<uint32_t>(load_tile_words(bits, words + number * kTileWords));
-  if (before + nnz != after || after > record.nnz || after < before ||
-      (number == 0 && before != 0) || (tile.is_last && after != record.nnz)) {
-    if (threadIdx.x % 32 == 0) report(k, kDecodePrefix, after);
-    return;
-  }
-  if (tile.length < kPiciTile &&
-      __any_sync(kAllLanes, has_stray_bits(bits, record.kind, tile.length))) {
-    if (threadIdx.x % 32 == 0) report(k, kDecodeWords, number);
-    return;
-  }
-  part.values += before * value_bytes;
-  part.count = static_cast<int>(nnz);
-  part.kind = record.kind;
-}
-
-// Finds and checks record k's part of a tile; called by a whole warp. COO's indices are checked
-// when they are added.
-template <int VALUE, class Report>
-__device__ __forceinline__ void find_part(const DecodeRecord& record, const SumTile& tile, int k,
-                                          TilePart& shared, TileWords& bits, const Report& report) {
-  constexpr int64_t value_bytes = sizeof(typename RawType<VALUE>::type);
-  TilePart part = {record.payload + record.sections.values, indices_of(record), record.block_size,
-                   0, kKindCoo};
-  if (record.kind == kKindDense) {
-    part.values += tile.begin * value_bytes;
-    part.count = tile.length;
-    part.kind = kKindDense;
-  } else if (record.kind == kKindCoo) {
-    find_coo_part(record, tile, k, value_bytes, part, report);
-  } else if (record.kind == kKindBlocks) {
-    find_block_part(record, tile, k, value_bytes, part, report);
-  } else if (record.kind == kKindPici || record.kind == kKindPiciPaper) {
-    find_pici_part(record, tile, k, value_bytes, part, bits, report);
-  }
-  if (threadIdx.x % 32 == 0) shared = part;
-}
 
 // Adds entry i of a COO part, whose index has been loaded already.
 template <class Report>
@@ -264,8 +87,9 @@ __device__ __forceinline__ void add_coo_parts(const SumMemory& memory, int count
   }
 }
 
-template <int VALUE>
-__device__ __forceinline__ void add_dense_part(const TilePart& part, float* sums) {
+template <class Values>
+__device__ __forceinline__ void add_dense_part(const TilePart& part, const Values& values,
+                                               float* sums) {
 #pragma unroll 1
   for (int begin = 0; begin < kPiciTile; begin += kLoadsAhead * kSumThreads) {
     float value[kLoadsAhead] = {}, sum[kLoadsAhead] = {};
@@ -273,7 +97,7 @@ __device__ __forceinline__ void add_dense_part(const TilePart& part, float* sums
     for (int i = 0; i < kLoadsAhead; ++i) {
       const int at = begin + i * kSumThreads + threadIdx.x;
       if (at >= part.count) continue;
-      value[i] = value_at<VALUE>(part.values, at);
+      value[i] = values(at);
       sum[i] = sums[at];
     }
 #pragma unroll
@@ -317,9 +141,9 @@ __device__ __forceinline__ void add_block_part(const TilePart& part, const SumTi
 }
 
 // Each warp adds the bits of its own words.
-template <int VALUE>
-__device__ __forceinline__ void add_pici_part(const TilePart& part, const TileWords& bits,
-                                              float* sums) {
+template <class Values>
+__device__ __forceinline__ void add_bits_part(const TilePart& part, const Values& values,
+                                              const TileWords& bits, float* sums) {
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kSumWords;
   const int last = first + kSumWords - 1;
   const int count = bits.before[last] + __popc(bits.word[last]) - bits.before[first];
@@ -337,7 +161,7 @@ __device__ __forceinline__ void add_pici_part(const TilePart& part, const TileWo
         if (left == 0) continue;
         at[i] = element_of_bit(part.kind, w, shift + __ffs(static_cast<int>(left)) - 1);
         left &= left - 1;
-        value[i] = value_at<VALUE>(part.values, from++);
+        value[i] = values(from++);
         sum[i] = sums[at[i]];
       }
 #pragma unroll
@@ -355,7 +179,7 @@ __device__ __forceinline__ void add_pici_part(const TilePart& part, const TileWo
     for (int i = 0; i < kLoadsAhead; ++i) {
       const uint32_t word = bits.word[begin + i];
       if (!(word >> lane & 1)) continue;
-      value[i] = value_at<VALUE>(part.values, bits.before[begin + i] + __popc(word & lanes_before));
+      value[i] = values(bits.before[begin + i] + __popc(word & lanes_before));
       sum[i] = sums[element_of_bit(part.kind, begin + i, lane)];
     }
 #pragma unroll
@@ -363,6 +187,18 @@ __device__ __forceinline__ void add_pici_part(const TilePart& part, const TileWo
       if (!(bits.word[begin + i] >> lane & 1)) continue;
       sums[element_of_bit(part.kind, begin + i, lane)] = sum[i] + value[i];
     }
+  }
+}
+
+// Adds a part of a message of quantised values.
+__device__ __forceinline__ void add_quantised_part(const TilePart& part, const TileWords& bits,
+                                                   float* sums) {
+  if (part.kind == kKindPici) {
+    add_bits_part(part, QuantisedValues{part}, bits, sums);
+  } else if (part.kind == kKindDense && part.code_bits != 0) {
+    add_dense_part(part, QuantisedValues{part}, sums);
+  } else if (part.kind == kKindDense) {
+    add_dense_part(part, RawValues<kBf16>{part}, sums);
   }
 }
 
@@ -377,30 +213,37 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
     const int here = min(count - first, kSumWarps);
     if (warp < here) {
       const DecodeRecord* record = record_of(first + warp);
-      if (record != nullptr) {
+      if (record != nullptr && record->kind == kKindRice) {
+        const bool right = find_rice_part(*record, tile, memory.parts, memory.words);
+        if (!right && threadIdx.x % 32 == 0) report(first + warp, kDecodeRice, tile.begin);
+      } else if (record != nullptr) {
         find_part<VALUE>(*record, tile, first + warp, memory.parts[warp], memory.words[warp],
                          report);
       } else if (threadIdx.x % 32 == 0) {
-        memory.parts[warp] = {nullptr, nullptr, 0, 0, kKindCoo};
+        memory.parts[warp] = {nullptr, nullptr, 0, 0, kKindCoo, 0, 0};
       }
     }
     __syncthreads();
-    bool only_coo = true;
-    for (int k = 0; k < here; ++k) only_coo &= memory.parts[k].kind == kKindCoo;
-    if (only_coo) {
-      add_coo_parts<VALUE>(memory, here, first, tile, sums, report);
-      continue;
+    if constexpr (!is_quantised(VALUE)) {
+      bool only_coo = true;
+      for (int k = 0; k < here; ++k) only_coo &= memory.parts[k].kind == kKindCoo;
+      if (only_coo) {
+        add_coo_parts<VALUE>(memory, here, first, tile, sums, report);
+        continue;
+      }
     }
     for (int k = 0; k < here; ++k) {
       const TilePart& part = memory.parts[k];
-      if (part.kind == kKindDense) {
-        add_dense_part<VALUE>(part, sums);
+      if constexpr (is_quantised(VALUE)) {
+        add_quantised_part(part, memory.words[k], sums);
+      } else if (part.kind == kKindDense) {
+        add_dense_part(part, RawValues<VALUE>{part}, sums);
       } else if (part.kind == kKindBlocks) {
         add_block_part<VALUE>(part, tile, sums);
       } else if (part.kind == kKindCoo) {
         add_coo_part<VALUE>(part, 0, tile, first + k, sums, report);
       } else {
-        add_pici_part<VALUE>(part, memory.words[k], sums);
+        add_bits_part(part, RawValues<VALUE>{part}, memory.words[k], sums);
       }
       __syncthreads();  // the next rank's values come after this one's
     }

@@ -185,7 +185,7 @@ class Codecs:
         acc_M: torch.Tensor,
         message: bytes,
         segments: Sequence[int],
-        value_dtype: torch.dtype,
+        value_dtype: torch.dtype | int,
         *,
         step: int = 7,
         base: int = 0,
@@ -193,9 +193,13 @@ class Codecs:
         shift: int = 0,
         slots: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, list[int]]:
-        """Runs decode_add_ on a copy of `acc_M`; returns it and the status."""
+        """Runs decode_add_ on a copy of `acc_M`; returns it and the status.
+
+        `value_dtype` is a dtype or, as Rice's quantised ones are none of torch, a code.
+        """
         acc = Buffer.of(acc_M, shift)
-        record = Expecting(segments, DTYPE_CODES[value_dtype], step, base, slots)
+        code = value_dtype if isinstance(value_dtype, int) else DTYPE_CODES[value_dtype]
+        record = Expecting(segments, code, step, base, slots)
         call, status, buffers = self._decode_call(acc, message, record, fresh)
         self.run("decode_add", buffers, ctypes.byref(call))
         return acc.read(torch.float32), status.read(torch.int64).tolist()

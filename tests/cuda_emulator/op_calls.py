@@ -170,7 +170,7 @@ class EmulatedDevice:
             acc,
             message.numpy().tobytes(),
             offsets.tolist(),
-            DTYPES[value_dtype],
+            value_dtype,
             step=step,
             base=base,
             fresh=fresh,

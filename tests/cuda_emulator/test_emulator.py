@@ -109,6 +109,11 @@ def test_codecs_stay_in_bounds_under_address_sanitizer(tmp_path: Path) -> None:
     # Whole chunks of moves switch threads too often: ASan looks at all stacks each time.
     tests.append(f"{HERE / 'test_moves_emulated.py'}::test_records_are_the_cpus")
     tests.append(f"{HERE / 'test_rice_encode_ops.py'}")
+    rice = HERE / "test_rice_decode_emulated.py"
+    tests += [
+        f"{rice}::test_random_damage_never_writes_outside",
+        f"{rice}::test_numbers_of_entries",
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=HERE.parents[1], timeout=1400
