@@ -113,13 +113,13 @@ def codec_calls(
 ) -> Iterator[CodecCall]:
     """Every operation on fp32 vectors of a number of elements.
 
-    Pici, blocks and ZEN's formats are left out where the compiled codec does not work, Rice records
-    and values of few bits on CUDA.
+    Where the compiled codec does not work, Pici, blocks, ZEN's formats, Rice records and values of
+    few bits are left out.
     """
     acc_N, other_N = (torch.zeros(numel, device=device) for _ in range(2))
     yield CodecCall(CodecOp.ADD, "dense", 1.0, lambda: acc_N.add_(other_N))
     yield CodecCall(CodecOp.COPY, "dense", 1.0, lambda: acc_N.copy_(other_N))
-    if is_compiled(device) and device.type == "cpu":
+    if is_compiled(device):
         yield from _segment_calls(numel, 1.0, device, WHOLE)
     for density in densities:
         yield from _segment_calls(numel, density, device, _kinds(device))
@@ -227,9 +227,9 @@ def _segment_calls(
 
 def _kinds(device: torch.device) -> dict[str, Kind]:
     """Of messages whose size depends on the density."""
-    forms = SEGMENTS if is_compiled(device) else ("dense", "coo")
-    found = {form: Kind(form) for form in forms}
-    return found | RICE if is_compiled(device) and device.type == "cpu" else found
+    if is_compiled(device):
+        return {form: Kind(form) for form in SEGMENTS} | RICE
+    return {form: Kind(form) for form in ("dense", "coo")}
 
 
 def _select_calls(

@@ -52,7 +52,7 @@ class CompressionConfig:
         value_bits: 8, 4, 3 or 2: values travel in this many bits, with a scale of 32 bits for each
             group of 128; elements that are sent whole travel in bf16. What rounding leaves goes to
             the residual. The warm-up's dense gradients travel so too, in 8 or 4 bits (`dense_q`).
-            On the CPU only so far. null: in `scheme.wire_dtype`. See docs/choosing-density.md.
+            null: in `scheme.wire_dtype`. See docs/choosing-density.md.
         leak: factor on unsent values when they enter the residual; 1 loses nothing.
         samples: elements sampled from a range to find its threshold. The kept count's relative
             error is about sqrt((1 - density) / (density * samples)).

@@ -52,7 +52,6 @@ def runnable(
     unable = {name for name in names if SCHEMES[name].needs_windows and not has_windows}
     if device == "cuda":
         unable |= {WAITS_ON_CUDA} | ({"hierarchical"} if options.inner == WAITS_ON_CUDA else set())
-        unable |= {name for name in names if SCHEMES[name].sends_whole}
     return [name for name in names if name not in unable]
 
 

@@ -1,6 +1,4 @@
-"""What GPUs ask of the configuration: messages of fixed size need the compiled codec on every rank,
-and records of format Rice have no kernels yet.
-"""
+"""Messages of fixed size on GPUs need the compiled codec on every rank."""
 
 from __future__ import annotations
 
@@ -10,9 +8,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.collectives import SCHEMES, check
+from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.codec_choice import is_compiled
 
 logger = logging.getLogger("megatron_sparse")
@@ -32,21 +29,10 @@ def with_agreed_capacity(
         group: the ranks that will exchange messages; None takes all.
 
     Raises:
-        ConfigError: `scheme.nccl_engine` is set, which needs messages of fixed size; or the
-            messages are of format Rice, which CUDA cannot encode.
+        ConfigError: `scheme.nccl_engine` is set, which needs messages of fixed size.
     """
     if device.type != "cuda":
         return config
-    bits, scheme = config.compression.value_bits, config.scheme
-    sends_whole = scheme.name in SCHEMES and SCHEMES[scheme.name].sends_whole
-    if bits is not None or scheme.format == "rice" or sends_whole:
-        raise ConfigError(
-            "CUDA has no kernels for records of format Rice",
-            expected="compression.value_bits=null, and scheme.format=auto, coo or pici, on GPUs",
-            got=f"compression.value_bits={bits}, scheme.format={scheme.format}, "
-            f"scheme.name={scheme.name}",
-            remedy="leave them out, for example with compression=topk99 instead of a preset",
-        )
     if config.scheme.capacity != "auto":
         return config
     if _on_every_rank(is_compiled(device), device, group):

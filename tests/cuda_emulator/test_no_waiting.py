@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.collectives import Input, over_groups
+from megatron_sparse.collectives import over_groups
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
@@ -130,6 +130,9 @@ def test_a_bucket_in_capacity_mode(
         {"ramp_iters": 5},
         {"wire_dtype": "bf16", "residual_dtype": "bf16"},
         {"dtype": torch.bfloat16, "format": "coo"},
+        {"format": "rice"},
+        {"value_bits": 4, "sum_bits": 8},
+        {"value_bits": 2, "dtype": torch.bfloat16},
     ],
     ids=lambda overrides: "-".join(overrides),
 )
@@ -142,11 +145,7 @@ def test_every_method_of_selection(not_waiting: NotWaiting, overrides: dict[str,
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name, scheme in over_groups().items()
-        if scheme.takes is Input.DENSE and name != "dense" and "broadcast" not in name
-    ],
+    [name for name in over_groups() if name.startswith("dense_") and "broadcast" not in name],
 )
 @pytest.mark.parametrize("op", list(CollectiveOp))
 def test_a_dense_bucket(not_waiting: NotWaiting, name: str, op: CollectiveOp) -> None:
