@@ -104,9 +104,14 @@ def test_kernels_move_16_bytes_at_a_time() -> None:
     # Sums that start from zero are written once: 16 bytes at a time or, unaligned, 4.
     sums = [text for text in functions if "10sum_kernel" in text.split("\n", 1)[0]]
     fresh = [text for text in sums if "Lb1E" in text.split("\n", 1)[0]]
-    assert len(sums) == 12
-    assert len(fresh) == 6
+    assert len(sums) == 16
+    assert len(fresh) == 8
     for text in sums:
+        assert "STL" not in text
+        assert "LDL" not in text
+    rice = [text for text in functions if "rice_kernel" in text.split("\n", 1)[0]]
+    assert len(rice) == 6
+    for text in rice:
         assert "STL" not in text
         assert "LDL" not in text
     for text in fresh:  # through generic addresses: the pointers come from a table
