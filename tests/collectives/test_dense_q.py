@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Exchange, base, direct
+from megatron_sparse.collectives import SCHEMES, Exchange, base, check, direct
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.compression.selection import Selector
-from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
-from megatron_sparse.errors import CommunicationError
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
+from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
@@ -232,3 +232,18 @@ def test_ranks_with_other_bits_do_not_meet():
     run.planner.plan_for = of_each
     with pytest.raises(CommunicationError, match="not in the same collective"):
         run.step(0, gradients(2, 2000, 0))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"scheme": "dense_q", "wire_dtype": "bf16"}, "dense_q sends values in few bits"),
+        ({"scheme": "direct", "nccl_engine": True, "value_bits": 4}, "no records of format rice"),
+        ({"scheme": "direct", "nccl_engine": True, "format": "rice"}, "no records of format rice"),
+        ({"scheme": "peer_two_shot", "value_bits": 4}, "peer_two_shot has no records of format"),
+        ({"scheme": "peer_two_shot", "format": "rice"}, "peer_two_shot has no records of format"),
+    ],
+)
+def test_what_excludes_few_bits(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check(SparseConfig.from_overrides(**overrides))
