@@ -18,8 +18,9 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     whole_group,
 )
-from megatron_sparse.collectives.records import SparseSum, check_announced, whole_cut
+from megatron_sparse.collectives.records import check_announced, whole_cut
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 
 NAME = "sparse_star"

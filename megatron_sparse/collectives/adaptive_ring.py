@@ -43,7 +43,7 @@ from megatron_sparse.collectives.base import (
 )
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.link_density import LinkDensity, prunable_nnz, prunable_numel
-from megatron_sparse.collectives.records import Cut, SparseSum, shard_cuts
+from megatron_sparse.collectives.records import Cut, shard_cuts
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_ring import buffers as sparse_ring_buffers
 from megatron_sparse.collectives.sparse_ring import (
@@ -53,6 +53,7 @@ from megatron_sparse.collectives.sparse_ring import (
     ring_reduce_scatter,
     ring_reduce_scatter_cost,
 )
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import FORMAT_CODES, Message
 from megatron_sparse.pricing.dry_run import DryRun

@@ -30,7 +30,6 @@ from megatron_sparse.collectives.direct import split, split_cost
 from megatron_sparse.collectives.gather import pairwise_all_gather
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.records import (
-    SparseSum,
     check_announced,
     group_of,
     reads_reports,
@@ -38,6 +37,7 @@ from megatron_sparse.collectives.records import (
     whole_cut,
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun

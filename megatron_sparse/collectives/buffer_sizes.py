@@ -13,14 +13,8 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
 from megatron_sparse.collectives.accumulator import partial_dtype
-from megatron_sparse.collectives.records import (
-    Cut,
-    SumKind,
-    shard_cuts,
-    sum_slots,
-    sum_span,
-    whole_cut,
-)
+from megatron_sparse.collectives.records import Cut, shard_cuts, whole_cut
+from megatron_sparse.collectives.sparse_sum import SumKind, sum_slots, sum_span
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import RecordSpec

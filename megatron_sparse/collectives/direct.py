@@ -38,13 +38,13 @@ from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.records import (
     Cut,
-    SparseSum,
     check_announced,
     group_of,
     reads_reports,
     shard_cuts,
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun

@@ -15,15 +15,8 @@ import torch
 
 from megatron_sparse.bucket import Layout
 from megatron_sparse.collectives.base import POSTED, Exchange, Steps
-from megatron_sparse.collectives.records import (
-    Cut,
-    SparseSum,
-    SumKind,
-    shard_cuts,
-    sum_slots,
-    sum_step,
-    whole_cut,
-)
+from megatron_sparse.collectives.records import Cut, shard_cuts, sum_step, whole_cut
+from megatron_sparse.collectives.sparse_sum import SparseSum, SumKind, sum_slots
 from megatron_sparse.cuda_ext.nccl_ops import MARKED_STAGES, ShardPlan, SumCall, SumPlan
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.formats.message import WIRE_CODES, Message

@@ -27,8 +27,8 @@ from megatron_sparse.collectives.direct import (
     reduce_shards,
     send_shards_cost,
 )
-from megatron_sparse.collectives.records import SparseSum
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun

@@ -1,28 +1,20 @@
-"""Sums as records: encoding them again, exchanging them, and putting the last ones together.
+"""Cuts of messages, and the exchange of records whose sizes are checked first.
 
-Offsets of re-encoded records count from the first element that they hold, not from the bucket's
+Records of sums count their offsets from the first element that they hold, not from the bucket's
 start. In the step's field they carry a number made from the step and that element (`sum_step`). So
 a sum is never mistaken for that of another shard or for a rank's own message.
-
-Partial sums travel in fp32, or in bf16 where `scheme.wire_dtype=bf16` narrows an fp32 gradient
-(`partial_dtype`), rounded to nearest even. Final sums travel in the message's dtype: for a bf16
-gradient that is the one rounding at the end.
-
-This is one file because cuts, sums and the checks of announced sizes share the rules for records.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
-from typing import NamedTuple
 
 import torch
 
 from megatron_sparse.bucket import Layout
-from megatron_sparse.collectives.accumulator import partial_dtype
 from megatron_sparse.collectives.base import (
     QUEUED,
     Exchange,
@@ -34,30 +26,11 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.checksummed import checksummed_size, verified_size
-from megatron_sparse.config.compression import dense_value_bits
-from megatron_sparse.cuda_ext.record_spec import DEFAULT_BLOCK_SIZE, Expected, RecordSpec, Segments
-from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.message import (
-    QUANTISED,
-    VALUE_DTYPES,
-    WIRE_CODES,
-    Message,
-    decode_add_,
-    decode_sum_,
-    encode_segments,
-    name_of,
-)
+from megatron_sparse.formats.message import WIRE_CODES, Message
 from megatron_sparse.formats.message_sizes import capacity
-from megatron_sparse.formats.rounding import round_into, unify_nan_
 from megatron_sparse.transport import Transport
-from megatron_sparse.wire import (
-    FORMAT_ADAPTIVE,
-    FORMAT_DENSE,
-    FORMAT_RICE,
-    RECORD_ALIGNMENT,
-    RICE_SPANS,
-)
+from megatron_sparse.wire import RECORD_ALIGNMENT
 
 CUTS = 1024
 """Number of layouts whose cuts are cached; a bucket has one layout for each kind of scheme."""
@@ -111,280 +84,6 @@ def shard_cuts(layout: Layout, shards: int) -> tuple[Cut, ...]:
 def whole_cut(layout: Layout) -> Cut:
     """All of a layout; kept for the next step."""
     return Cut(layout)
-
-
-class SparseSum:
-    """The fp32 sum that a sparse collective adds up for one bucket, and its records.
-
-    The first records that are added to a part of it must be `fresh`. They replace the part's old
-    values, so that no pass is needed to clear it.
-
-    Attributes:
-        sum_N: fp32, the whole bucket; undefined at first. The gradient itself where that is fp32.
-        partial_dtype: dtype in which partial sums travel.
-        final_dtype: dtype of complete sums.
-        gather_dtype: dtype in which complete sums are gathered: the same, or with `scheme.sum_bits`
-            a quantised one.
-
-    Args:
-        exchange: whose bucket receives the sum.
-        message: this rank's contribution.
-        form: format code of the sum's records; a segment that is not smaller in this format than
-            dense is dense.
-        block_size: of `FORMAT_BLOCKS`.
-        whole: the messages hold every element, so complete sums travel dense, or quantised without
-            indices; `form` does not count.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        message: Message,
-        *,
-        form: int = FORMAT_ADAPTIVE,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        whole: bool = False,
-    ) -> None:
-        bucket, sum_bits = exchange.bucket, exchange.options.sum_bits
-        self._bucket, self._message = bucket, message
-        self._exchange, self._timer = exchange, exchange.timer
-        self._form, self._block_size = form, block_size
-        self._log2_span = RICE_SPANS[0]
-        self._whole = whole
-        if whole:
-            self._form = FORMAT_DENSE if sum_bits is None else FORMAT_RICE
-        elif message.log2_span is not None and form == FORMAT_ADAPTIVE:
-            self._form = FORMAT_RICE
-            self._log2_span = sum_span(message.log2_span, bucket.world_size)
-        grad_N = bucket.grad_N
-        self.partial_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.sum_dtype]))
-        self.final_dtype = self.gather_dtype = message.sum_dtype
-        if sum_bits is not None and self._form == FORMAT_RICE:
-            self.gather_dtype = QUANTISED[dense_value_bits(sum_bits) if whole else sum_bits]
-        if grad_N.dtype == torch.float32:
-            self.sum_N = grad_N
-        else:
-            self.sum_N = self.take("sum", bucket.numel, torch.float32)
-
-    def take(self, purpose: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """See `Exchange.take`."""
-        return self._exchange.take(purpose, numel, dtype)
-
-    @property
-    def adds_at_once(self) -> bool:
-        """Whether `add_messages` is faster than adding each message as it arrives.
-
-        On CUDA the additions of several messages take one pass over the sum. On the CPU each takes
-        as long as its entries, and is hidden behind the messages that are still on their way.
-        """
-        return self.sum_N.is_cuda
-
-    def clear(self) -> None:
-        """Makes the whole sum zero, for records that are added later and are not `fresh`."""
-        with self._timer.stage("decode"):
-            self.sum_N.zero_()
-
-    def add_message(
-        self, records: torch.Tensor, cut: Cut, rank: int, *, fresh: bool = False
-    ) -> None:
-        """Adds records of a rank's own message.
-
-        Raises:
-            WireFormatError: they are not what that rank announced.
-        """
-        self._decode(records, cut, self._expected(cut, rank), fresh=fresh)
-
-    def add_messages(self, records: Sequence[torch.Tensor], cut: Cut, ranks: Sequence[int]) -> None:
-        """Makes the sum of a cut from records of these ranks' own messages, in this order.
-
-        The cut's old values are replaced. On CUDA this is one pass over all records.
-
-        Raises:
-            WireFormatError: they are not what a rank announced.
-        """
-        expected, reports = self._expected(cut, ranks[0]), self._message.reports
-        with self._timer.stage("decode"):
-            decode_sum_(self.sum_N[cut.elements], records, expected, ranks, reports=reports)
-
-    def _expected(self, cut: Cut, rank: int) -> Expected:
-        message = self._message
-        slots_S = None if message.slots is None else message.slots.part(cut.segments)
-        code = WIRE_CODES[message.value_dtype]
-        return Expected(cut.offsets, code, message.step, rank=rank, slots=slots_S)
-
-    def add_sum(
-        self,
-        records: torch.Tensor,
-        cut: Cut,
-        value_dtype: str,
-        rank: int,
-        *,
-        fresh: bool = False,
-        slots_S: torch.Tensor | None = None,
-    ) -> None:
-        """Adds records of a sum that a rank has made, back to back or in slots.
-
-        Raises:
-            WireFormatError: they are not what that rank announced.
-        """
-        step = sum_step(self._message.step, cut)
-        code = WIRE_CODES[value_dtype]
-        expected = Expected(cut.own_offsets, code, step, rank=rank, slots=slots_S)
-        self._decode(records, cut, expected, fresh=fresh)
-
-    def add_dense(self, sum_M: torch.Tensor, cut: Cut) -> None:
-        """Adds a sum that came as plain values."""
-        with self._timer.stage("decode"):
-            self.sum_N[cut.elements].add_(sum_M)
-
-    def slots_of_sum(self, cut: Cut) -> torch.Tensor | None:
-        """In capacity mode: where the records of the complete sum of a cut lie, else None.
-
-        A sum has at most as many non-zero elements as all ranks' messages.
-        """
-        slots = self._message.slots
-        if slots is None:
-            return None
-        code = WIRE_CODES[self.gather_dtype]
-        ranks = self._bucket.world_size
-        kind = SumKind(code, self._form, self._log2_span, self._whole)
-        return sum_slots(slots, cut, ranks, kind).offsets
-
-    def placer(
-        self, cuts: Sequence[Cut], *, dense: bool = False
-    ) -> Callable[[int, torch.Tensor], None]:
-        """For an all-gather of complete sums: puts the records of cut i, made by rank i, in place.
-
-        They replace this rank's values, also in its own shard, so that every rank has the same
-        bits. `dense` sums have a fixed size and therefore no slots.
-        """
-
-        def place(rank: int, records: torch.Tensor) -> None:
-            cut = cuts[rank]
-            slots_S = None if dense else self.slots_of_sum(cut)
-            value_dtype = self.final_dtype if dense else self.gather_dtype
-            self.add_sum(records, cut, value_dtype, rank, fresh=True, slots_S=slots_S)
-            self.write(cuts[rank].elements)
-
-        return place
-
-    def round_partial(self, cut: Cut) -> None:
-        """Rounds a partial sum as peers will receive it, so that all add the same numbers."""
-        if self.partial_dtype != "fp32":
-            part = self.sum_N[cut.elements]
-            part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
-
-    def settle(self, cut: Cut) -> None:
-        """Gives a complete sum the bits that a peer has which decodes its records and settles too.
-
-        Call it before the records are encoded, where a rank keeps a sum that others decode or add
-        up themselves: the bits of a sum of two NaN depend on their order, which differs there. Call
-        it on the peers after they have decoded: on a GPU decoding a NaN may change its bits.
-        """
-        if self.sum_N is not self._bucket.grad_N:
-            return  # `write` rounds, to the dtype that complete sums travel in.
-        part, dtype = self.sum_N[cut.elements], VALUE_DTYPES[self.final_dtype]
-        with self._timer.stage("decode"):
-            if dtype != part.dtype:
-                part.copy_(part.to(dtype))
-            unify_nan_(part)
-
-    def encode(
-        self,
-        cut: Cut,
-        value_dtype: str,
-        out: torch.Tensor,
-        *,
-        dense: bool = False,
-        slots_S: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Encodes the sum of a cut; on CUDA this waits for the device, but not in capacity mode.
-
-        Quantised, this rank's residual is added to the elements that are sent, and receives what
-        the levels lose, as if these elements had been selected again.
-
-        Args:
-            cut: which part of the sum.
-            value_dtype: dtype of the values; the sum itself is left unrounded.
-            out: uint8, at least the cut's capacity. Mutated.
-            dense: send every segment whole; the records' size is then the capacity.
-            slots_S: where the records begin; None for back to back.
-
-        Returns:
-            The records, a view of `out`.
-        """
-        reports, residual_M = self._message.reports, None
-        if value_dtype in QUANTISED.values() and self._message.residual_N is not None:
-            residual_M = self._message.residual_N[cut.elements]
-        with self._timer.stage("encode"):
-            sizes = encode_segments(
-                self.sum_N[cut.elements],
-                Segments(
-                    cut.own_offsets, torch.ones_like(cut.keep) if dense else cut.keep, slots_S
-                ),
-                None,
-                RecordSpec(
-                    WIRE_CODES[value_dtype],
-                    sum_step(self._message.step, cut),
-                    record_format=FORMAT_DENSE if dense else self._form,
-                    block_size=self._block_size,
-                    log2_span=self._log2_span,
-                    without_indices=self._whole and not dense,
-                ),
-                out,
-                self._exchange.buffers,
-                reports,
-                residual_N=residual_M,
-            )
-            if reports is None:
-                return out[: int(sizes.sum())]
-            # Sizes are fixed. The sum may contain bad records whose error no rank has read yet.
-            # `spoil_` then makes the encoded sum useless, so that no rank can use it.
-            assert dense or slots_S is not None, "in capacity mode sums have slots or are dense"
-            nbytes = cut.capacity(value_dtype) if slots_S is None else int(slots_S[-1])
-            reports.spoil_(out[:nbytes])
-            return out[:nbytes]
-
-    def write(self, elements: slice) -> None:
-        """Rounds part of the sum to the gradient's dtype and writes it to the gradient."""
-        if self.sum_N is not self._bucket.grad_N:
-            with self._timer.stage("decode"):
-                round_into(self._bucket.grad_N[elements], self.sum_N[elements])
-
-    def _decode(self, records: torch.Tensor, cut: Cut, expected: Expected, *, fresh: bool) -> None:
-        sum_M, reports = self.sum_N[cut.elements], self._message.reports
-        with self._timer.stage("decode"):
-            decode_add_(sum_M, records, expected, fresh=fresh, reports=reports)
-
-
-def sum_span(log2_span: int, ranks: int) -> int:
-    """The `RecordSpec.log2_span` of a sum of this many messages: it may have as many more entries.
-
-    Example:
-        >>> sum_span(17, 5)
-        15
-    """
-    return max(log2_span - (ranks.bit_length() - 1), RICE_SPANS[0])
-
-
-class SumKind(NamedTuple):
-    """The records of a complete sum, as `RecordSpec` has them."""
-
-    value_dtype: int
-    record_format: int = FORMAT_ADAPTIVE
-    log2_span: int = RICE_SPANS[0]
-    without_indices: bool = False
-
-
-@lru_cache(TABLES)
-def sum_slots(slots: Slots, cut: Cut, ranks: int, kind: SumKind) -> Slots:
-    """`SparseSum.slots_of_sum` for this many ranks; kept for the next step."""
-    capacity_S = slots.capacity_S[cut.segments] * ranks
-    code, form, log2_span, without_indices = kind
-    return Slots.of(
-        *(cut.own_offsets, cut.keep, capacity_S, code, form, log2_span),
-        without_indices=without_indices,
-    )
 
 
 def group_of(identity: Identity, message: Message, transport: Transport) -> Subgroup:

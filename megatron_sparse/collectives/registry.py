@@ -146,7 +146,7 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
             f"scheme.name={scheme.name} sends values in few bits, which scheme.wire_dtype excludes",
             expected="scheme.wire_dtype=null",
             got=scheme.wire_dtype,
-            remedy="leave scheme.wire_dtype out, or set compression.value_bits to 8 or 4",
+            remedy="leave scheme.wire_dtype out",
         )
     _check_engine(config, has_engine=chosen is None or chosen.has_engine)
     _check_windows(config)

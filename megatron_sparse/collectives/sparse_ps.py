@@ -29,13 +29,13 @@ from megatron_sparse.collectives.base import (
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.checksummed import checksummed_size
 from megatron_sparse.collectives.records import (
-    SparseSum,
     check_announced,
     exchange_records,
     shard_cuts,
     whole_cut,
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import WORD_BYTES, DryRun

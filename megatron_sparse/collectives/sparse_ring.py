@@ -36,8 +36,9 @@ from megatron_sparse.collectives.checksummed import checksummed_size, verified_s
 from megatron_sparse.collectives.direct import encode_own_shard
 from megatron_sparse.collectives.gather import ring_all_gather
 from megatron_sparse.collectives.link_density import LinkDensity
-from megatron_sparse.collectives.records import Cut, SparseSum, impossible_size, shard_cuts
+from megatron_sparse.collectives.records import Cut, impossible_size, shard_cuts
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
 from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.pricing.cluster import CodecOp

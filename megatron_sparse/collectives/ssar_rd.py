@@ -21,8 +21,9 @@ import numpy as np
 
 from megatron_sparse.collectives.base import Exchange, Identity, Steps, exchange_sizes, whole_group
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
-from megatron_sparse.collectives.records import SparseSum, exchange_records, whole_cut
+from megatron_sparse.collectives.records import exchange_records, whole_cut
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import WORD_BYTES, DryRun

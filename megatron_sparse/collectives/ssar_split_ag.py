@@ -22,8 +22,9 @@ from megatron_sparse.collectives.direct import (
     split_cost,
 )
 from megatron_sparse.collectives.gather import doubling_all_gather, doubling_all_gather_cost
-from megatron_sparse.collectives.records import SparseSum, group_of, reads_reports, shard_cuts
+from megatron_sparse.collectives.records import group_of, reads_reports, shard_cuts
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun

@@ -65,8 +65,9 @@ from megatron_sparse.collectives.gather import (
     pairwise_all_gather,
     pairwise_rounds,
 )
-from megatron_sparse.collectives.records import Cut, SparseSum, check_size, message_part
+from megatron_sparse.collectives.records import Cut, check_size, message_part
 from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.collectives.straggler_shares import (
     Handshake,
     chunk_cuts,

@@ -46,8 +46,9 @@ from megatron_sparse.collectives.base import (
 )
 from megatron_sparse.collectives.direct import gather_sums_cost, send_shards_cost
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
-from megatron_sparse.collectives.records import SparseSum, impossible_size, is_possible
+from megatron_sparse.collectives.records import impossible_size, is_possible
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import hash_bitmap, hash_pairs

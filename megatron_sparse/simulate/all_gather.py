@@ -14,8 +14,9 @@ from megatron_sparse.collectives.base import Exchange, Identity, Phase, Steps, S
 from megatron_sparse.collectives.dense_hierarchical import Lanes
 from megatron_sparse.collectives.dense_rhd import Folding, double
 from megatron_sparse.collectives.dense_ring import ring_all_gather
-from megatron_sparse.collectives.records import SparseSum, shard_cuts
+from megatron_sparse.collectives.records import shard_cuts
 from megatron_sparse.collectives.sparse_ring import ring_gather_sums, ring_order
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import FORMAT_CODES, Message
 from megatron_sparse.recording import StageTimer

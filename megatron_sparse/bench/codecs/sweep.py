@@ -24,7 +24,7 @@ from megatron_sparse.errors import ConfigError
 BUCKET_FORMS = ("auto", "coo", "pici", "pici_paper", "blocks")
 """Records of a bucket."""
 RICE_FORMS = ("rice", "rice_q8", "rice_q4", "rice_q3", "rice_q2")
-"""Records of format Rice, on the CPU."""
+"""Records of format Rice; timed on the CPU only."""
 FORMS = (*BUCKET_FORMS, *RICE_FORMS, "hash_bitmap", "pairs", "row_sparse")
 OPS = (
     *("prune_encode", "encode", "decode_add"),
@@ -92,7 +92,14 @@ class Sweep(CodecSizes):
             without = [form for form in self.forms if form not in RICE_FORMS]
             check_arguments(
                 "bench codecs --device cuda",
-                [("format", self.forms, without == list(self.forms), "formats with CUDA kernels")],
+                [
+                    (
+                        "format",
+                        self.forms,
+                        without == list(self.forms),
+                        "no rice: it is timed on the CPU",
+                    )
+                ],
             )
             import torch
 
