@@ -52,11 +52,11 @@ class SchemeConfig:
             rounded stochastically and the rounding error goes to the residual.
         format: of sparse messages: `coo` (4 bytes an entry beside its value), `pici` (a bitmap:
             1/32 of fp32's dense size, whatever the density), `rice` (positions near their entropy:
-            about 6.1 bits an entry at density 5 %, 8.3 at 1 %, where `coo` takes 32; on the CPU
-            only so far), `dense`, or `auto`: `rice` with `compression.value_bits`, else the
-            smallest of dense, COO and Pici in each segment. A sparse record that would not be
-            smaller than a dense one is sent dense. `omnireduce` (blocks) and `zen` (index and
-            value, hash bitmaps) have formats of their own, and take `auto` only.
+            about 6.1 bits an entry at density 5 %, 8.3 at 1 %, where `coo` takes 32), `dense`, or
+            `auto`: `rice` with `compression.value_bits`, else the smallest of dense, COO and Pici
+            in each segment. A sparse record that would not be smaller than a dense one is sent
+            dense. `omnireduce` (blocks) and `zen` (index and value, hash bitmaps) have formats of
+            their own, and take `auto` only.
         capacity: null exchanges message sizes, for which a GPU's host waits; a factor such as 1.25
             fixes them beforehand: no segment sends more than this many times the target density of
             its elements, and what does not fit stays in the residual. For `agsparse`, `direct`,

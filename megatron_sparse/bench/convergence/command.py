@@ -14,17 +14,16 @@ the differences between them.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import mean
-from typing import IO, Any
+from typing import IO
 
 from megatron_sparse.bench.convergence.settings import BY_NAME, CORPORA, RANKS, Run, Study
 from megatron_sparse.bench.table import describe_cpu
-from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.bench.training_runs import finished_curve, save_result, saved_result
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import corpus
 from megatron_sparse.run import composition, local_ranks
 
@@ -32,10 +31,6 @@ RESULT_FILE = "convergence.json"
 VOCAB_SIZE = 1024
 """Small, for even so half of the model's weights belong to the vocabulary."""
 RIVAL_RANK = "megatron_sparse.bench.convergence.rivals.rank"
-_VALIDATION = re.compile(
-    r"validation loss at iteration (\d+)( on validation set)? \| lm loss value: (\S+)"
-)
-_TAIL_LINES = 30
 
 
 @dataclass(frozen=True)
@@ -122,14 +117,8 @@ def run(study: Study) -> list[Result]:
 
 def find(study: Study, each: Run) -> Result | None:
     """The results of a run with the same arguments; None if there is none."""
-    path = study.out / each.name / RESULT_FILE
-    if not path.is_file():
-        return None
-    values: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    if values["arguments"] != study.arguments(each):
-        return None
-    values["curve"] = [(iteration, loss) for iteration, loss in values["curve"]]
-    return Result(**values)
+    values = saved_result(study.out / each.name / RESULT_FILE, study.arguments(each))
+    return None if values is None else Result(**values)
 
 
 def found(study: Study) -> list[Result]:
@@ -174,16 +163,7 @@ def _train(study: Study, each: Run) -> Result:
     start_s = time.monotonic()
     with log_path.open("w") as log:
         code = _start(study, each, log)
-    printed = log_path.read_text("utf-8", errors="replace")
-    curve = read_curve(printed)
-    if code or not curve or curve[-1][0] != study.iters:
-        tail = "\n".join(printed.splitlines()[-_TAIL_LINES:])
-        raise MegatronSparseError(
-            f"bench convergence: the run {each.name} failed",
-            expected=f"exit code 0 and a validation after iteration {study.iters}",
-            got=f"exit code {code} and {len(curve)} validations; it ends with\n{tail}",
-            remedy=f"see {log_path}",
-        )
+    curve = finished_curve("convergence", log_path, code, study.iters)
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     target = summary["phases"].get(
         "target", {"wire_ratio": 1.0, "bits_per_element": summary["bits_per_element"]}
@@ -200,20 +180,8 @@ def _train(study: Study, each: Run) -> Result:
         bits=summary["bits_per_element"],
         bits_target=target["bits_per_element"],
     )
-    (folder / RESULT_FILE).write_text(json.dumps(asdict(result)) + "\n", "utf-8")
+    save_result(folder / RESULT_FILE, asdict(result))
     return result
-
-
-def read_curve(printed: str) -> list[tuple[int, float]]:
-    """(iteration, validation loss) of each of Megatron's validations.
-
-    Example:
-        >>> read_curve("validation loss at iteration 5 | lm loss value: 4.5E+00 | lm loss PPL")
-        [(5, 4.5)]
-    """
-    curve = [(int(number), float(loss)) for number, _, loss in _VALIDATION.findall(printed)]
-    assert all(first[0] <= second[0] for first, second in pairwise(curve))
-    return curve
 
 
 def label_of(result: Result) -> str:

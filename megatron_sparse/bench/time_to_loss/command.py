@@ -12,19 +12,16 @@ loss between the two validations that it lies between, at the place of a straigh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from statistics import mean, median
-from typing import Any
 
-from megatron_sparse.bench.convergence.command import read_curve
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
 from megatron_sparse.bench.table import describe_cpu
 from megatron_sparse.bench.time_to_loss.settings import CORPUS, VOCAB_SIZE, Race, Run
-from megatron_sparse.bench.training import ITERATION, TAIL_LINES
-from megatron_sparse.errors import MegatronSparseError
+from megatron_sparse.bench.training import ITERATION
+from megatron_sparse.bench.training_runs import finished_curve, save_result, saved_result
 from megatron_sparse.megatron import corpus
 from megatron_sparse.run import composition, local_ranks
 
@@ -113,14 +110,8 @@ def run(race: Race) -> list[Result]:
 
 
 def _find(race: Race, each: Run) -> Result | None:
-    path = race.out / each.name / RESULT_FILE
-    if not path.is_file():
-        return None
-    values: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    if values["arguments"] != race.arguments(each):
-        return None
-    values["curve"] = [(iteration, loss) for iteration, loss in values["curve"]]
-    return Result(**values)
+    values = saved_result(race.out / each.name / RESULT_FILE, race.arguments(each))
+    return None if values is None else Result(**values)
 
 
 def _place(race: Race, each: Run) -> list[str]:
@@ -144,20 +135,9 @@ def _train(race: Race, each: Run) -> Result:
     share = foreign_share(*load.spent())
     printed = log_path.read_text("utf-8", errors="replace")
     times_ms = [float(time_ms) for time_ms, _ in ITERATION.findall(printed)]
-    curve = _merged(read_curve(printed))
-    if code or not curve or curve[-1][0] != len(times_ms):
-        tail = "\n".join(printed.splitlines()[-TAIL_LINES:])
-        raise MegatronSparseError(
-            f"bench time-to-loss: the run {each.name} failed",
-            expected="exit code 0 and a validation after the last iteration",
-            got=f"exit code {code} and {len(curve)} validations; it ends with\n{tail}",
-            remedy=f"see {log_path}",
-        )
+    curve = _merged(finished_curve("time-to-loss", log_path, code, len(times_ms)))
     result = Result(each.setting.name, each.mbit, arguments, times_ms, curve, share)
-    path = race.out / each.name / RESULT_FILE
-    # Plain Megatron writes no folder of its own.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(result)) + "\n", "utf-8")
+    save_result(race.out / each.name / RESULT_FILE, asdict(result))
     return result
 
 
