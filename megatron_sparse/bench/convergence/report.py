@@ -21,7 +21,7 @@ from megatron_sparse.simulate import figures
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-CURVES, FINAL = "convergence-curves", "convergence-final"
+CURVES, FINAL, BITS = "convergence-curves", "convergence-final", "convergence-bits"
 """Names of the pictures and their CSV."""
 DENSITIES = ("topk01", "topk1", "topk5", "dense")
 """Settings that differ by nothing but density."""
@@ -144,7 +144,9 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Writes both pictures and the CSV that each is drawn from.
+    """Writes the pictures and the CSV that each is drawn from.
+
+    Loss over bits is drawn where runs with a curve have counted their bits.
 
     Raises:
         DependencyError: matplotlib is missing.
@@ -153,11 +155,12 @@ def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path) -> list[P
     folder.mkdir(parents=True, exist_ok=True)
     curves = curve_rows(results)
     finals = [row.to_dict() for row in rows]
+    bits = bits_rows(rows)
+    pictures = [(CURVES, curves, _draw_curves, 4.8), (FINAL, finals, _draw_final, 4.2)]
+    if bits:
+        pictures.append((BITS, bits, _draw_bits, 4.8))
     written = []
-    for name, data, draw_onto, height_in in (
-        (CURVES, curves, _draw_curves, 4.8),
-        (FINAL, finals, _draw_final, 4.2),
-    ):
+    for name, data, draw_onto, height_in in pictures:
         table, picture = folder / f"{name}.csv", folder / f"{name}.png"
         figures.write_csv(data, table)
         canvas = canvas_of(
@@ -182,6 +185,23 @@ def curve_rows(results: Sequence[Result]) -> list[figures.Row]:
         }
         for each in results
         for iteration in dict.fromkeys(number for number, _ in each.curve)
+    ]
+
+
+def bits_rows(rows: Sequence[Row]) -> list[figures.Row]:
+    """A row for each model and setting that is a point of a curve of loss over bits."""
+    return [
+        {
+            "series": f"{row.model}, {curve}",
+            "setting": row.setting,
+            "label": row.label,
+            "bits_target": row.bits_target,
+            "bits": row.bits,
+            "to_dense": row.to_dense,
+            "to_dense_spread": row.to_dense_spread,
+        }
+        for row in rows
+        if (curve := BY_NAME[row.setting].curve) and None not in (row.bits, row.to_dense)
     ]
 
 
@@ -242,4 +262,30 @@ def _draw_final(rows: list[dict[str, Any]], canvas: Canvas) -> None:
     figures.shared_legend(canvas, [left])
     canvas.suptitle(
         "Final validation loss, mean and spread of the seeds, measured on two CPU ranks", fontsize=9
+    )
+
+
+def _draw_bits(rows: list[figures.Row], canvas: Canvas) -> None:
+    styles = figures.styles_of(rows)
+    panels = canvas.subplots(1, 2, sharey=True)
+    for axes, key, of in (
+        (panels[0], "bits_target", "at the target density"),
+        (panels[1], "bits", "over the whole run"),
+    ):
+        ordered = sorted(rows, key=lambda row: row[key])
+        figures.draw_lines(axes, ordered, key, "to_dense", styles)
+        figures.log_axis(axes, "x")
+        axes.axhline(0, color="black", linestyle="--", linewidth=1)
+        axes.set(xlabel=f"bits an element, {of}", ylabel="% above dense (mean of the seeds)")
+    for row in rows:
+        panels[0].annotate(
+            row["label"],
+            (row["bits_target"], row["to_dense"]),
+            textcoords="offset points",
+            xytext=(3, 3),
+            fontsize=5,
+        )
+    figures.shared_legend(canvas, panels)
+    canvas.suptitle(
+        "Final validation loss over bits of a rank's own messages, measured", fontsize=9
     )

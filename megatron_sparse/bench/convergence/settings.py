@@ -32,6 +32,7 @@ _LOSSY = (
 )
 _IN_4_BITS = ("scheme=dense_q", "compression.value_bits=4")
 """Every element; what a rival does after it is its own."""
+_OWN, _PRESETS = "fp32 values", "presets"
 _SGD = ("megatron.optimizer=sgd", "training.lr=0.3", "training.min_lr=0.03")
 
 
@@ -72,6 +73,7 @@ class Setting:
         baseline: name of the setting that it is compared with.
         tier: 1 runs first.
         rival: takes the plugin's place from the end of the warm-up on; None: the plugin stays.
+        curve: the line in the picture of loss over bits that it is a point of; None: of none.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Setting:
     baseline: str = DENSE
     tier: int = 1
     rival: PowerSGD | MomentMask | None = None
+    curve: str | None = None
 
 
 def _masked(name: str, label: str, density: float, *, owners: bool) -> Setting:
@@ -91,20 +94,43 @@ def _masked(name: str, label: str, density: float, *, owners: bool) -> Setting:
         (*_IN_4_BITS, f"compression.density={density:g}"),
         tier=4,
         rival=MomentMask(_MASK_INTERVAL, owners),
+        curve="masks of owners" if owners else "masks of m",
     )
+
+
+def _in_bits(percent: int, bits: int) -> Setting:
+    return Setting(
+        f"q{bits}_{percent}",
+        f"{percent} %, {bits} bits",
+        (f"compression.density={percent / 100:g}", f"compression.value_bits={bits}"),
+        tier=3,
+        curve=f"{bits} bits",
+    )
+
+
+def _preset_with_long_ramp(name: str) -> Setting:
+    overrides = (f"preset={name}",)
+    return Setting(name, f"preset {name}", overrides, ramp=LONG_RAMP_SHARE, curve=_PRESETS)
+
+
+def _power_sgd(rank: int) -> Setting:
+    name, label = f"powersgd{rank}", f"PowerSGD, rank {rank}"
+    return Setting(name, label, _IN_4_BITS, ramp=0, tier=4, rival=PowerSGD(rank), curve="PowerSGD")
 
 
 SETTINGS = (
     Setting(DENSE, "dense", ("compression=dense",)),
-    Setting(DEFAULT, "1 % (default)"),
-    Setting("topk01", "0.1 %", ("compression=topk999",)),
-    Setting("topk5", "5 %", ("compression=topk95",)),
-    Setting("safe", "preset safe", ("preset=safe",)),
-    Setting("balanced", "preset balanced", ("preset=balanced",), ramp=LONG_RAMP_SHARE),
-    Setting("extreme", "preset extreme", ("preset=extreme",), ramp=LONG_RAMP_SHARE),
-    Setting("dense_q4", "all in 4 bits", _IN_4_BITS, tier=2),
-    Setting("powersgd4", "PowerSGD, rank 4", _IN_4_BITS, ramp=0, tier=4, rival=PowerSGD(4)),
-    Setting("powersgd16", "PowerSGD, rank 16", _IN_4_BITS, ramp=0, tier=4, rival=PowerSGD(16)),
+    Setting(DEFAULT, "1 % (default)", curve=_OWN),
+    Setting("topk01", "0.1 %", ("compression=topk999",), curve=_OWN),
+    Setting("topk5", "5 %", ("compression=topk95",), curve=_OWN),
+    Setting("safe", "preset safe", ("preset=safe",), curve=_PRESETS),
+    _preset_with_long_ramp("balanced"),
+    _preset_with_long_ramp("extreme"),
+    Setting("dense_q4", "all in 4 bits", _IN_4_BITS, tier=2, curve="4 bits"),
+    *(_in_bits(percent, bits=4) for percent in (10, 5, 2)),
+    *(_in_bits(percent, bits=2) for percent in (22, 10, 5)),
+    _power_sgd(4),
+    _power_sgd(16),
     _masked("moment5", "5 %, masks of m", 0.05, owners=False),
     _masked("moment22", "22 %, masks of m", 0.22, owners=False),
     _masked("owners5", "5 %, owners' masks", 0.05, owners=True),
