@@ -137,7 +137,8 @@ MS_INLINE VectorLanes::U running_sum(VectorLanes::U u) {
 #endif
 }
 
-// The inverse of pack_left: the first lanes of `u` go to the lanes that `mask` names, the others become zero.
+// The inverse of pack_left: the first lanes of `u` go to the lanes that `mask` names, the others
+// become zero.
 MS_INLINE VectorLanes::U spread_right(VectorLanes::U u, uint32_t mask) {
 #if defined(__AVX512F__)
   return reinterpret_cast<VectorLanes::U>(

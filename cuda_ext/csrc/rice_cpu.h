@@ -236,8 +236,8 @@ inline void rice_positions(const void* words, int64_t count, int r, int64_t unar
     }
   }
   if (r == 0) return;
-  // An entry's element: the quotients before it, of which the unary part has the sum, the remainders
-  // before it, and one for each entry before it.
+  // An entry's element is one for each entry before it, and the sum of the gaps up to it: of their
+  // quotients, which the place of its one bit tells, and of their remainders.
   using L = VectorLanes;
   constexpr int W = MS_WIDTH;
   L::U before = first_lanes(), sum = {};
