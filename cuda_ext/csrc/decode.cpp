@@ -75,9 +75,8 @@ Tensor decode_sum_cpu(const Tensor& acc, const std::vector<Tensor>& messages,
   for (const Tensor& message : messages) contents.push_back(check_message(message));
   const int64_t count = static_cast<int64_t>(contents.size());
   MS_CHECK(count > 0, "decode: there are no messages", "at least one", 0);
-  const std::vector<Status> statuses =
-      sum_records(contents, expected, fresh, static_cast<float*>(acc.mutable_data_ptr()),
-                  kernels(), kThreads);
+  const std::vector<Status> statuses = sum_records(
+      contents, expected, fresh, static_cast<float*>(acc.mutable_data_ptr()), kernels(), kThreads);
   Tensor result = torch::stable::new_empty(segment_offsets, {4 * count});
   int64_t* fields = static_cast<int64_t*>(result.mutable_data_ptr());
   for (int64_t i = 0; i < count; ++i) write_status(statuses[i], fields + 4 * i);
