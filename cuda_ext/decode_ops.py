@@ -105,23 +105,28 @@ def decode_sum_(
     base: int,
     ranks: Sequence[int],
     *,
+    fresh: bool = True,
     reports: Reports | None = None,
 ) -> None:
-    """Writes the sum of several ranks' messages: the same bits as one `decode_add_` after another.
+    """Adds several ranks' messages in one pass: the bits of one `decode_add_` after another.
 
-    On CUDA all messages are read in one pass, and every element of the sum is written once: two
-    kernels for each 16 messages. Every header, index, prefix sum and bit is checked before it is
-    used, but after the first elements have been written.
+    Every element of the sum is written once. On the CPU this needs no more memory traffic than one
+    message does: part by part, all messages are added while the part is in a cache. They are
+    checked before the first addition. On CUDA these are two kernels for each 16 messages, and every
+    header, index, prefix sum and bit is checked before it is used, but after the first elements
+    have been written.
 
     Args:
         acc_M: fp32 on the CPU or a CUDA device; element 0 is the bucket's element `base`. Mutated:
-            the segments' part becomes the sum from zero, in the order of the messages; its old
-            content is ignored. Undefined after an error. Elements outside the segments are kept.
+            the segments' part becomes the sum, in the order of the messages. After an error it is
+            undefined on CUDA, and on the CPU it is the sum of the other messages. Elements outside
+            the segments are kept.
         messages: at least one uint8 message on the same device, each of them as `decode_add_`'s.
         expected: the facts that the records of every message must state; its rank is not read.
         base: the bucket's element that `acc_M` begins with.
         ranks: the sender of each message, for errors.
-        reports: receives the calls' statuses, and the call does not wait. Reading the reports
+        fresh: treat the segments' part of `acc_M` as zero and ignore its content; always on CUDA.
+        reports: receives the call's statuses, and the call does not wait. Reading the reports
             raises the error of the first bad message.
 
     Raises:
@@ -131,30 +136,22 @@ def decode_sum_(
     if not messages or len(messages) != len(ranks):
         got = f"{len(messages)} messages of {len(ranks)} ranks"
         raise refusal("decode_sum_", "a message is missing", "one of each rank", got)
-    if check_device("decode_sum_", "acc", acc_M) == "cpu":
-        for number, (message, rank) in enumerate(zip(messages, ranks, strict=True)):
-            sender = replace(expected, rank=rank)
-            decode_add_(acc_M, message, sender, base, fresh=number == 0, reports=reports)
-        return
     check_flat("decode_sum_", "acc", acc_M, (torch.float32,))
+    on_cuda = check_device("decode_sum_", "acc", acc_M) == "cuda"
     for message in messages:
         check_flat("decode_sum_", "message", message, (torch.uint8,), device=acc_M.device)
     check_message_dtype("decode_sum_", expected.value_dtype)
-    offsets = expected.segment_offsets
-    check_slots("decode_sum_", expected.slots, offsets.numel() - 1, None)
-    statuses = call(
-        "decode_sum_",
-        acc_M,
-        list(messages),
-        codec_cuda.on_device(offsets, acc_M.device),
-        expected.value_dtype,
-        expected.step,
-        base,
-        codec_cuda.on_device(expected.slots, acc_M.device),
-    )
+    offsets, slots = expected.segment_offsets, expected.slots
+    if on_cuda:
+        check_slots("decode_sum_", slots, offsets.numel() - 1, None)
+        offsets, slots = (codec_cuda.on_device(table, acc_M.device) for table in (offsets, slots))
+    value_dtype, step = expected.value_dtype, expected.step
+    parts = (acc_M, list(messages), offsets, value_dtype, step, base, fresh, slots)
+    statuses = call("decode_sum_", *parts)
 
     def look(rank: int, status: torch.Tensor) -> None:
-        codec_cuda.check_status(status, offsets, base, acc_M.numel())
+        if on_cuda:
+            codec_cuda.check_status(status, expected.segment_offsets, base, acc_M.numel())
         refuse_message(status, replace(expected, rank=rank), has_slots=expected.slots is not None)
 
     if reports is None:

@@ -141,6 +141,7 @@ def _decode_sum(
     value_dtype: int,
     step: int,
     base: int,
+    fresh: bool = True,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return segment_offsets.new_empty(STATUS_WORDS * len(messages))
@@ -321,6 +322,7 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "encode_rice": _encode_rice,
         "prune_encode_rice": _prune_encode_rice,
         "decode_add_": _decode_add,
+        "decode_sum_": _decode_sum,
         "hash_permute": _hash_map,
         "hash_unpermute": _hash_map,
         "hash_partition_of": _hash_map,
@@ -342,7 +344,6 @@ _FAKES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "prune_encode_records": _prune_encode_records,
         "encode_rice_records": _encode_rice_records,
         "prune_encode_rice_records": _prune_encode_rice_records,
-        "decode_sum_": _decode_sum,
         "peer_collective": _peer_collective,
         "nccl_sparse_sum": _nccl_sparse_sum,
         "hash_split": _hash_split,

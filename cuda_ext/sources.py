@@ -58,6 +58,7 @@ CPU_BINDINGS = (
     "place.cpp",
     "decode.cpp",
     "decode_records.cpp",
+    "decode_sum.cpp",
     "rice_encode.cpp",
     "rice_records.cpp",
     "hash_partition.cpp",

@@ -92,7 +92,7 @@ for isa in "${isas[@]}"; do
   # shellcheck disable=SC2086 # flags are words
   compile "$name" $coverage $flags "-DMS_ISA=$name" "-DMS_WIDTH=$width" "$sources/kernels_isa.cpp"
 done
-for source in "$sources/place.cpp" "$sources/decode_records.cpp" "$sources/rice_records.cpp"; do
+for source in "$sources"/{place,decode_records,decode_sum,rice_records}.cpp; do
   compile "$(basename "$source" .cpp)" "$coverage" "$source"
 done
 for source in "${drivers[@]}"; do compile "$(basename "$source" .cpp)" "$source"; done

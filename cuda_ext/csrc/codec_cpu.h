@@ -143,26 +143,36 @@ void add_dense(float* acc, const void* values, int64_t numel) {
 inline constexpr int64_t kAhead = 256;
 inline constexpr int kSecondLevel = 2;
 
+// Indices are read one by one from memory: taking them out of a vector costs more.
+MS_INLINE int64_t index_at(const void* indices, int64_t k) {
+  int32_t index;
+  std::memcpy(&index, static_cast<const char*>(indices) + 4 * k, sizeof index);
+  return index;
+}
+
 template <int VALUE>
 void add_sparse(float* acc, const void* indices, const void* values, int64_t count) {
   using L = VectorLanes;
   constexpr int W = L::kWidth;
   // Sparse elements lie too far apart for the hardware to fetch them ahead.
   const auto fetch = [&](int64_t k) {
-    const L::U ahead = load_raw<kFp32>(indices, k);
-    for (int lane = 0; lane < W; ++lane) __builtin_prefetch(acc + ahead[lane], 1, kSecondLevel);
+    for (int lane = 0; lane < W; ++lane) {
+      __builtin_prefetch(acc + index_at(indices, k + lane), 1, kSecondLevel);
+    }
+  };
+  // One addition at a time: scattered stores gain nothing from vectors.
+  const auto add = [&](int64_t k, int64_t lanes, L::U raw) {
+    alignas(64) float value[W];
+    store_raw<kFp32>(value, 0, L::as_bits(widen<L, VALUE>(raw)));
+    for (int64_t lane = 0; lane < lanes; ++lane) acc[index_at(indices, k + lane)] += value[lane];
   };
   for (int64_t k = 0; k < kAhead && k + W <= count; k += W) fetch(k);
-  for (int64_t k = 0; k < count; k += W) {
-    const int64_t lanes = count - k < W ? count - k : W;
-    const bool full = lanes == W;
+  int64_t k = 0;
+  for (; k + W <= count; k += W) {
     if (k + kAhead + W <= count) fetch(k + kAhead);
-    const L::U index = full ? load_raw<kFp32>(indices, k) : load_raw_some<kFp32>(indices, k, lanes);
-    const L::F value =
-        widen<L, VALUE>(full ? load_raw<VALUE>(values, k) : load_raw_some<VALUE>(values, k, lanes));
-    // One addition at a time: scattered stores gain nothing from vectors.
-    for (int64_t lane = 0; lane < lanes; ++lane) acc[index[lane]] += value[lane];
+    add(k, W, load_raw<VALUE>(values, k));
   }
+  if (k < count) add(k, count - k, load_raw_some<VALUE>(values, k, count - k));
 }
 
 template <int VALUE>

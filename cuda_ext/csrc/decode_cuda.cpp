@@ -1,5 +1,5 @@
-// decode_add_ and decode_sum_ on CUDA: checks, device, stream, launch. decode_add_'s schema is
-// library.cpp's; decode_sum_ exists on CUDA only.
+// decode_add_ and decode_sum_ on CUDA: checks, device, stream, launch. Their schemas are
+// library.cpp's.
 //
 // segment_offsets lies on the device, and the statuses stay there: the caller waits for the device
 // when it reads them.
@@ -67,8 +67,9 @@ Tensor decode_add_cuda(const Tensor& acc, const Tensor& message, const Tensor& s
 
 Tensor decode_sum_cuda(const Tensor& acc, const std::vector<Tensor>& messages,
                        const Tensor& segment_offsets, int64_t value_dtype, int64_t step,
-                       int64_t base, std::optional<Tensor> slots) {
+                       int64_t base, bool fresh, std::optional<Tensor> slots) {
   const DecodeArguments common = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
+  MS_CHECK(fresh, "decode: a sum begins from zero", "fresh", "acc's content to be kept");
   const int64_t count = static_cast<int64_t>(messages.size());
   MS_CHECK(count > 0, "decode: there are no messages", "at least one", 0);
   torch::stable::accelerator::DeviceGuard guard(acc.get_device_index());
@@ -88,12 +89,6 @@ Tensor decode_sum_cuda(const Tensor& acc, const std::vector<Tensor>& messages,
 
 }  // namespace
 }  // namespace megatron_sparse
-
-STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
-  m.def(
-      "decode_sum_(Tensor(a!) acc, Tensor[] messages, Tensor segment_offsets, int value_dtype, "
-      "int step, int base, Tensor? slots=None) -> Tensor");
-}
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CUDA, m) {
   m.impl("decode_add_", TORCH_BOX(&megatron_sparse::decode_add_cuda));

@@ -12,8 +12,8 @@ namespace {
 constexpr int64_t kDenseStep = int64_t{1} << 16;  // elements of a chunk, dense or in blocks
 constexpr int64_t kCooStep = int64_t{1} << 13;    // entries
 constexpr int64_t kTileStep = 32;                 // tiles
-// From this many elements a chunk on, processing the whole chunk is faster than single elements.
-constexpr int64_t kCrowded = kTileStep * kPiciTile / 8;
+// From this many entries a tile on, processing whole tiles is faster than single elements.
+constexpr int64_t kCrowded = kPiciTile / 8;
 
 template <class T>
 T read_at(const uint8_t* from, int64_t k) {
@@ -177,18 +177,38 @@ struct Span {
   int64_t end;
 };
 
+bool is_indexed(const DecodeChunk& chunk) {
+  return chunk.kind == kKindCoo || chunk.kind == kKindBlocks;
+}
+
+// An entry's element, or a block's number.
+int64_t index_of(const DecodeChunk& chunk, int64_t unit) {
+  return read_at<int32_t>(chunk.payload + chunk.at.indices, unit);
+}
+
 Span span_of(const DecodeChunk& chunk) {
-  const bool indexed = chunk.kind == kKindCoo || chunk.kind == kKindBlocks;
-  const int64_t width = chunk.kind == kKindDense || chunk.kind == kKindCoo ? 1
-                        : chunk.kind == kKindBlocks                        ? chunk.block_size
-                        : chunk.kind == kKindRice ? int64_t{1} << chunk.log2_span
-                                                  : kPiciTile;
-  const uint8_t* indices = chunk.payload + chunk.at.indices;
+  const int64_t width = unit_width(chunk);
   const auto element = [&](int64_t unit) {
-    return width * (indexed ? read_at<int32_t>(indices, unit) : unit);
+    return width * (is_indexed(chunk) ? index_of(chunk, unit) : unit);
   };
   return {chunk.begin == 0 ? 0 : element(chunk.begin),
           chunk.end == chunk.units ? chunk.numel : element(chunk.end)};
+}
+
+// The first unit that does not lie before an element; the element is where a unit may begin.
+int64_t first_unit(const DecodeChunk& record, int64_t element) {
+  const int64_t number = element / unit_width(record);
+  if (!is_indexed(record)) return number;
+  int64_t before = 0, behind = record.units;
+  while (before < behind) {
+    const int64_t middle = before + (behind - before) / 2;
+    if (index_of(record, middle) < number) {
+      before = middle + 1;
+    } else {
+      behind = middle;
+    }
+  }
+  return before;
 }
 
 // In linear order a run of tiles is one long bitmap.
@@ -200,8 +220,8 @@ void add_linear_tiles(const DecodeChunk& chunk, int value_dtype, float* target,
   const uint8_t* words = chunk.payload + chunk.begin * (kPiciTile / 8);
   const uint8_t* values = chunk.payload + chunk.at.values + before * dtype_bytes(value_dtype);
   const Span span = span_of(chunk);
-  if (count < kCrowded) {
-    int32_t indices[kCrowded];
+  if (count < kCrowded * (chunk.end - chunk.begin)) {
+    int32_t indices[kCrowded * kTileStep];
     kernel.list_bits(words, (chunk.end - chunk.begin) * kTileSide, 0, count, indices);
     kernel.add_sparse[value_dtype](target + span.begin, indices, values, count);
   } else {
@@ -227,8 +247,29 @@ void add_paper_tiles(const DecodeChunk& chunk, int value_dtype, float* target,
 
 }  // namespace
 
-Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected& expected,
-                   std::vector<DecodeChunk>& chunks) {
+int64_t unit_width(const DecodeChunk& chunk) {
+  switch (chunk.kind) {
+    case kKindDense:
+    case kKindCoo:
+      return 1;
+    case kKindBlocks:
+      return chunk.block_size;
+    case kKindRice:
+      return int64_t{1} << chunk.log2_span;
+    default:
+      return kPiciTile;
+  }
+}
+
+DecodeChunk part_of(const DecodeChunk& record, int64_t begin, int64_t end) {
+  DecodeChunk part = record;
+  part.begin = first_unit(record, begin);
+  part.end = end == record.numel ? record.units : first_unit(record, end);
+  return part;
+}
+
+Status find_records(const uint8_t* message, int64_t message_bytes, const Expected& expected,
+                    std::vector<DecodeChunk>& records) {
   const int64_t* slots = expected.slots;
   if (slots != nullptr && slots[expected.segment_count] != message_bytes) {
     return {true, expected.segment_count, kFieldSize, message_bytes};
@@ -240,21 +281,30 @@ Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected
     Header header;
     std::memcpy(&header, message + at, sizeof header);
     at += kHeaderBytes;
-    DecodeChunk chunk = {};
-    chunk.segment = s;
-    const Status status = check_record(header, message + at, end - at, expected, chunk);
+    DecodeChunk record = {};
+    record.segment = s;
+    const Status status = check_record(header, message + at, end - at, expected, record);
     if (status.wrong) return status;
-    const int64_t step = step_of(chunk);
-    // A record without units still has one chunk, which covers the whole segment.
-    do {
-      chunk.end = std::min(chunk.begin + step, chunk.units);
-      chunks.push_back(chunk);
-      chunk.begin = chunk.end;
-    } while (chunk.begin < chunk.units);
-    at = slots == nullptr ? at + chunk.at.payload : end;
+    record.end = record.units;
+    records.push_back(record);
+    at = slots == nullptr ? at + record.at.payload : end;
   }
   if (at != message_bytes) return {true, expected.segment_count, kFieldSize, message_bytes};
   return {};
+}
+
+std::vector<DecodeChunk> cut_records(const std::vector<DecodeChunk>& records) {
+  std::vector<DecodeChunk> chunks;
+  for (const DecodeChunk& record : records) {
+    const int64_t step = step_of(record);
+    DecodeChunk chunk = record;
+    do {
+      chunk.end = std::min(chunk.begin + step, record.end);
+      chunks.push_back(chunk);
+      chunk.begin = chunk.end;
+    } while (chunk.begin < record.end);
+  }
+  return chunks;
 }
 
 Status check_chunk(const DecodeChunk& chunk, const Kernels& kernel) {

@@ -76,9 +76,21 @@ struct DecodeChunk {
   bool indices;       // Rice: whether entries have indices
 };
 
-// Checks the headers and cuts the records into chunks.
-Status find_chunks(const uint8_t* message, int64_t message_bytes, const Expected& expected,
-                   std::vector<DecodeChunk>& chunks);
+// Checks the headers and finds the record of each segment: a chunk of all of its units.
+Status find_records(const uint8_t* message, int64_t message_bytes, const Expected& expected,
+                    std::vector<DecodeChunk>& records);
+
+// Elements that a unit of the chunk's record stands for; of Pici's and Rice's records the last unit
+// may have fewer, of blocks too.
+int64_t unit_width(const DecodeChunk& chunk);
+
+// The units of a checked record whose elements are `begin` to `end` of its segment: multiples of
+// unit_width, or the segment's end.
+DecodeChunk part_of(const DecodeChunk& record, int64_t begin, int64_t end);
+
+// Cuts records, or parts of them, into chunks that one thread takes at a time. A record without
+// units still has one chunk, which covers the whole segment.
+std::vector<DecodeChunk> cut_records(const std::vector<DecodeChunk>& records);
 
 // Checks everything but the headers: indices, prefix sums, bits and padding.
 Status check_chunk(const DecodeChunk& chunk, const Kernels& kernel);
@@ -87,13 +99,10 @@ Status check_chunk(const DecodeChunk& chunk, const Kernels& kernel);
 // zero included; the chunks of a record then cover its segment.
 void add_chunk(const DecodeChunk& chunk, bool fresh, float* acc, const Kernels& kernel);
 
-// parallel(n, work) calls work(begin, end) on parts of [0, n).
+// Checks the chunks of a message; parallel(n, work) calls work(begin, end) on parts of [0, n).
 template <class Parallel>
-Status decode_records(const uint8_t* message, int64_t message_bytes, const Expected& expected,
-                      bool fresh, float* acc, const Kernels& kernel, Parallel parallel) {
-  std::vector<DecodeChunk> chunks;
-  const Status status = find_chunks(message, message_bytes, expected, chunks);
-  if (status.wrong) return status;
+Status check_chunks(const std::vector<DecodeChunk>& chunks, const Kernels& kernel,
+                    Parallel parallel) {
   const int64_t count = static_cast<int64_t>(chunks.size());
   // The lowest bad chunk is reported, whichever thread finds one first.
   std::atomic<int64_t> bad{count};
@@ -106,9 +115,20 @@ Status decode_records(const uint8_t* message, int64_t message_bytes, const Expec
       return;
     }
   });
-  if (bad < count) return check_chunk(chunks[bad], kernel);
+  return bad < count ? check_chunk(chunks[bad], kernel) : Status{};
+}
+
+template <class Parallel>
+Status decode_records(const uint8_t* message, int64_t message_bytes, const Expected& expected,
+                      bool fresh, float* acc, const Kernels& kernel, Parallel parallel) {
+  std::vector<DecodeChunk> records;
+  Status status = find_records(message, message_bytes, expected, records);
+  if (status.wrong) return status;
+  const std::vector<DecodeChunk> chunks = cut_records(records);
+  status = check_chunks(chunks, kernel, parallel);
+  if (status.wrong) return status;
   // Indices ascend, so no two chunks touch the same element.
-  parallel(count, [&](int64_t begin, int64_t end) {
+  parallel(static_cast<int64_t>(chunks.size()), [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       add_chunk(chunks[c], fresh, acc, kernel);
     }

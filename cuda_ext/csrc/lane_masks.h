@@ -113,7 +113,30 @@ MS_INLINE VectorLanes::U pack_left(VectorLanes::U u, uint32_t mask) {
 #endif
 }
 
-// The inverse: the first lanes of `u` go to the lanes that `mask` names, the others become zero.
+// Lane k becomes the sum of lanes 0 to k.
+MS_INLINE VectorLanes::U running_sum(VectorLanes::U u) {
+#if defined(__AVX512F__)
+  const __m512i zero = _mm512_setzero_si512();
+  __m512i sum = reinterpret_cast<__m512i>(u);
+  sum = _mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 15));
+  sum = _mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 14));
+  sum = _mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 12));
+  return reinterpret_cast<VectorLanes::U>(_mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 8)));
+#elif defined(__AVX2__)
+  __m256i sum = reinterpret_cast<__m256i>(u);
+  sum = _mm256_add_epi32(sum, _mm256_slli_si256(sum, 4));
+  sum = _mm256_add_epi32(sum, _mm256_slli_si256(sum, 8));
+  // Shifts stay in halves: the upper one lacks the lower one's sum.
+  const __m256i lower = _mm256_permute2x128_si256(sum, sum, 0x08);
+  return reinterpret_cast<VectorLanes::U>(_mm256_add_epi32(sum, _mm256_shuffle_epi32(lower, 0xff)));
+#else
+  for (int lane = 1; lane < MS_WIDTH; ++lane) u[lane] += u[lane - 1];
+  return u;
+#endif
+}
+
+// The inverse of pack_left: the first lanes of `u` go to the lanes that `mask` names, the others
+// become zero.
 MS_INLINE VectorLanes::U spread_right(VectorLanes::U u, uint32_t mask) {
 #if defined(__AVX512F__)
   return reinterpret_cast<VectorLanes::U>(

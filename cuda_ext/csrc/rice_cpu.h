@@ -43,19 +43,23 @@ MS_INLINE void store_planes(const uint32_t* numbers, int bits, uint32_t* words) 
   }
 }
 
-// The 32 numbers whose bit p is in word p.
-MS_INLINE void load_planes(const uint8_t* words, int bits, uint32_t* numbers) {
+// Of the 32 numbers whose bit p is in word p, a vector from number i on.
+MS_INLINE VectorLanes::U numbers_of_planes(const uint8_t* words, int bits, int i) {
   using L = VectorLanes;
-  constexpr int W = MS_WIDTH;
-  for (int i = 0; i < kPlane; i += W) {
-    L::U number = {};
-    for (int p = 0; p < bits; ++p) {
-      uint32_t word;
-      std::memcpy(&word, words + 4 * p, sizeof word);
-      const L::U bit = L::U{} + (uint32_t{1} << p);
-      number |= L::select(lanes_of(word >> i & kAllLanes), bit, L::U{});
-    }
-    store_raw<kFp32>(numbers, i, number);
+  L::U number = {};
+  for (int p = 0; p < bits; ++p) {
+    uint32_t word;
+    std::memcpy(&word, words + 4 * p, sizeof word);
+    const L::U bit = L::U{} + (uint32_t{1} << p);
+    number |= L::select(lanes_of(word >> i & kAllLanes), bit, L::U{});
+  }
+  return number;
+}
+
+// All 32 of them.
+MS_INLINE void load_planes(const uint8_t* words, int bits, uint32_t* numbers) {
+  for (int i = 0; i < kPlane; i += MS_WIDTH) {
+    store_raw<kFp32>(numbers, i, numbers_of_planes(words, bits, i));
   }
 }
 
@@ -232,15 +236,23 @@ inline void rice_positions(const void* words, int64_t count, int r, int64_t unar
     }
   }
   if (r == 0) return;
-  int32_t sum = 0;
+  // An entry's element is one for each entry before it, and the sum of the gaps up to it: of their
+  // quotients, which the place of its one bit tells, and of their remainders.
+  using L = VectorLanes;
+  constexpr int W = MS_WIDTH;
+  L::U before = first_lanes(), sum = {};
   for (int64_t i = 0; i < count; i += kPlane, from += 4 * r) {
-    alignas(64) uint32_t rest[kPlane];
-    load_planes(from, r, rest);
-    const int64_t some = count - i < kPlane ? count - i : kPlane;
-    for (int64_t k = 0; k < some; ++k) {
-      sum += static_cast<int32_t>(rest[k]);
-      const int32_t before = static_cast<int32_t>(i + k);
-      index[i + k] = ((index[i + k] - before) << r) + before + sum;
+    for (int part = 0; part < kPlane && i + part < count; part += W, before += W) {
+      const int64_t at = i + part, lanes = count - at < W ? count - at : W;
+      const bool full = lanes == W;
+      sum = running_sum(numbers_of_planes(from, r, part)) + sum[W - 1];
+      const L::U ones = full ? load_raw<kFp32>(index, at) : load_raw_some<kFp32>(index, at, lanes);
+      const L::U element = ((ones - before) << r) + before + sum;
+      if (full) {
+        store_raw<kFp32>(index, at, element);
+      } else {
+        store_raw_some<kFp32>(index, at, lanes, element);
+      }
     }
   }
 }

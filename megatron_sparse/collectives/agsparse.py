@@ -7,9 +7,9 @@ than each message. But each rank sends its message n - 1 times, so the scheme su
 All-reduce:
 1. Agreement: one all-gather of a fingerprint of the collective (bucket, scheme, dtype, step) and of
    every rank's message size, 8 (2 + n) bytes a rank.
-2. n - 1 rounds: every rank sends its message to every other, one peer at a time. Meanwhile it
-   clears its sum and adds the messages that have arrived. It adds them in rank order, so that all
-   ranks get the same bits.
+2. n - 1 rounds: every rank sends its message to every other, one peer at a time. It adds them in
+   rank order, so that all ranks get the same bits, in two passes over its sum: those of the first
+   half of the ranks when they have arrived, then the rest. On CUDA one pass adds them all.
 
 Reduce-scatter: as `direct`. Each peer gets only the records of the shard that it owns.
 
@@ -84,20 +84,14 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
         sizes = [row[0] for row in table]
         check_announced(sizes, [whole] * n, message.value_dtype)
     received: dict[int, torch.Tensor] = {}
-    next_rank = 0
+    batches = sums.batches(n)
 
     def add_in_rank_order(sender: int, records: torch.Tensor) -> None:
-        nonlocal next_rank
         received[sender] = records
-        if sums.adds_at_once:
-            if len(received) == n:
-                sums.add_messages([received[each] for each in range(n)], whole, range(n))
-            return
-        if len(received) == 1:
-            sums.clear()
-        while next_rank in received:
-            sums.add_message(received[next_rank], whole, next_rank)
-            next_rank += 1
+        while batches and all(each in received for each in batches[0]):
+            ranks = batches.pop(0)
+            parts = [received[each] for each in ranks]
+            sums.add_messages(parts, whole, ranks, fresh=ranks.start == 0)
 
     room = sums.take("received", sum(sizes) - sizes[rank])
     own = message.buffer[: message.nbytes]
@@ -123,8 +117,9 @@ def cost(run: DryRun) -> None:
     """The predicted time: runs the same rounds on the modelled clocks of `run`.
 
     With messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the agreement;
-    and additions in rank order, so that every rank but 0 starts to add late. A reduce-scatter is
-    `split_cost`.
+    and additions in rank order, in two batches, so that most ranks add late. Each message is priced
+    as an addition of its own, which is too much for those that find the sum in a cache. A
+    reduce-scatter is `split_cost`.
     """
     record_format = run.messages(SCHEME.message_format(run.options))
     if run.scatter:
@@ -135,28 +130,26 @@ def cost(run: DryRun) -> None:
     n, whole = run.n, run.piece()
     nbytes = float(record_format.nbytes(whole, run.message_density()[0], run.b))
     density = float(run.densities.whole(1))
+    first_s = record_format.seconds(CodecOp.DECODE, whole, density, run.b)
     addition_s = record_format.seconds(CodecOp.DECODE_ADD, whole, density, run.b)
+    half = (n + 1) // 2
     # Local work of each rank [n] when it has received so many messages, while the next one arrives.
-    work_s = [addition_s * _additions(n, received) for received in range(n)]
-    work_s[0] = work_s[0] + run.clearing_s(whole.numel)
+    work_s = np.zeros((n, n))
+    work_s[_half_complete(n, half), np.arange(n)] = first_s + (half - 1) * addition_s
+    work_s[-1] += (n - half) * addition_s
     run.shifts([(received + 1, nbytes, work_s[received]) for received in range(n - 1)])
     run.work(work_s[-1])
 
 
-def _additions(n: int, received: int) -> np.ndarray:
-    """How many messages each rank [n] can add when message number `received` has arrived.
+def _half_complete(n: int, half: int) -> np.ndarray:
+    """How many messages each rank [n] has received when it has those of ranks 0 to `half` - 1.
 
-    Rank r receives the messages of ranks r + 1, r + 2, ... (modulo n), and adds in rank order. So
-    rank 0 adds one message at once, its own first. Rank r > 0 must wait for the message of rank 0,
-    which arrives as number n - r; then it adds one at a time, until with the last message, that of
-    rank r - 1, it adds that one, its own, and the n - r - 1 that came before rank 0's.
+    Rank r receives the messages of ranks r + 1, r + 2, ... (modulo n). So a rank that is one of
+    them, but not rank 0, has the last of them with its last message. The messages of the other
+    ranks are complete then at the earliest: they are added at the end.
     """
     ranks = np.arange(n)
-    additions = np.where(received >= n - ranks, 1, 0)
-    if received == n - 1:
-        additions = n - ranks + 1
-    additions[0] = 1
-    return additions
+    return np.where(ranks >= half, n - 1 - (ranks - half), np.where(ranks == 0, half - 1, n - 1))
 
 
 SCHEME = Scheme(

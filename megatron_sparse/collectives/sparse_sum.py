@@ -90,14 +90,15 @@ class SparseSum:
         """See `Exchange.take`."""
         return self._exchange.take(purpose, numel, dtype)
 
-    @property
-    def adds_at_once(self) -> bool:
-        """Whether `add_messages` is faster than adding each message as it arrives.
+    def batches(self, ranks: int) -> list[range]:
+        """The ranks whose messages `add_messages` should add together, in rank order.
 
-        On CUDA the additions of several messages take one pass over the sum. On the CPU each takes
-        as long as its entries, and is hidden behind the messages that are still on their way.
+        Each call takes a pass over the sum. On CUDA all messages are added in one. On the CPU the
+        first half is added while the others are on their way: a pass more, but less is left to do
+        when the last message has come.
         """
-        return self.sum_N.is_cuda
+        half = ranks if self.sum_N.is_cuda else (ranks + 1) // 2
+        return [part for part in (range(half), range(half, ranks)) if part]
 
     def clear(self) -> None:
         """Makes the whole sum zero, for records that are added later and are not `fresh`."""
@@ -114,17 +115,25 @@ class SparseSum:
         """
         self._decode(records, cut, self._expected(cut, rank), fresh=fresh)
 
-    def add_messages(self, records: Sequence[torch.Tensor], cut: Cut, ranks: Sequence[int]) -> None:
-        """Makes the sum of a cut from records of these ranks' own messages, in this order.
+    def add_messages(
+        self,
+        records: Sequence[torch.Tensor],
+        cut: Cut,
+        ranks: Sequence[int],
+        *,
+        fresh: bool = True,
+    ) -> None:
+        """Adds records of these ranks' own messages to the sum of a cut, in this order.
 
-        The cut's old values are replaced. On CUDA this is one pass over all records.
+        One pass over the sum. `fresh` replaces the cut's old values; always on CUDA.
 
         Raises:
             WireFormatError: they are not what a rank announced.
         """
-        expected, reports = self._expected(cut, ranks[0]), self._message.reports
+        sum_M, expected = self.sum_N[cut.elements], self._expected(cut, ranks[0])
+        reports = self._message.reports
         with self._timer.stage("decode"):
-            decode_sum_(self.sum_N[cut.elements], records, expected, ranks, reports=reports)
+            decode_sum_(sum_M, records, expected, ranks, fresh=fresh, reports=reports)
 
     def _expected(self, cut: Cut, rank: int) -> Expected:
         message = self._message

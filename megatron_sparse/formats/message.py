@@ -426,17 +426,20 @@ def decode_sum_(
     expected: Expected,
     ranks: Sequence[int],
     *,
+    fresh: bool = True,
     reports: Reports | None = None,
 ) -> None:
-    """Writes the sum of several ranks' records to `acc_M`, in their order, from zero.
+    """Adds several ranks' records to `acc_M`, in their order, in one pass.
 
-    The bits are those of one `decode_add_` after the other; on CUDA this is one pass.
+    The bits are those of one `decode_add_` after the other. `ops.decode_sum_` says what an error
+    leaves in `acc_M`.
 
     Args:
-        acc_M: as of `decode_add_`; undefined after an error.
+        acc_M: as of `decode_add_`.
         records: of each rank.
         expected: the facts that all records must state; its rank is not read.
         ranks: the sender of each.
+        fresh: treat the segments' part of `acc_M` as zero; always on CUDA.
         reports: as of `decode_add_`.
 
     Raises:
@@ -444,8 +447,8 @@ def decode_sum_(
     """
     base = int(expected.segment_offsets[0])
     if is_compiled(acc_M.device):
-        ops.decode_sum_(acc_M, records, expected, base, ranks, reports=reports)
+        ops.decode_sum_(acc_M, records, expected, base, ranks, fresh=fresh, reports=reports)
         return
     for number, (each, rank) in enumerate(zip(records, ranks, strict=True)):
         sender = replace(expected, rank=rank)
-        decode_add_(acc_M, each, sender, fresh=number == 0, reports=reports)
+        decode_add_(acc_M, each, sender, fresh=fresh and number == 0, reports=reports)

@@ -101,12 +101,16 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
         return 0.0
     if func.namespace == "megatron_sparse" and name == "encode":
         return args[0].nbytes + float(result.sum())
+    # args lacks arguments that have their default
     if func.namespace == "megatron_sparse" and name == "decode_add_":
-        acc_M, records = args[:2]
-        fresh = args[6:] == (True,)  # args lacks arguments that have their default
-        whole = acc_M.nbytes if fresh else 2 * acc_M.nbytes
-        touched = 2 * SECTOR_BYTES * records_nnz(records)
-        return records.nbytes + (whole if fresh else min(whole, touched))
+        return _added_bytes(*args[:2], fresh=args[6:7] == (True,))
+    if func.namespace == "megatron_sparse" and name == "decode_sum_":
+        # As one message after the other, as the cost models have it.
+        fresh = args[6:7] != (False,)
+        return sum(
+            _added_bytes(args[0], records, fresh=fresh and number == 0)
+            for number, records in enumerate(args[1])
+        )
     if func.namespace == "megatron_sparse" and name == "encode_rice":
         return args[0].nbytes + float(result[0].sum())
     if func.namespace == "megatron_sparse" and name in ("prune_encode", "prune_encode_rice"):
@@ -127,6 +131,12 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     if all(returned.alias_info is None for returned in func._schema.returns):
         total += _nbytes(result)
     return total
+
+
+def _added_bytes(acc_M: torch.Tensor, records: torch.Tensor, *, fresh: bool) -> float:
+    whole = acc_M.nbytes if fresh else 2 * acc_M.nbytes
+    touched = 2 * SECTOR_BYTES * records_nnz(records)
+    return float(records.nbytes + (whole if fresh else min(whole, touched)))
 
 
 def _nbytes(value: Any) -> int:

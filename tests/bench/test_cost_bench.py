@@ -14,7 +14,7 @@ from megatron_sparse.bench.cost_models.codec_prices import (
     Call,
     MemoryBoundPrices,
     TimedPrices,
-    call_of,
+    calls_of,
 )
 from megatron_sparse.bench.cost_models.command import (
     CostRow,
@@ -123,8 +123,7 @@ class TestTimedPrices:
         seen: list[Call] = []
 
         def keep(*operation):
-            call = call_of(*operation)
-            seen.extend([] if call is None else [call])
+            seen.extend(calls_of(*operation))
             return 0.0
 
         class Kept:

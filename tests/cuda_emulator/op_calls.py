@@ -180,7 +180,8 @@ class EmulatedDevice:
         acc.copy_(found)
         return torch.tensor(status)
 
-    def _decode_sum(self, acc, messages, offsets, value_dtype, step, base, slots=None):
+    def _decode_sum(self, acc, messages, offsets, value_dtype, step, base, fresh=True, slots=None):
+        assert fresh, "the binding refuses to keep acc's content"
         assert all(each.data_ptr() % 16 == 0 for each in messages), "the binding refuses them"
         expecting = Expecting(offsets.tolist(), value_dtype, step, base, _numbers(slots))
         found, states = self._codecs.decode_sum(

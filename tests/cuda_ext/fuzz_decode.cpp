@@ -11,6 +11,9 @@
 // With the option kInSlots the records are moved apart, each to a slot of capacity mode, with
 // garbage behind it that must not be read; some slots are too short for their record.
 //
+// Each message is also added twice in one pass, with a valid one of another density between: the
+// sum must be that of one message after another, whether the message is taken or refused.
+//
 // An input with the option kRoundTrip names a gradient instead, with hostile values and sizes: all
 // instruction sets must encode it to the same bytes, and decoding must give the gradient back.
 #include <algorithm>
@@ -24,6 +27,7 @@
 #include <vector>
 
 #include "decode_records.h"
+#include "decode_sum.h"
 #include "fuzz_rice.h"
 #include "place.h"
 
@@ -199,52 +203,6 @@ std::unique_ptr<uint8_t[]> exact_copy(const std::vector<uint8_t>& content) {
   return copy;
 }
 
-// The decoder of all instruction sets on one message.
-void try_message(const Control& control, std::vector<uint8_t> content) {
-  if (control.options & kRepairHeaders) content = repair(content, control);
-  const bool in_slots = (control.options & kInSlots) != 0;
-  SlotTable slots = {};
-  if (in_slots) slots = spread(content, control.slack, true);
-  const int64_t bytes = static_cast<int64_t>(content.size());
-  const std::unique_ptr<uint8_t[]> message = exact_copy(content);
-  const Expected expected = {control.offsets, 2,      control.dtype,
-                             kStep,           kFirst, in_slots ? slots.at : nullptr};
-  const int64_t numel = control.offsets[2] - kFirst;
-  Status first;
-  std::unique_ptr<float[]> first_sum;
-  for (const Kernels* kernel : all_kernels()) {
-    std::unique_ptr<float[]> sum(new float[numel]);
-    std::fill(sum.get(), sum.get() + numel, 0.5f);
-    const Status status =
-        decode_records(message.get(), bytes, expected, (control.options & kFresh) != 0, sum.get(),
-                       *kernel, serial);
-    for (int64_t i = 0; status.wrong && i < numel; ++i) {
-      if (sum[i] != 0.5f) fail("a refused message changed the accumulator");
-    }
-    if (first_sum == nullptr) {
-      first = status;
-      first_sum = std::move(sum);
-      continue;
-    }
-    if (status.wrong != first.wrong || status.field != first.field) {
-      fail("two instruction sets answer differently");
-    }
-    for (int64_t i = 0; i < numel; ++i) {
-      if (!same_bits(sum[i], first_sum[i])) fail("two instruction sets add differently");
-    }
-  }
-  ++counted.messages;
-  counted.taken += !first.wrong;
-  counted.taken_in_slots += !first.wrong && in_slots;
-  counted.quantised += !first.wrong && is_quantised(control.dtype);
-  std::vector<DecodeChunk> chunks;
-  if (first.wrong || find_chunks(message.get(), bytes, expected, chunks).wrong) return;
-  for (const DecodeChunk& chunk : chunks) {
-    const int kind = chunk.kind == kKindPiciPaper ? 4 : chunk.kind == kKindRice ? 5 : chunk.kind;
-    if (chunk.begin == 0) ++counted.records[kind];
-  }
-}
-
 struct Encoding {
   int dtype;
   int64_t kind;
@@ -330,6 +288,87 @@ std::vector<float> make_gradient(int64_t numel, bool hostile, std::minstd_rand& 
     value = hostile ? hostile_value(random) : static_cast<float>(random() % 9) - 4;
   }
   return grad;
+}
+
+// The sum of a message, a valid one and the message again, in one pass and one after another. Rice
+// chunks of the two have different lengths where the valid one is Rice, too.
+void try_sum(const Control& control, const uint8_t* message, int64_t bytes,
+             const Expected& expected) {
+  std::minstd_rand random(control.slack + 256u * static_cast<uint32_t>(bytes));
+  const int64_t numel = control.offsets[2] - kFirst;
+  std::vector<uint8_t> valid = encode(make_gradient(numel, false, random), control.offsets,
+                                      any_encoding(control.dtype, random), kernels_portable());
+  // Slots of the message do not fit the valid one, so both are the message then.
+  const bool in_slots = expected.slots != nullptr;
+  const std::unique_ptr<uint8_t[]> other = exact_copy(valid);
+  const MessageBytes one = {message, bytes};
+  const MessageBytes two = {other.get(), static_cast<int64_t>(valid.size())};
+  const std::vector<MessageBytes> messages = {one, in_slots ? one : two, one};
+  const bool fresh = (control.options & kFresh) != 0;
+  for (const Kernels* kernel : all_kernels()) {
+    std::unique_ptr<float[]> sum(new float[numel]), wanted(new float[numel]);
+    std::fill(sum.get(), sum.get() + numel, 0.5f);
+    std::fill(wanted.get(), wanted.get() + numel, fresh ? 0.0f : 0.5f);
+    const std::vector<Status> statuses =
+        sum_records(messages, expected, fresh, sum.get(), *kernel, serial);
+    for (size_t i = 0; i < messages.size(); ++i) {
+      const Status status = decode_records(messages[i].bytes, messages[i].size, expected, false,
+                                           wanted.get(), *kernel, serial);
+      if (status.wrong != statuses[i].wrong || status.field != statuses[i].field) {
+        fail("a message of a sum is judged differently");
+      }
+    }
+    for (int64_t i = 0; i < numel; ++i) {
+      if (!same_bits(sum[i], wanted[i])) fail("a sum in one pass has other bits");
+    }
+  }
+}
+
+// The decoder of all instruction sets on one message.
+void try_message(const Control& control, std::vector<uint8_t> content) {
+  if (control.options & kRepairHeaders) content = repair(content, control);
+  const bool in_slots = (control.options & kInSlots) != 0;
+  SlotTable slots = {};
+  if (in_slots) slots = spread(content, control.slack, true);
+  const int64_t bytes = static_cast<int64_t>(content.size());
+  const std::unique_ptr<uint8_t[]> message = exact_copy(content);
+  const Expected expected = {control.offsets, 2,      control.dtype,
+                             kStep,           kFirst, in_slots ? slots.at : nullptr};
+  const int64_t numel = control.offsets[2] - kFirst;
+  Status first;
+  std::unique_ptr<float[]> first_sum;
+  for (const Kernels* kernel : all_kernels()) {
+    std::unique_ptr<float[]> sum(new float[numel]);
+    std::fill(sum.get(), sum.get() + numel, 0.5f);
+    const Status status =
+        decode_records(message.get(), bytes, expected, (control.options & kFresh) != 0, sum.get(),
+                       *kernel, serial);
+    for (int64_t i = 0; status.wrong && i < numel; ++i) {
+      if (sum[i] != 0.5f) fail("a refused message changed the accumulator");
+    }
+    if (first_sum == nullptr) {
+      first = status;
+      first_sum = std::move(sum);
+      continue;
+    }
+    if (status.wrong != first.wrong || status.field != first.field) {
+      fail("two instruction sets answer differently");
+    }
+    for (int64_t i = 0; i < numel; ++i) {
+      if (!same_bits(sum[i], first_sum[i])) fail("two instruction sets add differently");
+    }
+  }
+  try_sum(control, message.get(), bytes, expected);
+  ++counted.messages;
+  counted.taken += !first.wrong;
+  counted.taken_in_slots += !first.wrong && in_slots;
+  counted.quantised += !first.wrong && is_quantised(control.dtype);
+  std::vector<DecodeChunk> records;
+  if (first.wrong || find_records(message.get(), bytes, expected, records).wrong) return;
+  for (const DecodeChunk& record : records) {
+    const int kind = record.kind == kKindPiciPaper ? 4 : record.kind == kKindRice ? 5 : record.kind;
+    ++counted.records[kind];
+  }
 }
 
 // The gradient that a message stands for, without staging, records and decoding.

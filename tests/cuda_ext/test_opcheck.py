@@ -46,11 +46,15 @@ def arguments_of(name):
             limits[1],
         )
     used = int(ops.encode(grad, Segments(offsets, dense), nnz, RecordSpec(0, 5), out).sum())
-    return torch.zeros(100), out[:used].clone(), offsets, 0, 5, 0
+    message = out[:used].clone()
+    if name == "decode_sum_":
+        return torch.zeros(100), [message, message.clone()], offsets, 0, 5, 0
+    return torch.zeros(100), message, offsets, 0, 5, 0
 
 
 @pytest.mark.parametrize(
-    "name", ["prune_", "sample_threshold", "encode", "prune_encode", "decode_add_"]
+    "name",
+    ["prune_", "sample_threshold", "encode", "prune_encode", "decode_add_", "decode_sum_"],
 )
 def test_opcheck(name):
     arguments = arguments_of(name)

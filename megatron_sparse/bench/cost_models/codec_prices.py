@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -140,10 +140,8 @@ class TimedPrices:
         """See `CodecPrices`."""
 
         def seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
-            call = call_of(func, args, kwargs, result)
-            if call is None:
-                return 0.0
-            return self.call_s(Call(call.op, call.format, call.numel * scale, call.density))
+            calls = calls_of(func, args, kwargs, result)
+            return sum(self.call_s(replace(call, numel=call.numel * scale)) for call in calls)
 
         return seconds
 
@@ -159,22 +157,24 @@ def _median_s(run: Callable[[], object], repeats: int) -> float:
     return float(np.median(spent))
 
 
-def call_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Call | None:
-    """The codec's call for a tensor operation; None if the operation belongs to another call."""
+def calls_of(func: Any, args: tuple, kwargs: dict, result: Any) -> list[Call]:
+    """The codec's calls for a tensor operation; none if the operation belongs to another call."""
     name = func._schema.name.split("::")[1]
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     if func.namespace == "megatron_sparse":
+        if name == "decode_sum_":
+            return _added(given)
         found = _CALLS.get(name)
-        return None if found is None else found(given, result)
+        return [] if found is None else [found(given, result)]
     if name in ("add_", "add"):
-        return Call(CodecOp.ADD, "dense", given["self"].numel(), 1.0)
+        return [Call(CodecOp.ADD, "dense", given["self"].numel(), 1.0)]
     if name in ("copy_", "zero_", "clone"):
-        return Call(CodecOp.COPY, "dense", given["self"].nbytes / 4, 1.0)
+        return [Call(CodecOp.COPY, "dense", given["self"].nbytes / 4, 1.0)]
     if name == "index_add_":  # ZEN's server, from pairs
         positions = given["self"].numel()
-        return _at(CodecOp.DECODE_ADD, "pairs", positions, given["index"].numel())
-    return None
+        return [_at(CodecOp.DECODE_ADD, "pairs", positions, given["index"].numel())]
+    return []
 
 
 def _at(op: CodecOp, name: str, numel: float, nnz: float) -> Call:
@@ -196,9 +196,21 @@ def _rate_of(records: torch.Tensor) -> str:
 
 
 def _decoded(given: dict, _: Any) -> Call:
-    op = CodecOp.DECODE if given.get("fresh") else CodecOp.DECODE_ADD
-    records = given["message"]
-    return _at(op, _rate_of(records), given["acc"].numel(), records_nnz(records))
+    return _decoded_one(given["message"], given["acc"], fresh=given.get("fresh", False))
+
+
+def _added(given: dict) -> list[Call]:
+    """Several messages: as one after the other, as the cost models have it."""
+    fresh = given.get("fresh", True)
+    return [
+        _decoded_one(records, given["acc"], fresh=fresh and number == 0)
+        for number, records in enumerate(given["messages"])
+    ]
+
+
+def _decoded_one(records: torch.Tensor, acc_M: torch.Tensor, *, fresh: bool) -> Call:
+    op = CodecOp.DECODE if fresh else CodecOp.DECODE_ADD
+    return _at(op, _rate_of(records), acc_M.numel(), records_nnz(records))
 
 
 def _added_bitmap(given: dict, _: Any) -> Call:

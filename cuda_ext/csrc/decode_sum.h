@@ -1,0 +1,70 @@
+// The sum of several messages on the CPU: each is checked completely, then all are added in one
+// pass over the accumulator.
+//
+// The pass goes window by window. A window stays in a cache while every message adds its entries to
+// it, in the order of the messages. So memory is read and written once, not once for each message,
+// and a fresh sum is cleared on the way. The bits are those of one message after another.
+// Free of torch, as decode_records.h is.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "decode_records.h"
+
+namespace megatron_sparse {
+
+struct MessageBytes {
+  const uint8_t* bytes;
+  int64_t size;
+};
+
+// Elements of a segment, so that no unit of a record lies on both sides of a border.
+struct Window {
+  int64_t segment;
+  int64_t begin;
+  int64_t end;
+};
+
+using Records = std::vector<DecodeChunk>;  // of a message, one for each segment
+
+// Cuts the segments into windows; `messages` are the records of those that are added.
+std::vector<Window> cut_windows(const std::vector<Records>& messages, const Expected& expected);
+
+// Adds a checked record's entries in a window.
+void add_window(const DecodeChunk& record, const Window& window, float* acc, const Kernels& kernel);
+
+// Adds messages, which all must be as expected. A bad one is left out. With `fresh` the content of
+// the accumulator is ignored, and it becomes the sum of the good messages.
+//
+// parallel(n, work) calls work(begin, end) on parts of [0, n).
+template <class Parallel>
+std::vector<Status> sum_records(const std::vector<MessageBytes>& messages, const Expected& expected,
+                                bool fresh, float* acc, const Kernels& kernel, Parallel parallel) {
+  std::vector<Status> statuses;
+  std::vector<Records> good;
+  for (const MessageBytes& message : messages) {
+    Records records;
+    Status status = find_records(message.bytes, message.size, expected, records);
+    if (!status.wrong) status = check_chunks(cut_records(records), kernel, parallel);
+    if (!status.wrong) good.push_back(std::move(records));
+    statuses.push_back(status);
+  }
+  const std::vector<Window> windows = cut_windows(good, expected);
+  parallel(static_cast<int64_t>(windows.size()), [&](int64_t begin, int64_t end) {
+    for (int64_t w = begin; w < end; ++w) {
+      const Window& window = windows[w];
+      if (fresh) {
+        float* segment = acc + expected.offsets[window.segment] - expected.base;
+        std::fill(segment + window.begin, segment + window.end, 0.0f);
+      }
+      for (const Records& records : good) {
+        add_window(records[window.segment], window, acc, kernel);
+      }
+    }
+  });
+  return statuses;
+}
+
+}  // namespace megatron_sparse

@@ -1,0 +1,201 @@
+"""decode_sum_ on the CPU: several messages in one pass have the bits of one after another."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import accumulate
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
+from megatron_sparse.cuda_ext.reports import Reports
+from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.formats.message import (
+    FORMAT_CODES,
+    WIRE_CODES,
+    MessageBuffers,
+    decode_add_,
+    decode_sum_,
+    encode_segments,
+)
+from megatron_sparse.formats.message_sizes import capacity
+from tests.cuda_ext import cases
+
+STEP, BASE = 7, 1000
+OFFSETS = torch.tensor([0, 0, 70_001, 70_001, 270_336, 270_337]) + BASE
+"""A window and a bit, no element, several windows, one element."""
+NUMEL = int(OFFSETS[-1]) - BASE
+DENSITIES = (0.03, 0.0, 0.4, 0.001, 1.0)
+BUFFERS = MessageBuffers()
+
+# (format, value dtype, what else the records' spec has), several of which a sum may mix
+FORMS = {
+    "dense": ("dense", "fp32", {}),
+    "coo": ("coo", "fp32", {}),
+    "coo_bf16": ("coo", "bf16", {}),
+    "pici": ("pici", "fp16", {}),
+    "blocks": ("blocks", "fp32", {"block_size": 64}),
+    "blocks_large": ("blocks", "fp32", {"block_size": 4096}),
+    "rice": ("rice", "fp32", {"log2_span": 12}),
+    "rice_long": ("rice", "fp32", {"log2_span": 17}),
+    "rice_bf16": ("rice", "bf16", {"log2_span": 13}),
+    "rice_q4": ("rice", "q4", {"log2_span": 13}),
+    "rice_q3": ("rice", "q3", {"log2_span": 12}),
+    "whole_q8": ("rice", "q8", {"log2_span": 12, "without_indices": True}),
+}
+MIXES = {
+    **{name: (name,) for name in FORMS},
+    "fp32": ("coo", "rice_long", "blocks", "dense", "rice"),
+    "blocks of two sizes": ("blocks", "blocks_large", "coo"),
+}
+
+
+def expected_of(form: str) -> Expected:
+    return Expected(OFFSETS, WIRE_CODES[FORMS[form][1]], STEP, rank=0)
+
+
+def records_of(form: str, density: float, seed: int) -> tuple[torch.Tensor, ...]:
+    """The records from `BASE` on of a message that begins before it.
+
+    The last segment is kept. NaN, infinity and -0.0 are among the values.
+    """
+    record_format, value_dtype, more = FORMS[form]
+    offsets = torch.cat([torch.tensor([0]), OFFSETS])
+    values_N = cases.pruned_grad(BASE + NUMEL, density, torch.float32, seed)
+    values_N[BASE : BASE + 6] = values_N[:6]
+    code = WIRE_CODES[value_dtype]
+    spec = RecordSpec(code, STEP, FORMAT_CODES[record_format], **more)
+    keep = torch.tensor([0, 0, 0, 0, 0, 1], dtype=torch.uint8)
+    out = torch.empty(capacity(offsets, code), dtype=torch.uint8)
+    sizes = encode_segments(values_N, Segments(offsets, keep), None, spec, out, BUFFERS)
+    return out[: int(sizes.sum())].split(sizes.tolist())[1:]
+
+
+def message_of(form: str, density: float, seed: int) -> torch.Tensor:
+    return torch.cat(records_of(form, density, seed))
+
+
+def messages_of(mix: str, ranks: int) -> list[torch.Tensor]:
+    forms = MIXES[mix]
+    return [
+        message_of(forms[rank % len(forms)], DENSITIES[rank % len(DENSITIES)], rank)
+        for rank in range(ranks)
+    ]
+
+
+def added_one_by_one(
+    acc_M: torch.Tensor, messages: list[torch.Tensor], expected: Expected, *, fresh: bool
+) -> torch.Tensor:
+    sum_M = acc_M.clone()
+    for rank, message in enumerate(messages):
+        decode_add_(sum_M, message, expected, fresh=fresh and rank == 0)
+    return sum_M
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("mix", MIXES)
+def test_bits_are_those_of_one_message_after_another(mix: str, fresh: bool) -> None:
+    messages, expected = messages_of(mix, 5), expected_of(MIXES[mix][0])
+    acc_M = cases.make("spread", NUMEL, torch.float32)
+    for count in (1, 2, 5):
+        wanted_M = added_one_by_one(acc_M, messages[:count], expected, fresh=fresh)
+        for isa in cases.ISAS:
+            got_M = cases.unaligned(acc_M)
+            with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
+                decode_sum_(got_M, messages[:count], expected, range(count), fresh=fresh)
+            cases.assert_same_bits(got_M, wanted_M, f"{mix}, {count} messages, {isa}")
+            room = got_M._base
+            assert room is not None
+            assert room[[0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_do_not_change_bits(threads: int) -> None:
+    messages, expected = messages_of("fp32", 5), expected_of("coo")
+    wanted_M = added_one_by_one(torch.zeros(NUMEL), messages, expected, fresh=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got_M = torch.empty(NUMEL)
+        decode_sum_(got_M, messages, expected, range(5))
+    finally:
+        torch.set_num_threads(before)
+    cases.assert_same_bits(got_M, wanted_M, f"{threads} threads")
+
+
+def test_batches_have_the_bits_of_one_sum() -> None:
+    messages, expected = messages_of("rice_q4", 5), expected_of("rice_q4")
+    whole_M, got_M = torch.empty(NUMEL), torch.full((NUMEL,), torch.nan)
+    decode_sum_(whole_M, messages, expected, range(5))
+    decode_sum_(got_M, messages[:3], expected, range(3))
+    decode_sum_(got_M, messages[3:], expected, range(3, 5), fresh=False)
+    cases.assert_same_bits(got_M, whole_M, "two batches")
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("bad_ranks", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_bad_messages_are_left_out_and_reported(bad_ranks: tuple[int, ...], fresh: bool) -> None:
+    """Each is refused as a whole: a header is damaged, or an index of the last record."""
+    messages, expected = messages_of("coo", 3), expected_of("coo")
+    for number, rank in enumerate(bad_ranks):
+        messages[rank] = messages[rank].clone()
+        messages[rank][40 if number == 0 else 0] ^= 1
+    acc_M = cases.make("spread", NUMEL, torch.float32)
+    wanted_M = torch.zeros(NUMEL) if fresh else acc_M.clone()
+    for rank, message in enumerate(messages):
+        if rank not in bad_ranks:
+            decode_add_(wanted_M, message, expected)
+    first = bad_ranks[0] + 10
+    got_M, reports = acc_M.clone(), Reports()
+    decode_sum_(got_M, messages, expected, range(10, 13), fresh=fresh, reports=reports)
+    cases.assert_same_bits(got_M, wanted_M, "the others' sum")
+    with pytest.raises(WireFormatError, match=f"rank {first}: field checksum"):
+        reports.read()
+    with pytest.raises(WireFormatError, match=f"rank {first}: field checksum"):
+        decode_sum_(got_M, messages, expected, range(10, 13), fresh=fresh)
+
+
+def test_an_index_out_of_order_is_found_before_anything_is_added() -> None:
+    good, bad = message_of("coo", 0.03, 0), message_of("coo", 0.03, 1)
+    expected = expected_of("coo")
+    at = 2 * 48  # the second segment's first indices
+    bad[at : at + 4] = bad[at + 4 : at + 8]
+    wanted_M = added_one_by_one(torch.zeros(NUMEL), [good, good], expected, fresh=True)
+    got_M, reports = torch.empty(NUMEL), Reports()
+    decode_sum_(got_M, [good, bad, good], expected, range(3), reports=reports)
+    cases.assert_same_bits(got_M, wanted_M, "the others' sum")
+    with pytest.raises(WireFormatError, match="rank 1: field indices"):
+        reports.read()
+
+
+def test_slots() -> None:
+    """Records in slots of capacity mode, with garbage behind them."""
+    records = [records_of("rice", density, seed) for seed, density in enumerate(DENSITIES[:3])]
+    rooms = [max(map(len, same)) + 32 for same in zip(*records, strict=True)]
+    messages = []
+    for own in records:
+        message = torch.full((sum(rooms),), 0xA5, dtype=torch.uint8)
+        for slot, record in zip(message.split(rooms), own, strict=True):
+            slot[: len(record)] = record
+        messages.append(message)
+    slots = torch.tensor([0, *accumulate(rooms)])
+    expected = replace(expected_of("rice"), slots=slots)
+    wanted_M = added_one_by_one(torch.zeros(NUMEL), messages, expected, fresh=True)
+    got_M = torch.empty(NUMEL)
+    decode_sum_(got_M, messages, expected, range(3))
+    cases.assert_same_bits(got_M, wanted_M, "messages in slots")
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    message, expected = message_of("coo", 0.03, 0), expected_of("coo")
+    acc_M = torch.zeros(NUMEL)
+    with pytest.raises(ExtensionError, match="a message is missing"):
+        ops.decode_sum_(acc_M, [message], expected, BASE, [0, 1])
+    with pytest.raises(ExtensionError, match="a message is missing"):
+        ops.decode_sum_(acc_M, [], expected, BASE, [])
+    with pytest.raises(ExtensionError, match="segments do not lie in acc"):
+        ops.decode_sum_(acc_M[:8000], [message], expected, BASE, [0])
