@@ -31,8 +31,8 @@ def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:
 
     Args:
         scheme: `scheme.name`.
-        candidates: `planner.schemes`. One scheme without values in few bits suffices, or the planner
-            could not take it; None takes those that have them.
+        candidates: `planner.schemes`. One without values in few bits suffices: with them the
+            planner could not take it. None: there are enough others.
 
     Example:
         >>> sends_full_values("zen", None), sends_full_values("auto", ["direct", "zen"])
@@ -40,10 +40,9 @@ def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:
         >>> sends_full_values("direct", None), sends_full_values("auto", ["direct", "dense"])
         (False, False)
     """
-    if scheme != "auto":
-        return scheme in (*FULL_VALUE_SCHEMES, *DENSE_SCHEMES)
-    named = set(candidates or ())
-    return bool(named & set(FULL_VALUE_SCHEMES)) or bool(named) and named <= set(DENSE_SCHEMES)
+    named = set(candidates or ()) if scheme == "auto" else {scheme}
+    has_full = not named.isdisjoint(FULL_VALUE_SCHEMES)
+    return has_full or (len(named) > 0 and named.issubset(DENSE_SCHEMES))
 
 
 def auto_value_bits(
